@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 /// What an entry costs besides its records: key, list links, table slot and the `Bytes` itself.
 const ENTRY_BYTES: u64 = 160;
 
-/// Of extents that are gone so many are looked for, since shuffles are forgotten under locks that others wait for. No key finds
+/// Of extents that are gone so many are looked for, since what was moved elsewhere is forgotten on a runtime thread. No key finds
 /// what is left of more, and it leaves as the least recently used.
 const FORGOTTEN_AT_ONCE: usize = 16 << 10;
 

@@ -75,7 +75,8 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     fn served(&self) -> Option<&dyn ServedTier>;
 
     /// Forgets shuffles of an app at once: from now on writes of them end with `Purged` and nothing of them is found.
-    /// What is left to be deleted is the future's, if there is anything.
+    /// Called under a lock for which registrations wait: what takes long, and what is left to be deleted, is the future's, if
+    /// there is anything.
     fn forget(
         self: Arc<Self>,
         app: &AppId,

@@ -7,21 +7,13 @@ use parking_lot::Mutex;
 
 use super::shuffle::Shuffle;
 
-/// A shuffle's directory.
-#[derive(Debug)]
-pub(super) struct PendingDelete {
-    pub(super) shuffle: Arc<Shuffle>,
-    /// Payload that goes with it.
-    pub(super) bytes: u64,
-}
-
-/// The list of one disk.
+/// The list of one disk: shuffles whose directories there are to go.
 #[derive(Debug, Default)]
-pub(super) struct Deletes(Mutex<VecDeque<PendingDelete>>);
+pub(super) struct Deletes(Mutex<VecDeque<Arc<Shuffle>>>);
 
 impl Deletes {
-    pub(super) fn add(&self, pending: PendingDelete) {
-        self.0.lock().push_back(pending);
+    pub(super) fn add(&self, shuffle: Arc<Shuffle>) {
+        self.0.lock().push_back(shuffle);
     }
 
     /// Everything on the list, which is empty meanwhile.
@@ -35,7 +27,7 @@ impl Deletes {
 #[derive(Debug)]
 pub(super) struct Deleting<'a> {
     list: &'a Deletes,
-    pub(super) left: VecDeque<PendingDelete>,
+    pub(super) left: VecDeque<Arc<Shuffle>>,
 }
 
 impl Drop for Deleting<'_> {

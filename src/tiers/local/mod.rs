@@ -17,6 +17,7 @@
 //! | `store` | the shuffles, and the parts that write and read them |
 //! | `batch`, `publish`, `write`, `append` | disk by disk; index group, then visibility; data; logs and syncs |
 //! | `read`, `damage`, `verify`, `fetch` | index and data streams; what a disk does not give back becomes a hole; checksums |
+//! | `forgotten` | what a shuffle had that is gone |
 //! | `core` | disks, open files, cached records and metrics |
 //! | `shuffle`, `lane`, `deletes` | state of one shuffle, what it publishes next, what is left to delete |
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
@@ -48,6 +49,7 @@ mod extents;
 mod failures;
 mod fetch;
 mod files;
+mod forgotten;
 pub mod health;
 pub mod index;
 mod lane;

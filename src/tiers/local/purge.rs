@@ -16,9 +16,8 @@ use prometheus::IntGaugeVec;
 use tokio::time::{Instant, sleep};
 
 use super::core::Core;
-use super::deletes::PendingDelete;
 use super::disk::{APPS, LocalDisk, used_ratio, within};
-use super::extent::NO_LOG;
+use super::forgotten::{Forgotten, dropped_aside};
 use super::shuffle::Shuffle;
 use super::store::LocalStore;
 use crate::tiers::{DiskCondition, DiskInfo};
@@ -31,8 +30,8 @@ impl LocalStore {
     /// Forgets a shuffle and removes its files. From the first poll on it is unknown: writes under way end with
     /// `Purged` and leave nothing behind. An unknown shuffle is fine.
     pub async fn purge(&self, key: &ShuffleKey) {
-        if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            self.queue_deletes(shuffle);
+        if let Some(forgotten) = self.forget_shuffle(key) {
+            dropped_aside(vec![forgotten]).await;
             self.run_pending_deletes().await;
         }
     }
@@ -41,11 +40,7 @@ impl LocalStore {
     pub async fn purge_app(&self, app: &AppId) {
         let keys: Vec<_> =
             self.shuffles.iter().filter(|it| it.key().app == *app).map(|it| it.key().clone()).collect();
-        for key in keys {
-            if let Some((_, shuffle)) = self.shuffles.remove(&key) {
-                self.queue_deletes(shuffle);
-            }
-        }
+        dropped_aside(keys.iter().filter_map(|key| self.forget_shuffle(key)).collect()).await;
         self.remove_files(app).await;
     }
 
@@ -61,16 +56,17 @@ impl LocalStore {
         let mut work = self.deletes[disk.index].take();
         let mut emptied = HashSet::new();
         for _ in 0..work.left.len() {
-            let Some(shuffle) = work.left.front().map(|it| Arc::clone(&it.shuffle)) else { break };
+            let Some(shuffle) = work.left.front().map(Arc::clone) else { break };
+            let bytes = shuffle.forgotten_bytes(disk);
             // Removals on a bad disk hang: they wait for a probe that succeeds.
-            let may_be_removed = disk.is_healthy() && shuffle.purge_is_noted();
+            let may_be_removed = bytes.is_some() && disk.is_healthy() && shuffle.purge_is_noted();
             let removed = may_be_removed && self.try_remove(&shuffle, disk).await;
-            let Some(pending) = work.left.pop_front() else { break };
+            work.left.pop_front();
             if removed {
-                self.core.metrics.deleted_bytes.inc_by(pending.bytes);
+                self.core.metrics.deleted_bytes.inc_by(bytes.unwrap_or(0));
                 emptied.insert(shuffle.key.app.clone());
             } else {
-                work.left.push_back(pending);
+                work.left.push_back(shuffle);
             }
         }
         drop(work);
@@ -113,18 +109,23 @@ impl LocalStore {
         within(self.core.config.name_timeout, removal).await.ok();
     }
 
-    /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`].
-    /// Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere.
-    pub fn forget_shuffle(&self, key: &ShuffleKey) {
-        if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            self.queue_deletes(shuffle);
+    /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`] after what is
+    /// returned is dropped. Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere, and that a
+    /// cancelled purge has happened or has not.
+    pub fn forget_shuffle(&self, key: &ShuffleKey) -> Option<Forgotten> {
+        let (_, shuffle) = self.shuffles.remove(key)?;
+        let forgotten = Forgotten::new(&self.core, Arc::clone(&shuffle));
+        for disk in shuffle.touched_disks() {
+            self.deletes[disk].add(Arc::clone(&shuffle));
         }
+        self.pending_purges.lock().push(shuffle);
+        Some(forgotten)
     }
 
     /// Forgets a shuffle whose files stay where they are, for a later process.
     pub fn leave(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            self.mark_forgotten(&shuffle);
+            drop(Forgotten::new(&self.core, shuffle));
         }
     }
 
@@ -133,35 +134,6 @@ impl LocalStore {
         self.run_pending_deletes().await;
         let removals = self.core.disks.iter().map(|disk| self.remove_app_directory(disk, app));
         join_all(removals.collect::<Vec<_>>()).await;
-    }
-
-    /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
-    fn queue_deletes(&self, shuffle: Arc<Shuffle>) {
-        let bytes = self.mark_forgotten(&shuffle);
-        for disk in shuffle.touched_disks() {
-            let pending = PendingDelete { shuffle: Arc::clone(&shuffle), bytes: bytes[disk] };
-            self.deletes[disk].add(pending);
-        }
-        self.pending_purges.lock().push(shuffle);
-    }
-
-    /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
-    fn mark_forgotten(&self, shuffle: &Shuffle) -> Vec<u64> {
-        let streams = shuffle.mark_purged();
-        let known = || streams.extents().filter(|extent| extent.index_log != NO_LOG);
-        self.core.metrics.extents.sub(clamped(known().count()));
-        self.core.records.forget(streams.extents().map(|extent| shuffle.records_key(extent)));
-        let logs = shuffle.logs();
-        let mut bytes = vec![0; self.core.disks.len()];
-        for extent in known() {
-            if let Some(log) = logs.get(usize::from(extent.data_log)) {
-                bytes[log.disk.index] += extent.length;
-            }
-        }
-        for log in logs {
-            self.core.files.forget(&log);
-        }
-        bytes
     }
 
     /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait

@@ -47,6 +47,8 @@ pub(super) struct Shuffle {
     published_bytes: AtomicU64,
     /// The metadata log knows that it is purged.
     purge_is_noted: AtomicBool,
+    /// See [`Shuffle::set_forgotten`].
+    forgotten_bytes: OnceLock<Vec<u64>>,
     pub(super) failed_reads: FailedReads,
     pub(super) damaged: DamagedBlocks,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
@@ -103,6 +105,7 @@ impl Shuffle {
             logs: RwLock::default(),
             published_bytes: AtomicU64::new(0),
             purge_is_noted: AtomicBool::new(false),
+            forgotten_bytes: OnceLock::new(),
             failed_reads: FailedReads::default(),
             damaged: DamagedBlocks::default(),
             first_base: AtomicU64::new(0),
@@ -124,9 +127,19 @@ impl Shuffle {
         self.purge_is_noted.load(Ordering::Acquire)
     }
 
-    /// Its files may be removed.
+    /// Its files may be removed once what it had is [forgotten](Shuffle::set_forgotten), too.
     pub(super) fn set_purge_noted(&self) {
         self.purge_is_noted.store(true, Ordering::Release);
+    }
+
+    /// Nothing that is shared knows it any more; it had so much payload, by disk.
+    pub(super) fn set_forgotten(&self, bytes: Vec<u64>) {
+        self.forgotten_bytes.get_or_init(|| bytes);
+    }
+
+    /// The payload that it had on a disk; none before it is forgotten.
+    pub(super) fn forgotten_bytes(&self, disk: &LocalDisk) -> Option<u64> {
+        self.forgotten_bytes.get().map(|bytes| bytes[disk.index])
     }
 
     pub(super) fn error(&self, kind: StoreErrorKind) -> StoreError {

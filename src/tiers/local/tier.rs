@@ -11,6 +11,7 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
+use super::forgotten::dropped_aside;
 use super::read::{DataRead, IndexRead};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
@@ -121,9 +122,13 @@ impl Tier for LocalStore {
     }
 
     fn forget(self: Arc<Self>, app: &AppId, keys: &[ShuffleKey], _: Purge) -> Option<BoxFuture<'static, ()>> {
-        keys.iter().for_each(|key| self.forget_shuffle(key));
+        let forgotten = keys.iter().filter_map(|key| self.forget_shuffle(key)).collect();
         let app = app.clone();
-        Some(async move { self.remove_files(&app).await }.boxed())
+        let remove = async move {
+            dropped_aside(forgotten).await;
+            self.remove_files(&app).await;
+        };
+        Some(remove.boxed())
     }
 
     fn leave(&self, key: &ShuffleKey) {

@@ -3,6 +3,7 @@
 use futures::future::join_all;
 
 use super::*;
+use crate::tiers::Purge;
 use uniffle_io::WriteOpen;
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
@@ -333,4 +334,36 @@ async fn d12_lists_of_extents_are_charged_from_their_publication_or_a_start_unti
     assert_eq!(store.partition_bytes(&key, PartitionId(0)), 1000);
     store.purge(&key).await;
     assert_eq!(whole.used(), 0);
+}
+
+/// Registrations wait on runtime threads for the lock under which a shuffle is forgotten.
+#[tokio::test]
+async fn what_a_shuffle_had_is_walked_through_after_it_is_forgotten_and_before_its_files_go() {
+    let disk = TestDisk::new("/a");
+    let (key, extents, registry) = (key("app", 0), Budget::new(u64::MAX), Registry::new());
+    let store = LocalStore::open(LocalConfig::default(), vec![disk.disk()], &extents, &registry);
+    let store = store.await.unwrap();
+    store.register(&key);
+    for round in 0..9 {
+        store.write(&key, vec![extent(0, &[(round, 10)], true)]).await.unwrap();
+    }
+    let keys = std::slice::from_ref(&key);
+    let deletion = Tier::forget(Arc::clone(&store), &key.app, keys, Purge::Shuffles).unwrap();
+    assert_eq!(store.index(&key, PartitionId(0)).unwrap_err().kind, StoreErrorKind::NotFound);
+    assert!(extents.used() > 0 && store.core.metrics.extents.get() == 9);
+    store.maintain_once().await;
+    assert!(!disk.app_files().is_empty() && store.core.files.len() > 0);
+    deletion.await;
+    assert_eq!((extents.used(), store.core.metrics.deleted_bytes.get()), (0, 90));
+    assert_nothing_left(&store, &[disk]).await;
+}
+
+#[tokio::test]
+async fn a_deletion_that_is_dropped_before_it_begins_is_finished_later() {
+    let (disks, store, key, _) = two_disks_with_blocks(9).await;
+    drop(Tier::forget(Arc::clone(&store), &key.app, std::slice::from_ref(&key), Purge::Shuffles));
+    store.maintain_once().await;
+    assert_eq!(store.core.metrics.deleted_bytes.get(), 81_000);
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &disks).await;
 }
