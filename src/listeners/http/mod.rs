@@ -137,10 +137,8 @@ fn router(pages: Pages) -> Router {
         .merge(page::router())
 }
 
-/// Gauges are sums over everything that the worker holds, so they are gathered on a blocking thread.
 async fn metrics_text(State(pages): State<Pages>) -> Response {
-    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
-    tokio::task::spawn_blocking(move || gathered(&pages)).await.unwrap_or_else(failed)
+    api::aside(move || gathered(&pages)).await
 }
 
 fn gathered(pages: &Pages) -> Response {
@@ -156,7 +154,7 @@ fn gathered(pages: &Pages) -> Response {
 }
 
 async fn losses(State(pages): State<Pages>) -> Response {
-    Json(pages.node.losses()).into_response()
+    api::aside(move || Json(pages.node.losses()).into_response()).await
 }
 
 async fn ready(State(pages): State<Pages>) -> Response {

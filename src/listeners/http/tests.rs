@@ -31,13 +31,19 @@ struct TestServer {
 struct TestNode {
     gauge: IntGauge,
     is_ready: Arc<AtomicBool>,
-    /// The only one of the test's runtime, on which nothing is summed over all that a worker holds.
+    /// Of the test, on which nothing is gathered of all that a worker holds.
     runtime_thread: ThreadId,
+}
+
+impl TestNode {
+    fn require_aside(&self) {
+        assert_ne!(thread::current().id(), self.runtime_thread);
+    }
 }
 
 impl Node for TestNode {
     fn refresh_metrics(&self) {
-        assert_ne!(thread::current().id(), self.runtime_thread);
+        self.require_aside();
         self.gauge.inc();
     }
 
@@ -50,6 +56,7 @@ impl Node for TestNode {
     }
 
     fn losses(&self) -> serde_json::Value {
+        self.require_aside();
         serde_json::json!({ "losses": [] })
     }
 
@@ -230,7 +237,7 @@ async fn n12_slow_clients_do_not_keep_the_health_checks_out() {
     }
     assert!(before.elapsed() < CONFIG.opening_timeout, "the clock runs ahead when all wait: nobody was cut");
     // Another path waits until the requests before it are cut.
-    assert!(listener.ask("/losses").await.0.starts_with("HTTP/1.1 200"));
+    assert!(listener.ask("/").await.0.starts_with("HTTP/1.1 200"));
     assert!(before.elapsed() >= CONFIG.request_timeout);
     for mut stream in slow {
         let mut answer = Vec::new();
@@ -276,4 +283,11 @@ async fn what_is_pushed_is_gathered_beside_the_runtime() {
     drop(gateway);
     tasks.cancel();
     tasks.drained().await;
+}
+
+#[tokio::test]
+async fn losses_are_gathered_beside_the_runtime() {
+    let listener = listener().await;
+    assert!(listener.ask("/losses").await.0.starts_with("HTTP/1.1 200"));
+    listener.close().await;
 }

@@ -68,7 +68,7 @@ pub fn router(hooks: ApiHooks) -> Router {
 }
 
 /// What is asked grows with what the worker holds, so it is collected on a blocking thread.
-async fn aside(collect: impl FnOnce() -> Response + Send + 'static) -> Response {
+pub(super) async fn aside(collect: impl FnOnce() -> Response + Send + 'static) -> Response {
     let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
     tokio::task::spawn_blocking(collect).await.unwrap_or_else(failed)
 }
