@@ -1,6 +1,7 @@
 //! The service's rules over real memory, flusher and store, on an in-memory disk that can be held up.
 
 mod answers;
+mod damage;
 mod fairness;
 mod recovery;
 
@@ -64,6 +65,14 @@ fn limits() -> PartitionLimits {
 
 impl World {
     async fn new(partition_limits: PartitionLimits, flush_limits: policy::Limits) -> Self {
+        Self::with(LocalConfig::default(), partition_limits, flush_limits).await
+    }
+
+    async fn with(
+        local: LocalConfig,
+        partition_limits: PartitionLimits,
+        flush_limits: policy::Limits,
+    ) -> Self {
         let (registry, tasks, faults) = (Registry::new(), Tasks::new(), Faults::default());
         let memory_config = MemoryConfig {
             capacity_bytes: CAPACITY,
@@ -77,8 +86,7 @@ impl World {
         let memory = Memory::new(&memory_config, &registry).unwrap();
         let disk = Arc::new(MemoryDisk::new("/disk", None));
         let disk: Arc<dyn Disk> = Arc::new(FaultDisk::new(disk, faults.clone()));
-        let store =
-            LocalStore::open(LocalConfig::default(), vec![disk], memory.extents(), &registry).await.unwrap();
+        let store = LocalStore::open(local, vec![disk], memory.extents(), &registry).await.unwrap();
         let flush = FlushConfig {
             limits: flush_limits,
             cold_bytes: u64::MAX,
@@ -99,6 +107,7 @@ impl World {
             &registry,
         )
         .unwrap();
+        service.lifecycle.restore(store.take_recovered()).await;
         let expiry =
             Arc::clone(&service.lifecycle).run_expiry(Duration::from_secs(5), Duration::from_secs(10));
         tasks.spawn("expiry", expiry);

@@ -17,7 +17,7 @@ use crate::durability::{Blame, Ledger, Loss, LostExtent, Verdict, ranges};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::telemetry::AUDIT;
-use crate::tiers::{StoreError, StoreErrorKind, Tiers};
+use crate::tiers::{OnDamage, StoreError, StoreErrorKind, Tiers};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::metrics::ServiceMetrics;
@@ -77,15 +77,27 @@ impl Verifier {
     }
 
     /// Blocks in memory that turn out to be damaged are lost unless a tier has them.
-    pub(super) fn hear_of_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
-        // The memory keeps it, and is kept by the verifier.
+    pub(super) fn hear_of_memory(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
+        let on_damage = self.on_damage(apps);
+        self.memory.on_damage(move |key, partition| on_damage(key, partition, DAMAGED));
+    }
+
+    /// So are those in a tier, whoever finds it out. Once it is entered what an earlier process left: what is in question then would
+    /// be overwritten.
+    pub(super) fn hear_of_tiers(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
+        let on_damage = self.on_damage(apps);
+        self.tiers.iter().for_each(|tier| tier.on_damage(Arc::clone(&on_damage)));
+    }
+
+    fn on_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) -> OnDamage {
+        // Memory and tiers keep it, and are kept by the verifier.
         let (apps, verifier) = (Arc::clone(apps), Arc::downgrade(self));
-        self.memory.on_damage(move |key, partition| {
+        Arc::new(move |key: &ShuffleKey, partition: PartitionId, reason: &str| {
             let shuffle = apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
             if let (Some(verifier), Some(shuffle)) = (verifier.upgrade(), shuffle) {
-                verifier.suspect(&shuffle, partition, DAMAGED);
+                verifier.suspect(&shuffle, partition, reason);
             }
-        });
+        })
     }
 
     /// Verifies partitions in the background.

@@ -10,6 +10,7 @@ pub mod local;
 pub mod object;
 #[cfg(feature = "object")]
 pub mod offload;
+mod on_damage;
 mod record_cache;
 mod recovered;
 mod state;
@@ -24,6 +25,7 @@ pub use self::local::{
     SyncWrites, VerifyReads,
 };
 pub use self::object::ObjectConfig;
+pub use self::on_damage::OnDamage;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
 pub use self::tier::{

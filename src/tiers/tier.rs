@@ -18,6 +18,7 @@ use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
+use super::on_damage::OnDamage;
 use super::recovered::Recovered;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
@@ -115,6 +116,10 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     fn drained(&self) -> Option<Drained> {
         None
     }
+
+    /// It is told of each partition of which the tier finds out that blocks are gone, whoever reads or writes: before a reader can
+    /// take what is missing for data, and once more after; now of what was found out so far. The first one only.
+    fn on_damage(&self, _: OnDamage) {}
 
     /// Brings gauges of live values up to date.
     fn refresh_metrics(&self) {}

@@ -12,6 +12,7 @@ use super::files::Files;
 use super::metrics::Metrics;
 use super::overflow::Overflow;
 use crate::budget::Budget;
+use crate::tiers::on_damage::Hearer;
 use crate::tiers::record_cache::RecordCache;
 use crate::tiers::{DiskCondition, StoreError};
 
@@ -30,6 +31,8 @@ pub(super) struct Core {
     pub(super) extents: Budget,
     /// Of all disks.
     pub(super) overflow: Overflow,
+    /// Who hears that blocks are gone.
+    pub(super) hearer: Hearer,
     pub(super) metrics: Metrics,
 }
 

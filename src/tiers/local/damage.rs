@@ -84,14 +84,16 @@ impl Damage {
         let Some(extent) = shuffle.extent_at(partition, block.base) else {
             return shuffle.error(StoreErrorKind::Corrupt);
         };
-        shuffle.damaged.add(partition, &block.place);
-        self.core.metrics.blocks_damaged.inc();
         let log = shuffle.log_at(extent.data_log);
         let what = "a block has another checksum than when it was written, also when it is read again";
-        log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
         let (path, bytes) = (log.full_path(), block.place.end - block.place.start);
+        let error = StoreError::corrupt(&path, what);
+        let mark = || shuffle.damaged.add(partition, &block.place);
+        self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
+        self.core.metrics.blocks_damaged.inc();
+        log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
         tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes, what);
-        StoreError::corrupt(path, what)
+        error
     }
 
     fn mark_lost(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> Option<Extent> {
@@ -123,14 +125,26 @@ impl Damage {
         error.map(|error| (suspects, error))
     }
 
-    /// Makes holes of extents that cannot be read.
-    pub(super) fn mark_all_lost(&self, shuffle: &Shuffle, partition: PartitionId, extents: &[Extent]) {
-        for extent in extents {
-            if self.mark_lost(shuffle, partition, extent.base).is_some() {
-                self.core.metrics.extents_lost.inc();
-                let (bytes, blocks) = (extent.length, extent.blocks);
-                tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "an extent is lost");
-            }
+    /// Makes holes of extents that cannot be read, or were not written.
+    pub(super) fn mark_all_lost(
+        &self,
+        shuffle: &Shuffle,
+        partition: PartitionId,
+        extents: &[Extent],
+        error: &StoreError,
+    ) {
+        if extents.is_empty() {
+            return;
+        }
+        let mark = || extents.iter().for_each(|extent| self.make_hole(shuffle, partition, extent));
+        self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
+    }
+
+    fn make_hole(&self, shuffle: &Shuffle, partition: PartitionId, extent: &Extent) {
+        if self.mark_lost(shuffle, partition, extent.base).is_some() {
+            self.core.metrics.extents_lost.inc();
+            let (bytes, blocks) = (extent.length, extent.blocks);
+            tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "an extent is lost");
         }
     }
 

@@ -19,6 +19,7 @@ use super::uploaded::Uploaded;
 use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::tiers::StoreError;
+use crate::tiers::on_damage::Hearer;
 use crate::tiers::record_cache::RecordCache;
 use uniffle_io::Disk;
 
@@ -67,6 +68,7 @@ impl LocalStore {
             changes,
             extents: extents.clone(),
             overflow: Overflow::new(&config),
+            hearer: Hearer::default(),
             metrics,
             config,
         };

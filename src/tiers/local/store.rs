@@ -200,7 +200,7 @@ impl LocalStore {
         let mut last_error = None;
         for disk in shuffle.failed_reads.take_suspects(partition) {
             if let Some((extents, error)) = damage.probe_extents(&shuffle, partition, disk).await {
-                damage.mark_all_lost(&shuffle, partition, &extents);
+                damage.mark_all_lost(&shuffle, partition, &extents, &error);
                 last_error = Some(error);
             }
         }

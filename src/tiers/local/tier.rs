@@ -18,8 +18,8 @@ use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
 use crate::durability;
 use crate::tiers::{
-    Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
-    ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
+    Admission, Capability, ChunkRead, MetadataLog, OnDamage, Purge, Recovered, RemoteStorage, ServedData,
+    ServedIndex, ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
@@ -141,6 +141,10 @@ impl Tier for LocalStore {
 
     fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
         self.sync_disks(time).boxed()
+    }
+
+    fn on_damage(&self, on_damage: OnDamage) {
+        self.core.hearer.set(on_damage);
     }
 
     fn refresh_metrics(&self) {

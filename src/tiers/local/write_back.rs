@@ -39,7 +39,7 @@ impl Writer {
                 let extents = shuffle.extents(partition);
                 let lost = extents.iter().filter(|extent| is_in(extent.data_log, extent.data_offset()));
                 let lost: Vec<_> = lost.copied().collect();
-                writer.damage.mark_all_lost(&shuffle, partition, &lost);
+                writer.damage.mark_all_lost(&shuffle, partition, &lost, &failed);
             }
         });
     }

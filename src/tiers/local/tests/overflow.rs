@@ -1,5 +1,6 @@
 //! The page cache as an overflow, by the clock of a device that writes 16 MiB in a second.
 
+use parking_lot::Mutex;
 use tokio::time::{Duration, Instant};
 
 use super::*;
@@ -79,9 +80,17 @@ async fn p7_nothing_goes_there_where_memory_is_short_or_batches_are_to_be_synced
 #[tokio::test(start_paused = true)]
 async fn p7_what_the_disk_does_not_take_from_the_page_cache_becomes_a_hole() {
     let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
+    let heard = Arc::new(Mutex::new(Vec::new()));
+    let (hears, weak) = (Arc::clone(&heard), Arc::downgrade(&store));
+    store.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, reason: &str| {
+        let read = weak.upgrade().unwrap().data(key, partition, 0, 2 * MIB as u32).unwrap();
+        hears.lock().push((partition, read.has_hole(), reason.contains(".data")));
+    }));
     disk.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
     assert!(written_in(&handle, 1, BACKLOG).await.is_zero());
     store.writer.tasks.drained().await;
+    let told = [(PartitionId(1), false, true), (PartitionId(1), true, true)];
+    assert_eq!(*heard.lock(), told, "before it is a hole, and after");
     let ids = store.present(&key("app", 1), PartitionId(1)).await.unwrap();
     assert_eq!(ids.iter().collect::<Vec<_>>(), [0], "the other one is lost, and known to be");
     assert_eq!(store.core.metrics.extents_lost.get(), 1);

@@ -1,0 +1,96 @@
+//! What a tier finds out of its disks while no client reads: a reader is told what is lost, and takes no hole for data.
+
+use bytes::Bytes;
+
+use super::*;
+use crate::schema::SpareMemory;
+use crate::tiers::{Backlog, ExtentData, ExtentWrite, TierBatch};
+use uniffle_testkit::fault::EIO;
+use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
+
+const PARTITION: i32 = 3;
+const BLOCK: u32 = 1 << 20;
+const BYTE: u8 = 7;
+
+fn key() -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(0))
+}
+
+fn batch(id: i64, backlog: Backlog) -> TierBatch {
+    let bytes = Bytes::from(vec![BYTE; BLOCK as usize]);
+    let block = BlockMeta {
+        block_id: BlockId(id),
+        task_attempt_id: TaskAttemptId(0),
+        length: BLOCK,
+        uncompressed_length: BLOCK,
+        crc: crc32fast::hash(&bytes),
+    };
+    let extent = ExtentWrite {
+        partition: PartitionId(PARTITION),
+        blocks: vec![block],
+        length: BLOCK.into(),
+        data: ExtentData::Pieces(vec![bytes]),
+    };
+    TierBatch { backlog, ..vec![extent].into() }
+}
+
+impl World {
+    /// Two blocks that are on the disk and not in memory, the second one written while so much waits, and both reported.
+    async fn two_blocks(&self, backlog: Backlog) {
+        let shuffle = self.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
+        shuffle.write(batch(0, Backlog::default())).await.unwrap();
+        shuffle.write(batch(1, backlog)).await.unwrap();
+        let report = ReportRequest {
+            app: APP,
+            shuffle: 0,
+            task_attempt: 0,
+            bitmap_count: 1,
+            partitions: vec![(PartitionId(PARTITION), vec![0, 1])],
+            records: Vec::new(),
+        };
+        self.service.ingest.report(report).await.unwrap();
+    }
+
+    async fn read_blocks(&self, first: u32, count: u32) -> Result<Vec<u8>, ServiceError> {
+        let length = i32::try_from(count * BLOCK).unwrap();
+        let offset = i64::from(first * BLOCK);
+        let mut chunks = self.service.reads.read_data(APP, 0, PARTITION, offset, length).await?.chunks;
+        let mut bytes = Vec::new();
+        while let Some(chunk) = chunks.next().await? {
+            bytes.extend_from_slice(&chunk);
+        }
+        Ok(bytes)
+    }
+
+    /// Reads both blocks as long as it is not known that one is lost; what is said of that.
+    async fn until_named(&self) -> String {
+        for _ in 0..100 {
+            match self.read_blocks(0, 2).await {
+                Ok(bytes) => assert!(bytes.iter().all(|byte| *byte == BYTE), "no hole is taken for data"),
+                Err(ServiceError::Lost(text)) => return text,
+                Err(error) => assert!(matches!(error, ServiceError::InDoubt(_)), "{error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("nobody is told that a block is lost");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_page_cache_did_not_bring_to_its_disk_is_named_and_not_read_as_zeros() {
+    let local = LocalConfig {
+        page_cache_bytes: u64::MAX,
+        spare_memory: SpareMemory::Always(u64::MAX),
+        ..LocalConfig::default()
+    };
+    let world = World::with(local, PartitionLimits::default(), quiet()).await;
+    world.faults.set_speed(16 << 20);
+    world.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
+    world.two_blocks(Backlog { bytes: 64 << 20, is_waited_for: true }).await;
+    let text = world.until_named().await;
+    assert!(text.contains("(ids 1)") && text.contains(".data"), "{text}");
+    assert_eq!(world.faults.injected(), 1, "it went by way of the page cache");
+    assert_eq!(world.read_blocks(0, 1).await.unwrap().len(), BLOCK as usize, "the other one is served");
+    assert_eq!(world.service.insight.losses().losses.len(), 1);
+    world.stop().await;
+}
