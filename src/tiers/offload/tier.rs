@@ -20,8 +20,8 @@ use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::tiers::object::ObjectTier;
 use crate::tiers::{
-    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, ServedData,
-    ServedIndex, ServedTier, StoreError, Tier, TierShuffle, TierState, TierUsage,
+    Admission, Capability, Drained, LocalStore, MetadataLog, OnDamage, Purge, Recovered, RemoteStorage,
+    ServedData, ServedIndex, ServedTier, StoreError, Tier, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -177,6 +177,10 @@ impl Tier for OffloadTier {
     fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
         let both = join(Tier::end_deletions(&*self.local, time), self.object.end_deletions(time));
         both.map(|_| ()).boxed()
+    }
+
+    fn on_damage(&self, on_damage: OnDamage) {
+        Tier::on_damage(&*self.local, on_damage);
     }
 
     fn refresh_metrics(&self) {

@@ -174,7 +174,12 @@ impl Stream {
     fn count_failure(&mut self, error: &StoreError) {
         let (shuffle, partition) = (&self.shuffle, self.partition);
         let culprit = self.culprit.get();
-        self.is_suspect |= culprit.is_some_and(|disk| shuffle.count_failed_read(partition, *disk, error));
+        let is_one_too_many = culprit.is_some_and(|disk| shuffle.count_failed_read(partition, *disk, error));
+        if is_one_too_many {
+            // Who reads may be nobody's reader: what is moved elsewhere is read, too.
+            self.core.hearer.tell(&shuffle.key, partition, &error.to_string());
+        }
+        self.is_suspect |= is_one_too_many;
     }
 
     /// The log in which a piece lies; none of a hole.

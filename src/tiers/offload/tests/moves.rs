@@ -1,5 +1,8 @@
 //! What moves, and what readers see of it.
 
+use std::path::PathBuf;
+
+use parking_lot::Mutex;
 use uniffle_testkit::object_fault::{Call, Fault};
 use uniffle_wire::index::RECORD_BYTES;
 
@@ -108,6 +111,29 @@ async fn a_store_that_fails_takes_nothing_away() {
     process.move_all(&key).await.unwrap();
     assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..24, 1000));
     assert_eq!((process.world.data_files(), process.world.store.open_uploads()), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_that_a_move_finds_damaged_are_told() {
+    let process = World::new().start().await;
+    let (key, heard) = (key(1), Arc::new(Mutex::new(Vec::new())));
+    process.register(&key).await;
+    fill(&process, &key, 0..6, 4).await;
+    let hears = Arc::clone(&heard);
+    process.tier.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, reason: &str| {
+        hears.lock().push((key.clone(), partition, reason.contains("another checksum")));
+    }));
+    let is_data = |path: &PathBuf| path.extension().is_some_and(|it| it == "data");
+    for disk in &process.world.disks {
+        for path in disk.files().into_iter().filter(is_data) {
+            // Of the first partition in it.
+            disk.corrupt(&path, 100, 1);
+        }
+    }
+    let error = process.move_all(&key).await.unwrap_err();
+    assert_eq!(error.kind, crate::tiers::StoreErrorKind::Corrupt);
+    let told = (key.clone(), PartitionId(0), true);
+    assert_eq!(*heard.lock(), [told.clone(), told], "before it is left out, and after");
 }
 
 #[tokio::test(start_paused = true)]
