@@ -132,9 +132,9 @@ impl LocalStore {
             rebuild.incomplete.clone_from(&known.gap);
         }
         for found in &present {
-            shuffle.found_on(&found.disk, found.next_number(), found.bytes());
             rebuild.read_indexes(found).await;
         }
+        rebuild.note_found(&present);
         let (recovered, bytes) = rebuild.finish(logged.and_then(|logged| logged.incomplete)).await;
         self.shuffles.insert(key, shuffle);
         (recovered, bytes)
@@ -157,6 +157,8 @@ struct Rebuild<'a> {
     known: &'a Known,
     sources: HashMap<(Uuid, u32), Source>,
     sequences: HashSet<u64>,
+    /// The first number of a file that no group names, by disk.
+    unnamed: HashMap<Uuid, u32>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: HashMap<PartitionId, IdSet>,
     lost: Vec<LostExtent>,
@@ -192,12 +194,29 @@ impl<'a> Rebuild<'a> {
             known,
             sources,
             sequences: HashSet::new(),
+            unnamed: HashMap::new(),
             extents: HashMap::new(),
             present: HashMap::new(),
             lost: Vec::new(),
             reasons: HashMap::new(),
             incomplete,
             elsewhere: None,
+        }
+    }
+
+    /// Notes what is on which disk. Files of which everything lay elsewhere are gone and the groups that name them are not: no file
+    /// gets the number of such a one, or a later start would take its bytes for theirs.
+    fn note_found(&self, directories: &[FoundDirectory]) {
+        let unnamed = |disk: &LocalDisk| self.unnamed.get(&disk.uuid).copied();
+        for found in directories {
+            let next = found.next_number().max(unnamed(&found.disk).unwrap_or(0));
+            self.shuffle.found_on(&found.disk, next, found.bytes());
+        }
+        // The directory may have gone with its last file.
+        for disk in &self.core.disks {
+            if let Some(next) = unnamed(disk) {
+                self.shuffle.found_on(disk, next, 0);
+            }
         }
     }
 
@@ -224,6 +243,8 @@ impl<'a> Rebuild<'a> {
             if !ours || !self.sequences.insert(group.header.sequence) {
                 continue;
             }
+            let unnamed = self.unnamed.entry(group.header.disk).or_default();
+            *unnamed = (*unnamed).max(group.header.file_number.saturating_add(1));
             let log = match &log {
                 Some(log) => log,
                 None => {

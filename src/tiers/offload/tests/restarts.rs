@@ -159,6 +159,29 @@ async fn wherever_a_move_ends_everything_is_there_once() {
     assert!(at > 5, "{at} calls");
 }
 
+/// What was moved leaves index groups behind, which name files that are gone.
+#[tokio::test(start_paused = true)]
+async fn a_file_that_was_moved_away_leaves_its_number_to_no_other() {
+    let process = World::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..40).await;
+    process.move_all(&key).await.unwrap();
+    assert_eq!(process.world.data_files(), 0);
+
+    let process = process.kill().await.start().await;
+    fill(&process, &key, 100..140).await;
+    assert_eq!(process.read(&key, 0).await.unwrap().len(), 80);
+
+    // Nothing is left of what was moved.
+    let world = World { store: FaultyObjects::default(), ..process.kill().await };
+    let process = world.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!(present(&recovered, &key, 0), (100..140).collect::<Vec<_>>());
+    let lost = recovered.shuffles[0].lost.iter().filter(|it| it.partition == PartitionId(0));
+    assert_eq!(lost.map(|it| it.blocks.len()).sum::<usize>(), 40, "by name");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_segment_that_is_gone_is_lost_by_name() {
     let process = World::new().start().await;
