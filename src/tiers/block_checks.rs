@@ -69,6 +69,32 @@ impl BlockChecks {
         (self.hasher, self.at) = (mark.hasher, mark.at);
     }
 
+    /// Nothing known, from where the block begins of which some bytes have passed, or the next one.
+    pub(super) fn anew(&self) -> Self {
+        Self::new(self.begun().unwrap_or(self.at))
+    }
+
+    /// Where the block begins of which some bytes have passed.
+    fn begun(&self) -> Option<u64> {
+        self.checks.get(self.passed).map(|check| check.place.start).filter(|start| *start < self.at)
+    }
+
+    /// After a rewind: takes the blocks of the extent at `base` from `other`, which began [anew](Self::anew). False when the block
+    /// of which some bytes have passed is none of these: then its sum says nothing.
+    pub(super) fn replace(&mut self, base: u64, mut other: Self) -> bool {
+        debug_assert_eq!(self.passed, 0, "it is where it was marked");
+        let begun = self.begun().filter(|_| self.checks.front().is_some_and(|it| it.base == base));
+        let mut behind = self.checks.split_off(self.checks.partition_point(|it| it.base <= base));
+        self.checks.truncate(self.checks.partition_point(|it| it.base < base));
+        self.checks.append(&mut other.checks);
+        self.checks.append(&mut behind);
+        let is_first = |start| {
+            let first = self.checks.front().map(|it| &it.place);
+            first.is_some_and(|place| place.start == start && place.end > self.at)
+        };
+        begun.is_none_or(is_first)
+    }
+
     /// The first block that ends in the next bytes and has others than were written.
     pub(super) fn check(&mut self, mut bytes: &[u8]) -> Option<Check> {
         while !bytes.is_empty()
@@ -129,5 +155,35 @@ mod tests {
         checks.rewind(mark);
         assert!(checks.check(b"cdef").is_none());
         assert_eq!(checks.known(), 0);
+    }
+
+    #[test]
+    fn blocks_of_an_extent_are_replaced_and_the_one_that_passes_goes_on() {
+        let extent = |place: Range<u64>, bytes: &[u8]| {
+            let base = place.start;
+            Check { place, crc: crc32fast::hash(bytes), base }
+        };
+        let of_three = || {
+            let mut three = checks(&[(0, b"abc")]);
+            three.push(extent(3..6, b"other"));
+            three.push(extent(6..9, b"ghi"));
+            assert!(three.check(b"abcd").is_none());
+            let mark = three.mark();
+            assert_eq!(three.check(b"efghi").map(|check| check.base), Some(3));
+            three.rewind(mark);
+            three
+        };
+        let (mut three, mut anew) = (of_three(), of_three().anew());
+        assert_eq!(anew.at(), 3);
+        anew.push(extent(3..6, b"def"));
+        assert!(three.replace(3, anew));
+        assert!(three.check(b"efghi").is_none());
+        assert_eq!((three.at(), three.known()), (9, 0));
+
+        for other in [vec![], vec![extent(3..4, b"d")]] {
+            let (mut three, mut anew) = (of_three(), of_three().anew());
+            other.into_iter().for_each(|check| anew.push(check));
+            assert!(!three.replace(3, anew), "what has passed is of no block");
+        }
     }
 }

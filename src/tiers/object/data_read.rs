@@ -13,8 +13,8 @@ use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Located};
 use super::shuffle::Shuffle;
-use super::streams::Stream;
-use super::verify::{Verifier, forget_records};
+use super::streams::{Extent, Stream};
+use super::verify::{Verifier, forget_records, has_windows};
 use crate::tiers::block_checks::Check;
 use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
@@ -117,6 +117,7 @@ impl DataRead {
         }
         let _turn = located.turn(&core, &shuffle, len, self.verifier.beside_bytes(until)).await;
         self.verifier.prepare(&core, &shuffle, until).await?;
+        let mut renewed = Vec::new();
         loop {
             let mark = self.verifier.mark();
             let mut buffer = located.read(&core, &shuffle, (len, buffers), &mut self.ahead).await?;
@@ -125,8 +126,21 @@ impl DataRead {
             drop(buffer);
             self.ahead.forget();
             self.verifier.rewind(mark);
-            located = self.again(&located, &block)?;
+            located = match self.doubted(&block).filter(|extent| !renewed.contains(&extent.base)) {
+                Some(extent) => {
+                    core.metrics.crc_mismatches.inc();
+                    self.verifier.renew(&core, &shuffle, &extent, until).await?;
+                    renewed.push(extent.base);
+                    located.of_store_instead(&core).unwrap_or_else(|| located.of_store())
+                }
+                None => self.again(&located, &block)?,
+            };
         }
+    }
+
+    /// The extent of a block that has other bytes than were written, if it may be its records that are others.
+    fn doubted(&self, block: &Check) -> Option<Extent> {
+        self.stream.touched(block.base, block.base + 1).next().filter(|extent| has_windows(extent)).copied()
     }
 
     /// Where a block that has other bytes than were written is looked for next.

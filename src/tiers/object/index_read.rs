@@ -141,6 +141,8 @@ impl IndexRead {
         let crc = std::mem::take(&mut place.crc).finalize();
         (place.at, place.done) = (place.at + 1, 0);
         if crc != piece.extent.records_crc {
+            // Also those that were given before this chunk.
+            reads::discard(core, shuffle, piece.extent.segment, &piece.extent.records_range());
             return Err(StoreError::corrupt(shuffle.segment_key(piece.extent.segment), WRONG_RECORDS));
         }
         // What was read whole is what a reader of the data needs next.

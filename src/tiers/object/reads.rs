@@ -161,6 +161,14 @@ impl Located {
     }
 }
 
+/// Drops from the cache the chunks that have a range of a segment: the next one who wants it has it brought anew.
+pub(super) fn discard(core: &Core, shuffle: &Shuffle, segment: u32, range: &Range<u64>) {
+    let Some(cache) = &core.cache else { return };
+    let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+    let parts = [Part { segment, offset: range.start, range: 0..bytes }];
+    cache.drop_all(&core.metrics, pieces(shuffle, &parts).map(|piece| piece.key));
+}
+
 /// A range of a segment as bytes of their own. For what is small.
 ///
 /// # Errors

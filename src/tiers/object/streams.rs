@@ -4,6 +4,7 @@
 //! ever written to has paid for.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::layout::Entry;
@@ -45,6 +46,11 @@ impl Extent {
     /// Bytes of its records.
     pub(super) fn records_bytes(&self) -> u64 {
         u64::from(self.blocks) * RECORD_BYTES as u64
+    }
+
+    /// Where its records stand in the segment.
+    pub(super) fn records_range(&self) -> Range<u64> {
+        self.records..self.records + self.records_bytes()
     }
 }
 

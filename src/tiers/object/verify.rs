@@ -2,9 +2,11 @@
 //! cache's disk, and what stands between may return other bytes than were written.
 //!
 //! Only blocks of the chunk that is read are known at a time. Records come in windows that stay in the tier's cache of
-//! records, so that the next chunk finds them.
+//! records, so that the next chunk finds them. A window of an extent that has several has no checksum of its own: where a block
+//! differs, its extent's records are doubted as well as its bytes, once ([`Verifier::renew`]).
 
 use std::collections::VecDeque;
+use std::io;
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
@@ -167,7 +169,7 @@ impl Verifier {
             let _ = records(all.get(left..).unwrap_or_default())
                 .try_for_each(|record| self.take(&extent, &record, until));
             if self.known.0 >= extent.blocks {
-                (self.at, self.known) = (self.at + 1, (0, 0));
+                self.end_extent();
             }
         }
         Ok(())
@@ -189,6 +191,58 @@ impl Verifier {
             });
         }
         stream::iter(loads).buffered(WINDOWS_AT_ONCE).try_collect().await
+    }
+
+    /// Knows the blocks of an extent of [many](has_windows) by what the store has of its records now, instead of what was read of
+    /// them; the cache and the memory forget that.
+    ///
+    /// # Errors
+    /// The store's, or that a block has another place now of which some bytes were given.
+    pub(super) async fn renew(
+        &mut self,
+        core: &Core,
+        shuffle: &Shuffle,
+        extent: &Extent,
+        until: u64,
+    ) -> Result<(), StoreError> {
+        let (until, key) = (until.min(self.range.end), shuffle.segment_key(extent.segment));
+        tracing::warn!(
+            key,
+            base = extent.base,
+            "a block and its index record do not fit, both are read again"
+        );
+        forget_records(core, shuffle, extent);
+        reads::discard(core, shuffle, extent.segment, &extent.records_range());
+        let is_next = self.unknown(u64::MAX).next().is_some_and(|(_, next)| next.base == extent.base);
+        let known = std::mem::take(&mut self.known);
+        let anew = self.checks.anew();
+        let mut others = std::mem::replace(&mut self.checks, anew);
+        while self.known.0 < extent.blocks
+            && extent.base + self.known.1 < until
+            && self.checks.known() < CHECKS_MAX
+        {
+            let window = Window::of(extent, self.known.0);
+            let all = fetch::read(core, &key, window.range(extent)).await?;
+            let _ = records(&all).try_for_each(|record| self.take(extent, &record, until));
+            core.records.keep(window.key(shuffle, extent), all);
+        }
+        std::mem::swap(&mut self.checks, &mut others);
+        let fits = self.checks.replace(extent.base, others);
+        if !is_next {
+            self.known = known;
+        } else if self.known.0 >= extent.blocks {
+            self.end_extent();
+        }
+        if fits {
+            return Ok(());
+        }
+        let what = "a block was read by records that are not those that are stored; nothing is lost";
+        Err(StoreError::io(key, io::Error::other(what)))
+    }
+
+    /// All records of the first are known.
+    fn end_extent(&mut self) {
+        (self.at, self.known) = (self.at + 1, (0, 0));
     }
 
     fn take(&mut self, extent: &Extent, record: &IndexRecord, until: u64) -> ControlFlow<()> {
@@ -233,6 +287,7 @@ async fn load(
         |bytes: &Bytes| window.blocks == extent.blocks && crc32fast::hash(bytes) != extent.records_crc;
     if is_wrong(&read) {
         let key = shuffle.segment_key(extent.segment);
+        reads::discard(core, shuffle, extent.segment, &window.range(extent));
         read = fetch::read(core, &key, window.range(extent)).await?;
         if is_wrong(&read) {
             return Err(StoreError::corrupt(key, WRONG_RECORDS));
@@ -244,6 +299,11 @@ async fn load(
 
 /// What is said of records that are not what was written.
 pub(super) const WRONG_RECORDS: &str = "checksum of a partition's index records does not fit";
+
+/// Whether the records of an extent are read in several windows, so that nothing says whether those of one are what was written.
+pub(super) fn has_windows(extent: &Extent) -> bool {
+    extent.blocks > WINDOW
+}
 
 /// Drops what is in memory of the records of an extent, unless all of them stand there together, with their checksum.
 pub(super) fn forget_records(core: &Core, shuffle: &Shuffle, extent: &Extent) {

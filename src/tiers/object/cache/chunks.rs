@@ -137,6 +137,16 @@ impl Cache {
         self.show(metrics);
     }
 
+    /// Drops these chunks, whoever has brought them.
+    pub(in crate::tiers::object) fn drop_all(&self, metrics: &Metrics, keys: impl Iterator<Item = ChunkKey>) {
+        let mut slots = self.slots.lock();
+        keys.for_each(|key| {
+            slots.remove(&key);
+        });
+        drop(slots);
+        self.show(metrics);
+    }
+
     /// Drops the chunks of a registration.
     pub(in crate::tiers::object) fn forget(&self, metrics: &Metrics, incarnation: u64) {
         while self.slots.lock().forget(incarnation) {}

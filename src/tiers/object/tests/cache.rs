@@ -215,6 +215,55 @@ async fn an_index_of_the_cache_with_other_bytes_is_read_of_the_store() {
     }
 }
 
+/// A process that finds an extent of so many blocks of 10 bytes, with a cache on a disk that fails.
+async fn of_many_blocks(blocks: i64, index_cache_bytes: u64) -> (Process, Faults) {
+    let store = FaultyObjects::default();
+    let process = Process::with(&store, ObjectSettings::new("p/worker-1")).await.unwrap();
+    process.register_noted(&key(1)).await.write(vec![extent(0, 0..blocks, 10)].into()).await.unwrap();
+    process.kill().await;
+    let (disk, faults) = faulty_disk();
+    let settings = ObjectSettings {
+        cache_disks: vec![disk],
+        cache_bytes: 8 * CHUNK_BYTES,
+        index_cache_bytes,
+        ..ObjectSettings::new("p/worker-1")
+    };
+    (Process::with(&store, settings).await.unwrap(), faults)
+}
+
+/// Of an extent of many blocks the records of a part have no checksum. Of these some lie in another chunk than the data, and a
+/// byte in the middle of the last part, which has 2,657, is of a block's checksum.
+const MANY: i64 = 60_001;
+
+#[tokio::test]
+async fn records_without_a_checksum_are_doubted_before_a_block_is() {
+    let is_once = Rule::once(Operation::Read, fault::Fault::Flip).after(14);
+    for rule in [is_once, Rule::always(Operation::Read, fault::Fault::Flip)] {
+        for index_cache_bytes in [0, 16 << 20] {
+            let (process, faults) = of_many_blocks(MANY, index_cache_bytes).await;
+            faults.add(rule.clone());
+            let read =
+                async || process.data(0, (586_000, 2000)).await.unwrap() == bytes_of(58_600..58_800, 10);
+            assert!(read().await);
+            assert!(faults.injected() > 0);
+            let chunks = process.tier.cached_bytes() / CHUNK_BYTES;
+            assert_eq!(chunks, 0, "what may be damaged is dropped");
+            faults.clear();
+            assert!(read().await && read().await);
+        }
+    }
+}
+
+#[tokio::test]
+async fn records_of_which_the_first_were_given_are_brought_anew_for_the_next_reader() {
+    let (process, faults) = of_many_blocks(MANY, 0).await;
+    faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
+    let read = async || all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await;
+    assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Corrupt);
+    assert_eq!(process.tier.cached_bytes(), 0, "also those that were right");
+    assert_eq!(read().await.unwrap().len(), 40 * usize::try_from(MANY).unwrap());
+}
+
 #[tokio::test]
 async fn nothing_of_a_cache_outlives_its_shuffles_or_its_process() {
     let store = FaultyObjects::default();
