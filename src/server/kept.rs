@@ -178,7 +178,7 @@ async fn noted(config: &Config, silent: &[PathBuf]) -> BTreeSet<PathBuf> {
 /// is noted in the data directories. A file of which nothing is left is deleted.
 ///
 /// # Errors
-/// There are blocks in it, which a start would give up.
+/// There are blocks in it, which a start would give up, or there may be.
 pub(super) async fn refuse_left(
     config: &Config,
     (server_id, silent): (&str, &[PathBuf]),
@@ -191,13 +191,19 @@ pub(super) async fn refuse_left(
     let owner = Owner::now(server_id)?;
     let remedy =
         "start with that backing; change it then by an upgrade (SIGUSR2), or stop the worker in order before";
-    if let Some(file) = passed
-        && let Ok(Some(LeftMemory { blocks: blocks @ 1.., .. })) = LeftMemory::passed(file, &owner)
-    {
-        bail!(
-            "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in a memfd that the service manager keeps \
-             (memory_store.backing = \"memfd\"): {remedy}; what is in it is given up by `systemctl stop`"
-        );
+    if let Some(file) = passed {
+        let place = "a memfd that the service manager keeps (memory_store.backing = \"memfd\")";
+        let given_up = "what is in it is given up by `systemctl stop`";
+        match LeftMemory::passed(file, &owner) {
+            Ok(Some(LeftMemory { blocks: blocks @ 1.., .. })) => bail!(
+                "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {place}: {remedy}; {given_up}"
+            ),
+            Ok(_) => {}
+            Err(error) => bail!(
+                "memory_store.backing = \"{backing}\": what an earlier process left in {place} cannot be looked at: {error}: \
+                 {remedy}; {given_up}"
+            ),
+        }
     }
     for directory in noted {
         let left = match LeftMemory::in_directory(&directory, &owner) {
@@ -226,4 +232,32 @@ pub(super) async fn refuse_left(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write as _;
+
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    use super::*;
+    use crate::config::Machine;
+
+    #[tokio::test]
+    async fn a_memfd_that_cannot_be_looked_at_is_not_given_up_without_a_word() {
+        let text =
+            "[memory_store]\nbacking = \"private\"\n[localfile_store]\ndata_paths = [\"/nonexistent\"]\n";
+        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
+        let config = Config::parse(text, &std::collections::HashMap::new(), &machine).unwrap();
+        let refused = async |bytes: &[u8]| {
+            let mut file = File::from(memfd_create("left", MemfdFlags::CLOEXEC).unwrap());
+            file.write_all(bytes).unwrap();
+            let refused = refuse_left(&config, ("worker-1", &[]), Some(file.into())).await;
+            refused.map_err(|error| error.to_string())
+        };
+        let error = refused(&[1; 4096]).await.unwrap_err();
+        assert!(error.contains("cannot be looked at") && error.contains("systemctl stop"), "{error}");
+        refused(&[]).await.expect("nothing was ever in it");
+    }
 }
