@@ -30,7 +30,7 @@ struct Job {
 /// What is there of a shuffle, when its blocks in memory are restored.
 pub(super) type Awaited = oneshot::Receiver<Present>;
 
-/// See the module.
+/// Restores shuffles one after the other, on a thread of its own.
 pub(super) struct FromMemory {
     memory: Arc<Memory>,
     /// A thread that was begun with the first shuffle.
