@@ -156,7 +156,10 @@ impl Cache {
     pub(super) fn give_up(&self, metrics: &Metrics, directory: usize, error: &io::Error) {
         metrics.cache_failures.inc();
         self.directories[directory].fail(error);
-        self.slots.lock().empty(directory);
+        let mut from = Some(ChunkKey::FIRST);
+        while let Some(key) = from {
+            from = self.slots.lock().empty_some(directory, key);
+        }
         self.show(metrics);
     }
 

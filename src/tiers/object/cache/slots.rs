@@ -32,6 +32,9 @@ const WANTED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 /// A chunk that has no free slot must be wanted by this part of it, or for the second time.
 const WANTED_DIVISOR: u64 = 4;
 
+/// Chunks that are looked at at once when a directory is emptied: readers wait for the lock meanwhile, some 50 µs.
+const EMPTIED_AT_ONCE: usize = 128;
+
 /// A chunk of an object. Ordered by registration, so that those of a shuffle are a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(in crate::tiers::object) struct ChunkKey {
@@ -41,6 +44,9 @@ pub(in crate::tiers::object) struct ChunkKey {
 }
 
 impl ChunkKey {
+    /// None comes before it.
+    pub(super) const FIRST: Self = Self { incarnation: 0, segment: 0, number: 0 };
+
     /// Where it begins in its object.
     pub(in crate::tiers::object) fn start(&self) -> u64 {
         u64::from(self.number) * CHUNK_BYTES
@@ -234,13 +240,16 @@ impl Slots {
         keys.len() == FORGOTTEN_AT_ONCE
     }
 
-    /// Drops all that a directory has.
-    pub(super) fn empty(&mut self, directory: usize) {
-        let of_it = |(_, entry): &(&ChunkKey, &Entry)| entry.held.slot.directory == directory;
-        let keys: Vec<_> = self.entries.iter().filter(of_it).map(|(key, _)| *key).collect();
-        for key in &keys {
+    /// Drops what a directory has of [`EMPTIED_AT_ONCE`] chunks from `from` on; the one to go on with, if there are more.
+    pub(super) fn empty_some(&mut self, directory: usize, from: ChunkKey) -> Option<ChunkKey> {
+        let some = self.entries.range(from..).take(EMPTIED_AT_ONCE + 1);
+        let mut some: Vec<_> = some.map(|(key, entry)| (*key, entry.held.slot.directory)).collect();
+        let next = some.get(EMPTIED_AT_ONCE).map(|(key, _)| *key);
+        some.truncate(EMPTIED_AT_ONCE);
+        for (key, _) in some.iter().filter(|(_, of)| *of == directory) {
             self.remove(key);
         }
+        next
     }
 
     /// Chunks in all.
@@ -312,7 +321,7 @@ mod tests {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
         let first = fetch(&mut slots, 0);
         let failing = first.slot.directory;
-        slots.empty(failing);
+        assert!(slots.empty_some(failing, ChunkKey::FIRST).is_none());
         first.slot.abandon();
         drop(first);
         let works = |directory| directory != failing;
@@ -323,6 +332,22 @@ mod tests {
             }
         }
         assert_eq!((slots.len(), slots.places[failing].free()), (2, 1), "a write may still arrive in one");
+    }
+
+    #[test]
+    fn a_directory_is_emptied_some_at_a_time() {
+        let mut slots = slots(&Budget::new(u64::MAX), 400);
+        (0..300).for_each(|number| drop(fetch(&mut slots, number)));
+        let of = |slots: &Slots, directory: usize| {
+            slots.entries.values().filter(|entry| entry.held.slot.directory == directory).count()
+        };
+        let others = of(&slots, 1);
+        let (mut from, mut left) = (ChunkKey::FIRST, slots.len());
+        while let Some(next) = slots.empty_some(0, from) {
+            assert!(left - slots.len() <= EMPTIED_AT_ONCE);
+            (from, left) = (next, slots.len());
+        }
+        assert_eq!((of(&slots, 0), of(&slots, 1)), (0, others));
     }
 
     proptest! {
