@@ -100,6 +100,14 @@ impl LocalStore {
         append(&self.metadata, &handle.shuffle, Bytes::copy_from_slice(content)).await
     }
 
+    /// Writes down that what the log has of a shuffle is not all that it said, for this start and later ones.
+    ///
+    /// # Errors
+    /// As [`LocalStore::append_metadata`].
+    pub async fn mark_incomplete(&self, handle: &ShuffleHandle, reason: &str) -> Result<(), StoreError> {
+        mark_incomplete(&self.metadata, &handle.shuffle, reason).await
+    }
+
     /// Writes down that shuffles are purged; of those for which that fails the files stay.
     pub(super) async fn note_purges(&self) {
         // They stay on the list until it is done: the caller may go away. To say it twice does no harm.

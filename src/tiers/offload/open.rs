@@ -30,6 +30,9 @@ use crate::tiers::{
 use uniffle_io::Disk;
 use uniffle_wire::types::ShuffleKey;
 
+/// Why the disks' log of a registration that was taken over proves nothing alone.
+const SAID_BEFORE: &str = "what it said before it was taken over is in the object store alone";
+
 impl OffloadTier {
     /// Opens the disks below a store that is open.
     ///
@@ -124,13 +127,15 @@ impl OffloadTier {
     }
 
     /// Goes on here with a registration that only the store has. The store hears of the number first: disks that knew a
-    /// registration of which the store does not would be believed.
+    /// registration of which the store does not would be believed. The disks' log hears first that it has not all: what was
+    /// said before is in the store alone, and so is the proof of it, also for later starts.
     async fn take_over(&self, bound: &Bound, told: RecoveredShuffle) -> Result<RecoveredShuffle, StoreError> {
         let key = &bound.key;
         let gone = || StoreError::new(StoreErrorKind::NotFound, key.to_string());
         let uploads: Uploads = self.object.uploads(key).ok_or_else(gone)?;
         let handle = self.local.adopt(key, &uploads.ends());
         uploads.note(&[Noted::Local(handle.incarnation())]).await?;
+        self.local.mark_incomplete(&handle, SAID_BEFORE).await?;
         for registration in &bound.registrations {
             self.local.append_metadata(&handle, registration).await?;
         }
@@ -141,14 +146,14 @@ impl OffloadTier {
     }
 }
 
-/// What both have of one registration. What is proven by one of them is proven.
+/// What both have of one registration. What is proven by one of them is proven; disks that took it over prove nothing.
 fn united(here: RecoveredShuffle, there: RecoveredShuffle) -> RecoveredShuffle {
     let mut present = here.present;
     for (partition, ids) in there.present {
         present.entry(partition).or_default().extend(ids.to_bitmap().iter());
     }
     let reason = if here.reason.is_empty() { there.reason } else { here.reason };
-    let incomplete = here.incomplete.and_then(|here| there.incomplete.map(|_| here));
+    let incomplete = here.incomplete.and(there.incomplete);
     RecoveredShuffle { key: here.key, incomplete, present, lost: here.lost, reason }
 }
 

@@ -208,3 +208,57 @@ async fn a_segment_that_is_gone_is_lost_by_name() {
     let read = process.read(&key, 0).await.unwrap();
     assert_eq!(read[&21], content(21, 3000), "what is behind is served");
 }
+
+/// Who has the last word on whether a shuffle said more than is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Missing {
+    Nothing,
+    BeforeTheTakeOver,
+    AfterIt,
+    /// There is no take-over: it goes on where it was.
+    OnItsOwnDisks,
+}
+
+/// Results would be short, and nobody would notice.
+#[tokio::test(start_paused = true)]
+async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_the_shuffle_over() {
+    for missing in [Missing::Nothing, Missing::BeforeTheTakeOver, Missing::AfterIt, Missing::OnItsOwnDisks] {
+        let process = World::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        fill(&process, &key, 0..10).await;
+        process.move_all(&key).await.unwrap();
+        for report in [b"a", b"b", b"c"] {
+            // A page of metadata ends with each.
+            process.say(&key, &report.repeat(70_000)).await.unwrap();
+        }
+        let mut world = process.kill().await;
+        if missing != Missing::OnItsOwnDisks {
+            world = world.on_an_empty_machine();
+        }
+        if missing == Missing::AfterIt {
+            world = world.start().await.kill().await;
+        }
+        let pages = world.store.objects().await.into_iter().map(|(object, _)| object);
+        for page in
+            pages.filter(|object| object.ends_with("/m0000000002") || object.ends_with("/c0000000002"))
+        {
+            if missing != Missing::Nothing {
+                world.store.remove(&page).await;
+            }
+        }
+        for start in 0..3 {
+            let process = world.start().await;
+            let (recovered, said) = heard(&process).await;
+            let (told, is_known) = (&recovered.shuffles[0], said[&key].len() == 4);
+            let is_all = matches!(missing, Missing::Nothing | Missing::OnItsOwnDisks);
+            assert_eq!(
+                (told.incomplete.is_none(), is_known),
+                (is_all, is_all),
+                "{missing:?} {start} {told:?}"
+            );
+            assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+            world = process.kill().await;
+        }
+    }
+}
