@@ -7,6 +7,8 @@ mod block_checks;
 pub mod error;
 pub mod hdfs;
 pub mod local;
+#[cfg(feature = "object")]
+mod numbers;
 pub mod object;
 #[cfg(feature = "object")]
 pub mod offload;

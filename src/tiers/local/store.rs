@@ -120,6 +120,12 @@ impl LocalStore {
         self.handle_of(shuffle)
     }
 
+    /// The next registration gets this number.
+    #[cfg(all(test, feature = "object"))]
+    pub(in crate::tiers) fn count_from(&self, number: u64) {
+        self.next_incarnation.store(number, Ordering::Relaxed);
+    }
+
     fn handle_of(&self, shuffle: Arc<Shuffle>) -> ShuffleHandle {
         ShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
@@ -37,6 +37,7 @@ use super::workers::{self, Removed, WorkerObjects};
 use super::{purge, reads, upload};
 use crate::budget::Budget;
 use crate::runtime::Tasks;
+use crate::tiers::numbers::numbers_from;
 use crate::tiers::{
     Admission, Capability, ChunkRead as _, Drained, MetadataLog, ObjectStoreState, Purge, Recovered,
     RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind, Tier, TierBatch,
@@ -92,8 +93,7 @@ impl ObjectTier {
             shuffles.insert(found.shuffle.name.key.clone(), found.shuffle);
         }
         recovered.took = began.elapsed();
-        // A clock beside the numbers: what was registered and is deleted already has left none.
-        let next_incarnation = AtomicU64::new(survey.next_incarnation.max(unix_ms()));
+        let next_incarnation = AtomicU64::new(numbers_from(survey.next_incarnation));
         let cleaner = Arc::clone(&core);
         core.tasks.spawn("object clean-up", async move {
             for prefix in survey.abandoned.into_iter().chain(strays) {
@@ -215,11 +215,6 @@ async fn leave_caches(core: &Arc<Core>, had: Vec<(Arc<Shuffle>, Streams)>) {
     let leave = move || had.into_iter().for_each(|(shuffle, had)| shuffle.leave_caches(&core, had));
     // Of a panic nobody here can make more than its message.
     let _left = tokio::task::spawn_blocking(leave).await;
-}
-
-fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// A registration that takes batches.

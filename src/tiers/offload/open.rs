@@ -1,7 +1,9 @@
 //! What an earlier process left on the disks and in the store, put together.
 //!
-//! Numbers of registrations on disks begin at the clock, so of two registrations of one shuffle the one with the greater
-//! number is the later one, on whatever machine it was made. The store says by which number disks knew its registration last:
+//! A process counts registrations on its disks from above all numbers that the store has heard of, and from the clock at
+//! least. So of two registrations of a shuffle that the store knows the one with the greater number is the later one, on
+//! whatever machine it was made and whatever its clock says. What was never moved only clocks put in order: a machine whose
+//! clock is ahead by more than it ran is believed there. The store says by which number disks knew its registration last:
 //!
 //! | on the disks | is |
 //! | --- | --- |
@@ -11,7 +13,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use dashmap::DashMap;
 use parking_lot::Mutex;
@@ -23,6 +24,7 @@ use super::tier::{OffloadSettings, OffloadTier};
 use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::tiers::local::{Prefixes, Uploaded};
+use crate::tiers::numbers::numbers_from;
 use crate::tiers::object::{Bound, Noted, ObjectTier, Uploads};
 use crate::tiers::{
     LocalConfig, LocalStore, Recovered, RecoveredShuffle, StoreError, StoreErrorKind, Tier as _,
@@ -53,7 +55,7 @@ impl OffloadTier {
             let ends = object.uploads(&bound.key)?.ends();
             Some((bound.key.clone(), Prefixes { incarnation: bound.local?, ends }))
         });
-        let uploaded = Uploaded::new(prefixes.collect(), unix_ms());
+        let uploaded = Uploaded::new(prefixes.collect(), numbers_from(above_all(bound.values())));
         let local = LocalStore::open_beside(config, disks, uploaded, memory, registry).await?;
         let tier = Self {
             settings,
@@ -157,7 +159,7 @@ fn united(here: RecoveredShuffle, there: RecoveredShuffle) -> RecoveredShuffle {
     RecoveredShuffle { key: here.key, incomplete, present, lost: here.lost, reason }
 }
 
-fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+/// A number that no disks know a registration by which the store has.
+fn above_all<'a>(bound: impl Iterator<Item = &'a Bound>) -> u64 {
+    bound.filter_map(|bound| bound.local).max().map_or(0, |number| number.saturating_add(1))
 }

@@ -104,6 +104,31 @@ async fn a_registration_that_is_over_is_not_taken_for_the_next() {
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..53, 3000));
 }
 
+/// Its number would be the greatest for years.
+#[tokio::test(start_paused = true)]
+async fn a_machine_whose_clock_was_ahead_takes_nothing_from_the_one_that_went_on() {
+    let process = World::new().start().await;
+    let key = key(1);
+    process.tier.local.count_from(u64::MAX / 2);
+    process.register(&key).await;
+    fill(&process, &key, 0..20).await;
+    process.move_all(&key).await.unwrap();
+    let left = process.kill().await;
+
+    let process = left.on_an_empty_machine().start().await;
+    fill(&process, &key, 30..33).await;
+    process.say(&key, b"on the new machine").await.unwrap();
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let process = left.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((recovered.shuffles.len(), said[&key].len()), (1, 2));
+    let mut all = expected(0..20, 3000);
+    all.extend(expected(30..33, 3000));
+    assert_eq!(process.read(&key, 0).await.unwrap(), all);
+}
+
 /// The process ends at every call of the store of two moves, before or after that was done.
 #[tokio::test(start_paused = true)]
 async fn wherever_a_move_ends_everything_is_there_once() {
