@@ -408,7 +408,7 @@ pub struct Drained {
     pub shuffles_left: usize,
     /// Their bytes that are on their way.
     pub bytes_left: u64,
-    /// Bytes that cannot be moved: what stands before them in their streams is lost.
+    /// Bytes that cannot be moved: they, or what stands before them in their streams, are lost or cannot be read.
     pub stuck_bytes: u64,
 }
 

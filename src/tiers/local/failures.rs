@@ -1,7 +1,8 @@
 //! Failed reads by partition and disk. A read that fails may succeed later, so it only counts.
 //!
 //! Why three: clients with default settings try a task four times within a second, and the fourth is to be told what is
-//! lost. What says nothing about stored bytes (no descriptors, a deadline) is not counted.
+//! lost. What says nothing about stored bytes (no descriptors, a deadline) is not counted, and what is read for nobody who
+//! would be told is not either: data that is moved away.
 
 use std::collections::HashMap;
 use std::time::Duration;

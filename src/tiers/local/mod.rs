@@ -88,7 +88,7 @@ pub use self::batch::Published;
 pub use self::config::{INDEX_CACHE_BYTES, LetGo, LocalConfig, SyncWrites, VerifyReads};
 pub use self::marker::MARKER;
 pub use self::read::{DataRead, IndexRead};
-pub use self::release::{Moving, Oldest, Run};
+pub use self::release::{Moving, Oldest, Run, Stops};
 pub use self::store::{LocalStore, ShuffleHandle};
 pub use self::uploaded::{Prefixes, Uploaded};
 

@@ -50,6 +50,9 @@ pub struct Oldest {
     pub bytes: u64,
 }
 
+/// Places in the streams of partitions: what ends behind is not moved.
+pub type Stops = HashMap<PartitionId, u64>;
+
 /// Reads runs of one registration.
 #[derive(Debug)]
 pub struct Moving {
@@ -74,9 +77,9 @@ impl ShuffleHandle {
 
 impl LocalStore {
     /// What of a shuffle is to be moved next: of every partition the stream up to its last extent in the oldest data logs,
-    /// which have `bytes_max` together or one of which has more. A stream ends before what cannot be read. Nothing is
+    /// which have `bytes_max` together or one of which has more. A stream ends before what is lost, and at `stops`. Nothing is
     /// written to these logs any more.
-    pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64) -> Oldest {
+    pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64, stops: &Stops) -> Oldest {
         let shuffle = &handle.shuffle;
         let chosen = shuffle.with_streams(|streams| {
             let mut by_log: HashMap<u16, u64> = HashMap::new();
@@ -93,7 +96,7 @@ impl LocalStore {
             before.map(|(slot, _)| *slot).collect::<HashSet<u16>>()
         });
         self.end_logs(shuffle, |log| chosen.contains(&log.slot)).await;
-        oldest_of(shuffle, |_, extent| chosen.contains(&extent.data_log))
+        oldest_of(shuffle, stops, |_, extent| chosen.contains(&extent.data_log))
     }
 
     /// All that some partitions have; as [`LocalStore::oldest`].
@@ -101,9 +104,10 @@ impl LocalStore {
         &self,
         handle: &ShuffleHandle,
         is_wanted: impl Fn(PartitionId) -> bool + Send,
+        stops: &Stops,
     ) -> Oldest {
         self.end_logs(&handle.shuffle, |_| true).await;
-        oldest_of(&handle.shuffle, |partition, _| is_wanted(partition))
+        oldest_of(&handle.shuffle, stops, |partition, _| is_wanted(partition))
     }
 
     /// What a shuffle has said so far.
@@ -197,13 +201,15 @@ fn is_removable(log: &Log) -> bool {
     log.kind == LogKind::Data && log.is_settled() && !log.is_released()
 }
 
-fn oldest_of(shuffle: &Shuffle, is_wanted: impl Fn(PartitionId, &Extent) -> bool) -> Oldest {
+fn oldest_of(shuffle: &Shuffle, stops: &Stops, is_wanted: impl Fn(PartitionId, &Extent) -> bool) -> Oldest {
     let mut oldest = Oldest::default();
     shuffle.with_streams(|streams| {
         for (id, partition) in streams.iter() {
+            let stop = stops.get(&id).copied().unwrap_or(u64::MAX);
             let can_be_read = |extent: &&Extent| {
                 let place = extent.base..extent.base + extent.length;
                 !extent.is_lost()
+                    && place.end <= stop
                     && u32::try_from(extent.length).is_ok()
                     && !shuffle.damaged.touches(id, &place)
             };
@@ -262,7 +268,7 @@ impl Moving {
     /// The index records of a run, with offsets in it.
     ///
     /// # Errors
-    /// What the disk says, or that they are not what was written.
+    /// What the disk says, that they are not what was written, or `Purged`.
     pub async fn records(&self, run: &Run) -> Result<Bytes, StoreError> {
         let mut all = Vec::with_capacity(run.blocks as usize * RECORD_BYTES);
         let extents = self.shuffle.extents(run.partition);
@@ -274,7 +280,9 @@ impl Moving {
                 all.extend_from_slice(&moved.encode());
                 ControlFlow::Continue(())
             };
-            self.core.visit_records(&self.shuffle, extent, 0, add).await?;
+            let visited = self.core.visit_records(&self.shuffle, extent, 0, add).await;
+            self.shuffle.require_present()?;
+            visited?;
         }
         if all.len() != run.blocks as usize * RECORD_BYTES {
             self.shuffle.require_present()?;
@@ -283,7 +291,7 @@ impl Moving {
         Ok(all.into())
     }
 
-    /// The bytes of a run, every block of them checked.
+    /// The bytes of a run, every block of them checked. That they cannot be read counts for no reader.
     ///
     /// # Errors
     /// `InvalidRange` when it is not there any more.
@@ -295,7 +303,7 @@ impl Moving {
         if read.has_hole() {
             return Err(invalid());
         }
-        Ok(read.checked())
+        Ok(read.for_moving())
     }
 
     /// Where a partition's stream begins on the disks.

@@ -12,6 +12,7 @@ use super::policy::{self, DiskView, ShuffleView, Wanted};
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
 use crate::metrics::clamped;
+use crate::tiers::local::Oldest;
 use crate::tiers::{DiskInfo, Drained, StoreError, StoreErrorKind, TierUsage};
 
 /// Between two looks while nothing is to be moved or the store is left alone.
@@ -63,8 +64,9 @@ impl OffloadTier {
     }
 
     fn view(&self, shuffle: &Shuffle) -> ShuffleView {
+        shuffle.forget_old_stops();
         let bytes = shuffle.local.usage().bytes;
-        let is_stuck = bytes == shuffle.stuck_at.load(Ordering::Relaxed);
+        let is_stuck = shuffle.is_stuck(bytes);
         ShuffleView {
             age: shuffle.local.incarnation(),
             on_disks: self.local.occupied(&shuffle.local),
@@ -96,23 +98,33 @@ impl OffloadTier {
         let is_new = !shuffle.is_known_there.load(Ordering::Acquire);
         let before = shuffle.local.usage().bytes;
         let oldest = match wanted {
-            Wanted::Oldest(_) => self.local.oldest(&shuffle.local, self.settings.pass_bytes).await,
+            Wanted::Oldest(_) => self.oldest(shuffle).await,
             Wanted::Cold(_) => {
                 let cold = std::mem::take(&mut *shuffle.cold.lock());
                 shuffle.cold_bytes.store(0, Ordering::Relaxed);
-                self.local.all_of(&shuffle.local, |partition| cold.contains(&partition)).await
+                let is_cold = |partition| cold.contains(&partition);
+                self.local.all_of(&shuffle.local, is_cold, &shuffle.stops()).await
             }
         };
         self.metrics.passes.inc();
         let passed = self.pass(shuffle, oldest).await?;
-        if passed.bytes == 0 {
-            // Looked at again when there is more of it.
-            shuffle.stuck_at.store(before, Ordering::Relaxed);
-        } else {
+        if passed.bytes > 0 {
             let (bytes, objects) = (passed.bytes, passed.objects);
             tracing::info!(shuffle = %shuffle.key, bytes, objects, "moved from local disks to the object store");
+        } else if !passed.has_stopped {
+            shuffle.set_stuck(before);
         }
         Ok(passed.bytes > 0 || is_new)
+    }
+
+    async fn oldest(&self, shuffle: &Shuffle) -> Oldest {
+        let stops = shuffle.stops();
+        let oldest = self.local.oldest(&shuffle.local, self.settings.pass_bytes, &stops).await;
+        match oldest.ends.is_empty() {
+            // What cannot be moved may be as much as a pass takes.
+            true => self.local.oldest(&shuffle.local, u64::MAX, &stops).await,
+            false => oldest,
+        }
     }
 
     /// From now on everything is moved.
@@ -127,7 +139,7 @@ impl OffloadTier {
         let mut drained = Drained::default();
         for shuffle in &shuffles {
             let TierUsage { bytes, .. } = shuffle.local.usage();
-            let is_stuck = bytes == shuffle.stuck_at.load(Ordering::Relaxed);
+            let is_stuck = shuffle.is_stuck(bytes);
             let is_unknown = !shuffle.is_known_there.load(Ordering::Acquire);
             drained.shuffles_left += usize::from(is_unknown || (bytes > 0 && !is_stuck));
             *if is_stuck { &mut drained.stuck_bytes } else { &mut drained.bytes_left } += bytes;

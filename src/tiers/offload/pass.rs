@@ -2,6 +2,9 @@
 //! disks with its checksums checked. What an object has is released on the disks once the store has answered that it is whole.
 //!
 //! A pass holds one chunk that is read, and the parts of one object; both are charged before it begins.
+//!
+//! What cannot be read holds up nothing else: from there on its stream is left alone for a while. Mostly that turns out before
+//! the object that is being made has anything of the run; else that object is given up, and the next pass does without.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,9 +16,9 @@ use futures::future::BoxFuture;
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
 use crate::budget::Charge;
-use crate::tiers::StoreError;
-use crate::tiers::local::{DataRead, Moving, Oldest};
+use crate::tiers::local::{DataRead, Moving, Oldest, Run};
 use crate::tiers::object::{Moved, Source, Uploads};
+use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::StreamBuffers;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
@@ -26,6 +29,8 @@ pub(super) struct Passed {
     /// Payload that is in the store now.
     pub(super) bytes: u64,
     pub(super) objects: u64,
+    /// Some of it cannot be read.
+    pub(super) has_stopped: bool,
 }
 
 impl OffloadTier {
@@ -41,9 +46,11 @@ impl OffloadTier {
             records_bytes: 0,
             moving: self.local.moving(&shuffle.local),
             uploads: uploads.clone(),
+            shuffle: Arc::clone(shuffle),
             left: oldest.ends.iter().copied().collect(),
             at: None,
-            data: None,
+            reading: None,
+            unreadable: None,
             buffers: StreamBuffers::default(),
         };
         // An earlier process, or a pass that was dropped, may have stopped before it released what it had moved.
@@ -54,6 +61,10 @@ impl OffloadTier {
             self.metrics.moved_bytes.inc_by(bytes);
             source.give_records_back();
             self.release(shuffle, &uploads, &oldest).await;
+        }
+        if let Some((partitions, error)) = source.unreadable {
+            passed.has_stopped = true;
+            tracing::warn!(shuffle = %shuffle.key, partitions, %error, "what cannot be read, and what is behind it, stays on the disks for now");
         }
         Ok(passed)
     }
@@ -78,12 +89,25 @@ struct Runs {
     records_bytes: u64,
     moving: Moving,
     uploads: Uploads,
+    shuffle: Arc<Shuffle>,
     /// Partitions and until where, the present one first.
     left: VecDeque<(PartitionId, u64)>,
     /// Where the next run of the present one begins, once it has begun.
     at: Option<u64>,
-    data: Option<DataRead>,
     buffers: StreamBuffers,
+    reading: Option<Reading>,
+    /// Partitions that were left because they cannot be read, and the first one's error.
+    unreadable: Option<(usize, StoreError)>,
+}
+
+/// A run that is read.
+struct Reading {
+    partition: PartitionId,
+    /// Where in the stream the next chunk begins.
+    at: u64,
+    /// Its first chunk, until it is given.
+    first: Option<Bytes>,
+    data: DataRead,
 }
 
 impl Runs {
@@ -97,6 +121,31 @@ impl Runs {
         let there = self.uploads.end(partition);
         (there >= self.moving.start(partition)).then_some(there)
     }
+
+    /// Begins to read a run.
+    async fn open(&mut self, run: &Run) -> Result<Moved, StoreError> {
+        let bytes = u64::from(run.blocks) * RECORD_BYTES as u64;
+        self.charge.merge(self.charge.budget().force_charge(bytes));
+        self.records_bytes += bytes;
+        let records = self.moving.records(run).await?;
+        let mut data = self.moving.data(run)?;
+        let first = data.next_chunk(&self.buffers).await?;
+        let (partition, at) = (run.partition, run.range.start);
+        self.reading = Some(Reading { partition, at, first, data });
+        Ok(Moved { partition, length: run.range.end - at, blocks: run.blocks, records })
+    }
+
+    fn next_partition(&mut self) {
+        self.left.pop_front();
+        self.at = None;
+    }
+
+    /// Leaves the present partition, which cannot be read from `at` on.
+    fn leave(&mut self, partition: PartitionId, at: u64, error: StoreError) {
+        self.shuffle.stop(partition, at);
+        self.unreadable.get_or_insert((0, error)).0 += 1;
+        self.next_partition();
+    }
 }
 
 impl Source for Runs {
@@ -106,18 +155,17 @@ impl Source for Runs {
                 let at = self.at.or_else(|| self.begin(partition));
                 let run = at.and_then(|at| self.moving.next_run(partition, at, end));
                 let Some(run) = run else {
-                    self.left.pop_front();
-                    self.at = None;
+                    self.next_partition();
                     continue;
                 };
-                let bytes = u64::from(run.blocks) * RECORD_BYTES as u64;
-                self.charge.merge(self.charge.budget().force_charge(bytes));
-                self.records_bytes += bytes;
-                let records = self.moving.records(&run).await?;
-                self.data = Some(self.moving.data(&run)?);
-                self.at = Some(run.range.end);
-                let length = run.range.end - run.range.start;
-                return Ok(Some(Moved { partition, length, blocks: run.blocks, records }));
+                match self.open(&run).await {
+                    Ok(moved) => {
+                        self.at = Some(run.range.end);
+                        return Ok(Some(moved));
+                    }
+                    Err(error) if error.kind == StoreErrorKind::Purged => return Err(error),
+                    Err(error) => self.leave(partition, run.range.start, error),
+                }
             }
             Ok(None)
         };
@@ -126,9 +174,22 @@ impl Source for Runs {
 
     fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
         let next = async move {
-            match &mut self.data {
-                Some(data) => data.next_chunk(&self.buffers).await,
-                None => Ok(None),
+            let Some(reading) = &mut self.reading else { return Ok(None) };
+            let chunk = match reading.first.take() {
+                Some(first) => Ok(Some(first)),
+                None => reading.data.next_chunk(&self.buffers).await,
+            };
+            match chunk {
+                Ok(chunk) => {
+                    reading.at += chunk.as_ref().map_or(0, |chunk| chunk.len() as u64);
+                    Ok(chunk)
+                }
+                Err(error) => {
+                    if error.kind != StoreErrorKind::Purged {
+                        self.shuffle.stop(reading.partition, reading.at);
+                    }
+                    Err(error)
+                }
             }
         };
         next.boxed()

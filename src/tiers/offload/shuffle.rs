@@ -3,16 +3,22 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::RwLock;
+use tokio::time::Instant;
 
+use crate::tiers::local::Stops;
 use crate::tiers::object::{Noted, Uploads};
 use crate::tiers::{ExtentWrite, MetadataLog, ShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// A read that failed may succeed later: so long nothing is tried that stands behind.
+pub(super) const STOPS_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 
 /// Both halves of a registration, and where each partition is cut between them.
 #[derive(Debug)]
@@ -27,7 +33,9 @@ pub(super) struct Shuffle {
     pub(super) cold: Mutex<HashSet<PartitionId>>,
     pub(super) cold_bytes: AtomicU64,
     /// Published bytes at the last look that found nothing that can be moved.
-    pub(super) stuck_at: AtomicU64,
+    stuck_at: AtomicU64,
+    /// From where on streams could not be read, and since when that is known.
+    stops: Mutex<Option<(Instant, Stops)>>,
 }
 
 impl Shuffle {
@@ -41,7 +49,38 @@ impl Shuffle {
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
+            stops: Mutex::default(),
         }
+    }
+
+    /// What a partition has from this place of its stream on cannot be read, and is not moved for now.
+    pub(super) fn stop(&self, partition: PartitionId, at: u64) {
+        let mut stops = self.stops.lock();
+        let (_, places) = stops.get_or_insert_with(|| (Instant::now(), Stops::new()));
+        places.insert(partition, at);
+    }
+
+    /// Where nothing is moved that stands behind.
+    pub(super) fn stops(&self) -> Stops {
+        self.stops.lock().as_ref().map_or_else(Stops::new, |(_, places)| places.clone())
+    }
+
+    /// What could not be read long ago is tried again.
+    pub(super) fn forget_old_stops(&self) {
+        let is_old = |(since, _): &mut (Instant, Stops)| since.elapsed() >= STOPS_FORGOTTEN_AFTER;
+        if self.stops.lock().take_if(is_old).is_some() {
+            self.stuck_at.store(u64::MAX, Ordering::Relaxed);
+        }
+    }
+
+    /// Of so many published bytes none could be moved; looked at again when there are more of them.
+    pub(super) fn set_stuck(&self, bytes: u64) {
+        self.stuck_at.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Whether of so many published bytes none can be moved, as far as was looked.
+    pub(super) fn is_stuck(&self, bytes: u64) -> bool {
+        bytes == self.stuck_at.load(Ordering::Relaxed)
     }
 
     /// Takes note of what of a batch is cold.

@@ -121,13 +121,15 @@ impl DataRead {
         Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
-    /// Checks it whatever the configuration says.
-    pub(in crate::tiers::local) fn checked(mut self) -> Self {
+    /// For who moves the bytes away: they are checked whatever the configuration says, and nothing is concluded from a
+    /// failure. Of the readers one is told when there have been too many, and asks what is lost; nobody would ask here.
+    pub(in crate::tiers::local) fn for_moving(mut self) -> Self {
         let Stream { shuffle, partition, .. } = &self.stream;
         let extents = shuffle.extents(*partition);
         let known =
             touched(&extents, self.range.start, self.range.end).filter(|it| !it.is_lost()).copied().collect();
         self.verifier = Some(Verifier::new(*partition, known, self.range.clone()));
+        self.stream.is_readers = false;
         self
     }
 
@@ -173,9 +175,7 @@ impl DataRead {
         let is_sound = self.damage.is_sound(shuffle, *partition, &block).await;
         shuffle.require_present()?;
         if !is_sound? {
-            let error = self.damage.mark_damaged(shuffle, *partition, &block);
-            self.stream.is_suspect = true;
-            return Err(error);
+            return Err(self.found_damaged(&block));
         }
         tracing::warn!(shuffle = %shuffle.key, %partition, "a block was read with other bytes than are stored, and is read again");
         let mark;
@@ -191,6 +191,17 @@ impl DataRead {
                 Err(StoreError::io(self.stream.shuffle.key.to_string(), io::Error::other(what)))
             }
         }
+    }
+
+    /// A block has other bytes than were written, also when it is read again.
+    fn found_damaged(&mut self, block: &Check) -> StoreError {
+        let Stream { shuffle, partition, is_readers, .. } = &self.stream;
+        if !is_readers {
+            return shuffle.error(StoreErrorKind::Corrupt);
+        }
+        let error = self.damage.mark_damaged(shuffle, *partition, block);
+        self.stream.is_suspect = true;
+        error
     }
 
     /// The first block that has other bytes than were written, if there is one.

@@ -152,6 +152,8 @@ struct Stream {
     culprit: OnceLock<usize>,
     /// The last error shows that blocks are gone, or may be.
     is_suspect: bool,
+    /// Somebody is served who is told what is lost.
+    is_readers: bool,
 }
 
 impl fmt::Debug for IndexRead {
@@ -163,7 +165,8 @@ impl fmt::Debug for IndexRead {
 
 impl Stream {
     fn new(core: Arc<Core>, (shuffle, partition): (Arc<Shuffle>, PartitionId), left: u64) -> Self {
-        Self { core, shuffle, partition, left, failed: false, culprit: OnceLock::new(), is_suspect: false }
+        let (failed, is_suspect, is_readers, culprit) = (false, false, true, OnceLock::new());
+        Self { core, shuffle, partition, left, failed, culprit, is_suspect, is_readers }
     }
 
     fn blame(&self, log: &Log) {
@@ -172,6 +175,9 @@ impl Stream {
 
     /// Counts a chunk that could not be read.
     fn count_failure(&mut self, error: &StoreError) {
+        if !self.is_readers {
+            return;
+        }
         let (shuffle, partition) = (&self.shuffle, self.partition);
         let culprit = self.culprit.get();
         let is_one_too_many = culprit.is_some_and(|disk| shuffle.count_failed_read(partition, *disk, error));

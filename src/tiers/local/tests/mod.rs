@@ -9,6 +9,7 @@ mod hints;
 mod lifecycle;
 mod metadata;
 mod model;
+mod moving;
 mod overflow;
 mod power;
 mod reads;

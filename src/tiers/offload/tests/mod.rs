@@ -2,6 +2,7 @@
 
 mod moves;
 mod restarts;
+mod unreadable;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -105,6 +106,16 @@ impl Process {
     async fn move_all(&self, key: &ShuffleKey) -> Result<(), StoreError> {
         while self.move_once(key).await? {}
         Ok(())
+    }
+
+    /// Does what the policy says until there is nothing to do; how often something failed.
+    async fn move_what_is_wanted(&self) -> usize {
+        let mut failed = 0;
+        for _ in 0..100 {
+            let Some((wanted, shuffle)) = self.tier.next() else { return failed };
+            failed += usize::from(self.tier.move_some(wanted, &shuffle).await.is_err());
+        }
+        panic!("there is no end of it");
     }
 
     async fn move_once(&self, key: &ShuffleKey) -> Result<bool, StoreError> {

@@ -1,0 +1,72 @@
+//! What a disk does not give back stays where it is, and holds up nothing else.
+
+use std::path::PathBuf;
+
+use super::*;
+use crate::tiers::Drained;
+use crate::tiers::offload::shuffle::STOPS_FORGOTTEN_AFTER;
+
+/// A file of data that is longer than that, and its disk.
+fn data_file(world: &World, bytes: usize) -> (&MemoryDisk, PathBuf) {
+    let is_one = |disk: &MemoryDisk, path: &PathBuf| {
+        let is_data = path.starts_with("apps") && path.extension().is_some_and(|it| it == "data");
+        is_data && disk.content(path).is_some_and(|content| content.len() > bytes)
+    };
+    let find = |disk| Some((disk, MemoryDisk::files(disk).into_iter().find(|path| is_one(disk, path))?));
+    world.disks.iter().find_map(find).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_partition_that_cannot_be_read_holds_up_no_other_and_no_drain() {
+    let process = World::new().start().await;
+    let (bad, good) = (key(1), key(2));
+    process.register(&bad).await;
+    for batch in 0..12 {
+        let of = |partition: i32| extent(partition, batch * 4..(batch + 1) * 4, 1000);
+        process.write(&bad, vec![of(0), of(7), of(3)]).await;
+    }
+    // Batches begin with partition 0.
+    let (disk, file) = data_file(&process.world, 0);
+    disk.corrupt(&file, 10, 1);
+    process.register(&good).await;
+    process.write(&good, vec![extent(0, 0..40, 1000)]).await;
+
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0, "it is noticed before an object has anything of it");
+    let [stopped, others @ ..] =
+        [0, 3, 7].map(|partition| process.tier.object.uploads(&bad).unwrap().end(PartitionId(partition)));
+    assert!(stopped < 48_000 && others == [48_000; 2], "{stopped} {others:?}");
+    let left = Drained { stuck_bytes: 48_000 - stopped, ..Drained::default() };
+    assert_eq!(process.tier.how_far(), left);
+    assert_eq!(process.world.store.open_uploads(), 0);
+    for partition in [3, 7] {
+        assert_eq!(process.read(&bad, partition).await.unwrap(), expected(0..48, 1000));
+    }
+    assert_eq!(process.read(&good, 0).await.unwrap(), expected(0..40, 1000));
+    process.read(&bad, 0).await.unwrap_err();
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_could_not_be_read_in_the_middle_of_a_run_is_tried_again_much_later() {
+    let process = World::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    for ids in [0..100, 100..3100] {
+        process.write(&key, vec![extent(0, ids, 1000)]).await;
+    }
+    let (disk, file) = data_file(&process.world, 2_900_000);
+    disk.corrupt(&file, 2_500_000, 1);
+
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 1, "what was on its way is given up once");
+    let end = || process.tier.object.uploads(&key).unwrap().end(PartitionId(0));
+    assert_eq!((end(), process.world.store.open_uploads()), (100_000, 0));
+    assert_eq!(process.tier.how_far(), Drained { stuck_bytes: 3_000_000, ..Drained::default() });
+
+    disk.corrupt(&file, 2_500_000, 1);
+    assert!(process.tier.next().is_none(), "not before its time");
+    tokio::time::advance(STOPS_FORGOTTEN_AFTER).await;
+    assert_eq!((process.move_what_is_wanted().await, end()), (0, 3_100_000));
+    assert_eq!(process.tier.how_far(), Drained::default());
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..3100, 1000));
+}
