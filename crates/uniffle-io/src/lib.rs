@@ -135,8 +135,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
     /// Removes a directory with everything in it.
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
-    /// Begins to remove a directory with everything in it, or goes on with that: frees about `bytes_max` and says whether the
-    /// directory is gone. What is left of its files is shorter than before.
+    /// Begins to remove a directory with everything in it, or a file, or goes on with that: frees about `bytes_max` and says
+    /// whether it is gone. What is left of files is shorter than before.
     fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>>;
     /// Moves a file or directory to a name that does not exist.
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>>;

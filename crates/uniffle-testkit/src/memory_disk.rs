@@ -361,7 +361,7 @@ impl Disk for MemoryDisk {
     fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>> {
         self.run(path, move |tree, path| {
             tree.require_writable()?;
-            if !tree.directories.contains(&path) {
+            if !tree.directories.contains(&path) && !tree.files.contains_key(&path) {
                 return Err(not_found());
             }
             Ok(tree.remove_part(&path, bytes_max))

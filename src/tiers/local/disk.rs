@@ -154,18 +154,6 @@ impl LocalDisk {
         }
     }
 
-    /// Moves a file into a directory of its own in the trash, where it is; none when it does not exist.
-    pub(super) async fn discard_file(&self, path: &Path) -> io::Result<Option<PathBuf>> {
-        let to = Path::new(TRASH).join(Uuid::new_v4().to_string());
-        within(self.deadline, self.io.create_dir_all(&to)).await?;
-        match within(self.deadline, self.io.rename(path, &to.join("file"))).await {
-            Ok(()) => Ok(Some(to)),
-            // The empty directory goes with the trash.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Measures the free space and applies the watermarks.
     pub(super) async fn measure(&self) -> io::Result<()> {
         let space = within(self.deadline, self.io.space()).await?;

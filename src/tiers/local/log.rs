@@ -63,8 +63,10 @@ pub(super) struct Log {
     closed: AtomicBool,
     /// Ranges of it that were reserved and are not published yet.
     uses: AtomicU32,
-    /// Nothing of it is needed any more: its file is removed.
+    /// Nothing of it is needed any more.
     released: AtomicBool,
+    /// Its file is being removed, or is gone.
+    removed: AtomicBool,
     pub(super) syncs: Syncs,
     /// Its descriptors may not be cached any more; guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
@@ -79,8 +81,9 @@ impl Log {
         (path, number): (PathBuf, u32),
     ) -> Self {
         let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
-        let (syncs, uses, released) = (Syncs::default(), AtomicU32::new(0), AtomicBool::new(false));
-        Self { id, slot, kind, disk, path, number, next, closed, uses, released, syncs, forgotten }
+        let (syncs, uses) = (Syncs::default(), AtomicU32::new(0));
+        let (released, removed) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { id, slot, kind, disk, path, number, next, closed, uses, released, removed, syncs, forgotten }
     }
 
     /// It was found with so many bytes, and is only read.
@@ -99,13 +102,24 @@ impl Log {
         !self.is_open() && self.uses.load(Ordering::Acquire) == 0
     }
 
-    /// Its file is about to be removed; false when that was so before.
-    pub(super) fn release(&self) -> bool {
-        !self.released.swap(true, Ordering::AcqRel)
+    /// Nothing of it is needed any more: its file is to be removed, and who still reads it finds the same bytes elsewhere.
+    pub(super) fn release(&self) {
+        self.released.store(true, Ordering::Release);
     }
 
     pub(super) fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
+    }
+
+    /// The file is the caller's to remove; none when it is another's, or is gone.
+    pub(super) fn begin_removal(&self) -> Option<Removal<'_>> {
+        let is_ours = !self.removed.swap(true, Ordering::AcqRel);
+        is_ours.then_some(Removal { log: self, is_done: false })
+    }
+
+    /// Whether its file is being removed, or is gone.
+    pub(super) fn is_removed(&self) -> bool {
+        self.removed.load(Ordering::Acquire)
     }
 
     /// A range of `bytes` that is the caller's alone; `None` when the log is closed, has `limit` bytes, or would grow too long.
@@ -135,6 +149,28 @@ impl Log {
     /// The whole path, for messages.
     pub(super) fn full_path(&self) -> PathBuf {
         self.disk.io.root().join(&self.path)
+    }
+}
+
+/// A log's file is being removed. When this is dropped before that is done, another may do it.
+#[derive(Debug)]
+pub(super) struct Removal<'a> {
+    log: &'a Log,
+    is_done: bool,
+}
+
+impl Removal<'_> {
+    /// The file is gone from its place.
+    pub(super) fn done(mut self) {
+        self.is_done = true;
+    }
+}
+
+impl Drop for Removal<'_> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.log.removed.store(false, Ordering::Release);
+        }
     }
 }
 

@@ -157,7 +157,7 @@ impl LocalStore {
         disk.forgive_refusal();
     }
 
-    /// Empties the trash and removes what is to be removed. May take as long as the file system likes.
+    /// Empties the trash and removes what is to be removed, files of what was moved too. May take as long as the file system likes.
     async fn clean(&self, disk: &LocalDisk) {
         if disk.is_healthy()
             && let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await
@@ -167,6 +167,11 @@ impl LocalStore {
         }
         if self.has_purges_to_note() {
             self.note_purges().await;
+        }
+        if disk.is_healthy()
+            && let Err(error) = self.remove_left_logs(disk).await
+        {
+            tracing::warn!(disk = %disk.label, error = %error, "a file of which everything lies elsewhere stays for now");
         }
         self.run_deletes(disk).await;
     }

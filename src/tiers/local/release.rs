@@ -13,6 +13,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::core::Core;
+use super::disk::LocalDisk;
 use super::extent::Extent;
 use super::log::{Log, LogKind};
 use super::read::{DataRead, Reader};
@@ -148,7 +149,7 @@ impl LocalStore {
     /// in which nothing is left. Bytes of the files.
     ///
     /// # Errors
-    /// Of a file that was not removed; a later call or start does that.
+    /// Of a file that was not removed; a later call, the maintenance or the next start does that.
     pub async fn release(
         &self,
         handle: &ShuffleHandle,
@@ -167,12 +168,32 @@ impl LocalStore {
         let settled: Vec<_> = shuffle.logs().into_iter().filter(|log| is_removable(log)).collect();
         let used: BTreeSet<u16> =
             shuffle.with_streams(|streams| streams.extents().map(|extent| extent.data_log).collect());
+        let empty: Vec<_> = settled.into_iter().filter(|log| !used.contains(&log.slot)).collect();
+        // If this is dropped before it is done, the maintenance does it.
+        empty.iter().for_each(|log| log.release());
+        self.remove_logs(shuffle, empty).await
+    }
+
+    /// Removes from a disk the files that were to be removed before and were not.
+    pub(super) async fn remove_left_logs(&self, disk: &LocalDisk) -> Result<(), StoreError> {
+        let shuffles: Vec<_> = self.shuffles.iter().map(|shuffle| Arc::clone(&*shuffle)).collect();
+        let mut failed = None;
+        for shuffle in shuffles {
+            let is_left =
+                |log: &Arc<Log>| log.disk.index == disk.index && log.is_released() && !log.is_removed();
+            let left: Vec<_> = shuffle.logs().into_iter().filter(is_left).collect();
+            failed = self.remove_logs(&shuffle, left).await.err().or(failed);
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    async fn remove_logs(&self, shuffle: &Shuffle, logs: Vec<Arc<Log>>) -> Result<u64, StoreError> {
         let (mut bytes, mut trashed, mut failed) = (0, Vec::new(), None);
-        for log in settled.into_iter().filter(|log| !used.contains(&log.slot)) {
+        for log in logs {
             match self.core.remove_log(shuffle, &log).await {
-                Ok(trash) => {
-                    bytes += log.bytes();
-                    trashed.extend(trash.map(|trash| (Arc::clone(&log.disk), trash)));
+                Ok(removed) => {
+                    bytes += removed.bytes;
+                    trashed.extend(removed.trash.map(|trash| (Arc::clone(&log.disk), trash)));
                 }
                 Err(error) => failed = Some(error),
             }
@@ -196,9 +217,17 @@ impl LocalStore {
     }
 }
 
+/// A file that is not in its place any more; nothing where another removes it.
+#[derive(Debug, Default)]
+pub(super) struct Removed {
+    bytes: u64,
+    /// Where it is, if it was there.
+    trash: Option<PathBuf>,
+}
+
 /// Whether a log's file may be removed once no extent is in it.
 fn is_removable(log: &Log) -> bool {
-    log.kind == LogKind::Data && log.is_settled() && !log.is_released()
+    log.kind == LogKind::Data && log.is_settled() && !log.is_removed()
 }
 
 fn oldest_of(shuffle: &Shuffle, stops: &Stops, is_wanted: impl Fn(PartitionId, &Extent) -> bool) -> Oldest {
@@ -226,23 +255,20 @@ fn oldest_of(shuffle: &Shuffle, stops: &Stops, is_wanted: impl Fn(PartitionId, &
 }
 
 impl Core {
-    /// Moves the file of a data log in which nothing is left into the trash; where it is there.
-    pub(super) async fn remove_log(
-        &self,
-        shuffle: &Shuffle,
-        log: &Log,
-    ) -> Result<Option<PathBuf>, StoreError> {
-        if !log.release() {
-            return Ok(None);
-        }
+    /// Moves the file of a data log in which nothing is left into the trash. Straight: a disk that is relieved may have no
+    /// room for a directory.
+    pub(super) async fn remove_log(&self, shuffle: &Shuffle, log: &Log) -> Result<Removed, StoreError> {
+        log.release();
+        let Some(removal) = log.begin_removal() else { return Ok(Removed::default()) };
         self.files.forget(log);
-        let disk = &log.disk;
-        let trash = disk.discard_file(&log.path).await;
+        let (disk, bytes) = (&log.disk, log.bytes());
+        let trash = disk.discard(&log.path).await;
         let trash = trash.map_err(|error| self.failed(disk, log.full_path(), error))?;
+        removal.done();
         if let Some(here) = shuffle.found(disk) {
-            here.occupied.take(log.bytes());
+            here.occupied.take(bytes);
         }
-        Ok(trash)
+        Ok(Removed { bytes, trash })
     }
 }
 

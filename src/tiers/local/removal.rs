@@ -22,7 +22,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
 impl LocalDisk {
-    /// Deletes one directory of the trash; one that is gone already is fine. `deadline` is that of each part. Dropped, it
+    /// Deletes a directory or a file in the trash; one that is gone already is fine. `deadline` is that of each part. Dropped, it
     /// leaves the rest in the trash.
     pub(super) async fn delete(&self, path: &Path, deadline: Duration) -> io::Result<()> {
         loop {

@@ -1,7 +1,7 @@
 //! Removing a tree in parts. A file system may take seconds to free a gigabyte, most of all one that is mounted with
 //! `discard`, and writes to the same device wait meanwhile: a caller that pauses between parts lets them through.
 
-use std::fs::OpenOptions;
+use std::fs::{FileType, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -14,10 +14,17 @@ const NAME_BYTES: u64 = 64 << 10;
 /// Files are cut at multiples of this, so that a reader of one never sees zeros in a page that is cut through.
 const CUT_ALIGN: u64 = 1 << 20;
 
-/// Frees about `bytes_max` of what is below `path`; whether all of it, and `path`, is gone.
+/// Frees about `bytes_max` of the file `path`, or of what is below it; whether all of it, and `path`, is gone.
 pub(super) fn remove_part(path: &Path, bytes_max: u64) -> io::Result<bool> {
     let mut left = bytes_max.max(NAME_BYTES);
-    remove_below(path, &mut left)
+    remove_entry(path, path.symlink_metadata()?.file_type(), &mut left)
+}
+
+fn remove_entry(path: &Path, kind: FileType, left: &mut u64) -> io::Result<bool> {
+    match kind.is_dir() {
+        true => remove_below(path, left),
+        false => remove_file(path, kind.is_file(), left),
+    }
 }
 
 fn remove_below(path: &Path, left: &mut u64) -> io::Result<bool> {
@@ -26,12 +33,7 @@ fn remove_below(path: &Path, left: &mut u64) -> io::Result<bool> {
         if is_spent {
             return Ok(false);
         }
-        let kind = entry.file_type()?;
-        let is_gone = match kind.is_dir() {
-            true => remove_below(&entry.path(), left)?,
-            false => remove_file(&entry.path(), kind.is_file(), left)?,
-        };
-        if !is_gone {
+        if !remove_entry(&entry.path(), entry.file_type()?, left)? {
             return Ok(false);
         }
     }
@@ -75,6 +77,16 @@ mod tests {
         assert_eq!(lengths, [8 * MIB, 5 * MIB, 2 * MIB], "at whole MiB, and the rest goes with its name");
         assert!(!tree.exists());
         assert_eq!(remove_part(&tree, MIB).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn p5_a_file_of_its_own_goes_in_parts_too() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        std::fs::write(&file, vec![7; usize::try_from(5 * MIB).unwrap()]).unwrap();
+        assert!(!remove_part(&file, 3 * MIB).unwrap());
+        assert_eq!(file.metadata().unwrap().len(), 2 * MIB);
+        assert!(remove_part(&file, 3 * MIB).unwrap() && !file.exists());
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! What is moved away: reads for that, and files that go.
 
+use futures::FutureExt as _;
+
 use super::*;
-use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
 /// All of a partition, as a run.
 fn run_of(moving: &Moving, partition: i32) -> Run {
@@ -44,4 +46,61 @@ async fn a_damaged_block_is_found_by_a_reader_and_not_by_what_moves_it() {
     let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap();
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Corrupt);
     assert!(read.is_suspect() && store.data(&key, PartitionId(1), 0, 9000).unwrap().has_hole());
+}
+
+/// Gives up all that a shuffle has, as when it has been moved.
+async fn release_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64, StoreError> {
+    let all = store.oldest(handle, u64::MAX, &Stops::new()).await;
+    store.release(handle, all.ends).await
+}
+
+/// Files of data, and of what waits to be deleted.
+fn data_files(disks: &[TestDisk]) -> Vec<PathBuf> {
+    let of_data =
+        |path: &PathBuf| path.starts_with("trash") || path.extension().is_some_and(|it| it == "data");
+    disks.iter().flat_map(|disk| disk.memory.files()).filter(of_data).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_without_room_for_a_directory_is_relieved() {
+    let (disks, store, key, handle) = two_disks_with_blocks(4).await;
+    disks.iter().for_each(|it| it.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(ENOSPC))));
+    assert!(release_all(&store, &handle).await.unwrap() >= 4 * 9000);
+    assert_eq!(data_files(&disks), Vec::<PathBuf>::new());
+    disks.iter().for_each(|it| it.faults.clear());
+    drop(handle);
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_file_that_was_not_removed_at_once_goes_with_the_next_maintenance() {
+    for fault in [Fault::Errno(ENOSPC), Fault::Hang] {
+        let (disks, store, key, handle) = two_disks_with_blocks(4).await;
+        let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap();
+        disks[0].faults.add(Rule::once(Operation::Rename, fault).on(".data"));
+        match fault {
+            // The call goes away before the disk has answered.
+            Fault::Hang => assert!(release_all(&store, &handle).now_or_never().is_none()),
+            _ => assert_eq!(release_all(&store, &handle).await.unwrap_err().kind, StoreErrorKind::NoSpace),
+        }
+        assert!(!data_files(&disks).is_empty(), "{fault:?}");
+        assert_eq!(store.partition_bytes(&key, PartitionId(1)), 36_000);
+        assert_eq!(read_all(&store, &key, 1).await.unwrap_err().kind, StoreErrorKind::InvalidRange);
+
+        store.maintain_once().await;
+        assert_eq!(data_files(&disks), Vec::<PathBuf>::new(), "{fault:?}");
+        let mut left = 0;
+        for disk in &disks {
+            left +=
+                disk.app_files().iter().map(|path| disk.memory.content(path).unwrap().len()).sum::<usize>();
+        }
+        assert_eq!(store.used_bytes(), left as u64, "index logs stay");
+        assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::NotFound);
+        assert!(!read.is_suspect() && store.disks().iter().all(|disk| disk.is_healthy()));
+        disks[0].faults.release().await;
+        drop((read, handle));
+        store.purge_app(&key.app).await;
+        assert_nothing_left(&store, &disks).await;
+    }
 }
