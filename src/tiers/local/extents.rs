@@ -1,4 +1,4 @@
-//! The extents of a partition: a list that grows at its end, and of which a copy costs little.
+//! The extents of a partition: a list that grows at its end and is taken from at its beginning, and of which a copy costs little.
 //!
 //! A reader keeps the list as it was when it began. Of a partition of a job of many TB that is a long one, so chunks that are
 //! full are shared by all copies: a copy takes an eighth of a byte per extent and one chunk, not 40 bytes per extent.
@@ -26,32 +26,41 @@ pub(super) struct ExtentList {
 }
 
 #[derive(Debug, Clone, Default)]
-struct FullChunks(Vec<Arc<[Extent; CHUNK]>>);
+struct FullChunks {
+    chunks: Vec<Arc<[Extent; CHUNK]>>,
+    /// So many of the first chunk are not in the list any more.
+    skipped: usize,
+}
 
 impl ExtentList {
     fn chunks(&self) -> &[Arc<[Extent; CHUNK]>] {
-        self.full.as_ref().map_or(&[], |full| &full.0)
+        self.full.as_ref().map_or(&[], |full| &full.chunks)
+    }
+
+    fn skipped(&self) -> usize {
+        self.full.as_ref().map_or(0, |full| full.skipped)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.chunks().len() * CHUNK + self.open.len()
+        self.chunks().len() * CHUNK - self.skipped() + self.open.len()
     }
 
     /// Appends an extent.
     pub(super) fn push(&mut self, extent: Extent) {
         if self.open.len() == self.open.capacity() {
             // Most partitions of a large shuffle get no second one.
-            let more = if self.len() == 0 { 1 } else { self.open.len().clamp(3, CHUNK - self.open.len()) };
+            let more = if self.len() == 0 { 1 } else { self.open.len().max(3).min(CHUNK - self.open.len()) };
             self.open.reserve_exact(more);
         }
         self.open.push(extent);
         if let Ok(chunk) = <[Extent; CHUNK]>::try_from(self.open.as_slice()) {
-            self.full.get_or_insert_default().0.push(Arc::new(chunk));
+            self.full.get_or_insert_default().chunks.push(Arc::new(chunk));
             self.open = Vec::new();
         }
     }
 
     pub(super) fn get(&self, at: usize) -> Option<&Extent> {
+        let at = at + self.skipped();
         match self.chunks().get(at / CHUNK) {
             Some(chunk) => chunk.get(at % CHUNK),
             None => self.open.get(at - self.chunks().len() * CHUNK),
@@ -60,8 +69,8 @@ impl ExtentList {
 
     /// Copies that were made keep what they have.
     pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut Extent> {
-        let full = self.chunks().len();
-        match self.full.as_mut().and_then(|full| full.0.get_mut(at / CHUNK)) {
+        let (at, full) = (at + self.skipped(), self.chunks().len());
+        match self.full.as_mut().and_then(|full| full.chunks.get_mut(at / CHUNK)) {
             Some(chunk) => Arc::make_mut(chunk).get_mut(at % CHUNK),
             None => self.open.get_mut(at - full * CHUNK),
         }
@@ -76,11 +85,24 @@ impl ExtentList {
         self.iter_from(0)
     }
 
-    /// The same without the first `count`, as a list of its own.
-    pub(super) fn without_first(&self, count: usize) -> Self {
-        let mut rest = Self::default();
-        self.iter_from(count).for_each(|extent| rest.push(*extent));
-        rest
+    /// Takes out the first `count`. What stays in full chunks is not copied.
+    pub(super) fn drop_first(&mut self, count: usize) {
+        if count == 0 {
+            return;
+        }
+        let at = self.skipped() + count;
+        match &mut self.full {
+            Some(full) if at / CHUNK < full.chunks.len() => {
+                full.chunks.drain(..at / CHUNK);
+                full.chunks.shrink_to_fit();
+                full.skipped = at % CHUNK;
+            }
+            _ => {
+                let of_open = at - self.chunks().len() * CHUNK;
+                self.open = self.open.split_off(of_open.min(self.open.len()));
+                self.full = None;
+            }
+        }
     }
 
     /// The number of the first extent that does not end at or before `offset` of the stream.
@@ -88,7 +110,7 @@ impl ExtentList {
         let is_before = |extent: &Extent| extent.base + extent.length <= offset;
         let full = self.chunks().partition_point(|chunk| chunk.last().is_some_and(is_before));
         let rest = self.chunks().get(full).map_or(self.open.as_slice(), |chunk| chunk.as_slice());
-        full * CHUNK + rest.partition_point(is_before)
+        (full * CHUNK + rest.partition_point(is_before)).saturating_sub(self.skipped())
     }
 
     /// The number of the extent that begins at `base`.
@@ -100,8 +122,8 @@ impl ExtentList {
     /// What it takes of the heap.
     pub(super) fn heap_bytes(&self) -> u64 {
         let chunks = self.full.as_ref().map_or(0, |full| {
-            let table = size_of::<FullChunks>() + full.0.capacity() * size_of::<usize>();
-            full.0.len() as u64 * CHUNK_BYTES + table as u64 * 5 / 4
+            let table = size_of::<FullChunks>() + full.chunks.capacity() * size_of::<usize>();
+            full.chunks.len() as u64 * CHUNK_BYTES + table as u64 * 5 / 4
         });
         chunks + self.open.capacity() as u64 * PLACE_BYTES
     }
@@ -130,6 +152,23 @@ mod tests {
         assert_eq!((copy.len(), copy.get(70).unwrap().blocks, copy.get(200).is_none()), (200, 1, true));
     }
 
+    #[test]
+    fn what_stays_behind_the_first_is_not_copied() {
+        let mut list = list(200);
+        let copy = list.clone();
+        for (count, chunks_gone) in [(0, 0), (70, 1), (50, 1), (10, 2)] {
+            list.drop_first(count);
+            let stay = list.chunks().iter().zip(&copy.chunks()[chunks_gone..]);
+            assert!(
+                stay.len() == 3 - chunks_gone && stay.clone().all(|(one, other)| Arc::ptr_eq(one, other))
+            );
+        }
+        assert_eq!((list.len(), list.get(0).unwrap().base, copy.len()), (70, 1300, 200));
+        list.drop_first(60);
+        assert!(list.full.is_none() && list.open.capacity() == 10);
+        assert_eq!((list.len(), list.get(0).unwrap().base), (10, 1900));
+    }
+
     #[cfg(feature = "jemalloc")]
     #[test]
     fn d12_lists_of_extents_take_no_more_heap_than_they_are_charged() {
@@ -146,12 +185,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_list(lengths in prop::collection::vec(1u64..9, 0..400), offset in 0u64..2000) {
+        fn it_is_a_list(
+            lengths in prop::collection::vec(1u64..9, 0..400),
+            drops in prop::collection::hash_map(0usize..400, 0usize..200, 0..4),
+            offset in 0u64..2000,
+        ) {
             let (mut list, mut base, mut all) = (ExtentList::default(), 0, Vec::new());
-            for length in lengths {
+            for (number, length) in lengths.into_iter().enumerate() {
                 list.push(Extent::gap(base, length));
                 all.push((base, length));
                 base += length;
+                let first = drops.get(&number).map_or(0, |count| (*count).min(all.len()));
+                list.drop_first(first);
+                all.drain(..first);
             }
             let told: Vec<_> = list.iter().map(|it| (it.base, it.length)).collect();
             prop_assert_eq!((told.len(), &told), (list.len(), &all));

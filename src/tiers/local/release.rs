@@ -5,7 +5,7 @@
 //! all groups to know that none is missing, and they are small. A reader that still has extents of a removed log is told
 //! `NotFound`, and finds the same bytes where they lie now.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::ops::{ControlFlow, Range};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::log::{Log, LogKind};
 use super::read::{DataRead, Reader};
 use super::shuffle::{Restored, Shuffle};
 use super::store::{LocalStore, ShuffleHandle};
-use super::streams::Partition;
+use super::streams::{Partition, Streams};
 use super::take_over::failed_log;
 use crate::durability::History;
 use crate::metrics::clamped;
@@ -30,6 +30,9 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// Bytes and blocks of a piece of a stream that is moved as one, unless one extent has more.
 const RUN_BYTES: u64 = 32 << 20;
 const RUN_BLOCKS: u64 = 32 << 10;
+
+/// Extents that are looked at or given up in one go: a shuffle may have millions, and its writers and readers go on meanwhile.
+const TOGETHER_MAX: usize = 4096;
 
 /// A piece of a partition's stream: whole extents one behind the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,21 +86,16 @@ impl LocalStore {
     pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64, stops: &Stops) -> Oldest {
         let shuffle = &handle.shuffle;
         let chosen = shuffle.with_streams(|streams| {
-            let mut by_log: HashMap<u16, u64> = HashMap::new();
-            let known = streams.extents().filter(|extent| !extent.is_lost());
-            known.for_each(|extent| *by_log.entry(extent.data_log).or_default() += extent.length);
-            let mut logs: Vec<_> = by_log.into_iter().collect();
-            logs.sort_unstable();
             let mut bytes = 0;
-            let before = logs.iter().take_while(|(_, of_log)| {
-                let is_in = bytes == 0 || bytes + of_log <= bytes_max;
-                bytes += of_log;
+            let before = streams.logs().take_while(|(_, of_log)| {
+                let is_in = bytes == 0 || bytes + of_log.bytes <= bytes_max;
+                bytes += of_log.bytes;
                 is_in
             });
-            before.map(|(slot, _)| *slot).collect::<HashSet<u16>>()
+            before.map(|(slot, _)| slot).collect::<HashSet<u16>>()
         });
         self.end_logs(shuffle, |log| chosen.contains(&log.slot)).await;
-        oldest_of(shuffle, stops, |_, extent| chosen.contains(&extent.data_log))
+        oldest_of(shuffle, stops, |_, extent| chosen.contains(&extent.data_log)).await
     }
 
     /// All that some partitions have; as [`LocalStore::oldest`].
@@ -108,7 +106,7 @@ impl LocalStore {
         stops: &Stops,
     ) -> Oldest {
         self.end_logs(&handle.shuffle, |_| true).await;
-        oldest_of(&handle.shuffle, stops, |partition, _| is_wanted(partition))
+        oldest_of(&handle.shuffle, stops, move |partition, _| is_wanted(partition)).await
     }
 
     /// What a shuffle has said so far.
@@ -153,22 +151,30 @@ impl LocalStore {
     pub async fn release(
         &self,
         handle: &ShuffleHandle,
-        ends: impl IntoIterator<Item = (PartitionId, u64)>,
+        ends: Vec<(PartitionId, u64)>,
     ) -> Result<u64, StoreError> {
         let shuffle = &handle.shuffle;
-        let released = shuffle.release(ends);
-        let known = || released.iter().filter(|extent| !extent.is_lost());
-        self.core.metrics.extents.sub(clamped(known().count()));
-        self.core.records.forget(known().map(|extent| shuffle.records_key(extent)));
+        let mut looked = 0;
+        for (partition, end) in ends {
+            loop {
+                let released = shuffle.release(partition, end, TOGETHER_MAX);
+                let known = || released.iter().filter(|extent| !extent.is_lost());
+                self.core.metrics.extents.sub(clamped(known().count()));
+                self.core.records.forget(known().map(|extent| shuffle.records_key(extent)));
+                turn(&mut looked, 1 + released.len()).await;
+                if released.len() < TOGETHER_MAX {
+                    break;
+                }
+            }
+        }
         self.remove_empty_logs(shuffle).await
     }
 
     async fn remove_empty_logs(&self, shuffle: &Shuffle) -> Result<u64, StoreError> {
         // Looked at in this order: what a settled log has is visible.
         let settled: Vec<_> = shuffle.logs().into_iter().filter(|log| is_removable(log)).collect();
-        let used: BTreeSet<u16> =
-            shuffle.with_streams(|streams| streams.extents().map(|extent| extent.data_log).collect());
-        let empty: Vec<_> = settled.into_iter().filter(|log| !used.contains(&log.slot)).collect();
+        let is_empty = |log: &Arc<Log>| shuffle.with_streams(|it| it.in_log(log.slot).extents == 0);
+        let empty: Vec<_> = settled.into_iter().filter(is_empty).collect();
         // If this is dropped before it is done, the maintenance does it.
         empty.iter().for_each(|log| log.release());
         self.remove_logs(shuffle, empty).await
@@ -230,27 +236,45 @@ fn is_removable(log: &Log) -> bool {
     log.kind == LogKind::Data && log.is_settled() && !log.is_removed()
 }
 
-fn oldest_of(shuffle: &Shuffle, stops: &Stops, is_wanted: impl Fn(PartitionId, &Extent) -> bool) -> Oldest {
-    let mut oldest = Oldest::default();
-    shuffle.with_streams(|streams| {
-        for (id, partition) in streams.iter() {
-            let stop = stops.get(&id).copied().unwrap_or(u64::MAX);
-            let can_be_read = |extent: &&Extent| {
-                let place = extent.base..extent.base + extent.length;
-                !extent.is_lost()
-                    && place.end <= stop
-                    && u32::try_from(extent.length).is_ok()
-                    && !shuffle.damaged.touches(id, &place)
-            };
-            let sound = partition.extents.iter().take_while(can_be_read);
-            if let Some(last) = sound.filter(|extent| is_wanted(id, extent)).last() {
-                let end = last.base + last.length;
-                oldest.bytes += end - partition.start;
-                oldest.ends.push((id, end));
+/// Lets others go on when so many extents have been looked at.
+async fn turn(looked: &mut usize, more: usize) {
+    *looked += more;
+    if *looked >= TOGETHER_MAX {
+        *looked = 0;
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Of each partition, one after the other, the place behind the last extent that is wanted and can be moved.
+async fn oldest_of(
+    shuffle: &Shuffle,
+    stops: &Stops,
+    is_wanted: impl Fn(PartitionId, &Extent) -> bool,
+) -> Oldest {
+    let (mut oldest, mut looked) = (Oldest::default(), 0);
+    for id in shuffle.with_streams(Streams::partitions) {
+        let found = shuffle.with_partition(id, |found| found.map(|it| (it.extents.clone(), it.start)));
+        let Some((extents, start)) = found else { continue };
+        let stop = stops.get(&id).copied().unwrap_or(u64::MAX);
+        let mut end = None;
+        for extent in extents.iter() {
+            let place = extent.base..extent.base + extent.length;
+            let can_be_moved = !extent.is_lost()
+                && place.end <= stop
+                && u32::try_from(extent.length).is_ok()
+                && !shuffle.damaged.touches(id, &place);
+            if !can_be_moved {
+                break;
             }
+            end = if is_wanted(id, extent) { Some(place.end) } else { end };
+            turn(&mut looked, 1).await;
         }
-    });
-    oldest.ends.sort_unstable();
+        if let Some(end) = end {
+            oldest.bytes += end - start;
+            oldest.ends.push((id, end));
+        }
+        turn(&mut looked, 1).await;
+    }
     oldest
 }
 

@@ -226,11 +226,9 @@ impl Shuffle {
         read(&self.streams.read())
     }
 
-    /// Takes out the extents that end at or before these places of their streams: they lie elsewhere. What they were.
-    pub(super) fn release(&self, until: impl IntoIterator<Item = (PartitionId, u64)>) -> Vec<Extent> {
-        let mut streams = self.streams.write();
-        let released: Vec<Extent> =
-            until.into_iter().flat_map(|(partition, end)| streams.release(partition, end)).collect();
+    /// Takes out what of a partition ends at or before `until`, so many extents at most: they lie elsewhere. What they were.
+    pub(super) fn release(&self, partition: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
+        let released = self.streams.write().release(partition, until, extents_max);
         let bytes = released.iter().map(|extent| extent.length).sum();
         self.published_bytes.fetch_sub(bytes, Ordering::Relaxed);
         released
@@ -238,14 +236,7 @@ impl Shuffle {
 
     /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
     pub(super) fn mark_lost(&self, partition: PartitionId, base: u64) -> Option<Extent> {
-        let mut streams = self.streams.write();
-        let partition = streams.get_mut(partition)?;
-        let at = partition.extents.beginning_at(base)?;
-        let extent = partition.extents.get_mut(at).filter(|extent| !extent.is_lost())?;
-        let lost = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
-        partition.blocks += u64::from(extent.blocks);
-        partition.blocks -= u64::from(lost.blocks);
-        Some(lost)
+        self.streams.write().lose(partition, base)
     }
 
     /// What it has on the disks.

@@ -39,11 +39,14 @@ impl Partition {
         Self { start, bytes: start, ..Self::default() }
     }
 
-    /// Takes out the extents that end at or before `until`; what they were.
-    fn release(&mut self, until: u64) -> Vec<Extent> {
-        let count = self.extents.after(until);
+    /// Takes out the first extents that end at or before `until`, so many at most; what they were.
+    fn release(&mut self, until: u64, extents_max: usize) -> Vec<Extent> {
+        let count = self.extents.after(until).min(extents_max);
+        if count == 0 {
+            return Vec::new();
+        }
         let released: Vec<Extent> = self.extents.iter().take(count).copied().collect();
-        self.extents = self.extents.without_first(count);
+        self.extents.drop_first(count);
         self.start = self.extents.get(0).map_or(self.bytes, |extent| extent.base);
         self.blocks -= released.iter().map(|extent| u64::from(extent.blocks)).sum::<u64>();
         released
@@ -76,10 +79,47 @@ impl Partition {
     }
 }
 
+/// Published extents that lie in one data log.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct InLog {
+    pub(super) extents: u64,
+    pub(super) bytes: u64,
+}
+
+/// Those of all data logs, by slot. They are counted as they come and go: who moves them asks for each object.
+#[derive(Debug, Default)]
+struct ByLog(Vec<InLog>);
+
+impl ByLog {
+    fn of(&mut self, extent: &Extent) -> Option<&mut InLog> {
+        if extent.is_lost() {
+            return None;
+        }
+        let slot = usize::from(extent.data_log);
+        self.0.resize(self.0.len().max(slot + 1), InLog::default());
+        self.0.get_mut(slot)
+    }
+
+    fn add(&mut self, extent: &Extent) {
+        if let Some(InLog { extents, bytes }) = self.of(extent) {
+            *extents += 1;
+            *bytes += extent.length;
+        }
+    }
+
+    fn take(&mut self, extent: &Extent) {
+        if let Some(InLog { extents, bytes }) = self.of(extent) {
+            *extents -= 1;
+            *bytes -= extent.length;
+        }
+    }
+}
+
 /// What is published of a shuffle.
 #[derive(Debug)]
 pub(super) struct Streams {
     by_partition: HashMap<PartitionId, Partition>,
+    by_log: ByLog,
     /// Given back after the lists.
     charge: Charge,
 }
@@ -87,14 +127,16 @@ pub(super) struct Streams {
 impl Streams {
     /// Nothing; what comes is charged to `budget`.
     pub(super) fn new(budget: &Budget) -> Self {
-        Self { by_partition: HashMap::new(), charge: budget.nothing() }
+        Self { by_partition: HashMap::new(), by_log: ByLog::default(), charge: budget.nothing() }
     }
 
     /// What a start found, charged to the same budget.
     pub(super) fn found(&self, by_partition: HashMap<PartitionId, Partition>) -> Self {
         let further: u64 = by_partition.values().map(Partition::further_bytes).sum();
         let bytes = by_partition.len() as u64 * FOUND_PARTITION_BYTES + further;
-        Self { by_partition, charge: self.charge.budget().force_charge(bytes) }
+        let mut by_log = ByLog::default();
+        by_partition.values().flat_map(|partition| partition.extents.iter()).for_each(|it| by_log.add(it));
+        Self { by_partition, by_log, charge: self.charge.budget().force_charge(bytes) }
     }
 
     /// Takes everything out, with its charge.
@@ -107,12 +149,32 @@ impl Streams {
         self.by_partition.get(&partition)
     }
 
-    pub(super) fn get_mut(&mut self, partition: PartitionId) -> Option<&mut Partition> {
-        self.by_partition.get_mut(&partition)
+    /// What lies in a data log.
+    pub(super) fn in_log(&self, slot: u16) -> InLog {
+        self.by_log.0.get(usize::from(slot)).copied().unwrap_or_default()
+    }
+
+    /// The data logs in which something lies, in the order of their slots.
+    pub(super) fn logs(&self) -> impl Iterator<Item = (u16, InLog)> {
+        let all = self.by_log.0.iter().zip(0..).map(|(it, slot)| (slot, *it));
+        all.filter(|(_, it)| it.extents > 0)
+    }
+
+    /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
+    pub(super) fn lose(&mut self, id: PartitionId, base: u64) -> Option<Extent> {
+        let partition = self.by_partition.get_mut(&id)?;
+        let at = partition.extents.beginning_at(base)?;
+        let extent = partition.extents.get_mut(at).filter(|extent| !extent.is_lost())?;
+        let lost = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
+        partition.blocks += u64::from(extent.blocks);
+        partition.blocks -= u64::from(lost.blocks);
+        self.by_log.take(&lost);
+        Some(lost)
     }
 
     /// Appends an extent to a partition, whose stream begins at `first_base` if it is new.
     pub(super) fn push(&mut self, id: PartitionId, extent: Extent, first_base: u64) {
+        self.by_log.add(&extent);
         let partition = self.by_partition.entry(id).or_insert_with(|| Partition::from(first_base));
         let before = partition.further_bytes();
         partition.push(extent);
@@ -124,22 +186,98 @@ impl Streams {
         }
     }
 
-    /// Takes out what of a partition ends at or before `until`; what it was.
-    pub(super) fn release(&mut self, id: PartitionId, until: u64) -> Vec<Extent> {
+    /// Takes out what of a partition ends at or before `until`, so many extents at most; what it was.
+    pub(super) fn release(&mut self, id: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
         let Some(partition) = self.by_partition.get_mut(&id) else { return Vec::new() };
         let before = partition.further_bytes();
-        let released = partition.release(until);
+        let released = partition.release(until, extents_max);
+        released.iter().for_each(|extent| self.by_log.take(extent));
         drop(self.charge.split_up_to(before.saturating_sub(partition.further_bytes())));
         released
     }
 
-    /// All partitions.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (PartitionId, &Partition)> {
-        self.by_partition.iter().map(|(id, partition)| (*id, partition))
+    /// All partitions, in their order.
+    pub(super) fn partitions(&self) -> Vec<PartitionId> {
+        let mut partitions: Vec<_> = self.by_partition.keys().copied().collect();
+        partitions.sort_unstable();
+        partitions
     }
 
     /// All extents.
     pub(super) fn extents(&self) -> impl Iterator<Item = &Extent> {
         self.by_partition.values().flat_map(|partition| partition.extents.iter())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What happens to a partition.
+    #[derive(Debug, Clone, Copy)]
+    enum Happens {
+        Publish {
+            log: u16,
+            length: u64,
+        },
+        /// Of what lies on the disks, in thousandths.
+        Release(u64),
+        Lose(u64),
+    }
+
+    fn happens() -> impl Strategy<Value = Happens> {
+        prop_oneof![
+            4 => (0u16..5, 1u64..9).prop_map(|(log, length)| Happens::Publish { log, length }),
+            1 => (0u64..=1000).prop_map(Happens::Release),
+            1 => (0u64..=1000).prop_map(Happens::Lose),
+        ]
+    }
+
+    fn counted(streams: &Streams) -> Vec<(u16, InLog)> {
+        let mut by_log: BTreeMap<u16, InLog> = BTreeMap::new();
+        for extent in streams.extents().filter(|extent| !extent.is_lost()) {
+            let it = by_log.entry(extent.data_log).or_default();
+            (it.extents, it.bytes) = (it.extents + 1, it.bytes + extent.length);
+        }
+        by_log.into_iter().collect()
+    }
+
+    proptest! {
+        #[test]
+        fn what_lies_in_a_log_is_counted_as_it_comes_and_goes(
+            all in prop::collection::vec((0i32..3, happens()), 0..300),
+        ) {
+            let budget = Budget::new(u64::MAX);
+            let mut streams = Streams::new(&budget);
+            for (id, it) in all {
+                let id = PartitionId(id);
+                let (start, bytes) = streams.get(id).map_or((0, 0), |it| (it.start, it.bytes));
+                let place = |thousandths: u64| start + (bytes - start) * thousandths / 1000;
+                match it {
+                    Happens::Publish { log, length } => {
+                        let extent = Extent { data_log: log, index_log: 0, ..Extent::gap(bytes, length) };
+                        streams.push(id, extent, 0);
+                    }
+                    Happens::Release(to) => {
+                        let released = streams.release(id, place(to), 20);
+                        prop_assert!(released.len() <= 20);
+                    }
+                    Happens::Lose(at) => {
+                        let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
+                        let base = extents.get(extents.after(place(at))).map_or(0, |extent| extent.base);
+                        streams.lose(id, base);
+                    }
+                }
+                prop_assert_eq!(streams.logs().collect::<Vec<_>>(), counted(&streams));
+                prop_assert_eq!(streams.in_log(9), InLog::default());
+            }
+            let partitions = std::mem::take(&mut streams.by_partition);
+            let found = streams.found(partitions);
+            prop_assert_eq!(found.logs().collect::<Vec<_>>(), counted(&found));
+        }
     }
 }
