@@ -97,21 +97,24 @@ impl OffloadTier {
         let _turn = self.turn.lock().await;
         let is_new = !shuffle.is_known_there.load(Ordering::Acquire);
         let before = shuffle.local.usage().bytes;
-        let oldest = match wanted {
-            Wanted::Oldest(_) => self.oldest(shuffle).await,
-            Wanted::Cold(_) => {
-                let cold = std::mem::take(&mut *shuffle.cold.lock());
-                shuffle.cold_bytes.store(0, Ordering::Relaxed);
-                let is_cold = |partition| cold.contains(&partition);
-                self.local.all_of(&shuffle.local, is_cold, &shuffle.stops()).await
+        let is_cold = matches!(wanted, Wanted::Cold(_));
+        let cold = is_cold.then(|| shuffle.take_cold());
+        let oldest = match &cold {
+            None => self.oldest(shuffle).await,
+            Some(cold) => {
+                let is_one = |partition| cold.partitions.contains(&partition);
+                self.local.all_of(&shuffle.local, is_one, &shuffle.stops()).await
             }
         };
         self.metrics.passes.inc();
         let passed = self.pass(shuffle, oldest).await?;
+        if let Some(cold) = cold {
+            cold.done();
+        }
         if passed.bytes > 0 {
             let (bytes, objects) = (passed.bytes, passed.objects);
             tracing::info!(shuffle = %shuffle.key, bytes, objects, "moved from local disks to the object store");
-        } else if !passed.has_stopped {
+        } else if !passed.has_stopped && !is_cold {
             shuffle.set_stuck(before);
         }
         Ok(passed.bytes > 0 || is_new)

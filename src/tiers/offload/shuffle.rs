@@ -30,7 +30,7 @@ pub(super) struct Shuffle {
     /// The store has all that it said.
     pub(super) is_known_there: AtomicBool,
     /// Partitions that are cold, with bytes of which some are on the disks.
-    pub(super) cold: Mutex<HashSet<PartitionId>>,
+    cold: Mutex<HashSet<PartitionId>>,
     pub(super) cold_bytes: AtomicU64,
     /// Published bytes at the last look that found nothing that can be moved.
     stuck_at: AtomicU64,
@@ -83,13 +83,47 @@ impl Shuffle {
         bytes == self.stuck_at.load(Ordering::Relaxed)
     }
 
+    /// Takes what is cold, which is to be moved.
+    pub(super) fn take_cold(&self) -> Cold<'_> {
+        let mut cold = self.cold.lock();
+        let (partitions, bytes) = (std::mem::take(&mut *cold), self.cold_bytes.swap(0, Ordering::Relaxed));
+        Cold { shuffle: self, partitions, bytes }
+    }
+
     /// Takes note of what of a batch is cold.
     fn note_cold(&self, extents: &[(PartitionId, u64)], cold_bytes: u64) {
         let cold = extents.iter().filter(|(_, length)| *length > cold_bytes);
         for (partition, length) in cold {
-            self.cold.lock().insert(*partition);
-            self.cold_bytes.fetch_add(*length, Ordering::Relaxed);
+            self.add_cold([*partition], *length);
         }
+    }
+
+    fn add_cold(&self, partitions: impl IntoIterator<Item = PartitionId>, bytes: u64) {
+        let mut cold = self.cold.lock();
+        cold.extend(partitions);
+        self.cold_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Partitions that are cold and on their way. Dropped before they are moved, they are cold as before.
+#[derive(Debug)]
+pub(super) struct Cold<'a> {
+    shuffle: &'a Shuffle,
+    pub(super) partitions: HashSet<PartitionId>,
+    bytes: u64,
+}
+
+impl Cold<'_> {
+    /// What can be moved of them is in the store.
+    pub(super) fn done(mut self) {
+        self.partitions.clear();
+        self.bytes = 0;
+    }
+}
+
+impl Drop for Cold<'_> {
+    fn drop(&mut self) {
+        self.shuffle.add_cold(self.partitions.drain(), self.bytes);
     }
 }
 

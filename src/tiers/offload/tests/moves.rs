@@ -252,9 +252,34 @@ async fn cold_partitions_go_and_the_others_stay() {
     process.write(&key, vec![extent(0, 0..4, 500), extent(1, 0..50, 1000), extent(2, 0..1, 9)]).await;
     let (wanted, shuffle) = process.tier.next().expect("50,000 bytes are more than an object");
     assert_eq!(wanted, Wanted::Cold(0));
+    process.world.store.set(|call, _| if call == Call::Complete { Fault::Refuse } else { Fault::None });
+    process.tier.move_some(wanted, &shuffle).await.unwrap_err();
+    process.world.store.heal();
+    assert_eq!(
+        process.tier.next().map(|(wanted, _)| wanted),
+        Some(wanted),
+        "after an error they are cold as before"
+    );
     assert!(process.tier.move_some(wanted, &shuffle).await.unwrap());
     let uploads = process.tier.object.uploads(&key).unwrap();
     assert_eq!([0, 1, 2].map(|partition| uploads.end(PartitionId(partition))), [0, 50_000, 0]);
     assert!(process.tier.next().is_none());
     assert_eq!(process.read(&key, 1).await.unwrap(), expected(0..50, 1000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn that_nothing_cold_is_left_says_nothing_of_the_rest() {
+    let process = World::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(1, 0..50, 1000)]).await;
+    process.move_all(&key).await.unwrap();
+    process.write(&key, vec![extent(0, 0..4, 500)]).await;
+    let (wanted, shuffle) = process.tier.next().unwrap();
+    assert_eq!(wanted, Wanted::Cold(0));
+    assert!(!process.tier.move_some(wanted, &shuffle).await.unwrap());
+    assert_eq!(process.tier.how_far().stuck_bytes, 0);
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.tier.how_far(), crate::tiers::Drained::default());
 }
