@@ -121,8 +121,8 @@ impl DataRead {
         Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
-    /// For who moves the bytes away: they are checked whatever the configuration says, and nothing is concluded from a
-    /// failure. Of the readers one is told when there have been too many, and asks what is lost; nobody would ask here.
+    /// For who moves the bytes away: they are checked whatever the configuration says, and failed reads are
+    /// not counted. Of the readers one is told when there have been too many, and asks what is lost; nobody would ask here.
     pub(in crate::tiers::local) fn for_moving(mut self) -> Self {
         let Stream { shuffle, partition, .. } = &self.stream;
         let extents = shuffle.extents(*partition);
@@ -195,10 +195,7 @@ impl DataRead {
 
     /// A block has other bytes than were written, also when it is read again.
     fn found_damaged(&mut self, block: &Check) -> StoreError {
-        let Stream { shuffle, partition, is_readers, .. } = &self.stream;
-        if !is_readers {
-            return shuffle.error(StoreErrorKind::Corrupt);
-        }
+        let Stream { shuffle, partition, .. } = &self.stream;
         let error = self.damage.mark_damaged(shuffle, *partition, block);
         self.stream.is_suspect = true;
         error

@@ -130,8 +130,7 @@ async fn blocks_that_a_move_finds_damaged_are_told() {
             disk.corrupt(&path, 100, 1);
         }
     }
-    let error = process.move_all(&key).await.unwrap_err();
-    assert_eq!(error.kind, crate::tiers::StoreErrorKind::Corrupt);
+    process.move_all(&key).await.unwrap();
     let told = (key.clone(), PartitionId(0), true);
     assert_eq!(*heard.lock(), [told.clone(), told], "before it is left out, and after");
 }
