@@ -69,6 +69,35 @@ impl BlockChecks {
         (self.hasher, self.at) = (mark.hasher, mark.at);
     }
 
+    /// The first block that ends in the next bytes and has others than were written.
+    pub(super) fn check(&mut self, mut bytes: &[u8]) -> Option<Check> {
+        while !bytes.is_empty()
+            && let Some(check) = self.checks.get(self.passed)
+        {
+            let until = if self.at < check.place.start { check.place.start } else { check.place.end };
+            let len = usize::try_from(until - self.at).unwrap_or(usize::MAX).min(bytes.len());
+            let (head, rest) = bytes.split_at(len);
+            if self.at >= check.place.start {
+                self.hasher.update(head);
+            }
+            self.at += len as u64;
+            bytes = rest;
+            if self.at == check.place.end {
+                let actual = std::mem::take(&mut self.hasher).finalize();
+                if check.crc != 0 && actual != check.crc {
+                    return Some(check.clone());
+                }
+                self.passed += 1;
+            }
+        }
+        self.at += bytes.len() as u64;
+        None
+    }
+}
+
+/// Records that are doubted, which only those of an object store are.
+#[cfg(feature = "object")]
+impl BlockChecks {
     /// Nothing known, from where the block begins of which some bytes have passed, or the next one.
     pub(super) fn anew(&self) -> Self {
         Self::new(self.begun().unwrap_or(self.at))
@@ -93,31 +122,6 @@ impl BlockChecks {
             first.is_some_and(|place| place.start == start && place.end > self.at)
         };
         begun.is_none_or(is_first)
-    }
-
-    /// The first block that ends in the next bytes and has others than were written.
-    pub(super) fn check(&mut self, mut bytes: &[u8]) -> Option<Check> {
-        while !bytes.is_empty()
-            && let Some(check) = self.checks.get(self.passed)
-        {
-            let until = if self.at < check.place.start { check.place.start } else { check.place.end };
-            let len = usize::try_from(until - self.at).unwrap_or(usize::MAX).min(bytes.len());
-            let (head, rest) = bytes.split_at(len);
-            if self.at >= check.place.start {
-                self.hasher.update(head);
-            }
-            self.at += len as u64;
-            bytes = rest;
-            if self.at == check.place.end {
-                let actual = std::mem::take(&mut self.hasher).finalize();
-                if check.crc != 0 && actual != check.crc {
-                    return Some(check.clone());
-                }
-                self.passed += 1;
-            }
-        }
-        self.at += bytes.len() as u64;
-        None
     }
 }
 
@@ -157,6 +161,7 @@ mod tests {
         assert_eq!(checks.known(), 0);
     }
 
+    #[cfg(feature = "object")]
     #[test]
     fn blocks_of_an_extent_are_replaced_and_the_one_that_passes_goes_on() {
         let extent = |place: Range<u64>, bytes: &[u8]| {
