@@ -97,14 +97,21 @@ fn cold_partitions_go_to_hdfs_and_the_rest_to_local_disks() {
         ),
         ..Setup::default()
     });
-    let seen = std::thread::scope(|scope| {
-        let watch = Watch::start(&hdfs, scope);
-        spark.run(&[&worker], Application { words: WORDS, ..Application::of("spill") });
-        watch.finish()
-    });
-    let metrics = worker.metrics();
-    let (all, remote) =
-        (metrics.expect("memory_spill_total_bytes"), metrics.expect("total_memory_spill_to_hdfs"));
+    // How large a partition's part of a batch is depends on how busy the machine is: there may be a run of which all is cold.
+    let (mut seen, mut spilled) = (Vec::new(), [0.0; 2]);
+    for _ in 0..5 {
+        seen = std::thread::scope(|scope| {
+            let watch = Watch::start(&hdfs, scope);
+            spark.run(&[&worker], Application { words: WORDS, ..Application::of("spill") });
+            watch.finish()
+        });
+        let metrics = worker.metrics();
+        spilled = ["memory_spill_total_bytes", "total_memory_spill_to_hdfs"].map(|name| metrics.expect(name));
+        if spilled[0] - spilled[1] > 10e6 {
+            break;
+        }
+    }
+    let [all, remote] = spilled;
     assert!(remote > 10e6 && all - remote > 10e6, "{remote} of {all} spilled bytes went to HDFS");
     assert!(total(&seen, ".data") > 0 && total(&seen, ".index") > 0, "HDFS had {seen:?}");
     worker.assert_no_error_logged();

@@ -2,10 +2,11 @@
 //!
 //! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is
 //! nothing to protect; what does is on a listener of its own, [`admin`].
-//! Gathering metrics is done in place: it takes a fraction of a millisecond and happens a few times a minute.
+//! What grows with what the worker holds is gathered on a blocking thread.
 
 pub mod admin;
 pub mod api;
+mod aside;
 pub mod debug;
 pub mod java;
 mod page;
@@ -28,6 +29,8 @@ use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
 use crate::service::{AppStatistics, Incompleteness};
 use crate::{metrics, telemetry};
+
+use self::aside::aside;
 
 pub use serve::HttpConfig;
 
@@ -138,7 +141,7 @@ fn router(pages: Pages) -> Router {
 }
 
 async fn metrics_text(State(pages): State<Pages>) -> Response {
-    api::aside(move || gathered(&pages)).await
+    aside(move || gathered(&pages)).await
 }
 
 fn gathered(pages: &Pages) -> Response {
@@ -154,7 +157,7 @@ fn gathered(pages: &Pages) -> Response {
 }
 
 async fn losses(State(pages): State<Pages>) -> Response {
-    api::aside(move || Json(pages.node.losses()).into_response()).await
+    aside(move || Json(pages.node.losses()).into_response()).await
 }
 
 async fn ready(State(pages): State<Pages>) -> Response {

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::Node;
+use super::aside::aside;
 use crate::service::{SAMPLE_INTERVAL, Service};
 
 pub use model::Status;
@@ -65,12 +66,6 @@ pub fn router(hooks: ApiHooks) -> Router {
         .route("/api/v1/cluster/apps/{id}/explain", get(explain_everywhere))
         .route("/api/v1/{part}", get(part))
         .with_state(hooks)
-}
-
-/// What is asked grows with what the worker holds, so it is collected on a blocking thread.
-pub(super) async fn aside(collect: impl FnOnce() -> Response + Send + 'static) -> Response {
-    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
-    tokio::task::spawn_blocking(collect).await.unwrap_or_else(failed)
 }
 
 fn fresh(value: &impl Serialize) -> Response {
