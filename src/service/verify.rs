@@ -82,7 +82,7 @@ impl Verifier {
         self.memory.on_damage(move |key, partition| on_damage(key, partition, DAMAGED));
     }
 
-    /// So are those in a tier, whoever finds it out. Once it is entered what an earlier process left: what is in question then would
+    /// So are those in a tier, found by a reader or not. Once it is entered what an earlier process left: what is in question then would
     /// be overwritten.
     pub(super) fn hear_of_tiers(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
         let on_damage = self.on_damage(apps);

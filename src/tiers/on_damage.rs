@@ -61,7 +61,7 @@ impl Hearer {
         on_damage(key, partition, reason);
     }
 
-    /// Takes blocks away from readers (`mark`). It is told before, so that nobody is served of what is missing, and once more after:
+    /// Takes blocks away from readers (`mark`). It is told before, so that no reader is served of what is missing, and once more after:
     /// who looked in between what is there may have found them.
     pub(super) fn tell_around(
         &self,

@@ -117,7 +117,7 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// It is told of each partition of which the tier finds out that blocks are gone, whoever reads or writes: before a reader can
+    /// It is told of each partition of which the tier finds out that blocks are gone, in a read or a write: before a reader can
     /// take what is missing for data, and once more after; now of what was found out so far. The first one only.
     fn on_damage(&self, _: OnDamage) {}
 

@@ -73,7 +73,7 @@ impl World {
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        panic!("nobody is told that a block is lost");
+        panic!("no loss of a block is told");
     }
 }
 

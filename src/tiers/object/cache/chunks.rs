@@ -137,7 +137,7 @@ impl Cache {
         self.show(metrics);
     }
 
-    /// Drops these chunks, whoever has brought them.
+    /// Drops these chunks, of all readers.
     pub(in crate::tiers::object) fn drop_all(&self, metrics: &Metrics, keys: impl Iterator<Item = ChunkKey>) {
         let mut slots = self.slots.lock();
         keys.for_each(|key| {
