@@ -8,6 +8,7 @@ use uniffle_testkit::tools::available;
 use uniffle_worker::config::{Config, Machine};
 
 const UNIT: &str = include_str!("../../deploy/systemd/uniffle-worker.service");
+const TMPFILES: &str = include_str!("../../deploy/systemd/uniffle-worker.tmpfiles.conf");
 const DOCKERFILE: &str = include_str!("../../deploy/docker/Dockerfile");
 const COMPOSE: &str = include_str!("../../deploy/compose.yaml");
 const RULES: &str = include_str!("../../deploy/prometheus/uniffle-worker.rules.yml");
@@ -41,6 +42,15 @@ fn systemd_takes_the_unit() {
     let path = dir.path().join("uniffle-worker.service");
     std::fs::write(&path, unit).unwrap();
     accepts("systemd-analyze", &["verify", "--man=no", path.to_str().unwrap()]);
+}
+
+/// It sets what the worker says at its start is missing.
+#[test]
+fn systemd_gives_a_memfd_huge_pages() {
+    let lines: Vec<_> = TMPFILES.lines().filter(|line| !line.starts_with('#')).collect();
+    let said = include_str!("../../src/memory/persistent/huge.rs");
+    let setting = said.split('"').find(|it| it.ends_with("shmem_enabled")).unwrap();
+    assert_eq!(lines, [format!("w {setting} - - - - advise")]);
 }
 
 #[test]
