@@ -3,12 +3,12 @@
 //! An entry is acknowledged once it is on the device in both copies, on two directories where two can be written. This is the
 //! handle; one task writes (`writer`).
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use super::frame::{Entry, Gap, Incarnation};
@@ -32,12 +32,14 @@ pub struct MetadataLog {
     requests: mpsc::Sender<Request>,
     gap: Option<Arc<str>>,
     is_begun: Arc<AtomicBool>,
+    was_tried: watch::Receiver<bool>,
 }
 
 impl MetadataLog {
-    /// Takes over what the directories have, by the rule (`proof`), and begins a new epoch on them. `legacy` is what was
-    /// found in the format of earlier versions, where no log is. A log that cannot be begun now is tried again with every
-    /// entry, which is refused until then.
+    /// Takes over what the directories have, by the rule (`proof`), and begins a new epoch on them: at once where nothing is
+    /// left, else when what shuffles said was told ([`MetadataLog::said`]), so that nobody who takes it over waits for a
+    /// device, or before the first entry. `legacy` is what was found in the format of earlier versions, where no log is. A log that
+    /// cannot be begun now is tried again with every entry, which is refused until then.
     pub async fn open(
         directories: Vec<Directory>,
         survey: Survey,
@@ -46,11 +48,11 @@ impl MetadataLog {
         tasks: &Tasks,
     ) -> (Self, Found) {
         let (mut writer, found) = Writer::on(directories, deadlines, &survey, legacy).await;
-        if let Err(error) = writer.begin(&mut BTreeSet::new()).await {
-            tracing::error!(%error, "the metadata log cannot be written: nothing new is acknowledged until it can");
+        if found.shuffles.is_empty() {
+            writer.begin_first().await;
         }
         let gap = found.gap.as_deref().map(Arc::from);
-        let is_begun = Arc::clone(&writer.is_begun);
+        let (is_begun, was_tried) = (Arc::clone(&writer.is_begun), writer.was_tried.subscribe());
         let (requests, receiver) = mpsc::channel(WAITING_MAX);
         let cancelled = tasks.cancelled();
         tasks.spawn("metadata log", async move {
@@ -60,7 +62,7 @@ impl MetadataLog {
                 () = writer.run(receiver) => {}
             }
         });
-        (Self { requests, gap, is_begun }, found)
+        (Self { requests, gap, is_begun, was_tried }, found)
     }
 
     /// Whether what an earlier process left is on the device: it may have ended between a write and its sync, and only a new
@@ -68,6 +70,12 @@ impl MetadataLog {
     #[must_use]
     pub fn is_begun(&self) -> bool {
         self.is_begun.load(Ordering::Acquire)
+    }
+
+    /// Waits until a new generation is begun, or could not be. To be called when what shuffles said was told.
+    pub async fn begun(&self) {
+        // The writer ends with the worker.
+        let _ = self.was_tried.clone().wait_for(|was_tried| *was_tried).await;
     }
 
     /// Why it is not known which shuffles there were.

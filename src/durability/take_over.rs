@@ -4,6 +4,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
+use std::sync::Arc;
 
 use croaring::Treemap;
 use tokio::sync::mpsc;
@@ -86,7 +87,8 @@ impl Writer {
         }
         let (next, found) = Self::on(self.directories.clone(), self.deadlines, &survey, None).await;
         let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
-        *self = Self { is_blind, generation, is_told: true, ..next };
+        let (is_begun, was_tried) = (Arc::clone(&self.is_begun), self.was_tried.clone());
+        *self = Self { is_blind, generation, is_told: true, is_begun, was_tried, ..next };
         tracing::warn!(
             shuffles = found.shuffles.len(),
             "the metadata log can be read: start again to take its shuffles over"

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -120,6 +120,8 @@ pub(super) struct Writer {
     pub(super) marks: Marks,
     /// A generation was begun by this process.
     pub(super) is_begun: Arc<AtomicBool>,
+    /// That was tried.
+    pub(super) was_tried: watch::Sender<bool>,
 }
 
 impl Writer {
@@ -155,6 +157,7 @@ impl Writer {
             is_told: false,
             marks: Marks::default(),
             is_begun: Arc::default(),
+            was_tried: watch::Sender::new(false),
         }
     }
 
@@ -192,6 +195,9 @@ impl Writer {
                 self.tell(&to).await;
                 self.is_told = true;
             }
+            if self.is_told && !*self.was_tried.borrow() {
+                self.begin_first().await;
+            }
             self.tidy(!settled.is_empty() || leaving.is_some()).await;
             if let Some((without, leaves, done)) = leaving {
                 let _ = done.send(self.vouch(&without));
@@ -200,6 +206,16 @@ impl Writer {
                 }
             }
         }
+    }
+
+    /// Begins a generation for the first time; what waits for that goes on whatever comes of it.
+    pub(super) async fn begin_first(&mut self) {
+        if !self.is_open
+            && let Err(error) = self.begin(&mut BTreeSet::new()).await
+        {
+            tracing::error!(%error, "the metadata log cannot be written: nothing new is acknowledged until it can");
+        }
+        self.was_tried.send_replace(true);
     }
 
     /// Where all of the log can be read now.

@@ -170,6 +170,9 @@ impl Worker {
             service.lifecycle.restore(tier.take_recovered()).await;
         }
         finish_restore(&memory);
+        for tier in service.tiers().iter() {
+            tier.recovered_durable().await;
+        }
         service.lifecycle.look_at_memory();
         promised.into_iter().for_each(|promised| tickets::take_over(&memory, promised));
         service.lifecycle.set_quotas(&config.service.quota);

@@ -93,6 +93,11 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         Recovered::default()
     }
 
+    /// Waits until what was found at the start and told is on the device, or cannot be. When it was told.
+    fn recovered_durable(&self) -> BoxFuture<'_, ()> {
+        ready(()).boxed()
+    }
+
     /// Brings what was written to the device, as far as that is done within `time`: nothing is written after it.
     fn sync(&self, _time: Duration) -> BoxFuture<'_, ()> {
         ready(()).boxed()

@@ -151,6 +151,9 @@ impl ServiceBuilder {
         for recovered in recovered {
             service.lifecycle.restore(recovered).await;
         }
+        for tier in service.tiers().iter() {
+            tier.recovered_durable().await;
+        }
         if let Some((interval, pause)) = self.expiry {
             tasks.spawn("expiry", Arc::clone(&service.lifecycle).run_expiry(interval, pause));
         }

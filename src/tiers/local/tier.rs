@@ -139,6 +139,10 @@ impl Tier for LocalStore {
         LocalStore::take_recovered(self)
     }
 
+    fn recovered_durable(&self) -> BoxFuture<'_, ()> {
+        self.metadata.begun().boxed()
+    }
+
     fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
         self.sync_disks(time).boxed()
     }

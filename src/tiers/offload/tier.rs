@@ -170,6 +170,10 @@ impl Tier for OffloadTier {
         std::mem::take(&mut *self.recovered.lock())
     }
 
+    fn recovered_durable(&self) -> BoxFuture<'_, ()> {
+        self.local.recovered_durable()
+    }
+
     fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
         Tier::sync(&*self.local, time)
     }

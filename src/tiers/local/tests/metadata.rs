@@ -46,6 +46,41 @@ async fn d1_a_young_shuffle_outlives_power_without_synced_data() {
     }
 }
 
+/// Who takes over what is left does not wait for the device: it is told from the old copies, and written anew behind that, or before the
+/// first entry.
+#[tokio::test(start_paused = true)]
+async fn what_is_left_is_told_before_it_is_written_anew() {
+    let disks = &disks::<2>();
+    let (first, second) = (key("app", 1), key("app", 2));
+    let store = store_on(disks).await;
+    assert!(store.metadata.is_begun(), "nothing was left");
+    say(&store, &first, b"first").await;
+    drop(store);
+    let before = log_copies(disks);
+    let store = store_on(disks).await;
+    assert!(!store.metadata.is_begun());
+    assert_eq!(log_copies(disks), before);
+    // It ends here, and with the power.
+    drop(store);
+    disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
+    let store = store_on(disks).await;
+    assert_eq!(found(&hear(&store).await, &first), (vec![Bytes::from_static(b"first")], None));
+    assert!(store.metadata.is_begun());
+    assert!(log_copies(disks).iter().all(|copy| !before.contains(copy)), "written anew");
+    drop(store);
+    let store = store_on(disks).await;
+    say(&store, &second, b"second").await;
+    assert!(store.metadata.is_begun(), "before the entry");
+    let heard = hear(&store).await;
+    assert_eq!(found(&heard, &first).0, [&b"first"[..]]);
+    drop(store);
+    let store = store_on(disks).await;
+    let heard = hear(&store).await;
+    for (shuffle, said) in [(&first, b"first".as_slice()), (&second, b"second".as_slice())] {
+        assert_eq!(found(&heard, shuffle), (vec![Bytes::from_static(said)], None));
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused() {
     for count in 1..=2 {

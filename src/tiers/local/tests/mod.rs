@@ -121,6 +121,7 @@ pub(super) async fn hear(store: &LocalStore) -> Heard {
     while let Ok(Some((key, record))) = recovered.said.next().await {
         said.entry(key).or_default().push(record);
     }
+    store.metadata.begun().await;
     Heard { recovered, said }
 }
 
