@@ -12,6 +12,7 @@
 //! | `persistent` | what of it outlives the process, where it is to |
 //! | `ahead` | pages for it, taken before they are needed |
 //! | `ceded` | heap for the lists of blocks, with room of the region |
+//! | `parts` | work of a start, divided among threads |
 //! | `config` | how much there is |
 //! | [`pool`], `line` | buffers for reads from disk; who is next when they are short |
 //!
@@ -37,6 +38,7 @@ mod config;
 mod line;
 mod list;
 pub(crate) mod metrics;
+mod parts;
 mod persistent;
 mod shuffle;
 
@@ -78,9 +80,10 @@ use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
+use parts::threads_for;
 use persistent::file::{self, Held};
 use persistent::names::Named;
-use persistent::restore::{Search, threads_for};
+use persistent::restore::Search;
 use persistent::table::Table;
 use region::Region;
 

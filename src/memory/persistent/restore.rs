@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::super::buddy::{BLOCK_BYTES, UNIT_BYTES};
+use super::super::parts::{in_parts, threads_for};
 use super::super::region::{Region, Segment, Slice};
 use super::layout::{Extent, Row};
 use super::names::Named;
@@ -27,10 +28,8 @@ use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
 /// Numbers of rows of each partition, by the number of their shuffle's name.
 type Groups = hashbrown::HashMap<u32, hashbrown::HashMap<i32, Vec<u32>>>;
 
-/// Rows that are worth a thread more.
-const ROWS_PER_THREAD: usize = if cfg!(test) { 64 } else { 1 << 14 };
-/// Threads that look for rows or restore partitions at most: what they share is not worth more.
-const THREADS_MAX: usize = 8;
+/// Rows of a partition lie far apart: so many are brought into the processor's cache together.
+const ROWS_AT_ONCE: usize = 32;
 
 /// All that an earlier process left. Shared by those that register shuffles and those that restore them.
 #[derive(Debug)]
@@ -132,12 +131,6 @@ pub(in crate::memory) fn joined<T>(thread: JoinHandle<T>) -> T {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// How many threads share so many rows.
-pub(in crate::memory) fn threads_for(rows: usize) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    (rows / ROWS_PER_THREAD).clamp(1, cores.min(THREADS_MAX))
-}
-
 /// A restored block, with its bytes where they do not lie in one place of the chain.
 #[derive(Debug)]
 pub(in crate::memory) struct Block {
@@ -217,7 +210,10 @@ impl Leftover {
     ) -> Option<Partition> {
         let numbers = self.groups.get(self.names.get(key)?)?.get(&partition.0)?;
         let mut found: Vec<(u32, Row)> = Vec::with_capacity(numbers.len());
-        found.extend(numbers.iter().filter_map(|at| Some((*at, self.table.row(*at)?))));
+        for some in numbers.chunks(ROWS_AT_ONCE) {
+            self.table.bring(some);
+            found.extend(some.iter().filter_map(|at| Some((*at, self.table.row(*at)?))));
+        }
         found.retain(|(_, row)| !is_elsewhere(row.meta.block_id));
         found.sort_by_key(|(_, row)| row.order);
         keep_first(&mut found);
@@ -275,8 +271,6 @@ fn keep_first(found: &mut Vec<(u32, Row)>) {
 /// Rows of shuffles with a name, by partition: a part of the table for each thread.
 fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>) -> Groups {
     let rows = chunks.iter().map(|chunk| chunk.len()).sum();
-    let threads = threads_for(rows);
-    let mut parts = chunks.chunks(chunks.len().div_ceil(threads).max(1));
     let group = |part: &[Range<u32>]| {
         let mut groups = Groups::new();
         for (at, row) in table.found_rows(part.iter().cloned().flatten()) {
@@ -286,15 +280,10 @@ fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>
         }
         groups
     };
-    std::thread::scope(|scope| {
-        let first = parts.next();
-        let others: Vec<_> = parts.map(|part| scope.spawn(move || group(part))).collect();
-        let mut all = first.map(group).unwrap_or_default();
-        for other in others {
-            merge(&mut all, other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        }
-        all
-    })
+    let mut parts = in_parts(chunks, threads_for(rows), group).into_iter();
+    let mut all = parts.next().unwrap_or_default();
+    parts.for_each(|part| merge(&mut all, part));
+    all
 }
 
 fn merge(all: &mut Groups, more: Groups) {

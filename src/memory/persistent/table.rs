@@ -333,8 +333,11 @@ impl Table {
     }
 
     pub(super) fn words<const WORDS: usize>(&self, at: usize) -> [u64; WORDS] {
-        let front = self.region.front();
-        std::array::from_fn(|offset| front[at + offset].load(Ordering::Acquire))
+        let mut words = [0; WORDS];
+        for (word, place) in words.iter_mut().zip(&self.region.front()[at..at + WORDS]) {
+            *word = place.load(Ordering::Acquire);
+        }
+        words
     }
 }
 

@@ -13,6 +13,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::super::buddy::{BLOCK_BYTES, Buddy};
+#[cfg(not(miri))]
+use super::super::{
+    buddy::UNIT_BYTES,
+    parts::{in_parts, threads_for},
+};
 use super::mapping::Mapping;
 
 /// How much is ready, and the holes.
@@ -178,16 +183,14 @@ impl Pages {
     pub(super) fn settle(&self, of: Of<'_>) {
         let mut left_out = self.holes.lock();
         let free = of.buddy.lock().free_ranges();
-        for range in free {
-            let mut from = range.start;
-            while from < range.end {
-                let block = from / BLOCK_BYTES;
-                let until = range.end.min((block + 1) * BLOCK_BYTES);
-                if self.fill_segments(of.map, from..until).is_err() {
-                    left_out.extend(of.buddy.lock().take_free(block));
-                }
-                from = until;
-            }
+        let pages = free.iter().map(|range| range.len() / UNIT_BYTES).sum();
+        let pieces: Vec<_> = free.into_iter().flat_map(by_block).collect();
+        let without_pages = |part: &[Range<usize>]| {
+            let refused = part.iter().filter(|piece| self.fill_segments(of.map, (*piece).clone()).is_err());
+            refused.map(|piece| piece.start / BLOCK_BYTES).collect::<Vec<_>>()
+        };
+        for block in in_parts(&pieces, threads_for(pages), without_pages).concat() {
+            left_out.extend(of.buddy.lock().take_free(block));
         }
         self.publish(of, &left_out);
     }
@@ -203,4 +206,11 @@ impl Pages {
     pub(super) fn limit(&self, bytes: usize) {
         *self.left.lock() = Some(bytes);
     }
+}
+
+/// The parts of `range` that lie in one block each.
+#[cfg(not(miri))]
+fn by_block(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let blocks = range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES);
+    blocks.map(move |block| range.start.max(block * BLOCK_BYTES)..range.end.min((block + 1) * BLOCK_BYTES))
 }
