@@ -5,6 +5,7 @@
 
 mod block_checks;
 pub mod error;
+mod extents;
 pub mod hdfs;
 pub mod local;
 #[cfg(feature = "object")]

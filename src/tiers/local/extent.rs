@@ -1,5 +1,6 @@
 //! A piece of a partition's published stream that lies in one data log.
 
+use crate::tiers::extents::{self, InStream, chunk_of};
 use uniffle_io::BLOCK_ALIGN;
 
 /// A published extent: 40 bytes, all that is held in memory per extent.
@@ -27,6 +28,9 @@ pub(super) const NO_LOG: u16 = u16::MAX;
 /// Length of one filler record. Clients fetch what lies between two blocks that they want together with them.
 pub(super) const FILLER_BYTES: u64 = 1 << 20;
 
+/// Those of a partition.
+pub(super) type ExtentList = extents::ExtentList<Extent, { chunk_of::<Extent>() }>;
+
 const _: () = assert!(size_of::<Extent>() == 40, "the sketch of docs/architecture.md §2.3");
 
 impl Extent {
@@ -43,5 +47,15 @@ impl Extent {
 
     pub(super) fn is_lost(&self) -> bool {
         self.data_log == NO_LOG
+    }
+}
+
+impl InStream for Extent {
+    fn base(&self) -> u64 {
+        self.base
+    }
+
+    fn end(&self) -> u64 {
+        self.base + self.length
     }
 }

@@ -45,7 +45,6 @@ mod damaged;
 mod deletes;
 mod disk;
 mod extent;
-mod extents;
 mod failures;
 mod fetch;
 mod files;

@@ -4,6 +4,7 @@
 //! first: nothing is created after a purge.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,8 +13,7 @@ use parking_lot::RwLock;
 
 use super::damaged::DamagedBlocks;
 use super::disk::{APPS, LocalDisk, Occupied};
-use super::extent::{Extent, NO_LOG};
-use super::extents::ExtentList;
+use super::extent::{Extent, ExtentList, NO_LOG};
 use super::failures::FailedReads;
 use super::lane::Lane;
 use super::log::{Log, LogKind};
@@ -214,6 +214,12 @@ impl Shuffle {
     /// The extents of a partition, holes too.
     pub(super) fn extents(&self, partition: PartitionId) -> ExtentList {
         self.with_partition(partition, |found| found.map(|it| it.extents.clone())).unwrap_or_default()
+    }
+
+    /// Those that hold a range of its stream, as [`ExtentList::part`].
+    pub(super) fn part(&self, partition: PartitionId, range: &Range<u64>) -> ExtentList {
+        let part = |found: Option<&Partition>| found.map(|it| it.extents.part(range.start, range.end));
+        self.with_partition(partition, part).unwrap_or_default()
     }
 
     /// Counts a failed read; whether what the partition has on the disk is to be tried now.

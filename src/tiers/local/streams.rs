@@ -7,12 +7,13 @@ use std::collections::HashMap;
 
 use uniffle_wire::types::PartitionId;
 
-use super::extent::{Extent, NO_LOG};
-use super::extents::{ExtentList, PLACE_BYTES};
+use super::extent::{Extent, ExtentList, NO_LOG};
 use crate::budget::{Budget, Charge};
+use crate::tiers::extents::recharge;
 
 /// Heap of a partition that a start found: its place in the table, which doubles when it is full, and its first extent.
-const FOUND_PARTITION_BYTES: u64 = 2 * size_of::<(PartitionId, Partition)>() as u64 * 8 / 7 + PLACE_BYTES;
+const FOUND_PARTITION_BYTES: u64 =
+    2 * size_of::<(PartitionId, Partition)>() as u64 * 8 / 7 + ExtentList::PLACE_BYTES;
 
 /// What is published of one partition.
 #[derive(Debug, Default)]
@@ -72,11 +73,6 @@ impl Partition {
         self.blocks += u64::from(extent.blocks);
         self.extents.push(extent);
     }
-
-    /// Heap of the extents after the first.
-    fn further_bytes(&self) -> u64 {
-        self.extents.heap_bytes().saturating_sub(PLACE_BYTES)
-    }
 }
 
 /// Published extents that lie in one data log.
@@ -132,7 +128,7 @@ impl Streams {
 
     /// What a start found, charged to the same budget.
     pub(super) fn found(&self, by_partition: HashMap<PartitionId, Partition>) -> Self {
-        let further: u64 = by_partition.values().map(Partition::further_bytes).sum();
+        let further: u64 = by_partition.values().map(|partition| partition.extents.further_bytes()).sum();
         let bytes = by_partition.len() as u64 * FOUND_PARTITION_BYTES + further;
         let mut by_log = ByLog::default();
         by_partition.values().flat_map(|partition| partition.extents.iter()).for_each(|it| by_log.add(it));
@@ -176,23 +172,18 @@ impl Streams {
     pub(super) fn push(&mut self, id: PartitionId, extent: Extent, first_base: u64) {
         self.by_log.add(&extent);
         let partition = self.by_partition.entry(id).or_insert_with(|| Partition::from(first_base));
-        let before = partition.further_bytes();
+        let before = partition.extents.further_bytes();
         partition.push(extent);
-        let after = partition.further_bytes();
-        if after > before {
-            self.charge.merge(self.charge.budget().force_charge(after - before));
-        } else {
-            drop(self.charge.split_up_to(before - after));
-        }
+        recharge(&mut self.charge, before, partition.extents.further_bytes());
     }
 
     /// Takes out what of a partition ends at or before `until`, so many extents at most; what it was.
     pub(super) fn release(&mut self, id: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
         let Some(partition) = self.by_partition.get_mut(&id) else { return Vec::new() };
-        let before = partition.further_bytes();
+        let before = partition.extents.further_bytes();
         let released = partition.release(until, extents_max);
         released.iter().for_each(|extent| self.by_log.take(extent));
-        drop(self.charge.split_up_to(before.saturating_sub(partition.further_bytes())));
+        recharge(&mut self.charge, before, partition.extents.further_bytes());
         released
     }
 

@@ -13,12 +13,14 @@ use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Located};
 use super::shuffle::Shuffle;
-use super::streams::{Extent, Stream};
+use super::streams::{Extent, ExtentList};
 use super::verify::{Verifier, forget_records, has_windows};
 use crate::tiers::block_checks::Check;
+use crate::tiers::extents::InStream as _;
 use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use uniffle_wire::types::PartitionId;
 
 /// Of a run of bytes in one object so many beyond a chunk are asked for with it: without that each chunk is a request of its own.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
@@ -26,7 +28,8 @@ const ANSWER_BYTES_MAX: u64 = 16 << 20;
 /// Goes on where the last chunk ended. Blocks are compared with their checksums as they pass.
 pub(super) struct DataRead {
     answer: Answer,
-    stream: Stream,
+    /// Those that hold the range.
+    extents: Arc<ExtentList>,
     /// Where in the stream the range ends.
     end: u64,
     verifier: Verifier,
@@ -39,10 +42,10 @@ impl fmt::Debug for DataRead {
     }
 }
 
-/// Where a range of a stream is: as parts of segments, in the order of a buffer that takes it.
-pub(super) fn plan(stream: &Stream, range: &Range<u64>) -> Vec<Part> {
+/// Where a range of a stream is, which `extents` hold: as parts of segments, in the order of a buffer that takes it.
+pub(super) fn plan(extents: &ExtentList, range: &Range<u64>) -> Vec<Part> {
     let (mut parts, mut filled) = (Vec::new(), 0);
-    for extent in stream.touched(range.start, range.end) {
+    for extent in extents.touched(range.start, range.end) {
         let from = range.start.max(extent.base);
         let bytes = usize::try_from(range.end.min(extent.end()) - from).unwrap_or(usize::MAX);
         let place = filled..filled + bytes;
@@ -54,9 +57,9 @@ pub(super) fn plan(stream: &Stream, range: &Range<u64>) -> Vec<Part> {
 }
 
 /// Bytes of a stream from `range.start` on, until its end at most, that lie behind `last` in its object.
-fn behind(last: &Part, stream: &Stream, range: &Range<u64>) -> u64 {
+fn behind(last: &Part, extents: &ExtentList, range: &Range<u64>) -> u64 {
     let mut bytes = 0;
-    for extent in stream.touched(range.start, range.end) {
+    for extent in extents.touched(range.start, range.end) {
         let from = range.start.max(extent.base);
         let place = (extent.segment, extent.offset + (from - extent.base));
         if place != (last.segment, last.end() + bytes) {
@@ -73,20 +76,20 @@ impl DataRead {
     pub(super) fn new(
         core: &Arc<Core>,
         shuffle: Arc<Shuffle>,
-        stream: Stream,
+        partition: PartitionId,
         (offset, length): (u64, u32),
     ) -> Result<Self, StoreError> {
-        let end = offset.checked_add(u64::from(length)).filter(|end| length > 0 && *end <= stream.bytes);
-        let Some(end) = end else {
+        let range = offset..offset.saturating_add(u64::from(length));
+        let Some(extents) = shuffle.part(partition, &range).filter(|_| length > 0) else {
             shuffle.require_present()?;
             return Err(shuffle.error(StoreErrorKind::InvalidRange));
         };
-        let verifier = Verifier::new(&stream, offset..end);
+        let extents = Arc::new(extents);
         Ok(Self {
             answer: Answer::new(core, shuffle, u64::from(length)),
-            stream,
-            end,
-            verifier,
+            end: range.end,
+            verifier: Verifier::new(Arc::clone(&extents), range),
+            extents,
             ahead: Ahead::default(),
         })
     }
@@ -104,16 +107,16 @@ impl DataRead {
             true => self.verifier.missing_records(&core, &shuffle, until),
             false => Vec::new(),
         };
-        let parts = plan(&self.stream, &(start..until));
+        let parts = plan(&self.extents, &(start..until));
         let next = |bytes| until..end.min(until.saturating_add(bytes));
         self.ahead.more = match parts.last().filter(|_| core.cache.is_none()) {
-            Some(last) => behind(last, &self.stream, &next(ANSWER_BYTES_MAX)),
+            Some(last) => behind(last, &self.extents, &next(ANSWER_BYTES_MAX)),
             // Into the cache go whole chunks.
             None => 0,
         };
         let mut located = reads::locate(&core, &shuffle, parts, &records).await?;
         if core.cache.is_some() && until < end {
-            reads::begin_ahead(&core, &shuffle, &plan(&self.stream, &next(reads::AHEAD_BYTES)));
+            reads::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(reads::AHEAD_BYTES)));
         }
         let _turn = located.turn(&core, &shuffle, len, self.verifier.beside_bytes(until)).await;
         self.verifier.prepare(&core, &shuffle, until).await?;
@@ -140,7 +143,7 @@ impl DataRead {
 
     /// The extent of a block that has other bytes than were written, if it may be its records that are others.
     fn doubted(&self, block: &Check) -> Option<Extent> {
-        self.stream.touched(block.base, block.base + 1).next().filter(|extent| has_windows(extent)).copied()
+        self.extents.touched(block.base, block.base + 1).next().filter(|extent| has_windows(extent)).copied()
     }
 
     /// Where a block that has other bytes than were written is looked for next.
@@ -151,7 +154,7 @@ impl DataRead {
         let Answer { core, shuffle, .. } = &self.answer;
         core.metrics.crc_mismatches.inc();
         let Range { start, end } = block.place;
-        let extent = self.stream.touched(start, end).next();
+        let extent = self.extents.touched(start, end).next();
         let key = shuffle.segment_key(extent.map_or(0, |extent| extent.segment));
         tracing::warn!(key, start, end, "a block was read with other bytes than were written");
         if let Some(of_store) = located.of_store_instead(core) {

@@ -68,7 +68,7 @@ impl IndexRead {
     /// What the next `len` bytes consist of.
     fn plan(&self, len: usize) -> Vec<Piece> {
         let (mut pieces, mut filled, mut from) = (Vec::new(), 0, self.place.done);
-        for extent in self.stream.extents.iter().skip(self.place.at) {
+        for extent in self.stream.extents.iter_from(self.place.at) {
             if filled == len {
                 break;
             }

@@ -1,6 +1,7 @@
 //! One registration of a shuffle in the tier.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -11,7 +12,7 @@ use super::group::Group;
 use super::lane::{Job, Lane};
 use super::layout::{Name, Registered, object_key, shuffle_prefix};
 use super::notes::Notes;
-use super::streams::{Extent, Stream, Streams};
+use super::streams::{Extent, ExtentList, Stream, Streams};
 use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::PartitionId;
@@ -86,6 +87,13 @@ impl Shuffle {
     /// What is published of a partition.
     pub(super) fn stream(&self, partition: PartitionId) -> Stream {
         self.streams.read().get(partition).cloned().unwrap_or_default()
+    }
+
+    /// The extents that hold a `range` of a partition's stream, as [`ExtentList::part`]; none when it is not wholly published.
+    pub(super) fn part(&self, partition: PartitionId, range: &Range<u64>) -> Option<ExtentList> {
+        let streams = self.streams.read();
+        let stream = streams.get(partition).filter(|stream| range.end <= stream.bytes)?;
+        Some(stream.extents.part(range.start, range.end))
     }
 
     pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {

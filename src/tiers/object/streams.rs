@@ -5,10 +5,10 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
 
 use super::layout::Entry;
 use crate::budget::{Budget, Charge};
+use crate::tiers::extents::{self, InStream, chunk_of, recharge};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
@@ -30,17 +30,13 @@ pub(super) struct Extent {
     pub(super) records_crc: u32,
 }
 
-/// A place in a list that grows by doubling, with what an allocator rounds up to.
-const PLACE_BYTES: u64 = size_of::<Extent>() as u64 * 2;
+/// Those of a partition.
+pub(super) type ExtentList = extents::ExtentList<Extent, { chunk_of::<Extent>() }>;
 
 impl Extent {
     pub(super) fn of(segment: u32, entry: &Entry) -> Self {
         let Entry { blocks, base, offset, length, records, records_crc, .. } = *entry;
         Self { base, length, offset, records, segment, blocks, records_crc }
-    }
-
-    pub(super) fn end(&self) -> u64 {
-        self.base + self.length
     }
 
     /// Bytes of its records.
@@ -54,25 +50,23 @@ impl Extent {
     }
 }
 
-/// A partition's stream. A copy shares the list until one of the two changes.
+impl InStream for Extent {
+    fn base(&self) -> u64 {
+        self.base
+    }
+
+    fn end(&self) -> u64 {
+        self.base + self.length
+    }
+}
+
+/// A partition's stream.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Stream {
-    pub(super) extents: Arc<Vec<Extent>>,
+    pub(super) extents: ExtentList,
     /// Bytes of data.
     pub(super) bytes: u64,
     pub(super) blocks: u64,
-}
-
-impl Stream {
-    /// The number of the first extent that does not end at or before `start`.
-    pub(super) fn first_touched(&self, start: u64) -> usize {
-        self.extents.partition_point(|extent| extent.end() <= start)
-    }
-
-    /// The extents that hold `start..end`.
-    pub(super) fn touched(&self, start: u64, end: u64) -> impl Iterator<Item = &Extent> {
-        self.extents.iter().skip(self.first_touched(start)).take_while(move |extent| extent.base < end)
-    }
 }
 
 /// Those of a shuffle.
@@ -99,10 +93,9 @@ impl Streams {
         if extent.base != stream.bytes {
             return false;
         }
-        if !stream.extents.is_empty() {
-            self.charge.merge(self.charge.budget().force_charge(PLACE_BYTES));
-        }
-        Arc::make_mut(&mut stream.extents).push(extent);
+        let before = stream.extents.further_bytes();
+        stream.extents.push(extent);
+        recharge(&mut self.charge, before, stream.extents.further_bytes());
         stream.bytes = extent.end();
         stream.blocks += u64::from(extent.blocks);
         true
@@ -136,11 +129,24 @@ mod tests {
         assert!(streams.push(p, extent(0, 10)) && budget.used() == 0);
         assert!(!streams.push(p, extent(11, 10)), "a hole");
         assert!(streams.push(p, extent(10, 5)) && streams.push(p, extent(15, 5)));
-        assert_eq!(budget.used(), 2 * PLACE_BYTES);
-        let stream = streams.get(p).unwrap().clone();
-        let touched = |start, end| stream.touched(start, end).map(|it| it.base).collect::<Vec<_>>();
-        assert_eq!((touched(0, 10), touched(9, 11), touched(15, 99)), (vec![0], vec![0, 10], vec![15]));
+        assert_eq!(budget.used(), 3 * ExtentList::PLACE_BYTES, "there is room for a fourth one");
+        let of_stream = streams.get(p).map(|it| (it.extents.len(), it.bytes, it.blocks));
+        assert_eq!(of_stream, Some((3, 20, 3)));
         drop(streams.take());
         assert_eq!((budget.used(), streams.get(p).is_none()), (0, true));
+    }
+    /// Writers and readers of the shuffle wait meanwhile.
+    #[cfg(feature = "jemalloc")]
+    #[test]
+    fn an_extent_is_appended_in_place_while_a_reader_has_the_list() {
+        use tikv_jemalloc_ctl::thread::allocatedp;
+        let (mut streams, p) = (Streams::new(&Budget::new(u64::MAX)), PartitionId(0));
+        (0..100_000).for_each(|at| assert!(streams.push(p, extent(10 * at, 10))));
+        let readers = streams.get(p).unwrap().clone();
+        let before = allocatedp::read().unwrap().get();
+        (100_000..100_100).for_each(|at| assert!(streams.push(p, extent(10 * at, 10))));
+        let allocated = allocatedp::read().unwrap().get() - before;
+        assert!(allocated < 64 << 10, "{allocated} bytes");
+        assert_eq!((readers.extents.len(), streams.get(p).unwrap().extents.len()), (100_000, 100_100));
     }
 }

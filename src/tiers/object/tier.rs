@@ -417,8 +417,7 @@ impl ServedTier for ObjectTier {
         range: (u64, u32),
     ) -> Result<ServedData, StoreError> {
         let shuffle = self.find(key)?;
-        let stream = shuffle.stream(partition);
-        let read = DataRead::new(&self.core, shuffle, stream, range)?;
+        let read = DataRead::new(&self.core, shuffle, partition, range)?;
         Ok(ServedData { has_hole: false, chunks: Box::new(read) })
     }
 
@@ -427,10 +426,10 @@ impl ServedTier for ObjectTier {
             return;
         }
         let Ok(shuffle) = self.find(key) else { return };
-        let stream = shuffle.stream(partition);
-        for range in ranges.iter().filter(|range| range.end <= stream.bytes) {
+        for range in ranges {
+            let Some(extents) = shuffle.part(partition, range) else { continue };
             let some = range.start..range.end.min(range.start.saturating_add(reads::AHEAD_BYTES));
-            reads::begin_ahead(&self.core, &shuffle, &plan(&stream, &some));
+            reads::begin_ahead(&self.core, &shuffle, &plan(&extents, &some));
         }
     }
 }

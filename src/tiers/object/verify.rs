@@ -17,7 +17,7 @@ use super::core::Core;
 use super::fetch::{self, Part};
 use super::reads;
 use super::shuffle::Shuffle;
-use super::streams::{Extent, Stream};
+use super::streams::{Extent, ExtentList};
 use crate::tiers::StoreError;
 use crate::tiers::block_checks::{BlockChecks, Check, Mark};
 use crate::tiers::record_cache::RecordsKey;
@@ -37,8 +37,8 @@ const CHECKS_MAX: usize = 1 << 16;
 /// Checks the blocks of one read in the order of the stream.
 #[derive(Debug)]
 pub(super) struct Verifier {
-    /// Of the whole stream: a list that is shared with it.
-    extents: Arc<Vec<Extent>>,
+    /// Those that hold the range: a list that is shared with the read.
+    extents: Arc<ExtentList>,
     /// The first of which not all records are known.
     at: usize,
     /// Records of it that are known, and bytes of their blocks.
@@ -76,10 +76,9 @@ impl Window {
 }
 
 impl Verifier {
-    /// For a read of a `range` of `stream`.
-    pub(super) fn new(stream: &Stream, range: Range<u64>) -> Self {
-        let (extents, at) = (Arc::clone(&stream.extents), stream.first_touched(range.start));
-        let checks = BlockChecks::new(range.start);
+    /// For a read of a `range`, which `extents` hold.
+    pub(super) fn new(extents: Arc<ExtentList>, range: Range<u64>) -> Self {
+        let (at, checks) = (extents.after(range.start), BlockChecks::new(range.start));
         Self { extents, at, known: (0, 0), range, checks, mismatches: 0 }
     }
 
@@ -111,7 +110,8 @@ impl Verifier {
     fn unknown(&self, until: u64) -> impl Iterator<Item = (usize, &Extent)> {
         let known = self.known.1;
         let begins = move |at: usize, extent: &Extent| extent.base + if at == 0 { known } else { 0 };
-        self.extents[self.at..].iter().enumerate().take_while(move |(at, extent)| begins(*at, extent) < until)
+        let next = self.extents.iter_from(self.at).enumerate();
+        next.take_while(move |(at, extent)| begins(*at, extent) < until)
     }
 
     /// What is held at most, beside the buffer, until the stream is read up to `until`.
@@ -318,7 +318,7 @@ mod tests {
 
     /// Nothing is charged for a read before its first chunk, and readers may be many.
     #[test]
-    fn a_read_of_many_extents_has_no_list_of_its_own() {
+    fn a_read_copies_no_list_of_extents() {
         use tikv_jemalloc_ctl::thread::allocatedp;
         let extent = |at: u64| Extent {
             base: at * 10,
@@ -329,10 +329,10 @@ mod tests {
             blocks: 1,
             records_crc: 0,
         };
-        let extents: Vec<_> = (0..100_000).map(extent).collect();
-        let stream = Stream { extents: Arc::new(extents), bytes: 1_000_000, blocks: 100_000 };
+        let mut list = ExtentList::default();
+        (0..100_000).for_each(|at| list.push(extent(at)));
         let before = allocatedp::read().unwrap().get();
-        let verifier = Verifier::new(&stream, 25..1_000_000);
+        let verifier = Verifier::new(Arc::new(list.part(25, 5000)), 25..5000);
         let allocated = allocatedp::read().unwrap().get() - before;
         assert!(allocated < 1024, "{allocated} bytes");
         let bases = verifier.unknown(45).map(|(_, extent)| extent.base);

@@ -13,12 +13,11 @@ use std::sync::atomic::Ordering;
 use bytes::Bytes;
 use smallvec::SmallVec;
 
-use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of, touched};
+use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of};
 use crate::tiers::block_checks::Check;
 use crate::tiers::local::config::VerifyReads;
 use crate::tiers::local::damage::Damage;
-use crate::tiers::local::extent::{Extent, NO_LOG};
-use crate::tiers::local::extents::ExtentList;
+use crate::tiers::local::extent::{ExtentList, NO_LOG};
 use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
@@ -104,17 +103,19 @@ impl DataRead {
     ) -> Result<Self, StoreError> {
         let invalid = || shuffle.error(StoreErrorKind::InvalidRange);
         let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
-        let pieces = shuffle.with_partition(partition, |found| {
+        let range = offset..end;
+        // A range may have hundreds of thousands of extents: they are gone through after the lock.
+        let extents = shuffle.with_partition(partition, |found| {
             let partition = found.filter(|it| it.start <= offset && end <= it.bytes)?;
-            Some(translate(&partition.extents, offset, end))
+            Some(partition.extents.part(offset, end))
         });
-        let (extents, pieces) = pieces.ok_or_else(|| {
+        let extents = extents.ok_or_else(|| {
             let purged = shuffle.is_purged();
             shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
         })?;
+        let pieces = extents.touched(offset, end).map(|extent| piece_of(extent, offset, end)).collect();
         reader.core.metrics.read_data_file.inc();
-        let range = offset..end;
-        let verifier = reader.verifies_next().then(|| Verifier::new(partition, extents, range.clone()));
+        let verifier = reader.verifies_next().then(|| verifier_of(partition, &extents, &range));
         let length = u64::from(length);
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
@@ -125,10 +126,8 @@ impl DataRead {
     /// not counted. Of the readers one is told when there have been too many, and asks what is lost; nobody would ask here.
     pub(in crate::tiers::local) fn for_moving(mut self) -> Self {
         let Stream { shuffle, partition, .. } = &self.stream;
-        let extents = shuffle.extents(*partition);
-        let known =
-            touched(&extents, self.range.start, self.range.end).filter(|it| !it.is_lost()).copied().collect();
-        self.verifier = Some(Verifier::new(*partition, known, self.range.clone()));
+        let extents = shuffle.part(*partition, &self.range);
+        self.verifier = Some(verifier_of(*partition, &extents, &self.range));
         self.stream.is_readers = false;
         self
     }
@@ -326,9 +325,8 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
     buffer
 }
 
-/// The extents and the parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies
-/// inside. Holes have parts, of no log.
-fn translate(extents: &ExtentList, offset: u64, end: u64) -> (Vec<Extent>, Vec<Piece>) {
-    let known = touched(extents, offset, end).filter(|extent| !extent.is_lost()).copied().collect();
-    (known, touched(extents, offset, end).map(|extent| piece_of(extent, offset, end)).collect())
+/// For a read of a range that `extents` hold.
+fn verifier_of(partition: PartitionId, extents: &ExtentList, range: &Range<u64>) -> Verifier {
+    let known = extents.touched(range.start, range.end).filter(|extent| !extent.is_lost());
+    Verifier::new(partition, known.copied().collect(), range.clone())
 }

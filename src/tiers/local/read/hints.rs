@@ -17,11 +17,10 @@ use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::{DIRECT_BYTES_MIN, Piece, Reader, piece_of, touched};
+use super::{DIRECT_BYTES_MIN, Piece, Reader, piece_of};
 use crate::tiers::local::core::Core;
 use crate::tiers::local::disk::within;
-use crate::tiers::local::extent::NO_LOG;
-use crate::tiers::local::extents::ExtentList;
+use crate::tiers::local::extent::{ExtentList, NO_LOG};
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
 use uniffle_wire::types::PartitionId;
@@ -93,7 +92,7 @@ impl Reader {
 /// What `ranges` touch, holes left out.
 fn pieces<'a>(extents: &ExtentList, ranges: impl Iterator<Item = &'a Range<u64>>) -> Vec<Piece> {
     let all = ranges.flat_map(|Range { start, end }| {
-        touched(extents, *start, *end).map(|extent| piece_of(extent, *start, *end))
+        extents.touched(*start, *end).map(|extent| piece_of(extent, *start, *end))
     });
     all.take(HINTED_EXTENTS_MAX).filter(|piece| piece.log != NO_LOG).collect()
 }

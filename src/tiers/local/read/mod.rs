@@ -27,8 +27,7 @@ use super::core::Core;
 use super::damage::Damage;
 use super::damaged::filler;
 use super::disk::LocalDisk;
-use super::extent::{Extent, FILLER_BYTES, NO_LOG};
-use super::extents::ExtentList;
+use super::extent::{Extent, ExtentList, FILLER_BYTES, NO_LOG};
 use super::files::Mode;
 use super::index::RecordCheck;
 use super::log::Log;
@@ -127,11 +126,6 @@ struct Piece {
     log: u16,
     offset: u64,
     length: u64,
-}
-
-/// The extents that hold `offset..end`.
-fn touched(extents: &ExtentList, offset: u64, end: u64) -> impl Iterator<Item = &Extent> {
-    extents.iter_from(extents.after(offset)).take_while(move |extent| extent.base < end)
 }
 
 /// The part of `extent` that lies in `offset..end`, which it touches.

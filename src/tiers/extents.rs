@@ -1,0 +1,329 @@
+//! The extents of a partition: a list that grows at its end and is taken from at its beginning, and of which a copy costs little.
+//!
+//! A reader keeps the list as it was when it began. Of a partition of a job of many TB that is a long one, so chunks that are
+//! full are shared by all copies: a copy takes an eighth of a byte per extent and one chunk, not some 40 bytes per extent. Of
+//! what a reader does not touch it takes nothing ([`ExtentList::part`]).
+
+use std::sync::Arc;
+
+use crate::budget::Charge;
+
+/// A piece of a partition's stream.
+pub(super) trait InStream: Copy {
+    /// Where it begins.
+    fn base(&self) -> u64;
+    /// Where the next one begins.
+    fn end(&self) -> u64;
+}
+
+/// Heap of a full chunk: a size that allocators have.
+const CHUNK_BYTES: usize = 2560;
+
+/// Extents in a chunk: as many as fit with the two counts of its `Arc`.
+pub(super) const fn chunk_of<T>() -> usize {
+    (CHUNK_BYTES - 2 * size_of::<usize>()) / size_of::<T>()
+}
+
+/// Full chunks, which copies share, and the last one, which each copy has of its own. `CHUNK` is [`chunk_of`] its extents.
+#[derive(Debug, Clone)]
+pub(super) struct ExtentList<T, const CHUNK: usize> {
+    /// Most partitions have none.
+    full: Option<Box<FullChunks<T, CHUNK>>>,
+    /// Fewer than a chunk.
+    open: Vec<T>,
+}
+
+#[derive(Debug, Clone)]
+struct FullChunks<T, const CHUNK: usize> {
+    chunks: Vec<Arc<[T; CHUNK]>>,
+    /// So many of the first chunk are not in the list any more.
+    skipped: usize,
+}
+
+impl<T, const CHUNK: usize> Default for ExtentList<T, CHUNK> {
+    fn default() -> Self {
+        Self { full: None, open: Vec::new() }
+    }
+}
+
+impl<T, const CHUNK: usize> Default for FullChunks<T, CHUNK> {
+    fn default() -> Self {
+        Self { chunks: Vec::new(), skipped: 0 }
+    }
+}
+
+impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
+    /// Heap of a place for one extent, with what an allocator whose sizes are a quarter apart rounds up to.
+    pub(super) const PLACE_BYTES: u64 = size_of::<T>() as u64 * 5 / 4;
+
+    fn chunks(&self) -> &[Arc<[T; CHUNK]>] {
+        self.full.as_ref().map_or(&[], |full| &full.chunks)
+    }
+
+    fn skipped(&self) -> usize {
+        self.full.as_ref().map_or(0, |full| full.skipped)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.chunks().len() * CHUNK - self.skipped() + self.open.len()
+    }
+
+    /// Appends an extent.
+    pub(super) fn push(&mut self, extent: T) {
+        if self.open.len() == self.open.capacity() {
+            // Most partitions of a large shuffle get no second one.
+            let more = if self.len() == 0 { 1 } else { self.open.len().max(3).min(CHUNK - self.open.len()) };
+            self.open.reserve_exact(more);
+        }
+        self.open.push(extent);
+        if let Ok(chunk) = <[T; CHUNK]>::try_from(self.open.as_slice()) {
+            self.full.get_or_insert_default().chunks.push(Arc::new(chunk));
+            self.open = Vec::new();
+        }
+    }
+
+    pub(super) fn get(&self, at: usize) -> Option<&T> {
+        let at = at + self.skipped();
+        match self.chunks().get(at / CHUNK) {
+            Some(chunk) => chunk.get(at % CHUNK),
+            None => self.open.get(at - self.chunks().len() * CHUNK),
+        }
+    }
+
+    /// Copies that were made keep what they have.
+    pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut T> {
+        let (at, full) = (at + self.skipped(), self.chunks().len());
+        match self.full.as_mut().and_then(|full| full.chunks.get_mut(at / CHUNK)) {
+            Some(chunk) => Arc::make_mut(chunk).get_mut(at % CHUNK),
+            None => self.open.get_mut(at - full * CHUNK),
+        }
+    }
+
+    /// All from number `at` on.
+    pub(super) fn iter_from(&self, at: usize) -> impl Iterator<Item = &T> + Clone {
+        (at..self.len()).filter_map(|at| self.get(at))
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> + Clone {
+        self.iter_from(0)
+    }
+
+    /// Those that hold `start..end` of the stream.
+    pub(super) fn touched(&self, start: u64, end: u64) -> impl Iterator<Item = &T> {
+        self.iter_from(self.after(start)).take_while(move |extent| extent.base() < end)
+    }
+
+    /// Those that hold `start..end` of the stream, and others that are in chunks with them, as a list with numbers of its own.
+    pub(super) fn part(&self, start: u64, end: u64) -> Self {
+        let is_before = |extent: &T| extent.end() <= start;
+        let begins = |extent: &T| extent.base() < end;
+        let first = self.chunks().partition_point(|chunk| chunk.last().is_some_and(is_before));
+        let behind = self.chunks().partition_point(|chunk| chunk.first().is_some_and(begins));
+        let chunks = self.chunks().get(first..behind).filter(|chunks| !chunks.is_empty());
+        let skipped = if first == 0 { self.skipped() } else { 0 };
+        let full = chunks.map(|chunks| Box::new(FullChunks { chunks: chunks.to_vec(), skipped }));
+        let of_open = self.open.partition_point(is_before)..self.open.partition_point(begins);
+        Self { full, open: self.open.get(of_open).unwrap_or_default().to_vec() }
+    }
+
+    /// Takes out the first `count`. What stays in full chunks is not copied.
+    pub(super) fn drop_first(&mut self, count: usize) {
+        if count == 0 {
+            return;
+        }
+        let at = self.skipped() + count;
+        match &mut self.full {
+            Some(full) if at / CHUNK < full.chunks.len() => {
+                full.chunks.drain(..at / CHUNK);
+                full.chunks.shrink_to_fit();
+                full.skipped = at % CHUNK;
+            }
+            _ => {
+                let of_open = at - self.chunks().len() * CHUNK;
+                self.open = self.open.split_off(of_open.min(self.open.len()));
+                self.full = None;
+            }
+        }
+    }
+
+    /// The number of the first extent that does not end at or before `offset` of the stream.
+    pub(super) fn after(&self, offset: u64) -> usize {
+        let is_before = |extent: &T| extent.end() <= offset;
+        let full = self.chunks().partition_point(|chunk| chunk.last().is_some_and(is_before));
+        let rest = self.chunks().get(full).map_or(self.open.as_slice(), |chunk| chunk.as_slice());
+        (full * CHUNK + rest.partition_point(is_before)).saturating_sub(self.skipped())
+    }
+
+    /// The number of the extent that begins at `base`.
+    pub(super) fn beginning_at(&self, base: u64) -> Option<usize> {
+        let at = self.after(base);
+        self.get(at).filter(|extent| extent.base() == base).map(|_| at)
+    }
+
+    /// What it takes of the heap.
+    fn heap_bytes(&self) -> u64 {
+        let chunks = self.full.as_ref().map_or(0, |full| {
+            let table = size_of::<FullChunks<T, CHUNK>>() + full.chunks.capacity() * size_of::<usize>();
+            (full.chunks.len() * CHUNK_BYTES) as u64 + table as u64 * 5 / 4
+        });
+        chunks + self.open.capacity() as u64 * Self::PLACE_BYTES
+    }
+
+    /// What it takes beyond its first extent, which a partition that was ever written to has paid for.
+    pub(super) fn further_bytes(&self) -> u64 {
+        self.heap_bytes().saturating_sub(Self::PLACE_BYTES)
+    }
+}
+
+/// What lists take [beyond their first extents](ExtentList::further_bytes) has changed, and so has their charge.
+pub(super) fn recharge(charge: &mut Charge, before: u64, after: u64) {
+    if after > before {
+        charge.merge(charge.budget().force_charge(after - before));
+    } else {
+        drop(charge.split_up_to(before - after));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Of so many words beyond its place.
+    #[derive(Debug, Clone, Copy)]
+    struct Extent<const WORDS: usize> {
+        base: u64,
+        length: u64,
+        words: [u64; WORDS],
+    }
+
+    impl<const WORDS: usize> InStream for Extent<WORDS> {
+        fn base(&self) -> u64 {
+            self.base
+        }
+
+        fn end(&self) -> u64 {
+            self.base + self.length
+        }
+    }
+
+    fn extent<const WORDS: usize>(base: u64, length: u64) -> Extent<WORDS> {
+        Extent { base, length, words: [1; WORDS] }
+    }
+
+    type List = ExtentList<Extent<3>, { chunk_of::<Extent<3>>() }>;
+
+    fn list<const WORDS: usize, const CHUNK: usize>(count: u64) -> ExtentList<Extent<WORDS>, CHUNK> {
+        let mut list = ExtentList::default();
+        (0..count).for_each(|at| list.push(extent(10 * at, 10)));
+        list
+    }
+
+    #[test]
+    fn a_copy_is_what_the_list_was() {
+        let mut list: List = list(200);
+        let copy = list.clone();
+        assert!(copy.chunks().iter().zip(list.chunks()).all(|(one, other)| Arc::ptr_eq(one, other)));
+        list.get_mut(70).unwrap().words[0] = 7;
+        list.push(extent(2000, 10));
+        assert_eq!((list.len(), list.get(70).unwrap().words[0]), (201, 7));
+        assert_eq!((copy.len(), copy.get(70).unwrap().words[0], copy.get(200).is_none()), (200, 1, true));
+    }
+
+    #[test]
+    fn a_list_that_readers_have_copies_of_is_not_copied_when_it_grows() {
+        let mut list: List = list(200_000);
+        let copy = list.clone();
+        (200_000..200_100).for_each(|at| list.push(extent(10 * at, 10)));
+        assert!(copy.chunks().iter().zip(list.chunks()).all(|(one, other)| Arc::ptr_eq(one, other)));
+        assert_eq!((copy.len(), list.len()), (200_000, 200_100));
+    }
+
+    #[test]
+    fn what_stays_behind_the_first_is_not_copied() {
+        let mut list: List = list(200);
+        let copy = list.clone();
+        for (count, chunks_gone) in [(0, 0), (70, 1), (50, 1), (10, 2)] {
+            list.drop_first(count);
+            let stay = list.chunks().iter().zip(&copy.chunks()[chunks_gone..]);
+            assert!(
+                stay.len() == 3 - chunks_gone && stay.clone().all(|(one, other)| Arc::ptr_eq(one, other))
+            );
+        }
+        assert_eq!((list.len(), list.get(0).unwrap().base, copy.len()), (70, 1300, 200));
+        list.drop_first(60);
+        assert!(list.full.is_none() && list.open.capacity() == 10);
+        assert_eq!((list.len(), list.get(0).unwrap().base), (10, 1900));
+    }
+
+    #[test]
+    fn a_part_has_the_chunks_that_it_touches_and_no_others() {
+        let list: List = list(200_000);
+        let chunks = |start, end| {
+            let part = list.part(start, end);
+            (part.chunks().len(), part.open.len())
+        };
+        assert_eq!([chunks(0, 1), chunks(629, 631), chunks(700_000, 700_005)], [(1, 0), (2, 0), (1, 0)]);
+        let whole = list.chunks().len();
+        assert_eq!([chunks(0, u64::MAX), chunks(1_999_990, u64::MAX)], [(whole, list.open.len()), (0, 1)]);
+        assert_eq!([chunks(5, 5), chunks(2_000_000, 2_000_001), chunks(9, 3)], [(1, 0), (0, 0), (1, 0)]);
+    }
+
+    #[cfg(feature = "jemalloc")]
+    #[test]
+    fn d12_lists_of_extents_take_no_more_heap_than_they_are_charged() {
+        use tikv_jemalloc_ctl::thread::{allocatedp, deallocatedp};
+
+        fn measure<const WORDS: usize, const CHUNK: usize>() {
+            let held = || allocatedp::read().unwrap().get().wrapping_sub(deallocatedp::read().unwrap().get());
+            for count in [1, 2, 5, 30, 52, 53, 62, 63, 64, 100, 1000, 100_000] {
+                let before = held();
+                let list: ExtentList<Extent<WORDS>, CHUNK> = list(count);
+                let (held, charged) = (held().wrapping_sub(before), list.heap_bytes());
+                assert!(
+                    held <= charged && charged <= held * 5 / 4,
+                    "{count}: {held} held, {charged} charged"
+                );
+                let alone = size_of::<Extent<WORDS>>() as u64 + 2;
+                assert!(count < 1000 || charged <= alone * count, "{count}: {charged} charged");
+            }
+        }
+
+        measure::<3, { chunk_of::<Extent<3>>() }>();
+        measure::<4, { chunk_of::<Extent<4>>() }>();
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_list(
+            lengths in prop::collection::vec(1u64..9, 0..400),
+            drops in prop::collection::hash_map(0usize..400, 0usize..200, 0..4),
+            offset in 0u64..2000,
+        ) {
+            let (mut list, mut base, mut all) = (List::default(), 0, Vec::new());
+            for (number, length) in lengths.into_iter().enumerate() {
+                list.push(extent(base, length));
+                all.push((base, length));
+                base += length;
+                let first = drops.get(&number).map_or(0, |count| (*count).min(all.len()));
+                list.drop_first(first);
+                all.drain(..first);
+            }
+            let told: Vec<_> = list.iter().map(|it| (it.base, it.length)).collect();
+            prop_assert_eq!((told.len(), &told), (list.len(), &all));
+            let after = all.partition_point(|(base, length)| base + length <= offset);
+            prop_assert_eq!(list.after(offset), after);
+            prop_assert_eq!(list.beginning_at(offset), all.iter().position(|it| it.0 == offset));
+            prop_assert_eq!(list.iter_from(after).count(), all.len() - after);
+            prop_assert!(list.get(all.len()).is_none() && list.get_mut(all.len()).is_none());
+            for end in [offset + 1, offset + 700] {
+                let touched = all[after..].iter().take_while(|(base, _)| *base < end).map(|(base, _)| *base);
+                let touched: Vec<_> = touched.collect();
+                let of = |list: &List| list.touched(offset, end).map(|it| it.base).collect::<Vec<_>>();
+                prop_assert_eq!(of(&list), &touched[..]);
+                prop_assert_eq!(of(&list.part(offset, end)), &touched[..]);
+            }
+        }
+    }
+}
