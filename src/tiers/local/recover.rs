@@ -27,7 +27,7 @@ use super::log::{Log, LogKind};
 use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Restored, Shuffle};
 use super::store::LocalStore;
-use super::streams::Partition;
+use super::streams::{Partition, Partitions};
 use super::uploaded::{Prefixes, Uploaded};
 use crate::durability::{Found, FoundShuffle, IdSet};
 use crate::metrics::clamped;
@@ -374,7 +374,7 @@ impl<'a> Rebuild<'a> {
         let next_sequence = next_number(highest, epoch);
         // Streams of which nothing is known may have been begun in any epoch before.
         let first_base = epoch.map_or(0, |epoch| (u64::from(epoch) + 1).saturating_mul(TAIL_GAP_BYTES));
-        let mut partitions = HashMap::new();
+        let mut partitions = Partitions::new();
         let mut overlapped = Vec::new();
         let mut bytes = 0;
         let mut found = std::mem::take(&mut self.extents);
@@ -395,7 +395,7 @@ impl<'a> Rebuild<'a> {
         for id in overlapped {
             self.reread_present(id, &partitions[&id]).await;
         }
-        let extents: usize = partitions.values().map(|it: &Partition| it.known_extents()).sum();
+        let extents: usize = partitions.values().map(Partition::known_extents).sum();
         self.core.metrics.extents.add(clamped(extents));
         self.shuffle.lane.lock().await.resume_at(next_sequence);
         self.shuffle.restore(Restored { partitions, first_base });

@@ -19,7 +19,7 @@ use super::log::{Log, LogKind};
 use super::read::{DataRead, Reader};
 use super::shuffle::{Restored, Shuffle};
 use super::store::{LocalStore, ShuffleHandle};
-use super::streams::{Partition, Streams};
+use super::streams::Partition;
 use super::take_over::failed_log;
 use crate::durability::History;
 use crate::metrics::clamped;
@@ -95,18 +95,19 @@ impl LocalStore {
             before.map(|(slot, _)| slot).collect::<HashSet<u16>>()
         });
         self.end_logs(shuffle, |log| chosen.contains(&log.slot)).await;
-        oldest_of(shuffle, stops, |_, extent| chosen.contains(&extent.data_log)).await
+        let partitions = partitions_of(shuffle).await;
+        oldest_of(shuffle, partitions, stops, |extent| chosen.contains(&extent.data_log)).await
     }
 
     /// All that some partitions have; as [`LocalStore::oldest`].
     pub async fn all_of(
         &self,
         handle: &ShuffleHandle,
-        is_wanted: impl Fn(PartitionId) -> bool + Send,
+        partitions: Vec<PartitionId>,
         stops: &Stops,
     ) -> Oldest {
         self.end_logs(&handle.shuffle, |_| true).await;
-        oldest_of(&handle.shuffle, stops, move |partition, _| is_wanted(partition)).await
+        oldest_of(&handle.shuffle, partitions, stops, |_| true).await
     }
 
     /// What a shuffle has said so far.
@@ -245,14 +246,29 @@ async fn turn(looked: &mut usize, more: usize) {
     }
 }
 
-/// Of each partition, one after the other, the place behind the last extent that is wanted and can be moved.
+/// All partitions of a shuffle. Writers and readers wait for the lock while some are listed, not all.
+async fn partitions_of(shuffle: &Shuffle) -> Vec<PartitionId> {
+    let (mut all, mut looked) = (Vec::new(), 0);
+    loop {
+        let some = shuffle.with_streams(|streams| streams.partitions_from(all.len(), TOGETHER_MAX));
+        if some.is_empty() {
+            return all;
+        }
+        turn(&mut looked, some.len()).await;
+        all.extend(some);
+    }
+}
+
+/// Of some partitions, one after the other, the place behind the last extent that is wanted and can be moved.
 async fn oldest_of(
     shuffle: &Shuffle,
+    mut partitions: Vec<PartitionId>,
     stops: &Stops,
-    is_wanted: impl Fn(PartitionId, &Extent) -> bool,
+    is_wanted: impl Fn(&Extent) -> bool,
 ) -> Oldest {
     let (mut oldest, mut looked) = (Oldest::default(), 0);
-    for id in shuffle.with_streams(Streams::partitions) {
+    partitions.sort_unstable();
+    for id in partitions {
         let found = shuffle.with_partition(id, |found| found.map(|it| (it.extents.clone(), it.start)));
         let Some((extents, start)) = found else { continue };
         let stop = stops.get(&id).copied().unwrap_or(u64::MAX);
@@ -266,7 +282,7 @@ async fn oldest_of(
             if !can_be_moved {
                 break;
             }
-            end = if is_wanted(id, extent) { Some(place.end) } else { end };
+            end = if is_wanted(extent) { Some(place.end) } else { end };
             turn(&mut looked, 1).await;
         }
         if let Some(end) = end {
@@ -300,7 +316,7 @@ impl Moving {
     /// The next run of a partition from `base` on, where an extent begins, until `end` at most; none at the end.
     #[must_use]
     pub fn next_run(&self, partition: PartitionId, base: u64, end: u64) -> Option<Run> {
-        let extents = self.shuffle.extents(partition);
+        let extents = self.shuffle.part(partition, &(base..end.min(base.saturating_add(RUN_BYTES))));
         let first = extents.beginning_at(base)?;
         let (mut until, mut blocks) = (base, 0u64);
         for extent in extents.iter_from(first) {
@@ -321,9 +337,8 @@ impl Moving {
     /// What the disk says, that they are not what was written, or `Purged`.
     pub async fn records(&self, run: &Run) -> Result<Bytes, StoreError> {
         let mut all = Vec::with_capacity(run.blocks as usize * RECORD_BYTES);
-        let extents = self.shuffle.extents(run.partition);
-        let first = extents.after(run.range.start);
-        for extent in extents.iter_from(first).take_while(|extent| extent.base < run.range.end) {
+        let extents = self.shuffle.part(run.partition, &run.range);
+        for extent in extents.touched(run.range.start, run.range.end) {
             let shift = (extent.base - run.range.start).cast_signed();
             let add = |record: &IndexRecord| {
                 let moved = IndexRecord { offset: record.offset + shift, ..*record };
@@ -360,5 +375,42 @@ impl Moving {
     #[must_use]
     pub fn start(&self, partition: PartitionId) -> u64 {
         self.shuffle.with_partition(partition, |found| found.map_or(0, |it| it.start))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use super::*;
+    use crate::budget::Budget;
+    use uniffle_wire::types::{AppId, ShuffleId};
+
+    #[tokio::test]
+    async fn partitions_are_listed_some_at_a_time_and_those_that_come_meanwhile_are_among_them() {
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+        let shuffle = Shuffle::new(key, 1, 0, &Budget::new(u64::MAX));
+        let mut next = 0;
+        let mut publish = |count: usize| {
+            let some: Vec<_> =
+                (next..).take(count).map(|id| (PartitionId(-id), Extent::gap(0, 10))).collect();
+            next += i32::try_from(count).unwrap();
+            shuffle.apply(&some).unwrap();
+        };
+        publish(2 * TOGETHER_MAX);
+        assert_eq!(shuffle.with_streams(|it| it.partitions_from(0, TOGETHER_MAX)).len(), TOGETHER_MAX);
+        let mut listed = pin!(partitions_of(&shuffle));
+        let mut times = 0;
+        let all = loop {
+            match futures::poll!(&mut listed) {
+                std::task::Poll::Ready(all) => break all,
+                std::task::Poll::Pending => times += 1,
+            }
+            if times <= 2 {
+                publish(10);
+            }
+        };
+        assert_eq!(times, 2, "then there are fewer than go together");
+        assert_eq!(all, (0..next).map(|id| PartitionId(-id)).collect::<Vec<_>>());
     }
 }

@@ -3,7 +3,6 @@
 //! Creating a directory or a file takes the gate for reading, purging takes it for writing and marks the shuffle
 //! first: nothing is created after a purge.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -17,7 +16,7 @@ use super::extent::{Extent, ExtentList, NO_LOG};
 use super::failures::FailedReads;
 use super::lane::Lane;
 use super::log::{Log, LogKind};
-use super::streams::{Partition, Streams};
+use super::streams::{Partition, Partitions, Streams};
 use crate::budget::Budget;
 use crate::durability::Incarnation;
 use crate::tiers::record_cache::RecordsKey;
@@ -27,7 +26,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// What is taken over from an earlier process.
 #[derive(Debug)]
 pub(super) struct Restored {
-    pub(super) partitions: HashMap<PartitionId, Partition>,
+    pub(super) partitions: Partitions,
     pub(super) first_base: u64,
 }
 

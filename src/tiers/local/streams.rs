@@ -3,17 +3,22 @@
 //! They stay until the shuffle is purged, so they are charged: [`Streams`] pays for what grows with the number of extents. A
 //! partition's place here and its first extent are paid for with its buffer (`HeapKind::Partitions`), unless a start found them.
 
-use std::collections::HashMap;
-
+use indexmap::IndexMap;
 use uniffle_wire::types::PartitionId;
 
 use super::extent::{Extent, ExtentList, NO_LOG};
 use crate::budget::{Budget, Charge};
 use crate::tiers::extents::recharge;
 
-/// Heap of a partition that a start found: its place in the table, which doubles when it is full, and its first extent.
-const FOUND_PARTITION_BYTES: u64 =
-    2 * size_of::<(PartitionId, Partition)>() as u64 * 8 / 7 + ExtentList::PLACE_BYTES;
+/// Partitions in the order in which they came, so that those that come while others are looked at are behind these.
+pub(super) type Partitions = IndexMap<PartitionId, Partition>;
+
+/// Heap of a partition that a start found: its places in both tables of [`Partitions`], which double when they are full, and its
+/// first extent.
+const FOUND_PARTITION_BYTES: u64 = {
+    let (entry, place) = (size_of::<(u64, PartitionId, Partition)>(), size_of::<u64>() + 1);
+    2 * (entry + place * 8 / 7) as u64 + ExtentList::PLACE_BYTES
+};
 
 /// What is published of one partition.
 #[derive(Debug, Default)]
@@ -114,7 +119,7 @@ impl ByLog {
 /// What is published of a shuffle.
 #[derive(Debug)]
 pub(super) struct Streams {
-    by_partition: HashMap<PartitionId, Partition>,
+    by_partition: Partitions,
     by_log: ByLog,
     /// Given back after the lists.
     charge: Charge,
@@ -123,11 +128,11 @@ pub(super) struct Streams {
 impl Streams {
     /// Nothing; what comes is charged to `budget`.
     pub(super) fn new(budget: &Budget) -> Self {
-        Self { by_partition: HashMap::new(), by_log: ByLog::default(), charge: budget.nothing() }
+        Self { by_partition: Partitions::new(), by_log: ByLog::default(), charge: budget.nothing() }
     }
 
     /// What a start found, charged to the same budget.
-    pub(super) fn found(&self, by_partition: HashMap<PartitionId, Partition>) -> Self {
+    pub(super) fn found(&self, by_partition: Partitions) -> Self {
         let further: u64 = by_partition.values().map(|partition| partition.extents.further_bytes()).sum();
         let bytes = by_partition.len() as u64 * FOUND_PARTITION_BYTES + further;
         let mut by_log = ByLog::default();
@@ -187,11 +192,10 @@ impl Streams {
         released
     }
 
-    /// All partitions, in their order.
-    pub(super) fn partitions(&self) -> Vec<PartitionId> {
-        let mut partitions: Vec<_> = self.by_partition.keys().copied().collect();
-        partitions.sort_unstable();
-        partitions
+    /// The partitions that came after the first `at`, so many at most.
+    pub(super) fn partitions_from(&self, at: usize, most: usize) -> Vec<PartitionId> {
+        let behind = self.by_partition.len().min(at + most);
+        self.by_partition.get_range(at..behind).map_or_else(Vec::new, |some| some.keys().copied().collect())
     }
 
     /// All extents.

@@ -102,8 +102,8 @@ impl OffloadTier {
         let oldest = match &cold {
             None => self.oldest(shuffle).await,
             Some(cold) => {
-                let is_one = |partition| cold.partitions.contains(&partition);
-                self.local.all_of(&shuffle.local, is_one, &shuffle.stops()).await
+                let partitions = cold.partitions.iter().copied().collect();
+                self.local.all_of(&shuffle.local, partitions, &shuffle.stops()).await
             }
         };
         self.metrics.passes.inc();
