@@ -495,14 +495,18 @@ fn cut_batches(parts: Parts, (bytes_max, blocks_max, parts_max): (u64, usize, us
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::budget::HeapKind;
     use crate::memory::MemoryConfig;
     use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleId, TaskAttemptId};
 
     /// A partition with so many blocks of one byte.
-    fn part(memory: &Memory, partition: i32, blocks: i64) -> (Arc<Buffer>, Arc<SealedBatch>) {
+    pub(in crate::flush) fn part(
+        memory: &Memory,
+        partition: i32,
+        blocks: i64,
+    ) -> (Arc<Buffer>, Arc<SealedBatch>) {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(0));
         let shuffle = memory.register(&key, Distribution::Normal);
         let buffer = shuffle.buffer(PartitionId(partition), memory.heap().of(HeapKind::Partitions)).unwrap();

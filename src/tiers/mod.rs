@@ -16,6 +16,7 @@ pub mod offload;
 mod on_damage;
 mod record_cache;
 mod recovered;
+mod released;
 mod state;
 #[cfg(test)]
 mod test_blocks;
@@ -30,6 +31,7 @@ pub use self::local::{
 pub use self::object::ObjectConfig;
 pub use self::on_damage::OnDamage;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
+pub use self::released::{InMemory, Released};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
 pub use self::tier::{
     Admission, Backlog, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,

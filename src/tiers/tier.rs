@@ -20,6 +20,7 @@ use tokio::sync::watch;
 
 use super::on_damage::OnDamage;
 use super::recovered::Recovered;
+use super::released::Released;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
@@ -332,7 +333,7 @@ pub struct RemoteStorage {
 }
 
 /// Extents of one shuffle that are written together.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct TierBatch {
     /// One per partition. At least one.
     pub extents: Vec<ExtentWrite>,
@@ -342,6 +343,8 @@ pub struct TierBatch {
     pub huge_bytes: u64,
     /// What the tiers have to do beside it.
     pub backlog: Backlog,
+    /// When memory does not have it any more: what the tier finds to be gone before is named then.
+    pub released: Released,
 }
 
 /// What waits for the tiers when a batch is written, that batch included.
@@ -355,7 +358,8 @@ pub struct Backlog {
 
 impl From<Vec<ExtentWrite>> for TierBatch {
     fn from(extents: Vec<ExtentWrite>) -> Self {
-        Self { extents, is_retry: false, huge_bytes: 0, backlog: Backlog::default() }
+        let (backlog, released) = (Backlog::default(), Released::default());
+        Self { extents, is_retry: false, huge_bytes: 0, backlog, released }
     }
 }
 

@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::schema::SpareMemory;
-use crate::tiers::{Backlog, ExtentData, ExtentWrite, TierBatch};
+use crate::tiers::{Backlog, ExtentData, ExtentWrite, InMemory, Released, TierBatch};
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_testkit::fault::EIO;
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -12,12 +12,14 @@ use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttempt
 const PARTITION: i32 = 3;
 const BLOCK: u32 = 1 << 20;
 const BYTE: u8 = 7;
+/// What goes by way of the page cache.
+const LONG: Backlog = Backlog { bytes: 64 << 20, is_waited_for: true };
 
 fn key() -> ShuffleKey {
     ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(0))
 }
 
-fn batch(id: i64, backlog: Backlog) -> TierBatch {
+fn batch(id: i64, (backlog, released): (Backlog, Released)) -> TierBatch {
     let bytes = Bytes::from(vec![BYTE; BLOCK as usize]);
     let block = BlockMeta {
         block_id: BlockId(id),
@@ -32,15 +34,28 @@ fn batch(id: i64, backlog: Backlog) -> TierBatch {
         length: BLOCK.into(),
         data: ExtentData::Pieces(vec![bytes]),
     };
-    TierBatch { backlog, ..vec![extent].into() }
+    TierBatch { backlog, released, ..vec![extent].into() }
 }
 
 impl World {
-    /// Two blocks that are on the disk and not in memory, the second one written while so much waits, and both reported.
-    async fn two_blocks(&self, backlog: Backlog) {
+    /// Over a disk of 16 MiB a second that does not take what is in the page cache next.
+    async fn over_a_disk_that_takes_no_page() -> Self {
+        let local = LocalConfig {
+            page_cache_bytes: u64::MAX,
+            spare_memory: SpareMemory::Always(u64::MAX),
+            ..LocalConfig::default()
+        };
+        let world = Self::with(local, PartitionLimits::default(), quiet()).await;
+        world.faults.set_speed(16 << 20);
+        world.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
+        world
+    }
+
+    /// Two blocks that are on the disk, both reported. The second one is written while so much waits, and is in memory until then.
+    async fn two_blocks(&self, second: (Backlog, Released)) {
         let shuffle = self.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
-        shuffle.write(batch(0, Backlog::default())).await.unwrap();
-        shuffle.write(batch(1, backlog)).await.unwrap();
+        shuffle.write(batch(0, Default::default())).await.unwrap();
+        shuffle.write(batch(1, second)).await.unwrap();
         let report = ReportRequest {
             app: APP,
             shuffle: 0,
@@ -79,15 +94,8 @@ impl World {
 
 #[tokio::test(start_paused = true)]
 async fn what_the_page_cache_did_not_bring_to_its_disk_is_named_and_not_read_as_zeros() {
-    let local = LocalConfig {
-        page_cache_bytes: u64::MAX,
-        spare_memory: SpareMemory::Always(u64::MAX),
-        ..LocalConfig::default()
-    };
-    let world = World::with(local, PartitionLimits::default(), quiet()).await;
-    world.faults.set_speed(16 << 20);
-    world.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
-    world.two_blocks(Backlog { bytes: 64 << 20, is_waited_for: true }).await;
+    let world = World::over_a_disk_that_takes_no_page().await;
+    world.two_blocks((LONG, Released::default())).await;
     let text = world.until_named().await;
     assert!(text.contains("(ids 1)") && text.contains(".data"), "{text}");
     assert_eq!(world.faults.injected(), 1, "it went by way of the page cache");
@@ -97,9 +105,25 @@ async fn what_the_page_cache_did_not_bring_to_its_disk_is_named_and_not_read_as_
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_the_page_cache_did_not_bring_to_its_disk_while_memory_had_it_is_named() {
+    let mut world = World::over_a_disk_that_takes_no_page().await;
+    world.send(PARTITION, BLOCK as usize).unwrap();
+    let (in_memory, released) = InMemory::begin();
+    world.two_blocks((LONG, released)).await;
+    within_time("it is not written back", || world.faults.injected() == 1).await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    let buffer = world.buffer(PARTITION);
+    buffer.release(&buffer.seal().unwrap());
+    drop(in_memory);
+    let text = world.until_named().await;
+    assert!(text.contains("(ids 1)"), "{text}");
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_block_that_is_found_damaged_while_it_is_moved_is_named_to_readers() {
     let world = World::new(PartitionLimits::default(), quiet()).await;
-    world.two_blocks(Backlog::default()).await;
+    world.two_blocks(Default::default()).await;
     let local = world.flusher.tiers().find::<LocalStore>().unwrap();
     let moving = local.moving(&local.handle(&key()).unwrap());
     world.faults.add(Rule::always(Operation::Read, Fault::Flip).on(".data"));

@@ -6,7 +6,7 @@ use super::append::Writer;
 use super::metrics::ALL_DISKS;
 use super::shuffle::Shuffle;
 use super::write::validate;
-use crate::tiers::{Backlog, ExtentWrite, StoreError, StoreErrorKind};
+use crate::tiers::{Backlog, ExtentWrite, Released, StoreError, StoreErrorKind};
 
 /// A batch that is readable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,11 +33,11 @@ impl Writer {
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
-        backlog: Backlog,
+        (backlog, released): (Backlog, Released),
     ) -> Result<Published, StoreError> {
         let bytes = validate(shuffle, extents)?;
         self.core.metrics.write_local.inc();
-        let result = self.write_and_publish(shuffle, extents, (bytes, backlog)).await;
+        let result = self.write_and_publish(shuffle, extents, (bytes, backlog), released).await;
         match &result {
             Ok(published) => self.count_published(published, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {}
@@ -51,6 +51,7 @@ impl Writer {
         shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
         (bytes, backlog): (u64, Backlog),
+        released: Released,
     ) -> Result<Published, StoreError> {
         let mut tried = Vec::new();
         let mut last_error = None;
@@ -78,7 +79,7 @@ impl Writer {
         if let Some(passing) = batch.passing.take() {
             // Also what was not published: the page cache has it, and a later batch may publish it.
             self.core.metrics.overflow_bytes.inc_by(bytes);
-            self.write_back(shuffle, (batch, passing), extents);
+            self.write_back(shuffle, (batch, passing), extents, released);
         }
         let sequence = published?;
         Ok(Published {

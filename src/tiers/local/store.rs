@@ -21,7 +21,7 @@ use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
 use crate::durability::MetadataLog;
 use crate::runtime::Tasks;
-use crate::tiers::{Backlog, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
+use crate::tiers::{Backlog, DiskInfo, ExtentWrite, Recovered, Released, StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -45,16 +45,16 @@ impl ShuffleHandle {
     /// # Errors
     /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
     pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
-        self.write_of(extents, Backlog::default()).await
+        self.write_of(extents, (Backlog::default(), Released::default())).await
     }
 
-    /// As [`ShuffleHandle::write`], of a batch beside which the tiers have `backlog` to do.
+    /// As [`ShuffleHandle::write`], of a batch beside which the tiers have so much to do, and which memory has until then.
     pub(super) async fn write_of(
         &self,
         extents: &[ExtentWrite],
-        backlog: Backlog,
+        of_batch: (Backlog, Released),
     ) -> Result<Published, StoreError> {
-        self.writer.write(&self.shuffle, extents, backlog).await
+        self.writer.write(&self.shuffle, extents, of_batch).await
     }
 }
 

@@ -39,7 +39,7 @@ impl TierShuffle for ShuffleHandle {
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { self.write_of(&batch.extents, batch.backlog).await.map(drop) }.boxed()
+        async move { self.write_of(&batch.extents, (batch.backlog, batch.released)).await.map(drop) }.boxed()
     }
 }
 

@@ -1,4 +1,7 @@
 //! Batches of the [overflow](super::overflow) on their way from the page cache to their disk.
+//!
+//! A disk may fail one before memory has released what was acknowledged a moment ago. What is lost is named only after that
+//! ([`Released`]): the service would find the blocks in memory.
 
 use std::sync::Arc;
 
@@ -6,7 +9,7 @@ use super::append::Writer;
 use super::overflow::Passing;
 use super::shuffle::Shuffle;
 use super::write::WrittenBatch;
-use crate::tiers::ExtentWrite;
+use crate::tiers::{ExtentWrite, Released};
 
 impl Writer {
     /// Writes a batch from the page cache to its disk, whatever becomes of it: its charge goes back when its pages are clean.
@@ -15,6 +18,7 @@ impl Writer {
         shuffle: &Arc<Shuffle>,
         (batch, passing): (WrittenBatch, Passing),
         extents: &[ExtentWrite],
+        released: Released,
     ) {
         let (writer, shuffle) = (Arc::clone(self), Arc::clone(shuffle));
         let partitions: Vec<_> = extents.iter().map(|extent| extent.partition).collect();
@@ -34,6 +38,7 @@ impl Writer {
             log.close();
             let failed = writer.core.failed(&log.disk, log.full_path(), error);
             tracing::error!(shuffle = %shuffle.key, error = %failed, "what was in the page cache was not written");
+            released.wait().await;
             let is_in = |slot: u16, at: u64| slot == log.slot && range.contains(&at);
             for partition in partitions {
                 let extents = shuffle.extents(partition);

@@ -5,6 +5,7 @@ use tokio::time::{Duration, Instant};
 
 use super::*;
 use crate::schema::SpareMemory;
+use crate::tiers::{InMemory, Released};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 const MIB: u64 = 1 << 20;
@@ -38,7 +39,8 @@ fn cached(bytes: u64) -> LocalConfig {
 /// How long a batch of a MiB takes that is written while so much waits, in whole milliseconds.
 async fn written_in(handle: &ShuffleHandle, id: i64, backlog: Backlog) -> Duration {
     let began = Instant::now();
-    handle.write_of(&[extent(1, &[(id, MIB as usize)], true)], backlog).await.unwrap();
+    let of_batch = (backlog, Released::default());
+    handle.write_of(&[extent(1, &[(id, MIB as usize)], true)], of_batch).await.unwrap();
     Duration::from_millis(u64::try_from(began.elapsed().as_millis()).unwrap())
 }
 
@@ -97,11 +99,32 @@ async fn p7_what_the_disk_does_not_take_from_the_page_cache_becomes_a_hole() {
     assert_eq!(store.core.overflow.used(), 0);
 }
 
+/// The service would find it in memory, and not look again when memory has released it.
+#[tokio::test(start_paused = true)]
+async fn p7_what_is_lost_while_memory_has_it_is_named_when_memory_has_released_it() {
+    let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
+    let heard = Arc::new(AtomicUsize::new(0));
+    let hears = Arc::clone(&heard);
+    store.on_damage(Arc::new(move |_: &ShuffleKey, _: PartitionId, _: &str| {
+        hears.fetch_add(1, Ordering::Relaxed);
+    }));
+    disk.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
+    let (in_memory, released) = InMemory::begin();
+    handle.write_of(&[extent(1, &[(1, MIB as usize)], true)], (BACKLOG, released)).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!((disk.faults.injected(), store.core.overflow.used()), (1, 0));
+    assert_eq!((heard.load(Ordering::Relaxed), store.core.metrics.extents_lost.get()), (0, 0));
+    drop(in_memory);
+    store.writer.tasks.drained().await;
+    assert_eq!((heard.load(Ordering::Relaxed), store.core.metrics.extents_lost.get()), (2, 1));
+}
+
 #[tokio::test(start_paused = true)]
 async fn p7_a_batch_that_is_not_published_is_written_back_and_charged_until_then() {
     let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
     disk.faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".index"));
-    handle.write_of(&[extent(1, &[(1, MIB as usize)], true)], BACKLOG).await.unwrap_err();
+    let of_batch = (BACKLOG, Released::default());
+    handle.write_of(&[extent(1, &[(1, MIB as usize)], true)], of_batch).await.unwrap_err();
     assert_eq!(store.core.overflow.used(), MIB);
     store.writer.tasks.drained().await;
     assert_eq!(store.core.overflow.used(), 0);
