@@ -17,6 +17,7 @@
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
+//! | `on_damage` | who hears of blocks that are gone |
 //! | `id_set` | block ids of one partition (pure) |
 //! | `shuffle_ledger` | those of all partitions of a shuffle, shared |
 //!
@@ -33,6 +34,7 @@ mod log;
 mod mark;
 #[cfg(test)]
 mod measure;
+mod on_damage;
 mod plain;
 pub mod proof;
 mod read;
@@ -48,6 +50,7 @@ pub use self::id_set::{Cost, IdSet};
 pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
 pub use self::log::{MetadataLog, Said};
+pub use self::on_damage::{Hearer, OnDamage};
 pub use self::plain::plain_ids;
 pub use self::read::{Directory, Health, METADATA, Survey, newest_epoch};
 pub use self::record::{Record, RecordError, Registration, Report};

@@ -89,6 +89,7 @@ use region::Region;
 
 use uniffle_wire::types::{AppId, BlockId, Distribution, PartitionId, ShuffleKey};
 
+use crate::durability::OnDamage;
 use crate::metrics::clamped;
 
 /// All shuffle data in memory.
@@ -354,11 +355,10 @@ impl Memory {
         })
     }
 
-    /// `tell` is told of each partition of which blocks that an earlier process left are damaged, when that is found out and before
-    /// the others are served. The first one only.
-    pub fn on_damage(&self, tell: impl Fn(&ShuffleKey, PartitionId) + Send + Sync + 'static) {
-        // A second one would be told of nothing; there is one service.
-        let _first: Result<(), _> = self.shared.verification.on_damage.set(Box::new(tell));
+    /// `on_damage` is told of each partition of which blocks that an earlier process left are damaged, when that is found out and
+    /// before the others are served; of what was found out earlier, now. The first one only.
+    pub fn on_damage(&self, on_damage: OnDamage) {
+        self.shared.verification.hearer.set(on_damage);
     }
 
     /// Whether an earlier process left something that is not verified: until then what serves it is not for a

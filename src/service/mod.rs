@@ -172,7 +172,6 @@ impl Service {
         let status = Arc::new(WorkerStatus::default());
         let known = Known { apps: apps.clone(), metrics: metrics.clone() };
         let (verifier, losses) = verification(&known, &memory, &tiers, &tasks);
-        verifier.hear_of_memory(&apps);
         let insight = Arc::new(Insight {
             apps: apps.clone(),
             memory: memory.clone(),

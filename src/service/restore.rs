@@ -58,8 +58,8 @@ const FOUND_PARTITION_BYTES: u64 = 192;
 
 impl Lifecycle {
     /// Makes known what was found on the disks, be it nothing: first what shuffles said, record by record, then what of it is
-    /// there. Every app counts as used now. What it takes is charged as it goes; nothing else is held of it. Then hears what tiers
-    /// have lost since.
+    /// there. Every app counts as used now. What it takes is charged as it goes; nothing else is held of it. Then hears what memory
+    /// and tiers have lost since.
     pub async fn restore(&self, mut recovered: Recovered) -> Restored {
         let mut restored = Restored::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
@@ -110,7 +110,7 @@ impl Lifecycle {
             self.count_on_disk(&app);
         }
         self.verifier.verify(suspects);
-        self.verifier.hear_of_tiers(&self.apps);
+        self.verifier.hear_of_damage(&self.apps);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
         if restored.shuffles + restored.unregistered > 0 {

@@ -13,11 +13,11 @@ use futures::stream::{self, StreamExt as _};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::app::{AppRegistry, ShuffleState};
-use crate::durability::{Blame, Ledger, Loss, LostExtent, Verdict, ranges};
+use crate::durability::{Blame, Ledger, Loss, LostExtent, OnDamage, Verdict, ranges};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::telemetry::AUDIT;
-use crate::tiers::{OnDamage, StoreError, StoreErrorKind, Tiers};
+use crate::tiers::{StoreError, StoreErrorKind, Tiers};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::metrics::ServiceMetrics;
@@ -29,9 +29,6 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// How long a call waits for a look: clients give one a minute.
 const PATIENCE: Duration = Duration::from_secs(20);
-
-/// Why blocks are lost that an earlier process left in memory.
-const DAMAGED: &str = "blocks that an earlier process left in memory have other bytes than were sent";
 
 /// A partition that is to be verified, and why what is nowhere is lost.
 #[derive(Debug)]
@@ -76,16 +73,11 @@ impl Verifier {
         }
     }
 
-    /// Blocks in memory that turn out to be damaged are lost unless a tier has them.
-    pub(super) fn hear_of_memory(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
+    /// Blocks that turn out to be damaged in memory or a tier, found by a reader or not, are lost unless they are elsewhere. Once it is
+    /// entered what an earlier process left: what is in question then would be overwritten.
+    pub(super) fn hear_of_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
         let on_damage = self.on_damage(apps);
-        self.memory.on_damage(move |key, partition| on_damage(key, partition, DAMAGED));
-    }
-
-    /// So are those in a tier, found by a reader or not. Once it is entered what an earlier process left: what is in question then would
-    /// be overwritten.
-    pub(super) fn hear_of_tiers(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
-        let on_damage = self.on_damage(apps);
+        self.memory.on_damage(Arc::clone(&on_damage));
         self.tiers.iter().for_each(|tier| tier.on_damage(Arc::clone(&on_damage)));
     }
 

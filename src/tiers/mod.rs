@@ -13,7 +13,6 @@ mod numbers;
 pub mod object;
 #[cfg(feature = "object")]
 pub mod offload;
-mod on_damage;
 mod record_cache;
 mod recovered;
 mod released;
@@ -29,7 +28,6 @@ pub use self::local::{
     SyncWrites, VerifyReads,
 };
 pub use self::object::ObjectConfig;
-pub use self::on_damage::OnDamage;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::released::{InMemory, Released};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};

@@ -18,11 +18,11 @@ use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use super::on_damage::OnDamage;
 use super::recovered::Recovered;
 use super::released::Released;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
+use crate::durability::OnDamage;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 

@@ -7,7 +7,7 @@ use super::super::chain::Chain;
 use super::super::list::Paid;
 use super::super::persistent::restore::{Block, Partition, Place};
 use super::super::sealed::SealedBatch;
-use super::unverified::{Unverified, say_damaged};
+use super::unverified::{DAMAGED, Unverified, say_damaged};
 use super::{Buffer, Committed, State, metadata_bytes};
 use uniffle_wire::types::ShuffleKey;
 
@@ -74,8 +74,6 @@ impl Buffer {
         self.publish_counters(&state);
         drop(state);
         drop((emptied, nothing_left));
-        if let Some(tell) = self.shared.verification.on_damage.get() {
-            tell(key, self.partition);
-        }
+        self.shared.verification.hearer.tell(key, self.partition, DAMAGED);
     }
 }

@@ -14,20 +14,23 @@ use parking_lot::Mutex;
 
 use super::super::list::BlockList;
 use super::super::sealed::SealedBatch;
+use crate::durability::Hearer;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Damaged blocks that the log names.
 const NAMED_MAX: usize = 10;
 
-/// Told of a partition of which something is damaged, before the rest is served.
-type OnDamage = Box<dyn Fn(&ShuffleKey, PartitionId) + Send + Sync>;
+/// Why damaged blocks are lost.
+pub(super) const DAMAGED: &str =
+    "blocks that an earlier process left in memory have other bytes than were sent";
 
 /// Of all buffers of one memory.
 #[derive(Default)]
 pub(in crate::memory) struct Verification {
     /// Buffers that have something that is not verified.
     pub(in crate::memory) buffers: AtomicUsize,
-    pub(in crate::memory) on_damage: std::sync::OnceLock<OnDamage>,
+    /// Told of a partition of which something is damaged, before the rest is served.
+    pub(in crate::memory) hearer: Hearer,
 }
 
 /// Of one buffer.

@@ -12,7 +12,7 @@ use super::files::Files;
 use super::metrics::Metrics;
 use super::overflow::Overflow;
 use crate::budget::Budget;
-use crate::tiers::on_damage::Hearer;
+use crate::durability::Hearer;
 use crate::tiers::record_cache::RecordCache;
 use crate::tiers::{DiskCondition, StoreError};
 

@@ -17,9 +17,9 @@ use super::store::LocalStore;
 use super::take_over::Before;
 use super::uploaded::Uploaded;
 use crate::budget::Budget;
+use crate::durability::Hearer;
 use crate::runtime::Tasks;
 use crate::tiers::StoreError;
-use crate::tiers::on_damage::Hearer;
 use crate::tiers::record_cache::RecordCache;
 use uniffle_io::Disk;
 

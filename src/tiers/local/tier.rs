@@ -16,10 +16,10 @@ use super::read::{DataRead, IndexRead};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
-use crate::durability;
+use crate::durability::{self, OnDamage};
 use crate::tiers::{
-    Admission, Capability, ChunkRead, MetadataLog, OnDamage, Purge, Recovered, RemoteStorage, ServedData,
-    ServedIndex, ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
+    Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
+    ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};

@@ -17,11 +17,12 @@ use super::policy::Watermarks;
 use super::read::Both;
 use super::shuffle::{BothLogs, Handle, Shuffle};
 use crate::budget::Budget;
+use crate::durability::OnDamage;
 use crate::runtime::Tasks;
 use crate::tiers::object::ObjectTier;
 use crate::tiers::{
-    Admission, Capability, Drained, LocalStore, MetadataLog, OnDamage, Purge, Recovered, RemoteStorage,
-    ServedData, ServedIndex, ServedTier, StoreError, Tier, TierShuffle, TierState, TierUsage,
+    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, ServedData,
+    ServedIndex, ServedTier, StoreError, Tier, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 

@@ -182,7 +182,9 @@ fn found_damaged(is_flushed: bool) {
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = Arc::clone(&told);
-    again.on_damage(move |key, partition| heard.lock().push((key.clone(), partition)));
+    again.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, _: &str| {
+        heard.lock().push((key.clone(), partition));
+    }));
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]), "nobody has looked");
     assert!(again.has_unverified());
     let buffer = buffer(&again, 0, 0);

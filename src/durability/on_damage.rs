@@ -1,4 +1,4 @@
-//! Who hears of it when a tier finds out that blocks are gone that it had.
+//! Who hears of it when memory or a tier finds out that blocks are gone that it had.
 //!
 //! What finds that out need not be a reader of a client: what is moved elsewhere is read, too, and what is in the page cache is
 //! written back. Whether a block is lost is not decided here (`service`).
@@ -13,9 +13,10 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// Told of a partition of which blocks are gone, or may be, and why.
 pub type OnDamage = Arc<dyn Fn(&ShuffleKey, PartitionId, &str) + Send + Sync>;
 
-/// Who is told. What is found out before somebody wants to be is kept for it: a tier may work before the service knows what there is.
+/// Who is told. What is found out before somebody wants to be is kept for it: memory and tiers may work before the service knows what
+/// there is.
 #[derive(Default)]
-pub(super) struct Hearer(Mutex<State>);
+pub struct Hearer(Mutex<State>);
 
 enum State {
     /// Nobody yet; one reason of each partition.
@@ -37,7 +38,7 @@ impl fmt::Debug for Hearer {
 
 impl Hearer {
     /// `on_damage` is told from now on, and of what was kept; the first one only.
-    pub(super) fn set(&self, on_damage: OnDamage) {
+    pub fn set(&self, on_damage: OnDamage) {
         let before = {
             let mut state = self.0.lock();
             // A second one would be told of nothing; there is one service.
@@ -50,7 +51,8 @@ impl Hearer {
         }
     }
 
-    pub(super) fn tell(&self, key: &ShuffleKey, partition: PartitionId, reason: &str) {
+    /// Blocks of a partition are gone, or may be.
+    pub fn tell(&self, key: &ShuffleKey, partition: PartitionId, reason: &str) {
         let on_damage = match &mut *self.0.lock() {
             State::Told(on_damage) => Arc::clone(on_damage),
             State::Kept(kept) => {
@@ -63,7 +65,7 @@ impl Hearer {
 
     /// Takes blocks away from readers (`mark`). It is told before, so that no reader is served of what is missing, and once more after:
     /// who looked in between what is there may have found them.
-    pub(super) fn tell_around(
+    pub fn tell_around(
         &self,
         (key, partition): (&ShuffleKey, PartitionId),
         reason: &str,

@@ -1,0 +1,144 @@
+//! What a start finds that is not as it was left, or that it does not understand.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::*;
+use crate::budget::{Budget, HeapKind};
+use crate::durability::{Record, Registration, Report};
+use crate::memory::{Backing, Owner};
+use crate::tiers::{ExtentData, ExtentWrite};
+use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
+
+const PARTITIONS: i32 = 64;
+const BLOCK: u32 = 1000;
+
+fn key() -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(0))
+}
+
+fn registration() -> Vec<u8> {
+    let ranges = vec![(0, PARTITIONS - 1)];
+    Record::Registration(Registration { ranges, user: "ann".into(), ..Registration::default() }).encode()
+}
+
+/// A block in each partition, by the partition's number.
+fn report() -> Vec<u8> {
+    let partitions = (0..PARTITIONS).map(|it| (PartitionId(it), vec![it.into()])).collect();
+    Record::Report(Report { bitmap_count: 1, task_attempt: 0, partitions, records: Vec::new() }).encode()
+}
+
+fn block(partition: i32, crc: u32) -> BlockMeta {
+    let (block_id, task_attempt_id) = (BlockId(partition.into()), TaskAttemptId(0));
+    BlockMeta { block_id, task_attempt_id, length: BLOCK, uncompressed_length: BLOCK, crc }
+}
+
+async fn store_on(disk: &Arc<dyn Disk>, extents: &Budget, registry: &Registry) -> Arc<LocalStore> {
+    LocalStore::open(LocalConfig::default(), vec![Arc::clone(disk)], extents, registry).await.unwrap()
+}
+
+/// An earlier process has said this of the shuffle and has written a block of each of so many partitions.
+async fn left_on_disk(said: &[Vec<u8>], partitions: i32) -> Arc<dyn Disk> {
+    let disk: Arc<dyn Disk> = Arc::new(MemoryDisk::new("/disk", None));
+    let store = store_on(&disk, &Budget::new(u64::MAX), &Registry::new()).await;
+    let handle = store.register(&key());
+    for record in said {
+        store.append_metadata(&handle, record).await.unwrap();
+    }
+    let extent = |partition| ExtentWrite {
+        partition: PartitionId(partition),
+        blocks: vec![block(partition, 0)],
+        length: BLOCK.into(),
+        data: ExtentData::Pieces(vec![vec![7; BLOCK as usize].into()]),
+    };
+    if partitions > 0 {
+        store.write(&key(), (0..partitions).map(extent).collect()).await.unwrap();
+    }
+    disk
+}
+
+fn memory_of(file: Option<OwnedFd>) -> Arc<Memory> {
+    let config = MemoryConfig {
+        capacity_bytes: CAPACITY,
+        read_capacity_bytes: 4 << 20,
+        heap_bytes: 96 << 20,
+        ticket_timeout: Duration::from_secs(30),
+        tickets_max: 100,
+        blocks_max: 10_000,
+        backing: Backing::Memfd,
+    };
+    let owner = Owner { node: "node".to_owned(), boot: 1 };
+    Memory::open(&config, &owner, file, &Registry::new()).unwrap()
+}
+
+/// An earlier process has left a block of each partition in memory, which has other bytes than were sent.
+fn left_in_memory() -> Option<OwnedFd> {
+    let memory = memory_of(None);
+    let shuffle = memory.register(&key(), Distribution::Normal);
+    memory.finish_restore();
+    for partition in 0..PARTITIONS {
+        let ticket = memory.tickets().require(&key().app, 2000, 1).unwrap();
+        let mut funds = memory.tickets().redeem(&key().app, ticket).unwrap();
+        let heap = memory.heap().of(HeapKind::Partitions);
+        let buffer = shuffle.buffer(PartitionId(partition), heap).unwrap();
+        let mut fill = buffer.reserve(BLOCK, &mut funds).unwrap();
+        fill.write(&[7; BLOCK as usize]);
+        buffer.commit(vec![(block(partition, 1), fill)], &mut funds).unwrap();
+    }
+    let file = memory.handed_over().unwrap();
+    memory.let_go();
+    file
+}
+
+/// The next process, which has not restored anything yet.
+struct Next {
+    store: Arc<LocalStore>,
+    service: Arc<Service>,
+    tasks: Tasks,
+}
+
+impl Next {
+    async fn on(disk: &Arc<dyn Disk>, memory: &Arc<Memory>) -> Self {
+        let (registry, tasks) = (Registry::new(), Tasks::new());
+        let store = store_on(disk, memory.extents(), &registry).await;
+        let flush = FlushConfig { limits: quiet(), ..FlushConfig::default() };
+        let (m, s) = (Arc::clone(memory), Arc::clone(&store));
+        let flusher = Flusher::start(flush, m, s, tasks.clone(), &registry).unwrap();
+        let apps = Arc::new(AppRegistry::new(AppConfig::default(), memory.heap(), memory.answered()));
+        let (m, f) = (Arc::clone(memory), Some(flusher));
+        let service = Service::new(ServiceConfig::default(), apps, m, f, tasks.clone(), &registry).unwrap();
+        Self { store, service, tasks }
+    }
+
+    async fn restore(&self) -> restore::Restored {
+        self.service.lifecycle.restore(self.store.take_recovered()).await
+    }
+
+    async fn stop(self) {
+        self.tasks.cancel();
+        self.tasks.drained().await;
+    }
+}
+
+#[tokio::test]
+async fn damage_that_is_found_while_a_start_still_restores_is_named() {
+    let disk = left_on_disk(&[registration(), report()], 0).await;
+    let memory = memory_of(left_in_memory());
+    let next = Next::on(&disk, &memory).await;
+    // As the flusher looks at what it takes.
+    let (looked, is_over) = (Arc::clone(&memory), Arc::new(AtomicBool::new(false)));
+    let over = Arc::clone(&is_over);
+    let looks = tokio::task::spawn_blocking(move || {
+        while !over.load(Ordering::Acquire) {
+            looked.buffers().iter().for_each(|buffer| buffer.verify());
+        }
+    });
+    next.restore().await;
+    memory.finish_restore();
+    is_over.store(true, Ordering::Release);
+    looks.await.unwrap();
+    memory.buffers().iter().for_each(|buffer| buffer.verify());
+    let lost = || next.service.insight.losses().losses.iter().map(|loss| loss.blocks).sum::<u64>();
+    within_time("all damaged blocks are named", || lost() == u64::from(PARTITIONS.unsigned_abs())).await;
+    next.stop().await;
+}
