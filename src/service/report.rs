@@ -11,8 +11,8 @@ use std::sync::Arc;
 use crate::app::{App, Counted, PaidIds, PartitionRecords, ReportError, ShuffleState};
 use crate::budget::Charge;
 use crate::durability::{Cost, Record, Report};
-use crate::tiers::{StoreErrorKind, Tier};
-use uniffle_wire::types::{PartitionId, ShuffleKey};
+use crate::tiers::{MetadataLog, StoreErrorKind};
+use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
 use super::aside::aside;
@@ -65,7 +65,7 @@ impl Ingest {
         let (partitions, records) =
             (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
         let mut reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
-        let log = || self.tiers.metadata().and_then(|tier| tier.metadata_log(&key));
+        let log = self.log_of(&app, &key, &shuffle)?;
         let mut turn = None;
         let (paid, _on_its_way) = loop {
             let ended = app.reports().ended();
@@ -75,7 +75,7 @@ impl Ingest {
             let cost = cost?;
             // What is known was written down before, and is on the device unless an earlier process left it and nothing
             // could be written since.
-            if cost.learns_nothing() && log().is_none_or(|log| log.is_recovered_durable()) {
+            if cost.learns_nothing() && log.as_ref().is_none_or(|log| log.is_recovered_durable()) {
                 return Ok(());
             }
             match app.reports().pay(|| cost.pay(&app, &shuffle, reported.bitmap_count)) {
@@ -89,11 +89,26 @@ impl Ingest {
         };
         drop(turn);
         self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
-        let reported = match self.tiers.metadata() {
-            Some(tier) => note_report(&**tier, &key, request.task_attempt, reported).await?,
+        let reported = match log {
+            Some(log) => note_report(&*log, key.shuffle, request.task_attempt, reported).await?,
             None => reported,
         };
         aside(is_small, move || reported.enter(&shuffle, paid)).await
+    }
+
+    /// Where reports of `shuffle` are written down, if anywhere: its own log, and not that of one that has its name by now.
+    fn log_of(
+        &self,
+        app: &App,
+        key: &ShuffleKey,
+        shuffle: &Arc<ShuffleState>,
+    ) -> Result<Option<Arc<dyn MetadataLog>>, ServiceError> {
+        let Some(tier) = self.tiers.metadata() else { return Ok(None) };
+        let log = tier.metadata_log(key);
+        // A tier forgets a shuffle after the app has, and knows another one before.
+        let is_registered = app.shuffle(key.shuffle).is_some_and(|known| Arc::ptr_eq(&known, shuffle));
+        let log = log.filter(|_| is_registered).ok_or_else(|| unknown_shuffle(key.shuffle.0))?;
+        Ok(Some(log))
     }
 }
 
@@ -214,13 +229,11 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
 
 /// Makes a report survive the process; gives it back.
 async fn note_report(
-    tier: &dyn Tier,
-    key: &ShuffleKey,
+    log: &dyn MetadataLog,
+    shuffle: ShuffleId,
     task_attempt: i64,
     reported: Reported,
 ) -> Result<Reported, ServiceError> {
-    let unknown = || unknown_shuffle(key.shuffle.0);
-    let log = tier.metadata_log(key).ok_or_else(unknown)?;
     let Reported { bitmap_count, partitions, records } = reported;
     let is_small = numbers_in(&partitions, &records) <= INLINE_IDS_MAX;
     let encode = move || {
@@ -229,7 +242,7 @@ async fn note_report(
     };
     let (bytes, note) = aside(is_small, encode).await?;
     match log.append(bytes.into()).await {
-        Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
+        Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown_shuffle(shuffle.0)),
         Err(error) => Err(error.into()),
         Ok(()) => {
             let (partitions, records) = match note {

@@ -4,6 +4,7 @@ mod answers;
 mod damage;
 mod fairness;
 mod recovery;
+mod reports;
 mod start;
 
 use std::collections::HashMap;
