@@ -32,6 +32,9 @@ const RESUBMIT_PROPERTIES: [&str; 3] =
 /// What happened to blocks that were in memory only.
 const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
 
+/// What happened to blocks of a report that was on its way when that was found out.
+const GONE_MEANWHILE: &str = "the blocks were found to be gone while their report was written down";
+
 /// Losses listed in one report; beyond it their blocks are only counted.
 const LISTED_MAX: usize = 10_000;
 
@@ -226,7 +229,6 @@ impl Losses {
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
         let (blame, give_up) = (blame(Vec::new(), IN_MEMORY), Verifier::patience());
-        let ids_of = |ids: &[i64]| ids.iter().map(|id| id.unsigned_abs()).collect::<Treemap>();
         let unknown =
             partitions.iter().filter(|(id, ids)| ledger.with(*id, |it| it.question_unknown(&ids_of(ids))));
         let suspect = |partition| Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
@@ -243,6 +245,27 @@ impl Losses {
             self.verifier.enter(shuffle, *partition, missing, &blame);
         }
         Ok(())
+    }
+
+    /// A report was taken after it was judged. What was found to be gone meanwhile was looked for without it: it is lost, or in
+    /// question.
+    pub(super) fn note_reported(&self, shuffle: &Arc<ShuffleState>, partitions: &[(PartitionId, Vec<i64>)]) {
+        let ledger = shuffle.ledger();
+        if !ledger.is_watched() {
+            return;
+        }
+        let blame = blame(Vec::new(), GONE_MEANWHILE);
+        for (partition, ids) in partitions {
+            match ledger.with(*partition, |it| it.acknowledge(&ids_of(ids))) {
+                Ok(false) => {}
+                Ok(true) => {
+                    let shuffle = Arc::clone(shuffle);
+                    let suspect = Suspect { shuffle, partition: *partition, blame: blame.clone() };
+                    self.verifier.verify(vec![suspect]);
+                }
+                Err(missing) => self.verifier.enter(shuffle, *partition, missing, &blame),
+            }
+        }
     }
 
     /// After a restart: what was reported and is not there is lost, or, where there are remote files, to be verified.
@@ -293,6 +316,10 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> R
     let key = shuffle.key();
     match verdict {
         Verdict::Serve => Ok(()),
+fn ids_of(ids: &[i64]) -> Treemap {
+    ids.iter().map(|id| id.unsigned_abs()).collect()
+}
+
         Verdict::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
         Verdict::Wait(None) => Err(ServiceError::InDoubt(format!(
             "a disk has failed, what is left of shuffle {key} partition {partition} is being counted"

@@ -93,7 +93,14 @@ impl Ingest {
             Some(log) => note_report(&*log, key.shuffle, request.task_attempt, reported).await?,
             None => reported,
         };
-        aside(is_small, move || reported.enter(&shuffle, paid)).await
+        let state = Arc::clone(&shuffle);
+        let enter = move || {
+            reported.enter(&state, paid);
+            reported
+        };
+        let reported = aside(is_small, enter).await?;
+        self.losses.note_reported(&shuffle, &reported.partitions);
+        Ok(())
     }
 
     /// Where reports of `shuffle` are written down, if anywhere: its own log, and not that of one that has its name by now.
@@ -177,7 +184,7 @@ impl Reported {
     }
 
     /// Enters it. Record numbers first: who sees the ids sees those too.
-    fn enter(self, shuffle: &ShuffleState, mut paid: Paid) {
+    fn enter(&self, shuffle: &ShuffleState, mut paid: Paid) {
         shuffle.records().lock().enter(&self.records, paid.records);
         for piece in pieces(&self.partitions) {
             shuffle.block_ids().lock().enter(&piece, &mut paid.ids);

@@ -3,6 +3,7 @@
 use bytes::Bytes;
 
 use super::*;
+use crate::app::ShuffleState;
 use crate::schema::SpareMemory;
 use crate::tiers::{Backlog, ExtentData, ExtentWrite, InMemory, Released, TierBatch};
 use uniffle_io::buffers::HeapBuffers;
@@ -56,6 +57,10 @@ impl World {
         let shuffle = self.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
         shuffle.write(batch(0, Default::default())).await.unwrap();
         shuffle.write(batch(1, second)).await.unwrap();
+        self.report_blocks().await.unwrap();
+    }
+
+    async fn report_blocks(&self) -> Result<(), ServiceError> {
         let report = ReportRequest {
             app: APP,
             shuffle: 0,
@@ -64,7 +69,20 @@ impl World {
             partitions: vec![(PartitionId(PARTITION), vec![0, 1])],
             records: Vec::new(),
         };
-        self.service.ingest.report(report).await.unwrap();
+        self.service.ingest.report(report).await
+    }
+
+    fn shuffle(&self) -> Arc<ShuffleState> {
+        self.service.lifecycle.known.app(APP).unwrap().shuffles().remove(0)
+    }
+
+    /// Something finds out that both blocks cannot be read any more.
+    async fn find_damage(&self) {
+        let local = self.flusher.tiers().find::<LocalStore>().unwrap();
+        let moving = local.moving(&local.handle(&key()).unwrap());
+        self.faults.add(Rule::always(Operation::Read, Fault::Flip).on(".data"));
+        let run = moving.next_run(PartitionId(PARTITION), 0, 2 * u64::from(BLOCK)).unwrap();
+        moving.data(&run).unwrap().next_chunk(&HeapBuffers).await.unwrap_err();
     }
 
     async fn read_blocks(&self, first: u32, count: u32) -> Result<Vec<u8>, ServiceError> {
@@ -124,13 +142,38 @@ async fn what_the_page_cache_did_not_bring_to_its_disk_while_memory_had_it_is_na
 async fn a_block_that_is_found_damaged_while_it_is_moved_is_named_to_readers() {
     let world = World::new(PartitionLimits::default(), quiet()).await;
     world.two_blocks(Default::default()).await;
-    let local = world.flusher.tiers().find::<LocalStore>().unwrap();
-    let moving = local.moving(&local.handle(&key()).unwrap());
-    world.faults.add(Rule::always(Operation::Read, Fault::Flip).on(".data"));
-    let run = moving.next_run(PartitionId(PARTITION), 0, 2 * u64::from(BLOCK)).unwrap();
-    moving.data(&run).unwrap().next_chunk(&HeapBuffers).await.unwrap_err();
+    world.find_damage().await;
     world.faults.clear();
     let text = world.until_named().await;
     assert!(text.contains("(ids 0"), "{text}");
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_is_found_damaged_while_its_report_is_written_down_is_named() {
+    let world = World::new(PartitionLimits::default(), quiet()).await;
+    let shuffle = world.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
+    shuffle.write(batch(0, Default::default())).await.unwrap();
+    shuffle.write(batch(1, Default::default())).await.unwrap();
+    let second = Duration::from_secs(1);
+    world.faults.add(Rule::always(Operation::Write, Fault::Slow(second)).on("/log"));
+    let damage = async {
+        tokio::time::sleep(second / 4).await;
+        world.find_damage().await;
+        world.faults.clear();
+        tokio::time::sleep(second / 4).await;
+        let state = world.shuffle();
+        assert_eq!(
+            (state.ledger().verifying(), state.ledger().losses()),
+            (0, Vec::new()),
+            "nothing is reported"
+        );
+        assert!(state.ledger().is_watched() && state.block_ids().lock().count() == 0);
+    };
+    let (reported, ()) = tokio::join!(world.report_blocks(), damage);
+    reported.unwrap();
+    let text = world.until_named().await;
+    assert!(text.contains("(ids 0") && text.contains("while their report was written down"), "{text}");
+    drop(shuffle);
     world.stop().await;
 }
