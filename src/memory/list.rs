@@ -187,6 +187,12 @@ impl BlockList {
         self.withheld.get().is_some_and(|numbers| is_among(numbers))
     }
 
+    /// Ids of the blocks that are shown.
+    pub(super) fn shown_ids(&self) -> impl Iterator<Item = BlockId> {
+        let numbered = self.records.iter().enumerate();
+        numbered.filter(|(at, _)| !self.is_withheld(*at)).map(|(_, record)| record.block_id)
+    }
+
     /// Blocks that are shown.
     pub(super) fn shown(&self) -> usize {
         self.records.len() - self.withheld.get().map_or(0, |numbers| numbers.len())

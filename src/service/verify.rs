@@ -200,22 +200,8 @@ impl Verifier {
     }
 
     fn ids_in_memory(&self, key: &ShuffleKey, partition: PartitionId) -> Treemap {
-        let mut ids = Treemap::new();
-        let Some(buffer) = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition)) else {
-            return ids;
-        };
-        let mut after = None;
-        loop {
-            let blocks = buffer.read(after, u64::MAX, None).blocks;
-            let Some(last) = blocks.last() else { return ids };
-            after = Some(last.block_id);
-            let before = ids.cardinality();
-            blocks.iter().for_each(|block| ids.add(block.block_id.0.unsigned_abs()));
-            // A cursor that was flushed away starts again at the head.
-            if ids.cardinality() == before {
-                return ids;
-            }
-        }
+        let buffer = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition));
+        buffer.map(|buffer| buffer.ids()).unwrap_or_default()
     }
 }
 

@@ -324,6 +324,19 @@ impl Buffer {
         found.into()
     }
 
+    /// Ids of all blocks that are there at one moment. A reader that goes on from its cursor may miss some: where that is released
+    /// before what is older, it begins at the head again.
+    #[must_use]
+    pub fn ids(&self) -> Treemap {
+        let state = self.state.lock();
+        let lists = state.lists.as_deref();
+        let active: Vec<BlockId> = lists.iter().flat_map(|lists| lists.active.shown_ids()).collect();
+        let batches: Vec<_> = lists.iter().flat_map(|lists| lists.batches.iter().cloned()).collect();
+        drop(state);
+        let sealed = batches.iter().flat_map(|batch| batch.list().shown_ids());
+        sealed.chain(active).map(|BlockId(id)| id.unsigned_abs()).collect()
+    }
+
     /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer
     /// whose list was closed, for its bytes or its blocks, gives its oldest batch not taken yet.
     pub fn seal(&self) -> Option<Arc<SealedBatch>> {

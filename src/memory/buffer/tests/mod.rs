@@ -9,6 +9,7 @@ use super::*;
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey, TaskAttemptId};
 
 mod heap;
+mod ids;
 mod model;
 mod promised;
 mod stress;

@@ -1,0 +1,26 @@
+//! Which blocks are in memory at one moment.
+
+use super::*;
+
+#[test]
+fn ids_of_all_blocks_are_told_at_once_whatever_is_released_first() {
+    let memory = memory(8 * MIB);
+    let buffer = buffer(&memory);
+    let ids = || buffer.ids().iter().collect::<Vec<_>>();
+    assert!(ids().is_empty());
+    put(&memory, &buffer, 1, 0, 10);
+    put(&memory, &buffer, 2, 0, 10);
+    let first = buffer.seal().unwrap();
+    put(&memory, &buffer, 3, 0, 10);
+    let second = buffer.seal().unwrap();
+    put(&memory, &buffer, 4, 0, 10);
+    assert_eq!(ids(), [1, 2, 3, 4]);
+    // A cursor in it begins at the head again, and would meet the first batch only.
+    buffer.release(&second);
+    assert_eq!(ids(), [1, 2, 4]);
+    buffer.release(&first);
+    assert_eq!(ids(), [4]);
+    drop((first, second));
+    buffer.release(&buffer.seal().unwrap());
+    assert!(ids().is_empty());
+}
