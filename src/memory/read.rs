@@ -82,7 +82,9 @@ pub(super) fn walk(
     tasks: Option<&Treemap>,
 ) -> Found {
     let limit_blocks = limit_blocks.clamp(1, READ_BLOCKS_MAX);
-    let place = |id| lists.iter().enumerate().find_map(|(n, list)| Some((n, list.find(id)? + 1)));
+    // One that is withheld may be there once more, sent again: a reader knows that one only.
+    let shown = |list: &BlockList, id| list.find(id).filter(|at| !list.is_withheld(*at));
+    let place = |id| lists.iter().enumerate().find_map(|(n, list)| Some((n, shown(list, id)? + 1)));
     let (first, mut from) = after.and_then(place).unwrap_or((0, 0));
     let mut filter = TaskFilter { tasks, last: None };
     let mut gather = Gather::default();

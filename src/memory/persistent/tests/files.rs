@@ -237,3 +237,37 @@ fn what_is_purged_before_anybody_looked_at_it_is_gone() {
     buffer.verify();
     assert_eq!((again.used_bytes(), again.block_count(), again.has_unverified()), (0, 0, false));
 }
+
+#[test]
+fn a_reader_goes_on_behind_a_block_that_was_damaged_and_sent_again() {
+    let memory = open(None);
+    restored(&memory, |_, _, _| false);
+    let send = |memory: &Memory, ids: &[i64], is_whole: bool| {
+        let (buffer, mut funds) = (buffer(memory, 0, 0), funds(memory, 100_000).unwrap());
+        let block = |id: &i64| {
+            let mut fill = buffer.reserve(100, &mut funds).unwrap();
+            fill.write(&payload(*id, 100));
+            let crc = crc32fast::hash(&payload(*id, 100)) ^ u32::from(!is_whole && *id == 1);
+            let (block_id, task_attempt_id) = (BlockId(*id), TaskAttemptId(1));
+            (BlockMeta { block_id, task_attempt_id, length: 100, uncompressed_length: 1, crc }, fill)
+        };
+        let blocks: Vec<_> = ids.iter().map(block).collect();
+        buffer.commit(blocks, &mut funds).unwrap();
+    };
+    send(&memory, &[1, 2], false);
+    let file = memory.handed_over().unwrap();
+    memory.let_go();
+    let again = open(file);
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1, 2])]));
+    let buffer = buffer(&again, 0, 0);
+    buffer.verify();
+    send(&again, &[1], true);
+    let (mut read, mut after) = (Vec::new(), None);
+    while let [block] = buffer.read(after, 1, None).blocks[..] {
+        read.push(block.block_id.0);
+        assert!(read.len() <= 2, "without an end: {read:?}");
+        after = Some(block.block_id);
+    }
+    assert_eq!(read, [2, 1]);
+    assert_eq!(buffer.ids().iter().collect::<Vec<_>>(), [1, 2]);
+}
