@@ -15,7 +15,7 @@ use croaring::Treemap;
 use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
-use crate::durability::{IdSet, LostExtent, Verdict, ranges};
+use crate::durability::{IdSet, Ledger, LostExtent, Phase, Verdict, ranges};
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -297,6 +297,15 @@ impl Losses {
         suspects
     }
 
+    /// Blocks have become visible while the ledger came to care for them: they may not have been counted.
+    pub(super) fn count_again(&self, shuffle: &Arc<ShuffleState>, partition: PartitionId) {
+        let has_begun = |it: &mut Ledger| it.phase() != Phase::Known && it.question(None);
+        if shuffle.ledger().with(partition, has_begun) {
+            let blame = blame(Vec::new(), IN_MEMORY);
+            self.verifier.verify(vec![Suspect { shuffle: Arc::clone(shuffle), partition, blame }]);
+        }
+    }
+
     /// Tells the ledger of blocks that have become visible.
     pub(super) fn note_committed(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[u64]) {
         let healed = shuffle.ledger().with(partition, |it| it.commit(ids));
@@ -305,6 +314,10 @@ impl Losses {
             tracing::info!(target: AUDIT, shuffle = %shuffle.key(), %partition, blocks = healed, "lost blocks were sent again");
         }
     }
+}
+
+fn ids_of(ids: &[i64]) -> Treemap {
+    ids.iter().map(|id| id.unsigned_abs()).collect()
 }
 
 /// Refuses a read of a partition of which it is not known yet what a disk has lost.
@@ -316,10 +329,6 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> R
     let key = shuffle.key();
     match verdict {
         Verdict::Serve => Ok(()),
-fn ids_of(ids: &[i64]) -> Treemap {
-    ids.iter().map(|id| id.unsigned_abs()).collect()
-}
-
         Verdict::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
         Verdict::Wait(None) => Err(ServiceError::InDoubt(format!(
             "a disk has failed, what is left of shuffle {key} partition {partition} is being counted"

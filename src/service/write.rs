@@ -335,6 +335,8 @@ impl SendSession {
         let stored = self.commit_to(&run.buffer, std::mem::take(&mut run.blocks))?;
         if cares {
             self.ingest.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
+        } else if self.shuffle.ledger().is_watched() {
+            self.ingest.losses.count_again(&self.shuffle, run.buffer.partition());
         }
         self.stored_bytes += stored.bytes;
         self.stored_blocks += stored.blocks as u64;

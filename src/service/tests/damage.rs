@@ -177,3 +177,22 @@ async fn a_block_that_is_found_damaged_while_its_report_is_written_down_is_named
     drop(shuffle);
     world.stop().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_is_committed_while_a_count_begins_is_counted_again() {
+    let world = World::new(PartitionLimits::default(), quiet()).await;
+    let (shuffle, lifecycle) = (world.shuffle(), &world.service.lifecycle);
+    lifecycle.verifier.suspect(&shuffle, PartitionId(PARTITION), "a disk has failed");
+    within_time("nothing is found", || shuffle.ledger().verifying() == 0).await;
+    // Their sender asked before that whether anybody counts.
+    let tier = world.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
+    tier.write(batch(0, Backlog::default())).await.unwrap();
+    tier.write(batch(1, Backlog::default())).await.unwrap();
+    let refused = world.report_blocks().await.unwrap_err();
+    assert!(matches!(refused, ServiceError::Lost(_)), "{refused}");
+    lifecycle.losses.count_again(&shuffle, PartitionId(PARTITION));
+    world.report_blocks().await.unwrap();
+    assert_eq!(world.read_blocks(0, 2).await.unwrap().len(), 2 * BLOCK as usize);
+    drop((tier, shuffle));
+    world.stop().await;
+}
