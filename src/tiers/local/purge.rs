@@ -124,9 +124,11 @@ impl LocalStore {
 
     /// Forgets a shuffle whose files stay where they are, for a later process.
     pub fn leave(&self, key: &ShuffleKey) {
-        if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            drop(Forgotten::new(&self.core, shuffle));
-        }
+        let Some(shuffle) = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle)) else { return };
+        // Before it is unknown: a sweep looks at those that are known first.
+        self.left.lock().insert(shuffle.incarnation);
+        self.shuffles.remove(key);
+        drop(Forgotten::new(&self.core, shuffle));
     }
 
     /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
@@ -224,8 +226,9 @@ impl LocalStore {
             }
         }
         // Listed first, looked up second: a directory is only made for a shuffle that is registered, so one without
-        // a shuffle now will never have one again.
-        let alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
+        // a shuffle now will never have one again. What was left for a later process is not for this one to remove.
+        let mut alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
+        alive.extend(self.left.lock().iter());
         for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
             // A file by such a name is nobody's, and is left alone.
             let listed = within(deadline, disk.io.list(path)).await;

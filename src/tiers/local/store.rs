@@ -1,5 +1,6 @@
 //! The store: the shuffles that it knows, and the parts that write, read and remove them.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
@@ -73,6 +74,8 @@ pub struct LocalStore {
     /// Shuffles that are gone, of which the metadata log does not know it yet.
     pub(super) pending_purges: Mutex<Vec<Arc<Shuffle>>>,
     pub(super) recovered: Mutex<Recovered>,
+    /// Incarnations whose files stay for a later process.
+    pub(super) left: Mutex<HashSet<u64>>,
     /// Of the metadata log.
     pub(super) tasks: Tasks,
 }
@@ -98,6 +101,7 @@ impl LocalStore {
             metadata,
             pending_purges: Mutex::default(),
             recovered: Mutex::default(),
+            left: Mutex::default(),
             tasks,
             core,
         })

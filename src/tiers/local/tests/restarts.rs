@@ -251,6 +251,24 @@ async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_left_for_a_later_start_is_not_swept() {
+    let (disks, store, shuffle, handle) = two_disks_with_blocks(4).await;
+    drop((handle, store));
+    let store = store_on(&disks).await;
+    store.leave(&shuffle);
+    // Its application goes on.
+    let other = key("app", 2);
+    store.register(&other);
+    store.write(&other, vec![extent(1, &[(9, 100)], false)]).await.unwrap();
+    store.sweep().await;
+    store.maintain_once().await;
+    store.purge_app(&shuffle.app).await;
+    drop(store);
+    let store = store_on(&disks).await;
+    assert_eq!(read_all(&store, &shuffle, 1).await.unwrap(), [0, 1, 2, 3]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_record_that_reaches_too_few_disks_is_an_error_and_goes_round_those_that_fail() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b"), TestDisk::new("/c")];
     let key = key("app", 1);
