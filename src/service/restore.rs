@@ -97,9 +97,10 @@ impl Lifecycle {
                     self.discard(&key);
                 }
                 Err(error) => {
-                    tracing::error!(shuffle = %key, %error, "cannot be taken over, removed");
+                    tracing::error!(shuffle = %key, %error, "cannot be taken over, its files are left for a later start");
                     restored.unregistered += 1;
-                    self.discard(&key);
+                    self.apps.left_unproven(&key, &Arc::from(format!("it cannot be taken over: {error}")));
+                    self.leave(&key);
                 }
             }
         }
@@ -256,11 +257,9 @@ impl Lifecycle {
         restoring: Restoring,
         mut shuffle: RecoveredShuffle,
     ) -> Result<Option<Vec<Suspect>>, ServiceError> {
-        if let Some(error) = restoring.failed {
-            return Err(error);
-        }
-        let Some(state) = restoring.state else { return Ok(None) };
-        if let Some(reason) = shuffle.incomplete.take().or(restoring.untaken) {
+        let Some(state) = restoring.state else { return restoring.failed.map_or(Ok(None), Err) };
+        let unread = restoring.failed.map(|error| format!("what it said is not all understood: {error}"));
+        if let Some(reason) = shuffle.incomplete.take().or(restoring.untaken).or(unread) {
             tracing::error!(target: AUDIT, shuffle = %shuffle.key, reason, "reports may be missing, its results are refused");
             state.ledger().mark_incomplete(reason);
         }

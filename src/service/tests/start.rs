@@ -142,3 +142,35 @@ async fn damage_that_is_found_while_a_start_still_restores_is_named() {
     within_time("all damaged blocks are named", || lost() == u64::from(PARTITIONS.unsigned_abs())).await;
     next.stop().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_shuffle_whose_registration_is_not_understood_is_left_for_a_later_start() {
+    let disk = left_on_disk(&[b"of a later version".to_vec()], 3).await;
+    let memory = memory_of(None);
+    let next = Next::on(&disk, &memory).await;
+    let restored = next.restore().await;
+    assert_eq!((restored.shuffles, restored.unregistered), (0, 1));
+    let incomplete = next.service.insight.losses().incomplete;
+    assert!(incomplete[0].reason.contains("cannot be taken over"), "{incomplete:?}");
+    next.store.sweep().await;
+    next.store.maintain_once().await;
+    next.stop().await;
+    let next = Next::on(&disk, &memory_of(None)).await;
+    let shuffle = next.store.take_recovered().shuffles.remove(0);
+    assert_eq!((shuffle.key, shuffle.present.len()), (key(), 3));
+    next.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shuffle_of_which_a_report_is_not_understood_is_served_and_its_results_are_refused() {
+    let said = [registration(), report(), b"of a later version".to_vec()];
+    let disk = left_on_disk(&said, PARTITIONS).await;
+    let next = Next::on(&disk, &memory_of(None)).await;
+    assert_eq!(next.restore().await.shuffles, 1);
+    let report = next.service.insight.losses();
+    assert!(report.incomplete[0].reason.contains("not all understood"), "{report:?}");
+    assert!(report.losses.is_empty(), "{report:?}");
+    next.store.sweep().await;
+    assert!(next.store.index(&key(), PartitionId(3)).is_ok());
+    next.stop().await;
+}
