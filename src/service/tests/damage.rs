@@ -186,8 +186,8 @@ async fn a_block_that_is_committed_while_a_count_begins_is_counted_again() {
     within_time("nothing is found", || shuffle.ledger().verifying() == 0).await;
     // Their sender asked before that whether anybody counts.
     let tier = world.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
-    tier.write(batch(0, Backlog::default())).await.unwrap();
-    tier.write(batch(1, Backlog::default())).await.unwrap();
+    tier.write(batch(0, Default::default())).await.unwrap();
+    tier.write(batch(1, Default::default())).await.unwrap();
     let refused = world.report_blocks().await.unwrap_err();
     assert!(matches!(refused, ServiceError::Lost(_)), "{refused}");
     lifecycle.losses.count_again(&shuffle, PartitionId(PARTITION));
