@@ -5,6 +5,7 @@
 //! and a test can assert that no task is left. A task that panics ends alone (`telemetry` counts and logs it); what must
 //! go on is spawned with [`Tasks::spawn_again`].
 
+mod aside;
 pub(crate) mod metrics;
 mod names;
 mod polls;
@@ -25,6 +26,7 @@ use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 
+pub use self::aside::Aside;
 pub use self::metrics::RuntimeMetrics;
 use self::names::Names;
 pub use self::names::RunningTask;

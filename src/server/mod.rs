@@ -50,13 +50,13 @@ use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::java::{self, JavaHooks};
 use crate::listeners::http::push::Pusher;
-use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages};
+use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_places};
 use crate::listeners::tcp::TcpServer;
 use crate::memory::{Backing, Memory, Owner, huge_pages_of};
 use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
-use crate::runtime::{Handover, RuntimeMetrics, Tasks};
+use crate::runtime::{Aside, Handover, RuntimeMetrics, Tasks};
 use crate::service::Service;
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
@@ -283,10 +283,20 @@ impl Worker {
         }
         let profiles = http::debug::routes(self.background.clone());
         let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
-        let api = api::router(ApiHooks { service: Arc::clone(&self.service), node: Arc::clone(&node) });
-        let java = java::router(JavaHooks { registry: self.registry.clone(), node: Arc::clone(&node) });
+        let aside = gathering_places();
+        let api = api::router(ApiHooks {
+            service: Arc::clone(&self.service),
+            node: Arc::clone(&node),
+            aside: aside.clone(),
+        });
+        let java = java::router(JavaHooks {
+            registry: self.registry.clone(),
+            node: Arc::clone(&node),
+            aside: aside.clone(),
+        });
         let mounted = api.merge(java).merge(open_profiles);
-        let pages = Pages { registry: self.registry.clone(), metrics, mounted, node };
+        let pages =
+            Pages { registry: self.registry.clone(), metrics, mounted, node, aside, ready: Aside::new(1) };
         // Not with the other listeners: the last flush is to be seen too.
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
         HttpServer::start(config.http, binding, pages, &self.background)?;

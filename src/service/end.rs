@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::ServiceError;
-use super::aside::aside;
+use super::aside::{aside, own_aside};
 use super::drain::Draining;
 use super::lifecycle::Lifecycle;
 use uniffle_wire::types::AppId;
@@ -22,7 +22,7 @@ impl Lifecycle {
             return Err(ServiceError::NotRegistered);
         }
         let lifecycle = Arc::clone(self);
-        aside(false, move || lifecycle.unregister_app(id.as_str())).await?
+        aside(&self.known.aside, false, move || lifecycle.unregister_app(id.as_str())).await?
     }
 
     /// [`Lifecycle::unregister_shuffle`] on a blocking thread.
@@ -32,7 +32,8 @@ impl Lifecycle {
     pub async fn end_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         let app = self.known.app(app)?;
         let lifecycle = Arc::clone(self);
-        aside(false, move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle)).await?
+        aside(&self.known.aside, false, move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle))
+            .await?
     }
 
     /// [`Lifecycle::expire_apps`] on a blocking thread.
@@ -41,7 +42,7 @@ impl Lifecycle {
             return;
         }
         let lifecycle = Arc::clone(self);
-        let expired = aside(false, move || lifecycle.expire_apps()).await;
+        let expired = own_aside(move || lifecycle.expire_apps()).await;
         if let Err(error) = expired {
             tracing::error!(%error, "applications that are gone were not purged, the next look tries again");
         }
@@ -53,7 +54,7 @@ impl Lifecycle {
     /// As there.
     pub async fn flush_all_aside(self: &Arc<Self>) -> Result<usize, ServiceError> {
         let lifecycle = Arc::clone(self);
-        aside(false, move || lifecycle.flush_all()).await?
+        own_aside(move || lifecycle.flush_all()).await?
     }
 
     /// [`Lifecycle::drain`] on a blocking thread.
@@ -62,6 +63,6 @@ impl Lifecycle {
     /// As there.
     pub async fn drain_aside(self: &Arc<Self>) -> Result<Draining, ServiceError> {
         let lifecycle = Arc::clone(self);
-        aside(false, move || lifecycle.drain()).await?
+        own_aside(move || lifecycle.drain()).await?
     }
 }

@@ -12,7 +12,7 @@ use crate::runtime::Tasks;
 use crate::tiers::Tiers;
 use uniffle_wire::types::AppId;
 
-use super::aside::aside;
+use super::aside::own_aside;
 use super::explain::{Explanation, Gone, Presence, explanation};
 use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use super::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
@@ -148,7 +148,10 @@ impl Insight {
             }
             let (insight, over) = (Arc::clone(&self), walked.elapsed());
             let is_quick = self.memory.partitions() < PARTITIONS_PER_SAMPLE as u64;
-            let sampled = aside(is_quick, move || sample_apps(&insight.apps, &insight.memory, over)).await;
+            let sampled = match is_quick {
+                true => Ok(sample_apps(&insight.apps, &insight.memory, over)),
+                false => own_aside(move || sample_apps(&insight.apps, &insight.memory, over)).await,
+            };
             pause = sampled.unwrap_or_default() / PARTITIONS_PER_SAMPLE;
             walked = Instant::now();
         }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::app::{App, AppRegistry, ShuffleState};
+use crate::runtime::Aside;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
@@ -13,6 +14,8 @@ use super::metrics::ServiceMetrics;
 pub(super) struct Known {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) metrics: Arc<ServiceMetrics>,
+    /// For what a request asks for and may be too long for a runtime thread.
+    pub(super) aside: Aside,
 }
 
 impl Known {

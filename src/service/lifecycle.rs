@@ -110,7 +110,7 @@ impl Lifecycle {
         }
         let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
         let sent = request.ranges.clone();
-        let ranges = aside(is_small, move || PartitionRanges::parse(&sent)).await??;
+        let ranges = aside(&self.known.aside, is_small, move || PartitionRanges::parse(&sent)).await??;
         let wanted_storage = request.remote_storage.as_ref();
         let (admissions, is_remote) = self.admissions(wanted_storage)?;
         let partitions = ranges.count();

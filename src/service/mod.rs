@@ -92,7 +92,7 @@ use verify::Verifier;
 use crate::app::AppRegistry;
 use crate::flush::Flusher;
 use crate::memory::Memory;
-use crate::runtime::Tasks;
+use crate::runtime::{Aside, Tasks};
 use crate::schema::kind::{HOUR, SECOND, seconds};
 use crate::schema::section;
 use crate::telemetry::Refusals;
@@ -170,7 +170,7 @@ impl Service {
         flusher.iter().for_each(|flusher| flusher.charge_to(Arc::clone(&apps)));
         let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
         let status = Arc::new(WorkerStatus::default());
-        let known = Known { apps: apps.clone(), metrics: metrics.clone() };
+        let known = Known { apps: apps.clone(), metrics: metrics.clone(), aside: Aside::of_cores() };
         let (verifier, losses) = verification(&known, &memory, &tiers, &tasks);
         let insight = Arc::new(Insight {
             apps: apps.clone(),
@@ -298,7 +298,7 @@ impl Service {
 
 /// What finds out which blocks are lost, and who tells of it.
 fn verification(
-    Known { apps, metrics }: &Known,
+    Known { apps, metrics, .. }: &Known,
     memory: &Arc<Memory>,
     tiers: &Tiers,
     tasks: &Tasks,

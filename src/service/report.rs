@@ -11,6 +11,7 @@ use std::sync::Arc;
 use crate::app::{App, Counted, PaidIds, PartitionRecords, ReportError, ShuffleState};
 use crate::budget::Charge;
 use crate::durability::{Cost, Record, Report};
+use crate::runtime::Aside;
 use crate::tiers::{MetadataLog, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
 
@@ -70,7 +71,7 @@ impl Ingest {
         let (paid, _on_its_way) = loop {
             let ended = app.reports().ended();
             let asked = Arc::clone(&shuffle);
-            let (cost, costed) = aside(is_small, move || reported.costed(&asked)).await?;
+            let (cost, costed) = aside(&self.known.aside, is_small, move || reported.costed(&asked)).await?;
             reported = costed;
             let cost = cost?;
             // What is known was written down before, and is on the device unless an earlier process left it and nothing
@@ -90,7 +91,9 @@ impl Ingest {
         drop(turn);
         self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match log {
-            Some(log) => note_report(&*log, key.shuffle, request.task_attempt, reported).await?,
+            Some(log) => {
+                note_report(&self.known.aside, &*log, key.shuffle, request.task_attempt, reported).await?
+            }
             None => reported,
         };
         let state = Arc::clone(&shuffle);
@@ -98,7 +101,7 @@ impl Ingest {
             reported.enter(&state, paid);
             reported
         };
-        let reported = aside(is_small, enter).await?;
+        let reported = aside(&self.known.aside, is_small, enter).await?;
         self.losses.note_reported(&shuffle, &reported.partitions);
         Ok(())
     }
@@ -236,6 +239,7 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
 
 /// Makes a report survive the process; gives it back.
 async fn note_report(
+    places: &Aside,
     log: &dyn MetadataLog,
     shuffle: ShuffleId,
     task_attempt: i64,
@@ -247,7 +251,7 @@ async fn note_report(
         let note = Record::Report(Report { bitmap_count, task_attempt, partitions, records });
         (note.encode(), note)
     };
-    let (bytes, note) = aside(is_small, encode).await?;
+    let (bytes, note) = aside(places, is_small, encode).await?;
     match log.append(bytes.into()).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown_shuffle(shuffle.0)),
         Err(error) => Err(error.into()),

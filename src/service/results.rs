@@ -13,7 +13,7 @@ use tokio::time::timeout;
 
 use crate::app::{PartitionRecords, ShuffleState};
 use crate::budget::heap::HeapFull;
-use crate::budget::{Charge, HeapKind};
+use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::durability::IdSet;
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
@@ -32,6 +32,9 @@ const INLINE_PARTITIONS_MAX: usize = 1000;
 
 /// A record number on its way: copied, in a message, and encoded.
 const RECORD_BYTES: u64 = 64;
+
+/// A set that is copied, beside its ids: its place, and what an allocator rounds up to.
+const COPY_BYTES: u64 = 64;
 
 /// Sets shared under one hold of the shuffle's lock.
 const SETS_AT_ONCE: usize = 1024;
@@ -89,24 +92,29 @@ impl Reads {
             let text = format!("results of shuffle {key} are refused, reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
         }
-        let are_few = size <= INLINE_PARTITIONS_MAX;
-        let partitions = partitions.to_vec();
-        let asked = Arc::clone(&shuffle);
-        let (sets, partitions, numbers) = aside(are_few, move || Sets::of(&asked, partitions)).await?;
-        let is_small = are_few && sets.are_small() && numbers <= INLINE_IDS_MAX;
-        let (sets, answer_bytes) = aside(is_small, move || sets.weighed()).await?;
-        let answer_bytes = answer_bytes + RECORD_BYTES * numbers;
-        let charged = timeout(self.heap_wait, answers.charge(answer_bytes));
-        let full = |refusal| ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal));
-        let mut held = match charged.await {
+        let weight = self.weigh(&shuffle, partitions).await?;
+        let charged = timeout(self.heap_wait, answers.charge(weight.bytes));
+        let held = match charged.await {
             Ok(charged) => charged.map_err(full)?,
-            Err(_elapsed) => answers.try_charge(answer_bytes).map_err(full)?,
+            Err(_elapsed) => answers.try_charge(weight.bytes).map_err(full)?,
         };
-        let made = move || (bitmap::encode(&sets.merged()), shuffle.records().lock().of(&partitions));
-        let (bitmap, records) = aside(is_small, made).await?;
-        let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * numbers);
-        drop(held.split_up_to(unused));
-        Ok(Results { bitmap, records, held })
+        // The charge goes along: a caller that goes does not end what is begun.
+        let is_small = weight.is_small;
+        aside(&self.known.aside, is_small, move || weight.answer(&shuffle, held)).await?
+    }
+
+    /// What an answer takes; what is more than a few ids is looked at on a blocking thread.
+    async fn weigh(&self, shuffle: &Arc<ShuffleState>, partitions: &[i32]) -> Result<Weight, ServiceError> {
+        let are_few = partitions.len() <= INLINE_PARTITIONS_MAX;
+        let partitions = partitions.to_vec();
+        if are_few && let Some(weight) = Weight::of(shuffle, distinct(partitions.clone()), INLINE_IDS_MAX) {
+            return Ok(weight);
+        }
+        let shuffle = Arc::clone(shuffle);
+        let weight = move || Weight::of(&shuffle, distinct(partitions), u64::MAX);
+        let weight = aside(&self.known.aside, false, weight).await?;
+        // There are no more than all.
+        weight.map(|weight| Weight { is_small: false, ..weight }).ok_or(ServiceError::Stopping)
     }
 
     fn refuse_unknown(&self, app: &str, shuffle: i32, reason: &str) -> ServiceError {
@@ -122,40 +130,84 @@ fn distinct(mut partitions: Vec<i32>) -> Vec<PartitionId> {
     partitions.into_iter().map(PartitionId).collect()
 }
 
-/// The sets of a request, shared with the shuffle.
+/// What an answer takes, of which nothing is held yet: it may wait for heap.
+struct Weight {
+    /// Each once.
+    partitions: Vec<PartitionId>,
+    /// Record numbers.
+    numbers: u64,
+    /// Ids as they are copied, merged and encoded, and record numbers.
+    bytes: u64,
+    /// Whether it is made at once.
+    is_small: bool,
+}
+
+impl Weight {
+    /// None if there are more ids or record numbers than `ids_max`; ends at the first part that is beyond.
+    fn of(shuffle: &ShuffleState, partitions: Vec<PartitionId>, ids_max: u64) -> Option<Self> {
+        let (mut bytes, mut left) = (0, ids_max);
+        for some in partitions.chunks(SETS_AT_ONCE) {
+            let sets = Sets::of(shuffle, some);
+            left = sets.leave_of(left)?;
+            bytes += sets.bytes();
+        }
+        let numbers = shuffle.records().lock().count(&partitions) as u64;
+        let is_small = numbers <= ids_max;
+        is_small.then(|| Self { partitions, numbers, bytes: bytes + RECORD_BYTES * numbers, is_small })
+    }
+
+    /// The answer as it is now, for which `held` is charged; for what was reported meanwhile, more.
+    fn answer(self, shuffle: &ShuffleState, mut held: Charge) -> Result<Results, ServiceError> {
+        let sets = Sets::of(shuffle, &self.partitions);
+        let more = (sets.bytes() + RECORD_BYTES * self.numbers).saturating_sub(held.bytes());
+        held.try_grow(more).map_err(full)?;
+        let bitmap = bitmap::encode(&sets.merged());
+        let records = shuffle.records().lock().of(&self.partitions);
+        let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * self.numbers);
+        drop(held.split_up_to(unused));
+        Ok(Results { bitmap, records, held })
+    }
+}
+
+fn full(refusal: NoCapacity) -> ServiceError {
+    ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal))
+}
+
+/// The sets of some partitions: bitmaps are shared with the shuffle, the ids of others copied.
 struct Sets(Vec<IdSet>);
 
 impl Sets {
-    /// Of each of `partitions` once; also which these are, and how many record numbers they have.
-    fn of(shuffle: &ShuffleState, partitions: Vec<i32>) -> (Self, Vec<PartitionId>, u64) {
+    fn of(shuffle: &ShuffleState, partitions: &[PartitionId]) -> Self {
         let mut sets = Vec::new();
-        let partitions = distinct(partitions);
         for some in partitions.chunks(SETS_AT_ONCE) {
             let ids = shuffle.block_ids().lock();
             sets.extend(some.iter().filter_map(|partition| ids.set(*partition)));
         }
-        let numbers = shuffle.records().lock().count(&partitions) as u64;
-        (Self(sets), partitions, numbers)
+        Self(sets)
     }
 
-    /// Whether there are at most [`INLINE_IDS_MAX`] ids; ends at the first part that is beyond.
-    fn are_small(&self) -> bool {
-        let mut left = INLINE_IDS_MAX;
-        let mut fit = |ids: u64| {
-            let less = left.checked_sub(ids);
-            left = less.unwrap_or_default();
-            less.is_some()
+    /// How many of `left` ids these leave; none if they are more.
+    fn leave_of(&self, mut left: u64) -> Option<u64> {
+        for set in &self.0 {
+            match set {
+                IdSet::Few(ids) => left = left.checked_sub(ids.len() as u64)?,
+                IdSet::Many(ids) => {
+                    for part in ids.map.values() {
+                        left = left.checked_sub(part.cardinality())?;
+                    }
+                }
+            }
+        }
+        Some(left)
+    }
+
+    /// What they, the merged set and the answer take at most.
+    fn bytes(&self) -> u64 {
+        let copied = |set: &IdSet| match set {
+            IdSet::Few(ids) => COPY_BYTES + 8 * ids.len() as u64,
+            IdSet::Many(_) => COPY_BYTES,
         };
-        self.0.iter().all(|set| match set {
-            IdSet::Few(ids) => fit(ids.len() as u64),
-            IdSet::Many(ids) => ids.map.values().all(|part| fit(part.cardinality())),
-        })
-    }
-
-    /// With what the merged set and the answer take at most.
-    fn weighed(self) -> (Self, u64) {
-        let answer_bytes = self.0.iter().map(IdSet::bitmap_bytes).sum();
-        (self, answer_bytes)
+        self.0.iter().map(|set| copied(set) + set.bitmap_bytes()).sum()
     }
 
     fn merged(self) -> Treemap {
@@ -200,10 +252,11 @@ mod tests {
         let many =
             |ids: std::ops::Range<u64>| IdSet::Many(std::sync::Arc::new(ids.map(|id| id << 31).collect()));
         let (few, most) = (IdSet::Few(vec![1, 2, 3]), INLINE_IDS_MAX);
-        assert!(Sets(Vec::new()).are_small());
-        assert!(Sets(vec![few.clone(), many(0..most - 3)]).are_small());
-        assert!(!Sets(vec![few.clone(), many(0..most - 2)]).are_small());
-        assert!(!Sets(vec![many(0..most + 1), few]).are_small());
+        let left = |sets: Vec<IdSet>| Sets(sets).leave_of(most);
+        assert_eq!(left(Vec::new()), Some(most));
+        assert_eq!(left(vec![few.clone(), many(0..most - 3)]), Some(0));
+        assert_eq!(left(vec![few.clone(), many(0..most - 2)]), None);
+        assert_eq!(left(vec![many(0..most + 1), few]), None);
     }
 
     #[test]

@@ -33,7 +33,7 @@ use self::plan::{Bounds, Plan, Wanted};
 use super::{NodeReport, ReportSource};
 use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
 use crate::proto;
-use crate::runtime::Tasks;
+use crate::runtime::{Aside, Tasks};
 use crate::schema::kind::{
     DAY, HOUR, Kind, SECOND, count, flag, list, optional, parsed, seconds, table, word,
 };
@@ -208,6 +208,8 @@ struct Inner {
     metrics: Metrics,
     /// What assignments are charged to until they are sent.
     answers: Budget,
+    /// For assignments of many ranges.
+    aside: Aside,
     /// The own worker's state has changed.
     report_wanted: Notify,
 }
@@ -229,6 +231,7 @@ impl EmbeddedCoordinator {
             apps: Mutex::new(apps),
             metrics,
             answers: heap.of(HeapKind::Answers).clone(),
+            aside: Aside::of_cores(),
             report_wanted: Notify::new(),
             config,
         })))
@@ -382,11 +385,12 @@ impl EmbeddedCoordinator {
             Err(_elapsed) => self.0.answers.try_charge(bytes),
         };
         let charge = charge.map_err(full)?;
-        let making = move || (plan.assignments(), plan);
-        let ((assignments, given), plan) = if ranges <= INLINE_RANGES_MAX {
+        // The charge goes along: a caller that goes does not end what is begun.
+        let making = move || (plan.assignments(), plan, charge);
+        let ((assignments, given), plan, charge) = if ranges <= INLINE_RANGES_MAX {
             making()
         } else {
-            let made = tokio::task::spawn_blocking(making).await;
+            let made = self.0.aside.run(making).await;
             made.map_err(|_ended| AssignmentError::Invalid("the worker is stopping"))?
         };
         let mut nodes = self.0.nodes.lock();

@@ -9,15 +9,17 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{layout, refusal, register_request, verdict};
-use super::inbound::{Inbound, nested, numbers};
+use super::inbound::{Inbound, aside, nested, numbers};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Head, from_memory};
 use crate::app::PartitionRecords;
+use crate::budget::Charge;
 use crate::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
     GetShuffleResultResponse, PartitionStats, ReportShuffleResultRequest, ReportShuffleResultResponse,
     ShuffleRegisterRequest, ShuffleRegisterResponse, TaskAttemptIdToRecords,
 };
+use crate::runtime::Aside;
 use crate::service::{ReportRequest, Results, Service, ServiceError};
 use uniffle_wire::types::PartitionId;
 
@@ -93,7 +95,8 @@ pub(super) async fn result_of_many<B: RequestBody>(
         service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
     let (head, results) = match results {
         Ok(Results { bitmap, records, held }) => {
-            (head_with(records).await?, Ok(Results { bitmap, records: Vec::new(), held }))
+            let (head, held) = head_with(&inbound.aside, records, held).await?;
+            (head, Ok(Results { bitmap, records: Vec::new(), held }))
         }
         refused => (Head::result("OK"), refused),
     };
@@ -101,18 +104,19 @@ pub(super) async fn result_of_many<B: RequestBody>(
 }
 
 /// A head with the record numbers of partitions; many of them are encoded on a blocking thread.
-async fn head_with(records: Vec<PartitionRecords>) -> Result<Head, Status> {
+async fn head_with(
+    places: &Aside,
+    records: Vec<PartitionRecords>,
+    held: Charge,
+) -> Result<(Head, Charge), Status> {
     let numbers: usize = records.iter().map(|(_, tasks)| tasks.len()).sum();
     let encoded = move || {
         let mut head = Head::result("OK");
         let partition_stats = records.into_iter().map(stats_of).collect();
         head.fields(&GetShuffleResultForMultiPartResponse { partition_stats, ..Default::default() });
-        head
+        (head, held)
     };
-    if numbers <= INLINE_NUMBERS_MAX {
-        return Ok(encoded());
-    }
-    tokio::task::spawn_blocking(encoded).await.map_err(|error| Status::internal(error.to_string()))
+    aside(places, numbers <= INLINE_NUMBERS_MAX, encoded).await
 }
 
 fn records_of(stats: PartitionStats) -> PartitionRecords {

@@ -21,6 +21,7 @@ use tonic::Status;
 use super::message::{PREFIX_BYTES, RequestBody, next_data, read_prefix};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, Heap, HeapKind};
+use crate::runtime::Aside;
 
 /// First allocation for a message that comes in pieces; it grows with the bytes that really arrive.
 const COLLECT_BYTES: usize = 64 << 10;
@@ -34,6 +35,9 @@ pub(super) const INLINE_BYTES_MAX: usize = 64 << 10;
 /// Requests of all connections that wait for heap; one more is refused at once.
 const WAITING_MAX: usize = 16;
 
+/// ... and those that need no more than [`INLINE_BYTES_MAX`], which have places of their own: they hold little while they wait.
+const SMALL_WAITING_MAX: usize = 512;
+
 /// A request that is charged and whose peer pauses for so long gives way to others that wait for heap; JVMs that collect
 /// their garbage do not pause so long.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -46,19 +50,25 @@ const DEPTH_MAX: u32 = 3;
 pub(super) struct RequestHeap {
     budget: Budget,
     waiting: Arc<Semaphore>,
+    small_waiting: Arc<Semaphore>,
     wait: Duration,
+    /// For messages that take long to understand, and answers to encode.
+    pub(super) aside: Aside,
 }
 
 impl RequestHeap {
     pub(super) fn new(heap: &Heap, wait: Duration) -> Self {
         let budget = heap.of(HeapKind::Requests).clone();
-        Self { budget, waiting: Arc::new(Semaphore::new(WAITING_MAX)), wait }
+        let waiting = Arc::new(Semaphore::new(WAITING_MAX));
+        let small_waiting = Arc::new(Semaphore::new(SMALL_WAITING_MAX));
+        Self { budget, waiting, small_waiting, wait, aside: Aside::of_cores() }
     }
 
     /// Of a connection: half of all, so that one alone cannot use it up.
     pub(super) fn of_connection(&self) -> Inbound {
         let budget = self.budget.child(self.budget.capacity() / 2);
-        Inbound { budget, waiting: Arc::clone(&self.waiting), wait: self.wait }
+        let (waiting, small_waiting) = (Arc::clone(&self.waiting), Arc::clone(&self.small_waiting));
+        Inbound { budget, waiting, small_waiting, wait: self.wait, aside: self.aside.clone() }
     }
 }
 
@@ -67,7 +77,10 @@ impl RequestHeap {
 pub(super) struct Inbound {
     budget: Budget,
     waiting: Arc<Semaphore>,
+    small_waiting: Arc<Semaphore>,
     wait: Duration,
+    /// For messages that take long to understand, and answers to encode.
+    pub(super) aside: Aside,
 }
 
 /// What a message made of bytes takes.
@@ -86,7 +99,7 @@ impl Inbound {
         M: Message + Default + 'static,
     {
         let (length, first) = read_prefix(body, length_max).await?;
-        let (bytes, mut charge) = self.collect(body, length as usize, first, 0).await?;
+        let (bytes, charge) = self.collect(body, length as usize, first, 0).await?;
         let decode = |bytes| {
             M::decode(bytes)
                 .map_err(|error| Status::internal(format!("the request cannot be decoded: {error}")))
@@ -95,9 +108,12 @@ impl Inbound {
             return Ok((decode(bytes)?, charge));
         }
         let is_small = bytes.len() <= INLINE_BYTES_MAX;
-        let (weight, bytes) = aside(is_small, move || (weigh(&bytes), bytes)).await?;
+        let (weight, bytes, mut charge) =
+            aside(&self.aside, is_small, move || (weigh(&bytes), bytes, charge)).await?;
         self.charge(&mut charge, weight).await?;
-        Ok((aside(is_small, move || decode(bytes)).await??, charge))
+        // The charge goes along: a caller that goes does not end what is begun.
+        let (decoded, charge) = aside(&self.aside, is_small, move || (decode(bytes), charge)).await?;
+        Ok((decoded?, charge))
     }
 
     /// `request` with its whole body, for those who read it at once.
@@ -208,7 +224,9 @@ impl Inbound {
             status.set_source(Arc::new(error));
             status
         };
-        let Ok(_place) = self.waiting.try_acquire() else { return Err(full(refusal)) };
+        let is_small = charge.bytes() + bytes <= INLINE_BYTES_MAX as u64;
+        let waiting = if is_small { &self.small_waiting } else { &self.waiting };
+        let Ok(_place) = waiting.try_acquire() else { return Err(full(refusal)) };
         match timeout(self.wait, self.budget.charge(bytes)).await {
             Ok(Ok(more)) => charge.merge(more),
             Ok(Err(refusal)) => return Err(full(refusal)),
@@ -227,8 +245,9 @@ fn more_than_one() -> Status {
     Status::internal("the request has more than one message")
 }
 
-/// Does `work` here if it is small, else on a blocking thread.
+/// Does `work` here if it is small, else on a blocking thread, when there is a place.
 pub(super) async fn aside<T: Send + 'static>(
+    places: &Aside,
     is_small: bool,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Status> {
@@ -236,7 +255,7 @@ pub(super) async fn aside<T: Send + 'static>(
         return Ok(work());
     }
     let failed = |error| Status::internal(format!("work on a blocking thread ended: {error}"));
-    tokio::task::spawn_blocking(work).await.map_err(failed)
+    places.run(work).await.map_err(failed)
 }
 
 /// Of a request with a few fields, of which one may be a bitmap that is decoded.

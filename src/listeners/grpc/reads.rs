@@ -46,7 +46,7 @@ pub(super) async fn memory<B: RequestBody>(
     let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
     let is_quick = filter_bytes <= INLINE_BYTES_MAX && !service.reads.may_take_long();
     let (asked, answers) = (Arc::clone(service), reading.answers().clone());
-    let read = aside(is_quick, move || read_memory(&asked, &answers, &request)).await?;
+    let read = aside(&inbound.aside, is_quick, move || read_memory(&asked, &answers, &request)).await?;
     match read {
         Ok(MemoryAnswer { read, may_copy, answering }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);

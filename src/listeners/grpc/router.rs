@@ -31,7 +31,7 @@ use super::methods::{
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
 use super::{bookkeeping, ingest, reads, replies, tickets};
 use crate::budget::Charge;
-use crate::runtime::Tasks;
+use crate::runtime::{Aside, Tasks};
 use crate::service::{ReadingOfConnection, Service};
 
 /// Calls that want to know who asks.
@@ -66,11 +66,17 @@ pub(super) struct Router {
 
 /// An answer that its maker has charged, whose message is not encoded yet: that is done on a blocking thread if it is large,
 /// and the charge lives until the socket has the bytes.
-async fn charged(mut response: Response<Body>) -> Result<Response<Body>, Status> {
+async fn charged(places: &Aside, mut response: Response<Body>) -> Result<Response<Body>, Status> {
     let Some(charge) = response.extensions_mut().remove::<Arc<Charge>>() else { return Ok(response) };
     let is_small = charge.bytes() <= INLINE_BYTES_MAX as u64;
     let body = response.into_body();
-    let encoded = aside(is_small, move || body.collect().now_or_never()).await?;
+    let held = Arc::clone(&charge);
+    let encode = move || {
+        let encoded = body.collect().now_or_never();
+        drop(held);
+        encoded
+    };
+    let encoded = aside(places, is_small, encode).await?;
     let encoded = encoded.ok_or_else(|| Status::internal("the answer is not at hand"))??;
     Ok(replies::whole(encoded.to_bytes(), charge))
 }
@@ -152,7 +158,7 @@ impl Router {
             _ => {
                 let (request, _charge) = inbound.whole(request, OTHER_BYTES_MAX).await?;
                 match self.routes.clone().oneshot(request).await {
-                    Ok(response) => charged(response).await,
+                    Ok(response) => charged(&self.requests.aside, response).await,
                     Err(never) => match never {},
                 }
             }

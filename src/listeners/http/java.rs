@@ -18,7 +18,9 @@ use serde::{Serialize, Serializer};
 use serde_json::json;
 
 use super::Node;
+use super::aside::aside;
 use crate::metrics::clamped;
+use crate::runtime::Aside;
 
 /// The parameter that names a metric; it may be repeated.
 const NAME: &str = "name[]";
@@ -30,6 +32,8 @@ pub struct JavaHooks {
     pub registry: Registry,
     /// Tells of the worker.
     pub node: Arc<dyn Node>,
+    /// For what is gathered.
+    pub aside: Aside,
 }
 
 /// All paths but the text of metrics, and `/api/shuffleServer/stacks`, which stands beside the other dumps.
@@ -94,8 +98,8 @@ async fn metrics_json(
         }
     };
     let names: Vec<String> = query.into_iter().filter(|(key, _)| key == NAME).map(|(_, name)| name).collect();
-    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
-    tokio::task::spawn_blocking(move || gathered(&hooks, kind, &names)).await.unwrap_or_else(failed)
+    let places = hooks.aside.clone();
+    aside(&places, move || gathered(&hooks, kind, &names)).await
 }
 
 fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response {
@@ -109,7 +113,8 @@ fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response
 /// The effective configuration without its secrets, by the keys of this worker.
 async fn configuration(State(hooks): State<JavaHooks>) -> Response {
     // It waits while a file is read again.
-    let Ok(entries) = tokio::task::spawn_blocking(move || hooks.node.configuration()).await else {
+    let places = hooks.aside.clone();
+    let Ok(entries) = places.run(move || hooks.node.configuration()).await else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
     };
     let entry = |(key, value): (&&str, &String)| json!({ "argumentKey": key, "argumentValue": value });

@@ -26,7 +26,7 @@ use futures::future::BoxFuture;
 use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
 use crate::listeners::acceptor::{Binding, Names};
-use crate::runtime::Tasks;
+use crate::runtime::{Aside, Tasks};
 use crate::service::{AppStatistics, Incompleteness};
 use crate::{metrics, telemetry};
 
@@ -86,6 +86,16 @@ pub struct Pages {
     pub node: Arc<dyn Node>,
     /// Paths of other parts, such as [`api::router`]; like all here they must not change anything.
     pub mounted: Router,
+    /// For what is gathered, see [`gathering_places`].
+    pub aside: Aside,
+    /// For a look at what is refused, which waits for nothing that is gathered.
+    pub ready: Aside,
+}
+
+/// Answers that grow with what the worker holds, gathered at once: some MB each, and all of a core.
+#[must_use]
+pub fn gathering_places() -> Aside {
+    Aside::new(2)
 }
 
 metrics::table! {
@@ -141,7 +151,8 @@ fn router(pages: Pages) -> Router {
 }
 
 async fn metrics_text(State(pages): State<Pages>) -> Response {
-    aside(move || gathered(&pages)).await
+    let places = pages.aside.clone();
+    aside(&places, move || gathered(&pages)).await
 }
 
 fn gathered(pages: &Pages) -> Response {
@@ -157,14 +168,15 @@ fn gathered(pages: &Pages) -> Response {
 }
 
 async fn losses(State(pages): State<Pages>) -> Response {
-    aside(move || Json(pages.node.losses()).into_response()).await
+    let places = pages.aside.clone();
+    aside(&places, move || Json(pages.node.losses()).into_response()).await
 }
 
 async fn ready(State(pages): State<Pages>) -> Response {
     match pages.node.not_ready() {
         None => {
             let node = Arc::clone(&pages.node);
-            let incomplete = tokio::task::spawn_blocking(move || node.incomplete()).await.unwrap_or_default();
+            let incomplete = pages.ready.run(move || node.incomplete()).await.unwrap_or_default();
             said_ready(&incomplete).into_response()
         }
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),

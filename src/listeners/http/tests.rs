@@ -96,9 +96,16 @@ async fn listener() -> TestServer {
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
     let metrics = HttpMetrics::new(&registry).unwrap();
-    let hooks = java::JavaHooks { registry: registry.clone(), node: node.clone() };
+    let hooks = java::JavaHooks { registry: registry.clone(), node: node.clone(), aside: gathering_places() };
     let mounted = java::router(hooks).route("/never", get(std::future::pending::<()>));
-    let pages = Pages { registry: registry.clone(), metrics, node, mounted };
+    let pages = Pages {
+        registry: registry.clone(),
+        metrics,
+        node,
+        mounted,
+        aside: gathering_places(),
+        ready: Aside::new(1),
+    };
     HttpServer::start(CONFIG, listener, pages, &tasks).unwrap();
     TestServer { address, tasks, is_ready, registry }
 }

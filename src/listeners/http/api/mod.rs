@@ -18,6 +18,7 @@ use serde_json::json;
 
 use super::Node;
 use super::aside::aside;
+use crate::runtime::Aside;
 use crate::service::{SAMPLE_INTERVAL, Service};
 
 pub use model::Status;
@@ -52,6 +53,8 @@ pub struct ApiHooks {
     pub service: Arc<Service>,
     /// Tells of everything else.
     pub node: Arc<dyn Node>,
+    /// For what is gathered.
+    pub aside: Aside,
 }
 
 /// All paths of the API.
@@ -86,18 +89,20 @@ async fn index() -> Response {
 }
 
 async fn status(State(hooks): State<ApiHooks>) -> Response {
-    aside(move || fresh(&hooks.node.status())).await
+    let places = hooks.aside.clone();
+    aside(&places, move || fresh(&hooks.node.status())).await
 }
 
 async fn part(State(hooks): State<ApiHooks>, Path(part): Path<String>) -> Response {
     if !PARTS.contains(&part.as_str()) {
         return missing("no such part; /api/v1 lists them");
     }
+    let places = hooks.aside.clone();
     let collect = move || match serde_json::to_value(hooks.node.status()) {
         Ok(status) => fresh(&status[part]),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
     };
-    aside(collect).await
+    aside(&places, collect).await
 }
 
 #[derive(Deserialize)]
@@ -116,7 +121,8 @@ struct Limit {
 }
 
 async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Response {
-    aside(move || all_apps(&hooks, limit.limit)).await
+    let places = hooks.aside.clone();
+    aside(&places, move || all_apps(&hooks, limit.limit)).await
 }
 
 fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
@@ -142,11 +148,12 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
 
 async fn whole_cluster(State(hooks): State<ApiHooks>) -> Response {
     let headers = [(header::CACHE_CONTROL, "no-store"), (header::CONTENT_TYPE, "application/json")];
+    let places = hooks.aside.clone();
     let collect = move || match hooks.node.cluster() {
         Some(text) => (headers, text).into_response(),
         None => missing(NO_COORDINATOR),
     };
-    aside(collect).await
+    aside(&places, collect).await
 }
 
 async fn explain_everywhere(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
@@ -158,9 +165,10 @@ async fn explain_everywhere(State(hooks): State<ApiHooks>, Path(app): Path<Strin
 }
 
 async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
+    let places = hooks.aside.clone();
     let collect = move || match hooks.service.insight.explain(&app) {
         Some(explanation) => fresh(&*explanation),
         None => missing("no such application, neither here nor among the latest that are gone"),
     };
-    aside(collect).await
+    aside(&places, collect).await
 }
