@@ -16,9 +16,16 @@ impl Deletes {
         self.0.lock().push_back(shuffle);
     }
 
-    /// Everything on the list, which is empty meanwhile.
-    pub(super) fn take(&self) -> Deleting<'_> {
-        let left = std::mem::take(&mut *self.0.lock());
+    /// Everything on the list that `is_ready`; it is not there meanwhile.
+    pub(super) fn take(&self, is_ready: impl Fn(&Shuffle) -> bool) -> Deleting<'_> {
+        let mut left = VecDeque::new();
+        self.0.lock().retain(|shuffle| {
+            let takes = is_ready(shuffle);
+            if takes {
+                left.push_back(Arc::clone(shuffle));
+            }
+            !takes
+        });
         Deleting { list: self, left }
     }
 }

@@ -19,7 +19,7 @@
 //! | `read`, `damage`, `verify`, `fetch` | index and data streams; what a disk does not give back becomes a hole; checksums |
 //! | `forgotten` | what a shuffle had that is gone |
 //! | `core` | disks, open files, cached records and metrics |
-//! | `shuffle`, `lane`, `deletes` | state of one shuffle, what it publishes next, what is left to delete |
+//! | `shuffle`, `lane`, `deletes`, `notes` | state of one shuffle, what it publishes next, what is left to delete and to note |
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
 //! | `overflow`, `write_back` | bursts by way of the page cache, and from there to the disk |
 //! | `files`, `log`, `sync` | descriptors, append-only files, group commit |
@@ -57,6 +57,7 @@ mod log;
 mod marker;
 pub(crate) mod metrics;
 mod mounts;
+mod notes;
 mod open;
 mod overflow;
 pub mod pace;

@@ -50,20 +50,21 @@ impl LocalStore {
         join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk)).collect::<Vec<_>>()).await;
     }
 
-    /// Removes from a disk what was to be deleted there before the call; what fails stays on its list. Directories of apps
+    /// Removes from a disk what may be deleted there at the call; what fails stays on its list. Directories of apps
     /// go with the last shuffle's files, which may be on the list because of another app's purge.
     async fn run_deletes(&self, disk: &LocalDisk) {
-        let mut work = self.deletes[disk.index].take();
+        // A purge that is not so far finds its own on the list when it is.
+        let is_ready =
+            |shuffle: &Shuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_noted();
+        let mut work = self.deletes[disk.index].take(is_ready);
         let mut emptied = HashSet::new();
         for _ in 0..work.left.len() {
             let Some(shuffle) = work.left.front().map(Arc::clone) else { break };
-            let bytes = shuffle.forgotten_bytes(disk);
             // Removals on a bad disk hang: they wait for a probe that succeeds.
-            let may_be_removed = bytes.is_some() && disk.is_healthy() && shuffle.purge_is_noted();
-            let removed = may_be_removed && self.try_remove(&shuffle, disk).await;
+            let removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
             work.left.pop_front();
             if removed {
-                self.core.metrics.deleted_bytes.inc_by(bytes.unwrap_or(0));
+                self.core.metrics.deleted_bytes.inc_by(shuffle.forgotten_bytes(disk).unwrap_or(0));
                 emptied.insert(shuffle.key.app.clone());
             } else {
                 work.left.push_back(shuffle);
@@ -118,7 +119,7 @@ impl LocalStore {
         for disk in shuffle.touched_disks() {
             self.deletes[disk].add(Arc::clone(&shuffle));
         }
-        self.pending_purges.lock().push(shuffle);
+        self.pending_purges.add(shuffle);
         Some(forgotten)
     }
 

@@ -18,6 +18,7 @@ use super::config::SyncWrites;
 use super::core::Core;
 use super::deletes::Deletes;
 use super::disk::within;
+use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
 use crate::durability::MetadataLog;
@@ -72,7 +73,7 @@ pub struct LocalStore {
     pub(super) deletes: Vec<Deletes>,
     pub(super) metadata: MetadataLog,
     /// Shuffles that are gone, of which the metadata log does not know it yet.
-    pub(super) pending_purges: Mutex<Vec<Arc<Shuffle>>>,
+    pub(super) pending_purges: PurgeNotes,
     pub(super) recovered: Mutex<Recovered>,
     /// Incarnations whose files stay for a later process.
     pub(super) left: Mutex<HashSet<u64>>,
@@ -99,7 +100,7 @@ impl LocalStore {
             min_disks: AtomicUsize::new(core.config.min_disks),
             deletes: core.disks.iter().map(|_| Deletes::default()).collect(),
             metadata,
-            pending_purges: Mutex::default(),
+            pending_purges: PurgeNotes::default(),
             recovered: Mutex::default(),
             left: Mutex::default(),
             tasks,

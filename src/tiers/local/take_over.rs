@@ -23,6 +23,8 @@ use uniffle_io::ReadTarget;
 
 /// A journal of an earlier version that is longer is not read.
 const JOURNAL_BYTES_MAX: u64 = 1 << 30;
+/// Purges that wait for the metadata log together.
+const NOTES_AT_ONCE: usize = 512;
 
 impl Health for LocalDisk {
     fn rank(&self) -> Option<u8> {
@@ -108,28 +110,30 @@ impl LocalStore {
         mark_incomplete(&self.metadata, &handle.shuffle, reason).await
     }
 
-    /// Writes down that shuffles are purged; of those for which that fails the files stay.
+    /// Writes down that the shuffles forgotten before the call are purged; of those for which that fails the files stay.
     pub(super) async fn note_purges(&self) {
-        // They stay on the list until it is done: the caller may go away. To say it twice does no harm.
-        let purged = self.pending_purges.lock().clone();
-        let notes = purged.into_iter().map(|shuffle| async move {
-            let noted = self.metadata.purge(shuffle.incarnation()).await;
-            (shuffle, noted)
-        });
-        for (shuffle, noted) in join_all(notes.collect::<Vec<_>>()).await {
-            match noted {
-                Ok(()) => shuffle.set_purge_noted(),
-                Err(error) => {
-                    tracing::warn!(shuffle = %shuffle.key, %error, "a purge cannot be written down, its files stay for now");
-                }
+        self.pending_purges.cover(|purged| self.note_round(purged)).await;
+    }
+
+    /// Of a round that is dropped the next one says some again, which does no harm.
+    async fn note_round(&self, purged: Vec<Arc<Shuffle>>) {
+        for some in purged.chunks(NOTES_AT_ONCE) {
+            join_all(some.iter().map(|shuffle| self.note_purge(shuffle)).collect::<Vec<_>>()).await;
+        }
+    }
+
+    async fn note_purge(&self, shuffle: &Shuffle) {
+        match self.metadata.purge(shuffle.incarnation()).await {
+            Ok(()) => shuffle.set_purge_noted(),
+            Err(error) => {
+                tracing::warn!(shuffle = %shuffle.key, %error, "a purge cannot be written down, its files stay for now");
             }
         }
-        self.pending_purges.lock().retain(|shuffle| !shuffle.purge_is_noted());
     }
 
     /// Whether a purge is not in the metadata log yet.
     pub(super) fn has_purges_to_note(&self) -> bool {
-        !self.pending_purges.lock().is_empty()
+        !self.pending_purges.is_empty()
     }
 }
 

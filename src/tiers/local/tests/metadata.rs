@@ -361,6 +361,60 @@ async fn a_purge_that_cannot_be_written_down_keeps_the_files() {
     assert!(hear(&*store_on(&disks).await).await.shuffles.is_empty());
 }
 
+/// Entries in a copy of the log, by the magic of their frames.
+fn entries(disks: &[TestDisk]) -> usize {
+    let (at, path) = log_copies(disks)[0].clone();
+    let content = disks[at].memory.content(&path).unwrap();
+    content.windows(4).filter(|bytes| *bytes == b"UWML").count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn purges_that_come_together_are_noted_once_each() {
+    let disks = disks::<2>();
+    let store = store_on(&disks).await;
+    let keys: Vec<ShuffleKey> = (0..300).map(|app| key(&format!("app{app}"), 1)).collect();
+    for shuffle in &keys {
+        say(&store, shuffle, b"registered").await;
+        store.write(shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    }
+    let before = entries(&disks);
+    join_all(keys.iter().map(|shuffle| store.purge(shuffle))).await;
+    assert_eq!(entries(&disks) - before, 300);
+    assert!(!store.has_purges_to_note());
+    for disk in &disks {
+        let left = disk.memory.files().into_iter();
+        let left: Vec<_> =
+            left.filter(|path| path.starts_with("apps") || path.starts_with("trash")).collect();
+        assert_eq!(left, Vec::<PathBuf>::new(), "each purge saw to its files");
+    }
+    assert_nothing_left(&store, &disks).await;
+    drop(store);
+    assert!(hear(&*store_on(&disks).await).await.shuffles.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn purges_whose_writing_down_is_dropped_are_written_down_by_who_waits() {
+    let disks = disks::<1>();
+    let store = store_on(&disks).await;
+    let keys = [key("app", 1), key("app", 2)];
+    for shuffle in &keys {
+        say(&store, shuffle, b"registered").await;
+        store.write(shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    }
+    drop(store.forget_shuffle(&keys[0]));
+    let mut first = Box::pin(store.note_purges());
+    assert!((&mut first).now_or_never().is_none());
+    drop(store.forget_shuffle(&keys[1]));
+    let mut second = Box::pin(store.note_purges());
+    assert!((&mut second).now_or_never().is_none());
+    drop(first);
+    second.await;
+    assert!(!store.has_purges_to_note());
+    store.remove_files(&keys[0].app).await;
+    assert!(disks[0].app_files().is_empty());
+    assert_nothing_left(&store, &disks).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_shuffles_said_is_told_from_the_other_copy_when_one_cannot_be_read_to_its_end() {
     let disks = disks::<2>();
