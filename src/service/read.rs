@@ -40,6 +40,9 @@ const TURNS_DIVISOR: u64 = 4;
 const TURNS_MIN: u64 = 2;
 const TURNS_MAX: u64 = 64;
 
+/// Blocks of a partition that a runtime's thread looks at for those that a filter admits: half a millisecond.
+const QUICK_BLOCKS_MAX: usize = 50_000;
+
 /// Hints of one request that are looked at; clients send a few.
 const HINTS_MAX: usize = 16;
 
@@ -246,10 +249,21 @@ impl ReadBuffers for HeldBuffer {
 }
 
 impl Reads {
-    /// Whether a read of memory may take longer than a runtime's thread has: blocks that an earlier process left are looked at first.
+    /// Whether a read of memory may take longer than a runtime's thread has: blocks that an earlier process left are looked at
+    /// first, and a filter is asked about all blocks of a partition if it admits few of them.
     #[must_use]
-    pub fn may_take_long(&self) -> bool {
-        self.memory.has_unverified()
+    pub fn may_take_long(&self, request: &MemoryReadRequest<'_>) -> bool {
+        let is_filtered = request.task_filter.is_some_and(|filter| !filter.is_empty());
+        self.memory.has_unverified() || (is_filtered && self.blocks_in_memory(request) > QUICK_BLOCKS_MAX)
+    }
+
+    /// Blocks in memory of the partition that is read.
+    fn blocks_in_memory(&self, request: &MemoryReadRequest<'_>) -> usize {
+        // An id that is none is refused, which takes no time.
+        let Ok(app) = AppId::parse(request.app) else { return 0 };
+        let shuffle = self.memory.shuffle(&ShuffleKey::new(app, ShuffleId(request.shuffle)));
+        let buffer = shuffle.and_then(|shuffle| shuffle.existing(PartitionId(request.partition)));
+        buffer.map_or(0, |buffer| buffer.block_count())
     }
 
     /// Blocks of a partition that are in memory. See [`Reads::may_take_long`].

@@ -44,9 +44,11 @@ pub(super) async fn memory<B: RequestBody>(
         inbound.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
     let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
-    let is_quick = filter_bytes <= INLINE_BYTES_MAX && !service.reads.may_take_long();
+    let is_quick = filter_bytes <= INLINE_BYTES_MAX
+        && !service.reads.may_take_long(&memory_request(&request, reading.answers()));
     let (asked, answers) = (Arc::clone(service), reading.answers().clone());
-    let read = aside(&inbound.aside, is_quick, move || read_memory(&asked, &answers, &request)).await?;
+    let read = move || asked.reads.read_memory(memory_request(&request, &answers));
+    let read = aside(&inbound.aside, is_quick, read).await?;
     match read {
         Ok(MemoryAnswer { read, may_copy, answering }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);
@@ -59,15 +61,15 @@ pub(super) async fn memory<B: RequestBody>(
     }
 }
 
-fn read_memory(
-    service: &Service,
-    answers: &AnswersOfConnection,
-    request: &GetMemoryShuffleDataRequest,
-) -> Result<MemoryAnswer, ServiceError> {
+/// What the service is asked.
+fn memory_request<'a>(
+    request: &'a GetMemoryShuffleDataRequest,
+    answers: &'a AnswersOfConnection,
+) -> MemoryReadRequest<'a> {
     // An empty filter is no filter (docs/protocol.md §3.4).
     let task_filter =
         request.serialized_expected_task_ids_bitmap.as_deref().filter(|filter| !filter.is_empty());
-    service.reads.read_memory(MemoryReadRequest {
+    MemoryReadRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
         partition: request.partition_id,
@@ -75,7 +77,7 @@ fn read_memory(
         read_buffer_size: request.read_buffer_size,
         task_filter,
         of_connection: Some(answers),
-    })
+    }
 }
 
 /// `getLocalShuffleIndex`

@@ -17,7 +17,7 @@ use crate::service::{AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadA
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
-use uniffle_wire::request::ReadRequest;
+use uniffle_wire::request::{MemoryRequest, ReadRequest};
 use uniffle_wire::types::AppId;
 
 use super::shared::{LISTENER, Shared};
@@ -110,16 +110,34 @@ fn read_memory(
     };
     shared.metrics.of(FrameType::Memory).transit().arrived(request.timestamp_ms);
     let MemoryAnswer { read, may_copy: _, answering } =
-        shared.service.reads.read_memory(MemoryReadRequest {
-            app: request.target.app,
-            shuffle: request.target.shuffle,
-            partition: request.target.partition,
-            last_block_id: request.last_block_id,
-            read_buffer_size: request.read_buffer_size,
-            task_filter: request.task_filter,
-            of_connection: Some(answers),
-        })?;
+        shared.service.reads.read_memory(memory_request(&request, answers))?;
     success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
+}
+
+/// Whether a read of memory may take longer than a runtime's thread has. One that is not understood is refused at once.
+pub(super) fn may_take_long(shared: &Shared, answers: &AnswersOfConnection, message: &[u8]) -> bool {
+    match ReadRequest::decode(FrameType::Memory, message) {
+        Ok(ReadRequest::Memory(request)) => {
+            shared.service.reads.may_take_long(&memory_request(&request, answers))
+        }
+        Ok(_) | Err(_) => false,
+    }
+}
+
+/// What the service is asked.
+fn memory_request<'a>(
+    request: &MemoryRequest<'a>,
+    answers: &'a AnswersOfConnection,
+) -> MemoryReadRequest<'a> {
+    MemoryReadRequest {
+        app: request.target.app,
+        shuffle: request.target.shuffle,
+        partition: request.target.partition,
+        last_block_id: request.last_block_id,
+        read_buffer_size: request.read_buffer_size,
+        task_filter: request.task_filter,
+        of_connection: Some(answers),
+    }
 }
 
 /// A read request that has come whole, with what it is charged until its answer is there.

@@ -394,7 +394,7 @@ impl Frames {
 
     /// Answers a read of memory on the spot: it is small and, as a rule, nothing is in its way.
     fn complete_memory(&mut self, message: &[u8]) -> Result<(), DecodeError> {
-        if self.shared.service.reads.may_take_long() {
+        if dispatch::may_take_long(&self.shared, &self.answers, message) {
             let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
             return self.complete(FrameType::Memory, message);
         }
@@ -428,8 +428,9 @@ impl Frames {
     }
 
     fn read_memory(&mut self, id: i64, message: ReadMessage, permit: OwnedSemaphorePermit) {
-        let is_quick = !self.shared.service.reads.may_take_long();
-        if is_quick && message.bytes.len() <= INLINE_REQUEST_BYTES_MAX {
+        let is_quick = message.bytes.len() <= INLINE_REQUEST_BYTES_MAX
+            && !dispatch::may_take_long(&self.shared, &self.answers, &message.bytes);
+        if is_quick {
             return self.answer_memory(id, &message.bytes, permit);
         }
         let Some(mut guard) = self.finish() else { return };
