@@ -14,7 +14,7 @@ use signal_hook::consts::SIGPROF;
 use signal_hook::low_level::raise;
 use tokio::time::{Duration, sleep};
 
-use super::{Format, ProfileError, in_background, render};
+use super::{Format, ProfileError, Turn, in_background, render};
 
 /// How long a profile may take.
 pub const SECONDS: RangeInclusive<u64> = 1..=300;
@@ -29,14 +29,18 @@ pub const FREQUENCY_DEFAULT: u32 = 99;
 ///
 /// # Errors
 /// [`ProfileError::Busy`] while another one runs.
-pub async fn profile(duration: Duration, frequency: u32, format: Format) -> Result<Vec<u8>, ProfileError> {
-    let running = in_background(move || {
+pub async fn profile(
+    turn: &Turn,
+    duration: Duration,
+    (frequency, format): (u32, Format),
+) -> Result<Vec<u8>, ProfileError> {
+    let running = in_background(turn, move || {
         load_unwind_tables()?;
         start(frequency)
     })
     .await?;
     sleep(duration).await;
-    in_background(move || {
+    in_background(turn, move || {
         let samples = running.report().build_unresolved().map_err(failed)?;
         // Before symbols are resolved, which takes long: the timer would outlive an exec of the process.
         drop(running);

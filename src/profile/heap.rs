@@ -31,7 +31,7 @@ mod jemalloc {
     use jemalloc_pprof::{JemallocProfCtl, PROF_CTL};
     use tokio::sync::{Mutex, OwnedMutexGuard};
 
-    use super::super::in_background;
+    use super::super::{Turn, in_background};
     use super::{Format, ProfileError, State};
 
     fn control() -> Result<&'static Arc<Mutex<JemallocProfCtl>>, ProfileError> {
@@ -80,12 +80,12 @@ mod jemalloc {
     ///
     /// # Errors
     /// [`ProfileError::Inactive`] before [`activate`]; [`ProfileError::Busy`] while another profile is being taken.
-    pub async fn profile(format: Format) -> Result<Vec<u8>, ProfileError> {
+    pub async fn profile(turn: &Turn, format: Format) -> Result<Vec<u8>, ProfileError> {
         let mut control = locked()?;
         if !control.activated() {
             return Err(ProfileError::Inactive);
         }
-        in_background(move || {
+        in_background(turn, move || {
             let profile = match format {
                 Format::Protobuf => control.dump_pprof(),
                 Format::Svg => control.dump_flamegraph(),
@@ -101,6 +101,7 @@ pub use jemalloc::{activate, deactivate, profile, state};
 
 #[cfg(not(feature = "memory-prof"))]
 mod absent {
+    use super::super::Turn;
     use super::{Format, ProfileError, State};
 
     const ABSENT: ProfileError =
@@ -134,7 +135,7 @@ mod absent {
     ///
     /// # Errors
     /// Always.
-    pub async fn profile(_: Format) -> Result<Vec<u8>, ProfileError> {
+    pub async fn profile(_: &Turn, _: Format) -> Result<Vec<u8>, ProfileError> {
         Err(ABSENT)
     }
 }

@@ -1,7 +1,9 @@
 //! Profiles of the running process: where its CPU time and its heap go.
 //!
 //! Both profilers belong to the process (one signal, one allocator), so that two workers in one process share them:
-//! a request while a profile is taken is refused as busy. Not here: addresses and parameters of requests (`http`).
+//! a request while a profile is taken is refused as busy. Invariant: whatever works on a profile or dump holds the
+//! [`Turn`] of it until that has ended, though nobody waits for it any more. Not here: addresses and parameters of requests
+//! (`http`).
 //!
 //! Symbols take some 100 MB, in a cache of the crate `backtrace`, which all three kinds resolve with. They are not
 //! kept: the process would hold them beside what its memory is promised to be (`budget::allowance`).
@@ -11,6 +13,10 @@ pub mod cpu;
 pub mod heap;
 mod render;
 pub mod tasks;
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// What a profile is rendered as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,19 +46,57 @@ pub enum ProfileError {
     Failed(String),
 }
 
+/// One at a time of what takes a [`Turn`]. Clones are the same.
+#[derive(Debug, Clone)]
+pub struct Turns(Arc<Semaphore>);
+
+/// Leave to make something of which there is one at a time, until the last clone of it is dropped.
+#[derive(Debug, Clone)]
+pub struct Turn {
+    _permit: Arc<OwnedSemaphorePermit>,
+}
+
+impl Turns {
+    /// Nobody has the turn.
+    #[must_use]
+    pub fn new() -> Self {
+        Self(Arc::new(Semaphore::new(1)))
+    }
+
+    /// The turn, now.
+    ///
+    /// # Errors
+    /// [`ProfileError::Busy`] when another one has it.
+    pub fn try_take(&self) -> Result<Turn, ProfileError> {
+        let permit = Arc::clone(&self.0).try_acquire_owned().map_err(|_| ProfileError::Busy)?;
+        Ok(Turn { _permit: Arc::new(permit) })
+    }
+}
+
+impl Default for Turns {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 /// Runs `work` on a thread of its own at the lowest priority, since resolving symbols takes seconds of CPU time, which
-/// must not come out of the data plane's. The symbols that it has loaded are forgotten.
-async fn in_background<T, F>(work: F) -> Result<T, ProfileError>
+/// must not come out of the data plane's. The symbols that it has loaded are forgotten. The thread has the turn until then,
+/// also when this future is dropped: a client that has gone does not end it.
+async fn in_background<T, F>(turn: &Turn, work: F) -> Result<T, ProfileError>
 where
     T: Send + 'static,
     F: FnOnce() -> Result<T, ProfileError> + Send + 'static,
 {
     let (sender, receiver) = tokio::sync::oneshot::channel();
+    let turn = turn.clone();
     let thread = std::thread::Builder::new().name("uniffle-profile".to_owned());
     let spawned = thread.spawn(move || {
         // On Linux this is the priority of the calling thread alone. A failure costs priority, nothing else.
         let _ = rustix::process::setpriority_process(None, 19);
-        let _ = sender.send(and_forget(backtrace::clear_symbol_cache, work));
+        let result = and_forget(backtrace::clear_symbol_cache, work);
+        // Before: who has the answer may ask again.
+        drop(turn);
+        let _ = sender.send(result);
     });
     spawned.map_err(|error| ProfileError::Failed(format!("no thread for it: {error}")))?;
     receiver.await.unwrap_or_else(|_| Err(ProfileError::Failed("it panicked, see the log".to_owned())))
@@ -77,6 +121,8 @@ mod tests {
     use std::cell::Cell;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
+    use futures::FutureExt as _;
+
     use super::*;
 
     #[test]
@@ -88,6 +134,24 @@ mod tests {
         let panics = || and_forget(forget, || panic!("on purpose"));
         assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
         assert_eq!(forgotten.get(), 2);
+    }
+
+    #[tokio::test]
+    async fn f9_the_turn_lasts_until_the_work_has_ended_though_nobody_waits_for_it() {
+        let turns = Turns::new();
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let turn = turns.try_take().unwrap();
+        let mut asked = Box::pin(in_background(&turn, move || Ok(wait.recv().is_ok())));
+        assert!((&mut asked).now_or_never().is_none(), "it has begun");
+        drop(asked);
+        drop(turn);
+        assert!(matches!(turns.try_take(), Err(ProfileError::Busy)));
+        go.send(()).unwrap();
+        while turns.try_take().is_err() {
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+        let turn = turns.try_take().unwrap();
+        assert!(in_background(&turn, || -> Result<(), _> { panic!("on purpose") }).await.is_err());
     }
 
     /// A second version of the crate would have a cache of its own, which nobody clears.

@@ -11,7 +11,7 @@ use tokio::task::Id;
 use tokio::time::{Duration, Instant};
 
 use self::stacks::Stacks;
-use super::{ProfileError, in_background};
+use super::{ProfileError, Turn, in_background};
 use crate::runtime::{RunningTask, Tasks};
 
 /// A dump that takes longer has no result: a thread of the runtime is busy or blocked.
@@ -38,16 +38,17 @@ impl Place {
     }
 }
 
-/// Name and stacks of every task of the current runtime, as text. Where the runtime cannot dump, the names only.
+/// Name and stacks of every task of the current runtime, as text. Where the runtime cannot dump, the names only. A dump of the
+/// stacks that is given up goes on: until it has ended it keeps `asking`, so that there is one, and others profile meanwhile.
 ///
 /// # Errors
 /// [`ProfileError::Failed`] when symbols cannot be resolved.
-pub async fn dump(tasks: &Tasks) -> Result<String, ProfileError> {
+pub async fn dump(tasks: &Tasks, turn: &Turn, asking: Turn) -> Result<String, ProfileError> {
     let started = Instant::now();
-    let stacks = stacks::take().await;
+    let stacks = stacks::take(tasks, asking).await;
     let took = started.elapsed();
     let running = tasks.list();
-    in_background(move || Ok(render(&running, stacks, took))).await
+    in_background(turn, move || Ok(render(&running, stacks, took))).await
 }
 
 /// The stacks of one task.
@@ -56,18 +57,33 @@ type Stack = (Id, String);
 #[cfg(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod stacks {
     use tokio::runtime::{Handle, dump::Dump};
+    use tokio::sync::oneshot;
     use tokio::time::timeout;
 
-    use super::{DEADLINE, RESOLVED_MAX, Stack};
+    use super::{DEADLINE, RESOLVED_MAX, Stack, Tasks, Turn};
 
     /// Stacks as addresses.
     pub(super) struct Stacks(Dump);
 
     /// Those of the current runtime.
-    pub(super) async fn take() -> Result<Stacks, &'static str> {
-        // The dump goes on in a thread of its own when it is given up here.
-        let dump = timeout(DEADLINE, Handle::current().dump()).await;
-        dump.map(Stacks).map_err(|_| "no stacks: a thread of the runtime was too busy to stop for the dump")
+    pub(super) async fn take(tasks: &Tasks, asking: Turn) -> Result<Stacks, &'static str> {
+        let (sender, receiver) = oneshot::channel();
+        let (runtime, cancelled) = (Handle::current(), tasks.cancelled());
+        // The dump has a thread of its own, which goes on when it is given up here, or the client has gone.
+        tasks.spawn("task dump", async move {
+            tokio::select! {
+                dump = runtime.dump() => {
+                    drop(asking);
+                    let _ = sender.send(dump);
+                }
+                () = cancelled => {}
+            }
+        });
+        match timeout(DEADLINE, receiver).await {
+            Ok(Ok(dump)) => Ok(Stacks(dump)),
+            Ok(Err(_)) => Err("no stacks: the worker is stopping"),
+            Err(_) => Err("no stacks: a thread of the runtime was too busy to stop for the dump"),
+        }
     }
 
     impl Stacks {
@@ -84,13 +100,13 @@ mod stacks {
 
 #[cfg(not(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod stacks {
-    use super::Stack;
+    use super::{Stack, Tasks, Turn};
 
     /// There are none.
     pub(super) enum Stacks {}
 
     #[expect(clippy::unused_async, reason = "as the one of the other build")]
-    pub(super) async fn take() -> Result<Stacks, &'static str> {
+    pub(super) async fn take(_: &Tasks, _: Turn) -> Result<Stacks, &'static str> {
         Err("no stacks: this worker was built without --cfg tokio_unstable, or for another platform")
     }
 
@@ -146,6 +162,7 @@ fn places(running: &[RunningTask], stacks: Stacks, text: &mut String) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Turns;
     use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -163,7 +180,8 @@ mod tests {
         while tasks.list().len() < 3 {
             tokio::task::yield_now().await;
         }
-        let text = dump(&tasks).await.unwrap();
+        let (turn, asking) = (Turns::new().try_take().unwrap(), Turns::new().try_take().unwrap());
+        let text = dump(&tasks, &turn, asking).await.unwrap();
         assert!(text.contains("     3 sleeper (oldest "), "{text}");
         assert!(text.contains("3 × sleeper") && text.contains("Sleep"), "{text}");
         tasks.cancel();

@@ -1,21 +1,18 @@
 //! `/debug/…`: profiles of the process and the stacks of its tasks.
 //!
 //! All of it costs: [`admin_routes`] belong behind the administrator's listener, and [`routes`], which change nothing, stand
-//! on the open one only if the configuration says so. Invariant: of each kind one is made at a time. Parameters that are
-//! unknown, repeated or out of bounds are refused by name.
-
-use std::sync::Arc;
+//! on the open one only if the configuration says so. Invariant: one is made at a time, of whatever kind; one whose client
+//! has gone counts until its thread has ended. Parameters that are unknown, repeated or out of bounds are refused by name.
 
 use axum::Router;
 use axum::extract::{Extension, RawQuery, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use tokio::sync::Semaphore;
 use tokio::time::Duration;
 
 use super::serve::Deadline;
-use crate::profile::{Format, ProfileError, cpu, heap, tasks};
+use crate::profile::{Format, ProfileError, Turns, cpu, heap, tasks};
 use crate::runtime::Tasks;
 
 /// Length of a CPU profile when nothing is said: what `go tool pprof` asks for.
@@ -24,21 +21,24 @@ const SECONDS_DEFAULT: u64 = 30;
 /// Paths that change nothing. The second name of the heap profile is riffle's, that of the task dump Java's. The routes of two listeners are clones of
 /// these, since they share what bounds them.
 pub fn routes(running: Tasks) -> Router {
-    let dumps = Dumps { running, one: Arc::new(Semaphore::new(1)) };
+    let profiles = Profiles { running, turns: Turns::new(), stacks: Turns::new() };
     Router::new()
         .route("/debug/pprof/profile", get(cpu_profile))
         .route("/debug/pprof/heap", get(heap_profile))
         .route("/debug/heap/profile", get(heap_profile))
         .route("/debug/tasks", get(task_dump))
         .route("/api/shuffleServer/stacks", get(task_dump))
-        .with_state(dumps)
+        .with_state(profiles)
 }
 
-/// What a dump is made of, and the place of the one that is being made.
+/// What a dump is made of, and whose turn it is.
 #[derive(Debug, Clone)]
-struct Dumps {
+struct Profiles {
     running: Tasks,
-    one: Arc<Semaphore>,
+    /// Of all kinds.
+    turns: Turns,
+    /// Of dumps: the runtime may be at one that was given up, while others are to profile what keeps it.
+    stacks: Turns,
 }
 
 /// [`routes`], and paths that change what the process does, for the administration's listener.
@@ -55,30 +55,48 @@ fn done(state: &'static str, result: Result<(), ProfileError>) -> Response {
     }
 }
 
-async fn cpu_profile(Extension(deadline): Extension<Deadline>, RawQuery(query): RawQuery) -> Response {
+async fn cpu_profile(
+    State(profiles): State<Profiles>,
+    Extension(deadline): Extension<Deadline>,
+    RawQuery(query): RawQuery,
+) -> Response {
     let request = match CpuRequest::parse(query.as_deref().unwrap_or_default()) {
         Ok(request) => request,
         Err(why) => return bad_request(why),
     };
+    let turn = match profiles.turns.try_take() {
+        Ok(turn) => turn,
+        Err(error) => return refused(&error),
+    };
     deadline.extend(request.duration);
-    answer("cpu", request.format, cpu::profile(request.duration, request.frequency, request.format).await)
+    let how = (request.frequency, request.format);
+    answer("cpu", request.format, cpu::profile(&turn, request.duration, how).await)
 }
 
-async fn heap_profile(RawQuery(query): RawQuery) -> Response {
+async fn heap_profile(State(profiles): State<Profiles>, RawQuery(query): RawQuery) -> Response {
     let format = parameters(query.as_deref().unwrap_or_default(), &["format"])
         .and_then(|[text]| text.map_or(Ok(Format::Protobuf), format));
-    match format {
-        Ok(format) => answer("heap", format, heap::profile(format).await),
-        Err(why) => bad_request(why),
+    let format = match format {
+        Ok(format) => format,
+        Err(why) => return bad_request(why),
+    };
+    match profiles.turns.try_take() {
+        Ok(turn) => answer("heap", format, heap::profile(&turn, format).await),
+        Err(error) => refused(&error),
     }
 }
 
-async fn task_dump(State(dumps): State<Dumps>) -> Response {
-    let Ok(_only) = dumps.one.try_acquire() else { return refused(&ProfileError::Busy) };
-    match tasks::dump(&dumps.running).await {
+async fn task_dump(State(profiles): State<Profiles>) -> Response {
+    match dumped(&profiles).await {
         Ok(text) => text.into_response(),
         Err(error) => refused(&error),
     }
+}
+
+async fn dumped(profiles: &Profiles) -> Result<String, ProfileError> {
+    let turn = profiles.turns.try_take()?;
+    let asking = profiles.stacks.try_take()?;
+    tasks::dump(&profiles.running, &turn, asking).await
 }
 
 /// The parameters of a CPU profile, within bounds.
@@ -200,12 +218,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn n12_one_dump_of_the_tasks_is_made_at_a_time() {
-        let dumps = Dumps { running: Tasks::new(), one: Arc::new(Semaphore::new(1)) };
-        let first = dumps.one.clone().try_acquire_owned().unwrap();
-        assert_eq!(task_dump(State(dumps.clone())).await.status(), StatusCode::CONFLICT);
+    async fn n12_one_profile_or_dump_is_made_at_a_time() {
+        let profiles = Profiles { running: Tasks::new(), turns: Turns::new(), stacks: Turns::new() };
+        let dump = async || task_dump(State(profiles.clone())).await.status();
+        for turns in [&profiles.turns, &profiles.stacks] {
+            let first = turns.try_take().unwrap();
+            assert_eq!(dump().await, StatusCode::CONFLICT);
+            drop(first);
+        }
+        let first = profiles.turns.try_take().unwrap();
+        let heap = heap_profile(State(profiles.clone()), RawQuery(None)).await;
+        assert_eq!(heap.status(), StatusCode::CONFLICT);
         drop(first);
-        assert_eq!(task_dump(State(dumps)).await.status(), StatusCode::OK);
+        assert_eq!(dump().await, StatusCode::OK);
     }
 
     #[test]
