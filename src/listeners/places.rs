@@ -2,9 +2,10 @@
 //!
 //! Not here: sockets and deadlines (`acceptor`). Invariants: there are never more connections in the table than allowed;
 //! one is in it until it ends or its place is given away. A connection that has not begun its protocol goes before one
-//! that never had a request, that one before one that has none now, that one before one with a request, and among equals
-//! the one that got on least lately. So connections that only hold places cannot keep out one that works, nor can a
-//! storm of new ones take the place of one that pauses between its requests.
+//! that never had a request, that one before one of whose requests none has ended, that one before one that has none now,
+//! that one before one with a request, and among equals the one that got on least lately. So connections that only hold
+//! places cannot keep out one that works, nor can a storm of new ones, whatever they begin, take the place of one that
+//! pauses between its requests.
 //!
 //! An address with more than half of the places gives way itself, whatever its connections do: the one to go is found among its
 //! own. So one machine that keeps thousands of connections busy does not drive out the others. Callers behind one address,
@@ -54,9 +55,11 @@ pub(super) enum Stage {
     Opening,
     /// It never had a request.
     Unused,
+    /// It has a request, and none has ended yet.
+    First,
     /// It has no request.
     Idle,
-    /// It has one.
+    /// It has one, and another one has ended.
     Busy,
 }
 
@@ -232,11 +235,13 @@ impl Seat {
     }
 
     fn rank(&self) -> Rank {
-        let stage = match (self.is_open(), self.requests.load(Ordering::Relaxed)) {
-            (false, _) => Stage::Opening,
-            (true, 0) if !self.was_used.load(Ordering::Relaxed) => Stage::Unused,
-            (true, 0) => Stage::Idle,
-            (true, _) => Stage::Busy,
+        let is_busy = self.requests.load(Ordering::Relaxed) > 0;
+        let stage = match (self.is_open(), self.was_used.load(Ordering::Relaxed), is_busy) {
+            (false, _, _) => Stage::Opening,
+            (true, false, false) => Stage::Unused,
+            (true, false, true) => Stage::First,
+            (true, true, false) => Stage::Idle,
+            (true, true, true) => Stage::Busy,
         };
         (stage, self.progressed_ns.load(Ordering::Relaxed))
     }
@@ -344,6 +349,35 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn f7_a_connection_that_never_completed_a_request_goes_before_an_idle_one_that_has() {
+        let places = Places::new(4);
+        let honest: Vec<Held> = (0..2).map(|number| take_for(&places, peer(number)).0).collect();
+        for held in &honest {
+            held.seat().opened();
+            drop(held.seat().request());
+        }
+        let fill = [take_for(&places, peer(8)).0, take_for(&places, peer(9)).0];
+        let mut storm: Vec<(Held, Request)> = Vec::new();
+        for number in 10..60 {
+            advance(Duration::from_millis(50)).await;
+            let (held, closed) = take_for(&places, peer(number));
+            let expected = if number < 12 { Stage::Opening } else { Stage::First };
+            assert_eq!(closed, Some(expected), "{number}");
+            held.seat().opened();
+            let request = held.seat().request();
+            storm.push((held, request));
+        }
+        assert!(fill.iter().all(is_closed) && !honest.iter().any(is_closed));
+        let closed = storm.iter().filter(|(held, _)| is_closed(held)).count();
+        assert_eq!(closed, 48, "each goes for a later one");
+        let (last, request) = storm.pop().unwrap();
+        drop(request);
+        advance(Duration::from_millis(50)).await;
+        assert_eq!(take_for(&places, peer(60)).1, Some(Stage::First), "the one before it");
+        assert!(!is_closed(&last), "it has completed one");
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn n3_an_address_with_more_than_half_of_the_places_gives_way_though_its_connections_are_busy() {
         let places = Places::new(8);
         let honest: Vec<Held> = (0..3).map(|number| take_for(&places, peer(number)).0).collect();
@@ -353,6 +387,7 @@ mod tests {
             .iter()
             .map(|held| {
                 held.seat().opened();
+                drop(held.seat().request());
                 held.seat().request()
             })
             .collect();
@@ -389,7 +424,7 @@ mod tests {
     proptest! {
         #[test]
         fn with_one_address_the_same_go_as_without_a_look_at_addresses(
-            ranks in prop::collection::vec((0u8..4, 0u64..50), 1..40),
+            ranks in prop::collection::vec((0u8..5, 0u64..50), 1..40),
         ) {
             let places = Places::new(ranks.len());
             let held: Vec<Held> = ranks.iter().map(|_| take(&places).0).collect();
@@ -399,11 +434,11 @@ mod tests {
                 if *stage > 0 {
                     seat.opened();
                 }
-                if *stage > 1 {
-                    requests.push(seat.request());
+                if *stage > 2 {
+                    drop(seat.request());
                 }
-                if *stage == 2 {
-                    requests.pop();
+                if [2, 4].contains(stage) {
+                    requests.push(seat.request());
                 }
                 seat.progressed_ns.store(*at, Ordering::Relaxed);
             }
@@ -415,9 +450,10 @@ mod tests {
 
         #[test]
         fn those_chosen_are_the_least_of_all_in_order(
-            ranks in prop::collection::vec((0u8..4, 0u64..50), 0..300),
+            ranks in prop::collection::vec((0u8..5, 0u64..50), 0..300),
         ) {
-            let stage = |number| [Stage::Opening, Stage::Unused, Stage::Idle, Stage::Busy][usize::from(number)];
+            let stages = [Stage::Opening, Stage::Unused, Stage::First, Stage::Idle, Stage::Busy];
+            let stage = |number| stages[usize::from(number)];
             let open = ranks.iter().map(|(number, at)| (stage(*number), *at));
             let open: Vec<(Rank, u64)> = open.zip(0..).collect();
             let mut chosen = choose(open.clone());
