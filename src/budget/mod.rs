@@ -6,6 +6,7 @@ pub mod allowance;
 pub mod heap;
 pub mod ledger;
 pub mod left;
+pub(crate) mod line;
 pub mod places;
 pub mod rounds;
 

@@ -14,7 +14,7 @@
 //! | `ceded` | heap for the lists of blocks, with room of the region |
 //! | `parts` | work of a start, divided among threads |
 //! | `config` | how much there is |
-//! | [`pool`], `line` | buffers for reads from disk; who is next when they are short |
+//! | [`pool`] | buffers for reads from disk |
 //!
 //! Bounded by construction: resident memory is at most the region, and nothing enters it without a charge. After all
 //! shuffles are purged and all readers gone, every counter is zero and the region is whole again.
@@ -35,7 +35,6 @@ mod ahead;
 mod buddy;
 mod ceded;
 mod config;
-mod line;
 mod list;
 pub(crate) mod metrics;
 mod parts;

@@ -1,7 +1,7 @@
 //! Buffers for reads from disk: a small region of its own, so that readers cannot run past a bound either.
 //!
 //! A buffer is exclusive until it is frozen; its memory is back when the last `Bytes` of it is dropped. Applications that wait
-//! share ([`super::line`]); the caller bounds the wait in time.
+//! share (`budget::line`); the caller bounds the wait in time.
 
 use std::fmt;
 use std::io;
@@ -13,9 +13,9 @@ use tokio::sync::Notify;
 use uniffle_io::BoxFuture;
 use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
 
-use super::line::{Line, Permit, Reader};
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
 use crate::budget::Budget;
+use crate::budget::line::{Line, Permit, Reader};
 use uniffle_wire::types::AppId;
 
 /// Read buffers of a bounded total, for one application or for the worker itself.

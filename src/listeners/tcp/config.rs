@@ -60,7 +60,7 @@ section! {
         pub memory_reads_in_flight_max: usize = 1024,
         /// Local answers of all connections that wait for their turn on the socket while they hold their first chunk of read
         /// memory. Default: 32. Must be at most half of the read memory's chunks: the other half is for the answers that
-        /// are being written, so that these can always go on.
+        /// are being written, so that these can always go on. An eighth is kept for applications that hold none.
         pub local_reads_in_flight_max: usize = 32,
         /// How long a local read waits for one of them before NO_BUFFER. Default: 10 s.
         pub local_read_wait: Duration = Duration::from_secs(10),

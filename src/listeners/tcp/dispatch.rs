@@ -11,6 +11,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use crate::budget::Charge;
+use crate::budget::line::Reader;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
@@ -193,7 +194,8 @@ impl LocalRead {
         let target = request.target();
         // An id that is none is refused by the service.
         if let Ok(app) = AppId::parse(target.app) {
-            let place = timeout(wait, self.shared.local_reads.take(&app, 1)).await;
+            let reader = Reader { app: Some(app), weight: 1 };
+            let place = timeout(wait, self.shared.local_reads.take(&reader, 1)).await;
             let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
             self.guard.local_read =
                 Some(place.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 
 use crate::budget::allowance::TCP_REQUESTS_MIN;
-use crate::budget::places::Places;
+use crate::budget::line::Line;
 use crate::listeners::shares::{ShareBudget, ShareLimits};
 use crate::runtime::Handover;
 use crate::service::Service;
@@ -23,8 +23,8 @@ pub(super) struct Shared {
     pub(super) service: Arc<Service>,
     pub(super) metrics: TcpMetrics,
     pub(super) memory_reads: Arc<Semaphore>,
-    /// Applications that wait for one of them are served in turns.
-    pub(super) local_reads: Arc<Places>,
+    /// Places; an eighth of them is for applications that hold none.
+    pub(super) local_reads: Arc<Line>,
     /// Requests in progress, of all connections.
     pub(super) requests: ShareBudget,
     pub(super) handover: Handover,
@@ -42,7 +42,7 @@ impl Shared {
         Arc::new(Self {
             requests: ShareBudget::new(config.requests_total, config.connections_max, limits),
             memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
-            local_reads: Places::new(config.local_reads_in_flight_max),
+            local_reads: Line::new(config.local_reads_in_flight_max as u64),
             config,
             service,
             metrics,

@@ -19,7 +19,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use crate::budget::places::Taken;
+use crate::budget::line::Permit;
 use crate::listeners::places::{Request, Seat};
 use crate::listeners::{LOOK, PATIENCE};
 use crate::runtime::Tasks;
@@ -59,7 +59,7 @@ pub(super) struct ReplyGuard {
     /// Of the listener: one of the memory reads.
     pub(super) memory_read: Option<OwnedSemaphorePermit>,
     /// Of the listener: one of the local reads.
-    pub(super) local_read: Option<Taken>,
+    pub(super) local_read: Option<Permit>,
     /// Of the connection: one of its local reads.
     pub(super) turn: Option<OwnedSemaphorePermit>,
     /// Of the application: its answer from memory.

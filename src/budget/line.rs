@@ -1,4 +1,5 @@
-//! Who waits for read memory, and who is next: of the applications that wait, the one that holds least by its weight.
+//! Who waits for a part of a bounded amount that is held for long (read memory, local answers that wait for their socket), and
+//! who is next: of the applications that wait, the one that holds least by its weight.
 //!
 //! While no one waits, everyone gets what is free, but for the last eighth: it is for applications that hold nothing yet, so that a
 //! reader of another one begins at once, and goes on if it has one answer at a time, however long the others take for theirs. One
@@ -13,21 +14,21 @@ use tokio::sync::oneshot;
 
 use uniffle_wire::types::AppId;
 
-/// Part of the memory that is kept for applications that hold nothing.
+/// Part of the whole that is kept for applications that hold nothing.
 const NEWCOMERS_PART: u64 = 8;
 
-/// For whom memory is taken.
+/// For whom a part is taken.
 #[derive(Debug, Clone)]
-pub(super) struct Reader {
+pub(crate) struct Reader {
     /// None for the worker's own reads.
-    pub(super) app: Option<AppId>,
+    pub(crate) app: Option<AppId>,
     /// At least 1.
-    pub(super) weight: u32,
+    pub(crate) weight: u32,
 }
 
 /// A bounded amount, with those that wait for parts of it.
 #[derive(Debug)]
-pub(super) struct Line(Mutex<State>);
+pub(crate) struct Line(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
@@ -57,7 +58,7 @@ struct Waiter {
 
 /// Bytes taken; back in line when dropped.
 #[derive(Debug)]
-pub(super) struct Permit {
+pub(crate) struct Permit {
     line: Arc<Line>,
     app: Option<AppId>,
     bytes: u64,
@@ -70,19 +71,19 @@ struct Place {
 }
 
 impl Line {
-    pub(super) fn new(capacity: u64) -> Arc<Self> {
+    pub(crate) fn new(capacity: u64) -> Arc<Self> {
         let readers = HashMap::new();
         let (free, holders, waiting, arrivals) = (capacity, 0, 0, 0);
         Arc::new(Self(Mutex::new(State { capacity, free, readers, holders, waiting, arrivals })))
     }
 
     /// `bytes` for `reader` if no one has to wait for them.
-    pub(super) fn try_take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Option<Permit> {
+    pub(crate) fn try_take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Option<Permit> {
         self.0.lock().take_at_once(reader, bytes).then(|| self.permit(&reader.app, bytes))
     }
 
     /// `bytes` for `reader` when it is its turn; at most half of the whole.
-    pub(super) async fn take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Permit {
+    pub(crate) async fn take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Permit {
         let mut place = {
             let mut state = self.0.lock();
             if state.take_at_once(reader, bytes) {
@@ -98,7 +99,7 @@ impl Line {
     }
 
     /// Whether someone waits.
-    pub(super) fn is_waited_for(&self) -> bool {
+    pub(crate) fn is_waited_for(&self) -> bool {
         self.0.lock().waiting > 0
     }
 
@@ -302,6 +303,35 @@ mod tests {
         drop((queued, held));
         let state = line.0.lock();
         assert_eq!((state.free, state.holders, state.readers.len()), (160, 0, 0));
+    }
+
+    #[test]
+    fn f8_places_of_readers_that_do_not_read_leave_some_for_another_application() {
+        let line = Line::new(32);
+        let (hog, honest) = (reader("hog", 1), reader("honest", 1));
+        let held: Vec<_> = std::iter::from_fn(|| line.try_take(&hog, 1)).collect();
+        assert_eq!(held.len(), 28);
+        let queued: Vec<_> = (0..30).map(|_| waiting(&line, &hog, 1)).collect();
+        let mut place = line.take(&honest, 1).now_or_never().expect("an eighth is kept");
+        for _ in 0..9 {
+            let mut next = waiting(&line, &honest, 1);
+            drop(place);
+            place = is_served(&mut next).expect("it holds nothing any more");
+        }
+        drop((queued, held, place));
+        let state = line.0.lock();
+        assert_eq!((state.free, state.waiting, state.readers.len()), (32, 0, 0));
+    }
+
+    #[test]
+    fn of_one_place_or_none_nothing_is_kept() {
+        let (one, other) = (reader("one", 1), reader("other", 1));
+        drop(waiting(&Line::new(0), &one, 1));
+        let line = Line::new(1);
+        let place = line.try_take(&one, 1).expect("it is free");
+        let mut next = waiting(&line, &other, 1);
+        drop(place);
+        assert!(is_served(&mut next).is_some());
     }
 
     #[test]
