@@ -253,8 +253,13 @@ impl Reads {
     /// first, and a filter is asked about all blocks of a partition if it admits few of them.
     #[must_use]
     pub fn may_take_long(&self, request: &MemoryReadRequest<'_>) -> bool {
+        self.memory.has_unverified() || self.filters_more_than(QUICK_BLOCKS_MAX, request)
+    }
+
+    /// Whether a filter is asked about more than so many blocks, if it admits few of them.
+    pub(super) fn filters_more_than(&self, blocks: usize, request: &MemoryReadRequest<'_>) -> bool {
         let is_filtered = request.task_filter.is_some_and(|filter| !filter.is_empty());
-        self.memory.has_unverified() || (is_filtered && self.blocks_in_memory(request) > QUICK_BLOCKS_MAX)
+        is_filtered && self.blocks_in_memory(request) > blocks
     }
 
     /// Blocks in memory of the partition that is read.

@@ -61,3 +61,31 @@ async fn n8_a_slow_reader_pins_less_of_the_region_at_a_time_and_a_fast_one_gets_
     assert_eq!(read(&world, &slow, Duration::ZERO).await, at_first, "it is as fast as the other now");
     world.stop().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn f10_only_a_filter_over_many_blocks_of_a_partition_is_asked_aside() {
+    fn asked(app: &str, partition: i32, task_filter: Option<&'static [u8]>) -> MemoryReadRequest<'_> {
+        MemoryReadRequest {
+            app,
+            shuffle: 0,
+            partition,
+            last_block_id: -1,
+            read_buffer_size: 14 << 20,
+            task_filter,
+            of_connection: None,
+        }
+    }
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    world.fill(3, BLOCK * BLOCKS);
+    let blocks = usize::try_from(BLOCKS).unwrap();
+    let reads = &world.service.reads;
+    let filter: Option<&'static [u8]> = Some(&[0; 8]);
+    assert!(reads.filters_more_than(blocks - 1, &asked(APP, 3, filter)));
+    assert!(!reads.filters_more_than(blocks, &asked(APP, 3, filter)));
+    for quick in [asked(APP, 3, None), asked(APP, 3, Some(&[])), asked(APP, 4, filter), asked("", 3, filter)]
+    {
+        assert!(!reads.filters_more_than(0, &quick), "{quick:?}");
+    }
+    assert!(!reads.may_take_long(&asked(APP, 3, filter)), "those are few");
+    world.stop().await;
+}
