@@ -11,6 +11,7 @@
 //! `memory.limit_in_bytes` of version 1) of the capacity and 256 MiB, where one can be made; the test says so.
 
 mod attacks;
+mod cancelled;
 mod cgroup;
 mod h2;
 mod honest;
@@ -216,6 +217,21 @@ async fn n9_who_takes_every_ticket_keeps_nobody_out() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn assignments_whose_callers_go_stay_within_the_bound() {
+    alone("cancelled assignments", cancelled::assignments).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn looks_at_metrics_whose_callers_go_take_no_thread_from_the_disks() {
+    alone("cancelled looks at metrics", cancelled::looks_at_metrics).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn small_shuffles_that_end_together_stay_within_the_bound() {
+    alone("small shuffles that end together", cancelled::small_shuffles).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn all_together_do_not_get_the_process_killed_and_leave_nothing() {
     let all: &[Attack] = &[
         attacks::n3_half_sent_prefaces,
@@ -235,6 +251,9 @@ async fn all_together_do_not_get_the_process_killed_and_leave_nothing() {
         owed::n8_zero_windows,
         owed::n8_lists_of_tiny_blocks,
         owed::n9_every_ticket,
+        cancelled::assignments,
+        cancelled::looks_at_metrics,
+        cancelled::small_shuffles,
     ];
     let time = number("ADVERSARY_SECONDS").map_or(TOGETHER, Duration::from_secs);
     let mut siege = Siege::start("all").await;
