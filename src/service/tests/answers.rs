@@ -64,7 +64,7 @@ async fn n8_a_slow_reader_pins_less_of_the_region_at_a_time_and_a_fast_one_gets_
 
 #[tokio::test(start_paused = true)]
 async fn f10_only_a_filter_over_many_blocks_of_a_partition_is_asked_aside() {
-    fn asked(app: &str, partition: i32, task_filter: Option<&'static [u8]>) -> MemoryReadRequest<'_> {
+    fn asked<'a>(app: &'a str, partition: i32, task_filter: Option<&'static [u8]>) -> MemoryReadRequest<'a> {
         MemoryReadRequest {
             app,
             shuffle: 0,
