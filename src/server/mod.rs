@@ -166,14 +166,7 @@ impl Worker {
             background.clone(),
             &registry,
         )?;
-        for tier in service.tiers().iter() {
-            service.lifecycle.restore(tier.take_recovered()).await;
-        }
-        finish_restore(&memory);
-        for tier in service.tiers().iter() {
-            tier.recovered_durable().await;
-        }
-        service.lifecycle.look_at_memory();
+        restore(&service, &memory).await;
         promised.into_iter().for_each(|promised| tickets::take_over(&memory, promised));
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
@@ -456,6 +449,18 @@ async fn open_memory(
 
 fn unmappable(config: &Config) -> String {
     format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
+}
+
+/// Takes over what an earlier process left; when this returns, it is on the device.
+async fn restore(service: &Service, memory: &Memory) {
+    for tier in service.tiers().iter() {
+        service.lifecycle.restore(tier.take_recovered()).await;
+    }
+    finish_restore(memory);
+    for tier in service.tiers().iter() {
+        tier.recovered_durable().await;
+    }
+    service.lifecycle.look_at_memory();
 }
 
 fn finish_restore(memory: &Memory) {
