@@ -70,6 +70,8 @@ impl Lifecycle {
         let (mut known, unread) = self.listen(&mut recovered.said, &mut unrestored).await;
         unrestored.from_memory.end();
         let (mut suspects, mut left) = (Vec::new(), Vec::new());
+        let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
+        let is_uncertain = unread.is_some() || gap.is_some() || !recovered.missing_disks.is_empty();
         for mut shuffle in recovered.shuffles {
             let key = shuffle.key.clone();
             let reason = shuffle.reason.clone();
@@ -80,12 +82,14 @@ impl Lifecycle {
             if shuffle.incomplete.is_none() {
                 shuffle.incomplete.clone_from(&unread);
             }
+            // Without all that was ever said, that nothing was said of it proves nothing. Damage to its data has no say in that.
+            let may_be_registered = is_uncertain || shuffle.incomplete.is_some();
             match self.restore_shuffle(known.remove(&key).unwrap_or_default(), shuffle) {
                 Ok(Some(unverified)) => {
                     restored.shuffles += 1;
                     suspects.extend(unverified);
                 }
-                Ok(None) if !reason.is_empty() || unread.is_some() => {
+                Ok(None) if may_be_registered => {
                     tracing::error!(shuffle = %key, reason, "has no registration, its files are left for a later start");
                     restored.unregistered += 1;
                     self.leave(&key);
