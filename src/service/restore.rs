@@ -82,8 +82,8 @@ impl Lifecycle {
             if shuffle.incomplete.is_none() {
                 shuffle.incomplete.clone_from(&unread);
             }
-            // Without all that was ever said, that nothing was said of it proves nothing. Damage to its data has no say in that.
-            let may_be_registered = is_uncertain || shuffle.incomplete.is_some();
+            // Without all that was ever said, that nothing was said of it proves nothing; damage to its data alone has no say in that.
+            let may_be_registered = is_uncertain || (shuffle.incomplete.is_some() && !reason.is_empty());
             match self.restore_shuffle(known.remove(&key).unwrap_or_default(), shuffle) {
                 Ok(Some(unverified)) => {
                     restored.shuffles += 1;
