@@ -120,7 +120,7 @@ pub(super) struct Writer {
     pub(super) marks: Marks,
     /// A generation was begun by this process.
     pub(super) is_begun: Arc<AtomicBool>,
-    /// That was tried.
+    /// Whether this process has tried to begin one, be it in vain.
     pub(super) was_tried: watch::Sender<bool>,
 }
 
