@@ -65,6 +65,18 @@ fn limits() -> PartitionLimits {
     }
 }
 
+fn memory_config(backing: crate::memory::Backing) -> MemoryConfig {
+    MemoryConfig {
+        capacity_bytes: CAPACITY,
+        read_capacity_bytes: 4 << 20,
+        heap_bytes: 96 << 20,
+        ticket_timeout: Duration::from_secs(30),
+        tickets_max: 100,
+        blocks_max: 10_000,
+        backing,
+    }
+}
+
 impl World {
     async fn new(partition_limits: PartitionLimits, flush_limits: policy::Limits) -> Self {
         Self::with(LocalConfig::default(), partition_limits, flush_limits).await
@@ -76,16 +88,7 @@ impl World {
         flush_limits: policy::Limits,
     ) -> Self {
         let (registry, tasks, faults) = (Registry::new(), Tasks::new(), Faults::default());
-        let memory_config = MemoryConfig {
-            capacity_bytes: CAPACITY,
-            read_capacity_bytes: 4 << 20,
-            heap_bytes: 96 << 20,
-            ticket_timeout: Duration::from_secs(30),
-            tickets_max: 100,
-            blocks_max: 10_000,
-            backing: Default::default(),
-        };
-        let memory = Memory::new(&memory_config, &registry).unwrap();
+        let memory = Memory::new(&memory_config(Default::default()), &registry).unwrap();
         let disk = Arc::new(MemoryDisk::new("/disk", None));
         let disk: Arc<dyn Disk> = Arc::new(FaultDisk::new(disk, faults.clone()));
         let store = LocalStore::open(local, vec![disk], memory.extents(), &registry).await.unwrap();

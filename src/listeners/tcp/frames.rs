@@ -437,10 +437,11 @@ impl Frames {
         guard.memory_read = Some(permit);
         let (shared, outbox, answers) = (Arc::clone(&self.shared), self.outbox.clone(), self.answers.clone());
         self.connection.spawn_linked("tcp memory read", async move {
+            let places = shared.aside.clone();
             // What bounds reads goes along: a connection that goes does not end what is begun.
             let answer =
                 move || (dispatch::memory(&shared, &answers, id, &message.bytes), message.charge, guard);
-            if let Ok(((head, body), _charge, guard)) = tokio::task::spawn_blocking(answer).await {
+            if let Ok(((head, body), _charge, guard)) = places.run(answer).await {
                 outbox.post(Outgoing { head, body, guard });
             }
         });

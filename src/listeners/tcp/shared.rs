@@ -7,7 +7,7 @@ use tokio::sync::Semaphore;
 use crate::budget::allowance::TCP_REQUESTS_MIN;
 use crate::budget::line::Line;
 use crate::listeners::shares::{ShareBudget, ShareLimits};
-use crate::runtime::Handover;
+use crate::runtime::{Aside, Handover};
 use crate::service::Service;
 
 use super::config::TcpConfig;
@@ -23,6 +23,8 @@ pub(super) struct Shared {
     pub(super) service: Arc<Service>,
     pub(super) metrics: TcpMetrics,
     pub(super) memory_reads: Arc<Semaphore>,
+    /// For those of them that may take long.
+    pub(super) aside: Aside,
     /// Places; an eighth of them is for applications that hold none.
     pub(super) local_reads: Arc<Line>,
     /// Requests in progress, of all connections.
@@ -42,6 +44,7 @@ impl Shared {
         Arc::new(Self {
             requests: ShareBudget::new(config.requests_total, config.connections_max, limits),
             memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
+            aside: Aside::of_cores(),
             local_reads: Line::new(config.local_reads_in_flight_max as u64),
             config,
             service,

@@ -58,17 +58,8 @@ async fn left_on_disk(said: &[Vec<u8>], partitions: i32) -> Arc<dyn Disk> {
 }
 
 fn memory_of(file: Option<OwnedFd>) -> Arc<Memory> {
-    let config = MemoryConfig {
-        capacity_bytes: CAPACITY,
-        read_capacity_bytes: 4 << 20,
-        heap_bytes: 96 << 20,
-        ticket_timeout: Duration::from_secs(30),
-        tickets_max: 100,
-        blocks_max: 10_000,
-        backing: Backing::Memfd,
-    };
     let owner = Owner { node: "node".to_owned(), boot: 1 };
-    Memory::open(&config, &owner, file, &Registry::new()).unwrap()
+    Memory::open(&memory_config(Backing::Memfd), &owner, file, &Registry::new()).unwrap()
 }
 
 /// An earlier process has left a block of each partition in memory, which has other bytes than were sent.
