@@ -277,4 +277,35 @@ mod tests {
         send(&memory, 5..6, 1 << 20).unwrap();
         end(&memory);
     }
+
+    /// What a successor finds free is much more than what it makes ready at once.
+    #[test]
+    fn what_a_start_leaves_for_later_is_taken_when_it_is_wanted() {
+        let memory = opened(None);
+        send(&memory, 0..1, 1 << 20).unwrap();
+        memory.register(&ShuffleKey::new(app(), ShuffleId(1)), Distribution::Normal);
+        let pieces: Vec<_> = (0..13)
+            .map(|_| {
+                let charge = memory.budget().try_charge(MIB).unwrap();
+                memory.shared.supply.region.allocate(1 << 20, charge).unwrap()
+            })
+            .collect();
+        let file = memory.handed_over().unwrap().unwrap();
+        memory.let_go();
+        drop((pieces, memory));
+        let memory = opened(Some(file));
+        let key = ShuffleKey::new(app(), ShuffleId(0));
+        memory.register(&key, Distribution::Normal);
+        let heap = memory.heap().of(HeapKind::Partitions);
+        memory.restore(&key, |_| Box::new(|_| false), heap);
+        // A block behind all others, so that those before it were used.
+        let region = &memory.shared.supply.region;
+        region.claim(13 << 20, 1 << 20, memory.budget().try_charge(MIB).unwrap()).unwrap();
+        assert_eq!(memory.finish_restore(), (1, 1));
+        assert!(region.ready_bytes() < 8 * MIB, "{}", region.ready_bytes());
+        // Nobody has taken pages ahead.
+        send(&memory, 1..13, 1 << 20).unwrap();
+        memory.ahead.as_ref().unwrap().take();
+        end(&memory);
+    }
 }

@@ -4,7 +4,7 @@
 //! is asked before, and then there is less memory. Private memory takes its pages by being touched.
 //!
 //! Invariant: what is free in the buddy, and every piece but one whose pages were discarded, has its pages. What has none is
-//! either beyond the blocks that are *ready*, or a *hole*: a piece that came back and found none.
+//! either beyond the blocks that are *ready*, or a *hole*: a piece that came back and found none, or that a start left for later.
 
 use std::io;
 use std::ops::Range;
@@ -19,6 +19,10 @@ use super::super::{
     parts::{in_parts, threads_for},
 };
 use super::mapping::Mapping;
+
+/// What a start makes ready of what is free where another process was.
+#[cfg(not(miri))]
+const SETTLED_BYTES: usize = if cfg!(test) { 2 * BLOCK_BYTES } else { 64 << 20 };
 
 /// How much is ready, and the holes.
 #[derive(Debug, Default)]
@@ -134,9 +138,10 @@ impl Pages {
         map.discard_front(range);
     }
 
-    /// One block more, when a segment was not to be had while `seen` were ready; false if there is none.
+    /// One block or hole more, when a segment was not to be had while `seen` blocks were ready; false if there is none.
     pub(super) fn grow(&self, of: Of<'_>, seen: usize) -> bool {
-        !self.is_refused() && self.make_ready(of, seen).unwrap_or(false)
+        !self.is_refused()
+            && (self.make_ready(of, seen).unwrap_or(false) || self.fill_hole(of).unwrap_or(false))
     }
 
     fn make_ready(&self, of: Of<'_>, seen: usize) -> io::Result<bool> {
@@ -154,15 +159,21 @@ impl Pages {
         Ok(true)
     }
 
+    /// A piece at a time, so that nobody waits for all of them.
     fn fill_holes(&self, of: Of<'_>) -> io::Result<()> {
-        let mut holes = self.holes.lock();
-        while let Some(&(offset, bytes)) = holes.last() {
-            self.take_segments(of.map, offset..offset + bytes)?;
-            holes.pop();
-            of.buddy.lock().free(offset, bytes);
-            self.publish(of, &holes);
-        }
+        while self.fill_hole(of)? {}
         Ok(())
+    }
+
+    /// Takes the pages of one hole; false if there is none.
+    fn fill_hole(&self, of: Of<'_>) -> io::Result<bool> {
+        let mut holes = self.holes.lock();
+        let Some(&(offset, bytes)) = holes.last() else { return Ok(false) };
+        self.take_segments(of.map, offset..offset + bytes)?;
+        holes.pop();
+        of.buddy.lock().free(offset, bytes);
+        self.publish(of, &holes);
+        Ok(true)
     }
 
     /// Gives back a piece whose pages were discarded; without pages it is a hole.
@@ -176,20 +187,28 @@ impl Pages {
         }
     }
 
-    /// Takes the pages of holes that an earlier process left in what is free; a block that does not get them has nothing free. What was
-    /// claimed has its pages. Nothing is asked of the kernel but that: where the next hole of a file is it finds by looking at all pages
-    /// before it, of other ranges too.
+    /// Takes the pages of holes that an earlier process left in what is free, as far as writers need them at once; all else that is
+    /// free counts as holes, which are filled when they are wanted: a start does not wait for it. A block that does not get
+    /// its pages has nothing free. What was claimed has its pages. Nothing is asked of the kernel but that: where the next hole of a
+    /// file is it finds by looking at all pages before it, of other ranges too.
     #[cfg(not(miri))]
     pub(super) fn settle(&self, of: Of<'_>) {
         let mut left_out = self.holes.lock();
         let free = of.buddy.lock().free_ranges();
-        let pages = free.iter().map(|range| range.len() / UNIT_BYTES).sum();
-        let pieces: Vec<_> = free.into_iter().flat_map(by_block).collect();
+        let mut at_once = SETTLED_BYTES;
+        let (pieces, later): (Vec<_>, Vec<_>) = free.into_iter().flat_map(by_block).partition(|piece| {
+            let is_first = at_once > 0;
+            at_once = at_once.saturating_sub(piece.len());
+            is_first
+        });
+        let pages = pieces.iter().map(|piece| piece.len() / UNIT_BYTES).sum();
         let without_pages = |part: &[Range<usize>]| {
             let refused = part.iter().filter(|piece| self.fill_segments(of.map, (*piece).clone()).is_err());
             refused.map(|piece| piece.start / BLOCK_BYTES).collect::<Vec<_>>()
         };
-        for block in in_parts(&pieces, threads_for(pages), without_pages).concat() {
+        let refused = in_parts(&pieces, threads_for(pages), without_pages).concat();
+        let later = later.into_iter().map(|piece| piece.start / BLOCK_BYTES);
+        for block in refused.into_iter().chain(later.rev()) {
             left_out.extend(of.buddy.lock().take_free(block));
         }
         self.publish(of, &left_out);
