@@ -2,12 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use super::sections::Config;
 use super::worker::StoreType;
 use crate::budget::allowance::promised;
 use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
+use crate::coordinator::heartbeat::CoordinatorAddress;
 use crate::listeners::http::push;
 use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
@@ -197,6 +199,10 @@ fn check_partition_limits(config: &Config, found: &mut Found) {
     }
 }
 
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
+}
+
 fn check_coordinators(config: &Config, found: &mut Found) {
     let mut seen = HashSet::new();
     for address in &config.heartbeat.coordinators {
@@ -224,6 +230,13 @@ fn check_coordinators(config: &Config, found: &mut Found) {
             "embedded_coordinator.node_timeout_sec",
             timeout,
             "more than heartbeat_interval_seconds",
+        );
+    }
+    let is_elsewhere = |address: &CoordinatorAddress| !is_loopback(address.host());
+    let has_others = config.heartbeat.coordinators.iter().any(is_elsewhere);
+    if config.is_embedded() && has_others && embedded.worker_networks.is_empty() {
+        found.warn(
+            "embedded_coordinator.worker_networks names no network: workers of other machines cannot join this coordinator",
         );
     }
     let key = "embedded_coordinator.remote_storage_conf";

@@ -62,6 +62,20 @@ fn the_tcp_listener_is_open_by_default_in_embedded_mode_only() {
     assert_eq!(parse("urpc_port = 7").unwrap().worker.urpc_port, Some(7));
 }
 
+/// F11.
+#[test]
+fn a_coordinator_that_workers_of_other_machines_cannot_join_is_named_at_the_start() {
+    let with = |quorum: &str, rest: &str| {
+        let text = format!("coordinator_quorum = [{quorum}]\n[embedded_coordinator]\nenable = true\n{rest}");
+        let text = format!("{text}\n[localfile_store]\ndata_paths = [\"/d\"]");
+        parse(&text).unwrap().warnings
+    };
+    let open = with("\"a:1\", \"b:1\"", "");
+    assert!(open.iter().any(|warning| warning.contains("embedded_coordinator.worker_networks")), "{open:?}");
+    assert!(with("\"a:1\", \"b:1\"", "worker_networks = [\"10.0.0.0/8\"]").is_empty());
+    assert!(with("\"localhost:1\", \"127.0.0.1:2\", \"[::1]:3\"", "").is_empty());
+}
+
 #[test]
 fn the_example_equals_the_defaults() {
     assert_eq!(parse(EXAMPLE).unwrap(), parse("").unwrap());

@@ -132,6 +132,38 @@ async fn a_worker_is_the_coordinator_of_another() {
     assert_eq!(a.stop().await, 0);
 }
 
+/// F11: who joins is sent the data of applications and is asked over HTTP.
+#[tokio::test]
+async fn f11_a_worker_of_another_machine_joins_from_networks_that_are_named_only() {
+    let forged = proto::ShuffleServerHeartBeatRequest {
+        server_id: Some(proto::ShuffleServerId {
+            id: "10.6.6.6-21100".to_owned(),
+            ip: "10.6.6.6".to_owned(),
+            port: 21100,
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let here = proto::ShuffleServerId { ip: "127.0.0.2".to_owned(), ..forged.server_id.clone().expect("it") };
+    for (networks, status) in [("[]", StatusCode::AccessDenied), ("[\"10.6.0.0/16\"]", StatusCode::Success)] {
+        let directory = tempfile::tempdir().expect("a dir");
+        let tables = format!("[embedded_coordinator]\nworker_networks = {networks}\n");
+        let worker = worker(directory.path(), "", &tables).await;
+        let mut coordinator = coordinator_of(&worker).await;
+        let answer = coordinator.heartbeat(forged.clone()).await.expect("an answer").into_inner();
+        assert_eq!(answer.status(), status, "{}", answer.ret_msg);
+        let names_the_key = answer.ret_msg.contains("embedded_coordinator.worker_networks");
+        assert_eq!(names_the_key, status == StatusCode::AccessDenied, "{}", answer.ret_msg);
+        let of_this_machine =
+            proto::ShuffleServerHeartBeatRequest { server_id: Some(here.clone()), ..Default::default() };
+        let answer = coordinator.heartbeat(of_this_machine).await.expect("an answer").into_inner();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        until_nodes(&mut coordinator, 2).await;
+        drop(coordinator);
+        assert_eq!(worker.stop().await, 0);
+    }
+}
+
 #[tokio::test]
 async fn a_cluster_of_workers_alone_goes_on_when_a_coordinator_dies() {
     let directories: Vec<_> = (0..3).map(|_| tempfile::tempdir().expect("a dir")).collect();

@@ -14,6 +14,9 @@ use crate::merged::Merged;
 /// Workers asked at once.
 const AT_ONCE: usize = 8;
 
+/// Workers asked at most: as many as are named in what is put together.
+const ASKED_MAX: usize = 1_000;
+
 /// Largest answer taken: a worker's has some KiB, and at most some tens of them when much is lost.
 const ANSWER_BYTES_MAX: usize = 128 << 10;
 
@@ -34,20 +37,23 @@ pub struct Worker {
     pub port: u16,
 }
 
-/// What `workers` say of `app`, as one; they are asked over TLS where `trust` says with what. It takes 8 s at most, and eight answers of 128 KiB are held at a time; who has not
-/// answered by then is named.
+/// What the first 1,000 of `workers` say of `app`, as one; they are asked over TLS where `trust` says with what. It takes 8 s at most,
+/// and eight answers of 128 KiB are held at a time; who has not answered by then, or was not asked, is counted and named.
 ///
 /// # Errors
 /// None of those that answer knows it.
-pub async fn explain(app: &str, workers: Vec<Worker>, trust: Option<&Trust>) -> Result<Value, String> {
+pub async fn explain(app: &str, mut workers: Vec<Worker>, trust: Option<&Trust>) -> Result<Value, String> {
     let client = Client::of(trust, PATIENCE).with_answers_of(ANSWER_BYTES_MAX);
     let is_tls = trust.is_some();
     let path = path(app);
     let end = Instant::now() + PATIENCE_FOR_ALL;
+    let mut merged = Merged::default();
+    for worker in workers.split_off(ASKED_MAX.min(workers.len())) {
+        merged.unanswered(&worker.id, "it was not asked: 1,000 are at most");
+    }
     let asked: Vec<_> =
         workers.into_iter().map(|worker| ask((&client, is_tls), worker, &path, end)).collect();
     let mut answers = stream::iter(asked).buffer_unordered(AT_ONCE);
-    let mut merged = Merged::default();
     while let Some((id, answer)) = answers.next().await {
         enter(&mut merged, &id, &answer);
     }
@@ -78,5 +84,32 @@ pub(crate) fn enter(merged: &mut Merged, worker: &str, answer: &Result<Value, Fa
         Ok(it) => merged.add(worker, it),
         Err(failure) if failure.is_missing() => {}
         Err(failure) => merged.unanswered(worker, &failure.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn f11_of_thousands_of_workers_a_bounded_number_is_asked() {
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let asked = std::cell::Cell::new(0);
+        let counting = async {
+            loop {
+                // Closed at once: it is no worker.
+                let _accepted = listener.accept().await;
+                asked.set(asked.get() + 1);
+            }
+        };
+        let worker = |n: usize| Worker { id: format!("w{n}"), host: "127.0.0.1".to_owned(), port };
+        let workers = (0..3 * ASKED_MAX).map(worker).collect();
+        let refusal = tokio::select! {
+            refusal = explain("app", workers, None) => refusal.unwrap_err(),
+            _ = counting => unreachable!(),
+        };
+        assert_eq!(asked.get(), ASKED_MAX);
+        assert!(refusal.contains("3000 do not answer"), "{refusal}");
     }
 }

@@ -11,12 +11,14 @@ pub mod assign;
 mod access;
 mod apps;
 mod details;
+mod joining;
 pub(crate) mod metrics;
 mod nodes;
 mod plan;
 mod rpc;
 
 use std::collections::{BTreeMap, HashSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +29,7 @@ use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use self::apps::AppTable;
 use self::assign::{Candidate, NodeOrder, PartitionSelection};
+use self::joining::Joining;
 use self::metrics::Metrics;
 use self::nodes::{NodeTable, TAGS_MAX};
 use self::plan::{Bounds, Plan, Wanted};
@@ -37,6 +40,7 @@ use crate::runtime::{Aside, Tasks};
 use crate::schema::kind::{
     DAY, HOUR, Kind, SECOND, count, flag, list, optional, parsed, seconds, table, word,
 };
+use crate::schema::network::{Network, network};
 use crate::schema::section;
 use uniffle_wire::types::AppId;
 
@@ -111,6 +115,12 @@ section! {
         /// one, every worker reports to all of them, and clients go on with any that lives: a cluster without another process.
         #[key("embedded_coordinator.enable", optional(flag()), Restart, example "true")]
         pub enable: Option<bool> = None,
+        /// Networks whose workers may join, beside those of this machine, such as "10.0.0.0/8": the address that a worker's
+        /// heartbeats come from and the one that it tells must both be of one of them. Heartbeats are not authenticated, and
+        /// who joins is sent the data of applications: name the workers' networks and no more. Others are refused by this
+        /// key's name, and the log has it.
+        #[key("embedded_coordinator.worker_networks", list(64, network()), Restart)]
+        pub worker_networks: Vec<Network> = Vec::new(),
         /// A worker without a heartbeat for this long is lost; more than heartbeat_interval_seconds.
         #[key("embedded_coordinator.node_timeout_sec", seconds(SECOND / 10..=HOUR), Restart)]
         pub node_timeout: Duration = 30 * SECOND,
@@ -204,6 +214,7 @@ struct Inner {
     config: EmbeddedConfig,
     storages: Vec<RemoteStorage>,
     nodes: Mutex<NodeTable>,
+    joining: Joining,
     apps: Mutex<AppTable>,
     metrics: Metrics,
     /// What assignments are charged to until they are sent.
@@ -228,6 +239,7 @@ impl EmbeddedCoordinator {
         Ok(Self(Arc::new(Inner {
             storages,
             nodes: Mutex::new(nodes),
+            joining: Joining::new(config.worker_networks.clone()),
             apps: Mutex::new(apps),
             metrics,
             answers: heap.of(HeapKind::Answers).clone(),
@@ -339,7 +351,18 @@ impl EmbeddedCoordinator {
         nodes.live().map(view).collect()
     }
 
-    fn accept(&self, heartbeat: proto::ShuffleServerHeartBeatRequest) -> Result<(), InvalidHeartbeat> {
+    /// Takes the heartbeat of a worker that calls from `peer`.
+    fn accept(
+        &self,
+        peer: Option<IpAddr>,
+        heartbeat: proto::ShuffleServerHeartBeatRequest,
+    ) -> Result<(), InvalidHeartbeat> {
+        let own = self.0.nodes.lock().own().cloned();
+        // The own worker's, where a quorum names this coordinator too, are answered wherever they come from.
+        if let Some(server) = heartbeat.server_id.as_ref().filter(|server| Some(*server) != own.as_ref()) {
+            let own = own.and_then(|own| own.ip.parse().ok());
+            self.0.joining.check(peer, &server.ip, own)?;
+        }
         self.0.nodes.lock().accept(heartbeat, Instant::now())
     }
 

@@ -29,6 +29,16 @@ pub enum InvalidHeartbeat {
     /// Another sender reports as the coordinator's own worker; which of its fields say so, and which do not.
     #[error("heartbeat: {0}")]
     Own(&'static str),
+    /// It comes from a machine whose workers may not join.
+    #[error(
+        "heartbeat: see embedded_coordinator.worker_networks: no worker at {told:?} that calls from {peer} may join"
+    )]
+    Stranger {
+        /// Where it comes from.
+        peer: String,
+        /// The address that it tells.
+        told: String,
+    },
     /// The table holds [`NODES_MAX`] nodes.
     #[error("heartbeat: {NODES_MAX} nodes are known, no room for another")]
     Full,
@@ -105,6 +115,11 @@ pub(super) struct NodeCounts {
 impl NodeTable {
     pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
         Self { timeout, nodes: HashMap::new(), own: None, lost: HashSet::new(), excluded, detail_bytes: 0 }
+    }
+
+    /// The coordinator's own worker, once it has reported.
+    pub(super) fn own(&self) -> Option<&ShuffleServerId> {
+        self.own.as_ref()
     }
 
     pub(super) fn set_excluded(&mut self, excluded: HashSet<String>) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{AccessDenied, EmbeddedCoordinator};
+use super::{AccessDenied, EmbeddedCoordinator, InvalidHeartbeat};
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{self, StatusCode};
 use uniffle_wire::types::AppId;
@@ -76,7 +76,11 @@ impl CoordinatorServer for EmbeddedCoordinator {
         &self,
         request: Request<proto::ShuffleServerHeartBeatRequest>,
     ) -> Answer<proto::ShuffleServerHeartBeatResponse> {
-        let (status, ret_msg) = outcome(self.accept(request.into_inner()));
+        let peer = request.remote_addr().map(|peer| peer.ip());
+        let accepted = self.accept(peer, request.into_inner());
+        let is_stranger = matches!(accepted, Err(InvalidHeartbeat::Stranger { .. }));
+        let (status, ret_msg) = outcome(accepted);
+        let status = if is_stranger { StatusCode::AccessDenied.into() } else { status };
         Ok(Response::new(proto::ShuffleServerHeartBeatResponse { status, ret_msg }))
     }
 

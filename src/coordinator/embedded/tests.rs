@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proptest::prelude::*;
 use tokio::time::advance;
+use tonic::transport::server::TcpConnectInfo;
 use tonic::{Code, Request};
 
 use super::*;
@@ -371,9 +372,36 @@ async fn the_remaining_calls_answer_as_in_java() {
     assert_eq!(storage.code(), Code::Unimplemented);
     let heartbeat = coordinator.heartbeat(Request::new(Default::default())).await.unwrap().into_inner();
     assert_eq!(heartbeat.status(), StatusCode::InvalidRequest);
-    let heartbeat = coordinator.heartbeat(Request::new(node(3, false).into_request())).await.unwrap();
-    assert_eq!(heartbeat.into_inner().status(), StatusCode::Success);
-    assert_eq!(coordinator.nodes()[0].server.ip, "10.0.0.3");
+}
+
+/// The heartbeat of the worker on host 3 that comes from `peer`.
+async fn beat_from(coordinator: &EmbeddedCoordinator, peer: [u8; 4]) -> (StatusCode, String) {
+    let mut request = Request::new(node(3, false).into_request());
+    let remote_addr = Some((peer, 40_000).into());
+    request.extensions_mut().insert(TcpConnectInfo { local_addr: None, remote_addr });
+    let answer = coordinator.heartbeat(request).await.unwrap().into_inner();
+    (answer.status(), answer.ret_msg)
+}
+
+#[tokio::test(start_paused = true)]
+async fn f11_workers_of_networks_that_are_not_named_do_not_join() {
+    let closed = with_nodes(1..2);
+    for peer in [[127, 0, 0, 1], [10, 0, 0, 3]] {
+        let (status, text) = beat_from(&closed, peer).await;
+        assert_eq!(status, StatusCode::AccessDenied);
+        assert!(text.contains("embedded_coordinator.worker_networks") && text.contains("10.0.0.3"), "{text}");
+    }
+    let unknown = closed.heartbeat(Request::new(node(3, false).into_request())).await.unwrap();
+    assert_eq!(unknown.into_inner().status(), StatusCode::AccessDenied);
+    assert_eq!(closed.nodes().len(), 1);
+    let worker_networks = vec![Network::parse("10.0.0.0/24").unwrap()];
+    let open = coordinator(EmbeddedConfig { worker_networks, ..EmbeddedConfig::default() });
+    assert_eq!(beat_from(&open, [192, 0, 2, 1]).await.0, StatusCode::AccessDenied);
+    assert_eq!(beat_from(&open, [10, 0, 0, 9]).await, (StatusCode::Success, String::new()));
+    assert_eq!(open.nodes()[0].server.ip, "10.0.0.3");
+    // Of the own worker the address does not matter, as long as it says what it reports.
+    open.report(node(3, false)).unwrap();
+    assert_eq!(beat_from(&open, [192, 0, 2, 1]).await, (StatusCode::Success, String::new()));
 }
 
 proptest! {

@@ -15,6 +15,7 @@ use crate::coordinator::NodeReport;
 use crate::coordinator::embedded::{EmbeddedConfig, EmbeddedCoordinator};
 use crate::proto::ServerStatus;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
+use crate::schema::network::Network;
 use crate::telemetry::captured::CapturedLog;
 
 /// How long a test waits before it fails; never reached when all is well.
@@ -38,7 +39,8 @@ fn listening(socket: Socket) -> TcpListener {
 /// The embedded coordinator as the other side: one implementation tests the other.
 fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoordinator {
     let excluded_nodes = excluded.iter().map(|&id| id.to_owned()).collect();
-    let config = EmbeddedConfig { excluded_nodes, ..Default::default() };
+    let worker_networks = vec![Network::parse("10.0.0.0/8").unwrap()];
+    let config = EmbeddedConfig { excluded_nodes, worker_networks, ..Default::default() };
     let coordinator = EmbeddedCoordinator::new(config, &Heap::new(64 << 20), &Registry::new()).unwrap();
     let service = CoordinatorServerServer::new(coordinator.clone());
     let cancelled = tasks.cancelled();

@@ -2,7 +2,7 @@
 //! heard ([`DecommissionBy`]); the others are told so, and the audit log is told of all.
 
 use std::collections::HashSet;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use tokio::net::lookup_host;
@@ -25,10 +25,6 @@ const ADDRESSES_LAST: Duration = Duration::from_secs(10);
 
 /// Between two log lines about callers that were turned away; the others are counted.
 const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Who asks; in the extensions of calls of this service.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Peer(pub(super) SocketAddr);
 
 /// Answers coordinators that may decommission this worker, and refuses everyone else.
 #[derive(Debug)]
@@ -62,7 +58,7 @@ impl InternalCalls {
         action: &'static str,
         change: impl FnOnce(&Lifecycle) -> Result<(), ServiceError>,
     ) -> (i32, String) {
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        let peer = request.remote_addr();
         let shown = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string());
         let is_heard = match peer {
             Some(peer) => self.hears(peer.ip().to_canonical()).await,

@@ -4,6 +4,7 @@
 //! infallible type: whatever goes wrong is a gRPC status.
 
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use fastrace::Span;
@@ -17,12 +18,12 @@ use tokio::time::timeout;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::service::Routes;
+use tonic::transport::server::TcpConnectInfo;
 use tower::ServiceExt;
 
 use super::config::GrpcConfig;
 use super::convert::note_broken_call;
 use super::inbound::{INLINE_BYTES_MAX, Inbound, RequestHeap, aside};
-use super::internal::Peer;
 use super::methods::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GET_SHUFFLE_RESULT,
     GET_SHUFFLE_RESULT_FOR_MULTI_PART, REGISTER_SHUFFLE, REPORT_SHUFFLE_RESULT, REQUIRE_BUFFER,
@@ -35,7 +36,7 @@ use crate::runtime::{Aside, Tasks};
 use crate::service::{ReadingOfConnection, Service};
 
 /// Calls that want to know who asks.
-const INTERNAL: &str = "/rss.common.ShuffleServerInternal/";
+const WHO_ASKS: [&str; 2] = ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];
 
 /// W3C trace context, as gRPC clients with tracing send it.
 const TRACEPARENT: &str = "traceparent";
@@ -46,7 +47,7 @@ const OTHER_BYTES_MAX: u32 = 4 << 20;
 /// The connection that a call comes by.
 #[derive(Debug)]
 pub(super) struct Caller {
-    pub(super) peer: Peer,
+    pub(super) peer: SocketAddr,
     pub(super) inbound: Inbound,
     pub(super) reading: ReadingOfConnection,
     /// Requests for tickets that may wait in line.
@@ -89,8 +90,10 @@ impl Router {
         caller: Arc<Caller>,
     ) -> Result<Response<Body>, Infallible> {
         let span = self.span(&request);
-        if request.uri().path().starts_with(INTERNAL) {
-            request.extensions_mut().insert(caller.peer);
+        if WHO_ASKS.iter().any(|path| request.uri().path().starts_with(path)) {
+            // As tonic's own server tells it.
+            let remote_addr = Some(caller.peer);
+            request.extensions_mut().insert(TcpConnectInfo { local_addr: None, remote_addr });
         }
         self.counted(request, &caller).in_span(span).await
     }

@@ -9,6 +9,7 @@
 //! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline.
 
 use std::future::{Future, poll_fn};
+use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ use super::config::GrpcConfig;
 use super::convert::LISTENER;
 use super::gathered::{Buffers, Gathered, Gathering, gathered};
 use super::inbound::RequestHeap;
-use super::internal::{InternalCalls, Peer};
+use super::internal::InternalCalls;
 use super::metrics::GrpcMetrics;
 use super::progress::{self, CallDeadlines, Tails};
 use super::router::{Caller, Router};
@@ -112,7 +113,7 @@ impl GrpcServer {
         let metrics = &self.router.metrics;
         metrics.set_window_bytes(self.windows.given());
         let halves = gathered(stream, &self.buffers);
-        if let Err(error) = drive(&self.router, halves, Peer(peer), &shares, place.seat()).await {
+        if let Err(error) = drive(&self.router, halves, peer, &shares, place.seat()).await {
             debug!(%error, "grpc connection ended");
         }
         drop(shares);
@@ -131,7 +132,7 @@ struct Shares {
 async fn drive(
     router: &Arc<Router>,
     (stream, gathering): (Gathered<Stream>, Gathering<Stream>),
-    peer: Peer,
+    peer: SocketAddr,
     shares: &Shares,
     seat: &Arc<Seat>,
 ) -> Result<(), hyper::Error> {

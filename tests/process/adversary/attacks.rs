@@ -104,18 +104,23 @@ pub(super) fn n12_slow_sockets_and_dumps(target: Target) -> BoxFuture<'static, i
 }
 
 /// N13: heartbeats in the name of the coordinator's own worker and of thousands of others, and assignments as large as can
-/// be asked for.
+/// be asked for. F11: explanations, for which all that joined are asked.
 pub(super) fn n13_forged_heartbeats(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let mut random = ChaCha8Rng::seed_from_u64(target.seed);
-        loop {
-            let address = format!("http://127.0.0.1:{}", target.grpc);
-            let Ok(mut coordinator) = CoordinatorServerClient::connect(address).await else {
-                sleep(PAUSE).await;
-                continue;
-            };
-            let _ = forge(&mut coordinator, &mut random).await;
-        }
+        let forging = async {
+            loop {
+                let address = format!("http://127.0.0.1:{}", target.grpc);
+                let Ok(mut coordinator) = CoordinatorServerClient::connect(address).await else {
+                    sleep(PAUSE).await;
+                    continue;
+                };
+                let _ = forge(&mut coordinator, &mut random).await;
+            }
+        };
+        let explain = b"GET /api/v1/cluster/apps/siege/explain HTTP/1.1\r\nHost: x\r\n\r\n";
+        let explanations = again(|| hold(target.http, 4, explain, Duration::from_secs(1)));
+        tokio::select! { error = forging => error, error = explanations => error }
     }
     .boxed()
 }
