@@ -9,9 +9,10 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{layout, refusal, register_request, verdict};
-use super::inbound::{Inbound, aside, nested, numbers};
+use super::inbound::{Inbound, aside};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Head, from_memory};
+use super::weight::{nested, numbers};
 use crate::app::PartitionRecords;
 use crate::budget::Charge;
 use crate::proto::{

@@ -5,7 +5,8 @@
 //! Invariant: what a request holds, its bytes and the message made of them, is charged before it is held, and until the
 //! call has its answer. When the heap is used up a request is not read any further, so that its HTTP/2 window stays
 //! shut; it gets on when something comes back, or ends after a while and gives back what it has. Only so many wait,
-//! for each has a window of bytes behind it.
+//! for each has a window of bytes behind it. Large ones arrive in turns, by application, so that their bytes alone cannot
+//! use up what the messages need that are made of them.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -14,13 +15,15 @@ use bytes::Bytes;
 use http::Request;
 use http_body_util::Full;
 use prost::Message;
-use tokio::sync::Semaphore;
-use tokio::time::{Duration, timeout};
+use tokio::time::{Duration, Instant, timeout};
 use tonic::Status;
 
+use super::arriving::Lines;
 use super::message::{PREFIX_BYTES, RequestBody, next_data, read_prefix};
+use super::weight::{Weigh, nested};
 use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, Heap, HeapKind};
+use crate::budget::line::Permit;
+use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::runtime::Aside;
 
 /// First allocation for a message that comes in pieces; it grows with the bytes that really arrive.
@@ -32,25 +35,18 @@ const FREE_BYTES: usize = 256;
 /// Larger messages are understood on a blocking thread: that takes half a millisecond for so many bytes.
 pub(super) const INLINE_BYTES_MAX: usize = 64 << 10;
 
-/// Requests of all connections that wait for heap; one more is refused at once.
-const WAITING_MAX: usize = 16;
-
-/// ... and those that need no more than [`INLINE_BYTES_MAX`], which have places of their own: they hold little while they wait.
-const SMALL_WAITING_MAX: usize = 512;
-
 /// A request that is charged and whose peer pauses for so long gives way to others that wait for heap; JVMs that collect
 /// their garbage do not pause so long.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How deep messages of the protocol are nested.
-const DEPTH_MAX: u32 = 3;
+/// ... and so does one that takes longer than that and brings fewer bytes than so many in a second.
+const SLOWEST_BYTES: u64 = 256 << 10;
 
 /// What requests of all connections are charged to.
 #[derive(Debug)]
 pub(super) struct RequestHeap {
     budget: Budget,
-    waiting: Arc<Semaphore>,
-    small_waiting: Arc<Semaphore>,
+    lines: Arc<Lines>,
     wait: Duration,
     /// For messages that take long to understand, and answers to encode.
     pub(super) aside: Aside,
@@ -59,16 +55,14 @@ pub(super) struct RequestHeap {
 impl RequestHeap {
     pub(super) fn new(heap: &Heap, wait: Duration) -> Self {
         let budget = heap.of(HeapKind::Requests).clone();
-        let waiting = Arc::new(Semaphore::new(WAITING_MAX));
-        let small_waiting = Arc::new(Semaphore::new(SMALL_WAITING_MAX));
-        Self { budget, waiting, small_waiting, wait, aside: Aside::of_cores() }
+        let lines = Arc::new(Lines::new(budget.capacity()));
+        Self { budget, lines, wait, aside: Aside::of_cores() }
     }
 
     /// Of a connection: half of all, so that one alone cannot use it up.
     pub(super) fn of_connection(&self) -> Inbound {
         let budget = self.budget.child(self.budget.capacity() / 2);
-        let (waiting, small_waiting) = (Arc::clone(&self.waiting), Arc::clone(&self.small_waiting));
-        Inbound { budget, waiting, small_waiting, wait: self.wait, aside: self.aside.clone() }
+        Inbound { budget, lines: Arc::clone(&self.lines), wait: self.wait, aside: self.aside.clone() }
     }
 }
 
@@ -76,15 +70,11 @@ impl RequestHeap {
 #[derive(Debug)]
 pub(super) struct Inbound {
     budget: Budget,
-    waiting: Arc<Semaphore>,
-    small_waiting: Arc<Semaphore>,
+    lines: Arc<Lines>,
     wait: Duration,
     /// For messages that take long to understand, and answers to encode.
     pub(super) aside: Aside,
 }
-
-/// What a message made of bytes takes.
-pub(super) type Weigh = fn(&[u8]) -> u64;
 
 impl Inbound {
     /// One whole message, and what it is charged.
@@ -99,6 +89,7 @@ impl Inbound {
         M: Message + Default + 'static,
     {
         let (length, first) = read_prefix(body, length_max).await?;
+        let _turn = self.turn(length, &first).await?;
         let (bytes, charge) = self.collect(body, length as usize, first, 0).await?;
         let decode = |bytes| {
             M::decode(bytes)
@@ -110,7 +101,7 @@ impl Inbound {
         let is_small = bytes.len() <= INLINE_BYTES_MAX;
         let (weight, bytes, mut charge) =
             aside(&self.aside, is_small, move || (weigh(&bytes), bytes, charge)).await?;
-        self.charge(&mut charge, weight).await?;
+        self.charge(&mut charge, weight, 0).await?;
         // The charge goes along: a caller that goes does not end what is begun.
         let (decoded, charge) = aside(&self.aside, is_small, move || (decode(bytes), charge)).await?;
         Ok((decoded?, charge))
@@ -124,13 +115,24 @@ impl Inbound {
     ) -> Result<(Request<Full<Bytes>>, Charge), Status> {
         let (head, mut body) = request.into_parts();
         let (length, first) = read_prefix(&mut body, length_max).await?;
+        let _turn = self.turn(length, &first).await?;
         let (bytes, mut charge) = self.collect(&mut body, length as usize, first, PREFIX_BYTES).await?;
         // The reader makes a copy and then the message.
         let weight = bytes.len() as u64 + nested(&bytes[PREFIX_BYTES..]);
         if bytes.len() > FREE_BYTES {
-            self.charge(&mut charge, weight).await?;
+            self.charge(&mut charge, weight, 0).await?;
         }
         Ok((Request::from_parts(head, Full::new(bytes)), charge))
+    }
+
+    /// The turn of a request of `length` bytes, of which `first` are there, to arrive. A small one needs none.
+    async fn turn(&self, length: u32, first: &[u8]) -> Result<Option<Permit>, Status> {
+        if length as usize <= INLINE_BYTES_MAX {
+            return Ok(None);
+        }
+        let turn = self.lines.turn(length, first, self.wait).await;
+        let refused = || full(NoCapacity { asked: length.into(), free: self.budget.free() });
+        turn.map(Some).ok_or_else(refused)
     }
 
     /// The message of `length` bytes that begins with `first`, behind its prefix if that is wanted.
@@ -145,13 +147,14 @@ impl Inbound {
         if first.len() == length && prefix_bytes == 0 {
             // Nothing is copied; the frame's memory goes with the message.
             if length > FREE_BYTES {
-                self.charge(&mut charge, length as u64).await?;
+                self.charge(&mut charge, length as u64, length).await?;
             }
             self.ended(body).await?;
             return Ok((first, charge));
         }
         let whole = prefix_bytes + length;
-        let mut all = Vec::new();
+        let latest = PATIENCE + Duration::from_secs(length as u64 / SLOWEST_BYTES);
+        let (mut all, began) = (Vec::new(), Instant::now());
         self.make_room(&mut all, &mut charge, prefix_bytes + first.len(), whole).await?;
         if prefix_bytes > 0 {
             all.push(0);
@@ -163,6 +166,9 @@ impl Inbound {
             let Some(data) = self.next(body).await? else {
                 return Err(Status::internal("the request ended inside its message"));
             };
+            if began.elapsed() > latest && self.lines.are_waited_in() {
+                return Err(slow());
+            }
             self.make_room(&mut all, &mut charge, data.len(), whole).await?;
             all.extend_from_slice(&data);
         }
@@ -176,13 +182,8 @@ impl Inbound {
         loop {
             match timeout(PATIENCE, &mut next).await {
                 Ok(data) => return data,
-                Err(_elapsed) if self.waiting.available_permits() == WAITING_MAX => {}
-                Err(_elapsed) => {
-                    return Err(Status::resource_exhausted(
-                        "the request paused for 5 s while others wait for memory (memory_store.heap_capacity); \
-                         try again later",
-                    ));
-                }
+                Err(_elapsed) if self.lines.are_waited_in() => return Err(slow()),
+                Err(_elapsed) => {}
             }
         }
     }
@@ -209,24 +210,17 @@ impl Inbound {
         }
         let wanted = (2 * all.capacity()).max(COLLECT_BYTES).max(needed).min(whole);
         if whole > FREE_BYTES + PREFIX_BYTES {
-            self.charge(charge, (wanted - all.capacity()) as u64).await?;
+            self.charge(charge, (wanted - all.capacity()) as u64, more).await?;
         }
         all.reserve_exact(wanted - all.len());
         Ok(())
     }
 
-    /// Charges `bytes` more, waiting for them as long as a request may.
-    async fn charge(&self, charge: &mut Charge, bytes: u64) -> Result<(), Status> {
+    /// Charges `bytes` more, waiting for them as long as a request may; meanwhile it holds `uncharged` that were read.
+    async fn charge(&self, charge: &mut Charge, bytes: u64, uncharged: usize) -> Result<(), Status> {
         let Err(refusal) = charge.try_grow(bytes) else { return Ok(()) };
-        let full = |refusal| {
-            let error = HeapFull::of(HeapKind::Requests, refusal);
-            let mut status = Status::resource_exhausted(format!("{error}; try again later"));
-            status.set_source(Arc::new(error));
-            status
-        };
         let is_small = charge.bytes() + bytes <= INLINE_BYTES_MAX as u64;
-        let waiting = if is_small { &self.small_waiting } else { &self.waiting };
-        let Ok(_place) = waiting.try_acquire() else { return Err(full(refusal)) };
+        let Some(_place) = self.lines.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
         match timeout(self.wait, self.budget.charge(bytes)).await {
             Ok(Ok(more)) => charge.merge(more),
             Ok(Err(refusal)) => return Err(full(refusal)),
@@ -234,6 +228,20 @@ impl Inbound {
         }
         Ok(())
     }
+}
+
+fn full(refusal: NoCapacity) -> Status {
+    let error = HeapFull::of(HeapKind::Requests, refusal);
+    let mut status = Status::resource_exhausted(format!("{error}; try again later"));
+    status.set_source(Arc::new(error));
+    status
+}
+
+fn slow() -> Status {
+    Status::resource_exhausted(
+        "the request paused for 5 s, or came too slowly, while others wait for memory (memory_store.heap_capacity); \
+         try again later",
+    )
 }
 
 /// Whether a call ended for want of heap.
@@ -256,68 +264,6 @@ pub(super) async fn aside<T: Send + 'static>(
     }
     let failed = |error| Status::internal(format!("work on a blocking thread ended: {error}"));
     places.run(work).await.map_err(failed)
-}
-
-/// Of a request with a few fields, of which one may be a bitmap that is decoded.
-pub(super) fn flat(bytes: &[u8]) -> u64 {
-    4 * bytes.len() as u64
-}
-
-/// Of a request with lists of numbers only.
-pub(super) fn numbers(bytes: &[u8]) -> u64 {
-    2 * size_of::<i64>() as u64 * values_in(bytes)
-}
-
-/// Of any request: lists of messages with lists in them, each of which grows by doubling.
-pub(super) fn nested(bytes: &[u8]) -> u64 {
-    weigh(bytes, 1).unwrap_or(48 * bytes.len() as u64)
-}
-
-/// Numbers that `bytes` may be a packed list of.
-fn values_in(bytes: &[u8]) -> u64 {
-    bytes.iter().filter(|byte| **byte < 0x80).count() as u64
-}
-
-/// `None` when these are not the fields of a message.
-fn weigh(mut bytes: &[u8], depth: u32) -> Option<u64> {
-    /// A number, alone or in a list.
-    const VALUE_BYTES: u64 = 16;
-    /// A string or a message in a list, beside what is in it.
-    const ITEM_BYTES: u64 = 96;
-    let mut sum = 0;
-    while !bytes.is_empty() {
-        let key = varint(&mut bytes)?;
-        match key & 7 {
-            0 => drop(varint(&mut bytes)?),
-            1 => bytes = bytes.get(8..)?,
-            5 => bytes = bytes.get(4..)?,
-            2 => {
-                let length = usize::try_from(varint(&mut bytes)?).ok()?;
-                let (content, rest) = bytes.split_at_checked(length)?;
-                bytes = rest;
-                let packed = VALUE_BYTES * values_in(content);
-                let inner = if depth < DEPTH_MAX { weigh(content, depth + 1) } else { None };
-                sum += ITEM_BYTES + content.len() as u64 + packed.max(inner.unwrap_or(0));
-                continue;
-            }
-            _ => return None,
-        }
-        sum += VALUE_BYTES;
-    }
-    Some(sum)
-}
-
-fn varint(bytes: &mut &[u8]) -> Option<u64> {
-    let mut value = 0_u64;
-    for shift in (0..64).step_by(7) {
-        let (byte, rest) = bytes.split_first()?;
-        *bytes = rest;
-        value |= u64::from(byte & 0x7F) << shift;
-        if *byte < 0x80 {
-            return Some(value);
-        }
-    }
-    None
 }
 
 #[cfg(test)]
@@ -411,7 +357,8 @@ mod tests {
         let began = tokio::time::Instant::now();
         let inbound = requests.of_connection();
         let mut charge = inbound.budget.nothing();
-        let (ended, granted) = tokio::join!(&mut stalled, inbound.charge(&mut charge, u64::from(most) / 4));
+        let charging = inbound.charge(&mut charge, u64::from(most) / 4, 0);
+        let (ended, granted) = tokio::join!(&mut stalled, charging);
         assert_eq!(ended, Err(Code::ResourceExhausted));
         assert!(granted.is_ok() && began.elapsed() <= PATIENCE, "{:?}", began.elapsed());
         drop((others, charge));
@@ -460,6 +407,58 @@ mod tests {
         assert_eq!(heap.whole().used(), 0);
     }
 
+    fn report_of(app: &str, ids: i64) -> proto::ReportShuffleResultRequest {
+        let block_ids = (0..ids).map(|id| id << 45).collect();
+        proto::ReportShuffleResultRequest {
+            app_id: app.to_owned(),
+            partition_to_block_ids: vec![proto::PartitionToBlockIds { partition_id: 0, block_ids }],
+            ..Default::default()
+        }
+    }
+
+    /// Reports come together when the map tasks of a stage end.
+    #[tokio::test(start_paused = true)]
+    async fn f6_large_reports_that_come_at_once_wait_for_their_turn_and_are_all_read() {
+        let heap = heap();
+        let requests = RequestHeap::new(&heap, WAIT);
+        let pieces = framed(&report_of("app-1", 20_000), 16 << 10);
+        let bytes: usize = pieces.iter().map(Bytes::len).sum();
+        let calls = (0..80).map(|_| {
+            let (inbound, mut body) = (requests.of_connection(), body_of(pieces.clone()));
+            async move {
+                let read = inbound.message(&mut body, 64 << 20, nested).await;
+                let (report, charge): (proto::ReportShuffleResultRequest, _) = read?;
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                drop(charge);
+                Ok::<_, Status>(report.partition_to_block_ids[0].block_ids.len())
+            }
+        });
+        let read = futures::future::try_join_all(calls).await.unwrap();
+        assert_eq!(read, [20_000; 80], "of {bytes} bytes each");
+        assert_eq!((heap.whole().used(), requests.lines.are_waited_in()), (0, false));
+    }
+
+    /// A byte now and then keeps no place from others.
+    #[tokio::test(start_paused = true)]
+    async fn f6_a_large_request_that_trickles_gives_way_to_those_that_wait() {
+        let heap = heap();
+        let requests = RequestHeap::new(&heap, WAIT);
+        let mut trickling = std::pin::pin!(async {
+            let (sender, mut body) = unfinished(1 << 20);
+            let inbound = requests.of_connection();
+            let reading = inbound.message::<_, proto::AppHeartBeatRequest>(&mut body, 1 << 20, nested);
+            let trickle = async {
+                while sender.send(Bytes::from_static(&[0])).is_ok() {
+                    tokio::time::sleep(PATIENCE / 2).await;
+                }
+            };
+            tokio::select! { read = reading => read.map(drop).map_err(|status| status.code()), () = trickle => Ok(()) }
+        });
+        assert!(timeout(Duration::from_secs(60), &mut trickling).await.is_err(), "no one waits");
+        let _waits = requests.lines.wait_for_heap(false, 0).unwrap();
+        assert_eq!(timeout(PATIENCE, &mut trickling).await, Ok(Err(Code::ResourceExhausted)));
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_request_waits_for_heap_and_goes_on() {
         let heap = heap();
@@ -475,25 +474,5 @@ mod tests {
         assert!(charge.bytes() > 3000, "{}", charge.bytes());
         drop(charge);
         assert_eq!(heap.whole().used(), 0);
-    }
-
-    /// Lists of empty messages take thirty times their bytes.
-    #[test]
-    fn what_a_message_takes_is_known_before_it_is_made() {
-        let partition = |ids: Vec<i64>| proto::PartitionToBlockIds { partition_id: 0, block_ids: ids };
-        let weight_of = |partitions: Vec<proto::PartitionToBlockIds>| {
-            let request = proto::ReportShuffleResultRequest {
-                partition_to_block_ids: partitions,
-                ..Default::default()
-            };
-            nested(&request.encode_to_vec())
-        };
-        let item = size_of::<proto::PartitionToBlockIds>() as u64;
-        assert!(weight_of(vec![partition(Vec::new()); 1000]) >= 2 * 1000 * item);
-        assert!(weight_of(vec![partition(vec![1; 1000])]) >= 2 * 8 * 1000);
-        let spark = weight_of(vec![partition((0..1000).map(|id| id << 45).collect())]);
-        assert!(spark < 40 * 1000, "{spark}: not more than it must be for what clients send");
-        assert_eq!(nested(&[0xFF; 11]), 48 * 11);
-        assert_eq!(nested(&[0x0A, 0x7F, 1]), 48 * 3);
     }
 }

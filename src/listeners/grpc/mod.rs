@@ -8,6 +8,7 @@
 //! Windows (docs/performance.md §B3, §B4): 1 MiB per stream, 4 MiB per connection and 1 MiB frames cost 0.27 CPU-s/GB
 //! against 0.43 with tonic's defaults and 0.59 with 32 MiB windows and 16 KiB frames.
 
+mod arriving;
 mod bookkeeping;
 mod config;
 mod convert;
@@ -25,6 +26,7 @@ mod router;
 mod server;
 mod shuffle;
 mod tickets;
+mod weight;
 
 pub use config::{DecommissionBy, GrpcConfig};
 pub use server::GrpcServer;

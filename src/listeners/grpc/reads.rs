@@ -9,9 +9,10 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::refusal;
-use super::inbound::{INLINE_BYTES_MAX, Inbound, aside, flat, nested};
+use super::inbound::{INLINE_BYTES_MAX, Inbound, aside};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
+use super::weight::{flat, nested};
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,

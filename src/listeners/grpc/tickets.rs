@@ -10,8 +10,9 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{refusal, success};
-use super::inbound::{Inbound, numbers};
+use super::inbound::Inbound;
 use super::message::{RequestBody, respond_message};
+use super::weight::numbers;
 use crate::proto::{RequireBufferRequest, RequireBufferResponse};
 use crate::service::{RequireRequest, Service};
 

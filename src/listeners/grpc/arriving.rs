@@ -1,0 +1,161 @@
+//! Where requests of all connections wait: large ones for their turn to arrive, by application, and all for heap.
+//!
+//! Not here: what they are charged (`inbound`). Invariants: large requests that arrive have a part of the budget at most, so that
+//! there is heap for the messages that are made of them, and those that have a turn end; what those hold that wait, read and not
+//! charged yet, is bounded; who goes while it waits leaves nothing.
+
+use std::sync::Arc;
+
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::time::{Duration, timeout};
+
+use super::weight::varint;
+use crate::budget::line::{Line, Permit, Reader};
+use uniffle_wire::types::AppId;
+
+/// Places of large requests that wait for heap, and as many of those that wait for their turn; one more is refused at once. Each
+/// stands for [`PLACE_BYTES`] that are read and not charged yet: a frame of Java's takes three, one of 1 MiB 32.
+const WAITING_MAX: usize = 256;
+const PLACE_BYTES: usize = 32 << 10;
+
+/// ... and of small ones that wait for heap, which have places of their own: they hold little while they wait.
+const SMALL_WAITING_MAX: usize = 512;
+
+/// Part of the budget that large requests may have while they arrive. The messages that are made of them take four times their
+/// bytes, mostly: if all of it were bytes, none could be made.
+const ARRIVING_PART: u64 = 4;
+
+/// The lines of one listener.
+#[derive(Debug)]
+pub(super) struct Lines {
+    /// For heap.
+    waiting: Semaphore,
+    small_waiting: Semaphore,
+    /// For a turn.
+    in_line: Semaphore,
+    arriving: Arc<Line>,
+    turn_bytes_max: u64,
+}
+
+impl Lines {
+    /// Lines for a budget of so many bytes.
+    pub(super) fn new(budget_bytes: u64) -> Self {
+        let arriving_bytes = budget_bytes / ARRIVING_PART;
+        Self {
+            waiting: Semaphore::new(WAITING_MAX),
+            small_waiting: Semaphore::new(SMALL_WAITING_MAX),
+            in_line: Semaphore::new(WAITING_MAX),
+            arriving: Line::new(arriving_bytes),
+            // One that is larger is refused when it has more bytes than its connection may have.
+            turn_bytes_max: arriving_bytes / 2,
+        }
+    }
+
+    /// The turn of a request of `length` bytes to arrive, of which `first` are there: at once while there is room for all. `None`
+    /// when too many wait, or it did not come in time.
+    pub(super) async fn turn(&self, length: u32, first: &[u8], wait: Duration) -> Option<Permit> {
+        let bytes = u64::from(length).min(self.turn_bytes_max);
+        let reader = Reader { app: app_of(first), weight: 1 };
+        if let Some(turn) = self.arriving.try_take(&reader, bytes) {
+            return Some(turn);
+        }
+        let _place = self.in_line.try_acquire_many(places_for(first.len())).ok()?;
+        timeout(wait, self.arriving.take(&reader, bytes)).await.ok()
+    }
+
+    /// A place for a request that waits for heap and meanwhile holds `uncharged` bytes; none when too many wait.
+    pub(super) fn wait_for_heap(&self, is_small: bool, uncharged: usize) -> Option<SemaphorePermit<'_>> {
+        match is_small {
+            true => self.small_waiting.try_acquire().ok(),
+            false => self.waiting.try_acquire_many(places_for(uncharged)).ok(),
+        }
+    }
+
+    /// Whether a request waits.
+    pub(super) fn are_waited_in(&self) -> bool {
+        let lines = [
+            (&self.waiting, WAITING_MAX),
+            (&self.in_line, WAITING_MAX),
+            (&self.small_waiting, SMALL_WAITING_MAX),
+        ];
+        lines.into_iter().any(|(line, most)| line.available_permits() < most)
+    }
+}
+
+/// Places of one that waits with so many bytes.
+fn places_for(uncharged: usize) -> u32 {
+    u32::try_from(uncharged.div_ceil(PLACE_BYTES).max(1)).unwrap_or(u32::MAX)
+}
+
+/// The application of a request that begins with `first`: those that may be large have it in their first field.
+fn app_of(first: &[u8]) -> Option<AppId> {
+    const APP: u8 = 1 << 3 | 2;
+    let mut rest = first.strip_prefix(&[APP])?;
+    let length = usize::try_from(varint(&mut rest)?).ok()?;
+    AppId::parse(std::str::from_utf8(rest.get(..length)?).ok()?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::{FutureExt as _, poll};
+
+    use super::*;
+
+    const WAIT: Duration = Duration::from_secs(10);
+    const LENGTH: u32 = 100 << 10;
+
+    fn first_of(app: &str) -> Vec<u8> {
+        [&[0x0A, u8::try_from(app.len()).unwrap()], app.as_bytes()].concat()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn f6_who_waits_for_a_turn_and_goes_leaves_nothing_and_another_application_has_one() {
+        let lines = Lines::new(8 << 20);
+        let (flood, honest) = (first_of("flood"), first_of("honest"));
+        let mut held = Vec::new();
+        while let Some(turn) = lines.turn(LENGTH, &flood, WAIT).now_or_never() {
+            held.push(turn.unwrap());
+        }
+        assert_eq!(held.len(), 17, "seven eighths of 2 MiB");
+        let mut waiting: Vec<_> = (0..50).map(|_| Box::pin(lines.turn(LENGTH, &flood, WAIT))).collect();
+        for waiting in &mut waiting {
+            assert!(poll!(waiting).is_pending());
+        }
+        assert!(
+            lines.turn(LENGTH, &honest, WAIT).now_or_never().is_some(),
+            "the last eighth is for newcomers"
+        );
+        drop(waiting);
+        assert!(!lines.are_waited_in());
+        held.pop();
+        assert!(lines.turn(LENGTH, &flood, WAIT).now_or_never().is_some());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn f6_the_line_is_bounded_by_what_those_hold_that_wait_and_ends_with_patience() {
+        let lines = Lines::new(8 << 20);
+        let mut first = first_of("app-1");
+        let held: Vec<_> = std::iter::from_fn(|| lines.turn(LENGTH, &first, WAIT).now_or_never()).collect();
+        first.resize(1 << 20, 0);
+        let mut waiting: Vec<_> = (0..9).map(|_| Box::pin(lines.turn(LENGTH, &first, WAIT))).collect();
+        let last = waiting.last_mut().unwrap().now_or_never();
+        assert!(last.is_none(), "the first to ask has a place");
+        for waiting in &mut waiting[..7] {
+            assert!(poll!(waiting).is_pending());
+        }
+        assert!(waiting[7].as_mut().now_or_never().is_some_and(|turn| turn.is_none()), "8 MiB are held");
+        assert!(waiting[0].as_mut().await.is_none(), "after a while");
+        drop((waiting, held));
+        assert!(!lines.are_waited_in());
+    }
+
+    #[test]
+    fn the_application_of_a_large_request_is_in_its_first_bytes() {
+        let first = first_of("app-1");
+        assert_eq!(app_of(&[&first, &b"\x10\x03"[..]].concat()), AppId::parse("app-1").ok());
+        for cut in 0..first.len() {
+            assert_eq!(app_of(&first[..cut]), None);
+        }
+        assert_eq!((app_of(&[0x0A, 1, b'/']), app_of(&[0x12, 1, b'a'])), (None, None));
+    }
+}

@@ -1,0 +1,98 @@
+//! What a message will take that is made of bytes, known before it is made. Pure.
+
+/// What a message made of bytes takes.
+pub(super) type Weigh = fn(&[u8]) -> u64;
+
+/// How deep messages of the protocol are nested.
+const DEPTH_MAX: u32 = 3;
+
+/// Of a request with a few fields, of which one may be a bitmap that is decoded.
+pub(super) fn flat(bytes: &[u8]) -> u64 {
+    4 * bytes.len() as u64
+}
+
+/// Of a request with lists of numbers only.
+pub(super) fn numbers(bytes: &[u8]) -> u64 {
+    2 * size_of::<i64>() as u64 * values_in(bytes)
+}
+
+/// Of any request: lists of messages with lists in them, each of which grows by doubling.
+pub(super) fn nested(bytes: &[u8]) -> u64 {
+    weigh(bytes, 1).unwrap_or(48 * bytes.len() as u64)
+}
+
+/// Numbers that `bytes` may be a packed list of.
+fn values_in(bytes: &[u8]) -> u64 {
+    bytes.iter().filter(|byte| **byte < 0x80).count() as u64
+}
+
+/// `None` when these are not the fields of a message.
+fn weigh(mut bytes: &[u8], depth: u32) -> Option<u64> {
+    /// A number, alone or in a list.
+    const VALUE_BYTES: u64 = 16;
+    /// A string or a message in a list, beside what is in it.
+    const ITEM_BYTES: u64 = 96;
+    let mut sum = 0;
+    while !bytes.is_empty() {
+        let key = varint(&mut bytes)?;
+        match key & 7 {
+            0 => drop(varint(&mut bytes)?),
+            1 => bytes = bytes.get(8..)?,
+            5 => bytes = bytes.get(4..)?,
+            2 => {
+                let length = usize::try_from(varint(&mut bytes)?).ok()?;
+                let (content, rest) = bytes.split_at_checked(length)?;
+                bytes = rest;
+                let packed = VALUE_BYTES * values_in(content);
+                let inner = if depth < DEPTH_MAX { weigh(content, depth + 1) } else { None };
+                sum += ITEM_BYTES + content.len() as u64 + packed.max(inner.unwrap_or(0));
+                continue;
+            }
+            _ => return None,
+        }
+        sum += VALUE_BYTES;
+    }
+    Some(sum)
+}
+
+/// The number that `bytes` begin with, which is taken off.
+pub(super) fn varint(bytes: &mut &[u8]) -> Option<u64> {
+    let mut value = 0_u64;
+    for shift in (0..64).step_by(7) {
+        let (byte, rest) = bytes.split_first()?;
+        *bytes = rest;
+        value |= u64::from(byte & 0x7F) << shift;
+        if *byte < 0x80 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+
+    use super::*;
+    use crate::proto;
+
+    /// Lists of empty messages take thirty times their bytes.
+    #[test]
+    fn what_a_message_takes_is_known_before_it_is_made() {
+        let partition = |ids: Vec<i64>| proto::PartitionToBlockIds { partition_id: 0, block_ids: ids };
+        let weight_of = |partitions: Vec<proto::PartitionToBlockIds>| {
+            let request = proto::ReportShuffleResultRequest {
+                partition_to_block_ids: partitions,
+                ..Default::default()
+            };
+            nested(&request.encode_to_vec())
+        };
+        let item = size_of::<proto::PartitionToBlockIds>() as u64;
+        assert!(weight_of(vec![partition(Vec::new()); 1000]) >= 2 * 1000 * item);
+        assert!(weight_of(vec![partition(vec![1; 1000])]) >= 2 * 8 * 1000);
+        let spark = weight_of(vec![partition((0..1000).map(|id| id << 45).collect())]);
+        assert!(spark < 40 * 1000, "{spark}: not more than it must be for what clients send");
+        assert_eq!(nested(&[0xFF; 11]), 48 * 11);
+        assert_eq!(nested(&[0x0A, 0x7F, 1]), 48 * 3);
+    }
+}
