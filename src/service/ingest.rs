@@ -7,6 +7,7 @@ use parking_lot::RwLock;
 
 use crate::flush::Flusher;
 use crate::memory::Memory;
+use crate::runtime::{Aside, Tasks};
 use crate::tiers::Tiers;
 
 use super::commit_gate::CommitGate;
@@ -33,6 +34,11 @@ pub struct Ingest {
     pub(super) ticket_wait: Duration,
     pub(super) partitions_max: usize,
     pub(super) verify_crc: bool,
+    /// For commits of large sends ...
+    pub(super) committing: Aside,
+    /// ... and for large sends that are given up, so that those that come to nothing do not delay the others.
+    pub(super) giving_up: Aside,
+    pub(super) tasks: Tasks,
 }
 
 impl Ingest {

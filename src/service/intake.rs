@@ -2,11 +2,15 @@
 //!
 //! The session opens at the header, before any block was seen, and spends the ticket there. Dropped without
 //! [`Intake::commit`], nothing of the request becomes visible and all its memory goes back.
+//!
+//! Invariant: large sends are committed on blocking threads, and given up there, some at a time each: however many come, other work
+//! finds a thread. Neither waits for the other, nor a commit for memory that a send gives back.
 
 use std::sync::Arc;
 
 use tokio::runtime::Handle;
-use tokio::task::JoinHandle;
+use tokio::sync::oneshot;
+use tokio::task::JoinError;
 use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 
 use super::ServiceError;
@@ -25,9 +29,9 @@ pub enum Commit {
     Aside(Committing),
 }
 
-/// A commit on a blocking thread.
+/// A commit that has a place on a blocking thread, or will have one.
 #[derive(Debug)]
-pub struct Committing(JoinHandle<Result<(), ServiceError>>);
+pub struct Committing(oneshot::Receiver<Result<Result<(), ServiceError>, JoinError>>);
 
 impl Committing {
     /// Waits for it. Nothing is lost with a wait that is given up: the next one goes on.
@@ -35,7 +39,8 @@ impl Committing {
     /// # Errors
     /// See [`SendSession::commit`].
     pub async fn outcome(&mut self) -> Result<(), ServiceError> {
-        (&mut self.0).await.map_err(aside::failed)?
+        let ended = |_| ServiceError::Malformed("the worker ends".to_owned());
+        (&mut self.0).await.map_err(ended)?.map_err(aside::failed)?
     }
 }
 
@@ -79,7 +84,7 @@ impl Intake {
         kept.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
     }
 
-    /// The message was whole: makes its blocks visible, here if they are few, else on a blocking thread.
+    /// The message was whole: makes its blocks visible, here if they are few, else on a blocking thread when there is a place.
     pub fn commit(&mut self) -> Commit {
         let Some(session) = self.session.take() else {
             return Commit::Done(Err(DecodeError::Incomplete.into()));
@@ -88,11 +93,18 @@ impl Intake {
             return Commit::Done(session.commit());
         }
         let kept = self.kept.take();
-        Commit::Aside(Committing(tokio::task::spawn_blocking(move || {
-            let stored = session.commit();
-            drop(kept);
-            stored
-        })))
+        let (told, committing) = oneshot::channel();
+        let places = self.ingest.committing.clone();
+        self.ingest.tasks.spawn("commit of a large send", async move {
+            let commit = move || {
+                let stored = session.commit();
+                drop(kept);
+                stored
+            };
+            // Who asked may have gone.
+            let _unheard = told.send(places.run(commit).await);
+        });
+        Commit::Aside(Committing(committing))
     }
 
     #[inline]
@@ -106,8 +118,12 @@ impl Drop for Intake {
     /// What is given up gives back a segment or more of each partition.
     fn drop(&mut self) {
         let many = self.session.take_if(|session| !session.is_small());
-        if let (Some(session), Ok(runtime)) = (many, Handle::try_current()) {
-            runtime.spawn_blocking(move || drop(session));
+        if let (Some(session), Ok(_runtime)) = (many, Handle::try_current()) {
+            let places = self.ingest.giving_up.clone();
+            self.ingest.tasks.spawn("large send given up", async move {
+                // Of a panic nobody here can make more than its message.
+                let _given_up = places.run(move || drop(session)).await;
+            });
         }
     }
 }

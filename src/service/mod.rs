@@ -198,6 +198,9 @@ impl Service {
             ticket_wait: config.ticket_wait,
             partitions_max: config.partitions_per_request_max,
             verify_crc: config.verify_crc,
+            committing: Aside::of_cores(),
+            giving_up: Aside::of_cores(),
+            tasks: tasks.clone(),
         });
         let reads = Arc::new(Reads {
             known: known.clone(),
