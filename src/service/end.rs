@@ -22,7 +22,7 @@ impl Lifecycle {
             return Err(ServiceError::NotRegistered);
         }
         let lifecycle = Arc::clone(self);
-        aside(&self.known.aside, false, move || lifecycle.unregister_app(id.as_str())).await?
+        aside(&self.ends, false, move || lifecycle.unregister_app(id.as_str())).await?
     }
 
     /// [`Lifecycle::unregister_shuffle`] on a blocking thread.
@@ -32,8 +32,8 @@ impl Lifecycle {
     pub async fn end_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         let app = self.known.app(app)?;
         let lifecycle = Arc::clone(self);
-        aside(&self.known.aside, false, move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle))
-            .await?
+        let end = move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle);
+        aside(&self.ends, false, end).await?
     }
 
     /// [`Lifecycle::expire_apps`] on a blocking thread.

@@ -15,7 +15,7 @@ use crate::app::{AppRegistry, PartitionRanges, Registration};
 use crate::durability::{self, Record};
 use crate::flush::Flusher;
 use crate::memory::{Evicted, Memory};
-use crate::runtime::Tasks;
+use crate::runtime::{Aside, Tasks};
 use crate::telemetry::AUDIT;
 use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
@@ -69,6 +69,8 @@ pub struct Lifecycle {
     pub(super) tiers: Tiers,
     pub(super) flusher: Option<Arc<Flusher>>,
     pub(super) status: Arc<WorkerStatus>,
+    /// For ends that clients ask for: of large applications they take long, and reports and results do not wait for that.
+    pub(super) ends: Aside,
     pub(super) weights: Weights,
     pub(super) losses: Arc<Losses>,
     pub(super) verifier: Arc<Verifier>,

@@ -221,6 +221,7 @@ impl Service {
             tiers: tiers.clone(),
             flusher: flusher.clone(),
             status: status.clone(),
+            ends: Aside::of_cores(),
             weights: Weights { config: RwLock::new(config.fairness), memory: memory.clone() },
             losses,
             verifier,
