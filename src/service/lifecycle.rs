@@ -2,13 +2,14 @@
 //!
 //! A registration is acknowledged once it is on the device, so that it outlives process and power.
 //! An app or shuffle is taken out of the registry, memory and store together, under the registry's lock, so that a
-//! registration that follows at once meets clean ground. Deleting files comes after, in a task.
+//! registration that follows at once meets clean ground. Deleting files comes after, in tasks (`deletions`).
 
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt as _;
 use prometheus::HistogramTimer;
 
 use crate::app::{AppRegistry, PartitionRanges, Registration};
@@ -22,6 +23,7 @@ use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
 use super::aside::aside;
+use super::deletions::Deletions;
 use super::explain::Presence;
 use super::fairness::{FairnessConfig, Weights};
 use super::insight::Insight;
@@ -71,6 +73,7 @@ pub struct Lifecycle {
     pub(super) status: Arc<WorkerStatus>,
     /// For ends that clients ask for: of large applications they take long, and reports and results do not wait for that.
     pub(super) ends: Aside,
+    pub(super) deletions: Deletions,
     pub(super) weights: Weights,
     pub(super) losses: Arc<Losses>,
     pub(super) verifier: Arc<Verifier>,
@@ -346,13 +349,11 @@ impl Lifecycle {
         };
         let timer = Arc::new(removal.start_timer());
         let evicted = keys.iter().filter_map(|key| self.memory.forget(key)).collect();
-        for tier in self.tiers.iter() {
+        for (at, tier) in self.tiers.iter().enumerate() {
             let timer: Option<Arc<HistogramTimer>> = tier.served().map(|_| Arc::clone(&timer));
             if let Some(deletion) = Arc::clone(tier).forget(app, keys, purge) {
-                self.tasks.spawn("delete shuffle files", async move {
-                    deletion.await;
-                    drop(timer);
-                });
+                let timed = deletion.map(|()| drop(timer));
+                self.deletions.add(at, timed.boxed());
             }
         }
         evicted

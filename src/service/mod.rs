@@ -14,6 +14,7 @@ mod answer_limits;
 mod aside;
 mod commit_gate;
 mod commit_task;
+mod deletions;
 mod drain;
 mod end;
 mod error;
@@ -80,6 +81,7 @@ pub use uniffle_wire::BlockHeader;
 pub use write::{SendHeader, SendSession};
 
 use commit_gate::CommitGate;
+use deletions::Deletions;
 use explain::Gone;
 use fairness::Weights;
 use history::History;
@@ -222,6 +224,7 @@ impl Service {
             flusher: flusher.clone(),
             status: status.clone(),
             ends: Aside::of_cores(),
+            deletions: Deletions::new(tiers.len(), tasks.clone()),
             weights: Weights { config: RwLock::new(config.fairness), memory: memory.clone() },
             losses,
             verifier,

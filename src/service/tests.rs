@@ -3,6 +3,7 @@
 mod answers;
 mod damage;
 mod fairness;
+mod places;
 mod recovery;
 mod reports;
 mod start;

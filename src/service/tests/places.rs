@@ -1,0 +1,149 @@
+//! What many ask for at once and what takes long: some at a time, beside the other work.
+
+use std::sync::mpsc;
+
+use futures::FutureExt as _;
+use parking_lot::Mutex;
+use tokio::task::yield_now;
+use tokio::time::{pause, timeout};
+use uniffle_wire::{BlockSink as _, SendHeader as WireHeader};
+
+use super::*;
+use crate::runtime::Aside;
+
+/// As long as what takes that long on a thread of its own would be over.
+const LONG_ENOUGH: Duration = Duration::from_millis(200);
+
+/// Takes all places until it is dropped.
+struct Busy(#[expect(dead_code, reason = "its drop ends the work")] mpsc::Sender<()>);
+
+/// There are eight at most.
+async fn occupy(world: &World, places: &Aside) -> Busy {
+    let (until, ends) = mpsc::channel();
+    let ends = Arc::new(Mutex::new(ends));
+    for _ in 0..8 {
+        let (places, ends) = (places.clone(), Arc::clone(&ends));
+        let work = move || {
+            let _ended = ends.lock().recv();
+        };
+        world.tasks.spawn("holds a place", async move { drop(places.run(work).await) });
+    }
+    for _ in 0..10 {
+        yield_now().await;
+    }
+    Busy(until)
+}
+
+/// Lets real time pass, also where that of the test stands.
+fn wait() {
+    let (_kept, never) = mpsc::channel::<()>();
+    let _elapsed = never.recv_timeout(LONG_ENOUGH);
+}
+
+/// A whole send with more runs than are committed where they are read.
+fn large_send(world: &mut World) -> Intake {
+    let request =
+        RequireRequest { app: APP, shuffle: 0, bytes: 1 << 20, partitions: &[], partition_sizes: &[] };
+    let ticket = world.service.ingest.require_buffer(request).unwrap().ticket;
+    let mut intake = Intake::new(Arc::clone(&world.service.ingest), 1 << 20);
+    intake.header(WireHeader { app: APP, shuffle: 0, ticket }).unwrap();
+    for number in 0..300 {
+        intake.partition(number % 10).unwrap();
+        intake.begin_block(100).unwrap();
+        intake.write(&[7; 100]).unwrap();
+        world.next_block += 1;
+        let block = BlockHeader { block_id: world.next_block, length: 100, ..BlockHeader::default() };
+        intake.end_block(block).unwrap();
+    }
+    intake
+}
+
+fn committing(mut intake: Intake) -> Committing {
+    match intake.commit() {
+        Commit::Aside(committing) => committing,
+        Commit::Done(stored) => panic!("it is large: {stored:?}"),
+    }
+}
+
+#[tokio::test]
+async fn large_sends_are_committed_when_there_is_a_place_also_if_nobody_waits() {
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    let busy = occupy(&world, &world.service.ingest.committing).await;
+    let mut heard = committing(large_send(&mut world));
+    drop(committing(large_send(&mut world)));
+    yield_now().await;
+    wait();
+    assert!(heard.outcome().now_or_never().is_none());
+    assert_eq!(world.buffer(3).received_bytes(), 0);
+    drop(busy);
+    heard.outcome().await.unwrap();
+    pause();
+    within_time("both are there", || world.buffer(3).received_bytes() == 2 * 30 * 100).await;
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn large_sends_that_are_given_up_wait_for_a_place_and_keep_none_from_those_that_are_committed() {
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    let busy = occupy(&world, &world.service.ingest.giving_up).await;
+    drop(large_send(&mut world));
+    yield_now().await;
+    wait();
+    assert_eq!(world.service.lifecycle.metrics.rejected_sends.get(), 0, "it is not over yet");
+    let mut next = committing(large_send(&mut world));
+    timeout(Duration::from_secs(20), next.outcome()).await.expect("a place").unwrap();
+    drop(busy);
+    pause();
+    within_time("it is given up", || world.service.lifecycle.metrics.rejected_sends.get() == 1).await;
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn ends_and_what_is_reported_do_not_wait_for_each_other() {
+    let world = World::new(PartitionLimits::default(), quiet()).await;
+    let patience = Duration::from_secs(20);
+    world.register("app-2", &[]).await;
+    let reports = occupy(&world, &world.service.lifecycle.known.aside).await;
+    let ended = timeout(patience, world.service.lifecycle.end_app("app-2")).await;
+    ended.expect("a place for ends").unwrap();
+    drop(reports);
+    let ends = occupy(&world, &world.service.lifecycle.ends).await;
+    let report = ReportRequest {
+        app: APP,
+        shuffle: 0,
+        task_attempt: 0,
+        bitmap_count: 1,
+        partitions: vec![(PartitionId(3), (0..100_000).map(|id| id << 45).collect())],
+        records: Vec::new(),
+    };
+    let reported = timeout(patience, world.service.ingest.report(report)).await;
+    reported.expect("a place for reports").unwrap();
+    drop(ends);
+    pause();
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn applications_that_expire_together_are_deleted_some_at_a_time() {
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    for number in 0..200 {
+        let app = format!("silent-{number}");
+        world.register(&app, &[]).await;
+        world.send_of(&app, 0, 1000).unwrap();
+    }
+    world.flusher.flush_all();
+    world.settle().await;
+    world.faults.add(Rule::always(Operation::Rename, Fault::Hang));
+    let before = world.tasks.running();
+    let apps = || world.service.apps().app_count();
+    while apps() > 0 {
+        tokio::time::sleep(Duration::from_secs(10)).await;
+    }
+    let deleting = world.tasks.running() - before;
+    assert!((1..=16).contains(&deleting), "{deleting} tasks for 201 applications");
+    world.faults.clear();
+    world.faults.release().await;
+    within_time("all are deleted", || world.tasks.running() <= before).await;
+    world.register(APP, &[]).await;
+    world.stop().await;
+}
