@@ -35,6 +35,10 @@ use super::watched::{Beginning, Watched};
 
 /// Pause after a failed accept: a full table of descriptors is not cured by asking again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Of HTTP/2's connections whose places were given away so many may end their calls: a part of those that may be open, within
+/// this. What they hold is beyond what is set aside for those.
+const LEAVING_PART: usize = 16;
+const LEAVING_MAX: usize = 16;
 /// Connections closed for others and failures of one listener are each logged once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// When the kernel begins to probe an idle peer.
@@ -167,7 +171,11 @@ impl Acceptor {
         S: Fn(Connection<TcpStream>) -> F + Send + Sync + 'static,
     {
         let listener = self.names.listener;
-        let places = Places::new(self.connections_max);
+        let leaving_max = match self.begins {
+            Begins::Http2 => (self.connections_max / LEAVING_PART).clamp(1, LEAVING_MAX),
+            Begins::Said => 0,
+        };
+        let places = Places::new(self.connections_max).with_leaving(leaving_max);
         let (closings, failures) = (LogLimiter::new(1, LOG_INTERVAL), LogLimiter::new(1, LOG_INTERVAL));
         let mut kept = std::mem::take(&mut self.binding.kept).into_iter();
         let mut stopping = pin!(self.tasks.closing());

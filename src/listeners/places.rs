@@ -5,13 +5,14 @@
 //! that never had a request, that one before one of whose requests none has ended, that one before one that has none now,
 //! that one before one with a request, and among equals the one that got on least lately. So connections that only hold
 //! places cannot keep out one that works, nor can a storm of new ones, whatever they begin, take the place of one that
-//! pauses between its requests.
+//! pauses between its requests. Where the protocol can say that a connection ends, one whose place is given away is told so and
+//! may end its calls; those on their way out are bounded too, and one more is closed at once.
 //!
 //! An address with more than half of the places gives way itself, whatever its connections do: the one to go is found among its
 //! own. So one machine that keeps thousands of connections busy does not drive out the others. Callers behind one address,
 //! alone, see no difference.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,6 +20,7 @@ use std::time::Duration;
 
 use futures::future::{AbortHandle, AbortRegistration};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 /// Connections that have not begun of which one look through the table chooses so many to go. While they do not begin they
@@ -30,6 +32,8 @@ const CHOSEN: usize = 64;
 #[derive(Debug, Clone)]
 pub(super) struct Places {
     max: usize,
+    /// How many of those whose place was given away may end their calls.
+    leaving_max: usize,
     since: Instant,
     table: Arc<Mutex<Table>>,
 }
@@ -38,6 +42,8 @@ pub(super) struct Places {
 struct Table {
     next: u64,
     open: HashMap<u64, Arc<Seat>>,
+    /// Connections that end their calls; their places are given away.
+    leaving: HashSet<u64>,
     /// Connections of each address.
     of_peers: HashMap<IpAddr, usize>,
     /// The last address that came to more than half of the places.
@@ -76,6 +82,7 @@ pub(super) struct Seat {
     was_used: AtomicBool,
     progressed_ns: AtomicU64,
     wrote_ns: AtomicU64,
+    leave: Notify,
     close: AbortHandle,
 }
 
@@ -94,10 +101,15 @@ pub(super) struct Held {
 impl Places {
     /// Places for `max` connections, at least one.
     pub(super) fn new(max: usize) -> Self {
-        Self { max: max.max(1), since: Instant::now(), table: Arc::default() }
+        Self { max: max.max(1), leaving_max: 0, since: Instant::now(), table: Arc::default() }
     }
 
-    /// A place for a connection of `peer` that is closed through the handle. When none is free a connection is closed for it:
+    /// The same for a listener that tells its connections to end their calls ([`Seat::leaving`]), so many at a time.
+    pub(super) fn with_leaving(self, leaving_max: usize) -> Self {
+        Self { leaving_max, ..self }
+    }
+
+    /// A place for a connection of `peer` that is closed through the handle. When none is free a connection leaves for it:
     /// what that one was doing, and for how long it had not got on.
     pub(super) fn take(&self, peer: IpAddr, close: AbortHandle) -> (Held, Option<(Stage, Duration)>) {
         let seat = Arc::new(Seat {
@@ -108,10 +120,11 @@ impl Places {
             was_used: AtomicBool::new(false),
             progressed_ns: AtomicU64::new(age(self.since)),
             wrote_ns: AtomicU64::new(age(self.since)),
+            leave: Notify::new(),
             close,
         });
         let mut table = self.table.lock();
-        let closed = if table.open.len() >= self.max { table.close_one(self.max) } else { None };
+        let closed = if table.open.len() >= self.max { table.close_one(self) } else { None };
         let number = table.insert(Arc::clone(&seat), self.max);
         drop(table);
         let closed =
@@ -151,8 +164,8 @@ impl Table {
     }
 
     /// Closes the connection with the least reason to stay.
-    fn close_one(&mut self, max: usize) -> Option<Rank> {
-        let crowd = self.crowd(max);
+    fn close_one(&mut self, places: &Places) -> Option<Rank> {
+        let crowd = self.crowd(places.max);
         if self.chosen_of != crowd {
             (self.chosen, self.chosen_of) = (Vec::new(), crowd);
         }
@@ -166,7 +179,12 @@ impl Table {
             if self.open.get(&number).is_some_and(|seat| seat.rank() == rank)
                 && let Some(seat) = self.remove(number)
             {
-                seat.close.abort();
+                if seat.is_open() && self.leaving.len() < places.leaving_max {
+                    self.leaving.insert(number);
+                    seat.leave.notify_one();
+                } else {
+                    seat.close.abort();
+                }
                 return Some(rank);
             }
         }
@@ -199,6 +217,11 @@ impl Seat {
     /// Whether it has.
     pub(super) fn is_open(&self) -> bool {
         self.is_open.load(Ordering::Relaxed)
+    }
+
+    /// Its place is given away: it is to end its calls, soon. One waits for this.
+    pub(super) async fn leaving(&self) {
+        self.leave.notified().await;
     }
 
     /// Bytes came or went.
@@ -263,7 +286,10 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.table.lock().remove(self.number);
+        let mut table = self.table.lock();
+        if table.remove(self.number).is_none() {
+            table.leaving.remove(&self.number);
+        }
     }
 }
 
@@ -419,6 +445,32 @@ mod tests {
         advance(Duration::from_secs(1)).await;
         assert_eq!(take_for(&places, peer(4)).1, Some(Stage::Opening));
         assert!(is_closed(&others[0]) && !crowd.iter().any(is_closed));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn those_that_have_begun_end_their_calls_a_few_at_a_time() {
+        let places = Places::new(1).with_leaving(2);
+        let (opening, first) = (take(&places).0, take(&places).0);
+        assert!(is_closed(&opening), "nothing of it would be lost");
+        let begun = |held: &Held| held.seat().opened();
+        begun(&first);
+        let second = take(&places).0;
+        begun(&second);
+        let third = take(&places).0;
+        begun(&third);
+        for held in [&first, &second] {
+            held.seat().leaving().await;
+            assert!(!is_closed(held));
+        }
+        let fourth = take(&places).0;
+        assert!(is_closed(&third), "two are on their way out");
+        begun(&fourth);
+        drop((first, third));
+        let _fifth = take(&places).0;
+        fourth.seat().leaving().await;
+        assert!(!is_closed(&fourth));
+        drop((second, fourth));
+        assert!(places.table.lock().leaving.is_empty());
     }
 
     proptest! {

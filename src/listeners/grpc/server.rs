@@ -6,12 +6,14 @@
 //! (docs/benchmarks.md, "Tried and dropped").
 //!
 //! Invariant: connections, the streams and the receive windows of all are bounded; every task belongs to the group
-//! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline.
+//! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline. One whose place
+//! is given to another has a GOAWAY too and a shorter time, so that its client repeats on a new one what was not begun.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
@@ -49,6 +51,8 @@ const NAMES: Names = Names {
 };
 /// Smallest frame size the protocol lets us announce (RFC 9113 §6.5.2).
 const FRAME_BYTES_MIN: u32 = 16_384;
+/// Time for the calls of a connection to end whose place was given to another one.
+const LEAVING_DEADLINE: Duration = Duration::from_secs(2);
 /// Response bytes that may wait in one stream. They are slices of memory that is accounted for elsewhere.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
@@ -128,7 +132,7 @@ struct Shares {
     streams: Share,
 }
 
-/// HTTP/2 until the connection ends, or until the drain deadline after the listener was told to close.
+/// HTTP/2 until the connection ends, or until a deadline after the listener was told to close or its place was given away.
 async fn drive(
     router: &Arc<Router>,
     (stream, gathering): (Gathered<Stream>, Gathering<Stream>),
@@ -156,10 +160,11 @@ async fn drive(
     let connection =
         builder(&router.config, shares, executor).serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
-    tokio::select! {
+    let (deadline, is_stopping) = tokio::select! {
         biased;
         ended = poll_fn(|context| gathering.poll(context, connection.as_mut())) => return ended,
-        () = closing.as_mut() => {}
+        () = closing.as_mut() => (router.config.drain_deadline, true),
+        () = seat.leaving() => (LEAVING_DEADLINE, false),
         () = tails.stuck() => {
             debug!("grpc connection closed: the end of an answer was not taken in time");
             return Ok(());
@@ -168,11 +173,13 @@ async fn drive(
             debug!("grpc connection closed: the end of an answer is not taken, and others wait");
             return Ok(());
         }
-    }
+    };
     connection.as_mut().graceful_shutdown();
     let rest = poll_fn(|context| gathering.poll(context, connection.as_mut()));
-    timeout(router.config.drain_deadline, rest).await.unwrap_or_else(|_elapsed| {
-        info!("grpc connection did not drain in time, closing it");
+    timeout(deadline, rest).await.unwrap_or_else(|_elapsed| {
+        if is_stopping {
+            info!("grpc connection did not drain in time, closing it");
+        }
         Ok(())
     })
 }

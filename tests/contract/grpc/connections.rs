@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use futures::channel::mpsc;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -114,6 +115,46 @@ async fn n3_the_idlest_makes_room_for_one_more() {
         open => Err(format!("{open} connections")),
     })
     .await;
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_makes_room_ends_the_call_that_it_has() {
+    let fixture =
+        WorkerFixture::with(Setup { tables: "[grpc]\nmax_connections = 2", ..Setup::default() }).await;
+    let address = fixture.worker.addresses().grpc;
+    fixture.client.register(&key("app-1", 1), &[(0, 0)]).await.unwrap();
+    let path = "/rss.common.ShuffleServer/appHeartbeat";
+    let (pieces, body) = mpsc::unbounded();
+    let heartbeat = raw::prefixed(&[0x0A, 5, b'a', b'p', b'p', b'-', b'1']);
+    pieces.unbounded_send(heartbeat.slice(..8)).unwrap();
+    // It has a call and has never ended one: the least of the two.
+    let leaving = raw::connect(address).await;
+    let others = async {
+        eventually("its call has begun", || match fixture.metric("grpc_open") {
+            1.0 => Ok(()),
+            open => Err(format!("{open} calls")),
+        })
+        .await;
+        let newcomer = raw::connect(address).await;
+        let answer = raw::call(&newcomer, path, vec![heartbeat.clone()], raw::End::Closed).await;
+        assert_eq!(answer.grpc_status, Some(0));
+        assert_eq!(fixture.metric("grpc_refused_connection_total"), 1.0);
+        pieces.unbounded_send(heartbeat.slice(8..)).unwrap();
+        pieces.close_channel();
+        newcomer
+    };
+    let (answer, newcomer) = tokio::join!(raw::call_streamed(&leaving, path, body), others);
+    assert_eq!(answer.grpc_status, Some(0), "{}", answer.grpc_message);
+    eventually("it has gone", || match fixture.metric("grpc_server_connection_number") {
+        2.0 => Ok(()),
+        open => Err(format!("{open} connections")),
+    })
+    .await;
+    // A client goes on by another connection.
+    let again = raw::call(&leaving, path, vec![heartbeat.clone()], raw::End::Closed).await;
+    assert_eq!(again.grpc_status, Some(0));
+    drop((leaving, newcomer));
     fixture.finish().await;
 }
 
