@@ -98,14 +98,14 @@ impl Writer {
     }
 
     /// Length after which a log is continued in a new file.
-    fn log_bytes(&self, kind: LogKind) -> u64 {
+    pub(super) fn log_bytes(&self, kind: LogKind) -> u64 {
         match kind {
             LogKind::Data => self.core.config.data_log_bytes.min(LOG_BYTES_MAX),
             LogKind::Index => LOG_BYTES_MAX,
         }
     }
 
-    async fn create_log(
+    pub(super) async fn create_log(
         &self,
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
@@ -192,6 +192,14 @@ impl Writer {
         if self.core.config.sync == SyncWrites::Off {
             return Ok(());
         }
+        self.bring_to_device(log, file).await
+    }
+
+    /// Waits until everything that the caller has written to a log is on the device.
+    ///
+    /// # Errors
+    /// A sync failed or took too long: the log is closed.
+    pub(super) async fn bring_to_device(&self, log: &Log, file: &Arc<dyn File>) -> Result<(), StoreError> {
         let sync = async {
             let started = Instant::now();
             let result = log.disk.call(self.core.config.write_timeout, file.sync()).await;
@@ -210,6 +218,11 @@ impl Writer {
         if self.core.config.sync == SyncWrites::Off {
             return Ok(());
         }
+        self.bring_names_to_device(disk, directory).await
+    }
+
+    /// Waits until the names of what stands in a shuffle's directory are on the device.
+    pub(super) async fn bring_names_to_device(&self, disk: &LocalDisk, directory: &Path) -> io::Result<()> {
         let below_apps = directory.ancestors().take_while(|path| path.starts_with(APPS));
         for path in below_apps {
             within(self.core.config.name_timeout, disk.io.sync_dir(path)).await?;

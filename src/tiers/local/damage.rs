@@ -50,6 +50,7 @@ impl Damage {
         block: &Check,
     ) -> Result<bool, StoreError> {
         let Ok(_turn) = self.turns.acquire().await else { return Ok(false) };
+        let _reading = shuffle.reading();
         let Some(extent) = shuffle.extent_at(partition, block.base) else { return Ok(false) };
         let log = shuffle.log_at(extent.data_log);
         let mut hasher = crc32fast::Hasher::new();
@@ -96,8 +97,8 @@ impl Damage {
         error
     }
 
-    fn mark_lost(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> Option<Extent> {
-        let extent = shuffle.mark_lost(partition, base)?;
+    fn mark_lost(&self, shuffle: &Shuffle, partition: PartitionId, extent: &Extent) -> Option<Extent> {
+        let extent = shuffle.mark_lost(partition, extent)?;
         self.core.metrics.extents.dec();
         self.core.records.forget(std::iter::once(shuffle.records_key(&extent)));
         Some(extent)
@@ -110,6 +111,7 @@ impl Damage {
         partition: PartitionId,
         disk: usize,
     ) -> Option<(Vec<Extent>, StoreError)> {
+        let _reading = shuffle.reading();
         let mut suspects: Vec<_> = shuffle.extents(partition).iter().copied().collect();
         let mut error = None;
         for attempt in 0..TRIES {
@@ -141,7 +143,7 @@ impl Damage {
     }
 
     fn make_hole(&self, shuffle: &Shuffle, partition: PartitionId, extent: &Extent) {
-        if self.mark_lost(shuffle, partition, extent.base).is_some() {
+        if self.mark_lost(shuffle, partition, extent).is_some() {
             self.core.metrics.extents_lost.inc();
             let (bytes, blocks) = (extent.length, extent.blocks);
             tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "an extent is lost");

@@ -60,15 +60,27 @@ impl Core {
         range: Range<u64>,
         mut take: impl FnMut(&[u8]),
     ) -> Result<(), StoreError> {
+        self.read_range((shuffle, log), Mode::ReadDirect, range, |bytes| take(bytes)).await
+    }
+
+    /// Reads a range of a log.
+    pub(super) async fn read_range(
+        &self,
+        (shuffle, log): (&Shuffle, &Log),
+        mode: Mode,
+        range: Range<u64>,
+        mut take: impl FnMut(&[u8]),
+    ) -> Result<(), StoreError> {
         let failed = |error| self.read_failed(shuffle, log, error);
-        let file = self.files.open_read(log, Mode::ReadDirect).await.map_err(failed)?;
+        let file = self.files.open_read(log, mode).await.map_err(failed)?;
+        let align = if mode == Mode::ReadDirect { BLOCK_ALIGN } else { 1 };
         let mut at = range.start;
         while at < range.end {
-            let start = at - at % BLOCK_ALIGN as u64;
+            let start = at - at % align as u64;
             let skip = usize::try_from(at - start).unwrap_or(0);
             let left = usize::try_from(range.end - start).unwrap_or(usize::MAX);
             let part = left.min(READ_CHUNK_BYTES_MAX);
-            let blocks = part.next_multiple_of(BLOCK_ALIGN);
+            let blocks = part.next_multiple_of(align);
             let reading = file.read(ReadTarget::one(Box::new(vec![0; blocks]), 0..blocks, start));
             let target = within(self.config.read_timeout, async {
                 let (target, result) = reading.await;

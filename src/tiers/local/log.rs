@@ -67,6 +67,8 @@ pub(super) struct Log {
     released: AtomicBool,
     /// Its file is being removed, or is gone.
     removed: AtomicBool,
+    /// It has copies that were put together.
+    in_order: AtomicBool,
     pub(super) syncs: Syncs,
     /// Its descriptors may not be cached any more; guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
@@ -83,7 +85,23 @@ impl Log {
         let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
         let (syncs, uses) = (Syncs::default(), AtomicU32::new(0));
         let (released, removed) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { id, slot, kind, disk, path, number, next, closed, uses, released, removed, syncs, forgotten }
+        let in_order = AtomicBool::new(false);
+        Self {
+            id,
+            slot,
+            kind,
+            disk,
+            path,
+            number,
+            next,
+            closed,
+            uses,
+            released,
+            removed,
+            in_order,
+            syncs,
+            forgotten,
+        }
     }
 
     /// It was found with so many bytes, and is only read.
@@ -105,6 +123,16 @@ impl Log {
     /// Nothing of it is needed any more: its file is to be removed, and who still reads it finds the same bytes elsewhere.
     pub(super) fn release(&self) {
         self.released.store(true, Ordering::Release);
+    }
+
+    /// It has copies that are put together.
+    pub(super) fn set_in_order(&self) {
+        self.in_order.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it has copies that were put together, by this process.
+    pub(super) fn is_in_order(&self) -> bool {
+        self.in_order.load(Ordering::Relaxed)
     }
 
     pub(super) fn is_released(&self) -> bool {

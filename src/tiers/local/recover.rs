@@ -24,8 +24,10 @@ use super::disk::LocalDisk;
 use super::extent::Extent;
 use super::index::IndexGroup;
 use super::log::{Log, LogKind};
+use super::retire::Retired;
 use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Restored, Shuffle};
+use super::sorted::{sort_extents, take_once};
 use super::store::LocalStore;
 use super::streams::{Partition, Partitions};
 use super::uploaded::{Prefixes, Uploaded};
@@ -161,7 +163,10 @@ struct Rebuild<'a> {
     unnamed: HashMap<Uuid, u32>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: HashMap<PartitionId, IdSet>,
-    lost: Vec<LostExtent>,
+    /// With their places.
+    lost: Vec<(Extent, LostExtent)>,
+    /// By slot of a data log, extents that it has.
+    named: HashMap<u16, u64>,
     reasons: HashMap<String, Arc<str>>,
     /// Why some of it may be unknown.
     incomplete: Option<String>,
@@ -198,6 +203,7 @@ impl<'a> Rebuild<'a> {
             extents: HashMap::new(),
             present: HashMap::new(),
             lost: Vec::new(),
+            named: HashMap::new(),
             reasons: HashMap::new(),
             incomplete,
             elsewhere: None,
@@ -269,6 +275,7 @@ impl<'a> Rebuild<'a> {
             let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
             let extent = match data_log.zip(page) {
                 Some((data_log, data_page)) => {
+                    *self.named.entry(data_log).or_default() += 1;
                     let set = self.present.entry(entry.partition).or_default();
                     set.extend(entry.records.iter().map(|record| record.block_id.unsigned_abs()));
                     Extent {
@@ -286,9 +293,11 @@ impl<'a> Rebuild<'a> {
                     let records = entry.records.iter();
                     let blocks = records.map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
                     let reason = self.reason(source);
-                    self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
                     // Its records must not be told: a reader would take the hole for a block that was sent again.
-                    Extent::gap(entry.base, entry.length)
+                    let gap =
+                        Extent { records_crc: entry.place.crc, ..Extent::gap(entry.base, entry.length) };
+                    self.lost.push((gap, LostExtent { partition: entry.partition, blocks, reason }));
+                    gap
                 }
             };
             self.extents.entry(entry.partition).or_default().push((group.header.sequence, extent));
@@ -316,6 +325,30 @@ impl<'a> Rebuild<'a> {
             if let Err(error) = removed {
                 tracing::warn!(shuffle = %self.shuffle.key, %error, "a file of which everything lies elsewhere stays");
             }
+        }
+    }
+
+    /// What was lost and has a copy is not lost.
+    fn forget_lost_originals(&mut self, partitions: &Partitions) {
+        let has_copy = |lost: &Extent, id: PartitionId| {
+            let extents = partitions.get(&id).map(|it| &it.extents);
+            let found = extents.and_then(|it| it.get(it.beginning_at(lost.base)?));
+            found.is_some_and(|it| !it.is_lost() && it.says_the_same(lost))
+        };
+        self.lost.retain(|(lost, it)| !has_copy(lost, it.partition));
+    }
+
+    /// Retires data logs of which everything has a copy; `copied` by slot, so much of each. Where something is missing, it may have a
+    /// part in them.
+    async fn retire_copied(&self, copied: &HashMap<u16, u64>) {
+        if self.incomplete.is_some() {
+            self.shuffle.set_partly_unknown();
+            return;
+        }
+        let all = copied.iter().filter(|(slot, count)| self.named.get(slot) == Some(count));
+        let logs: Vec<_> = all.map(|(slot, _)| self.shuffle.log_at(*slot)).collect();
+        if !logs.is_empty() {
+            self.shuffle.retired.lock().await.push_back(Retired::new(&logs, None));
         }
     }
 
@@ -381,7 +414,9 @@ impl<'a> Rebuild<'a> {
         for id in self.elsewhere.iter().flat_map(|elsewhere| elsewhere.ends.keys()) {
             found.entry(*id).or_default();
         }
-        for (id, extents) in found {
+        let mut copied = HashMap::new();
+        for (id, mut extents) in found {
+            take_once(&mut extents, |original| *copied.entry(original.data_log).or_default() += 1);
             let (mut partition, left_out) = sort_extents(self.start_of(id), extents);
             bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
             if left_out {
@@ -397,14 +432,16 @@ impl<'a> Rebuild<'a> {
         }
         let extents: usize = partitions.values().map(Partition::known_extents).sum();
         self.core.metrics.extents.add(clamped(extents));
+        self.forget_lost_originals(&partitions);
         self.shuffle.lane.lock().await.resume_at(next_sequence);
         self.shuffle.restore(Restored { partitions, first_base });
         self.remove_left_over().await;
+        self.retire_copied(&copied).await;
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
             incomplete,
             present: self.present,
-            lost: self.lost,
+            lost: self.lost.into_iter().map(|(_, lost)| lost).collect(),
             reason: self.incomplete.unwrap_or_default(),
         };
         (recovered, bytes)
@@ -467,56 +504,9 @@ fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
     }
 }
 
-/// Puts extents (with their sequences) into a stream that begins at `start`; true when some had to be left out because others, published
-/// later, have their place.
-fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
-    // The later published first, so that it is met when it claims its place.
-    extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
-    let mut kept: Vec<(u64, Extent)> = Vec::with_capacity(extents.len());
-    let mut left_out = false;
-    for (sequence, extent) in extents {
-        let overlaps = |kept: &[(u64, Extent)]| {
-            kept.last().is_some_and(|(_, last)| last.base + last.length > extent.base)
-        };
-        while overlaps(&kept) && kept.last().is_some_and(|(last, _)| *last < sequence) {
-            kept.pop();
-            left_out = true;
-        }
-        if overlaps(&kept) {
-            left_out = true;
-        } else {
-            kept.push((sequence, extent));
-        }
-    }
-    let mut partition = Partition::beginning_at(start);
-    for (_, extent) in kept.into_iter().filter(|(_, extent)| extent.base >= start) {
-        partition.extend_to(extent.base);
-        partition.push(extent);
-    }
-    (partition, left_out)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn extent(base: u64, length: u64) -> Extent {
-        Extent { data_log: 0, index_log: 0, blocks: 1, ..Extent::gap(base, length) }
-    }
-
-    #[test]
-    fn a_stream_keeps_its_holes_and_the_later_of_two_extents_its_place() {
-        let (partition, left_out) = sort_extents(0, vec![(2, extent(300, 50)), (0, extent(0, 100))]);
-        let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
-        assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
-        assert_eq!((partition.bytes, left_out), (350, false));
-
-        let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (EPOCH, extent(150, 20))];
-        let (partition, left_out) = sort_extents(0, overlapping);
-        let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
-        assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
-        assert!(left_out);
-    }
 
     #[test]
     fn numbers_go_on_and_gaps_are_noticed() {

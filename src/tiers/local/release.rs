@@ -127,7 +127,7 @@ impl LocalStore {
     }
 
     /// What is written from now on goes to new files instead of these.
-    async fn end_logs(&self, shuffle: &Shuffle, is_one: impl Fn(&Log) -> bool + Send) {
+    pub(super) async fn end_logs(&self, shuffle: &Shuffle, is_one: impl Fn(&Log) -> bool + Send) {
         for disk in &self.core.disks {
             let Some(here) = shuffle.found(disk) else { continue };
             let mut current = here.current(LogKind::Data).lock().await;
@@ -238,7 +238,7 @@ fn is_removable(log: &Log) -> bool {
 }
 
 /// Lets others go on when so many extents have been looked at.
-async fn turn(looked: &mut usize, more: usize) {
+pub(super) async fn turn(looked: &mut usize, more: usize) {
     *looked += more;
     if *looked >= TOGETHER_MAX {
         *looked = 0;
@@ -247,7 +247,7 @@ async fn turn(looked: &mut usize, more: usize) {
 }
 
 /// All partitions of a shuffle. Writers and readers wait for the lock while some are listed, not all.
-async fn partitions_of(shuffle: &Shuffle) -> Vec<PartitionId> {
+pub(super) async fn partitions_of(shuffle: &Shuffle) -> Vec<PartitionId> {
     let (mut all, mut looked) = (Vec::new(), 0);
     loop {
         let some = shuffle.with_streams(|streams| streams.partitions_from(all.len(), TOGETHER_MAX));

@@ -3,6 +3,7 @@
 //! Creating a directory or a file takes the gate for reading, purging takes it for writing and marks the shuffle
 //! first: nothing is created after a purge.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -16,7 +17,8 @@ use super::extent::{Extent, ExtentList, NO_LOG};
 use super::failures::FailedReads;
 use super::lane::Lane;
 use super::log::{Log, LogKind};
-use super::streams::{Partition, Partitions, Streams};
+use super::retire::Retired;
+use super::streams::{Partition, Partitions, Reading, Streams};
 use crate::budget::Budget;
 use crate::durability::Incarnation;
 use crate::tiers::record_cache::RecordsKey;
@@ -50,6 +52,10 @@ pub(super) struct Shuffle {
     forgotten_bytes: OnceLock<Vec<u64>>,
     pub(super) failed_reads: FailedReads,
     pub(super) damaged: DamagedBlocks,
+    /// Some of it may be on the disks and is not known: its files stay as they are.
+    is_partly_unknown: AtomicBool,
+    /// Logs of which everything has been copied, in the order in which that came about.
+    pub(super) retired: tokio::sync::Mutex<VecDeque<Retired>>,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
     first_base: AtomicU64,
     pub(super) lane: tokio::sync::Mutex<Lane>,
@@ -107,6 +113,8 @@ impl Shuffle {
             forgotten_bytes: OnceLock::new(),
             failed_reads: FailedReads::default(),
             damaged: DamagedBlocks::default(),
+            is_partly_unknown: AtomicBool::new(false),
+            retired: tokio::sync::Mutex::default(),
             first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
         }
@@ -202,6 +210,41 @@ impl Shuffle {
         Ok(())
     }
 
+    /// Puts copies in the places of their originals; those of which that was done, with their originals: something else may stand there
+    /// by now. Writers and readers wait meanwhile.
+    pub(super) fn exchange(
+        &self,
+        originals: &[Extent],
+        copies: &[(PartitionId, Extent)],
+    ) -> Result<Vec<(Extent, Extent)>, StoreError> {
+        let mut streams = self.streams.write();
+        self.require_present()?;
+        let exchange = |(original, (id, copy)): (&Extent, &(PartitionId, Extent))| {
+            streams.exchange(*id, original, *copy).then_some((*original, *copy))
+        };
+        Ok(originals.iter().zip(copies).filter_map(exchange).collect())
+    }
+
+    /// For who reads what it sees from now on.
+    pub(super) fn reading(&self) -> Reading {
+        self.streams.read().reading()
+    }
+
+    /// See [`Streams::end_reading`].
+    pub(super) fn end_reading(&self) -> Reading {
+        self.streams.write().end_reading()
+    }
+
+    /// See [`Shuffle::set_partly_unknown`].
+    pub(super) fn is_partly_unknown(&self) -> bool {
+        self.is_partly_unknown.load(Ordering::Relaxed)
+    }
+
+    /// Some of it may be on the disks and is not known.
+    pub(super) fn set_partly_unknown(&self) {
+        self.is_partly_unknown.store(true, Ordering::Relaxed);
+    }
+
     /// The extent of a partition that begins at `base`, unless it is a hole.
     pub(super) fn extent_at(&self, partition: PartitionId, base: u64) -> Option<Extent> {
         self.with_partition(partition, |found| {
@@ -213,6 +256,15 @@ impl Shuffle {
     /// The extents of a partition, holes too.
     pub(super) fn extents(&self, partition: PartitionId) -> ExtentList {
         self.with_partition(partition, |found| found.map(|it| it.extents.clone())).unwrap_or_default()
+    }
+
+    /// Those of a partition that do not end at or before a place of its stream, so many at most; holes too.
+    pub(super) fn extents_from(&self, partition: PartitionId, base: u64, extents_max: usize) -> Vec<Extent> {
+        self.with_partition(partition, |found| {
+            let extents = &found?.extents;
+            Some(extents.iter_from(extents.after(base)).take(extents_max).copied().collect())
+        })
+        .unwrap_or_default()
     }
 
     /// Those that hold a range of its stream, as [`ExtentList::part`].
@@ -239,9 +291,9 @@ impl Shuffle {
         released
     }
 
-    /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
-    pub(super) fn mark_lost(&self, partition: PartitionId, base: u64) -> Option<Extent> {
-        self.streams.write().lose(partition, base)
+    /// Makes a hole of an extent and returns what it was; `None` when another stands in its place by now, or a hole.
+    pub(super) fn mark_lost(&self, partition: PartitionId, extent: &Extent) -> Option<Extent> {
+        self.streams.write().lose(partition, extent)
     }
 
     /// What it has on the disks.

@@ -3,6 +3,9 @@
 //! They stay until the shuffle is purged, so they are charged: [`Streams`] pays for what grows with the number of extents. A
 //! partition's place here and its first extent are paid for with its buffer (`HeapKind::Partitions`), unless a start found them.
 
+use std::collections::HashSet;
+use std::sync::Arc;
+
 use indexmap::IndexMap;
 use uniffle_wire::types::PartitionId;
 
@@ -91,6 +94,10 @@ pub(super) struct InLog {
 #[derive(Debug, Default)]
 struct ByLog(Vec<InLog>);
 
+/// Logs of which extents are holes now. A later start may be able to read them.
+#[derive(Debug, Default)]
+struct Lost(HashSet<u16>);
+
 impl ByLog {
     fn of(&mut self, extent: &Extent) -> Option<&mut InLog> {
         if extent.is_lost() {
@@ -116,11 +123,18 @@ impl ByLog {
     }
 }
 
+/// Held by who reads what it has seen in the streams: logs in which nothing is left stay as long as one of them may read there.
+/// Taken before, or in the same moment.
+pub(super) type Reading = Arc<()>;
+
 /// What is published of a shuffle.
 #[derive(Debug)]
 pub(super) struct Streams {
     by_partition: Partitions,
     by_log: ByLog,
+    lost: Lost,
+    /// For those who read now.
+    reading: Reading,
     /// Given back after the lists.
     charge: Charge,
 }
@@ -128,7 +142,8 @@ pub(super) struct Streams {
 impl Streams {
     /// Nothing; what comes is charged to `budget`.
     pub(super) fn new(budget: &Budget) -> Self {
-        Self { by_partition: Partitions::new(), by_log: ByLog::default(), charge: budget.nothing() }
+        let (by_log, lost, reading) = (ByLog::default(), Lost::default(), Reading::default());
+        Self { by_partition: Partitions::new(), by_log, lost, reading, charge: budget.nothing() }
     }
 
     /// What a start found, charged to the same budget.
@@ -137,7 +152,8 @@ impl Streams {
         let bytes = by_partition.len() as u64 * FOUND_PARTITION_BYTES + further;
         let mut by_log = ByLog::default();
         by_partition.values().flat_map(|partition| partition.extents.iter()).for_each(|it| by_log.add(it));
-        Self { by_partition, by_log, charge: self.charge.budget().force_charge(bytes) }
+        let (lost, reading) = (Lost::default(), Arc::clone(&self.reading));
+        Self { by_partition, by_log, lost, reading, charge: self.charge.budget().force_charge(bytes) }
     }
 
     /// Takes everything out, with its charge.
@@ -148,6 +164,16 @@ impl Streams {
 
     pub(super) fn get(&self, partition: PartitionId) -> Option<&Partition> {
         self.by_partition.get(&partition)
+    }
+
+    /// For who reads what it sees from now on.
+    pub(super) fn reading(&self) -> Reading {
+        Arc::clone(&self.reading)
+    }
+
+    /// Who reads from now on sees nothing that was exchanged before; what those hold who may have.
+    pub(super) fn end_reading(&mut self) -> Reading {
+        std::mem::take(&mut self.reading)
     }
 
     /// What lies in a data log.
@@ -161,16 +187,42 @@ impl Streams {
         all.filter(|(_, it)| it.extents > 0)
     }
 
-    /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
-    pub(super) fn lose(&mut self, id: PartitionId, base: u64) -> Option<Extent> {
-        let partition = self.by_partition.get_mut(&id)?;
-        let at = partition.extents.beginning_at(base)?;
-        let extent = partition.extents.get_mut(at).filter(|extent| !extent.is_lost())?;
+    /// Makes a hole of an extent and returns what it was; `None` when another stands in its place by now, or a hole.
+    pub(super) fn lose(&mut self, id: PartitionId, lost: &Extent) -> Option<Extent> {
+        let (partition, at) = self.find(id, lost)?;
+        let extent = partition.extents.get_mut(at)?;
         let lost = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
         partition.blocks += u64::from(extent.blocks);
         partition.blocks -= u64::from(lost.blocks);
         self.by_log.take(&lost);
+        self.lost.0.insert(lost.data_log);
         Some(lost)
+    }
+
+    /// Whether everything that lay in a data log has a copy elsewhere, or was released: nothing is there any more, and nothing of it
+    /// is a hole.
+    pub(super) fn is_left(&self, slot: u16) -> bool {
+        self.in_log(slot).extents == 0 && !self.lost.0.contains(&slot)
+    }
+
+    /// Puts a copy in the place of its original; false when something else stands there by now.
+    pub(super) fn exchange(&mut self, id: PartitionId, original: &Extent, copy: Extent) -> bool {
+        // Anything else would mix blocks up for every reader.
+        assert!(copy.says_the_same(original), "a copy is checked before it is written");
+        let Some((partition, at)) = self.find(id, original) else { return false };
+        let Some(extent) = partition.extents.get_mut(at) else { return false };
+        *extent = copy;
+        self.by_log.take(original);
+        self.by_log.add(&copy);
+        true
+    }
+
+    /// Where an extent stands that is no hole.
+    fn find(&mut self, id: PartitionId, extent: &Extent) -> Option<(&mut Partition, usize)> {
+        let partition = self.by_partition.get_mut(&id)?;
+        let at = partition.extents.beginning_at(extent.base)?;
+        let is_there = partition.extents.get(at).is_some_and(|it| !it.is_lost() && it.is_at(extent));
+        is_there.then_some((partition, at))
     }
 
     /// Appends an extent to a partition, whose stream begins at `first_base` if it is new.
@@ -222,6 +274,8 @@ mod tests {
         /// Of what lies on the disks, in thousandths.
         Release(u64),
         Lose(u64),
+        /// To another log.
+        Exchange(u64, u16),
     }
 
     fn happens() -> impl Strategy<Value = Happens> {
@@ -229,6 +283,7 @@ mod tests {
             4 => (0u16..5, 1u64..9).prop_map(|(log, length)| Happens::Publish { log, length }),
             1 => (0u64..=1000).prop_map(Happens::Release),
             1 => (0u64..=1000).prop_map(Happens::Lose),
+            2 => (0u64..=1000, 0u16..5).prop_map(|(at, log)| Happens::Exchange(at, log)),
         ]
     }
 
@@ -263,8 +318,19 @@ mod tests {
                     }
                     Happens::Lose(at) => {
                         let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
-                        let base = extents.get(extents.after(place(at))).map_or(0, |extent| extent.base);
-                        streams.lose(id, base);
+                        if let Some(extent) = extents.get(extents.after(place(at))) {
+                            let is_lost = extent.is_lost();
+                            prop_assert_eq!(streams.lose(id, extent).is_none(), is_lost);
+                            prop_assert!(streams.lose(id, extent).is_none(), "a hole stands there");
+                        }
+                    }
+                    Happens::Exchange(at, log) => {
+                        let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
+                        if let Some(extent) = extents.get(extents.after(place(at))) {
+                            let copy = Extent { data_log: log, data_page: extent.data_page + 1, ..*extent };
+                            prop_assert_eq!(streams.exchange(id, extent, copy), !extent.is_lost());
+                            prop_assert!(!streams.exchange(id, extent, copy), "the original is not there any more");
+                        }
                     }
                 }
                 prop_assert_eq!(streams.logs().collect::<Vec<_>>(), counted(&streams));

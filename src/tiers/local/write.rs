@@ -4,6 +4,7 @@
 //! call; everything else is gathered through staging buffers. A writer that needs another staging buffer writes the one
 //! it holds first, so writers cannot starve each other.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -17,8 +18,8 @@ use super::log::{LogKind, LogUse};
 use super::overflow::Passing;
 use super::shuffle::Shuffle;
 use crate::tiers::{Backlog, ExtentData, ExtentWrite, StoreError, StoreErrorKind};
-use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::AlignedBuffer;
+use uniffle_io::{BLOCK_ALIGN, File};
 
 /// Bytes of one write call: large enough that calls do not matter, small enough that its deadline means a hung disk
 /// and not a slow one (16 MiB in 60 s).
@@ -85,6 +86,22 @@ impl Writer {
         };
         let began = Instant::now();
         let to = Target { log: &log, file, mode };
+        let file = self.write_extents(to, offset..offset + bytes, extents).await?;
+        let Some(charge) = passing else {
+            self.make_durable(&log, &file).await?;
+            disk.wrote(load.with_others, began);
+            return Ok(WrittenBatch { log, offset, passing: None });
+        };
+        Ok(WrittenBatch { log, offset, passing: Some(Passing { file, charge, load, began }) })
+    }
+
+    /// Writes extents to a range of a log that is the caller's, and fills it; the file. An error closes the log.
+    pub(super) async fn write_extents(
+        &self,
+        to: Target<'_>,
+        Range { start: offset, end }: Range<u64>,
+        extents: &[ExtentWrite],
+    ) -> Result<Arc<dyn File>, StoreError> {
         let mut call = Call { writer: self, to, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
         let mut staging: Option<AlignedBuffer> = None;
         for extent in extents {
@@ -101,14 +118,8 @@ impl Writer {
         }
         call.push_staging(staging.take()).await?;
         call.send().await?;
-        assert_eq!(call.at, offset + bytes, "a batch fills exactly what was reserved for it");
-        let file = call.to.file;
-        let Some(charge) = passing else {
-            self.make_durable(&log, &file).await?;
-            disk.wrote(load.with_others, began);
-            return Ok(WrittenBatch { log, offset, passing: None });
-        };
-        Ok(WrittenBatch { log, offset, passing: Some(Passing { file, charge, load, began }) })
+        assert_eq!(call.at, end, "a batch fills exactly what was reserved for it");
+        Ok(call.to.file)
     }
 }
 

@@ -21,6 +21,7 @@ use crate::tiers::local::extent::{ExtentList, NO_LOG};
 use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
+use crate::tiers::local::streams::Reading;
 use crate::tiers::local::verify::{SAMPLE, Verifier};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -42,6 +43,8 @@ pub struct DataRead {
     /// Read and checked together with what was given last.
     ready: VecDeque<Bytes>,
     verifier: Option<Verifier>,
+    /// The logs of the pieces stay.
+    _reading: Reading,
 }
 
 /// The whole blocks in which the first bytes of a [`Piece`] lie.
@@ -105,21 +108,23 @@ impl DataRead {
         let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
         let range = offset..end;
         // A range may have hundreds of thousands of extents: they are gone through after the lock.
-        let extents = shuffle.with_partition(partition, |found| {
-            let partition = found.filter(|it| it.start <= offset && end <= it.bytes)?;
-            Some(partition.extents.part(offset, end))
+        let found = shuffle.with_streams(|streams| {
+            let partition = streams.get(partition).filter(|it| it.start <= offset && end <= it.bytes)?;
+            Some((partition.extents.part(offset, end), streams.reading()))
         });
-        let extents = extents.ok_or_else(|| {
+        let (extents, _reading) = found.ok_or_else(|| {
             let purged = shuffle.is_purged();
             shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
         })?;
-        let pieces = extents.touched(offset, end).map(|extent| piece_of(extent, offset, end)).collect();
+        let mut pieces: Vec<_> =
+            extents.touched(offset, end).map(|extent| piece_of(extent, offset, end)).collect();
+        find_runs(&mut pieces);
         reader.core.metrics.read_data_file.inc();
         let verifier = reader.verifies_next().then(|| verifier_of(partition, &extents, &range));
         let length = u64::from(length);
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
-        Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
+        Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier, _reading })
     }
 
     /// For who moves the bytes away: they are checked whatever the configuration says, and failed reads are
@@ -231,7 +236,8 @@ impl DataRead {
     /// Whether a part is read around the page cache.
     fn goes_direct(&self, piece: &Piece) -> bool {
         let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
-        piece.length >= DIRECT_BYTES_MIN && self.stream.log(*piece).is_some_and(direct)
+        piece.length.max(u64::from(piece.run)) >= DIRECT_BYTES_MIN
+            && self.stream.log(*piece).is_some_and(direct)
     }
 
     /// Room that the next read needs at most; 0 when there is none to come, and when its disk has no time for it.
@@ -329,4 +335,41 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
 fn verifier_of(partition: PartitionId, extents: &ExtentList, range: &Range<u64>) -> Verifier {
     let known = extents.touched(range.start, range.end).filter(|extent| !extent.is_lost());
     Verifier::new(partition, known.copied().collect(), range.clone())
+}
+
+/// Notes which pieces stand one behind the other in their log: together they are read as one that is longer.
+fn find_runs(pieces: &mut [Piece]) {
+    if pieces.len() < 2 {
+        return;
+    }
+    // By log the last one so far: first each knows its run up to itself, then all of it.
+    let mut before: SmallVec<[usize; 2]> = SmallVec::new();
+    for at in 0..pieces.len() {
+        let earlier = met(&mut before, pieces, at).map(|at| pieces[at]);
+        let run = earlier.filter(|it| pieces[at].is_behind(it)).map_or(0, |it| it.run);
+        pieces[at].run = run.saturating_add(short(pieces[at].length));
+    }
+    let mut behind: SmallVec<[usize; 2]> = SmallVec::new();
+    for at in (0..pieces.len()).rev() {
+        let later = met(&mut behind, pieces, at).map(|at| pieces[at]);
+        if let Some(later) = later.filter(|it| it.is_behind(&pieces[at])) {
+            pieces[at].run = later.run;
+        }
+    }
+    pieces.iter_mut().filter(|it| it.run == short(it.length)).for_each(|it| it.run = 0);
+}
+
+fn short(length: u64) -> u32 {
+    u32::try_from(length).unwrap_or(u32::MAX)
+}
+
+/// The piece of the same log that was met last; from now on it is this one.
+fn met(last: &mut SmallVec<[usize; 2]>, pieces: &[Piece], at: usize) -> Option<usize> {
+    // From the newest on: a stream goes from log to log, and leaves those behind that are full.
+    let known = last.iter_mut().rev().find(|known| pieces[**known].log == pieces[at].log);
+    if known.is_none() {
+        last.push(at);
+        return None;
+    }
+    known.map(|known| std::mem::replace(known, at))
 }

@@ -68,7 +68,7 @@ impl Reader {
     fn by_log(&self, shuffle: &Shuffle, pieces: Vec<Piece>) -> Vec<Hinted> {
         let mut all: Vec<Hinted> = Vec::new();
         let mut left = HINTED_BYTES_MAX;
-        for Piece { log, offset, length } in pieces {
+        for Piece { log, offset, length, .. } in pieces {
             let log = shuffle.log_at(log);
             if length >= DIRECT_BYTES_MIN && self.core.files.is_direct(&log) {
                 continue;

@@ -29,7 +29,7 @@ use super::damaged::filler;
 use super::disk::LocalDisk;
 use super::extent::{Extent, ExtentList, FILLER_BYTES, NO_LOG};
 use super::files::Mode;
-use super::index::RecordCheck;
+use super::index::{RecordCheck, occupied_bytes};
 use super::log::Log;
 use super::share::ReadTurn;
 use super::shuffle::Shuffle;
@@ -126,13 +126,26 @@ struct Piece {
     log: u16,
     offset: u64,
     length: u64,
+    /// Bytes of all that stand one behind the other in the log with this one, `u32::MAX` when they are more; 0 when it stands alone.
+    run: u32,
+}
+
+/// A read has one for each extent of its range before anything is charged for it.
+const _: () = assert!(size_of::<Piece>() == 24, "the run takes no room of its own");
+
+impl Piece {
+    /// Whether it begins where the extent of `before` ends in their log.
+    fn is_behind(&self, before: &Self) -> bool {
+        let end = occupied_bytes(before.offset + before.length);
+        self.log != NO_LOG && self.log == before.log && self.offset == end
+    }
 }
 
 /// The part of `extent` that lies in `offset..end`, which it touches.
 fn piece_of(extent: &Extent, offset: u64, end: u64) -> Piece {
     let from = offset.max(extent.base) - extent.base;
     let to = end.min(extent.base + extent.length) - extent.base;
-    Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from }
+    Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from, run: 0 }
 }
 
 /// What both reads share.
@@ -306,10 +319,18 @@ struct PartsByLog(SmallVec<[(u16, Vec<ReadPart>); 2]>);
 impl PartsByLog {
     fn push(&mut self, log: u16, part: ReadPart) {
         match self.0.iter_mut().find(|(slot, _)| *slot == log) {
-            Some((_, parts)) => parts.push(part),
+            Some((_, parts)) => match parts.last_mut() {
+                Some(last) if goes_on(last, &part) => last.range.end = part.range.end,
+                _ => parts.push(part),
+            },
             None => self.0.push((log, vec![part])),
         }
     }
+}
+
+/// Whether a part goes on where `last` ends, in the log and in the buffer: both are one read.
+fn goes_on(last: &ReadPart, part: &ReadPart) -> bool {
+    last.range.end == part.range.start && last.offset + last.range.len() as u64 == part.offset
 }
 
 impl IndexRead {

@@ -15,6 +15,7 @@ mod power;
 mod reads;
 mod removal;
 mod restarts;
+mod rewrite;
 mod suite;
 
 use std::collections::BTreeMap;

@@ -29,7 +29,7 @@ async fn run(batches: Vec<Batch>, disks: usize, seed: u64, faults: bool, ranges:
     let disks: Vec<_> = (0..disks).map(|n| TestDisk::new(&format!("/disk{n}"))).collect();
     let store = store_on(&disks).await;
     let key = key("app", 1);
-    store.register(&key);
+    let handle = store.register(&key);
     if faults {
         let kinds = vec![
             (Operation::Write, Fault::Errno(EIO)),
@@ -71,6 +71,11 @@ async fn run(batches: Vec<Batch>, disks: usize, seed: u64, faults: bool, ranges:
             tokio::time::sleep(std::time::Duration::from_secs(600)).await;
             store.maintain_once().await;
         }
+        if next_id % 3 == 0 {
+            // Readers see no difference, whatever becomes of it.
+            let rewritten = store.rewrite(&handle).await;
+            assert!(faults || rewritten.is_ok(), "{rewritten:?}");
+        }
         for (partition, blocks) in added {
             let partition = model.entry(partition).or_default();
             for (id, len) in blocks {
@@ -83,6 +88,12 @@ async fn run(batches: Vec<Batch>, disks: usize, seed: u64, faults: bool, ranges:
     check(&store, &key, &model, faults, &ranges).await;
     store.probe().await;
     store.maintain_once().await;
+    let rewritten = store.rewrite(&handle).await;
+    assert!(rewritten.is_ok(), "{rewritten:?}");
+    check(&store, &key, &model, faults, &ranges).await;
+    store.maintain_once().await;
+    check(&store, &key, &model, faults, &ranges).await;
+    drop(handle);
     store.purge_app(&key.app).await;
     assert_nothing_left(&store, &disks).await;
 }

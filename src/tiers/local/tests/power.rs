@@ -140,7 +140,7 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
     let mut next =
         told.records.keys().max().map_or(0, |id| id + 1) + 1000 * i64::from(random.random_range(1..9));
     for _ in 0..random.random_range(1..12) {
-        match random.random_range(0..8) {
+        match random.random_range(0..10) {
             0 => disks[random.random_range(0..disks.len())].memory.fail_syncs(1),
             1 => {
                 let kind = *[".data", ".index", "/log"].get(random.random_range(0..3)).unwrap();
@@ -153,6 +153,13 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
                 let note = next.to_be_bytes().to_vec();
                 if store.append_metadata(&handle, &note).await.is_ok() {
                     told.metadata.push(note);
+                }
+            }
+            3 | 4 => {
+                // Small extents are copied together, as far as the disks let it.
+                let _ = store.rewrite(&handle).await;
+                if random.random() {
+                    store.maintain_once().await;
                 }
             }
             _ => {
@@ -176,7 +183,10 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
     let kind = *[".data", ".index"].get(random.random_range(0..2)).unwrap();
     disks.iter().for_each(|disk| disk.faults.add(Rule::once(Operation::Sync, Fault::Hang).on(kind)));
     let last = vec![extent(1, &[(next + 1, 70_000)], true)];
-    let _ = store.write(&key, last).now_or_never();
+    match random.random() {
+        true => drop(store.write(&key, last).now_or_never()),
+        false => drop(store.rewrite(&handle).now_or_never()),
+    }
     drop(store);
     disks.iter().for_each(|disk| disk.faults.clear());
     disks.iter().for_each(|disk| disk.memory.lose_power(random.random()));
