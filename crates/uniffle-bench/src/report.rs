@@ -148,7 +148,11 @@ pub(crate) struct HddLine {
     pub(crate) layout: String,
     pub(crate) partitions: u32,
     pub(crate) write_seconds_per_gb: f64,
+    /// Of copying small extents together; 0 where that was not done.
+    pub(crate) rewrite_seconds_per_gb: f64,
     pub(crate) read_seconds_per_gb: f64,
+    /// Seeks of reading a partition.
+    pub(crate) seeks_per_partition: f64,
     pub(crate) files: u64,
 }
 
@@ -179,14 +183,21 @@ impl Report {
             text += &format!("{:<44} {:>10.3} {:>10.3} {:>8.2}\n", line.what, line.a, line.b, line.ratio);
         }
         if !self.hdd.is_empty() {
-            let head = ["layout", "partitions", "write s/GB", "read s/GB", "files"];
-            text +=
-                &format!("{:<24} {:>10} {:>11} {:>11} {:>8}\n", head[0], head[1], head[2], head[3], head[4]);
+            text += &format!(
+                "{:<24} {:>10} {:>11} {:>13} {:>11} {:>15} {:>8}\n",
+                "layout", "partitions", "write s/GB", "rewrite s/GB", "read s/GB", "seeks/partition", "files"
+            );
         }
         for line in &self.hdd {
             text += &format!(
-                "{:<24} {:>10} {:>11.2} {:>11.2} {:>8}\n",
-                line.layout, line.partitions, line.write_seconds_per_gb, line.read_seconds_per_gb, line.files
+                "{:<24} {:>10} {:>11.2} {:>13.2} {:>11.2} {:>15.1} {:>8}\n",
+                line.layout,
+                line.partitions,
+                line.write_seconds_per_gb,
+                line.rewrite_seconds_per_gb,
+                line.read_seconds_per_gb,
+                line.seeks_per_partition,
+                line.files
             );
         }
         text
@@ -328,7 +339,9 @@ pub(crate) mod tests {
                 layout: "extent logs".into(),
                 partitions: 200,
                 write_seconds_per_gb: 6.0,
+                rewrite_seconds_per_gb: 0.0,
                 read_seconds_per_gb: 7.0,
+                seeks_per_partition: 8.0,
                 files: 2,
             }],
         }

@@ -153,14 +153,14 @@ async fn died_at_every_step(power: bool) {
         Operation::Remove,
     ];
     let mut deaths = 0;
-    for kind in kinds {
+    for (kind, at) in kinds.into_iter().flat_map(|kind| [(kind, 0), (kind, 1)]) {
         for after in 0..100 {
             let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
             let (store, key, handle) = written(&disks).await;
             let before = streams_of(&store, &key).await;
             store.sync_disks(Duration::from_secs(10)).await;
             let dies = Rule::once(kind, Fault::Torn { bytes: 5000 }).after(after);
-            disks.iter().for_each(|disk| disk.faults.add(dies.clone()));
+            disks[at].faults.add(dies);
             let rewriting = async {
                 let _failed = store.rewrite(&handle).await;
                 store.maintain_once().await;
@@ -174,7 +174,7 @@ async fn died_at_every_step(power: bool) {
                     .zip(0..)
                     .for_each(|(disk, seed)| disk.memory.lose_power(seed + u64::from(after)));
             }
-            let what = format!("{kind:?} after {after}, power {power}");
+            let what = format!("{kind:?} after {after} on disk {at}, power {power}");
             let store = assert_all_found(&disks, &before, &what).await;
             store.maintain_once().await;
             assert!(streams_of(&store, &key).await == before, "{what}: after cleaning");
@@ -196,7 +196,7 @@ async fn died_at_every_step(power: bool) {
             deaths += 1;
         }
     }
-    assert!(deaths > 30, "{deaths}");
+    assert!(deaths >= 24, "{deaths}");
 }
 
 #[tokio::test(start_paused = true)]
