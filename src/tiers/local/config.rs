@@ -121,8 +121,9 @@ section! {
         /// Extents that are shorter than this on average, when a partition has many of them on a disk, are copied together while
         /// nothing is written to their shuffle and nobody uses the disk, as long as that stays below its low watermark; 0 = never.
         /// Readers so make few long reads instead of many short ones, which pays on rotating disks where much is read
-        /// long after it was written. It reads and writes everything once more, and holds up to 70 MiB of memory meanwhile.
-        #[key("localfile_store.rewrite_below", size(0..=64 * MIB), Restart)]
+        /// long after it was written. It reads and writes everything once more, and takes 16 MiB of the capacity meanwhile. What a
+        /// shuffle has on a disk is left as it is when an extent there has more than 8 MiB or 16,384 blocks.
+        #[key("localfile_store.rewrite_below", size(0..=8 * MIB), Restart)]
         pub rewrite_below_bytes: u64 = 0,
         /// So long nothing has been written to a shuffle of which extents are copied together.
         #[key("localfile_store.rewrite_after_sec", seconds(SECOND..=DAY), Restart)]

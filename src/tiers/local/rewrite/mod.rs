@@ -21,7 +21,8 @@
 //! log has it and the original otherwise (`recover`), and retires logs of which it took nothing. A group whose append is in doubt
 //! stays pending in the lane as any other.
 //!
-//! Memory: a window twice, and a read.
+//! Memory: 16 MiB at most, whatever extents a shuffle has, charged like the lists of extents: the region cedes as much (`memory::ceded`).
+//! A worker that is full of blocks has no time for this.
 
 mod originals;
 mod policy;
@@ -37,7 +38,8 @@ use tokio::time::{Instant, sleep};
 
 use self::originals::Originals;
 use self::policy::{Rules, View, is_worth_a_look, is_worth_it};
-use self::window::{WINDOW_BYTES, Window};
+use self::window::Window;
+pub(super) use self::window::{PASS_BYTES, WINDOW_BYTES};
 use super::append::Target;
 use super::disk::{InFlight, LocalDisk};
 use super::files::Mode;
@@ -81,7 +83,7 @@ impl LocalStore {
     fn rules(&self) -> Rules {
         let config = &self.core.config;
         let (below_bytes, after) = (config.rewrite_below_bytes, config.rewrite_after);
-        Rules { below_bytes, after, extent_bytes_max: WINDOW_BYTES }
+        Rules { below_bytes, after }
     }
 
     /// Rewrites what is worth it, until `stop`: then what has begun is finished, so that no write is under way when somebody else
@@ -144,6 +146,7 @@ impl LocalStore {
         disk: &Arc<LocalDisk>,
         goes_on: &(impl Fn() -> bool + Sync),
     ) -> bool {
+        let Ok(_charge) = self.core.extents.try_charge(PASS_BYTES) else { return false };
         let goes_on = || goes_on() && disk.is_unused() && disk.room_below_low() >= WINDOW_BYTES;
         match self.rewrite_on(shuffle, disk, &goes_on).await {
             Ok((Rewritten { extents, bytes }, is_all)) => {
@@ -158,7 +161,7 @@ impl LocalStore {
         }
     }
 
-    /// Rewrites all that a shuffle has on its disks, whatever is worth it and whoever needs them meanwhile.
+    /// Rewrites all that a shuffle has on its disks, whatever is worth it and whoever needs them or memory meanwhile.
     ///
     /// # Errors
     /// What a disk says; what was rewritten before stays so.
@@ -263,7 +266,9 @@ impl LocalStore {
             .collect();
         let is_left = |log: &Arc<Log>| shuffle.with_streams(|it| it.is_left(log.slot));
         let empty: Vec<_> = settled.into_iter().filter(is_left).collect();
-        if empty.is_empty() || shuffle.is_partly_unknown() {
+        // Of a shuffle that is forgotten nothing is in any log: its files are a purge's, or stay for a later process.
+        let is_forgotten = shuffle.is_purged();
+        if empty.is_empty() || is_forgotten || shuffle.is_partly_unknown() {
             return Ok(());
         }
         self.bring_names_to_devices(shuffle).await?;

@@ -38,14 +38,14 @@ impl<'a> Originals<'a> {
         Self { shuffle, disk, partitions: partitions.into_iter().peekable(), base: 0, looked: 0 }
     }
 
-    /// The next ones; empty at the end. Extents with damaged blocks stay where they are.
+    /// The next ones; empty at the end. Extents with damaged blocks stay where they are, as do those that no window can have.
     pub(super) async fn next_window(&mut self) -> Window {
         let mut window = Window::default();
         while let Some(id) = self.partitions.peek().copied() {
             let some = self.look(id);
             for extent in &some {
                 let is_damaged = || self.shuffle.damaged.touches(id, &(extent.base..extent.end()));
-                let is_wanted = self.is_one(extent) && !is_damaged();
+                let is_wanted = self.is_one(extent) && Window::fits(extent) && !is_damaged();
                 if is_wanted && !window.take(id, extent) {
                     return window;
                 }
@@ -100,6 +100,6 @@ impl Scattered {
         self.partitions += u64::from(before.is_none());
         self.runs += u64::from(before != Some((extent.data_log, extent.data_offset())));
         self.bytes += occupied_bytes(extent.length);
-        self.longest_extent = self.longest_extent.max(extent.length);
+        self.oversized += u64::from(!Window::fits(extent));
     }
 }

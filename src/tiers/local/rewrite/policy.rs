@@ -12,8 +12,6 @@ pub(super) struct Rules {
     pub(super) below_bytes: u64,
     /// So long nothing has been written.
     pub(super) after: Duration,
-    /// No extent is longer.
-    pub(super) extent_bytes_max: u64,
 }
 
 /// How what a shuffle has on a disk lies there, without what was put in order before.
@@ -24,7 +22,8 @@ pub(super) struct Scattered {
     pub(super) runs: u64,
     /// What it occupies.
     pub(super) bytes: u64,
-    pub(super) longest_extent: u64,
+    /// Extents that cannot be copied: they are too long, or have too many blocks. The logs that have them would stay.
+    pub(super) oversized: u64,
 }
 
 /// What is decided on.
@@ -46,12 +45,12 @@ pub(super) fn is_worth_a_look(idle: Duration, rules: &Rules) -> bool {
 
 /// Whether what a shuffle has on a disk is to be rewritten now.
 pub(super) fn is_worth_it(view: &View, rules: &Rules) -> bool {
-    let Scattered { partitions, runs, bytes, longest_extent } = view.scattered;
+    let Scattered { partitions, runs, bytes, oversized } = view.scattered;
     let is_idle = is_worth_a_look(view.idle, rules) && view.is_disk_idle;
     let are_many = partitions > 0 && runs >= partitions.saturating_mul(RUNS_MIN);
     let are_small = bytes < runs.saturating_mul(rules.below_bytes);
     let has_room = bytes <= view.room_bytes;
-    is_idle && are_many && are_small && has_room && longest_extent <= rules.extent_bytes_max
+    is_idle && are_many && are_small && has_room && oversized == 0
 }
 
 #[cfg(test)]
@@ -60,11 +59,10 @@ mod tests {
 
     use super::*;
 
-    const RULES: Rules =
-        Rules { below_bytes: 1000, after: Duration::from_secs(30), extent_bytes_max: 10_000 };
+    const RULES: Rules = Rules { below_bytes: 1000, after: Duration::from_secs(30) };
 
     const WORTH: View = View {
-        scattered: Scattered { partitions: 10, runs: 40, bytes: 39_999, longest_extent: 10_000 },
+        scattered: Scattered { partitions: 10, runs: 40, bytes: 39_999, oversized: 0 },
         idle: Duration::from_secs(30),
         is_disk_idle: true,
         room_bytes: 39_999,
@@ -80,7 +78,7 @@ mod tests {
             View { room_bytes: 39_998, ..WORTH },
             View { scattered: Scattered { runs: 39, ..scattered }, ..WORTH },
             View { scattered: Scattered { bytes: 40_000, ..scattered }, ..WORTH },
-            View { scattered: Scattered { longest_extent: 10_001, ..scattered }, ..WORTH },
+            View { scattered: Scattered { oversized: 1, ..scattered }, ..WORTH },
             View { scattered: Scattered::default(), ..WORTH },
         ] {
             assert!(!is_worth_it(&not, &RULES), "{not:?}");
@@ -90,8 +88,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_in_order_stays(partitions in 0u64..1 << 40, bytes: u64, longest_extent: u64) {
-            let scattered = Scattered { partitions, runs: partitions, bytes, longest_extent };
+        fn what_is_in_order_stays(partitions in 0u64..1 << 40, bytes: u64) {
+            let scattered = Scattered { partitions, runs: partitions, bytes, oversized: 0 };
             let view = View { scattered, room_bytes: u64::MAX, ..WORTH };
             prop_assert!(!is_worth_it(&view, &RULES));
         }

@@ -19,11 +19,25 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 
-/// What a window holds at most, and so the longest extent that is copied.
-pub(super) const WINDOW_BYTES: u64 = 32 << 20;
-/// Extents and blocks of a window: the group that names them is appended in one go, in the shuffle's publish lane.
-const WINDOW_EXTENTS: usize = 8192;
-const WINDOW_BLOCKS: u64 = 64 << 10;
+/// What a window has at most, and so the longest extent that is copied. Of a longer one a rotating disk would seek less for what it
+/// copies; it is memory.
+pub(in crate::tiers::local) const WINDOW_BYTES: u64 = 8 << 20;
+/// Blocks of a window.
+const WINDOW_BLOCKS: u64 = 16 << 10;
+/// What whoever copies windows, one after the other, holds at most: the bytes of one, of which an allocator may make a quarter more, a
+/// read call, and what is known of its blocks and extents.
+pub(in crate::tiers::local) const PASS_BYTES: u64 = 2 * WINDOW_BYTES;
+/// Of a block: its record as it was read and as it stands in the new group, and what it is checked and written by; lists grow by doubling.
+const BLOCK_BYTES: u64 = 2 * (RECORD_BYTES + size_of::<BlockMeta>()) as u64;
+/// Of an extent: its places, its buffers, what is published of it.
+const EXTENT_BYTES: u64 = 768;
+
+const _: () = {
+    let data = WINDOW_BYTES * 5 / 4 + READ_CHUNK_BYTES_MAX as u64;
+    let known = WINDOW_BLOCKS * BLOCK_BYTES + WINDOW_BYTES / BLOCK_ALIGN as u64 * EXTENT_BYTES;
+    assert!(data + known <= PASS_BYTES);
+};
+
 /// What lies between two parts that are read in one go: a rotating disk passes over it faster than it seeks.
 const GAP_BYTES: u64 = 128 << 10;
 /// What is checked before others go on: some 100 µs.
@@ -41,19 +55,25 @@ pub(super) struct Window {
 }
 
 impl Window {
+    /// Whether a window can have an extent.
+    pub(super) fn fits(extent: &Extent) -> bool {
+        Self::default().has_room(extent)
+    }
+
+    fn has_room(&self, extent: &Extent) -> bool {
+        let (bytes, blocks) = (occupied_bytes(extent.length), u64::from(extent.blocks));
+        self.bytes + bytes <= WINDOW_BYTES && self.blocks + blocks <= WINDOW_BLOCKS
+    }
+
     /// Takes an extent; false when it has no room for it.
     pub(super) fn take(&mut self, partition: PartitionId, extent: &Extent) -> bool {
-        let (bytes, blocks) = (occupied_bytes(extent.length), u64::from(extent.blocks));
-        let has_room = self.bytes + bytes <= WINDOW_BYTES
-            && self.blocks + blocks <= WINDOW_BLOCKS
-            && self.extents.len() < WINDOW_EXTENTS;
-        if !has_room && !self.extents.is_empty() {
-            return false;
+        let has_room = self.has_room(extent);
+        if has_room {
+            self.bytes += occupied_bytes(extent.length);
+            self.blocks += u64::from(extent.blocks);
+            self.extents.push((partition, *extent));
         }
-        self.bytes += bytes;
-        self.blocks += blocks;
-        self.extents.push((partition, *extent));
-        true
+        has_room
     }
 
     /// Reads the extents and compares every block with what was written. A block that has other bytes, also when it is read again, is
@@ -138,6 +158,12 @@ fn reads(places: &[Place]) -> Vec<(u16, Range<u64>, Vec<usize>)> {
     reads
 }
 
+/// What of `bytes`, which stand at `offset`, lies at a place.
+fn part_of<'a>(bytes: &'a [u8], offset: u64, place: &Place) -> &'a [u8] {
+    let at = |it: u64| usize::try_from(it.saturating_sub(offset)).unwrap_or(usize::MAX).min(bytes.len());
+    bytes.get(at(place.offset)..at(place.end())).unwrap_or_default()
+}
+
 /// What stands at these places; none when it does not go on.
 async fn gather(
     core: &Core,
@@ -153,18 +179,22 @@ async fn gather(
         }
         let log = shuffle.log_at(slot);
         log.disk.require_answering()?;
-        let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let mode = if log.kind == LogKind::Data { Mode::ReadDirect } else { Mode::Read };
-        let mut read = Vec::with_capacity(bytes);
+        let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        let length = |at: usize| usize::try_from(places[at].length).unwrap_or(usize::MAX);
+        let mut parts: Vec<_> = members.iter().map(|at| Vec::with_capacity(length(*at))).collect();
+        let mut offset = range.start;
+        let take = |read: &[u8]| {
+            for (at, part) in members.iter().zip(&mut parts) {
+                part.extend_from_slice(part_of(read, offset, &places[*at]));
+            }
+            offset += read.len() as u64;
+        };
         let turn = disk.reads.take(&shuffle.key.app, bytes).await;
-        core.read_range((shuffle, &log), mode, range.clone(), |part| read.extend_from_slice(part)).await?;
+        core.read_range((shuffle, &log), mode, range, take).await?;
         drop(turn);
-        for at in members {
-            let from = usize::try_from(places[at].offset - range.start).unwrap_or(usize::MAX);
-            let to = from.saturating_add(usize::try_from(places[at].length).unwrap_or(usize::MAX));
-            // Shorter than asked for: the checks refuse it.
-            gathered[at] = Bytes::copy_from_slice(read.get(from..to).unwrap_or_default());
-        }
+        // Shorter than asked for: the checks refuse it.
+        members.into_iter().zip(parts).for_each(|(at, part)| gathered[at] = part.into());
     }
     Ok(Some(gathered))
 }
@@ -239,6 +269,27 @@ mod tests {
         let expected: [(u16, Range<u64>, &[usize]); 3] =
             [(0, 0..600, &[4, 1]), (1, 0..150 + GAP_BYTES, &[2, 3]), (1, far..far + 100, &[0])];
         assert_eq!(told, expected);
+    }
+
+    #[test]
+    fn a_place_gets_its_bytes_of_every_part_that_is_read() {
+        let all: Vec<u8> = (0..100).collect();
+        let place = Place { log: 0, offset: 1025, length: 30 };
+        for part in [1, 7, 25, 30, 100] {
+            let parts = all.chunks(part).enumerate();
+            let of_place = parts.flat_map(|(n, bytes)| part_of(bytes, 1000 + (n * part) as u64, &place));
+            assert_eq!(of_place.copied().collect::<Vec<_>>(), (25..55).collect::<Vec<u8>>(), "by {part}");
+        }
+    }
+
+    #[test]
+    fn a_window_is_bounded_by_bytes_and_by_blocks() {
+        let extent = |length: u64, blocks: u32| Extent { data_log: 0, blocks, ..Extent::gap(0, length) };
+        assert!(Window::fits(&extent(WINDOW_BYTES, 1)) && !Window::fits(&extent(WINDOW_BYTES + 1, 1)));
+        assert!(Window::fits(&extent(1, 16 << 10)) && !Window::fits(&extent(1, (16 << 10) + 1)));
+        let mut window = Window::default();
+        let taken = (0..).take_while(|_| window.take(PartitionId(1), &extent(1, 1))).count();
+        assert_eq!((taken as u64, window.bytes), (WINDOW_BYTES / BLOCK_ALIGN as u64, WINDOW_BYTES));
     }
 
     #[test]

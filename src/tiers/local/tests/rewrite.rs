@@ -7,9 +7,9 @@ use futures::FutureExt as _;
 use tokio::time::advance;
 
 use super::super::disk::InFlight;
-use super::super::rewrite::Looks;
+use super::super::rewrite::{Looks, PASS_BYTES, WINDOW_BYTES};
 use super::*;
-use crate::tiers::OnDamage;
+use crate::durability::OnDamage;
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
 const PARTITIONS: i32 = 3;
@@ -376,11 +376,94 @@ async fn what_is_partly_unknown_keeps_its_files() {
     assert!(data_logs(&disks[..1]) > logs, "copies and originals");
 }
 
+/// Extents are looked at and exchanged some hundred at a time, and go in several windows.
+#[tokio::test(start_paused = true)]
+async fn a_shuffle_of_many_extents_is_rewritten_as_one_of_few() {
+    const MANY: i64 = 300;
+    let disks = [TestDisk::new("/a")];
+    let (store, key, handle) = written(&disks).await;
+    write_batches(&store, &key, BATCHES..MANY).await;
+    let before = streams_of(&store, &key).await;
+    let rewritten = store.rewrite(&handle).await.unwrap();
+    assert_eq!(rewritten.extents, u64::from(PARTITIONS.unsigned_abs()) * MANY as u64);
+    assert!(rewritten.bytes > WINDOW_BYTES, "{rewritten:?}");
+    store.maintain_once().await;
+    assert_eq!(data_logs(&disks), 1);
+    assert!(streams_of(&store, &key).await == before);
+    drop((store, handle));
+    assert_all_found(&disks, &before, "restart").await;
+}
+
+/// Between the extents that it exchanges, too.
+#[tokio::test(start_paused = true)]
+async fn a_rewrite_may_be_dropped_at_any_step() {
+    let mut steps = 0;
+    loop {
+        let disks = [TestDisk::new("/a")];
+        let (store, key, handle) = written(&disks).await;
+        write_batches(&store, &key, BATCHES..100).await;
+        let before = streams_of(&store, &key).await;
+        let mut rewriting = Box::pin(store.rewrite(&handle));
+        let is_done = (0..=steps).any(|_| (&mut rewriting).now_or_never().is_some());
+        drop(rewriting);
+        let what = format!("dropped after {steps} steps");
+        assert!(streams_of(&store, &key).await == before, "{what}");
+        write_batches(&store, &key, 100..101).await;
+        let longer = streams_of(&store, &key).await;
+        store.rewrite(&handle).await.unwrap();
+        store.maintain_once().await;
+        assert!(streams_of(&store, &key).await == longer, "{what}: rewritten again");
+        drop((store, handle));
+        assert_all_found(&disks, &longer, &what).await;
+        if is_done {
+            break;
+        }
+        steps += 1;
+    }
+    assert!(steps >= 3, "{steps}");
+}
+
 /// A store that rewrites by itself.
 async fn that_rewrites(disks: &[TestDisk]) -> Arc<LocalStore> {
+    that_rewrites_within(disks, &Budget::new(u64::MAX)).await
+}
+
+async fn that_rewrites_within(disks: &[TestDisk], memory: &Budget) -> Arc<LocalStore> {
     let config =
         LocalConfig { rewrite_below_bytes: 64 << 10, index_cache_bytes: 0, ..LocalConfig::default() };
-    open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap()
+    let disks = disks.iter().map(TestDisk::disk).collect();
+    LocalStore::open(config, disks, memory, &Registry::new()).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_held_meanwhile_is_charged_and_without_room_for_it_all_stays() {
+    let memory = Budget::new(PASS_BYTES + (1 << 20));
+    let disks = [TestDisk::new("/a")];
+    let store = that_rewrites_within(&disks, &memory).await;
+    let key = key("app", 1);
+    store.register(&key);
+    write_batches(&store, &key, 0..BATCHES).await;
+    let lists = memory.used();
+    let others = memory.force_charge(1 + (1 << 20));
+    let mut looks = Looks::default();
+    let charged = std::sync::atomic::AtomicU64::new(0);
+    let goes_on = || {
+        charged.fetch_max(memory.used(), std::sync::atomic::Ordering::Relaxed);
+        true
+    };
+    store.rewrite_idle(&mut looks, &goes_on).await;
+    for _ in 0..2 {
+        advance(Duration::from_secs(31)).await;
+        store.rewrite_idle(&mut looks, &goes_on).await;
+    }
+    assert_eq!(store.core.metrics.rewritten_extents.get(), 0);
+    drop(others);
+    store.rewrite_idle(&mut looks, &goes_on).await;
+    assert_eq!(
+        store.core.metrics.rewritten_extents.get(),
+        u64::from(PARTITIONS.unsigned_abs()) * BATCHES as u64
+    );
+    assert_eq!((charged.into_inner(), memory.used()), (lists + PASS_BYTES, lists));
 }
 
 #[tokio::test(start_paused = true)]
