@@ -375,6 +375,7 @@ impl History {
         tally.healed_blocks += process.counter("total_healed_blocks");
         if self.objects.is_none() {
             tally.extents_given_up += process.counter("total_local_extents_given_up");
+            tally.rewritten_extents += process.counter("local_rewritten_extents_total");
         }
     }
 
@@ -391,6 +392,7 @@ impl History {
             65..72 => self.sleep_a_while().await,
             72..79 => self.report_some(true).await,
             79..86 => self.start_reader(),
+            86..90 => self.rewrite_one(),
             _ => self.step_readers().await,
         }
         if self.rng.random_bool(0.3) {
@@ -443,6 +445,16 @@ impl History {
         }
     }
 
+    /// Small extents of a shuffle are copied together, whoever needs the disks meanwhile and however the life ends.
+    fn rewrite_one(&mut self) {
+        if self.objects.is_some() {
+            return;
+        }
+        let Some(key) = self.known_key() else { return };
+        let rewriting = self.process().rewrite(key);
+        self.process().tasks.spawn("rewrite", rewriting);
+    }
+
     async fn heal_the_disks(&mut self) {
         if let Some(store) = self.store() {
             return self.heal_the_store(&store);
@@ -485,7 +497,11 @@ impl History {
         let now = self.now();
         let mut keys: Vec<Key> = self.promised.keys().copied().collect();
         keys.sort_unstable();
+        let rewrites = self.objects.is_none() && self.rng.random();
         for key in keys {
+            if rewrites {
+                self.process().rewrite(key).await;
+            }
             for partition in 0..PARTITIONS {
                 let mut reader = Reader::new(key, partition, 10_000, (&self.promised[&key], now));
                 while !reader.is_done() {

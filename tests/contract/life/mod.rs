@@ -4,7 +4,8 @@
 //! had not reached a disk. There are one to three disks. In half of the histories writes are synced
 //! (`localfile_store.sync = "group"`). The machine may go down, and takes from the disks what was not synced. A life may
 //! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file or claim. It may end
-//! with an upgrade beside a disk that hangs, which the next life then does without.
+//! with an upgrade beside a disk that hangs, which the next life then does without. Small extents are copied together at any time
+//! (`localfile_store.rewrite_below`).
 //!
 //! Invariants, checked at every read and at the end:
 //! - **every acknowledged and reported block is readable byte-exact or reported lost**, whatever happened; and no loss is

@@ -10,6 +10,7 @@ use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture, sum_of};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
@@ -17,6 +18,8 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
 use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrites, Tier as _};
+
+use super::history::Key;
 
 const CAPACITY: u64 = 1 << 20;
 /// Where the worker's objects are.
@@ -96,6 +99,17 @@ impl Process {
     /// The local tier.
     pub(crate) fn store(&self) -> Arc<LocalStore> {
         self.flusher.tiers().find().expect("the worker has disks")
+    }
+
+    /// What is worth it or not, a shuffle's small extents are copied together as far as the disks let it.
+    pub(crate) fn rewrite(&self, (app, shuffle): Key) -> impl Future<Output = ()> + Send + use<> {
+        let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle));
+        let store = self.store();
+        async move {
+            let Some(handle) = store.handle(&key) else { return };
+            let rewritten = store.rewrite(&handle).await;
+            tracing::info!(target: "life", shuffle = %key, ?rewritten, "small extents are put together");
+        }
     }
 
     /// The last that an orderly stop does.

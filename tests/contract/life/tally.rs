@@ -45,6 +45,7 @@ tally!(
     lost_blocks,
     healed_blocks,
     extents_given_up,
+    rewritten_extents,
     flushed_bytes,
     failed_writes,
     purged_batches,
@@ -76,4 +77,5 @@ pub(crate) const OF_DISKS: &[&str] = &[
     "damaged_claims",
     "claims_written",
     "extents_given_up",
+    "rewritten_extents",
 ];
