@@ -77,6 +77,7 @@ impl World {
     }
 
     /// Something finds out that both blocks cannot be read any more.
+    /// Of the second block: both stand together and are read as one, whose middle byte is in it.
     async fn find_damage(&self) {
         let local = self.flusher.tiers().find::<LocalStore>().unwrap();
         let moving = local.moving(&local.handle(&key()).unwrap());
@@ -145,7 +146,6 @@ async fn a_block_that_is_found_damaged_while_it_is_moved_is_named_to_readers() {
     world.find_damage().await;
     world.faults.clear();
     let text = world.until_named().await;
-    // Both stand together and are read as one, whose middle byte is the second one's.
     assert!(text.contains("(ids 1)"), "{text}");
     world.stop().await;
 }
@@ -174,7 +174,7 @@ async fn a_block_that_is_found_damaged_while_its_report_is_written_down_is_named
     let (reported, ()) = tokio::join!(world.report_blocks(), damage);
     reported.unwrap();
     let text = world.until_named().await;
-    assert!(text.contains("(ids 0") && text.contains("while their report was written down"), "{text}");
+    assert!(text.contains("(ids 1)") && text.contains("while their report was written down"), "{text}");
     drop(shuffle);
     world.stop().await;
 }
