@@ -4,15 +4,13 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fastrace::Span;
-use fastrace::future::FutureExt as _;
-use fastrace::local::LocalSpan;
 use futures::FutureExt as _;
 use tokio::sync::SemaphorePermit;
 use tokio::time::Instant;
 
 use crate::app::{Counted, Stage};
 use crate::memory::{Buffer, SealedData};
+use crate::telemetry::span::{InSpanExt as _, Span};
 use crate::tiers::{
     Backlog, ExtentData, ExtentWrite, InMemory, Released, StoreError, StoreErrorKind, TierBatch,
 };
@@ -44,7 +42,7 @@ impl Flusher {
     async fn flush(self: &Arc<Self>, batch: Batch, tier: usize) {
         let bytes = batch.bytes();
         self.metrics.all.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
-        LocalSpan::add_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
+        Span::add_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
         let began = Instant::now();
         let app = self.app_of(&batch.key);
         if let Some(app) = &app {
@@ -100,14 +98,14 @@ impl Flusher {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
             let batch = Arc::clone(batch);
             let cut = tokio::task::spawn_blocking(move || extents_of(&batch));
-            cut.in_span(Span::enter_with_local_parent("sort and cut")).await
+            cut.in_span(Span::child("sort and cut")).await
         };
         let extents = extents.map_err(|error| failed(batch, error))?;
         if extents.is_empty() {
             return Ok(());
         }
         let store = self.store(batch, tier, extents, released);
-        store.in_span(Span::enter_with_local_parent("write and publish")).await
+        store.in_span(Span::child("write and publish")).await
     }
 
     async fn store(

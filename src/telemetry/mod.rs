@@ -12,8 +12,12 @@ mod log_limiter;
 #[cfg(feature = "otlp")]
 pub mod otlp;
 mod panics;
+#[cfg(feature = "otlp")]
+mod recorded;
 mod refusals;
 mod settings;
+pub mod span;
+mod traceparent;
 pub mod traces;
 
 use std::io::IsTerminal as _;

@@ -4,9 +4,8 @@
 //! worker's [`Traces`]; without a collector in the configuration that is one branch. Where spans go is the process's
 //! business, not a worker's: see `otlp`. In a build without that feature every span is a no-op.
 
-use fastrace::Span;
-use fastrace::collector::SpanContext;
-
+use super::span::Span;
+use super::traceparent::Traceparent;
 use crate::schema::kind::{optional, parsed, ratio};
 use crate::schema::section;
 
@@ -81,13 +80,10 @@ impl Traces {
     /// word on sampling holds.
     pub fn begin(&self, name: &'static str, parent: Option<&str>) -> Span {
         let Some(below) = self.below else { return Span::noop() };
-        match parent.and_then(SpanContext::decode_w3c_traceparent) {
-            Some(parent) if parent.sampled => Span::root(name, parent)
-                .with_properties(|| [("span.kind", "server"), ("span.parent_span_is_remote", "true")]),
+        match parent.and_then(Traceparent::parse) {
+            Some(parent) if parent.is_sampled => Span::begin(name, Some(parent)),
             Some(_) => Span::noop(),
-            None if rand::random::<u64>() < below || below == u64::MAX => {
-                Span::root(name, SpanContext::random())
-            }
+            None if rand::random::<u64>() < below || below == u64::MAX => Span::begin(name, None),
             None => Span::noop(),
         }
     }
@@ -95,15 +91,14 @@ impl Traces {
 
 #[cfg(all(test, feature = "otlp"))]
 mod tests {
-    use fastrace::collector::Config;
-
+    use super::super::recorded::tests::keep_spans;
     use super::*;
 
     const SAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
     const NOT_SAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00";
 
     fn is_traced(traces: Traces, parent: Option<&str>) -> bool {
-        SpanContext::from_span(&traces.begin("test", parent)).is_some()
+        traces.begin("test", parent).is_recorded()
     }
 
     #[test]
@@ -117,12 +112,7 @@ mod tests {
 
     #[test]
     fn the_client_decides_and_else_the_share() {
-        // Spans exist only while there is a reporter.
-        struct Discard;
-        impl fastrace::collector::Reporter for Discard {
-            fn report(&mut self, _: Vec<fastrace::collector::SpanRecord>) {}
-        }
-        fastrace::set_reporter(Discard, Config::default());
+        keep_spans(); // spans are begun only where they are taken
         let (never, always) = (Traces::sampled(0.0), Traces::sampled(1.0));
         assert!(is_traced(never, Some(SAMPLED)) && !is_traced(never, None));
         assert!(is_traced(always, None) && !is_traced(always, Some(NOT_SAMPLED)));

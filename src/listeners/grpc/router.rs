@@ -7,8 +7,6 @@ use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use fastrace::Span;
-use fastrace::future::FutureExt as _;
 use futures::FutureExt as _;
 use http::{Request, Response};
 use http_body_util::BodyExt as _;
@@ -34,6 +32,7 @@ use super::{bookkeeping, ingest, reads, replies, tickets};
 use crate::budget::Charge;
 use crate::runtime::{Aside, Tasks};
 use crate::service::{ReadingOfConnection, Service};
+use crate::telemetry::span::{InSpanExt as _, Span};
 
 /// Calls that want to know who asks.
 const WHO_ASKS: [&str; 2] = ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];

@@ -6,7 +6,6 @@
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
-use fastrace::future::FutureExt as _;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
@@ -15,6 +14,7 @@ use crate::budget::line::Reader;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
+use crate::telemetry::span::InSpanExt as _;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};

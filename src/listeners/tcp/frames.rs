@@ -7,7 +7,6 @@
 use std::sync::Arc;
 
 use bytes::BufMut;
-use fastrace::Span;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
@@ -16,6 +15,7 @@ use crate::budget::{Budget, Charge, HeapKind};
 use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
 use crate::service::{AnswersOfConnection, Commit, Committing, Intake, ServiceError};
+use crate::telemetry::span::Span;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
