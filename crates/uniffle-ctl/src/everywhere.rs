@@ -109,7 +109,8 @@ mod tests {
             refusal = explain("app", workers, None) => refusal.unwrap_err(),
             _ = counting => unreachable!(),
         };
-        assert_eq!(asked.get(), ASKED_MAX);
+        // All of them if they answer in time.
+        assert!((1..=ASKED_MAX).contains(&asked.get()), "{} were asked", asked.get());
         assert!(refusal.contains("3000 do not answer"), "{refusal}");
     }
 }
