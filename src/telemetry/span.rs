@@ -74,9 +74,10 @@ impl<F: Future> Future for InSpan<F> {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
-        let current = this.span.0.as_ref().map(Recorded::enter);
-        let polled = this.future.poll(context);
-        drop(current);
+        let polled = {
+            let _current = this.span.0.as_ref().map(Recorded::enter);
+            this.future.poll(context)
+        };
         if polled.is_ready() {
             *this.span = Span::noop();
         }

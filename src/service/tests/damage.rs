@@ -76,8 +76,8 @@ impl World {
         self.service.lifecycle.known.app(APP).unwrap().shuffles().remove(0)
     }
 
-    /// Something finds out that both blocks cannot be read any more.
-    /// Of the second block: both stand together and are read as one, whose middle byte is in it.
+    /// A move finds out that the second block cannot be read any more: both stand together and are read as one, whose middle byte
+    /// is in it.
     async fn find_damage(&self) {
         let local = self.flusher.tiers().find::<LocalStore>().unwrap();
         let moving = local.moving(&local.handle(&key()).unwrap());
