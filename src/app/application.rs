@@ -45,15 +45,14 @@ pub struct App {
 }
 
 impl App {
-    /// One that was used at `now_ms`; of the heap and of `answers` it has its part.
+    /// One that was used at `now_ms`; of the heap and of `answers` it has its part, of registrations the one that is given.
     pub(super) fn new(
         id: &AppId,
-        heap: &Heap,
+        (heap, registrations): (&Heap, Budget),
         answers: &Budget,
         (now_ms, timeout_ms): (u64, u64),
         usage: Usage,
     ) -> Arc<Self> {
-        let registrations = heap.of_one_app(HeapKind::Registrations);
         Arc::new(Self {
             id: id.clone(),
             user: RwLock::default(),

@@ -14,6 +14,7 @@ mod registration;
 mod registry;
 mod reports;
 mod shuffle;
+mod sources;
 mod unproven;
 mod usage;
 

@@ -1,6 +1,7 @@
 //! What `registerShuffle` says, what of it takes heap, and why it may be refused.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use super::quota::QuotaExceeded;
@@ -65,6 +66,8 @@ pub struct Registration {
     pub heartbeat_timeout: Option<Duration>,
     /// Bytes that other modules keep of it.
     pub kept_elsewhere_bytes: u64,
+    /// The address that it came from; none of one that an earlier process took.
+    pub from: Option<IpAddr>,
 }
 
 impl Registration {

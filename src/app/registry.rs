@@ -19,6 +19,7 @@ use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
 use super::shuffle::ShuffleState;
+use super::sources::Sources;
 use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
@@ -45,6 +46,7 @@ pub struct AppRegistry {
 #[derive(Debug)]
 struct Alone {
     users: Users,
+    sources: Sources,
     unproven: Unproven,
 }
 
@@ -65,6 +67,7 @@ impl AppRegistry {
             started: Instant::now(),
             lifecycle: Mutex::new(Alone {
                 users: Users::of(Arc::clone(&quotas)),
+                sources: Sources::of(heap),
                 unproven: Unproven::default(),
             }),
             quotas,
@@ -113,7 +116,11 @@ impl AppRegistry {
         if known.is_none() && self.apps.len() >= self.config.apps_max {
             return Err(RegisterError::Apps(QuotaExceeded { max: self.config.apps_max as u64 }));
         }
-        let fresh = || self.fresh(&registration.key.app, alone.users.usage(&registration.user));
+        let fresh = || {
+            let Alone { users, sources, .. } = &mut *alone;
+            let part = sources.budget(registration.from).share();
+            self.fresh(&registration.key.app, part, users.usage(&registration.user))
+        };
         let app = known.clone().unwrap_or_else(fresh);
         let charged = |bytes| {
             let charge = charged(&app.registrations, bytes);
@@ -218,9 +225,9 @@ impl AppRegistry {
     }
 
     /// An app that is not in the registry yet. It is in there before it is touched, and must not look expired in between.
-    fn fresh(&self, id: &AppId, usage: Usage) -> Arc<App> {
+    fn fresh(&self, id: &AppId, registrations: Budget, usage: Usage) -> Arc<App> {
         let timeout_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
-        App::new(id, &self.heap, &self.answers, (self.now_ms(), timeout_ms), usage)
+        App::new(id, (&self.heap, registrations), &self.answers, (self.now_ms(), timeout_ms), usage)
     }
 
     /// The app, without refreshing it.
@@ -341,6 +348,7 @@ mod tests {
             sent_properties: false,
             heartbeat_timeout: None,
             kept_elsewhere_bytes: 0,
+            from: None,
         }
     }
 
@@ -496,6 +504,29 @@ mod tests {
         for app in registry.apps() {
             registry.remove_app(app.id(), |_| ());
         }
+        assert_eq!(heap.whole().used(), 0);
+    }
+
+    #[tokio::test]
+    async fn n7_whoever_registers_from_one_address_leaves_room_for_others() {
+        let heap = Heap::new(64 << 20);
+        let registry = registry_of(AppConfig::default(), &heap);
+        let from = |address: [u8; 4], app: &str, shuffle: i32| {
+            let from = Some(address.into());
+            let user = format!("user of {app}");
+            registry.register(Registration { from, user, ..registration(app, shuffle, &[(0, 1)]) }, || ())
+        };
+        let (flood, honest) = ([10, 0, 0, 1], [10, 0, 0, 2]);
+        from(honest, "known", 0).unwrap();
+        let refused = (0..100_000).find_map(|app| from(flood, &format!("flood-{app}"), 0).err());
+        assert!(matches!(refused, Some(RegisterError::NoHeap(_))), "{refused:?}");
+        from(honest, "known", 1).unwrap();
+        (0..10).for_each(|app| from(honest, &format!("new-{app}"), 0).unwrap());
+        for app in registry.apps() {
+            registry.remove_app(app.id(), |_| ());
+        }
+        from(flood, "late", 0).unwrap();
+        registry.remove_app(&AppId::parse("late").unwrap(), |_| ());
         assert_eq!(heap.whole().used(), 0);
     }
 

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -100,6 +101,8 @@ pub struct RegisterRequest<'a> {
     pub properties: HashMap<String, String>,
     /// Where the client looks for cold data; none when it named no remote path.
     pub remote_storage: Option<RemoteStorage>,
+    /// The address that it came from, if that is known.
+    pub from: Option<IpAddr>,
 }
 
 impl Lifecycle {
@@ -130,6 +133,7 @@ impl Lifecycle {
             heartbeat_timeout: wanted_timeout(&request.properties),
             properties: kept_properties(request.properties),
             kept_elsewhere_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
+            from: request.from,
         };
         let metadata = self.tiers.metadata().map(|tier| {
             let remote_storage = is_remote.then(|| remote_note(wanted_storage, &request.ranges));
@@ -491,6 +495,7 @@ mod tests {
                 user: String::new(),
                 writers: None,
             }),
+            from: None,
         }
     }
 

@@ -398,5 +398,6 @@ fn registration_of(key: &ShuffleKey, note: durability::Registration) -> Result<R
         sent_properties: note.sent_properties,
         heartbeat_timeout: note.heartbeat_timeout_ms.map(Duration::from_millis),
         kept_elsewhere_bytes: note.remote_storage.len() as u64,
+        from: None,
     })
 }

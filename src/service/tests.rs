@@ -132,6 +132,7 @@ impl World {
             distribution: Distribution::Normal,
             properties: properties.collect(),
             remote_storage: None,
+            from: None,
         };
         self.service.lifecycle.register(request).await.unwrap();
     }

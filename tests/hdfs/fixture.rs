@@ -189,6 +189,7 @@ impl HdfsFixture {
             distribution: Distribution::Normal,
             properties: HashMap::new(),
             remote_storage: storage,
+            from: None,
         };
         self.service.lifecycle.register(request).await.map_err(|error| error.to_string())
     }

@@ -52,6 +52,7 @@ impl InProcess {
             distribution: Distribution::Normal,
             properties: HashMap::new(),
             remote_storage: None,
+            from: None,
         };
         self.service.lifecycle.register(request).await.map(drop)
     }

@@ -3,6 +3,7 @@
 //!
 //! Not here: what they mean (`service`).
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use tonic::Status;
@@ -36,12 +37,13 @@ type Answer = Result<http::Response<Body>, Status>;
 pub(super) async fn register<B: RequestBody>(
     service: &Arc<Service>,
     (inbound, request_bytes_max): (&Inbound, u32),
+    from: IpAddr,
     mut body: B,
 ) -> Answer {
     let (mut request, _charge): (ShuffleRegisterRequest, _) =
         inbound.message(&mut body, request_bytes_max, nested).await?;
-    let (status, ret_msg) =
-        verdict(service, service.lifecycle.register(register_request(&mut request)).await, "");
+    let registered = service.lifecycle.register(register_request(&mut request, from)).await;
+    let (status, ret_msg) = verdict(service, registered, "");
     Ok(respond_message(&ShuffleRegisterResponse { status, ret_msg }))
 }
 

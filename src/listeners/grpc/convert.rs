@@ -1,5 +1,7 @@
 //! Between protobuf messages and the service's words. Nothing here decides.
 
+use std::net::IpAddr;
+
 use tonic::{Code, Status};
 
 use super::inbound::is_heap_full;
@@ -53,7 +55,10 @@ pub(super) fn not_offered(text: &str) -> Verdict {
 }
 
 /// A registration. An unknown distribution counts as NORMAL, which is correct for every reader (docs/protocol.md §3.5).
-pub(super) fn register_request(request: &mut ShuffleRegisterRequest) -> service::RegisterRequest<'_> {
+pub(super) fn register_request(
+    request: &mut ShuffleRegisterRequest,
+    from: IpAddr,
+) -> service::RegisterRequest<'_> {
     let distribution = match request.shuffle_data_distribution() {
         DataDistribution::Normal => Distribution::Normal,
         DataDistribution::LocalOrder => Distribution::LocalOrder,
@@ -67,6 +72,7 @@ pub(super) fn register_request(request: &mut ShuffleRegisterRequest) -> service:
         user: std::mem::take(&mut request.user),
         distribution,
         properties: std::mem::take(&mut request.properties),
+        from: Some(from),
     }
 }
 
@@ -90,8 +96,12 @@ pub(super) fn layout(layout: Option<crate::proto::BlockIdLayout>) -> Option<(i32
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
     use crate::proto;
+
+    const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
     #[test]
     fn a_registration_keeps_every_field() {
@@ -113,7 +123,7 @@ mod tests {
             max_concurrency_per_partition_to_write: 2,
             ..Default::default()
         };
-        let converted = register_request(&mut request);
+        let converted = register_request(&mut request, HERE);
         assert_eq!((converted.app, converted.shuffle, converted.user.as_str()), ("app-1", 7, "spark"));
         assert_eq!(converted.ranges, [(1, 3)]);
         assert_eq!(converted.distribution, Distribution::LocalOrder);
@@ -126,7 +136,7 @@ mod tests {
         };
         assert_eq!(converted.remote_storage, Some(storage));
         request.shuffle_data_distribution = 99;
-        assert_eq!(register_request(&mut request).distribution, Distribution::Normal);
+        assert_eq!(register_request(&mut request, HERE).distribution, Distribution::Normal);
     }
 
     #[test]
@@ -140,7 +150,7 @@ mod tests {
                 max_concurrency_per_partition_to_write: sent,
                 ..Default::default()
             };
-            let storage = register_request(&mut request).remote_storage;
+            let storage = register_request(&mut request, HERE).remote_storage;
             assert_eq!(storage.expect("it has a path").writers, expected, "{sent}");
         }
     }

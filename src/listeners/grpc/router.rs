@@ -151,7 +151,9 @@ impl Router {
             GET_MEMORY_SHUFFLE_DATA => reads::memory(service, memory, read, request.into_body()).await,
             GET_LOCAL_SHUFFLE_INDEX => reads::local_index(service, read, request.into_body()).await,
             GET_LOCAL_SHUFFLE_DATA => reads::local_data(service, local_data, read, request.into_body()).await,
-            REGISTER_SHUFFLE => bookkeeping::register(service, large, request.into_body()).await,
+            REGISTER_SHUFFLE => {
+                bookkeeping::register(service, large, caller.peer.ip(), request.into_body()).await
+            }
             REPORT_SHUFFLE_RESULT => bookkeeping::report(service, large, request.into_body()).await,
             GET_SHUFFLE_RESULT => bookkeeping::result(service, max, request.into_body()).await,
             GET_SHUFFLE_RESULT_FOR_MULTI_PART => {

@@ -241,6 +241,7 @@ fn register<'a>(app: &'a str) -> RegisterRequest<'a> {
         distribution: Distribution::Normal,
         properties: Default::default(),
         remote_storage: None,
+        from: None,
     }
 }
 

@@ -113,6 +113,7 @@ fn an_application_has_a_full_heartbeat_timeout_after_a_restart() {
             distribution: Distribution::Normal,
             properties: HashMap::new(),
             remote_storage: None,
+            from: None,
         };
         fixture.service.lifecycle.register(request).await.unwrap();
         // Its last sign of life was long ago when the worker dies.

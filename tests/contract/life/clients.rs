@@ -60,6 +60,7 @@ impl History {
             distribution: if local_order { Distribution::LocalOrder } else { Distribution::Normal },
             properties: HashMap::new(),
             remote_storage: None,
+            from: None,
         };
         if let Err(error) = self.service().lifecycle.register(request).await {
             assert!(matches!(error, ServiceError::Store(_)), "only disks may refuse a registration: {error}");

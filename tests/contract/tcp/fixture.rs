@@ -132,6 +132,7 @@ impl TcpFixture {
             distribution: Distribution::Normal,
             properties: HashMap::new(),
             remote_storage: None,
+            from: None,
         };
         self.service.lifecycle.register(request).await.unwrap();
     }
