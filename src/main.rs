@@ -28,7 +28,7 @@ use uniffle_worker::server::{
     take_upgrade_signal,
 };
 #[cfg(feature = "otlp")]
-use uniffle_worker::telemetry::otlp;
+use uniffle_worker::telemetry::otlp::{self, Export};
 use uniffle_worker::{server, telemetry};
 
 #[cfg(feature = "jemalloc")]
@@ -224,13 +224,16 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
             .build()
             .context("cannot start the runtime")?;
         #[cfg(feature = "otlp")]
-        let export = {
+        let mut export = {
             let collector = config.tracing.otlp_endpoint.as_deref();
             collector.map(|endpoint| otlp::export(endpoint, runtime.handle())).transpose()?
         };
         let ended = runtime.block_on(Box::pin(serve(config, environment.clone(), inherited)));
         #[cfg(feature = "otlp")]
-        drop(export);
+        {
+            export.iter_mut().filter(|_| matches!(ended, Ok(Ended::Upgrade { .. }))).for_each(Export::hurry);
+            drop(export);
+        }
         // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
         runtime.shutdown_background();
         let Ended::Upgrade { successor, sockets, beside } = ended? else { return Ok(ExitCode::SUCCESS) };

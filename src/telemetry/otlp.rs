@@ -34,13 +34,20 @@ const EXPORT_DEADLINE: Duration = Duration::from_secs(5);
 /// For what is left when the process ends.
 const LAST_EXPORT_DEADLINE: Duration = Duration::from_secs(2);
 
+/// ... and when a successor follows in this process: calls wait meanwhile.
+const UPGRADE_EXPORT_DEADLINE: Duration = Duration::from_millis(50);
+
 /// Between two warnings while the collector is away.
 const WARN_INTERVAL: Duration = Duration::from_secs(600);
 
 /// Sends spans to the collector until it is dropped.
 #[derive(Debug)]
 #[must_use = "spans that wait are sent when this is dropped"]
-pub struct Export(SdkTracerProvider);
+pub struct Export {
+    provider: SdkTracerProvider,
+    /// For what waits when it is dropped.
+    last_deadline: Duration,
+}
 
 /// Sends spans to the collector at `endpoint`, on `runtime`. While it is unreachable they are lost, with a warning at
 /// most every ten minutes.
@@ -52,7 +59,14 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
     let scope =
         InstrumentationScope::builder("uniffle-worker").with_version(env!("CARGO_PKG_VERSION")).build();
     recorded::begin_with(Some(provider.tracer_with_scope(scope)));
-    Ok(Export(provider))
+    Ok(Export { provider, last_deadline: LAST_EXPORT_DEADLINE })
+}
+
+impl Export {
+    /// A successor waits: what the collector does not take at once is lost.
+    pub fn hurry(&mut self) {
+        self.last_deadline = UPGRADE_EXPORT_DEADLINE;
+    }
 }
 
 impl Drop for Export {
@@ -60,7 +74,7 @@ impl Drop for Export {
     fn drop(&mut self) {
         recorded::begin_with(None);
         // What fails has been logged, and what takes longer is lost.
-        let _ = self.0.shutdown_with_timeout(LAST_EXPORT_DEADLINE);
+        let _ = self.provider.shutdown_with_timeout(self.last_deadline);
     }
 }
 
