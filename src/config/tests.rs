@@ -2,8 +2,8 @@
 
 use super::sections::{NO_EFFECT, schema};
 use super::*;
-#[cfg(feature = "hdfs")]
-use crate::tiers::hdfs::RemoteLocation;
+
+mod cluster;
 
 const EXAMPLE: &str = include_str!("../../config.toml.example");
 
@@ -60,20 +60,6 @@ fn the_tcp_listener_is_open_by_default_in_embedded_mode_only() {
     let quorum = "coordinator_quorum = [\"c:1\"]\n[localfile_store]\ndata_paths = [\"/d\"]";
     assert_eq!(parse(quorum).unwrap().worker.urpc_port, None);
     assert_eq!(parse("urpc_port = 7").unwrap().worker.urpc_port, Some(7));
-}
-
-/// F11.
-#[test]
-fn a_coordinator_that_workers_of_other_machines_cannot_join_is_named_at_the_start() {
-    let with = |quorum: &str, rest: &str| {
-        let text = format!("coordinator_quorum = [{quorum}]\n[embedded_coordinator]\nenable = true\n{rest}");
-        let text = format!("{text}\n[localfile_store]\ndata_paths = [\"/d\"]");
-        parse(&text).unwrap().warnings
-    };
-    let open = with("\"a:1\", \"b:1\"", "");
-    assert!(open.iter().any(|warning| warning.contains("embedded_coordinator.worker_networks")), "{open:?}");
-    assert!(with("\"a:1\", \"b:1\"", "worker_networks = [\"10.0.0.0/8\"]").is_empty());
-    assert!(with("\"localhost:1\", \"127.0.0.1:2\", \"[::1]:3\"", "").is_empty());
 }
 
 #[test]
@@ -256,27 +242,6 @@ fn keys_are_checked_against_each_other() {
 }
 
 #[test]
-#[cfg(feature = "hdfs")]
-fn n11_in_a_cluster_remote_paths_are_named_or_opened_by_name() {
-    let with = |line: &str| {
-        format!("store_type = \"MEMORY_HDFS\"\ncoordinator_quorum = [\"c:1\"]\n[hdfs_store]\n{line}")
-    };
-    let refused = only_problem(&with(""));
-    assert!(
-        refused.starts_with("hdfs_store.allowed_paths = []: needed with a coordinator_quorum"),
-        "{refused}"
-    );
-    let location = |text: &str| RemoteLocation::parse(text).unwrap();
-    let named = parse(&with("allowed_paths = [\"hdfs://ns/a\"]")).unwrap();
-    assert!(named.hdfs.allowed.permits(&location("hdfs://ns/a/b")));
-    assert!(!named.hdfs.allowed.permits(&location("hdfs://ns/b")) && named.warnings.is_empty());
-    let open = parse(&with("allowed_paths = [\"hdfs://ns/a\", \"*\"]")).unwrap();
-    assert!(open.hdfs.allowed.permits(&location("hdfs://ns/b")));
-    assert!(open.warnings.iter().any(|warning| warning.contains("hdfs_store.allowed_paths")));
-    assert_eq!(parse(&open.to_toml()).unwrap(), open);
-}
-
-#[test]
 fn n14_with_client_certificates_plain_tcp_is_opened_by_name_only() {
     let tls = "[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"\nclient_ca_file = \"/c\"\n";
     let refused = only_problem(&format!("urpc_port = 7\n{tls}"));
@@ -349,20 +314,6 @@ fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
     // More connections leave everyone the least.
     assert!(more.grpc.stream_budget >= 4 * 4096 && more.grpc.window_budget_bytes < 4096 * 65_535);
     assert_eq!(with("[grpc]\nmax_connections = 20").grpc.connections_max, 20);
-}
-
-#[test]
-fn coordinators_are_host_and_port() {
-    let config = parse("store_type = \"memory\"\ncoordinator_quorum = \"a-1.b:21000, [::1]:5\"").unwrap();
-    let shown: Vec<String> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
-    assert_eq!(shown, ["a-1.b:21000", "[::1]:5"]);
-    for bad in ["a", "a:", ":1", "a:0", "a:65536", "a b:1", "::1:5", "http://a:1", "[x]:1"] {
-        assert_eq!(
-            problems(&format!("store_type = \"MEMORY\"\ncoordinator_quorum = [\"{bad}\"]")).len(),
-            1,
-            "{bad}"
-        );
-    }
 }
 
 #[test]

@@ -14,6 +14,8 @@ use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
 const PARTITIONS: i32 = 3;
 const BATCHES: i64 = 6;
+/// What those batches have.
+const ALL_EXTENTS: u64 = PARTITIONS.unsigned_abs() as u64 * BATCHES as u64;
 
 /// The bytes and the index of each partition.
 type Streams = Vec<(Vec<u8>, Vec<IndexRecord>)>;
@@ -80,7 +82,7 @@ async fn copies_take_the_places_of_their_originals_whose_logs_go() {
     let before = streams_of(&store, &key).await;
     let used = store.used_bytes();
     let rewritten = store.rewrite(&handle).await.unwrap();
-    assert_eq!(rewritten.extents, u64::from(PARTITIONS.unsigned_abs()) * BATCHES as u64);
+    assert_eq!(rewritten.extents, ALL_EXTENTS);
     assert_eq!(streams_of(&store, &key).await, before);
     assert_eq!(data_logs(&disks), 4, "nothing is removed at once");
     store.maintain_once().await;
@@ -428,6 +430,14 @@ async fn that_rewrites(disks: &[TestDisk]) -> Arc<LocalStore> {
     that_rewrites_within(disks, &Budget::new(u64::MAX)).await
 }
 
+/// One with a shuffle that has all batches.
+async fn with_batches(disks: &[TestDisk]) -> (Arc<LocalStore>, ShuffleKey) {
+    let (store, key) = (that_rewrites(disks).await, key("app", 1));
+    store.register(&key);
+    write_batches(&store, &key, 0..BATCHES).await;
+    (store, key)
+}
+
 async fn that_rewrites_within(disks: &[TestDisk], memory: &Budget) -> Arc<LocalStore> {
     let config =
         LocalConfig { rewrite_below_bytes: 64 << 10, index_cache_bytes: 0, ..LocalConfig::default() };
@@ -459,20 +469,14 @@ async fn what_is_held_meanwhile_is_charged_and_without_room_for_it_all_stays() {
     assert_eq!(store.core.metrics.rewritten_extents.get(), 0);
     drop(others);
     store.rewrite_idle(&mut looks, &goes_on).await;
-    assert_eq!(
-        store.core.metrics.rewritten_extents.get(),
-        u64::from(PARTITIONS.unsigned_abs()) * BATCHES as u64
-    );
+    assert_eq!(store.core.metrics.rewritten_extents.get(), ALL_EXTENTS);
     assert_eq!((charged.into_inner(), memory.used()), (lists + PASS_BYTES, lists));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_is_old_is_rewritten_while_nobody_needs_the_disk() {
     let disks = [TestDisk::new("/a")];
-    let store = that_rewrites(&disks).await;
-    let key = key("app", 1);
-    store.register(&key);
-    write_batches(&store, &key, 0..BATCHES).await;
+    let (store, key) = with_batches(&disks).await;
     let before = streams_of(&store, &key).await;
     let mut looks = Looks::default();
     let rewritten = || store.core.metrics.rewritten_extents.get();
@@ -489,7 +493,7 @@ async fn what_is_old_is_rewritten_while_nobody_needs_the_disk() {
     store.rewrite_idle(&mut looks, &|| false).await;
     assert_eq!(rewritten(), 0, "the process ends");
     look(&mut looks).await;
-    assert_eq!(rewritten(), u64::from(PARTITIONS.unsigned_abs()) * BATCHES as u64);
+    assert_eq!(rewritten(), ALL_EXTENTS);
     store.maintain_once().await;
     assert_eq!((data_logs(&disks), streams_of(&store, &key).await), (1, before));
     // Too few to be worth it.
@@ -511,16 +515,10 @@ async fn what_is_old_is_rewritten_while_nobody_needs_the_disk() {
 #[tokio::test(start_paused = true)]
 async fn maintenance_rewrites_and_ends_when_it_is_told() {
     let disks = [TestDisk::new("/a")];
-    let store = that_rewrites(&disks).await;
-    let key = key("app", 1);
-    store.register(&key);
-    write_batches(&store, &key, 0..BATCHES).await;
+    let (store, key) = with_batches(&disks).await;
     let before = streams_of(&store, &key).await;
     let stop = tokio::time::sleep(Duration::from_secs(120));
     Arc::clone(&store).maintain(stop).await;
-    assert_eq!(
-        store.core.metrics.rewritten_extents.get(),
-        u64::from(PARTITIONS.unsigned_abs()) * BATCHES as u64
-    );
+    assert_eq!(store.core.metrics.rewritten_extents.get(), ALL_EXTENTS);
     assert_eq!((data_logs(&disks), streams_of(&store, &key).await), (1, before));
 }

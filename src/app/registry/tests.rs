@@ -1,0 +1,262 @@
+use std::collections::HashMap;
+
+use super::*;
+use uniffle_wire::types::{Distribution, PartitionId, ShuffleId};
+
+fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration {
+    Registration {
+        key: ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle)),
+        ranges: PartitionRanges::parse(ranges).unwrap(),
+        distribution: Distribution::Normal,
+        user: "u".into(),
+        properties: HashMap::new(),
+        sent_properties: false,
+        heartbeat_timeout: None,
+        kept_elsewhere_bytes: 0,
+        from: None,
+    }
+}
+
+/// What takes long to drop; tells whether others could register meanwhile.
+struct Large<'a>(&'a AppRegistry, &'a std::cell::Cell<u32>);
+
+impl Drop for Large<'_> {
+    fn drop(&mut self) {
+        self.1.set(self.1.get() + u32::from(self.0.lifecycle.try_lock().is_some()));
+    }
+}
+
+#[tokio::test]
+async fn d13_others_register_while_what_was_removed_is_evicted() {
+    let registry = registry();
+    let free = std::cell::Cell::new(0);
+    for shuffle in [1, 2] {
+        registry.register(registration("app", shuffle, &[(0, 0)]), || ()).unwrap();
+    }
+    let id = AppId::parse("app").unwrap();
+    drop(registry.remove_shuffle(&ShuffleKey::new(id.clone(), ShuffleId(1)), || Large(&registry, &free)));
+    drop(registry.remove_app(&id, |_| Large(&registry, &free)));
+    assert_eq!(free.get(), 2);
+}
+
+#[tokio::test]
+async fn what_was_reported_is_dropped_when_others_can_register() {
+    let registry = registry();
+    for shuffle in [1, 2] {
+        registry.register(registration("app", shuffle, &[(0, 0)]), || ()).unwrap();
+    }
+    let app = registry.find(&AppId::parse("app").unwrap()).unwrap();
+    let of = |shuffle| Arc::downgrade(&app.shuffle(ShuffleId(shuffle)).unwrap());
+    let (first, second) = (of(1), of(2));
+    let key = ShuffleKey::new(app.id().clone(), ShuffleId(1));
+    let (_, is_whole) = registry.remove_shuffle(&key, || first.upgrade().is_some());
+    assert_eq!((is_whole, first.upgrade().is_none()), (Some(true), true));
+    let is_whole = registry.remove_app(app.id(), |_| second.upgrade().is_some());
+    assert_eq!((is_whole, second.upgrade().is_none()), (Some(true), true));
+}
+
+fn registry() -> AppRegistry {
+    registry_of(AppConfig::default(), &Heap::new(64 << 20))
+}
+
+fn registry_of(config: AppConfig, heap: &Heap) -> AppRegistry {
+    AppRegistry::new(config, heap, &Budget::new(1 << 20))
+}
+
+#[tokio::test]
+async fn unregistering_app_1_leaves_app_10() {
+    let registry = registry();
+    for app in ["app-1", "app-10"] {
+        registry.register(registration(app, 1, &[(0, 0)]), || ()).unwrap();
+        registry.register(registration(app, 10, &[(0, 0)]), || ()).unwrap();
+    }
+    let mut purged = Vec::new();
+    registry.remove_app(&AppId::parse("app-1").unwrap(), |keys| purged = keys).unwrap();
+    purged.sort();
+    assert_eq!(purged.iter().map(ToString::to_string).collect::<Vec<_>>(), ["app-1/1", "app-1/10"]);
+    let other = registry.find(&AppId::parse("app-10").unwrap()).unwrap();
+    assert_eq!(other.shuffles().len(), 2);
+    assert!(registry.remove_shuffle(&ShuffleKey::new(other.id().clone(), ShuffleId(1)), || ()).0);
+    assert!(other.shuffle(ShuffleId(10)).is_some());
+}
+
+#[tokio::test]
+async fn registering_again_adds_ranges_and_keeps_reports() {
+    let registry = registry();
+    registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
+    let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
+    shuffle.block_ids().lock().take_over(1, &[(PartitionId(0), vec![1])]).unwrap();
+    registry.register(registration("a", 1, &[(4, 4)]), || ()).unwrap();
+    assert_eq!(shuffle.partition_count(), 3);
+    assert!(shuffle.has_partition(PartitionId(4)) && !shuffle.has_partition(PartitionId(2)));
+    assert_eq!(registry.block_id_count(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_app_used_between_check_and_purge_stays() {
+    let registry = registry();
+    registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
+    tokio::time::advance(Duration::from_secs(301)).await;
+    let expired = registry.expired();
+    assert_eq!(expired.len(), 1);
+    registry.touch(&registry.find(&expired[0]).unwrap());
+    assert!(registry.remove_app_if_expired(&expired[0], |_| ()).is_none());
+    assert_eq!(registry.app_count(), 1);
+    tokio::time::advance(Duration::from_secs(301)).await;
+    registry.remove_app_if_expired(&expired[0], |_| ()).unwrap();
+    assert_eq!(registry.app_count(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_app_may_have_a_timeout_of_its_own() {
+    let registry = registry();
+    let patient = Some(Duration::from_secs(3600));
+    let request = Registration { heartbeat_timeout: patient, ..registration("patient", 1, &[(0, 1)]) };
+    registry.register(request, || ()).unwrap();
+    registry.register(registration("usual", 1, &[(0, 1)]), || ()).unwrap();
+    tokio::time::advance(Duration::from_secs(301)).await;
+    assert_eq!(registry.expired(), [AppId::parse("usual").unwrap()]);
+    tokio::time::advance(Duration::from_secs(3300)).await;
+    assert_eq!(registry.expired().len(), 2);
+}
+
+#[tokio::test]
+async fn marks_stick_and_are_told_once() {
+    let registry = registry();
+    let newer = Registration { sent_properties: true, ..registration("a", 1, &[(0, 1)]) };
+    registry.register(newer, || ()).unwrap();
+    registry.register(registration("a", 2, &[(0, 1)]), || ()).unwrap();
+    let app = registry.find(&AppId::parse("a").unwrap()).unwrap();
+    assert!(app.is_since_0_10());
+    assert!(app.mark_huge() && !app.mark_huge());
+    let shuffle = app.shuffle(ShuffleId(1)).unwrap();
+    assert!(shuffle.mark_huge(PartitionId(0)) && !shuffle.mark_huge(PartitionId(0)));
+    assert!(shuffle.mark_huge(PartitionId(1)));
+    assert_eq!(shuffle.huge_partition_count(), 2);
+}
+
+#[tokio::test]
+async fn too_many_apps_are_refused_with_the_limit() {
+    let few = AppConfig { apps_max: 1, shuffles_per_app_max: 1, ..AppConfig::default() };
+    let registry = registry_of(few, &Heap::new(64 << 20));
+    registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
+    let max = QuotaExceeded { max: 1 };
+    let refused = |app, shuffle| registry.register(registration(app, shuffle, &[(0, 1)]), || ());
+    assert_eq!(refused("b", 1), Err(RegisterError::Apps(max)));
+    assert_eq!(refused("a", 2), Err(RegisterError::Shuffles(max)));
+    assert_eq!(registry.app_count(), 1);
+}
+
+#[tokio::test]
+async fn n7_what_registrations_keep_is_bounded_by_the_heap() {
+    let heap = Heap::new(64 << 20);
+    let registry = registry_of(AppConfig::default(), &heap);
+    let kept = heap.of(HeapKind::Registrations);
+    let refused = (0..100_000).find_map(|app| {
+        let with =
+            Registration { user: "u".repeat(1000), ..registration(&format!("app-{app}"), 1, &[(0, 1)]) };
+        registry.register(with, || ()).err()
+    });
+    assert!(
+        matches!(refused, Some(RegisterError::NoHeap(full)) if full.kind == "registrations"),
+        "{refused:?}"
+    );
+    let apps = registry.app_count();
+    assert!((1000..10_000).contains(&apps) && kept.used() <= kept.capacity(), "{apps} apps");
+    let known = registry.apps()[0].id().clone();
+    assert!(registry.remove_app(&known, |_| ()).is_some());
+    registry.register(registration("late", 1, &[(0, 1)]), || ()).unwrap();
+    for app in registry.apps() {
+        registry.remove_app(app.id(), |_| ());
+    }
+    assert_eq!(heap.whole().used(), 0);
+}
+
+#[tokio::test]
+async fn n7_one_address_leaves_room_for_others() {
+    let heap = Heap::new(64 << 20);
+    let registry = registry_of(AppConfig::default(), &heap);
+    let from = |address: [u8; 4], app: &str, shuffle: i32| {
+        let from = Some(address.into());
+        let user = format!("user of {app}");
+        registry.register(Registration { from, user, ..registration(app, shuffle, &[(0, 1)]) }, || ())
+    };
+    let (flood, honest) = ([10, 0, 0, 1], [10, 0, 0, 2]);
+    from(honest, "known", 0).unwrap();
+    let refused = (0..100_000).find_map(|app| from(flood, &format!("flood-{app}"), 0).err());
+    assert!(matches!(refused, Some(RegisterError::NoHeap(_))), "{refused:?}");
+    from(honest, "known", 1).unwrap();
+    (0..10).for_each(|app| from(honest, &format!("new-{app}"), 0).unwrap());
+    for app in registry.apps() {
+        registry.remove_app(app.id(), |_| ());
+    }
+    from(flood, "late", 0).unwrap();
+    registry.remove_app(&AppId::parse("late").unwrap(), |_| ());
+    assert_eq!(heap.whole().used(), 0);
+}
+
+#[tokio::test]
+async fn an_application_that_fills_its_part_can_still_register_what_it_has() {
+    let heap = Heap::new(16 << 20);
+    let registry = registry_of(AppConfig::default(), &heap);
+    let with = |user: usize, shuffle: i32| Registration {
+        user: "u".repeat(user),
+        ..registration("a", shuffle, &[(0, 1)])
+    };
+    registry.register(with(1000, 0), || ()).unwrap();
+    let first = heap.whole().used();
+    let refused = (1..).find_map(|shuffle| registry.register(with(1000, shuffle), || ()).err());
+    assert!(matches!(refused, Some(RegisterError::NoHeap(_))), "{refused:?}");
+    let used = heap.whole().used();
+    registry.register(with(1000, 0), || ()).unwrap();
+    assert_eq!(heap.whole().used(), used);
+    registry.register(with(10, 0), || ()).unwrap();
+    assert_eq!(heap.whole().used(), used - 990);
+    registry.register(with(1000, 0), || ()).unwrap();
+    assert_eq!(heap.whole().used(), used, "back to what it was");
+    registry.register(registration("other", 0, &[(0, 1)]), || ()).unwrap();
+    assert!(heap.whole().used() > used + first / 2);
+    for app in ["a", "other"] {
+        registry.remove_app(&AppId::parse(app).unwrap(), |_| ()).unwrap();
+    }
+    assert_eq!(heap.whole().used(), 0);
+}
+
+#[tokio::test]
+async fn what_was_registered_before_a_start_is_taken_over_in_any_order() {
+    let before = registry_of(AppConfig::default(), &Heap::new(16 << 20));
+    let mut known = Vec::new();
+    for app in ["first", "second"] {
+        let all = (0..).map(|shuffle| registration(app, shuffle, &[(0, 1)]));
+        let taken = all.take_while(|it| before.register(it.clone(), || ()).is_ok());
+        known.extend(taken);
+    }
+    known.reverse();
+    let heap = Heap::new(16 << 20);
+    let after = registry_of(AppConfig::default(), &heap);
+    for registration in known {
+        after.take_over(registration, || ()).unwrap();
+    }
+    assert_eq!(heap.whole().used(), before.heap.whole().used());
+    assert!(after.register(registration("first", i32::MAX, &[(0, 1)]), || ()).is_err());
+    after.register(registration("third", 0, &[(0, 1)]), || ()).unwrap();
+}
+
+#[tokio::test]
+async fn n7_ranges_of_one_shuffle_are_bounded_and_merged() {
+    let heap = Heap::new(256 << 20);
+    let registry = registry_of(AppConfig::default(), &heap);
+    let scattered = |from: i32| (0..100_000).map(|n| (2 * (from + n), 2 * (from + n))).collect::<Vec<_>>();
+    for from in [0, 100_000] {
+        registry.register(registration("a", 1, &scattered(from)), || ()).unwrap();
+    }
+    let used = heap.whole().used();
+    let refused = registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap_err();
+    assert_eq!(refused, RegisterError::Ranges { ranges: 300_000 });
+    assert!(refused.to_string().starts_with("partitionRanges has 300000 ranges"), "{refused}");
+    let shuffle = registry.apps()[0].shuffle(ShuffleId(1)).unwrap();
+    assert_eq!((shuffle.partition_count(), heap.whole().used()), (200_000, used), "nothing of it was taken");
+    registry.register(registration("a", 1, &[(0, 399_999)]), || ()).unwrap();
+    assert_eq!(shuffle.partition_count(), 400_000);
+    registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap();
+}
