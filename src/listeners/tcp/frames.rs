@@ -61,7 +61,10 @@ enum Phase {
         have: usize,
     },
     /// With its span, which ends with it.
-    Send(Intake, #[allow(dead_code, reason = "ends on drop; without the feature `otlp` it is empty")] Span),
+    Send {
+        intake: Intake,
+        _span: Span,
+    },
     Read(PartialRead),
     /// The rest of a refused frame.
     Drain(Drain),
@@ -202,7 +205,7 @@ impl Frames {
     /// them cannot go on; in a send up to a whole chunk.
     pub(super) fn bytes_wanted(&self) -> usize {
         let in_frame = match &self.phase {
-            Phase::Send(..) => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
+            Phase::Send { .. } => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
             Phase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
             Phase::Header { have, .. } if self.aligned => HEADER_BYTES - have,
             Phase::Read(read) if self.aligned => read.message_bytes - read.message.len(),
@@ -258,7 +261,7 @@ impl Frames {
         while !rest.is_empty() && matches!(self.wanted(), Wanted::Bytes) {
             let taken = match &mut self.phase {
                 Phase::Header { .. } => self.walk_header(rest)?,
-                Phase::Send(..) => self.walk_send(rest)?,
+                Phase::Send { .. } => self.walk_send(rest)?,
                 Phase::Read(_) => self.walk_read(rest)?,
                 Phase::Drain(_) => self.walk_drain(rest)?,
             };
@@ -289,7 +292,8 @@ impl Frames {
         if kind == FrameType::Send {
             self.walker.restart(message_bytes);
             let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
-            return Phase::Send(Intake::new(Arc::clone(&self.shared.service.ingest), message_bytes), span);
+            let intake = Intake::new(Arc::clone(&self.shared.service.ingest), message_bytes);
+            return Phase::Send { intake, _span: span };
         }
         let drain =
             |error| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), error });
@@ -303,7 +307,7 @@ impl Frames {
     }
 
     fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
-        let Phase::Send(intake, _) = &mut self.phase else { return Ok(0) };
+        let Phase::Send { intake, .. } = &mut self.phase else { return Ok(0) };
         let left = self.walker.left();
         let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
         let commit = match self.walker.feed(&chunk[..taken], intake) {
