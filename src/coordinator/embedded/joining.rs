@@ -2,7 +2,7 @@
 //! and is asked over HTTP: so the address decides, as with `decommission`.
 //!
 //! Invariant: of a worker that is taken both the address that it calls from and the one that it tells are of this machine or
-//! of a network that the key names. Names are not looked up: whoever answers for them could change them later.
+//! of a network that the key names. Names are not looked up: their answers could change later.
 
 use std::net::IpAddr;
 use std::time::Duration;

@@ -445,7 +445,7 @@ impl History {
         }
     }
 
-    /// Small extents of a shuffle are copied together, whoever needs the disks meanwhile and however the life ends.
+    /// Small extents of a shuffle are copied together, also while its disks are needed, and however the life ends.
     fn rewrite_one(&mut self) {
         if self.objects.is_some() {
             return;

@@ -161,7 +161,7 @@ impl LocalStore {
         }
     }
 
-    /// Rewrites all that a shuffle has on its disks, whatever is worth it and whoever needs them or memory meanwhile.
+    /// Rewrites all that a shuffle has on its disks, worth it or not, while the disks and memory are needed or not.
     ///
     /// # Errors
     /// What a disk says; what was rewritten before stays so.

@@ -24,7 +24,7 @@ use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 pub(in crate::tiers::local) const WINDOW_BYTES: u64 = 8 << 20;
 /// Blocks of a window.
 const WINDOW_BLOCKS: u64 = 16 << 10;
-/// What whoever copies windows, one after the other, holds at most: the bytes of one, of which an allocator may make a quarter more, a
+/// What a pass, which copies windows one after the other, holds at most: the bytes of one, of which an allocator may make a quarter more, a
 /// read call, and what is known of its blocks and extents.
 pub(in crate::tiers::local) const PASS_BYTES: u64 = 2 * WINDOW_BYTES;
 /// Of a block: its record as it was read and as it stands in the new group, and what it is checked and written by; lists grow by doubling.
