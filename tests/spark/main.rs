@@ -22,6 +22,7 @@ mod object;
 mod one_worker;
 mod restarts;
 mod share;
+mod speed;
 mod tcp;
 mod traces;
 

@@ -344,7 +344,8 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
         let ids = workers.as_array().unwrap().iter().map(|it| it["worker"].as_str().unwrap().to_owned());
         let ids: Vec<_> = ids.collect();
         // What is told of applications is a second old at most: both have app-1 and the second app-2, or not yet.
-        let apps = workers.as_array().unwrap().iter().map(|it| it["answer"]["apps"]["count"].as_u64().unwrap_or(0));
+        let apps =
+            workers.as_array().unwrap().iter().map(|it| it["answer"]["apps"]["count"].as_u64().unwrap_or(0));
         assert!(start.elapsed() < super::api::PATIENCE, "{ids:?}");
         if ids.len() == 2 && apps.sum::<u64>() == 3 {
             break ids;

@@ -291,6 +291,20 @@ enum Scenario {
     }
   },
 
+  /** Four million rows from a thousand map tasks to a thousand partitions, four rows a block. */
+  REPARTITION_1000(Map.of("spark.sql.adaptive.enabled", "false", "spark.sql.shuffle.partitions", "1000")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      long rows = 4_000_000;
+      Row sums = spark.range(0, rows, 1, 1000)
+          .selectExpr("id", "hash(id) AS value")
+          .repartition(1000, col("id"))
+          .selectExpr("count(*)", "sum(id)", "sum(value)", "bit_xor(value)")
+          .first();
+      return new Outcome(sums.mkString(" ")).check(sums.getLong(0) == rows, sums.getLong(0) + " rows");
+    }
+  },
+
   /** A query of four shuffles as it was planned. */
   QUERY_AQE_OFF(Map.of(
       "spark.sql.adaptive.enabled", "false",

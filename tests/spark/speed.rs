@@ -1,0 +1,50 @@
+//! How long jobs take beside vanilla Spark: measurements, which need a machine that does nothing else.
+
+use serde_json::Value;
+use uniffle_testkit::say;
+use uniffle_testkit::spark::Kind;
+use uniffle_testkit::worker::{Setup, Worker};
+
+use crate::{Application, Spark, spark};
+
+/// After one to warm up the JVM and the worker's memory.
+const TURNS: usize = 3;
+const SCENARIOS: [&str; 2] = ["sort_1g", "repartition_1000"];
+/// What the client type is, if any.
+const WAYS: [(&str, Option<&str>); 3] =
+    [("vanilla", None), ("gRPC", Some("GRPC")), ("TCP", Some("GRPC_NETTY"))];
+
+/// A sort of 10 M rows and a repartition of 1,000 × 1,000 in vanilla Spark and through a worker's memory, in turns in one JVM:
+///
+/// ```text
+/// SPEED_WORKER=target/release/uniffle-worker cargo test --test spark -- --ignored --nocapture in_turns_with_vanilla
+/// ```
+#[test]
+#[ignore = "a measurement, on an idle machine"]
+fn jobs_in_turns_with_vanilla_spark() {
+    let Some(mut spark) = spark() else { return };
+    let binary = std::env::var_os("SPEED_WORKER").map(Into::into);
+    let worker = Worker::start(&Setup { name: "turns", capacity: "3G", binary, ..Setup::default() });
+    for turn in 0..=TURNS {
+        for scenario in SCENARIOS {
+            for (way, client) in WAYS {
+                let cpu = || worker.metrics().expect("process_cpu_seconds_total");
+                let before = cpu();
+                let answer = run(&mut spark, &worker, scenario, client);
+                let (seconds, cpu) = (&answer["seconds"], cpu() - before);
+                say(&format!("turn {turn}, {scenario}, {way}: {seconds} s, the worker's CPU {cpu:.2} s"));
+            }
+        }
+    }
+    worker.assert_clean();
+    worker.stop();
+}
+
+fn run(spark: &mut Spark, worker: &Worker, scenario: &str, client: Option<&str>) -> Value {
+    // One JVM for all, with the flags that TCP needs.
+    let jvm = Kind::NoUnsafe;
+    let words = client.map(|client| format!("{} spark.rss.client.type={client}", worker.printed_settings()));
+    let mode = if client.is_some() { "printed" } else { "vanilla" };
+    spark.begin(jvm, mode, &format!("scenarios={scenario} {}", words.unwrap_or_default()));
+    spark.finish(&Application { jvm, ..Application::of(scenario) }).remove(0)
+}
