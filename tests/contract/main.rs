@@ -9,6 +9,7 @@
 //! | `life` | seeded histories of blocks under paused time, against a model |
 //! | `object_client` | the client of object stores, against a store with faults and SeaweedFS |
 //! | `object_tier` | the object tier over its client, against the store with faults |
+//! | `disks` | every disk of `uniffle-io` and of the testkit: what the store relies on |
 //! | `client` | the client crate and its example, against workers |
 //! | `burst` | a burst against a disk of which the speed is simulated |
 //! | `cluster`, `metrics` | workers and coordinators together; the names of metrics |
@@ -23,6 +24,7 @@ mod burst;
 mod client;
 mod cluster;
 mod damage;
+mod disks;
 mod life;
 mod metrics;
 mod object_client;

@@ -1,6 +1,4 @@
-//! One suite over every disk: what the store relies on.
-
-#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
+//! One suite over every disk, the real ones and those of the testkit: what the store relies on.
 
 use std::io;
 use std::path::Path;
@@ -9,7 +7,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use uniffle_io::blocking::BlockingDisk;
-use uniffle_io::*;
+#[cfg(feature = "io-uring")]
+use uniffle_io::uring;
+use uniffle_io::{Disk, File, ReadPart, ReadTarget, WriteOpen, buffers};
 use uniffle_testkit::fault::{self, FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 #[cfg(feature = "io-uring")]
