@@ -397,7 +397,7 @@ fn a_frame_of_another_direction_is_no_request() {
     }
 }
 
-/// `WIRE_CASES=1000000000 cargo test --lib wire::golden` runs for hours.
+/// `WIRE_CASES=1000000000 cargo test -p uniffle-wire golden` runs for hours.
 fn cases() -> u32 {
     std::env::var("WIRE_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000)
 }
