@@ -5,9 +5,9 @@ python3 docs/images/peers.py > docs/images/peers.svg
 """
 
 ROWS = [  # name, (write of later rounds, low and high), (read)
-    ("this worker, TCP", (0.25, 0.27), (0.15, 0.17)),
+    ("this worker 0.1.0, TCP", (0.25, 0.27), (0.15, 0.17)),
     ("riffle 0.27, TCP", (0.47, 0.55), (0.42, 0.47)),
-    ("this worker, gRPC", (0.33, 0.39), (0.25, 0.27)),
+    ("this worker 0.1.0, gRPC", (0.33, 0.39), (0.25, 0.27)),
     ("riffle 0.27, gRPC", (0.70, 0.76), (0.80, 0.88)),
     ("Uniffle Java 0.10, gRPC", (1.66, 1.75), (1.46, 2.29)),
 ]
