@@ -170,13 +170,19 @@ fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str
     });
     let worker = workers.remove(0);
     match answers[0]["ok"] == true {
-        true => assert_right(&spark, &answers),
+        true => {
+            say(&format!("{}: the job went on and its result is right", setup.name));
+            assert_right(&spark, &answers);
+        }
         false => {
             let error = answers[0]["error"].as_str().unwrap_or_default();
             let is_told = error.contains(" lost (ids ") && error.contains("/0 partition ");
             // All attempts of a task may have met a port without a listener, and the application is over before the worker
             // that comes back has looked for what is lost.
             let is_away = error.contains("Get shuffle result is failed for appId");
+            let how =
+                if is_told { "named what is lost" } else { "found no listener, no loss was named to it" };
+            say(&format!("{}: the job failed and {how}", setup.name));
             assert!(is_told || is_away, "{error}");
             assert!(is_away || worker.log().contains("blocks are lost shuffle="), "no loss is named");
         }
