@@ -108,9 +108,11 @@ mod tests {
         let other = tasks.sibling();
         tasks.spawn("waits", tasks.cancelled());
         other.spawn("waits too", other.cancelled());
-        while tasks.list().len() < 2 {
-            tokio::task::yield_now().await;
-        }
+        let both_run = || match tasks.list().len() {
+            2 => Ok(()),
+            running => Err(format!("{running} run")),
+        };
+        uniffle_testkit::eventually("both run", both_run).await;
         let mut names: Vec<_> = other.list().iter().map(|task| task.name).collect();
         names.sort_unstable();
         assert_eq!(names, ["waits", "waits too"]);

@@ -475,14 +475,17 @@ async fn a_damaged_block_of_a_killed_worker_s_memory_is_lost_by_name() {
     written.assert_readable(&client).await;
     block_in_place(|| worker.wait_log("have other bytes than were sent, they are lost"));
     let options = ReadOptions::default();
-    let refused = loop {
-        match client.read_partition(&key("app", 0), PartitionId(0), &options).await {
-            Ok(read) => panic!("{} blocks of a partition that lost its only one", read.blocks.len()),
-            // It is looked for in all tiers meanwhile.
-            Err(error) if format!("{error:?}").contains("NoBuffer") => {}
-            Err(error) => break format!("{error:?}"),
+    let refused = async {
+        loop {
+            match client.read_partition(&key("app", 0), PartitionId(0), &options).await {
+                Ok(read) => panic!("{} blocks of a partition that lost its only one", read.blocks.len()),
+                // It is looked for in all tiers meanwhile.
+                Err(error) if format!("{error:?}").contains("NoBuffer") => {}
+                Err(error) => return format!("{error:?}"),
+            }
         }
     };
+    let refused = tokio::time::timeout(Duration::from_secs(60), refused).await.expect("it is looked for in less");
     let said = "blocks that an earlier process left in memory have other bytes than were sent";
     assert!(refused.contains(said), "{refused}");
     client.unregister_app("app").await.expect("known");

@@ -1,5 +1,8 @@
 //! A worker whose disks fail, as its coordinator, its clients and its operators see it: docs/protocol.md §8.5.
 
+use std::time::Duration;
+
+use tokio::time::timeout;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{self, DecommissionRequest, ServerStatus, StatusCode};
 use uniffle_worker::service::WorkerState;
@@ -91,6 +94,9 @@ async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     coordinator.stop().await;
 }
 
+/// Some probes of the disks, on a busy machine.
+const TOLD_WITHIN: Duration = Duration::from_secs(30);
+
 /// Coordinators are told nothing (`healthy_check_min_disks` is 0): what running applications write from now on is better off elsewhere.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_no_disk_takes_data_every_partition_is_to_move() {
@@ -123,12 +129,13 @@ async fn while_no_disk_takes_data_every_partition_is_to_move() {
     eventually("no disk takes data", || if takes_data() { Err(format!("{:?}", state())) } else { Ok(()) })
         .await;
     // The health checker is told of it.
-    while to_move().await.is_empty() {}
+    let told = async |is_told| while to_move().await.is_empty() == is_told {};
+    timeout(TOLD_WITHIN, told(true)).await.expect("the health checker looks every second");
     assert_eq!(to_move().await, [2, 0], "also before the first block");
     assert_eq!(state(), WorkerState::Active, "as far as coordinators are concerned");
 
     in_the_way.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     eventually("a disk takes data", || if takes_data() { Ok(()) } else { Err(String::new()) }).await;
-    while !to_move().await.is_empty() {}
+    timeout(TOLD_WITHIN, told(false)).await.expect("the health checker looks every second");
     fixture.finish().await;
 }

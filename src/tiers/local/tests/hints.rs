@@ -79,9 +79,11 @@ async fn a_disk_takes_one_request_at_a_time_and_its_reads_do_not_wait_for_it() {
     store.write(&key, vec![extent(1, &[(1, 5000)], false)]).await.unwrap();
     disk.faults.add(Rule::once(Operation::Advise, Fault::Hang));
     store.hint(&key, P, &[0..5000]);
-    while disk.faults.hung() == 0 {
-        tokio::task::yield_now().await;
-    }
+    uniffle_testkit::eventually("it has begun", || match disk.faults.hung() {
+        0 => Err(String::new()),
+        _ => Ok(()),
+    })
+    .await;
     for _ in 0..100 {
         store.hint(&key, P, &[0..5000]);
     }
