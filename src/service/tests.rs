@@ -34,7 +34,7 @@ const HUGE: u64 = 100_000;
 const HUGE_SHARE: u64 = 50_000;
 const BATCHES_MAX: usize = 2;
 
-struct World {
+struct Fixture {
     service: Arc<Service>,
     memory: Arc<Memory>,
     flusher: Arc<Flusher>,
@@ -78,7 +78,7 @@ fn memory_config(backing: crate::memory::Backing) -> MemoryConfig {
     }
 }
 
-impl World {
+impl Fixture {
     async fn new(partition_limits: PartitionLimits, flush_limits: policy::Limits) -> Self {
         Self::with(LocalConfig::default(), partition_limits, flush_limits).await
     }
@@ -117,9 +117,9 @@ impl World {
         let expiry =
             Arc::clone(&service.lifecycle).run_expiry(Duration::from_secs(5), Duration::from_secs(10));
         tasks.spawn("expiry", expiry);
-        let world = Self { service, memory, flusher, faults, registry, tasks, next_block: 0 };
-        world.register(APP, &[]).await;
-        world
+        let fixture = Self { service, memory, flusher, faults, registry, tasks, next_block: 0 };
+        fixture.register(APP, &[]).await;
+        fixture
     }
 
     async fn register(&self, app: &str, properties: &[(&str, &str)]) {
@@ -226,173 +226,178 @@ fn code<T: std::fmt::Debug>(result: Result<T, ServiceError>) -> StatusCode {
 
 #[tokio::test(start_paused = true)]
 async fn the_first_partition_that_may_not_take_more_decides_and_nothing_is_reserved() {
-    let mut world = World::new(limits(), quiet()).await;
-    world.fill(3, 90_000);
-    let used = world.memory.used_bytes();
-    world.require(&[1, 3, 2], &[90_000, 10_000, 90_000]).unwrap();
-    let refused = world.require(&[1, 3, 2], &[90_000, 10_001, 90_000]).unwrap_err();
+    let mut fixture = Fixture::new(limits(), quiet()).await;
+    fixture.fill(3, 90_000);
+    let used = fixture.memory.used_bytes();
+    fixture.require(&[1, 3, 2], &[90_000, 10_000, 90_000]).unwrap();
+    let refused = fixture.require(&[1, 3, 2], &[90_000, 10_001, 90_000]).unwrap_err();
     assert_eq!(refused.status(), StatusCode::NoBufferForHugePartition);
     assert!(refused.to_string().starts_with("Huge partition is limited to writing."), "{refused}");
     assert!(refused.to_string().contains("partition 3 has received 90000 bytes"), "{refused}");
-    assert_eq!(world.memory.tickets().count(), 1);
-    assert_eq!(world.metric("total_require_buffer_failed_for_huge_partition"), 1);
-    assert_eq!(world.metric("total_require_buffer_failed"), 1);
+    assert_eq!(fixture.memory.tickets().count(), 1);
+    assert_eq!(fixture.metric("total_require_buffer_failed_for_huge_partition"), 1);
+    assert_eq!(fixture.metric("total_require_buffer_failed"), 1);
     // The first to fail decides, whatever its neighbours would have got.
-    assert_eq!(code(world.require(&[3, 1], &[10_001, -1])), StatusCode::NoBufferForHugePartition);
-    assert_eq!(code(world.require(&[1, 3], &[-1, 10_001])), StatusCode::InvalidRequest);
-    world.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
-    world.settle().await;
-    assert!(world.memory.used_bytes() < used, "the refusal began a flush");
-    world.stop().await;
+    assert_eq!(code(fixture.require(&[3, 1], &[10_001, -1])), StatusCode::NoBufferForHugePartition);
+    assert_eq!(code(fixture.require(&[1, 3], &[-1, 10_001])), StatusCode::InvalidRequest);
+    fixture.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
+    fixture.settle().await;
+    assert!(fixture.memory.used_bytes() < used, "the refusal began a flush");
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn clients_that_tell_no_sizes_are_judged_by_what_was_received() {
-    let mut world = World::new(limits(), quiet()).await;
-    world.fill(3, 100_000);
-    world.require(&[3], &[]).unwrap();
-    world.fill(3, 10_000);
-    assert_eq!(code(world.require(&[1, 3], &[])), StatusCode::NoBufferForHugePartition);
+    let mut fixture = Fixture::new(limits(), quiet()).await;
+    fixture.fill(3, 100_000);
+    fixture.require(&[3], &[]).unwrap();
+    fixture.fill(3, 10_000);
+    assert_eq!(code(fixture.require(&[1, 3], &[])), StatusCode::NoBufferForHugePartition);
     // A list of another length is as good as none.
-    assert_eq!(code(world.require(&[1, 3], &[5])), StatusCode::NoBufferForHugePartition);
-    world.require(&[], &[]).unwrap();
-    world.stop().await;
+    assert_eq!(code(fixture.require(&[1, 3], &[5])), StatusCode::NoBufferForHugePartition);
+    fixture.require(&[], &[]).unwrap();
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn bytes_in_flight_count_against_a_huge_partitions_share() {
-    let mut world = World::new(limits(), quiet()).await;
-    world.faults.add(Rule::always(Operation::Write, Fault::Hang));
-    world.fill(3, 110_000);
-    assert_eq!(code(world.require(&[3], &[1])), StatusCode::NoBufferForHugePartition);
+    let mut fixture = Fixture::new(limits(), quiet()).await;
+    fixture.faults.add(Rule::always(Operation::Write, Fault::Hang));
+    fixture.fill(3, 110_000);
+    assert_eq!(code(fixture.require(&[3], &[1])), StatusCode::NoBufferForHugePartition);
     // The refusal has put everything in flight; it still counts, and is not cut into crumbs.
-    let buffer = world.buffer(3);
+    let buffer = fixture.buffer(3);
     assert_eq!((buffer.active_bytes(), buffer.in_flight_bytes()), (0, 110_000));
-    world.fill(3, 10_000);
-    assert_eq!(code(world.require(&[3], &[1])), StatusCode::NoBufferForHugePartition);
+    fixture.fill(3, 10_000);
+    assert_eq!(code(fixture.require(&[3], &[1])), StatusCode::NoBufferForHugePartition);
     assert_eq!(buffer.in_flight_batches(), 1);
-    within_time("a write hangs", || world.faults.hung() == 1).await;
-    world.faults.clear();
-    world.faults.release().await;
-    world.settle().await;
+    within_time("a write hangs", || fixture.faults.hung() == 1).await;
+    fixture.faults.clear();
+    fixture.faults.release().await;
+    fixture.settle().await;
     assert_eq!(buffer.received_bytes(), 120_000, "flushing takes nothing from it");
-    world.require(&[3], &[1]).unwrap();
-    world.stop().await;
+    fixture.require(&[3], &[1]).unwrap();
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn huge_partitions_are_marked_once_and_flushed_by_their_own_threshold() {
-    let mut world = World::new(limits(), policy::Limits { huge_buffer_bytes_max: 20_000, ..quiet() }).await;
-    world.fill(3, 100_000);
-    assert_eq!(world.metric("huge_partition_num"), 0);
-    assert_eq!(world.flusher.unfinished(), 0);
-    world.fill(3, 10_000);
-    assert_eq!(world.flusher.unfinished(), 1);
-    world.settle().await;
-    world.fill(3, 20_000);
-    assert_eq!(world.flusher.unfinished(), 0, "not above its threshold yet");
-    world.fill(4, 110_000);
+    let mut fixture =
+        Fixture::new(limits(), policy::Limits { huge_buffer_bytes_max: 20_000, ..quiet() }).await;
+    fixture.fill(3, 100_000);
+    assert_eq!(fixture.metric("huge_partition_num"), 0);
+    assert_eq!(fixture.flusher.unfinished(), 0);
+    fixture.fill(3, 10_000);
+    assert_eq!(fixture.flusher.unfinished(), 1);
+    fixture.settle().await;
+    fixture.fill(3, 20_000);
+    assert_eq!(fixture.flusher.unfinished(), 0, "not above its threshold yet");
+    fixture.fill(4, 110_000);
     for (name, value) in [
         ("huge_partition_num", 2),
         ("total_huge_partition_num", 2),
         ("app_with_huge_partition_num", 1),
         ("total_app_with_huge_partition_num", 1),
     ] {
-        assert_eq!(world.metric(name), value, "{name}");
+        assert_eq!(fixture.metric(name), value, "{name}");
     }
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_hard_limit_is_told_in_words_that_the_client_knows() {
     let hard = PartitionLimits { bytes_max: Some(50_000), ..PartitionLimits::default() };
-    let mut world = World::new(hard, quiet()).await;
-    world.fill(3, 40_000);
-    world.require(&[3], &[10_000]).unwrap();
-    assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::NoRegister);
-    assert_eq!(code(world.send(3, 10_001)), StatusCode::NoRegister);
-    assert_eq!(world.buffer(3).received_bytes(), 40_000, "nothing of it was stored");
-    world.register(APP, &[("spark.anything", "1")]).await;
-    assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::ExceedHugePartitionHardLimit);
-    assert_eq!(code(world.send(3, 10_001)), StatusCode::ExceedHugePartitionHardLimit);
-    assert_eq!(world.metric("total_huge_partition_exceed_hard_limit_num"), 4);
-    world.send(3, 10_000).unwrap();
-    world.stop().await;
+    let mut fixture = Fixture::new(hard, quiet()).await;
+    fixture.fill(3, 40_000);
+    fixture.require(&[3], &[10_000]).unwrap();
+    assert_eq!(code(fixture.require(&[3], &[10_001])), StatusCode::NoRegister);
+    assert_eq!(code(fixture.send(3, 10_001)), StatusCode::NoRegister);
+    assert_eq!(fixture.buffer(3).received_bytes(), 40_000, "nothing of it was stored");
+    fixture.register(APP, &[("spark.anything", "1")]).await;
+    assert_eq!(code(fixture.require(&[3], &[10_001])), StatusCode::ExceedHugePartitionHardLimit);
+    assert_eq!(code(fixture.send(3, 10_001)), StatusCode::ExceedHugePartitionHardLimit);
+    assert_eq!(fixture.metric("total_huge_partition_exceed_hard_limit_num"), 4);
+    fixture.send(3, 10_000).unwrap();
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn partitions_to_be_split_are_named_and_still_served() {
     let split = PartitionLimits { split_bytes: Some(20_000), ..PartitionLimits::default() };
-    let mut world = World::new(split, quiet()).await;
-    world.fill(3, 20_000);
-    assert_eq!(world.require(&[3, 1, 5], &[0, 0, 0]).unwrap().split_partitions, Vec::<i32>::new());
-    assert_eq!(world.require(&[3, 1, 5], &[1, 0, 20_001]).unwrap().split_partitions, [3, 5]);
+    let mut fixture = Fixture::new(split, quiet()).await;
+    fixture.fill(3, 20_000);
+    assert_eq!(fixture.require(&[3, 1, 5], &[0, 0, 0]).unwrap().split_partitions, Vec::<i32>::new());
+    assert_eq!(fixture.require(&[3, 1, 5], &[1, 0, 20_001]).unwrap().split_partitions, [3, 5]);
     // Too few disks take data: all of them are better off elsewhere.
-    world.service.status().set_without_room(true);
-    assert_eq!(world.require(&[3, 1], &[0, 0]).unwrap().split_partitions, [3, 1]);
-    world.service.status().set_without_room(false);
-    assert_eq!(world.require(&[3, 1], &[0, 0]).unwrap().split_partitions, Vec::<i32>::new());
-    world.stop().await;
+    fixture.service.status().set_without_room(true);
+    assert_eq!(fixture.require(&[3, 1], &[0, 0]).unwrap().split_partitions, [3, 1]);
+    fixture.service.status().set_without_room(false);
+    assert_eq!(fixture.require(&[3, 1], &[0, 0]).unwrap().split_partitions, Vec::<i32>::new());
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn batches_of_one_buffer_in_flight_are_limited() {
-    let mut world =
-        World::new(PartitionLimits::default(), policy::Limits { single_buffer_bytes_max: 9_999, ..quiet() })
-            .await;
-    world.faults.add(Rule::always(Operation::Write, Fault::Hang));
-    world.fill(3, 100_000);
-    world.flusher.flush_all();
-    let buffer = world.buffer(3);
+    let mut fixture = Fixture::new(
+        PartitionLimits::default(),
+        policy::Limits { single_buffer_bytes_max: 9_999, ..quiet() },
+    )
+    .await;
+    fixture.faults.add(Rule::always(Operation::Write, Fault::Hang));
+    fixture.fill(3, 100_000);
+    fixture.flusher.flush_all();
+    let buffer = fixture.buffer(3);
     assert_eq!(buffer.in_flight_batches(), BATCHES_MAX);
     assert_eq!((buffer.active_bytes(), buffer.in_flight_bytes()), (80_000, 20_000));
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn n21_what_has_too_many_batches_in_flight_is_flushed_when_one_of_them_ends() {
     let oversized = policy::Limits { single_buffer_bytes_max: 9_999, ..quiet() };
     for (limits, by_an_operator) in [(quiet(), true), (oversized, false)] {
-        let mut world = World::new(PartitionLimits::default(), limits).await;
-        world.faults.add(Rule::always(Operation::Write, Fault::Hang));
+        let mut fixture = Fixture::new(PartitionLimits::default(), limits).await;
+        fixture.faults.add(Rule::always(Operation::Write, Fault::Hang));
         for _ in 0..BATCHES_MAX + 2 {
-            world.fill(3, 10_000);
+            fixture.fill(3, 10_000);
             if by_an_operator {
-                world.flusher.flush_all();
+                fixture.flusher.flush_all();
             }
         }
-        let buffer = world.buffer(3);
+        let buffer = fixture.buffer(3);
         assert_eq!((buffer.in_flight_batches(), buffer.active_bytes()), (BATCHES_MAX, 20_000));
-        within_time("writes hang", || world.faults.hung() > 0).await;
-        world.faults.clear();
-        world.faults.release().await;
-        world.settle().await;
-        assert_eq!(world.memory.block_count(), 0, "by an operator: {by_an_operator}");
-        world.stop().await;
+        within_time("writes hang", || fixture.faults.hung() > 0).await;
+        fixture.faults.clear();
+        fixture.faults.release().await;
+        fixture.settle().await;
+        assert_eq!(fixture.memory.block_count(), 0, "by an operator: {by_an_operator}");
+        fixture.stop().await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn small_blocks_are_flushed_when_there_are_too_many() {
-    let mut world =
-        World::new(PartitionLimits::default(), policy::Limits { blocks_high: 50, blocks_low: 5, ..quiet() })
-            .await;
+    let mut fixture = Fixture::new(
+        PartitionLimits::default(),
+        policy::Limits { blocks_high: 50, blocks_low: 5, ..quiet() },
+    )
+    .await;
     for block in 0..51 {
-        world.send(block % 10, 1).unwrap();
+        fixture.send(block % 10, 1).unwrap();
     }
-    assert_eq!(world.memory.block_count(), 51);
+    assert_eq!(fixture.memory.block_count(), 51);
     tokio::time::sleep(Duration::from_millis(10)).await;
-    world.settle().await;
-    assert!(world.memory.block_count() <= 5 + 5, "{} left", world.memory.block_count());
-    world.stop().await;
+    fixture.settle().await;
+    assert!(fixture.memory.block_count() <= 5 + 5, "{} left", fixture.memory.block_count());
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_the_last_app() {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
-    let service = Arc::clone(&world.service);
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let service = Arc::clone(&fixture.service);
     // Expiry would end the app itself.
-    world.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]).await;
+    fixture.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]).await;
     tokio::time::sleep(Duration::from_secs(50)).await;
     service.lifecycle.decommission().unwrap();
     tokio::time::sleep(Duration::from_secs(400)).await;
@@ -406,94 +411,94 @@ async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_th
     service.status().decommissioned().await;
     assert!(before.elapsed() < Duration::from_secs(1), "n25: an idle worker is looked at at once");
     assert_eq!(service.status().state(), WorkerState::Decommissioned);
-    world.register(APP, &[]).await;
+    fixture.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;
     assert_eq!(service.status().state(), WorkerState::Decommissioning, "it serves an app again");
     service.lifecycle.cancel_decommission().unwrap();
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn statistics_are_sums_over_an_apps_partitions() {
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    world.register("app-10", &[]).await;
-    world.fill(3, 20_000);
-    world.flusher.flush_all();
-    world.settle().await;
-    world.fill(4, 10_000);
-    let all = world.service.insight.app_statistics();
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    fixture.register("app-10", &[]).await;
+    fixture.fill(3, 20_000);
+    fixture.flusher.flush_all();
+    fixture.settle().await;
+    fixture.fill(4, 10_000);
+    let all = fixture.service.insight.app_statistics();
     let by_name: HashMap<&str, &AppStatistics> = all.iter().map(|app| (app.app.as_str(), app)).collect();
     let (busy, idle) = (by_name[APP], by_name["app-10"]);
     assert_eq!((busy.received_bytes, busy.in_memory_bytes, busy.in_memory_blocks), (30_000, 10_000, 1));
     assert_eq!((busy.local_bytes, busy.local_files, busy.partitions), (20_000, 2, 10));
     assert_eq!((idle.received_bytes, idle.partitions, idle.average_block_bytes()), (0, 10, None));
-    assert_eq!(world.metric("topN_of_total_data_size_for_app"), 30_000);
-    assert_eq!(world.metric("topN_of_on_localfile_data_size_for_app"), 20_000);
-    assert_eq!(world.metric("bottomN_of_in_memory_avg_block_size_for_app"), 10_000);
-    world.service.lifecycle.unregister_app("app-10").unwrap();
-    world.stop().await;
+    assert_eq!(fixture.metric("topN_of_total_data_size_for_app"), 30_000);
+    assert_eq!(fixture.metric("topN_of_on_localfile_data_size_for_app"), 20_000);
+    assert_eq!(fixture.metric("bottomN_of_in_memory_avg_block_size_for_app"), 10_000);
+    fixture.service.lifecycle.unregister_app("app-10").unwrap();
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spare() {
     const BYTES: i32 = 3_000_000;
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    world.fill(3, 3_000_000);
-    world.flusher.flush_all();
-    world.settle().await;
-    let pool = world.memory.read_pool().clone();
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    fixture.fill(3, 3_000_000);
+    fixture.flusher.flush_all();
+    fixture.settle().await;
+    let pool = fixture.memory.read_pool().clone();
 
-    let answer = world.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
-    world.faults.add(Rule::always(Operation::Read, Fault::Hang));
+    let answer = fixture.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    fixture.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let mut ahead = ReadAhead::of(answer.chunks);
     let first = ahead.next().await.unwrap().unwrap();
-    assert_eq!((first.len(), world.faults.hung(), pool.used_bytes()), (1 << 20, 1, 2 << 20));
+    assert_eq!((first.len(), fixture.faults.hung(), pool.used_bytes()), (1 << 20, 1, 2 << 20));
     drop((first, ahead));
-    world.faults.clear();
-    world.faults.release().await;
+    fixture.faults.clear();
+    fixture.faults.release().await;
     within_time("an answer that is not wanted holds nothing", || pool.used_bytes() == 0).await;
 
-    let answer = world.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    let answer = fixture.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
     let others = pool.try_acquire(1 << 20).unwrap();
-    world.faults.add(Rule::always(Operation::Read, Fault::Hang));
+    fixture.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let mut ahead = ReadAhead::of(answer.chunks);
     let mut read = ahead.next().await.unwrap().unwrap().len();
-    assert_eq!(world.faults.hung(), 0, "more than half of the memory would be in use");
-    world.faults.clear();
+    assert_eq!(fixture.faults.hung(), 0, "more than half of the memory would be in use");
+    fixture.faults.clear();
     drop(others);
     while let Some(chunk) = ahead.next().await.unwrap() {
         read += chunk.len();
     }
     assert_eq!(read, 3_000_000);
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn d5_while_a_successor_is_awaited_no_send_is_acknowledged_and_tickets_come_back() {
-    let mut world = World::new(limits(), quiet()).await;
-    world.send(1, 1000).unwrap();
-    let ticket = |world: &World| {
+    let mut fixture = Fixture::new(limits(), quiet()).await;
+    fixture.send(1, 1000).unwrap();
+    let ticket = |fixture: &Fixture| {
         let request =
             RequireRequest { app: APP, shuffle: 0, bytes: 2000, partitions: &[], partition_sizes: &[] };
-        world.service.ingest.require_buffer(request).unwrap().ticket
+        fixture.service.ingest.require_buffer(request).unwrap().ticket
     };
-    let open = |world: &World, ticket| {
-        world.service.ingest.begin_send(SendHeader { app: APP, shuffle: 0, ticket, message_bytes: 1200 })
+    let open = |fixture: &Fixture, ticket| {
+        fixture.service.ingest.begin_send(SendHeader { app: APP, shuffle: 0, ticket, message_bytes: 1200 })
     };
-    let late = ticket(&world);
-    let mut under_way = open(&world, ticket(&world)).unwrap();
+    let late = ticket(&fixture);
+    let mut under_way = open(&fixture, ticket(&fixture)).unwrap();
     under_way.partition(2).unwrap();
     under_way.begin_block(1000).unwrap();
-    world.service.ingest.refuse_sends();
-    assert_eq!(code(open(&world, late)), StatusCode::NoBuffer);
+    fixture.service.ingest.refuse_sends();
+    assert_eq!(code(open(&fixture, late)), StatusCode::NoBuffer);
     under_way.write(&[7; 1000]).unwrap();
     under_way.end_block(BlockHeader { block_id: 99, length: 1000, ..BlockHeader::default() }).unwrap();
     assert_eq!(code(under_way.commit()), StatusCode::NoBuffer);
-    assert_eq!(world.memory.contents()[0].blocks, 1, "only what was acknowledged before");
-    assert_eq!(world.memory.tickets().count(), 0, "a ticket that was refused is spent");
+    assert_eq!(fixture.memory.contents()[0].blocks, 1, "only what was acknowledged before");
+    assert_eq!(fixture.memory.tickets().count(), 0, "a ticket that was refused is spent");
     // It did not come to that.
-    world.service.go_on();
-    world.send(2, 1000).unwrap();
-    assert_eq!(world.memory.contents()[0].blocks, 2);
-    world.stop().await;
+    fixture.service.go_on();
+    fixture.send(2, 1000).unwrap();
+    assert_eq!(fixture.memory.contents()[0].blocks, 2);
+    fixture.stop().await;
 }

@@ -485,7 +485,8 @@ async fn a_damaged_block_of_a_killed_worker_s_memory_is_lost_by_name() {
             }
         }
     };
-    let refused = tokio::time::timeout(Duration::from_secs(60), refused).await.expect("it is looked for in less");
+    let refused =
+        tokio::time::timeout(Duration::from_secs(60), refused).await.expect("it is looked for in less");
     let said = "blocks that an earlier process left in memory have other bytes than were sent";
     assert!(refused.contains(said), "{refused}");
     client.unregister_app("app").await.expect("known");

@@ -9,7 +9,7 @@ use super::*;
 
 /// Directories over several lives, each of which sees some of them.
 #[derive(Debug, Default)]
-struct World {
+struct Fixture {
     directories: Vec<Directory>,
     /// All that was ever acknowledged, by shuffle.
     acknowledged: BTreeMap<u64, BTreeSet<u64>>,
@@ -40,7 +40,7 @@ fn uuid(directory: usize) -> Uuid {
     Uuid::from_u128(directory as u128 + 1)
 }
 
-impl World {
+impl Fixture {
     fn of(directories: usize) -> Self {
         Self { directories: vec![Directory::default(); directories], ..Self::default() }
     }
@@ -142,9 +142,9 @@ proptest! {
     /// Whichever directories are away in turn: what is not refused is complete.
     #[test]
     fn what_is_proven_is_complete_whichever_directories_are_away(lives in (1usize..=5).prop_flat_map(lives)) {
-        let mut world = World::of(5);
+        let mut fixture = Fixture::of(5);
         for (here, shuffles) in lives {
-            world.live(&here, &shuffles);
+            fixture.live(&here, &shuffles);
         }
     }
 }
@@ -196,27 +196,27 @@ fn one_damaged_copy_is_made_good_by_the_other_and_two_are_not() {
 
 #[test]
 fn a_lone_directory_of_two_is_not_believed_until_the_other_is_back() {
-    let mut world = World::of(2);
-    world.live(&[0, 1], &[1]);
-    let judged = judge(&world.see(&[0]), None);
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    let judged = judge(&fixture.see(&[0]), None);
     let gap = judged.gap.unwrap();
     assert!(gap.reason.contains("data directory /1 is missing"), "{}", gap.reason);
-    world.live(&[0], &[1, 2]);
-    let judged = judge(&world.see(&[0, 1]), None);
+    fixture.live(&[0], &[1, 2]);
+    let judged = judge(&fixture.see(&[0, 1]), None);
     assert!(judged.gap.is_none() && judged.is_over(&gap));
     assert_eq!(judged.carried(Some(&gap)), None);
-    world.live(&[1], &[2]);
-    let gap = judge(&world.see(&[0, 1]), None).gap.unwrap();
+    fixture.live(&[1], &[2]);
+    let gap = judge(&fixture.see(&[0, 1]), None).gap.unwrap();
     assert!(gap.reason.contains("was used without the others") && gap.until_back.is_empty());
 }
 
 /// A directory that went on alone, and cannot be read at the next start.
 #[test]
 fn what_cannot_be_read_is_awaited_and_what_is_damaged_is_gone_for_good() {
-    let mut world = World::of(2);
-    world.live(&[0, 1], &[1]);
-    world.live(&[1], &[1]);
-    let mut seen = world.see(&[0, 1]);
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    fixture.live(&[1], &[1]);
+    let mut seen = fixture.see(&[0, 1]);
     let damaged = vec!["/1 cannot be listed".to_owned()];
     seen[1] = Present { uuid: uuid(1), path: "/1".into(), damaged, ..Present::default() };
     let spoilt = judge(&seen, None).gap.unwrap();
@@ -230,13 +230,13 @@ fn what_cannot_be_read_is_awaited_and_what_is_damaged_is_gone_for_good() {
 #[test]
 fn a_directory_that_was_away_for_hundreds_of_starts_is_still_followed() {
     for (all, rest) in [(2, vec![0]), (3, vec![0, 1])] {
-        let mut world = World::of(all);
+        let mut fixture = Fixture::of(all);
         let every: Vec<usize> = (0..all).collect();
-        world.live(&every, &[1]);
-        (0..300).for_each(|_| world.live(&rest, &[1]));
-        assert_eq!(judge(&world.see(&every), None).gap, None, "of {all}");
-        world.live(&every, &[1]);
-        let lineage = judge(&world.see(&every), None).epoch.lineage.len();
+        fixture.live(&every, &[1]);
+        (0..300).for_each(|_| fixture.live(&rest, &[1]));
+        assert_eq!(judge(&fixture.see(&every), None).gap, None, "of {all}");
+        fixture.live(&every, &[1]);
+        let lineage = judge(&fixture.see(&every), None).epoch.lineage.len();
         assert_eq!(lineage, LINEAGE_MAX, "what nobody asks for is forgotten");
     }
 }
@@ -244,30 +244,30 @@ fn a_directory_that_was_away_for_hundreds_of_starts_is_still_followed() {
 /// The process before holds the directory that is away, and says that nothing newer is there.
 #[test]
 fn d5_the_word_of_the_process_before_is_proof_of_its_own_epoch_and_of_no_other() {
-    let mut world = World::of(2);
-    world.live(&[0, 1], &[1]);
-    let said = |world: &World, without: usize| {
-        let epoch = judge(&world.see(&[0]), None).epoch.id;
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    let said = |fixture: &Fixture, without: usize| {
+        let epoch = judge(&fixture.see(&[0]), None).epoch.id;
         Vouch { epoch, frames: 2, without: vec![uuid(without).into_bytes()] }
     };
-    let vouch = said(&world, 1);
-    assert!(judge(&world.see(&[0]), None).gap.is_some());
-    assert_eq!(judge(&world.see(&[0]), Some(&vouch)).gap, None);
-    assert!(judge(&world.see(&[0]), Some(&said(&world, 2))).gap.is_some(), "of another directory");
+    let vouch = said(&fixture, 1);
+    assert!(judge(&fixture.see(&[0]), None).gap.is_some());
+    assert_eq!(judge(&fixture.see(&[0]), Some(&vouch)).gap, None);
+    assert!(judge(&fixture.see(&[0]), Some(&said(&fixture, 2))).gap.is_some(), "of another directory");
     let more = Vouch { frames: 9, ..vouch.clone() };
-    let gap = judge(&world.see(&[0]), Some(&more)).gap.unwrap();
+    let gap = judge(&fixture.see(&[0]), Some(&more)).gap.unwrap();
     assert!(gap.reason.contains("/0/log ends before record 8"), "{}", gap.reason);
     // A start has followed: what was said before it counts for nothing.
-    world.live(&[0], &[1]);
-    assert!(judge(&world.see(&[0]), Some(&vouch)).gap.is_some());
+    fixture.live(&[0], &[1]);
+    assert!(judge(&fixture.see(&[0]), Some(&vouch)).gap.is_some());
 }
 
 #[test]
 fn of_three_a_majority_is_proof_and_one_acknowledges_nothing() {
-    let mut world = World::of(3);
-    world.live(&[0, 1, 2], &[1]);
-    assert!(judge(&world.see(&[0, 2]), None).gap.is_none());
-    let judged = judge(&world.see(&[1]), None);
+    let mut fixture = Fixture::of(3);
+    fixture.live(&[0, 1, 2], &[1]);
+    assert!(judge(&fixture.see(&[0, 2]), None).gap.is_none());
+    let judged = judge(&fixture.see(&[1]), None);
     let error = members_after(&judged.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
     assert!(error.contains("of 3 data directories only 1") && error.contains("bring back /0, /2"), "{error}");
     let replaced = [(uuid(1), "/1".to_owned()), (uuid(7), "/2".to_owned())];

@@ -3,13 +3,13 @@
 use super::*;
 use crate::service::ReadingOfConnection;
 
-/// Blocks of [`World::fill`].
+/// Blocks of [`Fixture::fill`].
 const BLOCK: u64 = 10_000;
 const BLOCKS: u64 = 120;
 const SLOW: Duration = Duration::from_secs(3);
 
 /// Reads the partition as clients do, and takes so long for each answer; the answers' lengths.
-async fn read(world: &World, connection: &ReadingOfConnection, took: Duration) -> Vec<u64> {
+async fn read(fixture: &Fixture, connection: &ReadingOfConnection, took: Duration) -> Vec<u64> {
     let (mut last_block_id, mut lengths, mut seen) = (-1, Vec::new(), 0);
     loop {
         let request = MemoryReadRequest {
@@ -21,7 +21,7 @@ async fn read(world: &World, connection: &ReadingOfConnection, took: Duration) -
             task_filter: None,
             of_connection: Some(connection.answers()),
         };
-        let answer = world.service.reads.read_memory(request).unwrap();
+        let answer = fixture.service.reads.read_memory(request).unwrap();
         let Some(last) = answer.read.blocks.last() else { break };
         seen += answer.read.blocks.len() as u64;
         last_block_id = last.block_id.0;
@@ -41,25 +41,25 @@ async fn read(world: &World, connection: &ReadingOfConnection, took: Duration) -
 
 #[tokio::test(start_paused = true)]
 async fn n8_a_slow_reader_pins_less_of_the_region_at_a_time_and_a_fast_one_gets_all_it_asks_for() {
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    world.fill(3, BLOCK * BLOCKS);
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    fixture.fill(3, BLOCK * BLOCKS);
     let (slow, fast) =
-        (world.service.reads.reading_of_connection(), world.service.reads.reading_of_connection());
+        (fixture.service.reads.reading_of_connection(), fixture.service.reads.reading_of_connection());
     // What one answer may have of the connection's share, whatever its pace.
     let most = slow.answers().limit(i32::MAX).unwrap();
     let one_more = |limit: u64| limit.div_ceil(BLOCK) * BLOCK;
 
-    let at_first = read(&world, &fast, Duration::ZERO).await;
+    let at_first = read(&fixture, &fast, Duration::ZERO).await;
     assert_eq!(at_first[..2], [one_more(most); 2], "of {BLOCKS} blocks");
-    let lengths = read(&world, &slow, SLOW).await;
+    let lengths = read(&fixture, &slow, SLOW).await;
     assert_eq!(lengths[0], one_more(most), "nothing is known of it yet");
     assert!(lengths[1..].iter().all(|length| *length <= one_more(most / 2)), "{lengths:?}");
-    assert_eq!(read(&world, &fast, Duration::ZERO).await, at_first, "which is another connection's pace");
+    assert_eq!(read(&fixture, &fast, Duration::ZERO).await, at_first, "which is another connection's pace");
 
-    let lengths = read(&world, &slow, Duration::ZERO).await;
+    let lengths = read(&fixture, &slow, Duration::ZERO).await;
     assert!(lengths[0] <= one_more(most / 2), "{lengths:?}");
-    assert_eq!(read(&world, &slow, Duration::ZERO).await, at_first, "it is as fast as the other now");
-    world.stop().await;
+    assert_eq!(read(&fixture, &slow, Duration::ZERO).await, at_first, "it is as fast as the other now");
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -75,10 +75,10 @@ async fn f10_only_a_filter_over_many_blocks_of_a_partition_is_asked_aside() {
             of_connection: None,
         }
     }
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    world.fill(3, BLOCK * BLOCKS);
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    fixture.fill(3, BLOCK * BLOCKS);
     let blocks = usize::try_from(BLOCKS).unwrap();
-    let reads = &world.service.reads;
+    let reads = &fixture.service.reads;
     let filter: Option<&'static [u8]> = Some(&[0; 8]);
     assert!(reads.filters_more_than(blocks - 1, &asked(APP, 3, filter)));
     assert!(!reads.filters_more_than(blocks, &asked(APP, 3, filter)));
@@ -87,5 +87,5 @@ async fn f10_only_a_filter_over_many_blocks_of_a_partition_is_asked_aside() {
         assert!(!reads.filters_more_than(0, &quick), "{quick:?}");
     }
     assert!(!reads.may_take_long(&asked(APP, 3, filter)), "those are few");
-    world.stop().await;
+    fixture.stop().await;
 }

@@ -38,7 +38,7 @@ fn batch(id: i64, (backlog, released): (Backlog, Released)) -> TierBatch {
     TierBatch { backlog, released, ..vec![extent].into() }
 }
 
-impl World {
+impl Fixture {
     /// Over a disk of 16 MiB a second that does not take what is in the page cache next.
     async fn over_a_disk_that_takes_no_page() -> Self {
         let local = LocalConfig {
@@ -46,10 +46,10 @@ impl World {
             spare_memory: SpareMemory::Always(u64::MAX),
             ..LocalConfig::default()
         };
-        let world = Self::with(local, PartitionLimits::default(), quiet()).await;
-        world.faults.set_speed(16 << 20);
-        world.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
-        world
+        let fixture = Self::with(local, PartitionLimits::default(), quiet()).await;
+        fixture.faults.set_speed(16 << 20);
+        fixture.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
+        fixture
     }
 
     /// Two blocks that are on the disk, both reported. The second one is written while so much waits, and is in memory until then.
@@ -113,57 +113,57 @@ impl World {
 
 #[tokio::test(start_paused = true)]
 async fn what_the_page_cache_did_not_bring_to_its_disk_is_named_and_not_read_as_zeros() {
-    let world = World::over_a_disk_that_takes_no_page().await;
-    world.two_blocks((LONG, Released::default())).await;
-    let text = world.until_named().await;
+    let fixture = Fixture::over_a_disk_that_takes_no_page().await;
+    fixture.two_blocks((LONG, Released::default())).await;
+    let text = fixture.until_named().await;
     assert!(text.contains("(ids 1)") && text.contains(".data"), "{text}");
-    assert_eq!(world.faults.injected(), 1, "it went by way of the page cache");
-    assert_eq!(world.read_blocks(0, 1).await.unwrap().len(), BLOCK as usize, "the other one is served");
-    assert_eq!(world.service.insight.losses().losses.len(), 1);
-    world.stop().await;
+    assert_eq!(fixture.faults.injected(), 1, "it went by way of the page cache");
+    assert_eq!(fixture.read_blocks(0, 1).await.unwrap().len(), BLOCK as usize, "the other one is served");
+    assert_eq!(fixture.service.insight.losses().losses.len(), 1);
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_the_page_cache_did_not_bring_to_its_disk_while_memory_had_it_is_named() {
-    let mut world = World::over_a_disk_that_takes_no_page().await;
-    world.send(PARTITION, BLOCK as usize).unwrap();
+    let mut fixture = Fixture::over_a_disk_that_takes_no_page().await;
+    fixture.send(PARTITION, BLOCK as usize).unwrap();
     let (in_memory, released) = InMemory::begin();
-    world.two_blocks((LONG, released)).await;
-    within_time("it is not written back", || world.faults.injected() == 1).await;
+    fixture.two_blocks((LONG, released)).await;
+    within_time("it is not written back", || fixture.faults.injected() == 1).await;
     tokio::time::sleep(Duration::from_secs(60)).await;
-    let buffer = world.buffer(PARTITION);
+    let buffer = fixture.buffer(PARTITION);
     buffer.release(&buffer.seal().unwrap());
     drop(in_memory);
-    let text = world.until_named().await;
+    let text = fixture.until_named().await;
     assert!(text.contains("(ids 1)"), "{text}");
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_block_that_is_found_damaged_while_it_is_moved_is_named_to_readers() {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
-    world.two_blocks(Default::default()).await;
-    world.find_damage().await;
-    world.faults.clear();
-    let text = world.until_named().await;
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    fixture.two_blocks(Default::default()).await;
+    fixture.find_damage().await;
+    fixture.faults.clear();
+    let text = fixture.until_named().await;
     assert!(text.contains("(ids 1)"), "{text}");
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_block_that_is_found_damaged_while_its_report_is_written_down_is_named() {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
-    let shuffle = world.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let shuffle = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
     shuffle.write(batch(0, Default::default())).await.unwrap();
     shuffle.write(batch(1, Default::default())).await.unwrap();
     let second = Duration::from_secs(1);
-    world.faults.add(Rule::always(Operation::Write, Fault::Slow(second)).on("/log"));
+    fixture.faults.add(Rule::always(Operation::Write, Fault::Slow(second)).on("/log"));
     let damage = async {
         tokio::time::sleep(second / 4).await;
-        world.find_damage().await;
-        world.faults.clear();
+        fixture.find_damage().await;
+        fixture.faults.clear();
         tokio::time::sleep(second / 4).await;
-        let state = world.shuffle();
+        let state = fixture.shuffle();
         assert_eq!(
             (state.ledger().verifying(), state.ledger().losses()),
             (0, Vec::new()),
@@ -171,29 +171,29 @@ async fn a_block_that_is_found_damaged_while_its_report_is_written_down_is_named
         );
         assert!(state.ledger().is_watched() && state.block_ids().lock().count() == 0);
     };
-    let (reported, ()) = tokio::join!(world.report_blocks(), damage);
+    let (reported, ()) = tokio::join!(fixture.report_blocks(), damage);
     reported.unwrap();
-    let text = world.until_named().await;
+    let text = fixture.until_named().await;
     assert!(text.contains("(ids 1)") && text.contains("while their report was written down"), "{text}");
     drop(shuffle);
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_block_that_is_committed_while_a_count_begins_is_counted_again() {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
-    let (shuffle, lifecycle) = (world.shuffle(), &world.service.lifecycle);
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let (shuffle, lifecycle) = (fixture.shuffle(), &fixture.service.lifecycle);
     lifecycle.verifier.suspect(&shuffle, PartitionId(PARTITION), "a disk has failed");
     within_time("nothing is found", || shuffle.ledger().verifying() == 0).await;
     // Their sender asked before that whether anybody counts.
-    let tier = world.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
+    let tier = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
     tier.write(batch(0, Default::default())).await.unwrap();
     tier.write(batch(1, Default::default())).await.unwrap();
-    let refused = world.report_blocks().await.unwrap_err();
+    let refused = fixture.report_blocks().await.unwrap_err();
     assert!(matches!(refused, ServiceError::Lost(_)), "{refused}");
     lifecycle.losses.count_again(&shuffle, PartitionId(PARTITION));
-    world.report_blocks().await.unwrap();
-    assert_eq!(world.read_blocks(0, 2).await.unwrap().len(), 2 * BLOCK as usize);
+    fixture.report_blocks().await.unwrap();
+    assert_eq!(fixture.read_blocks(0, 2).await.unwrap().len(), 2 * BLOCK as usize);
     drop((tier, shuffle));
-    world.stop().await;
+    fixture.stop().await;
 }

@@ -11,105 +11,105 @@ const MIB: u64 = 1 << 20;
 const FLOOD_TICKET: u64 = 256 * KIB;
 const FLOOD_TICKET_HELD: u64 = 320 * KIB;
 
-fn ask(world: &World, app: &str, bytes: u64) -> Result<i64, ServiceError> {
+fn ask(fixture: &Fixture, app: &str, bytes: u64) -> Result<i64, ServiceError> {
     let bytes = i32::try_from(bytes).unwrap();
     let request = RequireRequest { app, shuffle: 0, bytes, partitions: &[], partition_sizes: &[] };
-    world.service.ingest.require_buffer(request).map(|grant| grant.ticket)
+    fixture.service.ingest.require_buffer(request).map(|grant| grant.ticket)
 }
 
 /// Takes every ticket that there is and uses none.
-fn flood(world: &World, app: &str) {
-    while ask(world, app, FLOOD_TICKET).is_ok() {}
+fn flood(fixture: &Fixture, app: &str) {
+    while ask(fixture, app, FLOOD_TICKET).is_ok() {}
 }
 
-async fn flood_for(world: &World, floods: &[String], seconds: u64) {
+async fn flood_for(fixture: &Fixture, floods: &[String], seconds: u64) {
     let until = Instant::now() + Duration::from_secs(seconds);
     while Instant::now() < until {
-        floods.iter().for_each(|app| flood(world, app));
+        floods.iter().for_each(|app| flood(fixture, app));
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
 /// How long `app` is refused, asking between floods.
-async fn refused_for(world: &World, floods: &[String], app: &str, bytes: u64) -> Duration {
+async fn refused_for(fixture: &Fixture, floods: &[String], app: &str, bytes: u64) -> Duration {
     let asked = Instant::now();
-    while ask(world, app, bytes).is_err() {
+    while ask(fixture, app, bytes).is_err() {
         assert!(asked.elapsed() < Duration::from_secs(60), "{app} gets nothing");
-        floods.iter().for_each(|app| flood(world, app));
+        floods.iter().for_each(|app| flood(fixture, app));
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     asked.elapsed()
 }
 
-fn held(world: &World, app: &str) -> u64 {
-    world.memory.tickets().standing(&AppId::parse(app).unwrap()).held
+fn held(fixture: &Fixture, app: &str) -> u64 {
+    fixture.memory.tickets().standing(&AppId::parse(app).unwrap()).held
 }
 
-async fn world_with(apps: &[String]) -> World {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
+async fn fixture_with(apps: &[String]) -> Fixture {
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     for app in apps {
-        world.register(app, &[]).await;
+        fixture.register(app, &[]).await;
     }
-    world
+    fixture
 }
 
-async fn stop(world: World, apps: &[String]) {
+async fn stop(fixture: Fixture, apps: &[String]) {
     for app in apps {
-        world.service.lifecycle.unregister_app(app).unwrap();
+        fixture.service.lifecycle.unregister_app(app).unwrap();
     }
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn n9_an_honest_app_gets_memory_within_a_second_while_another_takes_every_ticket() {
     let floods = ["flood".to_owned()];
-    let world = world_with(&floods).await;
-    flood_for(&world, &floods, 40).await;
-    assert!(held(&world, "flood") > CAPACITY - FLOOD_TICKET_HELD, "alone it gets everything");
-    assert!(refused_for(&world, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
+    let fixture = fixture_with(&floods).await;
+    flood_for(&fixture, &floods, 40).await;
+    assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD, "alone it gets everything");
+    assert!(refused_for(&fixture, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
 
     // Also when none of its tickets is old.
-    world.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
-    world.memory.tickets().forget_app(&AppId::parse("flood").unwrap());
-    flood(&world, "flood");
-    let refused = ask(&world, APP, 4 * MIB).unwrap_err();
+    fixture.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
+    fixture.memory.tickets().forget_app(&AppId::parse("flood").unwrap());
+    flood(&fixture, "flood");
+    let refused = ask(&fixture, APP, 4 * MIB).unwrap_err();
     assert_eq!(refused.status(), StatusCode::NoBuffer);
-    assert!(refused_for(&world, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
+    assert!(refused_for(&fixture, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
 
     // What the honest one does not want is the flood's.
-    flood_for(&world, &floods, 20).await;
+    flood_for(&fixture, &floods, 20).await;
     let honest = 4 * MIB + 64 * KIB;
-    assert_eq!(held(&world, APP), honest);
-    assert!(held(&world, "flood") + honest > CAPACITY - FLOOD_TICKET_HELD, "{}", held(&world, "flood"));
-    world.service.lifecycle.unregister_app(APP).unwrap();
-    assert_eq!(held(&world, APP), 0, "an app that goes holds no ticket");
-    flood_for(&world, &floods, 1).await;
-    assert!(held(&world, "flood") > CAPACITY - FLOOD_TICKET_HELD);
-    assert!(world.memory.tickets().taken_back() > 0);
-    world.register(APP, &[]).await;
-    stop(world, &floods).await;
+    assert_eq!(held(&fixture, APP), honest);
+    assert!(held(&fixture, "flood") + honest > CAPACITY - FLOOD_TICKET_HELD, "{}", held(&fixture, "flood"));
+    fixture.service.lifecycle.unregister_app(APP).unwrap();
+    assert_eq!(held(&fixture, APP), 0, "an app that goes holds no ticket");
+    flood_for(&fixture, &floods, 1).await;
+    assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD);
+    assert!(fixture.memory.tickets().taken_back() > 0);
+    fixture.register(APP, &[]).await;
+    stop(fixture, &floods).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn n9_nine_floods_leave_an_honest_app_its_share_and_share_the_rest() {
     let floods: Vec<String> = (0..9).map(|n| format!("flood-{n}")).collect();
-    let world = world_with(&floods).await;
-    flood_for(&world, &floods, 10).await;
+    let fixture = fixture_with(&floods).await;
+    flood_for(&fixture, &floods, 10).await;
     let share = CAPACITY / 9;
     for app in &floods {
-        assert!(held(&world, app).abs_diff(share) <= FLOOD_TICKET_HELD, "{app}: {}", held(&world, app));
+        assert!(held(&fixture, app).abs_diff(share) <= FLOOD_TICKET_HELD, "{app}: {}", held(&fixture, app));
     }
-    assert!(refused_for(&world, &floods, APP, MIB).await <= Duration::from_secs(1));
-    flood_for(&world, &floods, 5).await;
-    let all: u64 = floods.iter().map(|app| held(&world, app)).sum();
+    assert!(refused_for(&fixture, &floods, APP, MIB).await <= Duration::from_secs(1));
+    flood_for(&fixture, &floods, 5).await;
+    let all: u64 = floods.iter().map(|app| held(&fixture, app)).sum();
     assert!(all + MIB + 64 * KIB + FLOOD_TICKET_HELD > CAPACITY, "nothing lies idle: {all}");
-    stop(world, &floods).await;
+    stop(fixture, &floods).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn memory_that_is_short_is_divided_by_weight_and_a_reload_counts_at_once() {
     let apps = ["adhoc-1".to_owned(), "etl-1".to_owned()];
-    let world = world_with(&apps).await;
+    let fixture = fixture_with(&apps).await;
     let config = |text: &str| {
         let text = format!("[fairness]\nweights = [{text}]");
         let machine = crate::schema::Machine::default();
@@ -118,74 +118,74 @@ async fn memory_that_is_short_is_divided_by_weight_and_a_reload_counts_at_once()
         let mut reader = crate::schema::Reader::new(&schema, text.parse().unwrap(), HashMap::new());
         <FairnessConfig as crate::schema::Section>::read(&mut reader, &machine)
     };
-    flood_for(&world, &apps, 5).await;
-    assert!(held(&world, "etl-1").abs_diff(CAPACITY / 2) <= FLOOD_TICKET_HELD);
-    world.service.lifecycle.set_fairness(&config("{ app = \"etl-*\", weight = 3 }"));
-    flood_for(&world, &apps, 5).await;
-    assert!(held(&world, "etl-1").abs_diff(CAPACITY / 4 * 3) <= FLOOD_TICKET_HELD);
-    assert!(held(&world, "adhoc-1").abs_diff(CAPACITY / 4) <= FLOOD_TICKET_HELD);
+    flood_for(&fixture, &apps, 5).await;
+    assert!(held(&fixture, "etl-1").abs_diff(CAPACITY / 2) <= FLOOD_TICKET_HELD);
+    fixture.service.lifecycle.set_fairness(&config("{ app = \"etl-*\", weight = 3 }"));
+    flood_for(&fixture, &apps, 5).await;
+    assert!(held(&fixture, "etl-1").abs_diff(CAPACITY / 4 * 3) <= FLOOD_TICKET_HELD);
+    assert!(held(&fixture, "adhoc-1").abs_diff(CAPACITY / 4) <= FLOOD_TICKET_HELD);
     // It counts for applications that come later too.
-    world.register("etl-2", &[]).await;
-    assert_eq!(world.memory.tickets().weight_of(&AppId::parse("etl-2").unwrap()), 3);
-    world.service.lifecycle.unregister_app("etl-2").unwrap();
-    stop(world, &apps).await;
+    fixture.register("etl-2", &[]).await;
+    assert_eq!(fixture.memory.tickets().weight_of(&AppId::parse("etl-2").unwrap()), 3);
+    fixture.service.lifecycle.unregister_app("etl-2").unwrap();
+    stop(fixture, &apps).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_app_over_its_share_is_spilled_first() {
     let apps = ["flood".to_owned()];
-    let mut world = world_with(&apps).await;
+    let mut fixture = fixture_with(&apps).await;
     for block in 0..17 {
-        world.send_of("flood", block % 10, 500_000).unwrap();
+        fixture.send_of("flood", block % 10, 500_000).unwrap();
     }
     // The largest partitions are the honest one's.
     for _ in 0..4 {
-        world.send(3, 500_000).unwrap();
+        fixture.send(3, 500_000).unwrap();
     }
-    let waited = refused_for(&world, &[], APP, 10 * MIB).await;
+    let waited = refused_for(&fixture, &[], APP, 10 * MIB).await;
     assert!(waited > Duration::ZERO && waited <= Duration::from_secs(1), "{waited:?}");
-    assert_eq!(world.buffer_of(APP, 3).in_memory_bytes(), 2_000_000, "nothing of its own was spilled");
-    assert!(world.flusher.flushed_bytes() > 0);
-    stop(world, &apps).await;
+    assert_eq!(fixture.buffer_of(APP, 3).in_memory_bytes(), 2_000_000, "nothing of its own was spilled");
+    assert!(fixture.flusher.flushed_bytes() > 0);
+    stop(fixture, &apps).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn tickets_are_for_shuffles_that_are_registered_and_cost_what_they_reserve() {
-    let world = world_with(&["no-shuffles".to_owned()]).await;
+    let fixture = fixture_with(&["no-shuffles".to_owned()]).await;
     let of = |app, shuffle, partitions| {
         let request = RequireRequest { app, shuffle, bytes: 0, partitions, partition_sizes: &[] };
-        world.service.ingest.require_buffer(request)
+        fixture.service.ingest.require_buffer(request)
     };
     assert_eq!(code(of(APP, 1, &[0])), StatusCode::NoRegister);
     assert_eq!(code(of("other", 0, &[0])), StatusCode::NoRegister);
     of(APP, 0, &[0, 1]).unwrap();
-    assert_eq!(world.memory.used_bytes(), 2 * 4 * KIB);
+    assert_eq!(fixture.memory.used_bytes(), 2 * 4 * KIB);
     // A client before 0.9 names neither.
     of(APP, 7, &[]).unwrap();
-    assert_eq!(world.memory.used_bytes(), (2 * 4 + 64) * KIB);
-    world.service.lifecycle.unregister_shuffle("no-shuffles", 0).unwrap();
+    assert_eq!(fixture.memory.used_bytes(), (2 * 4 + 64) * KIB);
+    fixture.service.lifecycle.unregister_shuffle("no-shuffles", 0).unwrap();
     assert_eq!(code(of("no-shuffles", 0, &[])), StatusCode::NoRegister);
-    stop(world, &["no-shuffles".to_owned()]).await;
+    stop(fixture, &["no-shuffles".to_owned()]).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn p6_a_ticket_does_not_wait_while_the_tiers_take_nothing() {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let capacity = i32::try_from(CAPACITY).unwrap();
     let asked = |bytes| RequireRequest { app: APP, shuffle: 0, bytes, partitions: &[], partition_sizes: &[] };
-    world.service.ingest.require_buffer(asked(capacity / 16 * 13)).unwrap();
+    fixture.service.ingest.require_buffer(asked(capacity / 16 * 13)).unwrap();
     let places = tokio::sync::Semaphore::new(1);
     let waited = async || {
         let began = tokio::time::Instant::now();
-        let answer = world.service.ingest.require_buffer_in_line(asked(capacity / 2), &places).await;
+        let answer = fixture.service.ingest.require_buffer_in_line(asked(capacity / 2), &places).await;
         assert_eq!(code(answer), StatusCode::NoBuffer);
         began.elapsed()
     };
     assert!(waited().await >= Duration::from_secs(1));
-    world.service.status().set_without_room(true);
+    fixture.service.status().set_without_room(true);
     assert_eq!(waited().await, Duration::ZERO);
-    world.service.status().set_without_room(false);
+    fixture.service.status().set_without_room(false);
     assert!(waited().await >= Duration::from_secs(1));
-    world.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
-    world.stop().await;
+    fixture.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
+    fixture.stop().await;
 }

@@ -18,7 +18,7 @@ const LONG_ENOUGH: Duration = Duration::from_millis(200);
 struct Busy(#[expect(dead_code, reason = "its drop ends the work")] mpsc::Sender<()>);
 
 /// There are eight at most.
-async fn occupy(world: &World, places: &Aside) -> Busy {
+async fn occupy(fixture: &Fixture, places: &Aside) -> Busy {
     let (until, ends) = mpsc::channel();
     let ends = Arc::new(Mutex::new(ends));
     for _ in 0..8 {
@@ -26,7 +26,7 @@ async fn occupy(world: &World, places: &Aside) -> Busy {
         let work = move || {
             let _ended = ends.lock().recv();
         };
-        world.tasks.spawn("holds a place", async move { drop(places.run(work).await) });
+        fixture.tasks.spawn("holds a place", async move { drop(places.run(work).await) });
     }
     for _ in 0..10 {
         yield_now().await;
@@ -41,18 +41,18 @@ fn wait() {
 }
 
 /// A whole send with more runs than are committed where they are read.
-fn large_send(world: &mut World) -> Intake {
+fn large_send(fixture: &mut Fixture) -> Intake {
     let request =
         RequireRequest { app: APP, shuffle: 0, bytes: 1 << 20, partitions: &[], partition_sizes: &[] };
-    let ticket = world.service.ingest.require_buffer(request).unwrap().ticket;
-    let mut intake = Intake::new(Arc::clone(&world.service.ingest), 1 << 20);
+    let ticket = fixture.service.ingest.require_buffer(request).unwrap().ticket;
+    let mut intake = Intake::new(Arc::clone(&fixture.service.ingest), 1 << 20);
     intake.header(WireHeader { app: APP, shuffle: 0, ticket }).unwrap();
     for number in 0..300 {
         intake.partition(number % 10).unwrap();
         intake.begin_block(100).unwrap();
         intake.write(&[7; 100]).unwrap();
-        world.next_block += 1;
-        let block = BlockHeader { block_id: world.next_block, length: 100, ..BlockHeader::default() };
+        fixture.next_block += 1;
+        let block = BlockHeader { block_id: fixture.next_block, length: 100, ..BlockHeader::default() };
         intake.end_block(block).unwrap();
     }
     intake
@@ -67,47 +67,47 @@ fn committing(mut intake: Intake) -> Committing {
 
 #[tokio::test]
 async fn large_sends_are_committed_when_there_is_a_place_also_if_nobody_waits() {
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    let busy = occupy(&world, &world.service.ingest.committing).await;
-    let mut heard = committing(large_send(&mut world));
-    drop(committing(large_send(&mut world)));
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let busy = occupy(&fixture, &fixture.service.ingest.committing).await;
+    let mut heard = committing(large_send(&mut fixture));
+    drop(committing(large_send(&mut fixture)));
     yield_now().await;
     wait();
     assert!(heard.outcome().now_or_never().is_none());
-    assert_eq!(world.buffer(3).received_bytes(), 0);
+    assert_eq!(fixture.buffer(3).received_bytes(), 0);
     drop(busy);
     heard.outcome().await.unwrap();
     pause();
-    within_time("both are there", || world.buffer(3).received_bytes() == 2 * 30 * 100).await;
-    world.stop().await;
+    within_time("both are there", || fixture.buffer(3).received_bytes() == 2 * 30 * 100).await;
+    fixture.stop().await;
 }
 
 #[tokio::test]
 async fn large_sends_that_are_given_up_wait_for_a_place_and_keep_none_from_those_that_are_committed() {
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    let busy = occupy(&world, &world.service.ingest.giving_up).await;
-    drop(large_send(&mut world));
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let busy = occupy(&fixture, &fixture.service.ingest.giving_up).await;
+    drop(large_send(&mut fixture));
     yield_now().await;
     wait();
-    assert_eq!(world.service.lifecycle.metrics.rejected_sends.get(), 0, "it is not over yet");
-    let mut next = committing(large_send(&mut world));
+    assert_eq!(fixture.service.lifecycle.metrics.rejected_sends.get(), 0, "it is not over yet");
+    let mut next = committing(large_send(&mut fixture));
     timeout(Duration::from_secs(20), next.outcome()).await.expect("a place").unwrap();
     drop(busy);
     pause();
-    within_time("it is given up", || world.service.lifecycle.metrics.rejected_sends.get() == 1).await;
-    world.stop().await;
+    within_time("it is given up", || fixture.service.lifecycle.metrics.rejected_sends.get() == 1).await;
+    fixture.stop().await;
 }
 
 #[tokio::test]
 async fn ends_and_what_is_reported_do_not_wait_for_each_other() {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let patience = Duration::from_secs(20);
-    world.register("app-2", &[]).await;
-    let reports = occupy(&world, &world.service.lifecycle.known.aside).await;
-    let ended = timeout(patience, world.service.lifecycle.end_app("app-2")).await;
+    fixture.register("app-2", &[]).await;
+    let reports = occupy(&fixture, &fixture.service.lifecycle.known.aside).await;
+    let ended = timeout(patience, fixture.service.lifecycle.end_app("app-2")).await;
     ended.expect("a place for ends").unwrap();
     drop(reports);
-    let ends = occupy(&world, &world.service.lifecycle.ends).await;
+    let ends = occupy(&fixture, &fixture.service.lifecycle.ends).await;
     let report = ReportRequest {
         app: APP,
         shuffle: 0,
@@ -116,26 +116,26 @@ async fn ends_and_what_is_reported_do_not_wait_for_each_other() {
         partitions: vec![(PartitionId(3), (0..100_000).map(|id| id << 45).collect())],
         records: Vec::new(),
     };
-    let reported = timeout(patience, world.service.ingest.report(report)).await;
+    let reported = timeout(patience, fixture.service.ingest.report(report)).await;
     reported.expect("a place for reports").unwrap();
     drop(ends);
     pause();
-    world.stop().await;
+    fixture.stop().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn applications_that_expire_together_are_deleted_some_at_a_time() {
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     for number in 0..200 {
         let app = format!("silent-{number}");
-        world.register(&app, &[]).await;
-        world.send_of(&app, 0, 1000).unwrap();
+        fixture.register(&app, &[]).await;
+        fixture.send_of(&app, 0, 1000).unwrap();
     }
-    world.flusher.flush_all();
-    world.settle().await;
-    world.faults.add(Rule::always(Operation::Rename, Fault::Hang));
-    let before = world.tasks.running();
-    let apps = || world.service.apps().app_count();
+    fixture.flusher.flush_all();
+    fixture.settle().await;
+    fixture.faults.add(Rule::always(Operation::Rename, Fault::Hang));
+    let before = fixture.tasks.running();
+    let apps = || fixture.service.apps().app_count();
     for _ in 0..1000 {
         if apps() == 0 {
             break;
@@ -143,11 +143,11 @@ async fn applications_that_expire_together_are_deleted_some_at_a_time() {
         tokio::time::sleep(Duration::from_secs(10)).await;
     }
     assert_eq!(apps(), 0, "all have expired");
-    let deleting = world.tasks.running() - before;
+    let deleting = fixture.tasks.running() - before;
     assert!((1..=16).contains(&deleting), "{deleting} tasks for 201 applications");
-    world.faults.clear();
-    world.faults.release().await;
-    within_time("all are deleted", || world.tasks.running() <= before).await;
-    world.register(APP, &[]).await;
-    world.stop().await;
+    fixture.faults.clear();
+    fixture.faults.release().await;
+    within_time("all are deleted", || fixture.tasks.running() <= before).await;
+    fixture.register(APP, &[]).await;
+    fixture.stop().await;
 }

@@ -5,8 +5,8 @@ use uniffle_wire::types::ShuffleId;
 
 #[tokio::test(start_paused = true)]
 async fn a_report_is_not_written_down_for_a_shuffle_that_has_its_name_by_now() {
-    let world = World::new(PartitionLimits::default(), quiet()).await;
-    let app = world.service.lifecycle.known.app(APP).unwrap();
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let app = fixture.service.lifecycle.known.app(APP).unwrap();
     let before = app.shuffle(ShuffleId(0)).unwrap();
     // It waits until it is known what is there, and nobody looks.
     before.ledger().with(PartitionId(3), |it| it.question(None));
@@ -20,11 +20,11 @@ async fn a_report_is_not_written_down_for_a_shuffle_that_has_its_name_by_now() {
     };
     let again = async {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        world.service.lifecycle.unregister_shuffle(APP, 0).unwrap();
-        world.register(APP, &[]).await;
+        fixture.service.lifecycle.unregister_shuffle(APP, 0).unwrap();
+        fixture.register(APP, &[]).await;
     };
-    let (reported, ()) = tokio::join!(world.service.ingest.report(report), again);
+    let (reported, ()) = tokio::join!(fixture.service.ingest.report(report), again);
     assert!(matches!(reported, Err(ServiceError::NotRegisteredPart(_))), "{reported:?}");
     drop((before, app));
-    world.stop().await;
+    fixture.stop().await;
 }

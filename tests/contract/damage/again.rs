@@ -4,17 +4,17 @@ use uniffle_testkit::judge::{Answers as _, Refusal};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::durability::METADATA;
 
-use super::world::{Life, World};
+use super::fixture::{Fixture, Life};
 
 /// Unregistered, registered again: it is whole.
-async fn begin_anew(world: &mut World, life: &Life, key: &ShuffleKey) {
-    world.unregister(life, key);
+async fn begin_anew(fixture: &mut Fixture, life: &Life, key: &ShuffleKey) {
+    fixture.unregister(life, key);
     life.client.register(key, 3).await.expect("sound disks");
-    world.run_task_of(life, key).await;
+    fixture.run_task_of(life, key).await;
 }
 
-fn results_of(world: &mut World, key: &ShuffleKey) -> Result<Vec<BlockId>, String> {
-    let lived = world.live(async |_, life| life.client.results(key, 0).await);
+fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, String> {
+    let lived = fixture.live(async |_, life| life.client.results(key, 0).await);
     match lived.expect("sound disks") {
         Ok(ids) => Ok(ids.into_iter().collect()),
         Err(Refusal::Told(text) | Refusal::Unknown(text)) => Err(text),
@@ -23,42 +23,42 @@ fn results_of(world: &mut World, key: &ShuffleKey) -> Result<Vec<BlockId>, Strin
 
 #[test]
 fn d2_a_shuffle_whose_registration_was_lost_is_refused_when_its_client_registers_it_again() {
-    let mut world = World::new(3);
+    let mut fixture = Fixture::new(3);
     let key = |shuffle| ShuffleKey::new(AppId::parse("app-1").expect("an id"), ShuffleId(shuffle));
     let keys = [key(0), key(1), key(10)];
-    let lived = world.live(async |world, life| {
+    let lived = fixture.live(async |fixture, life| {
         for key in &keys {
             life.client.register(key, 3).await.expect("sound disks");
-            world.run_task_of(life, key).await;
+            fixture.run_task_of(life, key).await;
         }
-        world.flush(life).await;
+        fixture.flush(life).await;
     });
     lived.expect("sound disks");
-    for disk in &world.disks {
+    for disk in &fixture.disks {
         let logs: Vec<_> = disk.files().into_iter().filter(|path| path.starts_with(METADATA)).collect();
         logs.iter().for_each(|path| {
             let zeros = disk.content(path).map(|content| vec![0; content.len()]);
             disk.put(path, zeros);
         });
     }
-    let lived = world.live(async |world, life| {
+    let lived = fixture.live(async |fixture, life| {
         for key in &keys {
             life.client.register(key, 3).await.expect("sound disks");
-            world.run_task_of(life, key).await;
+            fixture.run_task_of(life, key).await;
         }
         // Above all that were found: new.
         let new = ShuffleKey::new(keys[0].app.clone(), ShuffleId(11));
-        begin_anew(world, life, &new).await;
+        begin_anew(fixture, life, &new).await;
         assert!(!life.client.results(&new, 0).await.expect("it is new").is_empty());
         life.client.results(&keys[1], 0).await
     });
     let refusal = lived.expect("sound disks").expect_err("what it had is not known");
     assert!(matches!(&refusal, Refusal::Told(text) if text.contains("may have been registered before")));
     for key in &keys {
-        let text = results_of(&mut world, key).expect_err("the next start knows that, too");
+        let text = results_of(&mut fixture, key).expect_err("the next start knows that, too");
         assert!(text.contains("may have been registered before"), "{key}: {text}");
     }
-    let lived = world.live(async |world, life| begin_anew(world, life, &keys[1]).await);
+    let lived = fixture.live(async |fixture, life| begin_anew(fixture, life, &keys[1]).await);
     lived.expect("sound disks");
-    assert_eq!(results_of(&mut world, &keys[1]).map(|ids| ids.len()), Ok(1));
+    assert_eq!(results_of(&mut fixture, &keys[1]).map(|ids| ids.len()), Ok(1));
 }

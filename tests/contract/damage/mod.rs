@@ -14,11 +14,11 @@
 //! `DAMAGE_GAPS=1` also what is not survived yet ([`ways::Damage::is_known_gap`]).
 
 mod again;
+mod fixture;
 mod forge;
 mod mutations;
 mod tally;
 mod ways;
-mod world;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -34,10 +34,10 @@ use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::service::ServiceError;
 use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
+use self::fixture::{Fixture, LAYOUT, Life};
 use self::mutations::Mutation;
 use self::tally::{Report, Total};
 use self::ways::{Damage, readable};
-use self::world::{LAYOUT, Life, World};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 1_000;
@@ -77,28 +77,28 @@ fn what_was_acknowledged_is_answered_or_refused_by_name_whatever_is_damaged() {
 /// A process that ended between a write of the metadata log and its sync leaves a record that is known and not on the device.
 #[test]
 fn what_is_known_is_not_acknowledged_again_while_nothing_can_be_written() {
-    let mut world = World::new(1);
-    world.disks.truncate(1);
-    world.faults.truncate(1);
-    world.present.truncate(1);
-    let lived = world.live(async |world, life| {
-        let key = world.some_key();
+    let mut fixture = Fixture::new(1);
+    fixture.disks.truncate(1);
+    fixture.faults.truncate(1);
+    fixture.present.truncate(1);
+    let lived = fixture.live(async |fixture, life| {
+        let key = fixture.some_key();
         life.client.register(&key, 3).await.expect("a sound disk");
         for _ in 0..5 {
-            world.run_task_of(life, &key).await;
+            fixture.run_task_of(life, &key).await;
         }
-        world.flush(life).await;
+        fixture.flush(life).await;
         key
     });
     let key = lived.expect("a sound disk");
-    let told = &world.told[&key].partitions;
+    let told = &fixture.told[&key].partitions;
     let report: Vec<(i32, Vec<BlockId>)> =
         told.iter().map(|(partition, told)| (*partition, told.reported.iter().copied().collect())).collect();
-    world.faults[0].set_read_only(true);
-    let lived = world.live(async |world, life| {
+    fixture.faults[0].set_read_only(true);
+    let lived = fixture.live(async |fixture, life| {
         let again = life.client.report(&key, TaskAttemptId(1), &report).await;
         assert!(matches!(again, Err(ServiceError::Store(_))), "{again:?}");
-        world.faults[0].set_read_only(false);
+        fixture.faults[0].set_read_only(false);
         tokio::time::sleep(PROBED_WITHIN).await;
         life.client.report(&key, TaskAttemptId(1), &report).await
     });
@@ -111,61 +111,61 @@ fn run_safely(seed: u64, mutation: Mutation) -> Report {
 
 /// A history, its damage, and what came of it.
 fn run(seed: u64, mutation: Mutation) -> Report {
-    let mut world = World::new(seed);
-    mutation.of_parts(&mut world);
-    for _ in 0..world.rng.random_range(1..=3) {
-        let steps = world.rng.random_range(8..30);
-        let lived = world.live(async |world, life| {
-            world.work(life, steps).await;
-            world.end(life).await;
+    let mut fixture = Fixture::new(seed);
+    mutation.of_parts(&mut fixture);
+    for _ in 0..fixture.rng.random_range(1..=3) {
+        let steps = fixture.rng.random_range(8..30);
+        let lived = fixture.live(async |fixture, life| {
+            fixture.work(life, steps).await;
+            fixture.end(life).await;
         });
         lived.expect("nothing is damaged yet");
-        world.remember_version();
+        fixture.remember_version();
     }
-    let before = world.files();
-    let damage = ways::damage(&mut world);
-    world.is_damaged = true;
-    if damage.is_known_gap(&world) && std::env::var_os("DAMAGE_GAPS").is_none() {
+    let before = fixture.files();
+    let damage = ways::damage(&mut fixture);
+    fixture.is_damaged = true;
+    if damage.is_known_gap(&fixture) && std::env::var_os("DAMAGE_GAPS").is_none() {
         return Report::known_gap();
     }
-    mutation.of_disks(&mut world);
-    let mut report = Report::new(&damage, world.disks.len(), mutation.damages_more());
-    outlive(&mut world, damage, before, mutation, &mut report);
+    mutation.of_disks(&mut fixture);
+    let mut report = Report::new(&damage, fixture.disks.len(), mutation.damages_more());
+    outlive(&mut fixture, damage, before, mutation, &mut report);
     report
 }
 
 /// Starts again and again until everything is back that comes back, and judges each start.
 fn outlive(
-    world: &mut World,
+    fixture: &mut Fixture,
     mut damage: Damage,
     mut before: Vec<Files>,
     mutation: Mutation,
     report: &mut Report,
 ) {
-    let mut lives = if damage.heals() { 2 } else { world.rng.random_range(1..=2) };
+    let mut lives = if damage.heals() { 2 } else { fixture.rng.random_range(1..=2) };
     loop {
-        mutation.of_start(world);
+        mutation.of_start(fixture);
         lives -= 1;
         let is_last = lives == 0;
         let files = (before, std::mem::take(&mut damage.after));
-        if live_and_judge(world, files, is_last, report).is_err() {
+        if live_and_judge(fixture, files, is_last, report).is_err() {
             report.refused_start();
         }
         if is_last {
             return;
         }
-        before = world.files();
-        if damage.goes_on(world) {
+        before = fixture.files();
+        if damage.goes_on(fixture) {
             lives += 1;
         }
-        damage.after = readable(world);
+        damage.after = readable(fixture);
     }
 }
 
 /// One life on what there is. A store that refuses to open has named a directory, which is left out as an operator does, or told
 /// how its claim is written again, which is done.
 fn live_and_judge(
-    world: &mut World,
+    fixture: &mut Fixture,
     (before, mut after): (Vec<Files>, Vec<Files>),
     is_last: bool,
     report: &mut Report,
@@ -173,20 +173,20 @@ fn live_and_judge(
     // What is acknowledged on an empty mount point is gone with it, and nothing is left to tell.
     let damage_is_unseen = after.iter().all(Files::is_empty);
     loop {
-        let lived = world.live(async |world, life| {
-            judge(world, life, (&before, &after), report).await;
+        let lived = fixture.live(async |fixture, life| {
+            judge(fixture, life, (&before, &after), report).await;
             if is_last {
-                finish(world, life, report).await;
+                finish(fixture, life, report).await;
             } else {
-                let steps = if damage_is_unseen { 0 } else { world.rng.random_range(0..15) };
-                world.work(life, steps).await;
-                world.end(life).await;
+                let steps = if damage_is_unseen { 0 } else { fixture.rng.random_range(0..15) };
+                fixture.work(life, steps).await;
+                fixture.end(life).await;
             }
         });
         let Err(error) = lived else { return Ok(()) };
         let text = error.to_string();
-        let named = (0..world.disks.len()).find(|disk| text.contains(&format!("/disk{disk}")));
-        let Some(named) = named.filter(|disk| world.present[*disk]) else {
+        let named = (0..fixture.disks.len()).find(|disk| text.contains(&format!("/disk{disk}")));
+        let Some(named) = named.filter(|disk| fixture.present[*disk]) else {
             report.fail(format!("a start is refused without a directory's name: {text}"));
             return Err(error);
         };
@@ -196,12 +196,12 @@ fn live_and_judge(
             if before[named].get(Path::new(CLAIM)) != Some(&claim) {
                 report.fail(format!("WrongClaim: it was not that of /disk{named}: {text}"));
             }
-            world.disks[named].put(Path::new(CLAIM), Some(claim));
+            fixture.disks[named].put(Path::new(CLAIM), Some(claim));
             report.wrote_claim();
             continue;
         }
-        world.present[named] = false;
-        if !world.present.contains(&true) {
+        fixture.present[named] = false;
+        if !fixture.present.contains(&true) {
             return Err(error);
         }
         after[named].clear();
@@ -209,7 +209,12 @@ fn live_and_judge(
     }
 }
 
-async fn judge(world: &mut World, life: &Life, (before, after): (&[Files], &[Files]), report: &mut Report) {
+async fn judge(
+    fixture: &mut Fixture,
+    life: &Life,
+    (before, after): (&[Files], &[Files]),
+    report: &mut Report,
+) {
     let stored = stored_blocks(before);
     let untouched: BTreeSet<(&ShuffleKey, i32, BlockId)> = stored
         .iter()
@@ -217,7 +222,7 @@ async fn judge(world: &mut World, life: &Life, (before, after): (&[Files], &[Fil
         .map(|block| (&block.key, block.partition, block.id))
         .collect();
     let mut unknown = Vec::new();
-    for (key, told) in &world.told {
+    for (key, told) in &fixture.told {
         let there = |partition, id| untouched.contains(&(key, partition, id));
         let findings = examine(&life.client, key, told, LAYOUT, there).await;
         if matches!(findings.results_refused, Some(Refusal::Unknown(_))) {
@@ -226,24 +231,24 @@ async fn judge(world: &mut World, life: &Life, (before, after): (&[Files], &[Fil
         report.take(key, findings);
     }
     // Their jobs fail; one that is registered again begins anew.
-    unknown.iter().for_each(|key| _ = world.told.remove(key));
+    unknown.iter().for_each(|key| _ = fixture.told.remove(key));
 }
 
 /// Everything can be unregistered, and what is registered again is whole, also after the next start.
-async fn finish(world: &mut World, life: &Life, report: &mut Report) {
-    let keys: Vec<ShuffleKey> = world.told.keys().cloned().collect();
+async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
+    let keys: Vec<ShuffleKey> = fixture.told.keys().cloned().collect();
     let service = &life.client.service;
     for key in &keys {
-        world.unregister(life, key);
+        fixture.unregister(life, key);
     }
     for app in service.apps().apps() {
         service.lifecycle.unregister_app(app.id().as_str()).expect("it is known");
     }
     tokio::time::sleep(PROBED_WITHIN).await;
-    let key = keys.first().cloned().unwrap_or_else(|| world.some_key());
+    let key = keys.first().cloned().unwrap_or_else(|| fixture.some_key());
     if keys.is_empty() && life.client.register(&key, 3).await.is_ok() {
         // It may be one that was lost, and is refused then until it is unregistered.
-        world.unregister(life, &key);
+        fixture.unregister(life, &key);
     }
     for key in &keys {
         let known = life.client.results(key, 0).await.unwrap_or_default();
@@ -255,9 +260,9 @@ async fn finish(world: &mut World, life: &Life, report: &mut Report) {
         return report.fail(format!("{key} cannot be registered again: {error}"));
     }
     for _ in 0..3 {
-        world.run_task_of(life, &key).await;
+        fixture.run_task_of(life, &key).await;
     }
-    let told = &world.told[&key];
+    let told = &fixture.told[&key];
     let findings = examine(&life.client, &key, told, LAYOUT, |_, _| true).await;
     report.expect_whole(&key, "registered again", findings);
 }

@@ -15,9 +15,9 @@ use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::durability::frame::{Entry, Frame};
 use uniffle_worker::tiers::VerifyReads;
 
+use super::fixture::{Fixture, LAYOUT};
 use super::forge;
 use super::run_safely;
-use super::world::{LAYOUT, World};
 
 /// A mutation must be noticed within so many seeds.
 const SEEDS_MAX: u64 = 2_000;
@@ -60,27 +60,27 @@ pub(crate) enum Mutation {
 
 impl Mutation {
     /// What is other in the workers or their disks from the beginning.
-    pub(crate) fn of_parts(self, world: &mut World) {
+    pub(crate) fn of_parts(self, fixture: &mut Fixture) {
         match self {
-            Self::NoSync => world.disks.iter().for_each(|disk| disk.lie_about_syncs()),
-            Self::NoVerifiedReads => world.verify_reads = VerifyReads::Off,
-            Self::NoRecovery => world.recovery = false,
+            Self::NoSync => fixture.disks.iter().for_each(|disk| disk.lie_about_syncs()),
+            Self::NoVerifiedReads => fixture.verify_reads = VerifyReads::Off,
+            Self::NoRecovery => fixture.recovery = false,
             _ => {}
         }
     }
 
     /// What the disks have lost or never had, which the test does not know.
-    pub(crate) fn of_disks(self, world: &mut World) {
+    pub(crate) fn of_disks(self, fixture: &mut Fixture) {
         match self {
             Self::NoSecondCopy => {
-                for disk in world.disks.iter().skip(1) {
+                for disk in fixture.disks.iter().skip(1) {
                     remove(disk.files(), is_metadata, |path| disk.put(path, None));
                 }
             }
             Self::OldMetadata => {
-                let count = world.versions.len();
-                let version = world.versions[world.rng.random_range(0..count)].clone();
-                for (disk, files) in world.disks.iter().zip(version) {
+                let count = fixture.versions.len();
+                let version = fixture.versions[fixture.rng.random_range(0..count)].clone();
+                for (disk, files) in fixture.disks.iter().zip(version) {
                     remove(disk.files(), is_metadata, |path| disk.put(path, None));
                     for (path, content) in files.into_iter().filter(|(path, _)| is_metadata(path)) {
                         disk.put(&path, Some(content));
@@ -88,59 +88,59 @@ impl Mutation {
                 }
             }
             Self::NoIndexes => {
-                for disk in &world.disks {
+                for disk in &fixture.disks {
                     remove(disk.files(), forge::is_index, |path| disk.put(path, None));
                 }
             }
-            Self::NoLogChecksums => rewrite(world, |path, content| {
+            Self::NoLogChecksums => rewrite(fixture, |path, content| {
                 if forge::is_log(path) || forge::is_members(path) {
                     forge::log_without_checksums(content);
                 }
             }),
-            Self::NoLogChain => lose_a_frame(world, |content, lost| {
+            Self::NoLogChain => lose_a_frame(fixture, |content, lost| {
                 forge::chained(content, |frame| (frame.sequence != lost).then_some(frame.entry))
             }),
-            Self::LostFrame => lose_a_frame(world, |content, lost| {
+            Self::LostFrame => lose_a_frame(fixture, |content, lost| {
                 let before = forge::chained(content, |frame| (frame.sequence < lost).then_some(frame.entry));
                 let mut content = content.to_vec();
                 content[before.len()] ^= 1;
                 content
             }),
             Self::NoMarks => {
-                for disk in &world.disks {
+                for disk in &fixture.disks {
                     remove(disk.files(), |path| path.ends_with("acknowledged"), |path| disk.put(path, None));
                 }
             }
-            Self::NoClaimChecksum => rewrite(world, |path, content| {
+            Self::NoClaimChecksum => rewrite(fixture, |path, content| {
                 if let Some(forged) = forge::claim_without_checksum(content).filter(|_| is_claim(path)) {
                     *content = forged;
                 }
             }),
             Self::NoUnclaimed => {
-                for disk in world.disks.iter().filter(|disk| !disk.files().is_empty()) {
+                for disk in fixture.disks.iter().filter(|disk| !disk.files().is_empty()) {
                     let claim = disk.content(Path::new(CLAIM)).filter(|claim| forge::is_sound_claim(claim));
                     if claim.is_none() {
                         disk.put(Path::new(CLAIM), Some(claims::another()));
                     }
                 }
             }
-            Self::NoIndexChecksums => rewrite(world, |path, content| {
+            Self::NoIndexChecksums => rewrite(fixture, |path, content| {
                 if forge::is_index(path) {
                     forge::index_without_checksums(content);
                 }
             }),
-            Self::NoReadOnlyDisks if world.disks.len() > 1 => {
-                let read_only = world.faults.iter().map(Faults::is_read_only);
-                world.present.iter_mut().zip(read_only).for_each(|(present, is)| *present &= !is);
+            Self::NoReadOnlyDisks if fixture.disks.len() > 1 => {
+                let read_only = fixture.faults.iter().map(Faults::is_read_only);
+                fixture.present.iter_mut().zip(read_only).for_each(|(present, is)| *present &= !is);
             }
             _ => {}
         }
     }
 
     /// The same before every start that is judged.
-    pub(crate) fn of_start(self, world: &mut World) {
+    pub(crate) fn of_start(self, fixture: &mut Fixture) {
         if self == Self::NoMembers {
-            miss_nobody(world);
+            miss_nobody(fixture);
         }
     }
 
@@ -151,8 +151,8 @@ impl Mutation {
 }
 
 /// Lets `change` have every file of the disks.
-fn rewrite(world: &World, change: impl Fn(&Path, &mut Vec<u8>)) {
-    for disk in &world.disks {
+fn rewrite(fixture: &Fixture, change: impl Fn(&Path, &mut Vec<u8>)) {
+    for disk in &fixture.disks {
         for (path, before) in disk.snapshot() {
             let mut after = before.clone();
             change(&path, &mut after);
@@ -164,8 +164,8 @@ fn rewrite(world: &World, change: impl Fn(&Path, &mut Vec<u8>)) {
 }
 
 /// All copies lose the same frame, which is not the last one.
-fn lose_a_frame(world: &mut World, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
-    let files: Vec<_> = world.disks.iter().flat_map(|disk| disk.snapshot()).collect();
+fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
+    let files: Vec<_> = fixture.disks.iter().flat_map(|disk| disk.snapshot()).collect();
     let frames = files.iter().filter(|(path, _)| forge::is_log(path)).map(|(_, log)| forge::frames(log));
     let Some(longest) = frames.max_by_key(Vec::len) else { return };
     let said: Vec<u64> = longest[..longest.len().saturating_sub(1)]
@@ -173,8 +173,8 @@ fn lose_a_frame(world: &mut World, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
         .filter(|frame| matches!(frame.entry, Entry::Said(..)))
         .map(|frame| frame.sequence)
         .collect();
-    let Some(lost) = said.choose(&mut world.rng).copied() else { return };
-    rewrite(world, |path, content| {
+    let Some(lost) = said.choose(&mut fixture.rng).copied() else { return };
+    rewrite(fixture, |path, content| {
         if forge::is_log(path) && forge::frames(content).len() == longest.len() {
             *content = lose(content, lost);
         }
@@ -182,8 +182,8 @@ fn lose_a_frame(world: &mut World, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
 }
 
 /// Every list and every log of the directories that are here knows nobody else.
-fn miss_nobody(world: &World) {
-    let here: Vec<_> = world.disks.iter().zip(&world.present).filter(|(_, present)| **present).collect();
+fn miss_nobody(fixture: &Fixture) {
+    let here: Vec<_> = fixture.disks.iter().zip(&fixture.present).filter(|(_, present)| **present).collect();
     let files: Vec<_> = here.iter().flat_map(|(disk, _)| disk.snapshot()).collect();
     let claims = files.iter().filter(|(path, _)| is_claim(path));
     let uuid = |claim: &[u8]| String::from_utf8_lossy(claim).lines().nth(1).unwrap_or_default().to_owned();
@@ -195,7 +195,7 @@ fn miss_nobody(world: &World) {
         _ => None,
     };
     let ids: Vec<u64> = logs.flat_map(|(_, log)| forge::frames(log)).filter_map(epoch).collect();
-    rewrite(world, |path, content| {
+    rewrite(fixture, |path, content| {
         if says_epoch(path) {
             *content = forge::chained(content, |frame| match frame.entry {
                 Entry::Epoch(epoch) => {
@@ -366,17 +366,17 @@ impl Answers for Liar<'_> {
 
 /// What the judge finds of a worker that has everything and lies about it.
 fn judged(lie: Lie) -> Findings {
-    let mut world = World::new(1);
-    let lived = world.live(async |world, life| {
-        let key = world.some_key();
+    let mut fixture = Fixture::new(1);
+    let lived = fixture.live(async |fixture, life| {
+        let key = fixture.some_key();
         life.client.register(&key, 3).await.expect("sound disks");
         for _ in 0..5 {
-            world.run_task_of(life, &key).await;
+            fixture.run_task_of(life, &key).await;
         }
-        world.flush(life).await;
-        world.run_task_of(life, &key).await;
+        fixture.flush(life).await;
+        fixture.run_task_of(life, &key).await;
         let liar = Liar { client: &life.client, lie };
-        examine(&liar, &key, &world.told[&key], LAYOUT, |_, _| true).await
+        examine(&liar, &key, &fixture.told[&key], LAYOUT, |_, _| true).await
     });
     lived.expect("sound disks")
 }

@@ -12,8 +12,8 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::on_disk::Files;
 
+use super::fixture::Fixture;
 use super::forge;
-use super::world::World;
 
 const SECTOR_BYTES: usize = 512;
 
@@ -95,17 +95,17 @@ pub(crate) struct Damage {
 
 impl Damage {
     /// A life is over: what is another disk's turn, or comes back. False when everything is back.
-    pub(crate) fn goes_on(&mut self, world: &mut World) -> bool {
-        world.faults.iter().for_each(|faults| {
+    pub(crate) fn goes_on(&mut self, fixture: &mut Fixture) -> bool {
+        fixture.faults.iter().for_each(|faults| {
             faults.clear();
             faults.set_read_only(false);
         });
-        world.present.fill(true);
+        fixture.present.fill(true);
         if let Some((index, disk)) = self.aside.take() {
-            world.disks[index] = disk;
+            fixture.disks[index] = disk;
         }
         let next = self.next_absent.take();
-        next.inspect(|index| world.present[*index] = false).is_some()
+        next.inspect(|index| fixture.present[*index] = false).is_some()
     }
 
     /// Whether a later start finds more than the first one did.
@@ -122,8 +122,8 @@ impl Damage {
     }
 
     /// The one known gap (docs/durability.md): the only data directory is an empty mount point.
-    pub(crate) fn is_known_gap(&self, world: &World) -> bool {
-        self.way == Way::Unmounted && world.disks.len() == 1
+    pub(crate) fn is_known_gap(&self, fixture: &Fixture) -> bool {
+        self.way == Way::Unmounted && fixture.disks.len() == 1
     }
 
     /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else, claims aside.
@@ -143,14 +143,14 @@ impl Damage {
     }
 }
 
-/// Does something to the disks of a world in which nobody lives.
-pub(crate) fn damage(world: &mut World) -> Damage {
-    let way = *WAYS.choose(&mut world.rng).expect("not empty");
-    let all = world.disks.len();
+/// Does something to the disks of a fixture in which nobody lives.
+pub(crate) fn damage(fixture: &mut Fixture) -> Damage {
+    let way = *WAYS.choose(&mut fixture.rng).expect("not empty");
+    let all = fixture.disks.len();
     let way = if way == Way::Alternate && all == 1 { Way::Absent } else { way };
     // Nothing starts without a disk.
     let way = if way == Way::Absent && all == 1 { Way::Unmounted } else { way };
-    let disk = world.rng.random_range(0..all);
+    let disk = fixture.rng.random_range(0..all);
     let mut damage = Damage {
         way,
         kind: String::new(),
@@ -161,33 +161,35 @@ pub(crate) fn damage(world: &mut World) -> Damage {
     };
     match way {
         Way::Nothing => {}
-        Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older => damage_file(world, disk, &mut damage),
-        Way::BothCopies => damage_both_copies(world, &mut damage),
-        Way::DeleteDirectory => delete_directory(world, disk, &mut damage),
+        Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older => {
+            damage_file(fixture, disk, &mut damage)
+        }
+        Way::BothCopies => damage_both_copies(fixture, &mut damage),
+        Way::DeleteDirectory => delete_directory(fixture, disk, &mut damage),
         Way::Absent | Way::Alternate => {
-            world.present[disk] = false;
+            fixture.present[disk] = false;
             if way == Way::Alternate {
-                damage.next_absent = Some((disk + world.rng.random_range(1..all)) % all);
+                damage.next_absent = Some((disk + fixture.rng.random_range(1..all)) % all);
             }
         }
         Way::Unmounted => {
             let empty = Arc::new(MemoryDisk::new(&format!("/disk{disk}"), None));
-            damage.aside = Some((disk, std::mem::replace(&mut world.disks[disk], empty)));
+            damage.aside = Some((disk, std::mem::replace(&mut fixture.disks[disk], empty)));
         }
-        Way::Reset => world.lose_power(),
-        Way::FailingFile => fail_file(world, disk, &mut damage),
-        Way::FailingList => fail_list(world, disk, &mut damage),
-        Way::ReadOnly => world.faults[disk].set_read_only(true),
+        Way::Reset => fixture.lose_power(),
+        Way::FailingFile => fail_file(fixture, disk, &mut damage),
+        Way::FailingList => fail_list(fixture, disk, &mut damage),
+        Way::ReadOnly => fixture.faults[disk].set_read_only(true),
     }
     if damage.after.is_empty() {
-        damage.after = readable(world);
+        damage.after = readable(fixture);
     }
     damage
 }
 
 /// The files of the disks that are present.
-pub(crate) fn readable(world: &World) -> Vec<Files> {
-    let files = world.files().into_iter().zip(&world.present);
+pub(crate) fn readable(fixture: &Fixture) -> Vec<Files> {
+    let files = fixture.files().into_iter().zip(&fixture.present);
     files.map(|(files, present)| if *present { files } else { Files::new() }).collect()
 }
 
@@ -201,24 +203,24 @@ fn kind_of(path: &Path) -> String {
 }
 
 /// A file of a kind, every kind being as likely as any other.
-fn some_file(world: &mut World, disk: usize) -> Option<(String, PathBuf)> {
+fn some_file(fixture: &mut Fixture, disk: usize) -> Option<(String, PathBuf)> {
     let mut kinds: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
-    for path in world.disks[disk].files().into_iter().filter(|path| !path.starts_with("trash")) {
+    for path in fixture.disks[disk].files().into_iter().filter(|path| !path.starts_with("trash")) {
         kinds.entry(kind_of(&path)).or_default().push(path);
     }
-    let (kind, paths) = kinds.into_iter().choose(&mut world.rng)?;
-    Some((kind, paths.choose(&mut world.rng)?.clone()))
+    let (kind, paths) = kinds.into_iter().choose(&mut fixture.rng)?;
+    Some((kind, paths.choose(&mut fixture.rng)?.clone()))
 }
 
-fn damage_file(world: &mut World, disk: usize, damage: &mut Damage) {
-    let Some((kind, path)) = some_file(world, disk) else { return };
-    let mut content = world.disks[disk].content(&path).expect("it is there");
+fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
+    let Some((kind, path)) = some_file(fixture, disk) else { return };
+    let mut content = fixture.disks[disk].content(&path).expect("it is there");
     damage.what = format!("/disk{disk}/{} of {} bytes", path.display(), content.len());
     damage.kind = kind;
-    let at = if content.is_empty() { 0 } else { some_offset(world, content.len()) };
+    let at = if content.is_empty() { 0 } else { some_offset(fixture, content.len()) };
     let new = match damage.way {
         Way::Flip => {
-            content.get_mut(at).into_iter().for_each(|byte| *byte ^= 1 << world.rng.random_range(0..8));
+            content.get_mut(at).into_iter().for_each(|byte| *byte ^= 1 << fixture.rng.random_range(0..8));
             Some(content)
         }
         Way::Zero => {
@@ -234,26 +236,26 @@ fn damage_file(world: &mut World, disk: usize, damage: &mut Damage) {
         Way::Older => {
             let older = |files: &Vec<Files>| files[disk].get(&path).filter(|old| **old != content).cloned();
             // One that was never another stays as it is.
-            let versions: Vec<_> = world.versions.iter().filter_map(older).collect();
-            Some(versions.choose(&mut world.rng).cloned().unwrap_or(content))
+            let versions: Vec<_> = fixture.versions.iter().filter_map(older).collect();
+            Some(versions.choose(&mut fixture.rng).cloned().unwrap_or(content))
         }
         _ => None,
     };
     damage.what += &format!(" at {at}");
-    world.disks[disk].put(&path, new);
+    fixture.disks[disk].put(&path, new);
 }
 
-fn damage_both_copies(world: &mut World, damage: &mut Damage) {
+fn damage_both_copies(fixture: &mut Fixture, damage: &mut Damage) {
     let logs = |disk: &Arc<MemoryDisk>| {
         let files = disk.snapshot().into_iter().filter(|(path, _)| forge::is_log(path));
         files.map(|(path, content)| (Arc::clone(disk), path, content)).collect::<Vec<_>>()
     };
-    let copies: Vec<_> = world.disks.iter().flat_map(logs).collect();
+    let copies: Vec<_> = fixture.disks.iter().flat_map(logs).collect();
     let Some((_, _, longest)) = copies.iter().max_by_key(|(_, _, content)| content.len()) else { return };
     let frames = forge::frames(longest).len() as u64;
-    let kept = frames.saturating_sub(world.rng.random_range(1..=3)).max(1);
+    let kept = frames.saturating_sub(fixture.rng.random_range(1..=3)).max(1);
     let fits = forge::chained(longest, |frame| (frame.sequence < kept).then_some(frame.entry)).len();
-    let (torn, flips) = (world.rng.random(), world.rng.random());
+    let (torn, flips) = (fixture.rng.random(), fixture.rng.random());
     for (disk, path, content) in copies.iter().filter(|(_, _, content)| content.len() == longest.len()) {
         let mut content = content.clone();
         match (torn, flips) {
@@ -267,48 +269,48 @@ fn damage_both_copies(world: &mut World, damage: &mut Damage) {
 }
 
 /// Anywhere, or near the end.
-fn some_offset(world: &mut World, length: usize) -> usize {
-    match world.rng.random_bool(0.3) {
-        true => length - 1 - world.rng.random_range(0..length.min(100)),
-        false => world.rng.random_range(0..length),
+fn some_offset(fixture: &mut Fixture, length: usize) -> usize {
+    match fixture.rng.random_bool(0.3) {
+        true => length - 1 - fixture.rng.random_range(0..length.min(100)),
+        false => fixture.rng.random_range(0..length),
     }
 }
 
-fn some_directory(world: &mut World, disk: usize) -> Option<PathBuf> {
-    let used: BTreeSet<PathBuf> = world.disks[disk]
+fn some_directory(fixture: &mut Fixture, disk: usize) -> Option<PathBuf> {
+    let used: BTreeSet<PathBuf> = fixture.disks[disk]
         .files()
         .iter()
         .flat_map(|file| file.ancestors().skip(1).map(Path::to_path_buf).collect::<Vec<_>>())
         .filter(|path| !path.as_os_str().is_empty() && !path.starts_with("trash"))
         .collect();
-    used.into_iter().choose(&mut world.rng)
+    used.into_iter().choose(&mut fixture.rng)
 }
 
-fn delete_directory(world: &mut World, disk: usize, damage: &mut Damage) {
-    let Some(path) = some_directory(world, disk) else { return };
+fn delete_directory(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
+    let Some(path) = some_directory(fixture, disk) else { return };
     damage.what = format!("/disk{disk}/{}", path.display());
-    world.disks[disk].put(&path, None);
+    fixture.disks[disk].put(&path, None);
 }
 
-fn fail_file(world: &mut World, disk: usize, damage: &mut Damage) {
-    let Some((kind, path)) = some_file(world, disk) else { return };
+fn fail_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
+    let Some((kind, path)) = some_file(fixture, disk) else { return };
     damage.what = format!("/disk{disk}/{}", path.display());
     damage.kind = kind;
-    let times = *[1, 2, u32::MAX].choose(&mut world.rng).expect("not empty");
+    let times = *[1, 2, u32::MAX].choose(&mut fixture.rng).expect("not empty");
     for operation in [Operation::Other, Operation::OpenRead, Operation::Read] {
         let rule = Rule::always(operation, Fault::Errno(EIO)).on(path.to_string_lossy().into_owned());
-        world.faults[disk].add(Rule { times, ..rule });
+        fixture.faults[disk].add(Rule { times, ..rule });
     }
-    damage.after = readable(world);
+    damage.after = readable(fixture);
     damage.after[disk].remove(&path);
 }
 
-fn fail_list(world: &mut World, disk: usize, damage: &mut Damage) {
-    let Some(path) = some_directory(world, disk) else { return };
+fn fail_list(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
+    let Some(path) = some_directory(fixture, disk) else { return };
     damage.what = format!("/disk{disk}/{}", path.display());
-    let times = *[1, u32::MAX].choose(&mut world.rng).expect("not empty");
+    let times = *[1, u32::MAX].choose(&mut fixture.rng).expect("not empty");
     let rule = Rule::always(Operation::Other, Fault::Errno(EIO)).on(path.to_string_lossy().into_owned());
-    world.faults[disk].add(Rule { times, ..rule });
-    damage.after = readable(world);
+    fixture.faults[disk].add(Rule { times, ..rule });
+    damage.after = readable(fixture);
     damage.after[disk].retain(|file, _| !file.starts_with(&path));
 }

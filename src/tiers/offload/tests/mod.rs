@@ -27,12 +27,12 @@ use crate::tiers::{ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, Store
 
 /// What outlives a process.
 #[derive(Clone)]
-struct World {
+struct Fixture {
     disks: Vec<MemoryDisk>,
     store: FaultyObjects,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let disks = ["/a", "/b"].map(|name| MemoryDisk::new(name, None)).to_vec();
         Self { disks, store: FaultyObjects::default() }
@@ -64,7 +64,7 @@ impl World {
         let disks = self.disks.iter().map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>).collect();
         let memory = (&memory, tasks.clone());
         let tier = OffloadTier::open(settings, (config, disks), object, memory, &registry).await?;
-        Ok(Process { world: self.clone(), tier, tasks })
+        Ok(Process { fixture: self.clone(), tier, tasks })
     }
 
     /// Files of data on the disks.
@@ -82,7 +82,7 @@ impl World {
 
 /// A process of the worker.
 struct Process {
-    world: World,
+    fixture: Fixture,
     tier: Arc<OffloadTier>,
     tasks: Tasks,
 }
@@ -138,11 +138,11 @@ impl Process {
     }
 
     /// Ends it as `kill -9` does.
-    async fn kill(self) -> World {
+    async fn kill(self) -> Fixture {
         self.tasks.cancel();
         self.tasks.close();
         self.tasks.drained().await;
-        self.world
+        self.fixture
     }
 }
 

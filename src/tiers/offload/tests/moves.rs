@@ -18,7 +18,7 @@ async fn fill(process: &Process, key: &ShuffleKey, batches: Range<i64>, blocks: 
 
 #[tokio::test(start_paused = true)]
 async fn streams_are_the_same_before_within_and_behind_the_border() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..12, 4).await;
@@ -42,7 +42,7 @@ async fn streams_are_the_same_before_within_and_behind_the_border() {
     fill(&process, &key, 12..13, 4).await;
     process.move_all(&key).await.unwrap();
     assert_eq!(process.tier.find(&key).unwrap().local.usage().bytes, 0);
-    assert_eq!(process.world.data_files(), 0, "local bytes are gone");
+    assert_eq!(process.fixture.data_files(), 0, "local bytes are gone");
     for partition in [0, 3, 7] {
         assert_eq!(process.read(&key, partition).await.unwrap(), expected(0..52, 1000));
     }
@@ -54,28 +54,28 @@ async fn streams_are_the_same_before_within_and_behind_the_border() {
     assert_eq!(process.tier.present(&key, PartitionId(3)).await.unwrap().cardinality(), 56);
 
     process.purge(&key).await;
-    assert_eq!((process.world.store.objects().await, process.world.data_files()), (vec![], 0));
+    assert_eq!((process.fixture.store.objects().await, process.fixture.data_files()), (vec![], 0));
     assert_eq!(process.tier.local.used_bytes(), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn objects_follow_bytes_and_not_partitions() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     for batch in 0..4 {
         process.write(&key, (0..500).map(|p| extent(p, batch..batch + 1, 50)).collect()).await;
     }
     process.move_all(&key).await.unwrap();
-    let segments = process.world.segments().await;
+    let segments = process.fixture.segments().await;
     assert!((3..=8).contains(&segments), "100,000 bytes in objects of 40,000: {segments}");
     assert_eq!(process.read(&key, 499).await.unwrap(), expected(0..4, 50));
-    assert_eq!(process.world.store.open_uploads(), 0);
+    assert_eq!(process.fixture.store.open_uploads(), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_reader_goes_on_in_the_store_when_its_file_goes() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     for id in 0..6 {
@@ -83,7 +83,7 @@ async fn a_reader_goes_on_in_the_store_when_its_file_goes() {
     }
     let mut read = process.tier.data(&key, PartitionId(0), (0, 54_000)).unwrap().chunks;
     process.move_all(&key).await.unwrap();
-    assert_eq!(process.world.data_files(), 0);
+    assert_eq!(process.fixture.data_files(), 0);
     let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&HeapBuffers).await.unwrap() {
         bytes.extend_from_slice(&chunk);
@@ -94,28 +94,28 @@ async fn a_reader_goes_on_in_the_store_when_its_file_goes() {
 
 #[tokio::test(start_paused = true)]
 async fn a_store_that_fails_takes_nothing_away() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..6, 4).await;
     for failing in [Call::Put, Call::Begin, Call::Part, Call::Complete] {
-        process.world.store.set(move |call, _| match call {
+        process.fixture.store.set(move |call, _| match call {
             call if call == failing => Fault::Refuse,
             _ => Fault::None,
         });
         assert!(process.move_all(&key).await.is_err(), "{failing:?}");
-        process.world.store.heal();
+        process.fixture.store.heal();
         assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..24, 1000), "{failing:?}");
         process.say(&key, b"report").await.unwrap();
     }
     process.move_all(&key).await.unwrap();
     assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..24, 1000));
-    assert_eq!((process.world.data_files(), process.world.store.open_uploads()), (0, 0));
+    assert_eq!((process.fixture.data_files(), process.fixture.store.open_uploads()), (0, 0));
 }
 
 #[tokio::test(start_paused = true)]
 async fn blocks_that_a_move_finds_damaged_are_told() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let (key, heard) = (key(1), Arc::new(Mutex::new(Vec::new())));
     process.register(&key).await;
     fill(&process, &key, 0..6, 4).await;
@@ -124,7 +124,7 @@ async fn blocks_that_a_move_finds_damaged_are_told() {
         hears.lock().push((key.clone(), partition, reason.contains("another checksum")));
     }));
     let is_data = |path: &PathBuf| path.extension().is_some_and(|it| it == "data");
-    for disk in &process.world.disks {
+    for disk in &process.fixture.disks {
         for path in disk.files().into_iter().filter(is_data) {
             // Of the first partition in it.
             disk.corrupt(&path, 100, 1);
@@ -137,9 +137,9 @@ async fn blocks_that_a_move_finds_damaged_are_told() {
 
 #[tokio::test(start_paused = true)]
 async fn a_disk_is_relieved_until_the_low_watermark_and_no_further() {
-    let world = World::new();
-    world.disks.iter().for_each(|disk| disk.set_capacity(Some(400_000)));
-    let process = world.start().await;
+    let fixture = Fixture::new();
+    fixture.disks.iter().for_each(|disk| disk.set_capacity(Some(400_000)));
+    let process = fixture.start().await;
     let key = key(1);
     process.register(&key).await;
     // Nobody measures the disks meanwhile: that is done once a minute.
@@ -157,8 +157,8 @@ async fn a_disk_is_relieved_until_the_low_watermark_and_no_further() {
 
 #[tokio::test(start_paused = true)]
 async fn a_disk_that_said_no_space_is_written_to_as_soon_as_it_was_relieved() {
-    let world = World::new();
-    let process = world.start().await;
+    let fixture = Fixture::new();
+    let process = fixture.start().await;
     let key = key(1);
     process.register(&key).await;
     let batch = |id: i64| vec![extent(0, id * 10..(id + 1) * 10, 1000)].into();
@@ -166,10 +166,10 @@ async fn a_disk_that_said_no_space_is_written_to_as_soon_as_it_was_relieved() {
     for round in 0..3 {
         shuffle.write(batch(round)).await.unwrap();
         // What the disks have is all that they take, which only they know.
-        world.disks.iter().for_each(|disk| disk.set_capacity(Some(1)));
+        fixture.disks.iter().for_each(|disk| disk.set_capacity(Some(1)));
         shuffle.write(batch(9)).await.unwrap_err();
         let (wanted, full) = process.tier.next().expect("full disks are relieved");
-        world.disks.iter().for_each(|disk| disk.set_capacity(None));
+        fixture.disks.iter().for_each(|disk| disk.set_capacity(None));
         assert!(process.tier.move_some(wanted, &full).await.unwrap());
         assert!(process.tier.next().is_none(), "round {round}");
     }
@@ -178,34 +178,34 @@ async fn a_disk_that_said_no_space_is_written_to_as_soon_as_it_was_relieved() {
 
 #[tokio::test(start_paused = true)]
 async fn a_purge_in_the_middle_leaves_nothing() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..12, 4).await;
-    process.world.store.set(|call, _| if call == Call::Part { Fault::Hold } else { Fault::None });
+    process.fixture.store.set(|call, _| if call == Call::Part { Fault::Hold } else { Fault::None });
     let purge = async {
-        let held = || if process.world.store.held() > 0 { Ok(()) } else { Err(String::new()) };
+        let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err(String::new()) };
         uniffle_testkit::eventually("a part is on its way", held).await;
         let purge = process.purge(&key);
-        let healed = async { process.world.store.heal() };
+        let healed = async { process.fixture.store.heal() };
         futures::join!(purge, healed);
     };
     let (moved, ()) = futures::join!(process.move_all(&key), purge);
     assert_eq!(moved.unwrap_err().kind, crate::tiers::StoreErrorKind::Purged);
-    assert_eq!((process.world.store.objects().await, process.world.store.open_uploads()), (vec![], 0));
-    assert_eq!(process.world.data_files(), 0);
+    assert_eq!((process.fixture.store.objects().await, process.fixture.store.open_uploads()), (vec![], 0));
+    assert_eq!(process.fixture.data_files(), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn of_what_was_forgotten_before_its_first_move_nothing_is_begun_in_the_store() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..6, 4).await;
     let before = process.tier.find(&key).unwrap();
     process.purge(&key).await;
     process.register(&key).await;
-    let put = || process.world.store.calls().iter().filter(|call| call.0 == Call::Put).count();
+    let put = || process.fixture.store.calls().iter().filter(|call| call.0 == Call::Put).count();
     let puts = put();
     let error = process.tier.move_some(Wanted::Oldest(0), &before).await.unwrap_err();
     assert_eq!(error.kind, crate::tiers::StoreErrorKind::Purged);
@@ -222,38 +222,38 @@ async fn of_what_was_forgotten_before_its_first_move_nothing_is_begun_in_the_sto
 
 #[tokio::test(start_paused = true)]
 async fn a_process_whose_prefix_another_has_claimed_gives_up_nothing_on_its_disks() {
-    let process = World::new().start().await;
-    let (world, key) = (process.world.clone(), key(1));
+    let process = Fixture::new().start().await;
+    let (fixture, key) = (process.fixture.clone(), key(1));
     process.register(&key).await;
     fill(&process, &key, 0..12, 4).await;
     assert!(process.move_once(&key).await.unwrap());
-    let files = world.data_files();
+    let files = fixture.data_files();
     assert!(files > 0 && process.tier.state().complaint.is_none());
-    let newer = world.on_an_empty_machine().start().await;
-    let objects = world.store.objects().await;
+    let newer = fixture.on_an_empty_machine().start().await;
+    let objects = fixture.store.objects().await;
 
     let error = process.move_all(&key).await.unwrap_err();
     assert_eq!(error.kind, crate::tiers::StoreErrorKind::InUse, "{error}");
-    assert_eq!(world.data_files(), files, "what the newer process does not find stays");
+    assert_eq!(fixture.data_files(), files, "what the newer process does not find stays");
     assert!(process.tier.state().complaint.is_some_and(|text| text.contains("claimed")));
     assert!(!process.tier.object.is_worth_trying(), "nothing is moved any more");
     assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..48, 1000));
-    let now = world.store.objects().await;
+    let now = fixture.store.objects().await;
     assert!(objects.iter().all(|object| now.contains(object)), "nothing of the newer one is deleted");
     drop(newer);
 }
 
 #[tokio::test(start_paused = true)]
 async fn cold_partitions_go_and_the_others_stay() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     process.write(&key, vec![extent(0, 0..4, 500), extent(1, 0..50, 1000), extent(2, 0..1, 9)]).await;
     let (wanted, shuffle) = process.tier.next().expect("50,000 bytes are more than an object");
     assert_eq!(wanted, Wanted::Cold(0));
-    process.world.store.set(|call, _| if call == Call::Complete { Fault::Refuse } else { Fault::None });
+    process.fixture.store.set(|call, _| if call == Call::Complete { Fault::Refuse } else { Fault::None });
     process.tier.move_some(wanted, &shuffle).await.unwrap_err();
-    process.world.store.heal();
+    process.fixture.store.heal();
     assert_eq!(
         process.tier.next().map(|(wanted, _)| wanted),
         Some(wanted),
@@ -268,7 +268,7 @@ async fn cold_partitions_go_and_the_others_stay() {
 
 #[tokio::test(start_paused = true)]
 async fn that_nothing_cold_is_left_says_nothing_of_the_rest() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     process.write(&key, vec![extent(1, 0..50, 1000)]).await;

@@ -12,7 +12,7 @@ async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
 
 #[tokio::test(start_paused = true)]
 async fn a_start_puts_both_together_and_goes_on() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let (moved, other) = (key(1), key(2));
     for key in [&moved, &other] {
         process.register(key).await;
@@ -22,7 +22,7 @@ async fn a_start_puts_both_together_and_goes_on() {
     assert!(process.move_once(&moved).await.unwrap());
     process.say(&moved, b"late").await.unwrap();
     let before = process.index(&moved, PartitionId(0)).await.unwrap();
-    let (files, used) = (process.world.data_files(), process.tier.local.used_bytes());
+    let (files, used) = (process.fixture.data_files(), process.tier.local.used_bytes());
 
     let process = process.kill().await.start().await;
     let (recovered, said) = heard(&process).await;
@@ -35,7 +35,7 @@ async fn a_start_puts_both_together_and_goes_on() {
         assert!(told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(), "{told:?}");
     }
     assert_eq!(process.index(&moved, PartitionId(0)).await.unwrap(), before);
-    assert_eq!((process.world.data_files(), process.tier.local.used_bytes()), (files, used));
+    assert_eq!((process.fixture.data_files(), process.tier.local.used_bytes()), (files, used));
     fill(&process, &moved, 40..44).await;
     process.move_all(&moved).await.unwrap();
     let process = process.kill().await.start().await;
@@ -44,12 +44,12 @@ async fn a_start_puts_both_together_and_goes_on() {
     assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..44, 3000));
     process.purge(&moved).await;
     process.purge(&other).await;
-    assert_eq!((process.world.store.objects().await, process.world.data_files()), (vec![], 0));
+    assert_eq!((process.fixture.store.objects().await, process.fixture.data_files()), (vec![], 0));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_is_copied_together_on_the_disks_is_moved_and_found_as_before() {
-    let mut process = World::new().start().await;
+    let mut process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..40).await;
@@ -67,7 +67,7 @@ async fn what_is_copied_together_on_the_disks_is_moved_and_found_as_before() {
         if round == 1 {
             process.move_all(&key).await.unwrap();
             local.maintain_once().await;
-            assert_eq!(process.world.data_files(), 0);
+            assert_eq!(process.fixture.data_files(), 0);
         }
         drop((reading, local));
         process = process.kill().await.start().await;
@@ -79,12 +79,12 @@ async fn what_is_copied_together_on_the_disks_is_moved_and_found_as_before() {
         assert_eq!(process.read(&key, 5).await.unwrap(), expected(0..40, 700));
     }
     process.purge(&key).await;
-    assert_eq!((process.world.store.objects().await, process.world.data_files()), (vec![], 0));
+    assert_eq!((process.fixture.store.objects().await, process.fixture.data_files()), (vec![], 0));
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_empty_machine_serves_what_was_moved_and_knows_every_report() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let (moved, kept) = (key(1), key(2));
     for key in [&moved, &kept] {
         process.register(key).await;
@@ -124,7 +124,7 @@ async fn an_empty_machine_serves_what_was_moved_and_knows_every_report() {
 
 #[tokio::test(start_paused = true)]
 async fn a_registration_that_is_over_is_not_taken_for_the_next() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
@@ -142,7 +142,7 @@ async fn a_registration_that_is_over_is_not_taken_for_the_next() {
 /// Its number would be the greatest for years.
 #[tokio::test(start_paused = true)]
 async fn a_machine_whose_clock_was_ahead_takes_nothing_from_the_one_that_went_on() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.tier.local.count_from(u64::MAX / 2);
     process.register(&key).await;
@@ -170,14 +170,14 @@ async fn wherever_a_move_ends_everything_is_there_once() {
     let (mut at, mut has_ended) = (0, false);
     while !has_ended {
         for fault in [Fault::Refuse, Fault::LoseAnswer] {
-            let process = World::new().start().await;
+            let process = Fixture::new().start().await;
             let key = key(1);
             process.register(&key).await;
             process.say(&key, b"report").await.unwrap();
             fill(&process, &key, 0..25).await;
             let mut calls = 0;
             // From this call on nothing is answered, as if the process were not there any more.
-            process.world.store.set(move |call, _| {
+            process.fixture.store.set(move |call, _| {
                 calls += usize::from(!matches!(call, Call::Get | Call::List));
                 match calls {
                     calls if calls <= at => Fault::None,
@@ -186,10 +186,10 @@ async fn wherever_a_move_ends_everything_is_there_once() {
                 }
             });
             has_ended = process.move_all(&key).await.is_ok();
-            let world = process.kill().await;
-            world.store.heal();
-            for world in [world.clone(), world] {
-                let process = world.start().await;
+            let fixture = process.kill().await;
+            fixture.store.heal();
+            for fixture in [fixture.clone(), fixture] {
+                let process = fixture.start().await;
                 let (recovered, said) = heard(&process).await;
                 assert_eq!(said[&key].len(), 2, "call {at}, {fault:?}");
                 let told = &recovered.shuffles[0];
@@ -209,7 +209,7 @@ async fn wherever_a_move_ends_everything_is_there_once() {
                     "call {at}, {fault:?}"
                 );
                 process.move_all(&key).await.unwrap();
-                assert_eq!(process.world.data_files(), 0, "call {at}, {fault:?}");
+                assert_eq!(process.fixture.data_files(), 0, "call {at}, {fault:?}");
                 assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..25, 3000));
                 process.kill().await;
             }
@@ -222,20 +222,20 @@ async fn wherever_a_move_ends_everything_is_there_once() {
 /// What was moved leaves index groups behind, which name files that are gone.
 #[tokio::test(start_paused = true)]
 async fn a_file_that_was_moved_away_leaves_its_number_to_no_other() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..40).await;
     process.move_all(&key).await.unwrap();
-    assert_eq!(process.world.data_files(), 0);
+    assert_eq!(process.fixture.data_files(), 0);
 
     let process = process.kill().await.start().await;
     fill(&process, &key, 100..140).await;
     assert_eq!(process.read(&key, 0).await.unwrap().len(), 80);
 
     // Nothing is left of what was moved.
-    let world = World { store: FaultyObjects::default(), ..process.kill().await };
-    let process = world.start().await;
+    let fixture = Fixture { store: FaultyObjects::default(), ..process.kill().await };
+    let process = fixture.start().await;
     let (recovered, _) = heard(&process).await;
     assert_eq!(present(&recovered, &key, 0), (100..140).collect::<Vec<_>>());
     let lost = recovered.shuffles[0].lost.iter().filter(|it| it.partition == PartitionId(0));
@@ -244,19 +244,19 @@ async fn a_file_that_was_moved_away_leaves_its_number_to_no_other() {
 
 #[tokio::test(start_paused = true)]
 async fn a_segment_that_is_gone_is_lost_by_name() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     fill(&process, &key, 0..20).await;
     process.move_all(&key).await.unwrap();
     fill(&process, &key, 20..22).await;
-    let world = process.kill().await;
-    let objects = world.store.objects().await;
+    let fixture = process.kill().await;
+    let objects = fixture.store.objects().await;
     let last = objects.iter().map(|(key, _)| key).rfind(|key| key.contains("/s0")).unwrap();
     let first = objects.iter().map(|(key, _)| key).find(|key| key.contains("/s0")).unwrap();
     assert_ne!(first, last);
-    world.store.remove(first).await;
-    let process = world.start().await;
+    fixture.store.remove(first).await;
+    let process = fixture.start().await;
     let (recovered, _) = heard(&process).await;
     let told = &recovered.shuffles[0];
     assert!(!told.reason.is_empty() || !told.lost.is_empty(), "{told:?}");
@@ -283,7 +283,7 @@ enum Missing {
 #[tokio::test(start_paused = true)]
 async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_the_shuffle_over() {
     for missing in [Missing::Nothing, Missing::BeforeTheTakeOver, Missing::AfterIt, Missing::OnItsOwnDisks] {
-        let process = World::new().start().await;
+        let process = Fixture::new().start().await;
         let key = key(1);
         process.register(&key).await;
         fill(&process, &key, 0..10).await;
@@ -292,23 +292,23 @@ async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_th
             // A page of metadata ends with each.
             process.say(&key, &report.repeat(70_000)).await.unwrap();
         }
-        let mut world = process.kill().await;
+        let mut fixture = process.kill().await;
         if missing != Missing::OnItsOwnDisks {
-            world = world.on_an_empty_machine();
+            fixture = fixture.on_an_empty_machine();
         }
         if missing == Missing::AfterIt {
-            world = world.start().await.kill().await;
+            fixture = fixture.start().await.kill().await;
         }
-        let pages = world.store.objects().await.into_iter().map(|(object, _)| object);
+        let pages = fixture.store.objects().await.into_iter().map(|(object, _)| object);
         for page in
             pages.filter(|object| object.ends_with("/m0000000002") || object.ends_with("/c0000000002"))
         {
             if missing != Missing::Nothing {
-                world.store.remove(&page).await;
+                fixture.store.remove(&page).await;
             }
         }
         for start in 0..3 {
-            let process = world.start().await;
+            let process = fixture.start().await;
             let (recovered, said) = heard(&process).await;
             let (told, is_known) = (&recovered.shuffles[0], said[&key].len() == 4);
             let is_all = matches!(missing, Missing::Nothing | Missing::OnItsOwnDisks);
@@ -318,7 +318,7 @@ async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_th
                 "{missing:?} {start} {told:?}"
             );
             assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
-            world = process.kill().await;
+            fixture = process.kill().await;
         }
     }
 }

@@ -7,18 +7,18 @@ use crate::tiers::Drained;
 use crate::tiers::offload::shuffle::STOPS_FORGOTTEN_AFTER;
 
 /// A file of data that is longer than that, and its disk.
-fn data_file(world: &World, bytes: usize) -> (&MemoryDisk, PathBuf) {
+fn data_file(fixture: &Fixture, bytes: usize) -> (&MemoryDisk, PathBuf) {
     let is_one = |disk: &MemoryDisk, path: &PathBuf| {
         let is_data = path.starts_with("apps") && path.extension().is_some_and(|it| it == "data");
         is_data && disk.content(path).is_some_and(|content| content.len() > bytes)
     };
     let find = |disk| Some((disk, MemoryDisk::files(disk).into_iter().find(|path| is_one(disk, path))?));
-    world.disks.iter().find_map(find).unwrap()
+    fixture.disks.iter().find_map(find).unwrap()
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_partition_that_cannot_be_read_holds_up_no_other_and_no_drain() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let (bad, good) = (key(1), key(2));
     process.register(&bad).await;
     for batch in 0..12 {
@@ -26,7 +26,7 @@ async fn a_partition_that_cannot_be_read_holds_up_no_other_and_no_drain() {
         process.write(&bad, vec![of(0), of(7), of(3)]).await;
     }
     // Batches begin with partition 0.
-    let (disk, file) = data_file(&process.world, 0);
+    let (disk, file) = data_file(&process.fixture, 0);
     disk.corrupt(&file, 10, 1);
     process.register(&good).await;
     process.write(&good, vec![extent(0, 0..40, 1000)]).await;
@@ -38,7 +38,7 @@ async fn a_partition_that_cannot_be_read_holds_up_no_other_and_no_drain() {
     assert!(stopped < 48_000 && others == [48_000; 2], "{stopped} {others:?}");
     let left = Drained { stuck_bytes: 48_000 - stopped, ..Drained::default() };
     assert_eq!(process.tier.how_far(), left);
-    assert_eq!(process.world.store.open_uploads(), 0);
+    assert_eq!(process.fixture.store.open_uploads(), 0);
     for partition in [3, 7] {
         assert_eq!(process.read(&bad, partition).await.unwrap(), expected(0..48, 1000));
     }
@@ -51,19 +51,19 @@ async fn a_partition_that_cannot_be_read_holds_up_no_other_and_no_drain() {
 
 #[tokio::test(start_paused = true)]
 async fn what_is_damaged_in_the_middle_of_a_run_is_given_up_once_and_stays_where_it_is() {
-    let process = World::new().start().await;
+    let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
     for ids in [0..100, 100..3100] {
         process.write(&key, vec![extent(0, ids, 1000)]).await;
     }
-    let (disk, file) = data_file(&process.world, 2_900_000);
+    let (disk, file) = data_file(&process.fixture, 2_900_000);
     disk.corrupt(&file, 2_500_000, 1);
 
     process.tier.begin_drain();
     assert_eq!(process.move_what_is_wanted().await, 1, "what was on its way is given up once");
     let end = || process.tier.object.uploads(&key).unwrap().end(PartitionId(0));
-    assert_eq!((end(), process.world.store.open_uploads()), (100_000, 0));
+    assert_eq!((end(), process.fixture.store.open_uploads()), (100_000, 0));
     assert_eq!(process.tier.how_far(), Drained { stuck_bytes: 3_000_000, ..Drained::default() });
 
     assert!(process.tier.next().is_none(), "not before its time");

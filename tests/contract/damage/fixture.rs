@@ -28,7 +28,7 @@ const SHUFFLES: [i32; 3] = [0, 1, 10];
 /// Versions of the files that are kept for a file to fall back to.
 const VERSIONS_MAX: usize = 8;
 
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) rng: StdRng,
     pub(crate) disks: Vec<Arc<MemoryDisk>>,
     /// Of each disk, in the life that comes.
@@ -52,7 +52,7 @@ pub(crate) struct Life {
     pub(crate) worker: ServiceFixture,
 }
 
-impl World {
+impl Fixture {
     pub(crate) fn new(seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let disks = rng.random_range(1..=3);
