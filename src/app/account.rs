@@ -302,8 +302,8 @@ mod tests {
         tokio::time::advance(Duration::from_secs(1)).await;
         account.refused(Stage::PartitionWait, 10);
         tokio::time::advance(Duration::from_secs(3600)).await;
-        let given_up = account.sum(Stage::PartitionWait).total;
-        assert_eq!(given_up, Duration::from_secs(1), "no reader waits any more");
+        let waited = account.sum(Stage::PartitionWait).total;
+        assert_eq!(waited, Duration::from_secs(1), "no reader waits any more");
     }
 
     #[tokio::test]

@@ -214,7 +214,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
     Seen { present, files, generation: highest }
 }
 
-/// Whether an error says nothing of a file's content, which may be sound: no permission, no answer, no descriptor. What
+/// Whether an error says nothing of a file's content, which may be intact: no permission, no answer, no descriptor. What
 /// cannot be asked is not damaged, and must not be written over.
 fn says_nothing(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);

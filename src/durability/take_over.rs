@@ -103,7 +103,7 @@ impl Writer {
         }
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let mut reader = source.read(&directories, self.deadlines.name);
-        let unreadable = loop {
+        let unread = loop {
             match reader.next().await {
                 Ok(Some(entry)) => self.absorb(entry, &mut heard),
                 Ok(None) => break None,
@@ -113,7 +113,7 @@ impl Writer {
                 }
             }
         };
-        self.epoch.gap = self.epoch.gap.take().or_else(|| unreadable.clone());
+        self.epoch.gap = self.epoch.gap.take().or_else(|| unread.clone());
         let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
         for (incarnation, key) in heard.into_iter().filter(|(number, _)| !self.contents.is_purged(*number)) {
             let found = shuffles.entry(key).or_default();
@@ -122,7 +122,7 @@ impl Writer {
         let earlier = std::mem::take(&mut self.contents.incomplete);
         for (key, found) in &mut shuffles {
             let gap = judged.carried(earlier.get(&found.incarnation).map(|(_, gap)| gap));
-            if let Some(gap) = gap.or_else(|| unreadable.clone()) {
+            if let Some(gap) = gap.or_else(|| unread.clone()) {
                 found.incomplete = Some(gap.reason.clone());
                 let shuffle = Incarnation { key: key.clone(), number: found.incarnation };
                 self.contents.incomplete.insert(found.incarnation, (shuffle, gap));
@@ -139,7 +139,7 @@ impl Writer {
         Found {
             absent: absent.map(|member| (member.uuid(), member.path.clone())).collect(),
             gap: self.epoch.gap.as_ref().map(|gap| gap.reason.clone()),
-            has_new_gap: judged.gap.is_some() || unreadable.is_some(),
+            has_new_gap: judged.gap.is_some() || unread.is_some(),
             blind_starts: self.epoch.blind_starts,
             next_incarnation: self.contents.next_incarnation,
             shuffles,

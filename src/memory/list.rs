@@ -176,7 +176,7 @@ impl BlockList {
     /// Does not show these blocks any more, nor finds the next process them. Once.
     pub(super) fn withhold(&self, numbers: Vec<u32>) {
         let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
-        self.kept.iter().for_each(|kept| kept.give_up(&ids));
+        self.kept.iter().for_each(|kept| kept.withhold(&ids));
         let is_first = self.withheld.set(numbers.into()).is_ok();
         debug_assert!(is_first, "a list is looked at once");
     }

@@ -119,7 +119,7 @@ pub enum ServiceError {
     Lost(String),
     /// Whether blocks that are wanted are lost is being found out.
     #[error("{0}")]
-    InDoubt(String),
+    Unverified(String),
     /// A disk does not answer: what it holds may be readable again later.
     #[error("{0}")]
     DiskHangs(StoreError),
@@ -213,7 +213,7 @@ impl ServiceError {
             | Self::HugePartitionWaits { .. }
             | Self::Store(_)
             | Self::Lost(_)
-            | Self::InDoubt(_)
+            | Self::Unverified(_)
             | Self::DiskHangs(_)
             | Self::WrongState(_)
             | Self::NoReadMemory { .. }
@@ -247,7 +247,7 @@ impl ServiceError {
             | Self::NoHeap(_)
             | Self::Quota(OverQuota { kind: (_, Counted::OpenReads), .. })
             | Self::Stopping
-            | Self::InDoubt(_)
+            | Self::Unverified(_)
             | Self::DiskHangs(_) => StatusCode::NoBuffer,
             Self::Malformed(_)
             | Self::Undecodable(_)

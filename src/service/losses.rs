@@ -228,13 +228,13 @@ impl Losses {
         }
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
-        let (blame, give_up) = (blame(Vec::new(), IN_MEMORY), Verifier::patience());
+        let (blame, deadline) = (blame(Vec::new(), IN_MEMORY), Verifier::patience());
         let unknown =
             partitions.iter().filter(|(id, ids)| ledger.with(*id, |it| it.question_unknown(&ids_of(ids))));
         let suspect = |partition| Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
         self.verifier.verify(unknown.map(|(partition, _)| suspect(*partition)).collect());
         for (partition, ids) in partitions {
-            self.verifier.looked(shuffle, *partition, give_up).await;
+            self.verifier.looked(shuffle, *partition, deadline).await;
             let acknowledged = ledger.with(*partition, |it| it.acknowledge(&ids_of(ids)));
             let Err(missing) = acknowledged else { continue };
             if !resubmits {
@@ -330,10 +330,10 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> R
     match verdict {
         Verdict::Serve => Ok(()),
         Verdict::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
-        Verdict::Wait(None) => Err(ServiceError::InDoubt(format!(
+        Verdict::Wait(None) => Err(ServiceError::Unverified(format!(
             "a disk has failed, what is left of shuffle {key} partition {partition} is being counted"
         ))),
-        Verdict::Wait(Some(blocks)) => Err(ServiceError::InDoubt(format!(
+        Verdict::Wait(Some(blocks)) => Err(ServiceError::Unverified(format!(
             "{blocks} blocks of shuffle {key} partition {partition} are sought in the remote store, where an earlier process \
              may have left them"
         ))),

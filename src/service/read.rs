@@ -195,7 +195,7 @@ impl ChunkStream {
             return;
         }
         let Some(ErrorReporter { verifier, shuffle, partition }) = self.reporter.take() else { return };
-        verifier.examine(shuffle, partition, error).await;
+        verifier.verify_partition(shuffle, partition, error).await;
     }
 
     /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.

@@ -50,7 +50,7 @@ pub(super) struct Verifier {
 impl Verifier {
     /// A read shows that something of a partition is gone, or may be. Returns when it is known, or has to be looked again;
     /// that goes on when the caller is dropped.
-    pub(super) async fn examine(
+    pub(super) async fn verify_partition(
         self: &Arc<Self>,
         shuffle: Arc<ShuffleState>,
         partition: PartitionId,
@@ -107,14 +107,14 @@ impl Verifier {
         });
     }
 
-    /// When a call gives up to wait for looks.
+    /// Until when a call waits for looks.
     pub(super) fn patience() -> Instant {
         Instant::now() + PATIENCE
     }
 
     /// Waits until a partition is known, a look at it has failed, or it is too late.
-    pub(super) async fn looked(&self, shuffle: &ShuffleState, partition: PartitionId, give_up: Instant) {
-        let _: Result<(), _> = timeout_at(give_up, shuffle.ledger().looked(partition)).await;
+    pub(super) async fn looked(&self, shuffle: &ShuffleState, partition: PartitionId, deadline: Instant) {
+        let _: Result<(), _> = timeout_at(deadline, shuffle.ledger().looked(partition)).await;
     }
 
     /// Enters blocks as lost, and tells it.
@@ -158,7 +158,7 @@ impl Verifier {
             // Reads are refused from before there is a hole: they would take its zeros for data.
             let is_damaged = ledger.verdict(partition, |_| Treemap::new()) == Verdict::Wait(None);
             if let Some(tier) = self.tiers.served().filter(|_| is_damaged)
-                && let Some(error) = tier.give_up_unreadable(key, partition).await
+                && let Some(error) = tier.mark_damaged_lost(key, partition).await
             {
                 blame.reason = Arc::from(error.to_string());
             }

@@ -95,7 +95,7 @@ impl BlockChecks {
     }
 }
 
-/// Records that are doubted, which only those of an object store are.
+/// Records that are suspect, which only those of an object store are.
 #[cfg(feature = "object")]
 impl BlockChecks {
     /// Nothing known, from where the block begins of which some bytes have passed, or the next one.
@@ -141,10 +141,10 @@ mod tests {
     #[test]
     fn blocks_are_compared_however_their_bytes_are_cut() {
         for cut in 0..9 {
-            let mut sound = checks(&[(0, b"abc"), (5, b"wxyz")]);
+            let mut intact = checks(&[(0, b"abc"), (5, b"wxyz")]);
             let (head, tail) = b"abc??wxyz".split_at(cut);
-            assert!(sound.check(head).is_none() && sound.check(tail).is_none(), "{cut}");
-            assert_eq!((sound.at(), sound.known()), (9, 0));
+            assert!(intact.check(head).is_none() && intact.check(tail).is_none(), "{cut}");
+            assert_eq!((intact.at(), intact.known()), (9, 0));
         }
         let mut other = checks(&[(0, b"abc"), (5, b"wxyz")]);
         assert_eq!(other.check(b"abc??wxyy").map(|check| check.place), Some(5..9));

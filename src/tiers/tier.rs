@@ -193,7 +193,7 @@ pub trait ServedTier: Send + Sync {
 
     /// Reads all that a partition has on devices of which reads have failed, and makes holes of what cannot be read, so
     /// that its blocks can be sent again and found. What a device said of it; none when everything can be read.
-    fn give_up_unreadable<'a>(
+    fn mark_damaged_lost<'a>(
         &'a self,
         _: &'a ShuffleKey,
         _: PartitionId,

@@ -196,7 +196,7 @@ async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_ther
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answered_short() {
     let Some(hdfs) = real().await else { return };
-    let mut fixture = LossesFixture::start(&hdfs, "doubt").await;
+    let mut fixture = LossesFixture::start(&hdfs, "unverified").await;
     let [cold, warm, in_memory] = fixture.fill().await;
     fixture.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
     fixture.report(WARM, &warm).await.unwrap();

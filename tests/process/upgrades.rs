@@ -104,14 +104,14 @@ async fn d5_a_new_directory_that_is_not_empty_and_one_that_cannot_be_made_are_re
 async fn d5_a_claim_that_is_damaged_alone_is_refused_before_anything_stops() {
     let mut refusing = Refusing::start(setup("damaged-claim")).await;
     let claim = refusing.worker.data_paths()[1].join(CLAIM);
-    let sound = std::fs::read(&claim).expect("a claim");
+    let intact = std::fs::read(&claim).expect("a claim");
     let config = refusing.config.clone();
-    for (damaged, flaw) in [(&b""[..], "empty"), (&sound[..50], "damaged")] {
+    for (damaged, flaw) in [(&b""[..], "empty"), (&intact[..50], "damaged")] {
         std::fs::write(&claim, damaged).expect("a file");
         let told = format!("{} is {flaw}; its identity is certain", claim.display());
         refusing.refuses(&config, &told).await;
     }
-    std::fs::write(&claim, &sound).expect("a file");
+    std::fs::write(&claim, &intact).expect("a file");
     refusing.ends_with_an_upgrade().await;
 }
 

@@ -31,7 +31,7 @@ use uniffle_worker::proto::{RemoteStorage, StatusCode};
 use uniffle_worker::runtime::Tasks;
 
 use crate::clients::{client_of, key, local, patient};
-use crate::judge::{self, Answers, Findings, Refusal, Told, examine};
+use crate::judge::{self, Answers, Findings, Refusal, Told, verify};
 use crate::on_disk::{read_directory, stored_blocks};
 use crate::say;
 use crate::worker::Worker;
@@ -278,10 +278,10 @@ async fn read_patiently(
     ((partition, expected), tasks): ((i32, &BTreeMap<BlockId, Block>), Option<&Treemap>),
     disturbed: &AtomicBool,
 ) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
-    let give_up = Instant::now() + REMOTE_PATIENCE;
+    let deadline = Instant::now() + REMOTE_PATIENCE;
     loop {
         let read = read_all(client, remote, key, (partition, tasks)).await?;
-        let may_come = remote.is_some() && !disturbed.load(Ordering::SeqCst) && Instant::now() < give_up;
+        let may_come = remote.is_some() && !disturbed.load(Ordering::SeqCst) && Instant::now() < deadline;
         if is_complete(&read, expected) || !may_come {
             return Ok(read);
         }
@@ -516,7 +516,7 @@ impl Checker {
         };
         let judged = Judged { client, remote, expected: &expected };
         let should_be_there = |partition, id| is_known(partition, id) && was_left(partition, id);
-        let findings = examine(&judged, &key, &told, LAYOUT, should_be_there).await;
+        let findings = verify(&judged, &key, &told, LAYOUT, should_be_there).await;
         let what = format!("shuffle {id} after {end:?}");
         assert_strict(&findings, &what);
         assert!(left.is_some() || findings.lost.is_empty(), "{what}: lost: {:?}", findings.lost);

@@ -1,6 +1,6 @@
 //! Whether a worker keeps what clients were told, one block at a time.
 //!
-//! [`Told`] is what clients of one shuffle were told. [`examine`] asks a worker ([`Answers`]) for the results and for every
+//! [`Told`] is what clients of one shuffle were told. [`verify`] asks a worker ([`Answers`]) for the results and for every
 //! block, with task filters that lead around those it calls lost, and lists what does not fit. It is strict on purpose: a
 //! worker that serves nothing and calls everything lost breaks no rule of the protocol, so each block that should be there
 //! and is not served is named ([`Findings::withheld`]), and the caller says which blocks should be there.
@@ -130,7 +130,7 @@ pub struct Withheld {
     pub why: String,
 }
 
-/// What [`examine`] found of one shuffle.
+/// What [`verify`] found of one shuffle.
 #[derive(Debug, Default)]
 pub struct Findings {
     pub violations: Vec<Violation>,
@@ -153,7 +153,7 @@ impl Findings {
 }
 
 /// Asks for everything of a shuffle. `should_be_there` says of a block that was sent whether it must be served.
-pub async fn examine(
+pub async fn verify(
     worker: &impl Answers,
     key: &ShuffleKey,
     told: &Told,

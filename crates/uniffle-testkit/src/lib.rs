@@ -10,7 +10,7 @@
 //! | a worker in this process, and the text of configurations | [`config::Lines`] |
 //! | a worker process as a user starts it | [`worker::Worker`], [`clients`] of it, [`metrics::Metrics`] |
 //! | what survives kills, stops and upgrades | [`checker::Checker`] |
-//! | whether everything that clients were told still holds | [`judge::examine`], through [`in_process::InProcess`] or a real client, with [`on_disk`] to know what there is |
+//! | whether everything that clients were told still holds | [`judge::verify`], through [`in_process::InProcess`] or a real client, with [`on_disk`] to know what there is |
 //! | the embedded or another coordinator | [`coordinator::CoordinatorDouble`] |
 //! | real clients | [`spark::Jvm`], [`hdfs::MiniHdfs`], both built by [`maven`] |
 //! | blocks that another process can verify | [`block_generator::BlockGenerator`] |

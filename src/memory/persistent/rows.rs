@@ -185,12 +185,12 @@ impl Kept {
 
 impl Kept {
     /// Blocks of these ids are not to be found by the next process.
-    pub(in crate::memory) fn give_up(&self, ids: &HashSet<BlockId>) {
+    pub(in crate::memory) fn withhold(&self, ids: &HashSet<BlockId>) {
         let table = &self.named.table;
-        let given_up = |at: &&u32| {
+        let withheld = |at: &&u32| {
             table.row(**at).is_some_and(|row| ids.contains(&row.meta.block_id)) && !table.is_let_go()
         };
-        self.rows.iter().filter(given_up).for_each(|at| table.clear(table.rows.word_of(*at)));
+        self.rows.iter().filter(withheld).for_each(|at| table.clear(table.rows.word_of(*at)));
     }
 }
 

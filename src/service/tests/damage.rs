@@ -103,7 +103,7 @@ impl Fixture {
             match self.read_blocks(0, 2).await {
                 Ok(bytes) => assert!(bytes.iter().all(|byte| *byte == BYTE), "no hole is taken for data"),
                 Err(ServiceError::Lost(text)) => return text,
-                Err(error) => assert!(matches!(error, ServiceError::InDoubt(_)), "{error}"),
+                Err(error) => assert!(matches!(error, ServiceError::Unverified(_)), "{error}"),
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }

@@ -533,8 +533,8 @@ async fn write_batch(
 /// block may be unreadable, and the NameNode does so by itself only after an hour.
 async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
     let mut pause = RECOVERY_PAUSE;
-    let give_up = Instant::now() + RECOVERY_DEADLINE;
-    while shuffle.require_present().is_ok() && Instant::now() < give_up {
+    let deadline = Instant::now() + RECOVERY_DEADLINE;
+    while shuffle.require_present().is_ok() && Instant::now() < deadline {
         match shuffle.remote.fs.recover(&path).await {
             Ok(true) => return,
             Err(error) if error.kind == StoreErrorKind::NotFound => return,

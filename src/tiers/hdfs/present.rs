@@ -59,26 +59,26 @@ impl Core {
     ) -> Result<Treemap, StoreError> {
         let (fs, directory) = (&*shuffle.remote.fs, writers.directory());
         let mut present = Treemap::new();
-        let given_up = {
+        let unused = {
             let held = timeout(self.config.write_timeout, writers.hold()).await;
             let held = held.map_err(|late| StoreError::io(directory, late.into()))?;
             let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
-            let (in_use, given_up) = listing.indexes().partition::<Vec<_>, _>(|name| held.uses(name));
+            let (in_use, unused) = listing.indexes().partition::<Vec<_>, _>(|name| held.uses(name));
             for name in in_use {
                 self.add_blocks(fs, (directory, &listing, name), &mut present).await?;
             }
-            given_up.into_iter().map(str::to_owned).collect::<Vec<_>>()
+            unused.into_iter().map(str::to_owned).collect::<Vec<_>>()
         };
-        if given_up.is_empty() {
+        if unused.is_empty() {
             return Ok(present);
         }
-        for name in &given_up {
+        for name in &unused {
             for name in [layout::data_of(name), name.clone()] {
                 self.close(fs, &format!("{directory}/{name}")).await?;
             }
         }
         let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
-        for name in &given_up {
+        for name in &unused {
             self.add_blocks(fs, (directory, &listing, name), &mut present).await?;
         }
         Ok(present)
@@ -86,13 +86,13 @@ impl Core {
 
     /// Closes a file that is not written to. One that is gone needs no closing.
     async fn close(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
-        let give_up = Instant::now() + CLOSE_DEADLINE;
+        let deadline = Instant::now() + CLOSE_DEADLINE;
         loop {
             match self.timed(path, fs.recover(path)).await {
                 Ok(true) => return Ok(()),
                 Err(error) if error.kind == StoreErrorKind::NotFound => return Ok(()),
                 Err(error) => return Err(error),
-                Ok(false) if Instant::now() >= give_up => {
+                Ok(false) if Instant::now() >= deadline => {
                     return Err(StoreError::io(path, io::Error::other("a torn file is not closed yet")));
                 }
                 Ok(false) => sleep(CLOSE_PAUSE).await,

@@ -124,12 +124,12 @@ impl Drop for Removal {
 
 impl Core {
     async fn remove(&self, it: &PendingDelete) -> Result<(), StoreError> {
-        let give_up = Instant::now() + self.config.purge_timeout;
+        let deadline = Instant::now() + self.config.purge_timeout;
         let mut pause = PAUSE;
         for attempt in 1.. {
             let Err(error) = self.remove_once(it).await else { return Ok(()) };
             let hopeless = match error.kind {
-                StoreErrorKind::Unreachable | StoreErrorKind::Unhealthy => Instant::now() + pause > give_up,
+                StoreErrorKind::Unreachable | StoreErrorKind::Unhealthy => Instant::now() + pause > deadline,
                 _ => attempt >= ATTEMPTS,
             };
             if hopeless || self.tasks.is_cancelled() {

@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn only_nothing_at_all_is_a_new_directory() {
-        let sound = marker_of(uuid(7)).into_bytes();
+        let intact = marker_of(uuid(7)).into_bytes();
         for empty in [&[][..], &[LOST_AND_FOUND]] {
             assert_eq!(content_of(&names(empty), None), Content::Nothing);
             let claimed: Vec<&str> = empty.iter().copied().chain([MARKER]).collect();
@@ -162,10 +162,10 @@ mod tests {
         for beside in ["apps", METADATA, "thesis"] {
             let names = names(&[beside, MARKER]);
             assert_eq!(content_of(&names, Some(b"")), Content::Unclaimed(Flaw::Empty));
-            assert_eq!(content_of(&names, Some(&sound)), Content::Ours(uuid(7)));
-            for cut in 1..sound.len() {
+            assert_eq!(content_of(&names, Some(&intact)), Content::Ours(uuid(7)));
+            for cut in 1..intact.len() {
                 // A claim of 0.1.0 ends before the checksum.
-                let content = content_of(&names, Some(&sound[..cut]));
+                let content = content_of(&names, Some(&intact[..cut]));
                 let is_whole = content == Content::Ours(uuid(7));
                 assert!(is_whole || content == Content::Unclaimed(Flaw::Damaged), "{cut} {content:?}");
             }

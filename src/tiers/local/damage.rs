@@ -119,7 +119,7 @@ impl Damage {
                 sleep(PAUSE).await;
             }
             let _turn = self.turns.acquire().await.ok()?;
-            (suspects, error) = self.unreadable(shuffle, suspects, disk).await;
+            (suspects, error) = self.still_damaged(shuffle, suspects, disk).await;
             if suspects.is_empty() {
                 break;
             }
@@ -151,23 +151,23 @@ impl Damage {
     }
 
     /// Those of `extents` that cannot be read, and the last one's error.
-    async fn unreadable(
+    async fn still_damaged(
         &self,
         shuffle: &Shuffle,
         extents: Vec<Extent>,
         disk: usize,
     ) -> (Vec<Extent>, Option<StoreError>) {
-        let (mut unreadable, mut last_error) = (Vec::new(), None);
+        let (mut damaged, mut last_error) = (Vec::new(), None);
         for extent in extents {
             match self.probe_extent(shuffle, &extent, disk).await {
                 Err(error) if is_damage(&error) && !shuffle.is_purged() => {
                     last_error = Some(error);
-                    unreadable.push(extent);
+                    damaged.push(extent);
                 }
                 Ok(()) | Err(_) => {}
             }
         }
-        (unreadable, last_error)
+        (damaged, last_error)
     }
 
     /// Reads what of an extent lies on a disk.

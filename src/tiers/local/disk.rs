@@ -1,6 +1,6 @@
 //! One data directory: its space and its health.
 //!
-//! Health and fullness are different things: a full disk is sound (its data is served, and it takes batches again
+//! Health and fullness are different things: a full disk works (its data is served, and it takes batches again
 //! below the low watermark), an unhealthy one is avoided until a probe has written and read back random bytes.
 
 use std::future::Future;
@@ -58,7 +58,7 @@ pub(super) struct LocalDisk {
     /// Who deletes.
     pub(super) removals: Semaphore,
     /// Something of an earlier process could not be read back, so nothing unknown may be swept away.
-    unreadable: AtomicBool,
+    has_unread: AtomicBool,
     mount: Mount,
     changes: Arc<watch::Sender<()>>,
     /// High and low.
@@ -107,7 +107,7 @@ impl LocalDisk {
             used_bytes: AtomicU64::new(0),
             completed_calls: AtomicU64::new(0),
             was_used: false,
-            unreadable: AtomicBool::new(false),
+            has_unread: AtomicBool::new(false),
             mount,
             changes,
             watermarks: Mutex::new((config.high_watermark, config.low_watermark)),
@@ -225,13 +225,13 @@ impl LocalDisk {
     }
 
     /// Whether something of an earlier process could not be read back.
-    pub(super) fn is_unreadable(&self) -> bool {
-        self.unreadable.load(Ordering::Relaxed)
+    pub(super) fn has_unread(&self) -> bool {
+        self.has_unread.load(Ordering::Relaxed)
     }
 
-    /// See [`LocalDisk::is_unreadable`].
-    pub(super) fn set_unreadable(&self, unreadable: bool) {
-        self.unreadable.fetch_or(unreadable, Ordering::Relaxed);
+    /// See [`LocalDisk::has_unread`].
+    pub(super) fn note_unread(&self, has_unread: bool) {
+        self.has_unread.fetch_or(has_unread, Ordering::Relaxed);
     }
 
     /// A call that the device must have answered, not the page cache, has ended well.

@@ -213,7 +213,7 @@ impl LocalStore {
 
     async fn sweep_sound(&self, disk: &LocalDisk) {
         if disk.is_healthy()
-            && !disk.is_unreadable()
+            && !disk.has_unread()
             && let Err(error) = self.sweep_disk(disk).await
         {
             tracing::warn!(disk = %disk.label, error = %error, "sweep failed");

@@ -72,10 +72,10 @@ impl LocalStore {
         let mut highest_incarnation = next_incarnation.saturating_sub(1);
         let mut incomplete = !absent.is_empty() || known.gap.is_some();
         for (disk, scan) in core.disks.iter().zip(scans) {
-            incomplete |= scan.unreadable;
+            incomplete |= scan.has_unread;
             highest_incarnation = highest_incarnation.max(scan.highest_stray);
             // While something is missing, what is not known may belong to it.
-            disk.set_unreadable(scan.unreadable || !absent.is_empty() || known.gap.is_some());
+            disk.note_unread(scan.has_unread || !absent.is_empty() || known.gap.is_some());
             for path in scan.empty_apps {
                 // An app that comes back makes its directory again.
                 let _ = disk.io.remove_dir(&path).await;
@@ -190,7 +190,7 @@ impl<'a> Rebuild<'a> {
                 sources.insert((found.disk.uuid, file.number), source);
             }
         }
-        for disk in core.disks.iter().filter(|disk| disk.is_unreadable()) {
+        for disk in core.disks.iter().filter(|disk| disk.has_unread()) {
             incomplete.get_or_insert_with(|| format!("not all of {} could be read back", disk.label));
         }
         Self {
@@ -392,7 +392,7 @@ impl<'a> Rebuild<'a> {
 
     fn failed(&mut self, disk: &LocalDisk, path: &Path, error: &StoreError) {
         tracing::error!(%error, "cannot be read back");
-        disk.set_unreadable(true);
+        disk.note_unread(true);
         let path = disk.io.root().join(path);
         self.incomplete.get_or_insert_with(|| format!("{} could not be read back", path.display()));
     }

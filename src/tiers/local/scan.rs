@@ -42,7 +42,7 @@ pub(super) struct FoundDirectory {
     /// Journals of earlier versions.
     pub(super) journals: Vec<(u32, PathBuf)>,
     /// Some of it could not be read.
-    pub(super) unreadable: bool,
+    pub(super) has_unread: bool,
 }
 
 impl FoundDirectory {
@@ -71,7 +71,7 @@ pub(super) struct DiskScan {
     /// The highest incarnation in the name of something that is no directory: no directory can be made by that name.
     pub(super) highest_stray: u64,
     /// Some of it could not be read.
-    pub(super) unreadable: bool,
+    pub(super) has_unread: bool,
 }
 
 impl DiskScan {
@@ -79,7 +79,7 @@ impl DiskScan {
     fn take(&mut self, found: Option<FoundDirectory>, incarnation: u64) {
         match found {
             Some(found) => {
-                self.unreadable |= found.unreadable;
+                self.has_unread |= found.has_unread;
                 self.directories.push(found);
             }
             None => self.highest_stray = self.highest_stray.max(incarnation),
@@ -138,14 +138,14 @@ async fn list(disk: &LocalDisk, deadline: Duration, path: &Path) -> io::Result<O
 pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     let deadline = core.config.name_timeout;
     let mut scan = DiskScan::default();
-    let unreadable = |path: &Path, error: io::Error| {
+    let tell = |path: &Path, error: io::Error| {
         tracing::error!(path = %disk.io.root().join(path).display(), %error, "cannot be read back");
     };
     let apps = match ask(disk, deadline, disk.io.list(Path::new(APPS))).await {
         Ok(apps) => apps,
         Err(error) => {
-            unreadable(Path::new(APPS), error);
-            scan.unreadable = true;
+            tell(Path::new(APPS), error);
+            scan.has_unread = true;
             return scan;
         }
     };
@@ -166,8 +166,8 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
                 }
             }
             Err(error) => {
-                unreadable(&path, error);
-                scan.unreadable = true;
+                tell(&path, error);
+                scan.has_unread = true;
             }
         }
     }
@@ -191,14 +191,14 @@ async fn scan_directory(
         path,
         files: Vec::new(),
         journals: Vec::new(),
-        unreadable: false,
+        has_unread: false,
     };
     let disk = Arc::clone(&found.disk);
     let names = match list(&disk, deadline, &found.path).await {
         Ok(names) => names?,
         Err(error) => {
             tracing::error!(path = %disk.io.root().join(&found.path).display(), %error, "cannot be read back");
-            found.unreadable = true;
+            found.has_unread = true;
             Vec::new()
         }
     };
@@ -207,7 +207,7 @@ async fn scan_directory(
         let size = async { disk.io.open_read(&path).await?.size().await };
         let bytes = ask(&disk, deadline, size).await.unwrap_or_else(|error| {
             tracing::error!(path = %disk.io.root().join(&path).display(), %error, "cannot be read back");
-            found.unreadable = true;
+            found.has_unread = true;
             // Its number is taken all the same.
             0
         });

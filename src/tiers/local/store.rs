@@ -205,7 +205,7 @@ impl LocalStore {
 
     /// Reads all that a partition has on disks from which too many reads have failed, for half a second, and makes holes
     /// of what cannot be read; the error of one.
-    pub async fn give_up_unreadable(&self, key: &ShuffleKey, partition: PartitionId) -> Option<StoreError> {
+    pub async fn mark_damaged_lost(&self, key: &ShuffleKey, partition: PartitionId) -> Option<StoreError> {
         let shuffle = self.find(key).ok()?;
         let damage = &self.reader.damage;
         let mut last_error = None;

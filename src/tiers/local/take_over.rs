@@ -169,7 +169,7 @@ impl Core {
         });
         let lists = join_all(lists.collect::<Vec<_>>()).await;
         let directories: Vec<&FoundDirectory> = scans.iter().flat_map(|scan| &scan.directories).collect();
-        let was_used = !directories.is_empty() || scans.iter().any(|scan| scan.unreadable);
+        let was_used = !directories.is_empty() || scans.iter().any(|scan| scan.has_unread);
         if !was_used && lists.iter().all(|list| matches!(list, Ok(None))) {
             return None;
         }
@@ -179,7 +179,7 @@ impl Core {
         for found in directories {
             let journals: &mut Vec<Journal> =
                 by_shuffle.entry((found.key.clone(), found.incarnation)).or_default();
-            if found.unreadable {
+            if found.has_unread {
                 journals.push(Journal::unreadable(&found.path.display().to_string(), "see the log"));
             }
             for (_, path) in &found.journals {

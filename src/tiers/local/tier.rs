@@ -184,12 +184,12 @@ impl ServedTier for LocalStore {
         LocalStore::hint(self, key, partition, ranges);
     }
 
-    fn give_up_unreadable<'a>(
+    fn mark_damaged_lost<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
     ) -> BoxFuture<'a, Option<StoreError>> {
-        LocalStore::give_up_unreadable(self, key, partition).boxed()
+        LocalStore::mark_damaged_lost(self, key, partition).boxed()
     }
 }
 

@@ -129,7 +129,7 @@ impl DataRead {
             drop(buffer);
             self.ahead.forget();
             self.verifier.rewind(mark);
-            located = match self.doubted(&block).filter(|extent| !renewed.contains(&extent.base)) {
+            located = match self.suspect(&block).filter(|extent| !renewed.contains(&extent.base)) {
                 Some(extent) => {
                     core.metrics.crc_mismatches.inc();
                     self.verifier.renew(&core, &shuffle, &extent, until).await?;
@@ -142,7 +142,7 @@ impl DataRead {
     }
 
     /// The extent of a block that has other bytes than were written, if it may be its records that are others.
-    fn doubted(&self, block: &Check) -> Option<Extent> {
+    fn suspect(&self, block: &Check) -> Option<Extent> {
         self.extents.touched(block.base, block.base + 1).next().filter(|extent| has_windows(extent)).copied()
     }
 

@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn what_a_failed_write_left_is_void_and_a_gap_is_seen() {
         let mut reading = Reading::default();
-        reading.take(1, decode(&page(0, &[said("a"), said("b"), said("in doubt")]), 9));
+        reading.take(1, decode(&page(0, &[said("a"), said("b"), said("unverified")]), 9));
         reading.take(3, decode(&page(2, &[said("c")]), 9));
         assert_eq!(reading.records, [said("a"), said("b"), said("c")]);
         assert_eq!((reading.next(), &reading.gap), (3, &None));

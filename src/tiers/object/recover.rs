@@ -199,8 +199,8 @@ async fn read_pages(
         let reads = objects.iter().map(|object| read_page(core, object_key(prefix, *object)));
         let objects = try_join_all(reads).await?;
         let decode = |bytes: &Bytes| page::decode(bytes, name.incarnation);
-        let sound = objects.iter().flatten().filter(|bytes| decode(bytes).is_ok());
-        let best = sound.max_by_key(|bytes| bytes.len()).or_else(|| objects.iter().flatten().next());
+        let intact = objects.iter().flatten().filter(|bytes| decode(bytes).is_ok());
+        let best = intact.max_by_key(|bytes| bytes.len()).or_else(|| objects.iter().flatten().next());
         let page = best.map_or(Err(PageError::Damaged), decode);
         if let (Some(bytes), Ok(_)) = (best, &page)
             && objects != [Some(bytes.clone()), Some(bytes.clone())]

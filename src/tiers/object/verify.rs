@@ -3,7 +3,7 @@
 //!
 //! Only blocks of the chunk that is read are known at a time. Records come in windows that stay in the tier's cache of
 //! records, so that the next chunk finds them. A window of an extent that has several has no checksum of its own: where a block
-//! differs, its extent's records are doubted as well as its bytes, once ([`Verifier::renew`]).
+//! differs, its extent's records are suspect as well as its bytes, once ([`Verifier::renew`]).
 
 use std::collections::VecDeque;
 use std::io;

@@ -74,8 +74,8 @@ impl OffloadTier {
         source: usize,
     ) -> Result<Result<(), LogError>, StoreError> {
         let history = self.local.history(&shuffle.local).await?;
-        let unreadable = || StoreError::new(StoreErrorKind::Unhealthy, "the metadata log cannot be read");
-        let mut reader = history.read(source).ok_or_else(unreadable)?;
+        let cannot_be_read = || StoreError::new(StoreErrorKind::Unhealthy, "the metadata log cannot be read");
+        let mut reader = history.read(source).ok_or_else(cannot_be_read)?;
         let (mut together, mut bytes) = (Vec::new(), 0);
         loop {
             let heard = match reader.next().await {

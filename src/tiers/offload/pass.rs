@@ -50,7 +50,7 @@ impl OffloadTier {
             left: oldest.ends.iter().copied().collect(),
             at: None,
             reading: None,
-            unreadable: None,
+            unread: None,
             buffers: StreamBuffers::default(),
         };
         // An earlier process, or a pass that was dropped, may have stopped before it released what it had moved.
@@ -62,7 +62,7 @@ impl OffloadTier {
             source.give_records_back();
             self.release(shuffle, &uploads, &oldest).await;
         }
-        if let Some((partitions, error)) = source.unreadable {
+        if let Some((partitions, error)) = source.unread {
             passed.has_stopped = true;
             tracing::warn!(shuffle = %shuffle.key, partitions, %error, "what cannot be read, and what is behind it, stays on the disks for now");
         }
@@ -97,7 +97,7 @@ struct Runs {
     buffers: StreamBuffers,
     reading: Option<Reading>,
     /// Partitions that were left because they cannot be read, and the first one's error.
-    unreadable: Option<(usize, StoreError)>,
+    unread: Option<(usize, StoreError)>,
 }
 
 /// A run that is read.
@@ -143,7 +143,7 @@ impl Runs {
     /// Leaves the present partition, which cannot be read from `at` on.
     fn leave(&mut self, partition: PartitionId, at: u64, error: StoreError) {
         self.shuffle.stop(partition, at);
-        self.unreadable.get_or_insert((0, error)).0 += 1;
+        self.unread.get_or_insert((0, error)).0 += 1;
         self.next_partition();
     }
 }

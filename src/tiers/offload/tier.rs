@@ -250,11 +250,11 @@ impl ServedTier for OffloadTier {
         }
     }
 
-    fn give_up_unreadable<'a>(
+    fn mark_damaged_lost<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
     ) -> BoxFuture<'a, Option<StoreError>> {
-        ServedTier::give_up_unreadable(&*self.local, key, partition)
+        ServedTier::mark_damaged_lost(&*self.local, key, partition)
     }
 }

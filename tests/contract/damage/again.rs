@@ -9,13 +9,13 @@ use super::fixture::{Fixture, Life};
 /// Unregistered, registered again: it is whole.
 async fn begin_anew(fixture: &mut Fixture, life: &Life, key: &ShuffleKey) {
     fixture.unregister(life, key);
-    life.client.register(key, 3).await.expect("sound disks");
+    life.client.register(key, 3).await.expect("healthy disks");
     fixture.run_task_of(life, key).await;
 }
 
 fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, String> {
     let lived = fixture.live(async |_, life| life.client.results(key, 0).await);
-    match lived.expect("sound disks") {
+    match lived.expect("healthy disks") {
         Ok(ids) => Ok(ids.into_iter().collect()),
         Err(Refusal::Told(text) | Refusal::Unknown(text)) => Err(text),
     }
@@ -28,12 +28,12 @@ fn d2_a_shuffle_whose_registration_was_lost_is_refused_when_its_client_registers
     let keys = [key(0), key(1), key(10)];
     let lived = fixture.live(async |fixture, life| {
         for key in &keys {
-            life.client.register(key, 3).await.expect("sound disks");
+            life.client.register(key, 3).await.expect("healthy disks");
             fixture.run_task_of(life, key).await;
         }
         fixture.flush(life).await;
     });
-    lived.expect("sound disks");
+    lived.expect("healthy disks");
     for disk in &fixture.disks {
         let logs: Vec<_> = disk.files().into_iter().filter(|path| path.starts_with(METADATA)).collect();
         logs.iter().for_each(|path| {
@@ -43,7 +43,7 @@ fn d2_a_shuffle_whose_registration_was_lost_is_refused_when_its_client_registers
     }
     let lived = fixture.live(async |fixture, life| {
         for key in &keys {
-            life.client.register(key, 3).await.expect("sound disks");
+            life.client.register(key, 3).await.expect("healthy disks");
             fixture.run_task_of(life, key).await;
         }
         // Above all that were found: new.
@@ -52,13 +52,13 @@ fn d2_a_shuffle_whose_registration_was_lost_is_refused_when_its_client_registers
         assert!(!life.client.results(&new, 0).await.expect("it is new").is_empty());
         life.client.results(&keys[1], 0).await
     });
-    let refusal = lived.expect("sound disks").expect_err("what it had is not known");
+    let refusal = lived.expect("healthy disks").expect_err("what it had is not known");
     assert!(matches!(&refusal, Refusal::Told(text) if text.contains("may have been registered before")));
     for key in &keys {
         let text = results_of(&mut fixture, key).expect_err("the next start knows that, too");
         assert!(text.contains("may have been registered before"), "{key}: {text}");
     }
     let lived = fixture.live(async |fixture, life| begin_anew(fixture, life, &keys[1]).await);
-    lived.expect("sound disks");
+    lived.expect("healthy disks");
     assert_eq!(results_of(&mut fixture, &keys[1]).map(|ids| ids.len()), Ok(1));
 }

@@ -27,7 +27,7 @@ use std::time::Duration;
 use rand::RngExt;
 
 use uniffle_testkit::claims::{self, CLAIM};
-use uniffle_testkit::judge::{Answers, Findings, Refusal, examine};
+use uniffle_testkit::judge::{Answers, Findings, Refusal, verify};
 use uniffle_testkit::on_disk::{Files, stored_blocks};
 use uniffle_testkit::{say, seeds};
 use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
@@ -83,14 +83,14 @@ fn what_is_known_is_not_acknowledged_again_while_nothing_can_be_written() {
     fixture.present.truncate(1);
     let lived = fixture.live(async |fixture, life| {
         let key = fixture.some_key();
-        life.client.register(&key, 3).await.expect("a sound disk");
+        life.client.register(&key, 3).await.expect("a healthy disk");
         for _ in 0..5 {
             fixture.run_task_of(life, &key).await;
         }
         fixture.flush(life).await;
         key
     });
-    let key = lived.expect("a sound disk");
+    let key = lived.expect("a healthy disk");
     let told = &fixture.told[&key].partitions;
     let report: Vec<(i32, Vec<BlockId>)> =
         told.iter().map(|(partition, told)| (*partition, told.reported.iter().copied().collect())).collect();
@@ -224,7 +224,7 @@ async fn judge(
     let mut unknown = Vec::new();
     for (key, told) in &fixture.told {
         let there = |partition, id| untouched.contains(&(key, partition, id));
-        let findings = examine(&life.client, key, told, LAYOUT, there).await;
+        let findings = verify(&life.client, key, told, LAYOUT, there).await;
         if matches!(findings.results_refused, Some(Refusal::Unknown(_))) {
             unknown.push(key.clone());
         }
@@ -263,7 +263,7 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
         fixture.run_task_of(life, &key).await;
     }
     let told = &fixture.told[&key];
-    let findings = examine(&life.client, &key, told, LAYOUT, |_, _| true).await;
+    let findings = verify(&life.client, &key, told, LAYOUT, |_, _| true).await;
     report.expect_whole(&key, "registered again", findings);
 }
 

@@ -9,7 +9,7 @@ use rand::seq::IndexedRandom;
 use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::judge::{Answers, Blocks, Breach, Findings, Refusal, examine};
+use uniffle_testkit::judge::{Answers, Blocks, Breach, Findings, Refusal, verify};
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::durability::frame::{Entry, Frame};
@@ -369,16 +369,16 @@ fn judged(lie: Lie) -> Findings {
     let mut fixture = Fixture::new(1);
     let lived = fixture.live(async |fixture, life| {
         let key = fixture.some_key();
-        life.client.register(&key, 3).await.expect("sound disks");
+        life.client.register(&key, 3).await.expect("healthy disks");
         for _ in 0..5 {
             fixture.run_task_of(life, &key).await;
         }
         fixture.flush(life).await;
         fixture.run_task_of(life, &key).await;
         let liar = Liar { client: &life.client, lie };
-        examine(&liar, &key, &fixture.told[&key], LAYOUT, |_, _| true).await
+        verify(&liar, &key, &fixture.told[&key], LAYOUT, |_, _| true).await
     });
-    lived.expect("sound disks")
+    lived.expect("healthy disks")
 }
 
 #[test]

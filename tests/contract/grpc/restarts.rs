@@ -412,7 +412,7 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     assert_eq!(
         (told.losses.len(), told.losses[0].blocks),
         (1, 1),
-        "the others of its extent are sound: {told:?}"
+        "the others of its extent are intact: {told:?}"
     );
     assert!(told.losses[0].reason.contains("another checksum"), "{told:?}");
     let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();

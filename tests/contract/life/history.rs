@@ -63,7 +63,7 @@ pub(crate) struct History {
     pub(super) missing: Option<usize>,
     /// A disk that the life before let go of, and what it said.
     let_go: Option<(usize, LetGo)>,
-    /// The disks are not sound when this life begins.
+    /// The disks are not healthy when this life begins.
     pub(super) is_troubled: bool,
     /// A directory of a disk that cannot be listed in this life.
     pub(super) unlisted: Option<(usize, PathBuf)>,

@@ -78,7 +78,7 @@ impl History {
     }
 
     async fn start_again(&mut self, store: &FaultyObjects, error: &StoreError) -> Process {
-        assert!(self.is_troubled, "a start above a sound store is refused: {error}");
+        assert!(self.is_troubled, "a start above a healthy store is refused: {error}");
         assert!(error.to_string().contains(ROOT), "a start is refused without a key: {error}");
         self.tally.refused_starts += 1;
         self.heal_the_store(store);

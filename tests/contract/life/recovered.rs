@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::judge::examine;
+use uniffle_testkit::judge::verify;
 use uniffle_testkit::on_disk::{Files, stored_blocks};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 
@@ -23,7 +23,7 @@ impl History {
             let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
             let told = self.promised[&name].told();
             let is_there = |partition, id| stored.contains(&(key.clone(), partition, id));
-            let findings = examine(&client, &key, &told, LAYOUT, is_there).await;
+            let findings = verify(&client, &key, &told, LAYOUT, is_there).await;
             assert!(findings.violations.is_empty(), "{:?}", findings.violations);
             let refusal = findings.results_refused.as_ref();
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
@@ -85,8 +85,8 @@ impl History {
     /// The files that can be found in this life.
     fn readable_files(&self) -> Vec<Files> {
         let mut files: Vec<Files> = self.disks.iter().map(|disk| disk.snapshot()).collect();
-        if let Some((disk, sound)) = &self.claim {
-            files[*disk].insert(CLAIM.into(), sound.clone());
+        if let Some((disk, intact)) = &self.claim {
+            files[*disk].insert(CLAIM.into(), intact.clone());
         }
         for (disk, files) in files.iter_mut().enumerate() {
             files.retain(|path, _| self.missing != Some(disk) && !hides(self.unlisted.as_ref(), disk, path));

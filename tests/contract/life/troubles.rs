@@ -61,12 +61,12 @@ impl History {
 
     /// What the disk's directory is known by is damaged: that costs nothing.
     fn damage_claim(&mut self, disk: usize) {
-        let Some(sound) = self.disks[disk].content(Path::new(CLAIM)) else { return };
+        let Some(intact) = self.disks[disk].content(Path::new(CLAIM)) else { return };
         self.damage(disk, Path::new(CLAIM));
-        if self.disks[disk].content(Path::new(CLAIM)).as_ref() == Some(&sound) {
+        if self.disks[disk].content(Path::new(CLAIM)).as_ref() == Some(&intact) {
             return;
         }
-        self.claim = Some((disk, sound));
+        self.claim = Some((disk, intact));
         self.tally.damaged_claims += 1;
         if self.mutation == Mutation::NoUnclaimed {
             self.disks[disk].put(Path::new(CLAIM), Some(claims::another()));
@@ -105,7 +105,7 @@ impl History {
         if error.kind == StoreErrorKind::Unclaimed {
             return self.write_claim(&text);
         }
-        assert!(self.is_troubled, "a start on sound disks is refused: {text}");
+        assert!(self.is_troubled, "a start on healthy disks is refused: {text}");
         self.faults.iter().for_each(|faults| {
             faults.clear();
             faults.set_read_only(false);
@@ -115,12 +115,13 @@ impl History {
 
     /// Where nothing was ever said the directory does not know its identity: its claim is put back from a copy.
     fn write_claim(&mut self, refusal: &str) {
-        let (disk, sound) = self.claim.take().expect("a directory with a sound claim is not refused for it");
+        let (disk, intact) =
+            self.claim.take().expect("a directory with an intact claim is not refused for it");
         if let Some((path, told)) = claims::told(refusal) {
-            assert_eq!((path, &told), (PathBuf::from(format!("/disk{disk}/{CLAIM}")), &sound), "{refusal}");
+            assert_eq!((path, &told), (PathBuf::from(format!("/disk{disk}/{CLAIM}")), &intact), "{refusal}");
             self.tally.claims_written += 1;
         }
-        self.disks[disk].put(Path::new(CLAIM), Some(sound));
+        self.disks[disk].put(Path::new(CLAIM), Some(intact));
     }
 }
 

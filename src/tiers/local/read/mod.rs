@@ -433,15 +433,15 @@ impl IndexRead {
     /// Checks the next `bytes` of an extent's records and moves them to their place in the stream.
     fn check(&mut self, mut current: ExtentRecords, bytes: &mut [u8]) -> Result<(), StoreError> {
         current.crc.update(bytes);
-        let mut sound = records(bytes).all(|record| current.check.accept(&record));
+        let mut intact = records(bytes).all(|record| current.check.accept(&record));
         rebase(bytes, current.extent.base);
         current.done_bytes += bytes.len() as u64;
         let complete = current.left_bytes() == 0;
         if complete {
-            sound &= current.crc.clone().finalize() == current.extent.records_crc;
-            sound &= current.check.length == current.extent.length;
+            intact &= current.crc.clone().finalize() == current.extent.records_crc;
+            intact &= current.check.length == current.extent.length;
         }
-        if !sound {
+        if !intact {
             let log = self.stream.shuffle.log_at(current.extent.index_log);
             self.stream.blame(&log);
             return Err(StoreError::corrupt(log.full_path(), "index records fail their check"));

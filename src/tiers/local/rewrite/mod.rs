@@ -18,8 +18,8 @@
 //!
 //! Steps 2 and 3 wait for the device whatever `sync` says: the originals have been there for long. Who dies before step 3 leaves bytes
 //! that no group names. Who dies later leaves two groups for the same place: the start takes what says the same once, the copy if its
-//! log has it and the original otherwise (`recover`), and retires logs of which it took nothing. A group whose append is in doubt
-//! stays pending in the lane as any other.
+//! log has it and the original otherwise (`recover`), and retires logs of which it took nothing. A group that may or may not
+//! have been appended stays pending in the lane as any other.
 //!
 //! Memory: 16 MiB at most, whatever extents a shuffle has, charged like the lists of extents: the region cedes as much (`memory::ceded`).
 //! A worker that is full of blocks has no time for this.

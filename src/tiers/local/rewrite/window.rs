@@ -202,9 +202,9 @@ async fn gather(
 /// The blocks of an extent by its records; none when these are not what was written.
 fn blocks_of(extent: &Extent, index: &[u8]) -> Option<Vec<BlockMeta>> {
     let mut check = RecordCheck::default();
-    let mut sound = crc32fast::hash(index) == extent.records_crc;
+    let mut intact = crc32fast::hash(index) == extent.records_crc;
     let block = |record: IndexRecord| {
-        sound &= check.accept(&record);
+        intact &= check.accept(&record);
         BlockMeta {
             block_id: BlockId(record.block_id),
             task_attempt_id: TaskAttemptId(record.task_attempt_id),
@@ -214,7 +214,7 @@ fn blocks_of(extent: &Extent, index: &[u8]) -> Option<Vec<BlockMeta>> {
         }
     };
     let blocks: Vec<_> = records(index).map(block).collect();
-    (sound && check.length == extent.length && blocks.len() == extent.blocks as usize).then_some(blocks)
+    (intact && check.length == extent.length && blocks.len() == extent.blocks as usize).then_some(blocks)
 }
 
 /// The first block of an extent that has other bytes than were written.

@@ -165,12 +165,13 @@ impl Claimed {
 async fn a_claim_that_is_damaged_alone_is_refused_by_name_and_written_again_by_the_line_that_it_tells() {
     for count in 1..=3 {
         let claimed = Claimed::new(count).await;
-        let sound = std::fs::read(claimed.claim()).unwrap();
-        let flipped: Vec<u8> = sound.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at == 40)).collect();
+        let intact = std::fs::read(claimed.claim()).unwrap();
+        let flipped: Vec<u8> =
+            intact.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at == 40)).collect();
         let flaws: [(Option<&[u8]>, &str); 4] = [
             (None, "missing"),
             (Some(b""), "empty"),
-            (Some(&sound[..50]), "damaged"),
+            (Some(&intact[..50]), "damaged"),
             (Some(&flipped), "damaged"),
         ];
         for (content, flaw) in flaws {
@@ -186,7 +187,7 @@ async fn a_claim_that_is_damaged_alone_is_refused_by_name_and_written_again_by_t
             assert!(text.contains(&named), "{text}");
             assert_eq!(claimed.listing(), before, "nothing is changed");
             claimed.repair(&error);
-            assert_eq!(std::fs::read(claimed.claim()).unwrap(), sound);
+            assert_eq!(std::fs::read(claimed.claim()).unwrap(), intact);
             let store = claimed.open().await.unwrap();
             assert_eq!(store.metadata_gap(), None);
             let heard = hear(&store).await;
@@ -201,13 +202,13 @@ async fn a_claim_that_is_damaged_alone_is_refused_by_name_and_written_again_by_t
 #[tokio::test]
 async fn a_directory_without_a_claim_is_known_by_its_list_or_its_log_and_else_left_alone() {
     let claimed = Claimed::new(2).await;
-    let sound = std::fs::read(claimed.claim()).unwrap();
+    let intact = std::fs::read(claimed.claim()).unwrap();
     std::fs::remove_file(claimed.claim()).unwrap();
     let metadata = claimed.path(1).join(METADATA);
     std::fs::write(metadata.join("members"), "damaged").unwrap();
     let error = claimed.open().await.unwrap_err();
     claimed.repair(&error);
-    assert_eq!(std::fs::read(claimed.claim()).unwrap(), sound);
+    assert_eq!(std::fs::read(claimed.claim()).unwrap(), intact);
     std::fs::remove_file(claimed.claim()).unwrap();
     std::fs::remove_dir_all(&metadata).unwrap();
     let before = claimed.listing();

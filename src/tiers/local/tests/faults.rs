@@ -256,7 +256,7 @@ async fn a_removal_that_fails_is_tried_again() {
         assert!(!disks[1].app_files().is_empty() || operation == Operation::Remove);
         assert!(disks[0].app_files().is_empty());
         store.maintain_once().await;
-        assert!(!store.disks()[1].is_healthy(), "removals wait until the disk is sound");
+        assert!(!store.disks()[1].is_healthy(), "removals wait until the disk is healthy");
         store.probe().await;
         store.maintain_once().await;
         store.purge_app(&key.app).await;

@@ -240,7 +240,7 @@ async fn d3_of_three_directories_two_prove_what_they_have() {
 
 #[tokio::test(start_paused = true)]
 #[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
-async fn d4_no_file_of_the_log_that_is_torn_deleted_or_unreadable_hides_anything() {
+async fn d4_no_file_of_the_log_that_is_torn_deleted_or_cannot_be_read_hides_anything() {
     for count in 1..=2 {
         let shuffle = key("app", 1);
         let files = async |disks: &[TestDisk]| {

@@ -63,7 +63,7 @@ async fn a_log_whose_sync_failed_or_hung_or_was_left_is_never_written_again() {
             for id in 2..12 {
                 store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
             }
-            assert_eq!(closed(&disks[0]), 2, "{kind} {fault:?}: a new file beside the one in doubt");
+            assert_eq!(closed(&disks[0]), 2, "{kind} {fault:?}: a new file beside the suspect one");
             disks[0].faults.release().await;
             let mut ids = read_all(&store, &key, 1).await.unwrap();
             ids.dedup();

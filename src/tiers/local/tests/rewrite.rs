@@ -355,7 +355,7 @@ async fn the_log_of_a_hole_stays() {
     for _ in 0..3 {
         range_of(&store, &key, 1, (0, before[1].0.len() as u32)).await.unwrap_err();
     }
-    store.give_up_unreadable(&key, PartitionId(1)).await.unwrap();
+    store.mark_damaged_lost(&key, PartitionId(1)).await.unwrap();
     disks[0].faults.clear();
     store.probe().await;
     assert!(store.rewrite(&handle).await.unwrap().extents > 0);

@@ -120,7 +120,7 @@ impl Cache {
             match directory.read(ReadTarget { buffer, parts }).await {
                 Ok(target) => buffer = target.buffer,
                 Err(error) => {
-                    self.give_up(metrics, number, &error);
+                    self.fail_directory(metrics, number, &error);
                     return Err(error);
                 }
             }
@@ -153,7 +153,7 @@ impl Cache {
         self.show(metrics);
     }
 
-    pub(super) fn give_up(&self, metrics: &Metrics, directory: usize, error: &io::Error) {
+    pub(super) fn fail_directory(&self, metrics: &Metrics, directory: usize, error: &io::Error) {
         metrics.cache_failures.inc();
         self.directories[directory].fail(error);
         let mut from = Some(ChunkKey::FIRST);

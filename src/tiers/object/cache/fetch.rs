@@ -61,7 +61,7 @@ async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held) 
                     if error.kind() == io::ErrorKind::TimedOut {
                         held.slot.abandon();
                     }
-                    cache.give_up(&core.metrics, held.slot.directory, &error);
+                    cache.fail_directory(&core.metrics, held.slot.directory, &error);
                     Landed::NotKept
                 }
             }

@@ -160,7 +160,7 @@ impl FileCredentials {
             section(text, &self.profile).ok_or_else(|| self.incomplete("there is no such section"))?;
         let value =
             |names: &[&str]| section.iter().find(|(name, _)| names.contains(name)).map(|(_, value)| *value);
-        let sound = |value: &str, reason| match is_of_header(value) {
+        let of_header = |value: &str, reason| match is_of_header(value) {
             true => Ok(value.to_owned()),
             false => Err(self.incomplete(reason)),
         };
@@ -168,10 +168,10 @@ impl FileCredentials {
         let secret =
             value(&["aws_secret_access_key"]).ok_or_else(|| self.incomplete("no aws_secret_access_key"))?;
         let token = value(&["aws_session_token"])
-            .map(|token| sound(token, "aws_session_token is no text of a header"));
+            .map(|token| of_header(token, "aws_session_token is no text of a header"));
         let credential = AwsCredential {
-            key_id: sound(key_id, "aws_access_key_id is no text of a header")?,
-            secret_key: sound(secret, "aws_secret_access_key is no text of a header")?,
+            key_id: of_header(key_id, "aws_access_key_id is no text of a header")?,
+            secret_key: of_header(secret, "aws_secret_access_key is no text of a header")?,
             token: token.transpose()?,
         };
         let expiration = value(&["expiration", "aws_session_expiration", "x_security_token_expires"]);

@@ -236,7 +236,7 @@ async fn of_many_blocks(blocks: i64, index_cache_bytes: u64) -> (Process, Faults
 const MANY: i64 = 60_001;
 
 #[tokio::test]
-async fn records_without_a_checksum_are_doubted_before_a_block_is() {
+async fn records_without_a_checksum_are_suspect_before_a_block_is() {
     let is_once = Rule::once(Operation::Read, fault::Fault::Flip).after(14);
     for rule in [is_once, Rule::always(Operation::Read, fault::Fault::Flip)] {
         for index_cache_bytes in [0, 16 << 20] {

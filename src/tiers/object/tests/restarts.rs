@@ -80,7 +80,7 @@ async fn a_segment_that_is_gone_is_lost_by_name_with_what_stood_behind_it() {
 }
 
 #[tokio::test]
-async fn an_upload_in_doubt_is_in_no_chain_once_another_has_its_place() {
+async fn an_unverified_upload_is_in_no_chain_once_another_has_its_place() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();

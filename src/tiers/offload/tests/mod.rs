@@ -1,8 +1,8 @@
 //! The tier over memory disks and a store in memory that fails on purpose.
 
+mod damaged;
 mod moves;
 mod restarts;
-mod unreadable;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
