@@ -1,3 +1,5 @@
+//! Registering and unregistering, and what registrations may hold, without a service.
+
 use std::collections::HashMap;
 
 use super::*;

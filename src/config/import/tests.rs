@@ -1,3 +1,5 @@
+//! Files of the Java server and of riffle as their users have them, and what becomes of them.
+
 use std::path::{Path, PathBuf};
 
 use super::*;
