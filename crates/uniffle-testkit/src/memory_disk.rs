@@ -6,6 +6,8 @@
 //! It knows what was synced: [`MemoryDisk::lose_power`] takes what was not, bytes and names. Removals and renames last
 //! at once.
 
+mod tree;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
@@ -22,77 +24,16 @@ use uniffle_io::{
     require_inside,
 };
 
+use self::tree::{Content, Stored, Tree, not_found};
+
 /// Size that a disk without a capacity claims.
 const UNLIMITED_BYTES: u64 = 1 << 40;
-
-/// Bytes that a device writes wholly or not at all.
-const SECTOR_BYTES: usize = 512;
-
-type Content = Arc<Mutex<Stored>>;
-
-/// A file's bytes.
-#[derive(Debug, Default)]
-struct Stored {
-    bytes: Vec<u8>,
-    /// What of them the device has.
-    durable: Vec<u8>,
-    /// A sync has failed: nothing more gets to the device, whatever later ones say.
-    doomed: bool,
-}
-
-impl Stored {
-    fn sync(&mut self) {
-        if !self.doomed {
-            self.durable.clone_from(&self.bytes);
-        }
-    }
-
-    /// Of what was not synced every sector is there, or as it was before, or zeros; the end is anywhere behind the old.
-    fn lose_power(&mut self, random: &mut StdRng) {
-        let (old, new) = (std::mem::take(&mut self.durable), std::mem::take(&mut self.bytes));
-        let length = match random.random_range(0..3) {
-            0 => old.len().min(new.len()),
-            1 => new.len(),
-            _ => random.random_range(old.len().min(new.len())..=new.len()),
-        };
-        self.bytes = old;
-        self.bytes.resize(length, 0);
-        for (sector, new) in self.bytes.chunks_mut(SECTOR_BYTES).zip(new.chunks(SECTOR_BYTES)) {
-            if random.random_bool(0.5) {
-                let length = sector.len();
-                sector.copy_from_slice(&new[..length]);
-            }
-        }
-        self.doomed = false;
-        self.sync();
-    }
-}
 
 /// A tree of directories and files in memory.
 #[derive(Debug, Clone)]
 pub struct MemoryDisk {
     root: PathBuf,
     tree: Arc<Mutex<Tree>>,
-}
-
-#[derive(Debug, Default)]
-struct Tree {
-    capacity_bytes: Option<u64>,
-    /// Nothing can be changed.
-    read_only: bool,
-    /// Where it says that it is mounted; none, at its root.
-    mount_point: Option<PathBuf>,
-    directories: BTreeSet<PathBuf>,
-    files: BTreeMap<PathBuf, Content>,
-    /// Files and directories whose name the device may not have.
-    unsynced: BTreeSet<PathBuf>,
-    /// Syncs of files that are to fail.
-    failing_syncs: u32,
-    /// Syncs say that all is well and do nothing.
-    lies: bool,
-    locked: BTreeSet<PathBuf>,
-    /// What was said to be read soon, and the bytes there.
-    advised: Vec<(Range<u64>, Vec<u8>)>,
 }
 
 impl MemoryDisk {
@@ -212,81 +153,6 @@ impl MemoryDisk {
     fn file(&self, content: Content) -> Arc<dyn File> {
         Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false })
     }
-}
-
-impl Tree {
-    fn used_bytes(&self) -> u64 {
-        self.files.values().map(|content| content.lock().bytes.len() as u64).sum()
-    }
-
-    fn require_writable(&self) -> io::Result<()> {
-        if self.read_only { Err(io::Error::from_raw_os_error(crate::fault::EROFS)) } else { Ok(()) }
-    }
-
-    fn lock(tree: &Arc<Mutex<Self>>, path: PathBuf) -> io::Result<Box<dyn DiskLock>> {
-        if !tree.lock().locked.insert(path.clone()) {
-            return Err(io::ErrorKind::WouldBlock.into());
-        }
-        Ok(Box::new(MemoryLock { tree: Arc::clone(tree), path }))
-    }
-
-    fn find(&self, path: &Path) -> io::Result<Content> {
-        self.files.get(path).cloned().ok_or_else(not_found)
-    }
-
-    fn create(&mut self, path: PathBuf) -> io::Result<Content> {
-        let parent = path.parent().ok_or_else(not_found)?;
-        if !self.directories.contains(parent) {
-            return Err(not_found());
-        }
-        if !self.files.contains_key(&path) {
-            self.unsynced.insert(path.clone());
-        }
-        Ok(Arc::clone(self.files.entry(path).or_default()))
-    }
-
-    fn remove_below(&mut self, path: &Path) {
-        self.directories.retain(|directory| !directory.starts_with(path));
-        self.files.retain(|file, _| !file.starts_with(path));
-        self.unsynced.retain(|entry| !entry.starts_with(path));
-    }
-
-    /// Frees so much of what is below `path`, the first files first and each from its end; whether all of it is gone.
-    fn remove_part(&mut self, path: &Path, bytes_max: u64) -> bool {
-        let mut left = usize::try_from(bytes_max).unwrap_or(usize::MAX);
-        for (_, content) in self.files.iter().filter(|(file, _)| file.starts_with(path)) {
-            let mut stored = content.lock();
-            let kept = stored.bytes.len().saturating_sub(left);
-            left -= stored.bytes.len() - kept;
-            stored.bytes.truncate(kept);
-            if left == 0 {
-                return false;
-            }
-        }
-        self.remove_below(path);
-        true
-    }
-
-    fn is_empty(&self, directory: &Path) -> bool {
-        let below = |path: &PathBuf| path != directory && path.starts_with(directory);
-        !self.directories.iter().any(below) && !self.files.keys().any(below)
-    }
-
-    fn move_below(&mut self, from: &Path, to: &Path) {
-        let moved = |path: &PathBuf| match path.strip_prefix(from) {
-            Ok(rest) if rest.as_os_str().is_empty() => to.to_path_buf(),
-            Ok(rest) => to.join(rest),
-            Err(_) => path.clone(),
-        };
-        self.directories = self.directories.iter().map(moved).collect();
-        self.unsynced = self.unsynced.iter().map(moved).collect();
-        self.files =
-            std::mem::take(&mut self.files).into_iter().map(|(path, file)| (moved(&path), file)).collect();
-    }
-}
-
-fn not_found() -> io::Error {
-    io::ErrorKind::NotFound.into()
 }
 
 impl Disk for MemoryDisk {
@@ -469,20 +335,6 @@ impl Disk for MemoryDisk {
         let point = self.tree.lock().mount_point.clone().unwrap_or_else(|| self.root.clone());
         let mount = Mount { point, media: Media::Unknown };
         Box::pin(std::future::ready(Ok(mount)))
-    }
-}
-
-#[derive(Debug)]
-struct MemoryLock {
-    tree: Arc<Mutex<Tree>>,
-    path: PathBuf,
-}
-
-impl DiskLock for MemoryLock {}
-
-impl Drop for MemoryLock {
-    fn drop(&mut self) {
-        self.tree.lock().locked.remove(&self.path);
     }
 }
 
