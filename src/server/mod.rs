@@ -175,9 +175,7 @@ impl Worker {
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
         let upgrades = UpgradeMetrics::new(&registry)?;
         RefusedBy::ALL.iter().for_each(|by| drop(upgrades.refused.with_label_values(&[by.as_str()])));
-        let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
-        held.memory = memory.handed_over().context("cannot duplicate the memory's file")?;
-        notify::keep_memory(held.memory.as_ref().map(AsFd::as_fd), was_passed && held.memory.is_some());
+        let held = for_a_successor(&sockets, &memory, was_passed)?;
         let worker = Self {
             addresses,
             ip,
@@ -275,6 +273,22 @@ impl Worker {
             Pusher::start(&config.push, gateway, &instance, registry, node, &self.background)?;
         }
         let profiles = http::debug::routes(self.background.clone());
+        let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
+        self.open_http(config, binding, (metrics, node, &profiles))?;
+        if let Some(listener) = sockets.admin {
+            let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
+            self.open_admin(config, binding, profiles)?;
+        }
+        self.announce(config, embedded, source)
+    }
+
+    /// Pages, the API and metrics. Not with the other listeners: the last flush is to be seen too.
+    fn open_http(
+        &self,
+        config: &Config,
+        binding: Binding,
+        (metrics, node, profiles): (HttpMetrics, Arc<dyn Node>, &Router),
+    ) -> anyhow::Result<()> {
         let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
         let aside = gathering_places();
         let api = api::router(ApiHooks {
@@ -290,19 +304,17 @@ impl Worker {
         let mounted = api.merge(java).merge(open_profiles);
         let pages =
             Pages { registry: self.registry.clone(), metrics, mounted, node, aside, ready: Aside::new(1) };
-        // Not with the other listeners: the last flush is to be seen too.
-        let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
         HttpServer::start(config.http, binding, pages, &self.background)?;
-        if let Some(listener) = sockets.admin {
-            let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
-            let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
-            let hooks = AdminHooks { service: Arc::clone(&self.service), control };
-            let mounted =
-                http::debug::admin_routes(profiles).merge(tiers::admin_routes(self.service.tiers()));
-            let token = admin::token(config)?;
-            AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
-        }
-        self.announce(config, embedded, source)
+        Ok(())
+    }
+
+    fn open_admin(&self, config: &Config, binding: Binding, profiles: Router) -> anyhow::Result<()> {
+        let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
+        let hooks = AdminHooks { service: Arc::clone(&self.service), control };
+        let mounted = http::debug::admin_routes(profiles).merge(tiers::admin_routes(self.service.tiers()));
+        let token = admin::token(config)?;
+        AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
+        Ok(())
     }
 
     /// The gauge of its open connections.
@@ -445,6 +457,14 @@ async fn open_memory(
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
     tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).words());
     Ok(memory)
+}
+
+/// The sockets and the file that memory lies in, once more. The service manager keeps that file, too, which it may have passed on.
+fn for_a_successor(sockets: &Sockets, memory: &Memory, was_passed: bool) -> anyhow::Result<Inherited> {
+    let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
+    held.memory = memory.handed_over().context("cannot duplicate the memory's file")?;
+    notify::keep_memory(held.memory.as_ref().map(AsFd::as_fd), was_passed && held.memory.is_some());
+    Ok(held)
 }
 
 fn unmappable(config: &Config) -> String {

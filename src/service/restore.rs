@@ -35,6 +35,23 @@ pub struct Restored {
     pub reported_blocks: u64,
 }
 
+impl Restored {
+    fn tell(&self, (bytes, blocks): (u64, u64), took: Duration) {
+        let Self { apps, shuffles, unregistered, reported_blocks } = *self;
+        if shuffles + unregistered > 0 {
+            tracing::info!(
+                apps,
+                shuffles,
+                bytes,
+                blocks,
+                reported_blocks,
+                ?took,
+                "took over what an earlier process left"
+            );
+        }
+    }
+}
+
 /// A shuffle of which records were read.
 #[derive(Default)]
 struct Restoring {
@@ -73,8 +90,7 @@ impl Lifecycle {
         let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let is_uncertain = unread.is_some() || gap.is_some() || !recovered.missing_disks.is_empty();
         for mut shuffle in recovered.shuffles {
-            let key = shuffle.key.clone();
-            let reason = shuffle.reason.clone();
+            let (key, reason) = (shuffle.key.clone(), shuffle.reason.clone());
             let there = known.get_mut(&key).and_then(|it| it.present.take()?.try_recv().ok());
             if let Some(present) = there.or_else(|| unrestored.present.remove(&key)) {
                 shuffle.present = present;
@@ -118,17 +134,7 @@ impl Lifecycle {
         self.verifier.hear_of_damage(&self.apps);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
-        if restored.shuffles + restored.unregistered > 0 {
-            tracing::info!(
-                apps = restored.apps,
-                shuffles = restored.shuffles,
-                bytes,
-                blocks,
-                reported_blocks = restored.reported_blocks,
-                ?took,
-                "took over what an earlier process left"
-            );
-        }
+        restored.tell((bytes, blocks), took);
         restored
     }
 
