@@ -2,9 +2,10 @@
 //! the golden tests). Only a report that has record numbers is written as version 2: earlier programs do not know it.
 //!
 //! A record is one byte kind, one byte version, then the fields in postcard's format: integers as LEB128 (signed ones
-//! zigzag), text and lists with their length before them. Protobuf's would be another format: it has a tag before each
-//! field. Block ids are sorted and written as differences. Not here: how records reach a disk (`tiers`), what they do
-//! (`service`). Pure: no I/O.
+//! zigzag), text and lists with their length before them. Not prost, which the rest of the worker has: version 1 was written
+//! by hand and is frozen, postcard writes it byte for byte, and protobuf's would be another format with a tag before each
+//! field, which a program that finds older directories would have to read beside this one. Block ids are sorted and
+//! written as differences. Not here: how records reach a disk (`tiers`), what they do (`service`). Pure: no I/O.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
