@@ -98,7 +98,9 @@ section! {
         #[key("runtime_config.blocking_threads", count(4..=4096), Restart)]
         pub blocking_threads: usize = 256,
         /// How long a worker that is stopped (SIGTERM) or upgraded (SIGUSR2) may take to bring what is in memory to the
-        /// disks; reads go on meanwhile. Stay below the time that the service manager gives (systemd: 90 s).
+        /// disks; reads go on meanwhile. An upgrade that passes memory on (memory_store.backing) may take as long to end the
+        /// batches that are being written, or is refused; one beside a disk that hangs, but 10 s at least, until its
+        /// successor is ready. Stay below the time that the service manager gives (systemd: 90 s).
         #[key("shutdown.flush_timeout_sec", seconds(Duration::ZERO..=HOUR), Restart)]
         pub flush_timeout: Duration = 60 * SECOND,
         /// The address told to coordinators and clients; of a host name, such as that of a Kubernetes Service, the address
