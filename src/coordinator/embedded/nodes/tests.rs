@@ -1,0 +1,174 @@
+use super::*;
+
+fn heartbeat(id: &str) -> ShuffleServerHeartBeatRequest {
+    ShuffleServerHeartBeatRequest {
+        server_id: Some(ShuffleServerId {
+            id: id.into(),
+            ip: "10.0.0.1".into(),
+            port: 21100,
+            ..Default::default()
+        }),
+        tags: vec!["ss_v5".into(), "GRPC".into()],
+        ..Default::default()
+    }
+}
+
+fn table() -> NodeTable {
+    NodeTable::new(Duration::from_secs(30), HashSet::from(["excluded".to_owned()]))
+}
+
+fn candidates(table: &NodeTable, tags: &[&str], faulty: &[&str]) -> Vec<String> {
+    let tags: Vec<String> = tags.iter().map(|&t| t.to_owned()).collect();
+    let faulty = faulty.iter().copied().collect();
+    table.candidates(&tags, &faulty).into_iter().map(|c| c.id).collect()
+}
+
+#[test]
+fn candidates_are_active_tagged_not_faulty_and_not_excluded() {
+    let now = Instant::now();
+    let mut table = table();
+    table.accept(heartbeat("good"), now).unwrap();
+    table.accept(heartbeat("excluded"), now).unwrap();
+    let mut leaving = heartbeat("leaving");
+    leaving.status = Some(ServerStatus::Decommissioning.into());
+    table.accept(leaving, now).unwrap();
+    assert_eq!(candidates(&table, &["ss_v5", "GRPC"], &[]), ["good"]);
+    assert!(candidates(&table, &["ss_v5", "GRPC_NETTY"], &[]).is_empty());
+    assert!(candidates(&table, &[], &["good"]).is_empty());
+    let expected = NodeCounts { total: 3, active: 1, unhealthy: 0, lost: 0, excluded: 1 };
+    assert_eq!(table.counts(), expected);
+}
+
+#[test]
+fn is_healthy_overrides_status_as_in_java() {
+    let mut request = heartbeat("n");
+    request.status = Some(ServerStatus::Decommissioning.into());
+    request.is_healthy = Some(true);
+    assert_eq!(status_of(&request), ServerStatus::Active);
+    request.is_healthy = Some(false);
+    assert_eq!(status_of(&request), ServerStatus::Unhealthy);
+    request.is_healthy = None;
+    request.status = Some(77);
+    assert_eq!(status_of(&request), ServerStatus::Unhealthy);
+}
+
+#[test]
+fn the_last_heartbeat_replaces_tags_and_forgets_assignments() {
+    let now = Instant::now();
+    let mut table = table();
+    table.accept(heartbeat("n"), now).unwrap();
+    table.count_assigned("n", 7);
+    assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 7);
+    let mut second = heartbeat("n");
+    second.tags = vec!["other".into()];
+    table.accept(second, now).unwrap();
+    assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 0);
+    assert!(candidates(&table, &["GRPC"], &[]).is_empty());
+}
+
+#[test]
+fn malformed_heartbeats_are_refused() {
+    let now = Instant::now();
+    let mut table = table();
+    assert!(table.accept(ShuffleServerHeartBeatRequest::default(), now).is_err());
+    assert!(table.accept(heartbeat(""), now).is_err());
+    assert!(table.accept(heartbeat(&"x".repeat(256)), now).is_err());
+    for port in [0, -1, 65_536] {
+        let mut request = heartbeat("n");
+        request.server_id.as_mut().unwrap().port = port;
+        assert!(table.accept(request, now).is_err(), "{port}");
+    }
+    let mut request = heartbeat("n");
+    request.tags = vec!["t".into(); TAGS_MAX + 1];
+    assert!(table.accept(request, now).is_err());
+    let mut java = heartbeat("n");
+    java.server_id.as_mut().unwrap().netty_port = -1;
+    java.available_memory = -5;
+    table.accept(java, now).unwrap();
+    assert_eq!(table.counts().total, 1);
+}
+
+#[test]
+fn n13_no_heartbeat_speaks_for_the_own_worker() {
+    let now = Instant::now();
+    let mut table = table();
+    // Another node is there before the worker itself.
+    table.accept(heartbeat("own"), now).unwrap();
+    let mut own = heartbeat("own");
+    own.available_memory = 7;
+    table.accept_own(own, now).unwrap();
+    let mut elsewhere = heartbeat("own");
+    elsewhere.server_id.as_mut().unwrap().ip = "10.6.6.6".into();
+    let mut other_ports = heartbeat("own");
+    other_ports.server_id.as_mut().unwrap().netty_port = 7;
+    let forged = [
+        (elsewhere, OWN_ID_ELSEWHERE),
+        (heartbeat("another name for its address"), OWN_ADDRESS_BY_ANOTHER_ID),
+        (other_ports, OWN_BUT_OTHER_PORTS),
+    ];
+    for (forged, said) in forged {
+        assert_eq!(table.accept(forged, now), Err(InvalidHeartbeat::Own(said)));
+    }
+    // As its own heartbeats look where the quorum names it: answered, and not taken.
+    table.accept(heartbeat("own"), now).unwrap();
+    assert_eq!(table.server("own").unwrap().ip, "10.0.0.1");
+    assert_eq!((table.counts().total, table.candidates(&[], &HashSet::new())[0].available_bytes), (1, 7));
+}
+
+#[test]
+fn n13_a_table_that_strangers_filled_has_room_for_the_own_worker() {
+    let now = Instant::now();
+    let mut table = table();
+    for n in 0..NODES_MAX {
+        table.accept(heartbeat(&format!("n{n}")), now).unwrap();
+    }
+    table.accept_own(heartbeat("own"), now).unwrap();
+    assert!(table.server("own").is_some());
+}
+
+#[test]
+fn details_of_all_nodes_are_counted_until_they_are_gone() {
+    let start = Instant::now();
+    let mut table = table();
+    let with_app = |id: &str, app: &str| {
+        let mut heartbeat = heartbeat(id);
+        let app = crate::proto::ApplicationInfo { app_id: app.to_owned(), ..Default::default() };
+        heartbeat.application_info.push(app);
+        heartbeat
+    };
+    table.accept(with_app("a", "app-1"), start).unwrap();
+    let one = table.detail_bytes;
+    table.accept(with_app("b", "app-1"), start).unwrap();
+    table.accept(with_app("a", "app-2"), start).unwrap();
+    assert_eq!(table.detail_bytes, 2 * one);
+    table.accept(with_app("c", &"x".repeat(details::BYTES_MAX)), start).unwrap();
+    let view = table.view(start);
+    let cut: Vec<bool> = view.nodes.iter().map(|known| known.node.details.is_cut).collect();
+    assert_eq!(cut, [false, false, true]);
+    table.expire(start + Duration::from_secs(31));
+    assert_eq!((table.detail_bytes, table.view(start).lost), (0, vec!["a".into(), "b".into(), "c".into()]));
+}
+
+#[test]
+fn a_full_table_takes_known_nodes_only() {
+    let now = Instant::now();
+    let mut table = table();
+    for n in 0..NODES_MAX {
+        table.accept(heartbeat(&format!("n{n}")), now).unwrap();
+    }
+    assert_eq!(table.accept(heartbeat("another"), now), Err(InvalidHeartbeat::Full));
+    table.accept(heartbeat("n5"), now).unwrap();
+}
+
+#[test]
+fn a_silent_node_is_lost_until_it_reports_again() {
+    let start = Instant::now();
+    let mut table = table();
+    table.accept(heartbeat("n"), start).unwrap();
+    table.expire(start + Duration::from_secs(30));
+    assert_eq!(table.counts().total, 1);
+    table.expire(start + Duration::from_millis(30_001));
+    assert_eq!((table.counts().total, table.counts().lost), (0, 1));
+    table.accept(heartbeat("n"), start + Duration::from_secs(60)).unwrap();
+    assert_eq!((table.counts().total, table.counts().lost), (1, 0));
+}
