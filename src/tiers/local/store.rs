@@ -98,7 +98,7 @@ impl LocalStore {
             shuffles: DashMap::new(),
             next_incarnation: AtomicU64::new(1),
             min_disks: AtomicUsize::new(core.config.min_disks),
-            deletes: core.disks.iter().map(|_| Deletes::default()).collect(),
+            deletes: Deletes::of(core.disks.len()),
             metadata,
             pending_purges: PurgeNotes::default(),
             recovered: Mutex::default(),
