@@ -2,12 +2,13 @@
 //! and is asked over HTTP: so the address decides, as with `decommission`.
 //!
 //! Invariant: of a worker that is taken both the address that it calls from and the one that it tells are of this machine or
-//! of a network that the key names. Names are not looked up: their answers could change later.
+//! of a network that the key names. Names are not looked up: their answers could change later. Any program of this machine has
+//! such addresses, so of those that the key does not name only a few are taken (`nodes`).
 
 use std::net::IpAddr;
 use std::time::Duration;
 
-use super::nodes::InvalidHeartbeat;
+use super::nodes::{InvalidHeartbeat, Joins};
 use crate::schema::network::Network;
 use crate::telemetry::LogLimiter;
 
@@ -30,34 +31,41 @@ impl Joining {
         Self { networks, refusals: LogLimiter::new(1, REFUSED_LOG_INTERVAL) }
     }
 
-    /// Refuses a worker that calls from `peer` and tells the address `told`, if one of them is not of this machine, where
-    /// the own worker tells `own`, nor of a network of the key.
+    /// Why a worker may join that calls from `peer` and tells the address `told`; the own worker tells `own`.
+    ///
+    /// # Errors
+    /// `Stranger` when one of them is neither of this machine nor of a network of the key.
     pub(super) fn check(
         &self,
         peer: Option<IpAddr>,
         told: &str,
         own: Option<IpAddr>,
-    ) -> Result<(), InvalidHeartbeat> {
-        if [peer, told.parse().ok()].into_iter().all(|address| self.has(address, own)) {
-            return Ok(());
+    ) -> Result<Joins, InvalidHeartbeat> {
+        let addresses =
+            [peer, told.parse().ok()].map(|address| address.map(|address| address.to_canonical()));
+        let is_here = |address: IpAddr| address.is_loopback() || own == Some(address);
+        if addresses.iter().all(|address| address.is_some_and(|address| self.names(address))) {
+            return Ok(Joins::Named);
+        }
+        if addresses.iter().all(|address| address.is_some_and(|it| is_here(it) || self.names(it))) {
+            return Ok(Joins::Unnamed);
         }
         let peer = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_canonical().to_string());
         let told = told[..told.floor_char_boundary(SHOWN_BYTES_MAX)].to_owned();
-        if let Some(heartbeats) = self.refusals.pass() {
-            tracing::warn!(
-                peer,
-                told,
-                heartbeats,
-                "a worker may not join this coordinator: see embedded_coordinator.worker_networks"
-            );
-        }
         Err(InvalidHeartbeat::Stranger { peer, told })
     }
 
-    fn has(&self, address: Option<IpAddr>, own: Option<IpAddr>) -> bool {
-        let Some(address) = address.map(|address| address.to_canonical()) else { return false };
-        let is_here = address.is_loopback() || own == Some(address);
-        is_here || self.networks.iter().any(|network| network.holds(address))
+    fn names(&self, address: IpAddr) -> bool {
+        self.networks.iter().any(|network| network.holds(address))
+    }
+
+    /// Tells the operator of a refusal that the key can change.
+    pub(super) fn note(&self, refused: &InvalidHeartbeat) {
+        if refused.is_for_networks()
+            && let Some(heartbeats) = self.refusals.pass()
+        {
+            tracing::warn!(error = %refused, heartbeats, "a worker may not join this coordinator");
+        }
     }
 }
 
@@ -65,10 +73,27 @@ impl Joining {
 mod tests {
     use super::*;
 
-    fn joins(networks: &[&str], peer: &str, told: &str) -> bool {
+    fn how(networks: &[&str], peer: &str, told: &str) -> Option<Joins> {
         let networks = networks.iter().map(|text| Network::parse(text).unwrap()).collect();
         let own = Some("10.0.0.1".parse().unwrap());
-        Joining::new(networks).check(peer.parse().ok(), told, own).is_ok()
+        Joining::new(networks).check(peer.parse().ok(), told, own).ok()
+    }
+
+    fn joins(networks: &[&str], peer: &str, told: &str) -> bool {
+        how(networks, peer, told).is_some()
+    }
+
+    #[test]
+    fn a_worker_of_this_machine_is_named_when_the_networks_have_both_its_addresses() {
+        for (networks, peer, told, expected) in [
+            (&[][..], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
+            (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
+            (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.2", Joins::Unnamed),
+            (&["10.0.0.0/8"], "10.0.0.1", "10.0.0.1", Joins::Named),
+            (&["127.0.0.1"], "::ffff:127.0.0.1", "127.0.0.1", Joins::Named),
+        ] {
+            assert_eq!(how(networks, peer, told), Some(expected), "{networks:?} {peer} {told}");
+        }
     }
 
     #[test]

@@ -31,7 +31,7 @@ use self::apps::AppTable;
 use self::assign::{Candidate, NodeOrder, PartitionSelection};
 use self::joining::Joining;
 use self::metrics::Metrics;
-use self::nodes::{NodeTable, TAGS_MAX};
+use self::nodes::{Joins, NodeTable, TAGS_MAX};
 use self::plan::{Bounds, Plan, Wanted};
 use super::{NodeReport, ReportSource};
 use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
@@ -117,7 +117,8 @@ section! {
         pub enable: Option<bool> = None,
         /// Networks whose workers may join, beside those of this machine, such as "10.0.0.0/8": the address that a worker's
         /// heartbeats come from and the one that it tells must both be of one of them. Heartbeats are not authenticated, and
-        /// who joins is sent the data of applications: name the workers' networks and no more. Others are refused by this
+        /// who joins is sent the data of applications: name the workers' networks and no more. Of this machine, whose programs
+        /// could all say that they are workers, at most 16 join that are not of these networks. Others are refused by this
         /// key's name, and the log has it.
         #[key("embedded_coordinator.worker_networks", list(64, network()), Restart)]
         pub worker_networks: Vec<Network> = Vec::new(),
@@ -357,13 +358,27 @@ impl EmbeddedCoordinator {
         peer: Option<IpAddr>,
         heartbeat: proto::ShuffleServerHeartBeatRequest,
     ) -> Result<(), InvalidHeartbeat> {
+        let accepted = self.take(peer, heartbeat);
+        if let Err(refused) = &accepted {
+            self.0.joining.note(refused);
+        }
+        accepted
+    }
+
+    fn take(
+        &self,
+        peer: Option<IpAddr>,
+        heartbeat: proto::ShuffleServerHeartBeatRequest,
+    ) -> Result<(), InvalidHeartbeat> {
         let own = self.0.nodes.lock().own().cloned();
         // The own worker's, where a quorum names this coordinator too, are answered wherever they come from.
-        if let Some(server) = heartbeat.server_id.as_ref().filter(|server| Some(*server) != own.as_ref()) {
-            let own = own.and_then(|own| own.ip.parse().ok());
-            self.0.joining.check(peer, &server.ip, own)?;
-        }
-        self.0.nodes.lock().accept(heartbeat, Instant::now())
+        let joins = match &heartbeat.server_id {
+            Some(server) if Some(server) != own.as_ref() => {
+                self.0.joining.check(peer, &server.ip, own.and_then(|own| own.ip.parse().ok()))?
+            }
+            _ => Joins::Named,
+        };
+        self.0.nodes.lock().accept(heartbeat, joins, Instant::now())
     }
 
     /// Whether a client may use the cluster (docs/protocol.md §9.4).
@@ -400,14 +415,8 @@ impl EmbeddedCoordinator {
     ) -> Result<(Vec<proto::PartitionRangeAssignment>, Charge), AssignmentError> {
         let plan = self.plan(request)?;
         let ranges = plan.wanted.ranges;
-        let full =
-            |refusal| AssignmentError::NoHeap { ranges, full: HeapFull::of(HeapKind::Answers, refusal) };
-        let bytes = plan.answer_bytes();
-        let charge = match timeout(HEAP_WAIT, self.0.answers.charge(bytes)).await {
-            Ok(charged) => charged,
-            Err(_elapsed) => self.0.answers.try_charge(bytes),
-        };
-        let charge = charge.map_err(full)?;
+        let charge = self.charge_answer(plan.answer_bytes()).await;
+        let charge = charge.map_err(|full| AssignmentError::NoHeap { ranges, full })?;
         // The charge goes along: a caller that goes does not end what is begun.
         let making = move || (plan.assignments(), plan, charge);
         let ((assignments, given), plan, charge) = if ranges <= INLINE_RANGES_MAX {
@@ -421,6 +430,22 @@ impl EmbeddedCoordinator {
             nodes.count_assigned(&candidate.id, partitions);
         }
         Ok((assignments, charge))
+    }
+
+    /// Servers of all nodes, with what the list is charged to, to be kept until it is sent.
+    async fn servers(&self) -> Result<(Vec<proto::ShuffleServerId>, Charge), HeapFull> {
+        let bytes = self.0.nodes.lock().bytes();
+        // The list, and its bytes.
+        let charge = self.charge_answer(2 * bytes as u64).await?;
+        Ok((self.live_nodes(|node| node.server.clone()), charge))
+    }
+
+    async fn charge_answer(&self, bytes: u64) -> Result<Charge, HeapFull> {
+        let charge = match timeout(HEAP_WAIT, self.0.answers.charge(bytes)).await {
+            Ok(charged) => charged,
+            Err(_elapsed) => self.0.answers.try_charge(bytes),
+        };
+        charge.map_err(|refusal| HeapFull::of(HeapKind::Answers, refusal))
     }
 
     fn plan(&self, request: &proto::GetShuffleServerRequest) -> Result<Plan, AssignmentError> {

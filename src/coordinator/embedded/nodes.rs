@@ -1,8 +1,9 @@
 //! The node table: who reported, when, and who is a candidate for an assignment.
 //!
 //! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
-//! nodes beside the own worker, which only the own report describes, with a bounded sum of details; a node that is silent for longer than the
-//! timeout is in no answer, whether or not the table was swept since.
+//! nodes beside the own worker, which only the own report describes, in at most [`BYTES_MAX`] and with a bounded sum of details; of
+//! those that no network names at most [`UNNAMED_MAX`]; a node that is silent for longer than the timeout is in no answer, whether or
+//! not the table was swept since.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -15,6 +16,11 @@ use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId}
 
 /// Most nodes kept. Ten times the largest clusters known; heartbeats are not authenticated, so the table needs a bound.
 pub const NODES_MAX: usize = 10_000;
+/// Ids, addresses and tags of all nodes: of an honest one they take 600 bytes.
+pub(super) const BYTES_MAX: usize = 8 << 20;
+/// Workers of this machine that no network of `worker_networks` names, beside the own one: any program that runs here can make
+/// them up. Several workers on one machine are for trying out.
+pub(super) const UNNAMED_MAX: usize = 16;
 /// Longest id, address or tag accepted, in bytes.
 const TEXT_BYTES_MAX: usize = 255;
 /// Most tags of one node or of one request.
@@ -39,6 +45,22 @@ pub enum InvalidHeartbeat {
         /// The address that it tells.
         told: String,
     },
+    /// [`UNNAMED_MAX`] workers of this machine have joined.
+    #[error(
+        "heartbeat: see embedded_coordinator.worker_networks: {UNNAMED_MAX} workers have joined because they are of this \
+         machine, and more only join if both their addresses are of networks that it names"
+    )]
+    Crowd,
+    /// The nodes known have [`BYTES_MAX`], or would have with this one.
+    #[error(
+        "heartbeat: no room for ids, addresses and tags: those of {nodes} nodes have {used} of {BYTES_MAX} bytes"
+    )]
+    NoRoom {
+        /// Known.
+        nodes: usize,
+        /// Their bytes.
+        used: usize,
+    },
     /// The table holds [`NODES_MAX`] nodes.
     #[error("heartbeat: {NODES_MAX} nodes are known, no room for another")]
     Full,
@@ -49,6 +71,22 @@ const OWN_ADDRESS_BY_ANOTHER_ID: &str =
     "ip and port are those of the coordinator's own worker, serverId is not";
 const OWN_BUT_OTHER_PORTS: &str =
     "serverId, ip and port are those of the coordinator's own worker, netty_port or jetty_port is not";
+
+impl InvalidHeartbeat {
+    /// Whether it depends on where the worker is.
+    pub(super) fn is_for_networks(&self) -> bool {
+        matches!(self, Self::Stranger { .. } | Self::Crowd)
+    }
+}
+
+/// Why a worker may join.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Joins {
+    /// Both its addresses are of networks that the operator named.
+    Named,
+    /// One is only of this machine.
+    Unnamed,
+}
 
 /// One node, as of its last heartbeat.
 #[derive(Debug, Clone)]
@@ -67,6 +105,7 @@ pub struct Node {
     pub details: Details,
     seen: Instant,
     assigned_since_heartbeat: u64,
+    joins: Joins,
 }
 
 /// The cluster, as its nodes tell it to this coordinator.
@@ -99,6 +138,8 @@ pub(super) struct NodeTable {
     lost: HashSet<String>,
     excluded: HashSet<String>,
     /// Of all nodes.
+    bytes: usize,
+    /// Likewise, and beside it.
     detail_bytes: usize,
 }
 
@@ -114,7 +155,8 @@ pub(super) struct NodeCounts {
 
 impl NodeTable {
     pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
-        Self { timeout, nodes: HashMap::new(), own: None, lost: HashSet::new(), excluded, detail_bytes: 0 }
+        let (nodes, lost) = (HashMap::new(), HashSet::new());
+        Self { timeout, nodes, own: None, lost, excluded, bytes: 0, detail_bytes: 0 }
     }
 
     /// The coordinator's own worker, once it has reported.
@@ -132,6 +174,7 @@ impl NodeTable {
     pub(super) fn accept(
         &mut self,
         heartbeat: ShuffleServerHeartBeatRequest,
+        joins: Joins,
         now: Instant,
     ) -> Result<(), InvalidHeartbeat> {
         if let (Some(own), Some(server)) = (&self.own, &heartbeat.server_id) {
@@ -147,11 +190,32 @@ impl NodeTable {
             }
         }
         self.expire(now);
-        let is_known = heartbeat.server_id.as_ref().is_some_and(|server| self.nodes.contains_key(&server.id));
-        if self.nodes.len() >= NODES_MAX && !is_known {
+        if let Some(server) = &heartbeat.server_id {
+            self.require_room(server, &heartbeat.tags, joins)?;
+        }
+        self.put(heartbeat, joins, now)
+    }
+
+    fn require_room(
+        &self,
+        server: &ShuffleServerId,
+        tags: &[String],
+        joins: Joins,
+    ) -> Result<(), InvalidHeartbeat> {
+        let known = self.nodes.get(&server.id);
+        if self.nodes.len() >= NODES_MAX && known.is_none() {
             return Err(InvalidHeartbeat::Full);
         }
-        self.put(heartbeat, now)
+        let (nodes, used) = (self.nodes.len(), self.bytes);
+        if used - known.map_or(0, Node::bytes) + bytes(server, tags) > BYTES_MAX {
+            return Err(InvalidHeartbeat::NoRoom { nodes, used });
+        }
+        let is_one_more = joins == Joins::Unnamed && known.is_none_or(|node| node.joins == Joins::Named);
+        let unnamed = || self.nodes.values().filter(|node| node.joins == Joins::Unnamed).count();
+        if is_one_more && unnamed() >= UNNAMED_MAX {
+            return Err(InvalidHeartbeat::Crowd);
+        }
+        Ok(())
     }
 
     /// Takes the own worker's report, for which there is always room.
@@ -162,12 +226,13 @@ impl NodeTable {
     ) -> Result<(), InvalidHeartbeat> {
         self.own.clone_from(&report.server_id);
         self.expire(now);
-        self.put(report, now)
+        self.put(report, Joins::Named, now)
     }
 
     fn put(
         &mut self,
         mut heartbeat: ShuffleServerHeartBeatRequest,
+        joins: Joins,
         now: Instant,
     ) -> Result<(), InvalidHeartbeat> {
         let status = status_of(&heartbeat);
@@ -176,10 +241,12 @@ impl NodeTable {
         if self.lost.remove(&server.id) {
             tracing::info!(node = %server.id, "node is back");
         }
-        let before = self.nodes.get(&server.id).map_or(0, |node| node.details.bytes());
-        let others = self.detail_bytes - before;
+        let known = self.nodes.get(&server.id);
+        let (before, details_before) = known.map_or((0, 0), |node| (node.bytes(), node.details.bytes()));
+        let others = self.detail_bytes - details_before;
         let details = Details::take(&mut heartbeat, details::BYTES_MAX - others);
         self.detail_bytes = others + details.bytes();
+        self.bytes = self.bytes - before + bytes(&server, &heartbeat.tags);
         let node = Node {
             details,
             tags: heartbeat.tags,
@@ -188,6 +255,7 @@ impl NodeTable {
             used_bytes: u64::try_from(heartbeat.used_memory).unwrap_or(0),
             seen: now,
             assigned_since_heartbeat: 0,
+            joins,
             server,
         };
         if self.nodes.insert(node.server.id.clone(), node).is_none() {
@@ -198,11 +266,12 @@ impl NodeTable {
 
     /// Drops nodes that were silent for longer than the timeout.
     pub(super) fn expire(&mut self, now: Instant) {
-        let Self { nodes, lost, timeout, detail_bytes, .. } = self;
+        let Self { nodes, lost, timeout, bytes, detail_bytes, .. } = self;
         nodes.retain(|id, node| {
             let alive = now.saturating_duration_since(node.seen) <= *timeout;
             if !alive {
                 tracing::warn!(node = %id, "no heartbeat, node is lost");
+                *bytes -= node.bytes();
                 *detail_bytes -= node.details.bytes();
                 if lost.len() < NODES_MAX {
                     lost.insert(id.clone());
@@ -210,6 +279,11 @@ impl NodeTable {
             }
             alive
         });
+    }
+
+    /// What ids, addresses and tags of all nodes take.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// All live nodes; call [`NodeTable::expire`] first.
@@ -272,6 +346,20 @@ impl NodeTable {
     fn is_active(&self, node: &Node) -> bool {
         node.status == ServerStatus::Active && !self.excluded.contains(&node.server.id)
     }
+}
+
+impl Node {
+    /// What it takes of [`BYTES_MAX`].
+    fn bytes(&self) -> usize {
+        bytes(&self.server, &self.tags)
+    }
+}
+
+fn bytes(server: &ShuffleServerId, tags: &[String]) -> usize {
+    const ENTRY_BYTES: usize = size_of::<String>() + size_of::<Node>();
+    let tags = tags.iter().map(|tag| size_of::<String>() + tag.len());
+    // The id is its key, too.
+    ENTRY_BYTES + 2 * server.id.len() + server.ip.len() + tags.sum::<usize>()
 }
 
 /// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (docs/protocol.md §8.2).

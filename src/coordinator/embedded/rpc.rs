@@ -8,7 +8,8 @@ use std::sync::Arc;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{AccessDenied, EmbeddedCoordinator, InvalidHeartbeat};
+use super::nodes::InvalidHeartbeat;
+use super::{AccessDenied, EmbeddedCoordinator};
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{self, StatusCode};
 use uniffle_wire::types::AppId;
@@ -34,8 +35,12 @@ fn outcome(result: Result<(), impl std::fmt::Display>) -> (i32, String) {
 #[tonic::async_trait]
 impl CoordinatorServer for EmbeddedCoordinator {
     async fn get_shuffle_server_list(&self, _: Request<()>) -> Answer<proto::GetShuffleServerListResponse> {
-        let servers = self.live_nodes(|node| node.server.clone());
-        Ok(Response::new(proto::GetShuffleServerListResponse { servers }))
+        let listed = self.servers().await;
+        let (servers, charge) = listed.map_err(|full| Status::resource_exhausted(full.to_string()))?;
+        let mut response = Response::new(proto::GetShuffleServerListResponse { servers });
+        // The memory is given back once it is encoded and sent.
+        response.extensions_mut().insert(Arc::new(charge));
+        Ok(response)
     }
 
     async fn get_shuffle_server_num(&self, _: Request<()>) -> Answer<proto::GetShuffleServerNumResponse> {
@@ -78,7 +83,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
     ) -> Answer<proto::ShuffleServerHeartBeatResponse> {
         let peer = request.remote_addr().map(|peer| peer.ip());
         let accepted = self.accept(peer, request.into_inner());
-        let is_stranger = matches!(accepted, Err(InvalidHeartbeat::Stranger { .. }));
+        let is_stranger = accepted.as_ref().is_err_and(InvalidHeartbeat::is_for_networks);
         let (status, ret_msg) = outcome(accepted);
         let status = if is_stranger { StatusCode::AccessDenied.into() } else { status };
         Ok(Response::new(proto::ShuffleServerHeartBeatResponse { status, ret_msg }))

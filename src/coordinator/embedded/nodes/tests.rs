@@ -27,11 +27,11 @@ fn candidates(table: &NodeTable, tags: &[&str], faulty: &[&str]) -> Vec<String> 
 fn candidates_are_active_tagged_not_faulty_and_not_excluded() {
     let now = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("good"), now).unwrap();
-    table.accept(heartbeat("excluded"), now).unwrap();
+    table.accept(heartbeat("good"), Joins::Named, now).unwrap();
+    table.accept(heartbeat("excluded"), Joins::Named, now).unwrap();
     let mut leaving = heartbeat("leaving");
     leaving.status = Some(ServerStatus::Decommissioning.into());
-    table.accept(leaving, now).unwrap();
+    table.accept(leaving, Joins::Named, now).unwrap();
     assert_eq!(candidates(&table, &["ss_v5", "GRPC"], &[]), ["good"]);
     assert!(candidates(&table, &["ss_v5", "GRPC_NETTY"], &[]).is_empty());
     assert!(candidates(&table, &[], &["good"]).is_empty());
@@ -56,12 +56,12 @@ fn is_healthy_overrides_status_as_in_java() {
 fn the_last_heartbeat_replaces_tags_and_forgets_assignments() {
     let now = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("n"), now).unwrap();
+    table.accept(heartbeat("n"), Joins::Named, now).unwrap();
     table.count_assigned("n", 7);
     assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 7);
     let mut second = heartbeat("n");
     second.tags = vec!["other".into()];
-    table.accept(second, now).unwrap();
+    table.accept(second, Joins::Named, now).unwrap();
     assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 0);
     assert!(candidates(&table, &["GRPC"], &[]).is_empty());
 }
@@ -70,21 +70,21 @@ fn the_last_heartbeat_replaces_tags_and_forgets_assignments() {
 fn malformed_heartbeats_are_refused() {
     let now = Instant::now();
     let mut table = table();
-    assert!(table.accept(ShuffleServerHeartBeatRequest::default(), now).is_err());
-    assert!(table.accept(heartbeat(""), now).is_err());
-    assert!(table.accept(heartbeat(&"x".repeat(256)), now).is_err());
+    assert!(table.accept(ShuffleServerHeartBeatRequest::default(), Joins::Named, now).is_err());
+    assert!(table.accept(heartbeat(""), Joins::Named, now).is_err());
+    assert!(table.accept(heartbeat(&"x".repeat(256)), Joins::Named, now).is_err());
     for port in [0, -1, 65_536] {
         let mut request = heartbeat("n");
         request.server_id.as_mut().unwrap().port = port;
-        assert!(table.accept(request, now).is_err(), "{port}");
+        assert!(table.accept(request, Joins::Named, now).is_err(), "{port}");
     }
     let mut request = heartbeat("n");
     request.tags = vec!["t".into(); TAGS_MAX + 1];
-    assert!(table.accept(request, now).is_err());
+    assert!(table.accept(request, Joins::Named, now).is_err());
     let mut java = heartbeat("n");
     java.server_id.as_mut().unwrap().netty_port = -1;
     java.available_memory = -5;
-    table.accept(java, now).unwrap();
+    table.accept(java, Joins::Named, now).unwrap();
     assert_eq!(table.counts().total, 1);
 }
 
@@ -93,7 +93,7 @@ fn n13_no_heartbeat_speaks_for_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
     // Another node is there before the worker itself.
-    table.accept(heartbeat("own"), now).unwrap();
+    table.accept(heartbeat("own"), Joins::Named, now).unwrap();
     let mut own = heartbeat("own");
     own.available_memory = 7;
     table.accept_own(own, now).unwrap();
@@ -107,10 +107,10 @@ fn n13_no_heartbeat_speaks_for_the_own_worker() {
         (other_ports, OWN_BUT_OTHER_PORTS),
     ];
     for (forged, said) in forged {
-        assert_eq!(table.accept(forged, now), Err(InvalidHeartbeat::Own(said)));
+        assert_eq!(table.accept(forged, Joins::Named, now), Err(InvalidHeartbeat::Own(said)));
     }
     // As its own heartbeats look where the quorum names it: answered, and not taken.
-    table.accept(heartbeat("own"), now).unwrap();
+    table.accept(heartbeat("own"), Joins::Named, now).unwrap();
     assert_eq!(table.server("own").unwrap().ip, "10.0.0.1");
     assert_eq!((table.counts().total, table.candidates(&[], &HashSet::new())[0].available_bytes), (1, 7));
 }
@@ -120,7 +120,7 @@ fn n13_a_table_that_strangers_filled_has_room_for_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
     for n in 0..NODES_MAX {
-        table.accept(heartbeat(&format!("n{n}")), now).unwrap();
+        table.accept(heartbeat(&format!("n{n}")), Joins::Named, now).unwrap();
     }
     table.accept_own(heartbeat("own"), now).unwrap();
     assert!(table.server("own").is_some());
@@ -136,12 +136,12 @@ fn details_of_all_nodes_are_counted_until_they_are_gone() {
         heartbeat.application_info.push(app);
         heartbeat
     };
-    table.accept(with_app("a", "app-1"), start).unwrap();
+    table.accept(with_app("a", "app-1"), Joins::Named, start).unwrap();
     let one = table.detail_bytes;
-    table.accept(with_app("b", "app-1"), start).unwrap();
-    table.accept(with_app("a", "app-2"), start).unwrap();
+    table.accept(with_app("b", "app-1"), Joins::Named, start).unwrap();
+    table.accept(with_app("a", "app-2"), Joins::Named, start).unwrap();
     assert_eq!(table.detail_bytes, 2 * one);
-    table.accept(with_app("c", &"x".repeat(details::BYTES_MAX)), start).unwrap();
+    table.accept(with_app("c", &"x".repeat(details::BYTES_MAX)), Joins::Named, start).unwrap();
     let view = table.view(start);
     let cut: Vec<bool> = view.nodes.iter().map(|known| known.node.details.is_cut).collect();
     assert_eq!(cut, [false, false, true]);
@@ -154,21 +154,80 @@ fn a_full_table_takes_known_nodes_only() {
     let now = Instant::now();
     let mut table = table();
     for n in 0..NODES_MAX {
-        table.accept(heartbeat(&format!("n{n}")), now).unwrap();
+        table.accept(heartbeat(&format!("n{n}")), Joins::Named, now).unwrap();
     }
-    assert_eq!(table.accept(heartbeat("another"), now), Err(InvalidHeartbeat::Full));
-    table.accept(heartbeat("n5"), now).unwrap();
+    assert_eq!(table.accept(heartbeat("another"), Joins::Named, now), Err(InvalidHeartbeat::Full));
+    table.accept(heartbeat("n5"), Joins::Named, now).unwrap();
 }
 
 #[test]
 fn a_silent_node_is_lost_until_it_reports_again() {
     let start = Instant::now();
     let mut table = table();
-    table.accept(heartbeat("n"), start).unwrap();
+    table.accept(heartbeat("n"), Joins::Named, start).unwrap();
     table.expire(start + Duration::from_secs(30));
     assert_eq!(table.counts().total, 1);
     table.expire(start + Duration::from_millis(30_001));
     assert_eq!((table.counts().total, table.counts().lost), (0, 1));
-    table.accept(heartbeat("n"), start + Duration::from_secs(60)).unwrap();
+    table.accept(heartbeat("n"), Joins::Named, start + Duration::from_secs(60)).unwrap();
     assert_eq!((table.counts().total, table.counts().lost), (1, 0));
+}
+
+#[test]
+fn n14_ids_addresses_and_tags_of_all_nodes_are_bounded_in_bytes() {
+    let now = Instant::now();
+    let mut table = table();
+    table.accept_own(heartbeat("own"), now).unwrap();
+    let hostile = |n: usize| {
+        let mut heartbeat = heartbeat(&format!("{n:0255}"));
+        heartbeat.tags = vec!["t".repeat(255); TAGS_MAX];
+        heartbeat
+    };
+    let refused = (0..NODES_MAX).find_map(|n| table.accept(hostile(n), Joins::Named, now).err()).unwrap();
+    assert_eq!(refused, InvalidHeartbeat::NoRoom { nodes: table.nodes.len(), used: table.bytes });
+    assert!(table.bytes <= BYTES_MAX && table.bytes > BYTES_MAX - 32_000, "{}", table.bytes);
+    assert!(refused.to_string().contains("ids, addresses and tags"), "{refused}");
+    // Whom there is goes on, and may have less.
+    table.accept(hostile(7), Joins::Named, now).unwrap();
+    let mut small = hostile(7);
+    small.tags.truncate(1);
+    table.accept(small, Joins::Named, now).unwrap();
+    table.accept_own(hostile(0), now).unwrap();
+    assert_eq!(table.bytes, table.nodes.values().map(Node::bytes).sum::<usize>());
+    table.expire(now + Duration::from_secs(31));
+    assert_eq!((table.bytes, table.counts().total), (0, 0));
+}
+
+#[test]
+fn ten_thousand_nodes_as_workers_tell_them_have_room() {
+    let now = Instant::now();
+    let mut table = table();
+    for n in 0..NODES_MAX {
+        let mut heartbeat = heartbeat(&format!("10.100.{}.{}-21100-21200", n / 250, n % 250));
+        heartbeat.tags.push("GRPC_NETTY".into());
+        heartbeat.tags.push("ssd-of-rack-17".into());
+        table.accept(heartbeat, Joins::Named, now).unwrap();
+    }
+    assert!(table.bytes < BYTES_MAX, "{}", table.bytes);
+}
+
+#[test]
+fn n14_of_workers_that_no_network_names_a_few_join() {
+    let now = Instant::now();
+    let mut table = table();
+    table.accept_own(heartbeat("own"), now).unwrap();
+    table.accept(heartbeat("named"), Joins::Named, now).unwrap();
+    for n in 0..UNNAMED_MAX {
+        table.accept(heartbeat(&format!("n{n}")), Joins::Unnamed, now).unwrap();
+    }
+    for id in ["another", "named"] {
+        let refused = table.accept(heartbeat(id), Joins::Unnamed, now).unwrap_err();
+        assert_eq!(refused, InvalidHeartbeat::Crowd, "{id}");
+        assert!(refused.to_string().contains("embedded_coordinator.worker_networks"), "{refused}");
+    }
+    table.accept(heartbeat("n3"), Joins::Unnamed, now).unwrap();
+    table.accept(heartbeat("another"), Joins::Named, now).unwrap();
+    let later = now + Duration::from_secs(31);
+    table.accept(heartbeat("n100"), Joins::Unnamed, later).unwrap();
+    assert_eq!(table.counts().total, 1);
 }
