@@ -19,7 +19,7 @@ use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
 use super::shuffle::ShuffleState;
-use super::sources::Sources;
+use super::sources::{Room, Sources};
 use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
@@ -89,7 +89,7 @@ impl AppRegistry {
         registration: Registration,
         with: impl FnOnce() -> T,
     ) -> Result<T, RegisterError> {
-        self.enter(registration, with, Budget::try_charge)
+        self.enter(registration, with, |room, budget, bytes| room.try_charge(budget, bytes))
     }
 
     /// As [`AppRegistry::register`], of a registration that an earlier process acknowledged: there is heap for it, in
@@ -102,14 +102,14 @@ impl AppRegistry {
         registration: Registration,
         with: impl FnOnce() -> T,
     ) -> Result<T, RegisterError> {
-        self.enter(registration, with, |budget, bytes| Ok(budget.force_charge(bytes)))
+        self.enter(registration, with, |_, budget, bytes| Ok(budget.force_charge(bytes)))
     }
 
     fn enter<T>(
         &self,
         registration: Registration,
         with: impl FnOnce() -> T,
-        charged: impl Fn(&Budget, u64) -> Result<Charge, NoCapacity>,
+        charged: impl Fn(&Room<'_>, &Budget, u64) -> Result<Charge, NoCapacity>,
     ) -> Result<T, RegisterError> {
         let mut alone = self.lifecycle.lock();
         let known = self.find(&registration.key.app);
@@ -122,8 +122,9 @@ impl AppRegistry {
             self.fresh(&registration.key.app, part, users.usage(&registration.user))
         };
         let app = known.clone().unwrap_or_else(fresh);
+        let room = alone.sources.room(known.as_ref().map(|app| app.age()));
         let charged = |bytes| {
-            let charge = charged(&app.registrations, bytes);
+            let charge = charged(&room, &app.registrations, bytes);
             charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))
         };
         // Only what it has more: one that fills its part can still register what it has.

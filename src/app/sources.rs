@@ -1,14 +1,21 @@
-//! What registrations that come from one address may have of their heap, under however many names: some of it is left to others.
+//! What registrations that come from one address may have of their heap, under however many names: some of it is left to others. And
+//! what is left of it when newcomers have the rest, from however many addresses: that is for applications that were there before.
 //!
-//! An application counts where it was registered first.
+//! An application counts where it was registered first. It was there before if it was known for a minute when newcomers were first
+//! refused; that moment stays while it is tight, so that nobody grows into it by staying.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::time::Duration;
 
-use crate::budget::{Budget, Heap, HeapKind};
+use tokio::time::Instant;
 
-/// One address leaves one of so many parts to others.
+use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
+
+/// Of so many parts one address leaves two to others, and newcomers leave one to those that were there before.
 const PARTS: u64 = 8;
+const KNOWN_FOR: Duration = Duration::from_secs(60);
 /// Addresses are not looked through for those without applications while they are so few.
 const FEW: usize = 64;
 
@@ -18,12 +25,22 @@ pub(super) struct Sources {
     whole: Budget,
     by_address: HashMap<IpAddr, Budget>,
     looked_through_at: usize,
+    /// When a newcomer was first refused, since it became tight.
+    tight_since: Cell<Option<Instant>>,
+}
+
+/// What an application may be charged.
+#[derive(Debug)]
+pub(super) struct Room<'a> {
+    sources: &'a Sources,
+    /// Left to others.
+    left_bytes: u64,
 }
 
 impl Sources {
     pub(super) fn of(heap: &Heap) -> Self {
         let whole = heap.of(HeapKind::Registrations).clone();
-        Self { whole, by_address: HashMap::new(), looked_through_at: FEW }
+        Self { whole, by_address: HashMap::new(), looked_through_at: FEW, tight_since: Cell::default() }
     }
 
     /// Where applications that register at `from` are charged; where it is not known, only the whole bounds them.
@@ -33,8 +50,31 @@ impl Sources {
             self.by_address.retain(|_, budget| budget.used() > 0);
             self.looked_through_at = FEW.max(2 * self.by_address.len());
         }
-        let capacity = self.whole.capacity() / PARTS * (PARTS - 1);
+        let capacity = self.whole.capacity() / PARTS * (PARTS - 2);
         self.by_address.entry(from.to_canonical()).or_insert_with(|| self.whole.child(capacity)).clone()
+    }
+
+    /// For an application that has been known for so long, if it is.
+    pub(super) fn room(&self, known_for: Option<Duration>) -> Room<'_> {
+        let part = self.whole.capacity() / PARTS;
+        if self.whole.free() >= 2 * part {
+            self.tight_since.set(None);
+        }
+        let tight_for = self.tight_since.get().map_or(Duration::ZERO, |since| since.elapsed());
+        let was_there = known_for.is_some_and(|known_for| known_for >= tight_for + KNOWN_FOR);
+        Room { sources: self, left_bytes: if was_there { 0 } else { part } }
+    }
+}
+
+impl Room<'_> {
+    /// Charges an application's budget, or nothing.
+    pub(super) fn try_charge(&self, budget: &Budget, bytes: u64) -> Result<Charge, NoCapacity> {
+        let free = self.sources.whole.free().saturating_sub(self.left_bytes);
+        if bytes > free {
+            self.sources.tight_since.set(self.sources.tight_since.get().or(Some(Instant::now())));
+            return Err(NoCapacity { asked: bytes, free });
+        }
+        budget.try_charge(bytes)
     }
 }
 

@@ -262,3 +262,32 @@ async fn n7_ranges_of_one_shuffle_are_bounded_and_merged() {
     assert_eq!(shuffle.partition_count(), 400_000);
     registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap();
 }
+
+/// A cluster of clients that begins thousands of applications, from an address each.
+#[tokio::test(start_paused = true)]
+async fn n14_applications_that_were_there_go_on_registering_while_newcomers_from_everywhere_fill_the_heap() {
+    let heap = Heap::new(16 << 20);
+    let registry = registry_of(AppConfig::default(), &heap);
+    let from = |app: &str, address: u32, shuffle| Registration {
+        from: Some(std::net::Ipv4Addr::from_bits(address).into()),
+        ..registration(app, shuffle, &[(0, 1)])
+    };
+    let register = |registration| registry.register(registration, || ());
+    register(from("running", 1, 0)).unwrap();
+    tokio::time::advance(Duration::from_secs(60)).await;
+    let flood =
+        |shuffle| (2..9000).filter(|n| register(from(&format!("new{n}"), *n, shuffle)).is_ok()).count();
+    assert!(flood(0) > 100);
+    let refused = register(from("late", 1, 0)).unwrap_err();
+    assert!(refused.to_string().contains("memory_store.heap_capacity"), "{refused}");
+    for round in 1..10 {
+        // Those that came with the flood do not grow into it.
+        tokio::time::advance(Duration::from_secs(60)).await;
+        assert_eq!(flood(round), 0);
+        register(from("running", 1, round)).unwrap();
+    }
+    for app in registry.apps() {
+        registry.remove_app(app.id(), |_| ()).unwrap();
+    }
+    register(from("late", 1, 0)).unwrap();
+}
