@@ -22,7 +22,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use uniffle_worker::config::{self, Config, Machine};
-use uniffle_worker::profile::heap;
+use uniffle_worker::profile::{self, heap};
 use uniffle_worker::server::{
     Command, Ended, Environment, Inherited, Origin, Signals, Successor, hold_upgrade_signal,
     take_upgrade_signal,
@@ -90,6 +90,10 @@ const ONE_STOP: Duration = Duration::from_secs(1);
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
 
 fn main() -> ExitCode {
+    // No subcommand to clap, which would tell of it in completions: only a worker starts it.
+    if std::env::args_os().nth(1).is_some_and(|first| first == profile::SUBCOMMAND) {
+        return name_functions();
+    }
     hold_upgrade_signal();
     let command_line = CommandLine::parse();
     if let Some(other) = &command_line.other {
@@ -115,6 +119,14 @@ fn main() -> ExitCode {
     match run(&config, Origin { env, machine }, inherited) {
         Ok(code) => code,
         Err(error) => fail(1, &format!("{error:#}")),
+    }
+}
+
+/// For the profile of a worker.
+fn name_functions() -> ExitCode {
+    match profile::answer_on_stdin() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(2, &format!("{error:#}")),
     }
 }
 

@@ -7,14 +7,19 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::num::NonZero;
 use std::ops::RangeInclusive;
+use std::thread::available_parallelism;
+use std::time::SystemTime;
 
-use pprof::{Frames, ProfilerGuard, ProfilerGuardBuilder, Report};
+use pprof::{ProfilerGuard, ProfilerGuardBuilder, UnresolvedReport};
 use signal_hook::consts::SIGPROF;
 use signal_hook::low_level::raise;
 use tokio::time::{Duration, sleep};
 
-use super::{Format, ProfileError, Turn, in_background, render};
+use super::job::{Job, Kind, Samples, Stack, What};
+use super::maps::{Addresses, Maps};
+use super::{Format, ProfileError, Turn, child, in_background};
 
 /// How long a profile may take.
 pub const SECONDS: RangeInclusive<u64> = 1..=300;
@@ -25,6 +30,9 @@ pub const FREQUENCY: RangeInclusive<u32> = 1..=1000;
 /// Off the beat of timers that fire a hundred times a second.
 pub const FREQUENCY_DEFAULT: u32 = 99;
 
+/// Samples of one profile. The profiler keeps each stack that differs in a kilobyte and more.
+const SAMPLES_MAX: u64 = 16_384;
+
 /// Samples for `duration`, then renders. Dropping the future ends the profile.
 ///
 /// # Errors
@@ -34,6 +42,8 @@ pub async fn profile(
     duration: Duration,
     (frequency, format): (u32, Format),
 ) -> Result<Vec<u8>, ProfileError> {
+    let processors = available_parallelism().map_or(1, NonZero::get);
+    let frequency = bounded(frequency, duration, processors as u64);
     let running = in_background(turn, move || {
         load_unwind_tables()?;
         start(frequency)
@@ -41,21 +51,47 @@ pub async fn profile(
     .await?;
     sleep(duration).await;
     in_background(turn, move || {
-        let samples = running.report().build_unresolved().map_err(failed)?;
-        // Before symbols are resolved, which takes long: the timer would outlive an exec of the process.
+        let report = running.report().build_unresolved().map_err(failed)?;
+        // Before functions are named, which takes long: the timer would outlive an exec of the process.
         drop(running);
-        let resolved = samples.data.into_iter().map(|(frames, count)| (Frames::from(frames), count));
-        let mut data: HashMap<Frames, isize> = HashMap::new();
-        for (frames, count) in resolved {
-            *data.entry(frames).or_default() += count;
-        }
-        let report = Report { data, timing: samples.timing };
-        match format {
-            Format::Protobuf => Ok(render::protobuf(&report)),
-            Format::Svg => render::svg(&report).map_err(failed),
-        }
+        child::made(&job(report, format))
     })
     .await
+}
+
+/// Threads of one name are one.
+fn job(report: UnresolvedReport, format: Format) -> Job {
+    let UnresolvedReport { data, timing } = report;
+    let mut addresses = Addresses::default();
+    let mut stacks: HashMap<(String, Vec<u32>), i64> = HashMap::new();
+    for (sample, count) in data {
+        let name = String::from_utf8_lossy(&sample.thread_name[..sample.thread_name_length]).into_owned();
+        let thread = if name.is_empty() { sample.thread_id.to_string() } else { name };
+        let mut frames = sample.frames.iter().map(|frame| frame.ip as u64);
+        // Where the thread was, and what had called that.
+        let at: Vec<u32> = frames.next().map(|address| addresses.number(address)).into_iter().collect();
+        let stack =
+            at.into_iter().chain(frames.map(|returns_to| addresses.call_before(returns_to))).collect();
+        *stacks.entry((thread, stack)).or_default() += count as i64;
+    }
+    let nanos = |duration: Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
+    let stacks = stacks.into_iter();
+    let samples = Samples {
+        kind: Kind::Cpu { period_nanos: 1_000_000_000 / i64::from(timing.frequency.max(1)) },
+        began_nanos: nanos(timing.start_time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()),
+        duration_nanos: nanos(timing.duration),
+        stacks: stacks
+            .map(|((thread, frames), found)| Stack { thread: Some(thread), frames, found })
+            .collect(),
+    };
+    Job { places: addresses.places(&Maps::of_this_process()), what: What::Profile(samples, format) }
+}
+
+/// The frequency at which a process that is busy on all processors all the time gives no more than [`SAMPLES_MAX`].
+fn bounded(frequency: u32, duration: Duration, processors: u64) -> u32 {
+    let seconds_of_cpu = duration.as_secs().saturating_mul(processors).max(1);
+    let most = u32::try_from(SAMPLES_MAX / seconds_of_cpu).unwrap_or(u32::MAX);
+    frequency.min(most.max(1))
 }
 
 fn start(frequency: u32) -> Result<ProfilerGuard<'static>, ProfileError> {
@@ -77,4 +113,28 @@ fn load_unwind_tables() -> Result<(), ProfileError> {
 
 fn failed(error: impl std::fmt::Display) -> ProfileError {
     ProfileError::Failed(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_profile_of_many_processors_samples_less_often() {
+        let seconds = Duration::from_secs;
+        for (frequency, duration, processors, expected) in [
+            (99, seconds(30), 2, 99),
+            (1000, seconds(5), 2, 1000),
+            (99, seconds(30), 64, 8),
+            (1000, seconds(300), 2, 27),
+            (1000, seconds(300), 256, 1),
+            (1, seconds(1), 1, 1),
+        ] {
+            assert_eq!(
+                bounded(frequency, duration, processors),
+                expected,
+                "{frequency} {duration:?} {processors}"
+            );
+        }
+    }
 }

@@ -28,10 +28,14 @@ pub fn asked_for(options: &str) -> bool {
 mod jemalloc {
     use std::sync::Arc;
 
-    use jemalloc_pprof::{JemallocProfCtl, PROF_CTL};
+    use std::time::SystemTime;
+
+    use jemalloc_pprof::{JemallocProfCtl, PROF_CTL, StackProfile};
     use tokio::sync::{Mutex, OwnedMutexGuard};
 
-    use super::super::{Turn, in_background};
+    use super::super::job::{Job, Kind, Samples, Stack, What};
+    use super::super::maps::{Addresses, Maps};
+    use super::super::{Turn, child, in_background};
     use super::{Format, ProfileError, State};
 
     fn control() -> Result<&'static Arc<Mutex<JemallocProfCtl>>, ProfileError> {
@@ -86,13 +90,26 @@ mod jemalloc {
             return Err(ProfileError::Inactive);
         }
         in_background(turn, move || {
-            let profile = match format {
-                Format::Protobuf => control.dump_pprof(),
-                Format::Svg => control.dump_flamegraph(),
-            };
-            profile.map_err(|error| ProfileError::Failed(format!("{error:#}")))
+            let profile = control.dump_profile();
+            drop(control);
+            let profile = profile.map_err(|error| ProfileError::Failed(format!("{error:#}")))?;
+            child::made(&job(profile, format))
         })
         .await
+    }
+
+    fn job(profile: StackProfile, format: Format) -> Job {
+        let mut addresses = Addresses::default();
+        let stacks = profile.stacks.into_iter().map(|(stack, _)| Stack {
+            thread: None,
+            frames: stack.addrs.iter().rev().map(|at| addresses.call_before(*at as u64)).collect(),
+            found: stack.weight as i64,
+        });
+        let stacks = stacks.collect();
+        let began = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let began_nanos = i64::try_from(began.as_nanos()).unwrap_or(i64::MAX);
+        let samples = Samples { kind: Kind::Heap, began_nanos, duration_nanos: 0, stacks };
+        Job { places: addresses.places(&Maps::of_this_process()), what: What::Profile(samples, format) }
     }
 }
 

@@ -5,21 +5,31 @@
 //! [`Turn`] of it until that has ended, though nobody waits for it any more. Not here: addresses and parameters of requests
 //! (`http`).
 //!
-//! Symbols take some 100 MB, in a cache of the crate `backtrace`, which all three kinds resolve with. They are not
-//! kept: the process would hold them beside what its memory is promised to be (`budget::allowance`).
+//! Functions are named, and pictures drawn, by another process (`child`): this one holds stacks as addresses and what is
+//! sent of it, a few megabytes, and never the debug information.
 
 pub mod allocator;
+mod child;
 pub mod cpu;
 pub mod heap;
+mod job;
+mod maps;
 mod render;
+mod symbols;
 pub mod tasks;
+mod tree;
+mod wire;
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+pub use child::SUBCOMMAND;
+pub use symbols::answer_on_stdin;
+
 /// What a profile is rendered as.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Format {
     /// pprof's protobuf, for `go tool pprof`.
     Protobuf,
@@ -79,9 +89,9 @@ impl Default for Turns {
     }
 }
 
-/// Runs `work` on a thread of its own at the lowest priority, since resolving symbols takes seconds of CPU time, which
-/// must not come out of the data plane's. The symbols that it has loaded are forgotten. The thread has the turn until then,
-/// also when this future is dropped: a client that has gone does not end it.
+/// Runs `work` on a thread of its own at the lowest priority, which a child of it has too, since naming functions takes
+/// seconds of CPU time, which must not come out of the data plane's. The thread has the turn until then, also when this
+/// future is dropped: a client that has gone does not end it.
 async fn in_background<T, F>(turn: &Turn, work: F) -> Result<T, ProfileError>
 where
     T: Send + 'static,
@@ -93,7 +103,7 @@ where
     let spawned = thread.spawn(move || {
         // On Linux this is the priority of the calling thread alone. A failure costs priority, nothing else.
         let _ = rustix::process::setpriority_process(None, 19);
-        let result = and_forget(backtrace::clear_symbol_cache, work);
+        let result = work();
         // Before: who has the answer may ask again.
         drop(turn);
         let _ = sender.send(result);
@@ -102,39 +112,11 @@ where
     receiver.await.unwrap_or_else(|_| Err(ProfileError::Failed("it panicked, see the log".to_owned())))
 }
 
-/// Calls `forget` when `work` has ended, well or not.
-fn and_forget<T>(forget: impl FnOnce(), work: impl FnOnce() -> T) -> T {
-    struct Forget<F: FnOnce()>(Option<F>);
-
-    impl<F: FnOnce()> Drop for Forget<F> {
-        fn drop(&mut self) {
-            self.0.take().into_iter().for_each(|forget| forget());
-        }
-    }
-
-    let _forget = Forget(Some(forget));
-    work()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-
     use futures::FutureExt as _;
 
     use super::*;
-
-    #[test]
-    fn symbols_are_forgotten_after_they_were_resolved_and_when_that_panics() {
-        let forgotten = Cell::new(0);
-        let forget = || forgotten.set(forgotten.get() + 1);
-        assert_eq!(and_forget(forget, || forgotten.get()), 0, "not before");
-        assert_eq!(forgotten.get(), 1);
-        let panics = || and_forget(forget, || panic!("on purpose"));
-        assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
-        assert_eq!(forgotten.get(), 2);
-    }
 
     #[tokio::test]
     async fn f9_the_turn_lasts_until_the_work_has_ended_though_nobody_waits_for_it() {
@@ -152,12 +134,5 @@ mod tests {
         }
         let turn = turns.try_take().unwrap();
         assert!(in_background(&turn, || -> Result<(), _> { panic!("on purpose") }).await.is_err());
-    }
-
-    /// A second version of the crate would have a cache of its own, which nobody clears.
-    #[test]
-    fn there_is_one_cache_of_symbols() {
-        let lock = include_str!("../../Cargo.lock");
-        assert_eq!(lock.matches("\nname = \"backtrace\"\n").count(), 1);
     }
 }

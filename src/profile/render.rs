@@ -1,97 +1,150 @@
-//! CPU samples as text that tools read: pprof's protobuf, or a flamegraph.
+//! Profiles as tools read them: pprof's protobuf, packed by gzip, or a flamegraph.
 //!
-//! The messages are the part of `profile.proto` (github.com/google/pprof) that a CPU profile needs. Pure.
+//! The messages are the part of `profile.proto` (github.com/google/pprof) that is needed. Pure.
 
-use std::time::SystemTime;
+use std::io::{self, Write as _};
 
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use indexmap::{IndexMap, IndexSet};
 use inferno::flamegraph;
-use pprof::{Frames, Report, Symbol};
 use prost::Message;
 
-/// The picture of a process that took no CPU time while it was sampled; inferno refuses to draw nothing.
-const IDLE_SVG: &str = concat!(
+use super::Format;
+use super::job::{Job, Kind, Names, Samples, Stack, Symbol, What};
+use super::maps::Places;
+use super::tree;
+
+/// The picture of a process of which nothing was sampled; inferno refuses to draw nothing.
+const EMPTY_SVG: &str = concat!(
     r#"<?xml version="1.0" standalone="no"?><svg xmlns="http://www.w3.org/2000/svg" width="640" height="60">"#,
-    r#"<text x="16" y="36" font-family="sans-serif">No samples: no thread ran on a CPU meanwhile.</text></svg>"#,
+    r#"<text x="16" y="36" font-family="sans-serif">No samples: nothing ran or was allocated meanwhile.</text></svg>"#,
 );
 
-/// A flamegraph with a root per thread name.
-pub(super) fn svg(report: &Report) -> anyhow::Result<Vec<u8>> {
-    if report.data.is_empty() {
-        return Ok(IDLE_SVG.into());
+/// What the job is for.
+///
+/// # Errors
+/// When there is no picture of the stacks.
+pub(super) fn made(job: &Job, names: &Names) -> anyhow::Result<Vec<u8>> {
+    match &job.what {
+        What::Profile(samples, Format::Protobuf) => Ok(packed(&protobuf(samples, &job.places, names))?),
+        What::Profile(samples, Format::Svg) => svg(samples, names),
+        What::Waits(waits) => Ok(tree::text(waits, names).into_bytes()),
     }
-    let lines: Vec<String> = report.data.iter().map(|(stack, count)| folded(stack, *count)).collect();
+}
+
+fn packed(profile: &Profile) -> io::Result<Vec<u8>> {
+    let mut packer = GzEncoder::new(Vec::new(), Compression::default());
+    packer.write_all(&profile.encode_to_vec())?;
+    packer.finish()
+}
+
+/// A flamegraph, with a root per thread name where threads are known.
+fn svg(samples: &Samples, names: &Names) -> anyhow::Result<Vec<u8>> {
+    if samples.stacks.is_empty() {
+        return Ok(EMPTY_SVG.into());
+    }
+    let mut options = flamegraph::Options::default();
+    if let Kind::Heap = samples.kind {
+        options.title = "inuse_space".to_owned();
+        options.count_name = "bytes".to_owned();
+    }
+    let lines: Vec<String> = samples.stacks.iter().map(|stack| folded(stack, names)).collect();
     let mut svg = Vec::new();
-    flamegraph::from_lines(&mut flamegraph::Options::default(), lines.iter().map(String::as_str), &mut svg)?;
+    flamegraph::from_lines(&mut options, lines.iter().map(String::as_str), &mut svg)?;
     Ok(svg)
 }
 
-/// `thread;outermost;…;innermost count`
-fn folded(stack: &Frames, count: isize) -> String {
-    let mut line = stack.thread_name_or_id();
-    for symbol in stack.frames.iter().rev().flat_map(|frame| frame.iter().rev()) {
-        line.push(';');
-        line.push_str(&symbol.name());
-    }
-    format!("{line} {count}")
+/// `thread;outermost;…;innermost found`
+fn folded(stack: &Stack, names: &Names) -> String {
+    let frames = stack.frames.iter().rev().flat_map(|number| names.at(*number).iter().rev());
+    let parts = stack.thread.as_deref().into_iter().chain(frames.map(|symbol| symbol.name.as_str()));
+    let line = parts.collect::<Vec<_>>().join(";");
+    format!("{line} {}", stack.found)
 }
 
-/// An encoded `perftools.profiles.Profile`.
-pub(super) fn protobuf(report: &Report) -> Vec<u8> {
+fn protobuf(samples: &Samples, places: &Places, names: &Names) -> Profile {
     let mut tables = Tables { strings: IndexSet::from([String::new()]), ..Tables::default() };
-    let period = 1_000_000_000 / i64::from(report.timing.frequency.max(1));
-    let cpu = ValueType { kind: tables.string("cpu"), unit: tables.string("nanoseconds") };
-    let samples = ValueType { kind: tables.string("samples"), unit: tables.string("count") };
-    let sample =
-        report.data.iter().map(|(stack, count)| tables.sample(stack, *count as i64, period)).collect();
-    let began = report.timing.start_time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let nanos = |duration: std::time::Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
-    let (location, function) = tables.functions.into_values().unzip();
-    let profile = Profile {
-        sample_type: vec![samples, cpu],
-        sample,
-        location,
-        function,
-        string_table: tables.strings.into_iter().collect(),
-        time_nanos: nanos(began),
-        duration_nanos: nanos(report.timing.duration),
-        period_type: Some(cpu),
-        period,
+    let (sample_type, period_type, period) = match samples.kind {
+        Kind::Cpu { period_nanos } => {
+            let cpu = tables.value_type("cpu", "nanoseconds");
+            (vec![tables.value_type("samples", "count"), cpu], cpu, period_nanos)
+        }
+        Kind::Heap => {
+            (vec![tables.value_type("inuse_space", "bytes")], tables.value_type("space", "bytes"), 0)
+        }
     };
-    profile.encode_to_vec()
+    let sample = samples.stacks.iter().map(|stack| tables.sample(stack, samples.kind)).collect();
+    let mapping = (1..).zip(&places.files).map(|(id, path)| tables.mapping(id, path)).collect();
+    let location = (0..).zip(&places.positions);
+    let location = location
+        .map(|(number, position)| Location {
+            id: u64::from(number) + 1,
+            mapping_id: position.file.map_or(0, |file| u64::from(file) + 1),
+            address: position.offset,
+            line: names.at(number).iter().map(|symbol| tables.line(symbol)).collect(),
+        })
+        .collect();
+    Profile {
+        sample_type,
+        sample,
+        mapping,
+        location,
+        function: tables.functions.into_values().collect(),
+        string_table: tables.strings.into_iter().collect(),
+        time_nanos: samples.began_nanos,
+        duration_nanos: samples.duration_nanos,
+        period_type: Some(period_type),
+        period,
+    }
 }
 
-/// What samples refer to by number: strings by their index, functions and their one location by theirs plus one.
+/// What the rest refers to by number: strings by their index, functions by theirs plus one.
 #[derive(Default)]
 struct Tables {
     strings: IndexSet<String>,
-    functions: IndexMap<String, (Location, Function)>,
+    /// By name and file.
+    functions: IndexMap<(i64, i64), Function>,
 }
 
 impl Tables {
-    fn string(&mut self, text: impl Into<String>) -> i64 {
-        self.strings.insert_full(text.into()).0 as i64
-    }
-
-    fn sample(&mut self, stack: &Frames, count: i64, period: i64) -> Sample {
-        let location_id = stack.frames.iter().flatten().map(|symbol| self.location(symbol)).collect();
-        let thread = Label { key: self.string("thread"), text: self.string(stack.thread_name_or_id()) };
-        Sample { location_id, value: vec![count, count * period], label: vec![thread] }
-    }
-
-    /// Id of the symbol's location, which has that of its function.
-    fn location(&mut self, symbol: &Symbol) -> u64 {
-        let key = symbol.name();
-        if let Some(known) = self.functions.get_index_of(&key) {
-            return known as u64 + 1;
+    fn string(&mut self, text: &str) -> i64 {
+        match self.strings.get_index_of(text) {
+            Some(known) => known as i64,
+            None => self.strings.insert_full(text.to_owned()).0 as i64,
         }
+    }
+
+    fn value_type(&mut self, kind: &str, unit: &str) -> ValueType {
+        ValueType { kind: self.string(kind), unit: self.string(unit) }
+    }
+
+    fn sample(&mut self, stack: &Stack, kind: Kind) -> Sample {
+        let label =
+            stack.thread.iter().map(|name| Label { key: self.string("thread"), text: self.string(name) });
+        Sample {
+            label: label.collect(),
+            location_id: stack.frames.iter().map(|number| u64::from(*number) + 1).collect(),
+            value: match kind {
+                Kind::Cpu { period_nanos } => vec![stack.found, stack.found.saturating_mul(period_nanos)],
+                Kind::Heap => vec![stack.found],
+            },
+        }
+    }
+
+    /// Addresses are told from the beginning of the file, so that it is as if it lay there.
+    fn mapping(&mut self, id: u64, path: &str) -> Mapping {
+        let filename = self.string(path);
+        Mapping { id, memory_limit: u64::MAX, filename, has_functions: true, ..Mapping::default() }
+    }
+
+    fn line(&mut self, symbol: &Symbol) -> Line {
+        let (name, filename) = (self.string(&symbol.name), self.string(&symbol.file));
+        let system_name = self.string(&symbol.system_name);
         let id = self.functions.len() as u64 + 1;
-        let (name, system_name) = (self.string(&key), self.string(symbol.sys_name()));
-        let filename = self.string(symbol.filename());
-        let line = vec![Line { function_id: id, line: symbol.lineno().into() }];
-        let entry = (Location { id, line }, Function { id, name, system_name, filename });
-        self.functions.insert(key, entry);
-        id
+        let function =
+            self.functions.entry((name, filename)).or_insert(Function { id, name, system_name, filename });
+        Line { function_id: function.id, line: symbol.line.into() }
     }
 }
 
@@ -101,6 +154,8 @@ struct Profile {
     sample_type: Vec<ValueType>,
     #[prost(message, repeated, tag = "2")]
     sample: Vec<Sample>,
+    #[prost(message, repeated, tag = "3")]
+    mapping: Vec<Mapping>,
     #[prost(message, repeated, tag = "4")]
     location: Vec<Location>,
     #[prost(message, repeated, tag = "5")]
@@ -144,9 +199,25 @@ struct Label {
 }
 
 #[derive(Clone, PartialEq, Message)]
+struct Mapping {
+    #[prost(uint64, tag = "1")]
+    id: u64,
+    #[prost(uint64, tag = "3")]
+    memory_limit: u64,
+    #[prost(int64, tag = "5")]
+    filename: i64,
+    #[prost(bool, tag = "7")]
+    has_functions: bool,
+}
+
+#[derive(Clone, PartialEq, Message)]
 struct Location {
     #[prost(uint64, tag = "1")]
     id: u64,
+    #[prost(uint64, tag = "2")]
+    mapping_id: u64,
+    #[prost(uint64, tag = "3")]
+    address: u64,
     #[prost(message, repeated, tag = "4")]
     line: Vec<Line>,
 }
@@ -174,63 +245,101 @@ struct Function {
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
+    use std::io::Read as _;
 
+    use super::super::job::tests::named;
     use super::*;
 
-    fn report(stacks: &[(&str, &[&str], isize)]) -> Report {
-        let symbol = |name: &&str| Symbol {
-            name: Some(name.as_bytes().to_vec()),
-            addr: None,
-            lineno: Some(7),
-            filename: Some("a.rs".into()),
+    const CPU: Kind = Kind::Cpu { period_nanos: 10_000_000 };
+
+    fn samples(kind: Kind, stacks: &[(Option<&str>, &[u32], i64)]) -> Samples {
+        let stack = |(thread, frames, found): &(Option<&str>, &[u32], i64)| Stack {
+            thread: thread.map(str::to_owned),
+            frames: frames.to_vec(),
+            found: *found,
         };
-        let frames = |(thread, names, count): &(&str, &[&str], isize)| {
-            let frames = Frames {
-                frames: names.iter().map(|name| vec![symbol(name)]).collect(),
-                thread_name: (*thread).to_owned(),
-                thread_id: 1,
-                sample_timestamp: SystemTime::UNIX_EPOCH,
-            };
-            (frames, *count)
-        };
-        let mut report = Report { data: stacks.iter().map(frames).collect(), timing: Default::default() };
-        report.timing.frequency = 100;
-        report
+        Samples { kind, began_nanos: 5, duration_nanos: 6, stacks: stacks.iter().map(stack).collect() }
+    }
+
+    fn text(profile: &Profile, index: i64) -> &str {
+        &profile.string_table[usize::try_from(index).unwrap()]
+    }
+
+    fn functions<'a>(profile: &'a Profile, location: &Location) -> Vec<&'a str> {
+        let function = |line: &Line| profile.function.iter().find(|function| function.id == line.function_id);
+        location.line.iter().map(|line| text(profile, function(line).unwrap().name)).collect()
     }
 
     #[test]
-    fn a_flamegraph_of_an_idle_process_is_a_picture_that_says_so() {
-        let svg = String::from_utf8(svg(&report(&[])).unwrap()).unwrap();
+    fn a_flamegraph_of_nothing_is_a_picture_that_says_so() {
+        let svg = String::from_utf8(svg(&samples(CPU, &[]), &named(&[]).1).unwrap()).unwrap();
         assert!(svg.starts_with("<?xml") && svg.ends_with("</svg>") && svg.contains("No samples"), "{svg}");
     }
 
     #[test]
     fn stacks_are_drawn_from_the_thread_inwards() {
-        let report = report(&[("uniffle", &["read", "serve"], 3)]);
-        assert_eq!(folded(report.data.keys().next().unwrap(), 3), "uniffle;serve;read 3");
-        let svg = String::from_utf8(svg(&report).unwrap()).unwrap();
+        let (_, names) = named(&["read", "serve"]);
+        let stacks = samples(CPU, &[(Some("uniffle"), &[0, 1], 3), (None, &[1], 2)]);
+        assert_eq!(folded(&stacks.stacks[0], &names), "uniffle;serve;read 3");
+        assert_eq!(folded(&stacks.stacks[1], &names), "serve 2");
+        let svg = String::from_utf8(svg(&stacks, &names).unwrap()).unwrap();
         assert!(svg.contains("serve") && svg.contains("read"), "{svg}");
     }
 
     #[test]
     fn a_profile_names_each_function_once_and_counts_samples_and_time() {
-        let bytes = protobuf(&report(&[("a", &["read", "serve"], 3), ("b", &["write", "serve"], 1)]));
-        let profile = Profile::decode(bytes.as_slice()).unwrap();
-        let text = |index: i64| profile.string_table[usize::try_from(index).unwrap()].as_str();
-        let name = |id: &u64| text(profile.function.iter().find(|function| function.id == *id).unwrap().name);
+        let (places, names) = named(&["read", "serve", "write"]);
+        let stacks = samples(CPU, &[(Some("a"), &[0, 1], 3), (Some("b"), &[2, 1], 1)]);
+        let profile = protobuf(&stacks, &places, &names);
+        let name = |id: &u64| {
+            functions(&profile, profile.location.iter().find(|location| location.id == *id).unwrap())[0]
+        };
         let seen: HashMap<&str, _> = profile
             .sample
             .iter()
             .map(|it| {
-                (
-                    text(it.label[0].text),
-                    (it.location_id.iter().map(name).collect::<Vec<_>>(), it.value.clone()),
-                )
+                let names = it.location_id.iter().map(name).collect::<Vec<_>>();
+                (text(&profile, it.label[0].text), (names, it.value.clone()))
             })
             .collect();
         assert_eq!(seen["a"], (vec!["read", "serve"], vec![3, 30_000_000]));
         assert_eq!(seen["b"], (vec!["write", "serve"], vec![1, 10_000_000]));
-        assert_eq!((profile.function.len(), profile.location.len(), text(0)), (3, 3, ""));
-        assert_eq!(text(profile.period_type.unwrap().kind), "cpu");
+        assert_eq!((profile.function.len(), profile.location.len(), text(&profile, 0)), (3, 3, ""));
+        assert_eq!(text(&profile, profile.period_type.unwrap().kind), "cpu");
+        assert_eq!((profile.time_nanos, profile.duration_nanos, profile.period), (5, 6, 10_000_000));
+    }
+
+    #[test]
+    fn inlined_calls_are_lines_of_one_location_in_its_file() {
+        let (places, _) = named(&["x"]);
+        let symbol = |name: &str, line| Symbol {
+            name: name.to_owned(),
+            system_name: String::new(),
+            file: "src/a.rs".to_owned(),
+            line,
+            column: 1,
+        };
+        let names = Names::new(&places, |_| vec![symbol("inlined", 4), symbol("whole", 9)]);
+        let profile = protobuf(&samples(Kind::Heap, &[(None, &[0], 512)]), &places, &names);
+        let [location] = &profile.location[..] else { panic!("{:?}", profile.location) };
+        assert_eq!(functions(&profile, location), ["inlined", "whole"]);
+        assert_eq!(location.line.iter().map(|line| line.line).collect::<Vec<_>>(), [4, 9]);
+        assert_eq!((location.mapping_id, location.address), (1, 0x1000));
+        assert_eq!(text(&profile, profile.mapping[0].filename), "/bin/worker");
+        assert_eq!((profile.sample[0].value.as_slice(), profile.sample[0].label.len()), (&[512][..], 0));
+        assert_eq!(text(&profile, profile.sample_type[0].kind), "inuse_space");
+        assert_eq!(folded(&samples(Kind::Heap, &[(None, &[0], 1)]).stacks[0], &names), "whole;inlined 1");
+    }
+
+    #[test]
+    fn a_profile_is_packed() {
+        let (places, names) = named(&["read"]);
+        let stacks = samples(CPU, &[(Some("a"), &[0], 3)]);
+        let profile = protobuf(&stacks, &places, &names);
+        let job = Job { places, what: What::Profile(stacks, Format::Protobuf) };
+        let mut plain = Vec::new();
+        let made = made(&job, &names).unwrap();
+        flate2::read::GzDecoder::new(made.as_slice()).read_to_end(&mut plain).unwrap();
+        assert_eq!(Profile::decode(plain.as_slice()).unwrap(), profile);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Nothing is recorded between dumps. A dump stops the runtime's threads while every task is polled in tracing mode,
 //! some 20 µs a task; a thread that does not reach the barrier within 250 ms makes the dump fail; the worker does not
-//! wait for it. Symbols are resolved afterwards, elsewhere.
+//! wait for it. Functions are named afterwards, elsewhere.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -11,48 +11,48 @@ use tokio::task::Id;
 use tokio::time::{Duration, Instant};
 
 use self::stacks::Stacks;
-use super::{ProfileError, Turn, in_background};
+use super::job::{Job, Waiting, Waits, What};
+use super::maps::{Addresses, Maps};
+use super::{ProfileError, Turn, child, in_background};
 use crate::runtime::{RunningTask, Tasks};
 
 /// A dump that takes longer has no result: a thread of the runtime is busy or blocked.
 const DEADLINE: Duration = Duration::from_secs(2);
 
-/// Tasks whose symbols are resolved. More of them are counted only.
-const RESOLVED_MAX: usize = 500;
+/// Places whose tasks are shown. Tasks at more of them are counted only.
+const PLACES_MAX: usize = 500;
 
-/// What tasks that wait at the same place have in common. The awaits of a `select!` come in any order, so that the
-/// lines of the stack are compared without it.
-#[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct Place {
-    name: &'static str,
-    lines: Vec<String>,
-}
-
-impl Place {
-    fn new(name: &'static str, stack: &str) -> Self {
-        let is_drawing = |c: char| !c.is_ascii() || c == ' ';
-        let mut lines: Vec<_> =
-            stack.lines().map(|line| line.trim_start_matches(is_drawing).to_owned()).collect();
-        lines.sort_unstable();
-        Self { name, lines }
-    }
-}
+/// What tasks that wait at the same place have in common: their name, and a stack for each await. The awaits of a `select!`
+/// come in any order, so that they are sorted.
+type Place = (&'static str, Vec<Vec<u32>>);
 
 /// Name and stacks of every task of the current runtime, as text. Where the runtime cannot dump, the names only. A dump of the
 /// stacks that is given up goes on: until it has ended it keeps `asking`, so that there is one, and others profile meanwhile.
 ///
 /// # Errors
-/// [`ProfileError::Failed`] when symbols cannot be resolved.
+/// [`ProfileError::Failed`] when there is no thread for it.
 pub async fn dump(tasks: &Tasks, turn: &Turn, asking: Turn) -> Result<String, ProfileError> {
     let started = Instant::now();
     let stacks = stacks::take(tasks, asking).await;
     let took = started.elapsed();
     let running = tasks.list();
-    in_background(turn, move || Ok(render(&running, stacks, took))).await
+    in_background(turn, move || {
+        let summary = summary(&running, took);
+        match stacks {
+            Ok(stacks) => named(&job(summary, &running, stacks)),
+            Err(why) => Ok(format!("{summary}\n{why}\n")),
+        }
+    })
+    .await
 }
 
-/// The stacks of one task.
-type Stack = (Id, String);
+/// With the names of functions.
+fn named(job: &Job) -> Result<String, ProfileError> {
+    String::from_utf8(child::made(job)?).map_err(|error| ProfileError::Failed(error.to_string()))
+}
+
+/// The stacks of one task, as addresses that calls return to, the innermost first.
+type Stack = (Id, Vec<Vec<u64>>);
 
 #[cfg(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod stacks {
@@ -60,7 +60,7 @@ mod stacks {
     use tokio::sync::oneshot;
     use tokio::time::timeout;
 
-    use super::{DEADLINE, RESOLVED_MAX, Stack, Tasks, Turn};
+    use super::{DEADLINE, Stack, Tasks, Turn, addresses};
 
     /// Stacks as addresses.
     pub(super) struct Stacks(Dump);
@@ -87,13 +87,11 @@ mod stacks {
     }
 
     impl Stacks {
-        /// As text, and how many tasks were left out.
-        pub(super) fn resolve(self) -> (Vec<Stack>, usize) {
+        /// Of each task. tokio gives addresses in its `Debug` alone: what else it says of a trace has names, for which it
+        /// reads this program's debug information.
+        pub(super) fn each(&self) -> impl Iterator<Item = Stack> {
             let tasks = self.0.tasks().iter();
-            let resolved: Vec<Stack> =
-                tasks.take(RESOLVED_MAX).map(|task| (task.id(), task.trace().to_string())).collect();
-            let left_out = self.0.tasks().iter().count() - resolved.len();
-            (resolved, left_out)
+            tasks.map(|task| (task.id(), addresses(&format!("{:?}", task.trace()))))
         }
     }
 }
@@ -111,19 +109,31 @@ mod stacks {
     }
 
     impl Stacks {
-        pub(super) fn resolve(self) -> (Vec<Stack>, usize) {
-            match self {}
+        pub(super) fn each(&self) -> impl Iterator<Item = Stack> {
+            match *self {}
+            #[expect(unreachable_code, reason = "the type of what never is")]
+            std::iter::empty()
         }
     }
 }
 
-fn render(running: &[RunningTask], stacks: Result<Stacks, &'static str>, took: Duration) -> String {
+/// `[[BacktraceFrame { ip: 0x55d0, … }, …], …]`: the addresses behind each `ip`, by the list that they are in.
+#[cfg_attr(not(tokio_unstable), expect(dead_code, reason = "of dumps"))]
+fn addresses(trace: &str) -> Vec<Vec<u64>> {
+    let frames = |list: &str| {
+        let address = |text: &str| {
+            let digits = text.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(text.len());
+            u64::from_str_radix(&text[..digits], 16).ok()
+        };
+        list.split(" ip: 0x").skip(1).filter_map(address).collect::<Vec<_>>()
+    };
+    trace.split('[').map(frames).filter(|frames| !frames.is_empty()).collect()
+}
+
+/// What is known without stacks.
+fn summary(running: &[RunningTask], took: Duration) -> String {
     let mut text = format!("{} tasks, threads stopped and asked within {took:.1?}\n", running.len());
     names(running, &mut text);
-    match stacks {
-        Ok(stacks) => places(running, stacks, &mut text),
-        Err(why) => _ = writeln!(text, "\n{why}"),
-    }
     text
 }
 
@@ -142,22 +152,27 @@ fn names(running: &[RunningTask], text: &mut String) {
     }
 }
 
-fn places(running: &[RunningTask], stacks: Stacks, text: &mut String) {
+/// The places with most tasks first.
+fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
     let names: HashMap<_, _> = running.iter().map(|task| (task.id, task.name)).collect();
-    let (stacks, left_out) = stacks.resolve();
-    let mut places: HashMap<Place, (usize, String)> = HashMap::new();
-    for (id, stack) in stacks {
+    let mut addresses = Addresses::default();
+    let mut places: HashMap<Place, u64> = HashMap::new();
+    for (id, stacks) in stacks.each() {
         let name = names.get(&id).copied().unwrap_or("(not ours)");
-        places.entry(Place::new(name, &stack)).or_insert((0, stack)).0 += 1;
+        let mut stacks: Vec<Vec<u32>> = stacks
+            .into_iter()
+            .map(|stack| stack.into_iter().map(|returns_to| addresses.call_before(returns_to)).collect())
+            .collect();
+        stacks.sort_unstable();
+        *places.entry((name, stacks)).or_default() += 1;
     }
     let mut places: Vec<_> = places.into_iter().collect();
-    places.sort_unstable_by(|(a, (x, _)), (b, (y, _))| y.cmp(x).then_with(|| a.cmp(b)));
-    for (place, (count, stack)) in places {
-        let _ = writeln!(text, "\n{count} × {}\n{stack}", place.name);
-    }
-    if left_out > 0 {
-        let _ = writeln!(text, "\n{left_out} more tasks, not shown");
-    }
+    places.sort_unstable_by(|(a, x), (b, y)| y.cmp(x).then_with(|| a.cmp(b)));
+    let left_out = places.iter().skip(PLACES_MAX).map(|(_, tasks)| tasks).sum();
+    let group = |((name, stacks), tasks): (Place, u64)| Waiting { name: name.to_owned(), tasks, stacks };
+    let groups = places.into_iter().take(PLACES_MAX).map(group).collect();
+    let what = What::Waits(Waits { summary, groups, left_out });
+    Job { places: addresses.places(&Maps::of_this_process()), what }
 }
 
 #[cfg(test)]
@@ -183,8 +198,32 @@ mod tests {
         let (turn, asking) = (Turns::new().try_take().unwrap(), Turns::new().try_take().unwrap());
         let text = dump(&tasks, &turn, asking).await.unwrap();
         assert!(text.contains("     3 sleeper (oldest "), "{text}");
-        assert!(text.contains("3 × sleeper") && text.contains("Sleep"), "{text}");
+        // A test's program does not know the subcommand. The names are in `tests/process`.
+        let (_, places) = text.split_once("\n3 × sleeper\n").unwrap_or_else(|| panic!("{text}"));
+        let program = std::env::current_exe().unwrap();
+        let program = program.file_name().unwrap().to_str().unwrap();
+        let (calls, _) = places.split_once("\n\n").unwrap_or((places, ""));
+        let is_ours = |line: &str| line.contains("╼ 0x") && line.ends_with(program);
+        assert!(calls.lines().count() >= 4 && calls.trim_end().lines().all(is_ours), "{text}");
         tasks.cancel();
         tasks.drained().await;
+    }
+
+    /// As of tokio 1.54 with backtrace 0.3.
+    #[test]
+    fn addresses_are_taken_from_what_tokio_says_of_a_trace() {
+        let frame = |ip| format!("BacktraceFrame {{ ip: {ip}, symbol_address: 0x55d01000 }}");
+        let (a, b, c) = (frame("0x55d01234"), frame("0x7fff0"), frame("0x1"));
+        let trace = format!("Trace {{ inner: Trace {{ backtraces: [[{a}, {b}], [{c}]] }} }}");
+        assert_eq!(addresses(&trace), [vec![0x55d0_1234, 0x7_fff0], vec![1]]);
+        for none in [
+            "",
+            "Trace { inner: Trace { backtraces: [[]] } }",
+            "ip: 0x",
+            " ip: 0xfffffffffffffffff",
+            "[ ip: 0x",
+        ] {
+            assert_eq!(addresses(none), Vec::<Vec<u64>>::new(), "{none}");
+        }
     }
 }

@@ -6,8 +6,11 @@ use std::time::Duration;
 
 use super::tools::{Load, ask, ask_text, run};
 use uniffle_testkit::tools::available;
-use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{say, wait_until};
+
+/// What a profile or dump may add to what the worker takes.
+const GROWTH_MIB_MAX: u64 = 48;
 
 /// The functions of a profile, the one with the most below it first.
 fn functions(profile: &[u8]) -> String {
@@ -129,6 +132,60 @@ fn heap_profiles_work_as_documented() {
     let (status, svg) = ask_text(port, "GET", "/debug/pprof/heap?format=svg");
     assert!(status == 200 && svg.contains("<svg"));
     worker.assert_clean();
+    worker.stop();
+}
+
+/// What names functions is another process: parsing a release build's debug information takes some 180 MiB.
+#[test]
+fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
+    let setup =
+        Setup { env: vec![("_RJEM_MALLOC_CONF", "prof:true,lg_prof_sample:12".to_owned())], ..setup() };
+    let worker = Worker::start(&setup);
+    let (admin, http) = (port(&worker), worker.ready().http_port);
+    for path in [
+        "/debug/pprof/profile?seconds=2&frequency=500",
+        "/debug/pprof/profile?seconds=2&frequency=500&format=svg",
+        "/debug/pprof/heap",
+        "/debug/pprof/heap?format=svg",
+        "/debug/tasks",
+    ] {
+        let before = worker.proc_status("VmRSS") >> 10;
+        // Makes the largest size that of now.
+        std::fs::write(format!("/proc/{}/clear_refs", worker.pid()), "5").unwrap();
+        let profile = thread::spawn(move || ask(admin, "GET", path));
+        while !profile.is_finished() {
+            assert_eq!(ask(http, "GET", "/metrics").0, 200);
+        }
+        let (status, profile) = profile.join().unwrap();
+        assert_eq!(status, 200, "{}", String::from_utf8_lossy(&profile));
+        let peak = worker.peak_resident_bytes() >> 20;
+        say(&format!("{path}: {before} MiB resident before, {peak} MiB at most, {} bytes", profile.len()));
+        assert!(peak < before + GROWTH_MIB_MAX, "{path}: {before} MiB before, {peak} MiB at most");
+        if let Ok(text) = String::from_utf8(profile) {
+            assert!(text.contains("uniffle_worker::"), "no function of ours: {text}");
+        }
+    }
+    assert!(!worker.log().contains("the process that names functions failed"), "{}", worker.log());
+    worker.stop();
+}
+
+/// A worker's sockets and files are not its child's.
+#[test]
+fn h14_every_descriptor_is_closed_in_other_programs() {
+    let worker = Worker::start(&setup());
+    let directory = format!("/proc/{}/fdinfo", worker.pid());
+    let mut closed = 0;
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        let number: u32 = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
+        // It may be closed meanwhile.
+        let Ok(info) = std::fs::read_to_string(&path) else { continue };
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim();
+        let is_closed_on_exec = u32::from_str_radix(flags, 8).unwrap() & 0o2_000_000 != 0;
+        assert!(number <= 2 || is_closed_on_exec, "{number}: {info}");
+        closed += u32::from(is_closed_on_exec);
+    }
+    assert!(closed > 5, "{closed}");
     worker.stop();
 }
 

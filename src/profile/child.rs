@@ -1,0 +1,252 @@
+//! Jobs are done by a process of their own, which is this program started again (`symbols` is its side).
+//!
+//! Names come from the program's debug information, which takes some 200 MiB for a moment: this process, whose memory is
+//! promised (`budget::allowance`), never reads it. Invariant: a child that cannot be started, ends early, says something
+//! else or nothing costs names, not the profile, and has ended when the job is done.
+
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::time::Instant;
+
+use super::job::{Job, Names};
+use super::{ProfileError, render, wire};
+
+/// The first argument with which this program answers (`symbols::answer_on_stdin`).
+pub const SUBCOMMAND: &str = "__symbols";
+
+/// What runs in this process, also when its file was replaced.
+const PROGRAM: &str = "/proc/self/exe";
+
+/// Seconds of CPU time at the lowest priority are minutes on a machine that has other things to do.
+const DEADLINE: Duration = Duration::from_secs(300);
+
+/// Much more than a picture of the largest profile.
+const ANSWER_BYTES_MAX: u64 = 32 << 20;
+
+/// What the child keeps of the environment: how its libraries are found. The rest is of this process: its sockets, its
+/// service manager, options of its allocator.
+const ENVIRONMENT: &[&str] = &["LD_LIBRARY_PATH"];
+
+/// Does the job with names, or without.
+///
+/// # Errors
+/// It cannot be done either way.
+pub(super) fn made(job: &Job) -> Result<Vec<u8>, ProfileError> {
+    if std::fs::read_link(PROGRAM).is_ok_and(|path| is_gone(&path)) {
+        tracing::warn!(
+            "the program's file was replaced or removed, functions of it have no names in a profile"
+        );
+    }
+    Helper::this_program().made(job)
+}
+
+/// Debug information is read from the file of that name, which the kernel says is no more.
+fn is_gone(program: &Path) -> bool {
+    program.as_os_str().as_encoded_bytes().ends_with(b" (deleted)")
+}
+
+/// A program that is asked.
+#[derive(Debug)]
+struct Helper {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    deadline: Duration,
+}
+
+impl Helper {
+    fn this_program() -> Self {
+        Self { program: PROGRAM.into(), arguments: vec![SUBCOMMAND.into()], deadline: DEADLINE }
+    }
+
+    fn made(&self, job: &Job) -> Result<Vec<u8>, ProfileError> {
+        self.asked(job)
+            .or_else(|error| {
+                tracing::warn!(
+                    error = format!("{error:#}"),
+                    "the process that names functions failed, a profile or dump has addresses instead"
+                );
+                render::made(job, &Names::none(&job.places))
+            })
+            .map_err(|error| ProfileError::Failed(format!("{error:#}")))
+    }
+
+    fn asked(&self, job: &Job) -> anyhow::Result<Vec<u8>> {
+        let question = postcard::to_allocvec(job).context("the job cannot be written")?;
+        let (ours, theirs) = UnixStream::pair().context("no socket for it")?;
+        let mut running = Running::start(self, theirs)?;
+        let mut line = Line { stream: ours, until: Instant::now() + self.deadline };
+        let answered = line.ask(&question, ANSWER_BYTES_MAX);
+        answered.map_err(|error| match running.end() {
+            Ok(status) => anyhow::anyhow!("{error}; the process: {status}"),
+            Err(_) => error.into(),
+        })
+    }
+}
+
+/// The child, killed on drop.
+#[derive(Debug)]
+struct Running(Child);
+
+impl Running {
+    /// Its stdin and stdout are `theirs`; it has no other descriptor of this process, since all are closed on exec.
+    fn start(helper: &Helper, theirs: UnixStream) -> anyhow::Result<Self> {
+        let program = helper.program.display();
+        let kept = ENVIRONMENT.iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
+        let stdin = OwnedFd::from(theirs.try_clone().context("no descriptor for it")?);
+        let child = Command::new(&helper.program)
+            .args(&helper.arguments)
+            .env_clear()
+            .envs(kept)
+            .stdin(stdin)
+            .stdout(OwnedFd::from(theirs))
+            .stderr(Stdio::null())
+            .spawn()
+            .with_context(|| format!("{program} cannot be run"))?;
+        Ok(Self(child))
+    }
+
+    /// How it ended, by itself or now.
+    fn end(&mut self) -> io::Result<ExitStatus> {
+        self.0.kill()?;
+        self.0.wait()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Fails when it was waited for already.
+        let _ = self.end();
+    }
+}
+
+/// The connection to the child, until the deadline.
+#[derive(Debug)]
+struct Line {
+    stream: UnixStream,
+    until: Instant,
+}
+
+impl Line {
+    fn ask(&mut self, question: &[u8], answer_bytes_max: u64) -> io::Result<Vec<u8>> {
+        wire::write(self, wire::QUESTION, question)?;
+        self.stream.shutdown(Shutdown::Write)?;
+        wire::read(self, wire::ANSWER, answer_bytes_max)
+    }
+
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(late()) } else { Ok(left) }
+    }
+}
+
+impl Read for Line {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(Some(self.left()?))?;
+        self.stream.read(buffer).map_err(timely)
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(Some(self.left()?))?;
+        self.stream.write(bytes).map_err(timely)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn late() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "no answer within the time for it")
+}
+
+/// A socket tells of its timeout as of a call that would block.
+fn timely(error: io::Error) -> io::Error {
+    if error.kind() == io::ErrorKind::WouldBlock { late() } else { error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Format;
+    use super::super::job::tests::named;
+    use super::super::job::{Kind, Samples, Stack, What};
+    use super::*;
+
+    fn shell(script: &str, deadline: Duration) -> Helper {
+        Helper { program: "/bin/sh".into(), arguments: vec!["-c".into(), script.into()], deadline }
+    }
+
+    fn job(stacks: usize) -> Job {
+        let (places, _) = named(&["read", "serve"]);
+        let stack = |_| Stack { thread: Some("uniffle".to_owned()), frames: vec![0, 1], found: 3 };
+        let stacks = (0..stacks).map(stack).collect();
+        let samples = Samples { kind: Kind::Heap, began_nanos: 0, duration_nanos: 0, stacks };
+        Job { places, what: What::Profile(samples, Format::Svg) }
+    }
+
+    /// Why the child failed, and that the job was done with addresses for names.
+    fn failure(helper: &Helper, job: &Job) -> String {
+        let svg = String::from_utf8(helper.made(job).unwrap()).unwrap();
+        assert!(svg.contains("</svg>") && svg.contains("0x1000 worker"), "{svg}");
+        format!("{:#}", helper.asked(job).unwrap_err())
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_costs_the_names() {
+        let helper = Helper { program: "/nowhere/worker".into(), ..shell("", DEADLINE) };
+        let why = failure(&helper, &job(1));
+        assert!(why.starts_with("/nowhere/worker cannot be run: "), "{why}");
+    }
+
+    #[test]
+    fn nonsense_for_an_answer_costs_the_names() {
+        for (script, expected) in [
+            ("cat >/dev/null; echo 'error: unrecognized subcommand'", "what came is no message"),
+            ("exec cat", "what came is no message"),
+            ("cat >/dev/null; echo no", "failed to fill whole buffer"),
+            ("cat >/dev/null; exit 7", "exit status: 7"),
+            ("cat >/dev/null; kill -9 $$", "signal: 9"),
+            (r"cat >/dev/null; printf 'uffname!\1\0\0\0\0\0\0\0'", "unexpected end of file"),
+            (r"cat >/dev/null; printf 'uffname!\0\0\0\0\0\0\0\1'", "33554432 are allowed"),
+        ] {
+            let why = failure(&shell(script, DEADLINE), &job(1));
+            assert!(why.contains(expected), "{script}: {why}");
+        }
+    }
+
+    #[test]
+    fn a_child_that_hangs_costs_the_names() {
+        let short = Duration::from_millis(50);
+        let why = failure(&shell("exec sleep 1000", short), &job(1));
+        assert!(why.starts_with("no answer within the time for it; the process: signal: 9"), "{why}");
+        // It does not read either, and the question is more than a socket holds.
+        let why = failure(&shell("exec sleep 1000", short), &job(100_000));
+        assert!(why.starts_with("no answer within the time for it; the process: signal: 9"), "{why}");
+    }
+
+    #[test]
+    fn a_child_that_does_not_listen_costs_the_names() {
+        let why = failure(&shell("exec true", DEADLINE), &job(100_000));
+        assert!(why.contains("the process: exit status: 0"), "{why}");
+    }
+
+    #[test]
+    fn the_answer_is_what_the_child_says_and_it_has_nothing_of_this_process() {
+        let script = r"cat >/dev/null
+            tr '\0' '\n' </proc/$$/environ | grep -v ^LD_LIBRARY_PATH= && exit 3
+            # 3 is the directory itself.
+            for fd in /proc/$$/fd/*; do case ${fd##*/} in [0-3]) ;; *) exit 4 ;; esac; done
+            printf 'uffname!\2\0\0\0\0\0\0\0ok'";
+        let made = shell(script, DEADLINE).asked(&job(1));
+        assert_eq!(made.map_err(|error| format!("{error:#}")), Ok(b"ok".to_vec()));
+    }
+}

@@ -1,0 +1,172 @@
+//! What a profiler found, with numbers of places for names; and the names. What is made of both is in `render` and `tree`.
+//!
+//! A job is what one process asks of another (`child`), so that all of it can be written as bytes.
+
+use serde::{Deserialize, Serialize};
+
+use super::Format;
+use super::maps::{Places, Position};
+
+/// Something to make, and the places that it speaks of.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Job {
+    pub(super) places: Places,
+    pub(super) what: What,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum What {
+    Profile(Samples, Format),
+    Waits(Waits),
+}
+
+/// Stacks, and how much was found at each.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Samples {
+    pub(super) kind: Kind,
+    /// Since the epoch.
+    pub(super) began_nanos: i64,
+    pub(super) duration_nanos: i64,
+    pub(super) stacks: Vec<Stack>,
+}
+
+/// What [`Stack::found`] counts.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) enum Kind {
+    /// Samples, of which each stands for so much CPU time.
+    Cpu { period_nanos: i64 },
+    /// Bytes that are allocated.
+    Heap,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Stack {
+    /// Whose it is; none where nobody asked.
+    pub(super) thread: Option<String>,
+    /// Numbers of places, the innermost first.
+    pub(super) frames: Vec<u32>,
+    pub(super) found: i64,
+}
+
+/// Where tasks wait.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Waits {
+    /// What stands above them.
+    pub(super) summary: String,
+    pub(super) groups: Vec<Waiting>,
+    /// Tasks that are in none of the groups.
+    pub(super) left_out: u64,
+}
+
+/// Tasks of one name that wait at the same place.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Waiting {
+    pub(super) name: String,
+    pub(super) tasks: u64,
+    /// A stack for each await of a `select!`, as in [`Stack::frames`].
+    pub(super) stacks: Vec<Vec<u32>>,
+}
+
+/// A function, and the line in it. At one place there are several when calls were inlined, the innermost first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Symbol {
+    pub(super) name: String,
+    /// As the linker knows it.
+    pub(super) system_name: String,
+    /// Empty and 0 when they are not known.
+    pub(super) file: String,
+    pub(super) line: u32,
+    pub(super) column: u32,
+}
+
+/// What is at each place.
+#[derive(Debug)]
+pub(super) struct Names(Vec<Vec<Symbol>>);
+
+impl Names {
+    /// What `resolve` finds at each, and where that is nothing, the address and the file.
+    pub(super) fn new(places: &Places, mut resolve: impl FnMut(Position) -> Vec<Symbol>) -> Self {
+        let mut in_order: Vec<(usize, Position)> = places.positions.iter().copied().enumerate().collect();
+        // File after file: debug information of a few is held at a time.
+        in_order.sort_unstable_by_key(|(_, position)| *position);
+        let mut names = vec![Vec::new(); in_order.len()];
+        for (number, position) in in_order {
+            let found = resolve(position);
+            names[number] = if found.is_empty() { vec![Symbol::nameless(places, position)] } else { found };
+        }
+        Self(names)
+    }
+
+    /// Addresses and files for all.
+    pub(super) fn none(places: &Places) -> Self {
+        Self::new(places, |_| Vec::new())
+    }
+
+    /// What is at a place, the innermost first.
+    pub(super) fn at(&self, number: u32) -> &[Symbol] {
+        usize::try_from(number).ok().and_then(|number| self.0.get(number)).map_or(&[], Vec::as_slice)
+    }
+}
+
+impl Symbol {
+    fn nameless(places: &Places, position: Position) -> Self {
+        let name = match position.file_name(places) {
+            Some(file) => format!("{:#x} {file}", position.offset),
+            None => format!("{:#x}", position.offset),
+        };
+        let file = position.path(places).unwrap_or_default().to_owned();
+        Self { system_name: name.clone(), name, file, line: 0, column: 0 }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// Places with one name each; an empty one is not known.
+    pub(in super::super) fn named(names: &[&str]) -> (Places, Names) {
+        let positions =
+            (0x1000..).take(names.len()).map(|offset| Position { file: Some(0), offset }).collect();
+        let places = Places { files: vec!["/bin/worker".to_owned()], positions };
+        let found = Names::new(&places, |position| {
+            let name = names[usize::try_from(position.offset - 0x1000).unwrap()];
+            let symbol = Symbol {
+                name: name.to_owned(),
+                system_name: format!("_{name}"),
+                file: "src/a.rs".to_owned(),
+                line: 7,
+                column: 3,
+            };
+            if name.is_empty() { Vec::new() } else { vec![symbol] }
+        });
+        (places, found)
+    }
+
+    #[test]
+    fn what_has_no_name_is_told_by_its_address_and_file() {
+        let (mut places, names) = named(&["read", ""]);
+        assert_eq!((names.at(0)[0].name.as_str(), names.at(0)[0].line), ("read", 7));
+        assert_eq!(names.at(1)[0].name, "0x1001 worker");
+        assert_eq!(names.at(2), []);
+        places.positions.push(Position { file: None, offset: 0xab });
+        let names = Names::none(&places);
+        assert_eq!(
+            [0, 1, 2].map(|number| names.at(number)[0].name.as_str()),
+            ["0x1000 worker", "0x1001 worker", "0xab"]
+        );
+    }
+
+    #[test]
+    fn names_are_looked_up_file_after_file_and_told_in_the_order_of_places() {
+        let position = |file, offset| Position { file: Some(file), offset };
+        let positions = vec![position(1, 5), position(0, 9), position(1, 1)];
+        let places = Places { files: vec!["/a".to_owned(), "/b".to_owned()], positions };
+        let mut asked = Vec::new();
+        let names = Names::new(&places, |position| {
+            asked.push((position.file.unwrap(), position.offset));
+            Vec::new()
+        });
+        assert_eq!(asked, [(0, 9), (1, 1), (1, 5)]);
+        assert_eq!([0, 1, 2].map(|number| names.at(number)[0].name.as_str()), ["0x5 b", "0x9 a", "0x1 b"]);
+    }
+}

@@ -1,0 +1,233 @@
+//! Which files this process runs code of, and where: an address as a file and an offset in it, which every process with
+//! that file has, and back. Pure but for the reading of `/proc/self/maps`.
+
+use std::ops::Range;
+
+use indexmap::{IndexMap, IndexSet};
+use procfs::process::{MMPermissions, MMapPath, Process};
+use serde::{Deserialize, Serialize};
+
+/// Where an instruction is, whatever address its file was loaded at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(super) struct Position {
+    /// Of [`Places::files`]; none for code that is of no file, whose `offset` is its address.
+    pub(super) file: Option<u32>,
+    /// Bytes behind the address that the file begins at in memory.
+    pub(super) offset: u64,
+}
+
+/// What stacks refer to by number.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Places {
+    pub(super) files: Vec<String>,
+    pub(super) positions: Vec<Position>,
+}
+
+/// Addresses that get to be [`Places`]: each once, in the order in which they came.
+#[derive(Debug, Default)]
+pub(super) struct Addresses(IndexSet<u64>);
+
+/// The code that a process has mapped.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Maps {
+    /// Each file, and where it begins.
+    files: IndexMap<String, u64>,
+    /// In the order of addresses, with the number of the file.
+    code: Vec<(Range<u64>, usize)>,
+}
+
+/// A line of `/proc/self/maps`.
+#[derive(Debug)]
+struct Mapped {
+    range: Range<u64>,
+    offset: u64,
+    is_code: bool,
+    file: String,
+}
+
+impl Position {
+    /// The file's name, without its directories.
+    pub(super) fn file_name(self, places: &Places) -> Option<&str> {
+        let path = self.path(places)?;
+        Some(path.rsplit_once('/').map_or(path, |(_, name)| name))
+    }
+
+    /// The whole name of the file.
+    pub(super) fn path(self, places: &Places) -> Option<&str> {
+        places.files.get(usize::try_from(self.file?).ok()?).map(String::as_str)
+    }
+}
+
+impl Addresses {
+    /// The number of an address.
+    pub(super) fn number(&mut self, address: u64) -> u32 {
+        let (number, _) = self.0.insert_full(address);
+        u32::try_from(number).unwrap_or(u32::MAX)
+    }
+
+    /// The number of the call that returns to an address: what is there is the instruction behind it, and may be of the
+    /// next line or function.
+    pub(super) fn call_before(&mut self, returns_to: u64) -> u32 {
+        self.number(returns_to.saturating_sub(1))
+    }
+
+    /// Where they are.
+    pub(super) fn places(self, maps: &Maps) -> Places {
+        Places {
+            files: maps.files.keys().cloned().collect(),
+            positions: self.0.into_iter().map(|address| maps.position(address)).collect(),
+        }
+    }
+}
+
+impl Maps {
+    /// Of this process; nothing when the kernel does not tell.
+    pub(super) fn of_this_process() -> Self {
+        let maps = Process::myself().and_then(|process| process.maps());
+        Self::new(maps.into_iter().flatten().filter_map(|map| {
+            let file = match map.pathname {
+                MMapPath::Path(path) => path.to_string_lossy().into_owned(),
+                MMapPath::Vdso => "[vdso]".to_owned(),
+                _ => return None,
+            };
+            let is_code = map.perms.contains(MMPermissions::EXECUTE);
+            Some(Mapped { range: map.address.0..map.address.1, offset: map.offset, is_code, file })
+        }))
+    }
+
+    /// `mapped` in the order of addresses. A file begins where the mapping of its first byte is, the last one before the
+    /// code: whoever reads the file as data may have mapped it elsewhere too.
+    fn new(mapped: impl Iterator<Item = Mapped>) -> Self {
+        let mut maps = Self::default();
+        let mut first_bytes: IndexMap<String, u64> = IndexMap::new();
+        for Mapped { range, offset, is_code, file } in mapped {
+            if offset == 0 {
+                first_bytes.insert(file.clone(), range.start);
+            }
+            let Some(&began) = first_bytes.get(&file).filter(|_| is_code) else { continue };
+            let (number, _) = maps.files.insert_full(file, began);
+            maps.code.push((range, number));
+        }
+        maps
+    }
+
+    fn position(&self, address: u64) -> Position {
+        let after = self.code.partition_point(|(range, _)| range.start <= address);
+        let found =
+            after.checked_sub(1).map(|at| &self.code[at]).filter(|(range, _)| range.contains(&address));
+        let file = found.and_then(|(_, number)| Some((*number, *self.files.get_index(*number)?.1)));
+        match file {
+            Some((number, began)) => {
+                Position { file: u32::try_from(number).ok(), offset: address.saturating_sub(began) }
+            }
+            None => Position { file: None, offset: address },
+        }
+    }
+
+    /// Where a position of another process of this program is in this one; none where it has no such code.
+    pub(super) fn address(&self, places: &Places, position: Position) -> Option<u64> {
+        let address = match position.path(places) {
+            Some(path) => self.files.get(path)?.checked_add(position.offset)?,
+            None => return None,
+        };
+        let is_there = |(range, number): &(Range<u64>, usize)| {
+            let file = self.files.get_index(*number).map(|(file, _)| file.as_str());
+            range.contains(&address) && file == position.path(places)
+        };
+        self.code.iter().any(is_there).then_some(address)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapped(lines: &[(u64, u64, u64, bool, &str)]) -> Maps {
+        Maps::new(lines.iter().map(|&(start, end, offset, is_code, file)| Mapped {
+            range: start..end,
+            offset,
+            is_code,
+            file: file.to_owned(),
+        }))
+    }
+
+    /// A program, a library behind it, and the program once more as data.
+    fn maps(began: u64) -> Maps {
+        mapped(&[
+            (began, began + 0x1000, 0, false, "/bin/worker"),
+            (began + 0x1000, began + 0x5000, 0x1000, true, "/bin/worker"),
+            (began + 0x5000, began + 0x6000, 0x5000, false, "/bin/worker"),
+            (began + 0x8000, began + 0x9000, 0, false, "/lib/libc.so"),
+            (began + 0x9000, began + 0xa000, 0x1000, true, "/lib/libc.so"),
+            (began + 0x10000, began + 0x16000, 0, false, "/bin/worker"),
+        ])
+    }
+
+    fn places(maps: &Maps, addresses: &[u64]) -> Places {
+        let mut numbered = Addresses::default();
+        for address in addresses {
+            numbered.number(*address);
+        }
+        numbered.places(maps)
+    }
+
+    #[test]
+    fn a_position_is_the_same_wherever_the_program_was_loaded() {
+        let (here, there) = (maps(0x40_0000), maps(0x7f00_0000_0000));
+        let offsets = [0x1000, 0x4fff, 0x9abc];
+        let positions = places(&here, &offsets.map(|offset| 0x40_0000 + offset));
+        assert_eq!(positions, places(&there, &offsets.map(|offset| 0x7f00_0000_0000 + offset)));
+        let of = |file, offset| Position { file: Some(file), offset };
+        assert_eq!(positions.positions, [of(0, 0x1000), of(0, 0x4fff), of(1, 0x1abc)]);
+        assert_eq!(positions.files, ["/bin/worker", "/lib/libc.so"]);
+        for (position, offset) in positions.positions.iter().zip(offsets) {
+            assert_eq!(there.address(&positions, *position), Some(0x7f00_0000_0000 + offset));
+        }
+    }
+
+    #[test]
+    fn what_is_no_code_of_a_file_is_an_address() {
+        let maps = maps(0x40_0000);
+        // Before all, data, a hole, the data at the end, behind all.
+        let addresses = [0, 0x40_0fff, 0x40_7000, 0x41_2000, u64::MAX];
+        let places = places(&maps, &addresses);
+        for (position, address) in places.positions.iter().zip(addresses) {
+            assert_eq!(*position, Position { file: None, offset: address });
+            assert_eq!(maps.address(&places, *position), None);
+        }
+        let nowhere = Maps::default();
+        assert_eq!(nowhere.position(7), Position { file: None, offset: 7 });
+    }
+
+    #[test]
+    fn positions_that_another_process_does_not_have_are_nowhere() {
+        let (here, other) = (maps(0x40_0000), mapped(&[(0x1000, 0x2000, 0, true, "/bin/worker")]));
+        let places = places(&here, &[0x40_4000, 0x40_9000]);
+        assert_eq!(places.positions.len(), 2);
+        for position in &places.positions {
+            assert_eq!(other.address(&places, *position), None);
+        }
+        for (file, offset) in [(Some(0), u64::MAX), (Some(7), 0x1000), (None, 0x1000)] {
+            assert_eq!(here.address(&places, Position { file, offset }), None);
+        }
+    }
+
+    #[test]
+    fn equal_addresses_have_one_number() {
+        let mut addresses = Addresses::default();
+        assert_eq!([7, 9, 7].map(|address| addresses.number(address)), [0, 1, 0]);
+        assert_eq!(addresses.call_before(10), 1, "the call is before what it returns to");
+        assert_eq!(addresses.call_before(0), 2);
+    }
+
+    #[test]
+    fn this_process_finds_a_function_of_its_own() {
+        let maps = Maps::of_this_process();
+        let address = u64::try_from(this_process_finds_a_function_of_its_own as fn() as usize).unwrap();
+        let places = places(&maps, &[address]);
+        let program = std::env::current_exe().unwrap();
+        let name = program.file_name().unwrap().to_str().unwrap();
+        assert_eq!(places.positions[0].file_name(&places), Some(name));
+        assert_eq!(maps.address(&places, places.positions[0]), Some(address));
+    }
+}

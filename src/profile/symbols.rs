@@ -1,0 +1,108 @@
+//! The child's side of `child`: names for the places of a job, from the debug information of this program.
+
+use std::ffi::c_void;
+use std::io::{Read, Write};
+
+use anyhow::Context as _;
+use rustix::process::{Signal, set_parent_process_death_signal, setpriority_process};
+
+use super::job::{Job, Names, Symbol};
+use super::maps::Maps;
+use super::{render, wire};
+
+/// Largest job: as many stacks as a profiler keeps, each as deep as it looks, in a few bytes a frame.
+const QUESTION_BYTES_MAX: u64 = 64 << 20;
+
+/// Answers the one question on stdin. Debug information takes seconds of CPU time and some 200 MiB, in this process,
+/// which ends with its parent, gives way to whatever runs, and is what a kernel without memory takes first.
+///
+/// # Errors
+/// The question is not one of this program, or the answer is not listened to.
+pub fn answer_on_stdin() -> anyhow::Result<()> {
+    // Each for itself: a failure costs what it is for, and the answer is the same.
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    let _ = setpriority_process(None, 19);
+    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+    answer(&mut std::io::stdin().lock(), &mut std::io::stdout().lock())
+}
+
+fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<()> {
+    let question =
+        wire::read(question, wire::QUESTION, QUESTION_BYTES_MAX).context("no question on stdin")?;
+    let job: Job = postcard::from_bytes(&question).context("the question is none of this program's")?;
+    drop(question);
+    let maps = Maps::of_this_process();
+    let names = Names::new(&job.places, |position| {
+        maps.address(&job.places, position).map(symbols).unwrap_or_default()
+    });
+    let made = render::made(&job, &names)?;
+    wire::write(answer, wire::ANSWER, &made).context("nobody listens to the answer")
+}
+
+/// The functions that an instruction is of, the innermost first.
+fn symbols(address: u64) -> Vec<Symbol> {
+    let mut found = Vec::new();
+    // It takes what a call returns to, and looks for the call before.
+    let Ok(after) = usize::try_from(address.saturating_add(1)) else { return found };
+    backtrace::resolve(std::ptr::without_provenance_mut::<c_void>(after), |symbol| {
+        let Some(name) = symbol.name() else { return };
+        found.push(Symbol {
+            name: format!("{name:#}"),
+            system_name: String::from_utf8_lossy(name.as_bytes()).into_owned(),
+            file: symbol.filename().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default(),
+            line: symbol.lineno().unwrap_or(0),
+            column: symbol.colno().unwrap_or(0),
+        });
+    });
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::job::{Waiting, Waits, What};
+    use super::super::maps::Addresses;
+    use super::*;
+
+    fn asked(question: &[u8]) -> Result<String, String> {
+        let mut said = Vec::new();
+        answer(&mut &*question, &mut said).map_err(|error| format!("{error:#}"))?;
+        let made = wire::read(&mut said.as_slice(), wire::ANSWER, 1 << 20).unwrap();
+        Ok(String::from_utf8(made).unwrap())
+    }
+
+    fn question(message: &[u8]) -> Vec<u8> {
+        let mut question = Vec::new();
+        wire::write(&mut question, wire::QUESTION, message).unwrap();
+        question
+    }
+
+    /// This function, and an address that is nobody's.
+    fn job() -> Job {
+        let mut addresses = Addresses::default();
+        let here = u64::try_from(job as fn() -> Job as usize).unwrap();
+        let stacks = vec![vec![addresses.number(here)], vec![addresses.number(16)]];
+        let groups = vec![Waiting { name: "test".to_owned(), tasks: 1, stacks }];
+        let waits = Waits { summary: String::new(), groups, left_out: 0 };
+        Job { places: addresses.places(&Maps::of_this_process()), what: What::Waits(waits) }
+    }
+
+    #[test]
+    fn functions_of_this_program_are_named() {
+        let text = asked(&question(&postcard::to_allocvec(&job()).unwrap())).unwrap();
+        assert!(
+            text.contains("uniffle_worker::profile::symbols::tests at ") && text.contains("symbols.rs:"),
+            "{text}"
+        );
+        assert!(text.contains("╼ 0x10\n"), "{text}");
+    }
+
+    #[test]
+    fn what_is_no_job_is_refused() {
+        assert!(asked(b"").unwrap_err().starts_with("no question on stdin: "));
+        let whole = postcard::to_allocvec(&job()).unwrap();
+        for message in [&whole[..whole.len() / 2], &[0xff; 40], b"\x07"] {
+            let why = asked(&question(message)).unwrap_err();
+            assert!(why.starts_with("the question is none of this program's"), "{why}");
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! What the worker and its child say to each other (`child`): one message each, with its length before it.
+
+use std::io::{self, Read, Write};
+
+/// Before a question.
+pub(super) const QUESTION: Mark = *b"uffname?";
+/// Before an answer.
+pub(super) const ANSWER: Mark = *b"uffname!";
+
+/// What a message begins with, so that what somebody else prints is told from it.
+pub(super) type Mark = [u8; 8];
+
+/// Writes a message.
+pub(super) fn write(to: &mut impl Write, mark: Mark, message: &[u8]) -> io::Result<()> {
+    to.write_all(&mark)?;
+    to.write_all(&(message.len() as u64).to_le_bytes())?;
+    to.write_all(message)?;
+    to.flush()
+}
+
+/// Reads a message of at most `bytes_max`.
+///
+/// # Errors
+/// It is another thing, larger, or ends early; or something follows it.
+pub(super) fn read(from: &mut impl Read, mark: Mark, bytes_max: u64) -> io::Result<Vec<u8>> {
+    let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
+    let mut head = [0; 16];
+    from.read_exact(&mut head)?;
+    let (found, length) = head.split_at(mark.len());
+    if found != mark {
+        return Err(invalid("what came is no message".to_owned()));
+    }
+    let length = u64::from_le_bytes(length.try_into().unwrap_or_default());
+    if length > bytes_max {
+        return Err(invalid(format!("a message of {length} bytes, {bytes_max} are allowed")));
+    }
+    let mut message = Vec::new();
+    // One more, which must not be there.
+    from.take(length + 1).read_to_end(&mut message)?;
+    match (message.len() as u64).cmp(&length) {
+        std::cmp::Ordering::Less => Err(io::ErrorKind::UnexpectedEof.into()),
+        std::cmp::Ordering::Equal => Ok(message),
+        std::cmp::Ordering::Greater => {
+            Err(invalid(format!("something follows the message of {length} bytes")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(message: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        write(&mut bytes, ANSWER, message).unwrap();
+        bytes
+    }
+
+    fn refusal(bytes: &[u8], bytes_max: u64) -> (io::ErrorKind, String) {
+        let error = read(&mut &*bytes, ANSWER, bytes_max).unwrap_err();
+        (error.kind(), error.to_string())
+    }
+
+    #[test]
+    fn a_message_comes_as_it_was_sent() {
+        for message in [&b""[..], b"x", &[7; 100_000]] {
+            assert_eq!(read(&mut written(message).as_slice(), ANSWER, 100_000).unwrap(), message);
+        }
+    }
+
+    #[test]
+    fn a_message_that_ends_early_is_refused_wherever_it_ends() {
+        let bytes = written(b"twelve bytes");
+        for end in 0..bytes.len() {
+            assert_eq!(refusal(&bytes[..end], 12).0, io::ErrorKind::UnexpectedEof, "{end}");
+        }
+    }
+
+    #[test]
+    fn a_message_that_is_too_large_is_refused_by_its_head() {
+        let (kind, why) = refusal(&written(b"twelve bytes")[..16], 11);
+        assert_eq!(
+            (kind, why.as_str()),
+            (io::ErrorKind::InvalidData, "a message of 12 bytes, 11 are allowed")
+        );
+        let mut huge = ANSWER.to_vec();
+        huge.extend([0xff; 8]);
+        assert!(refusal(&huge, 11).1.contains("18446744073709551615 bytes"));
+    }
+
+    #[test]
+    fn anything_else_is_refused() {
+        assert_eq!(refusal(b"usage: worker [OPTIONS]", 100).1, "what came is no message");
+        let mut question = Vec::new();
+        write(&mut question, QUESTION, b"twelve bytes").unwrap();
+        assert_eq!(refusal(&question, 100).1, "what came is no message", "a question is no answer");
+        let more = [written(b"x"), b"y".to_vec()].concat();
+        assert_eq!(refusal(&more, 100).1, "something follows the message of 1 bytes");
+    }
+}
