@@ -10,7 +10,7 @@ use opentelemetry_otlp::{SpanExporter, WithExportConfig as _};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::{OTelSdkError, OTelSdkResult};
 use opentelemetry_sdk::trace::{
-    self, BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, SpanData,
+    self, BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracer, SdkTracerProvider, SpanData,
 };
 use tokio::runtime::Handle;
 use tokio::time::timeout;
@@ -44,6 +44,7 @@ const WARN_INTERVAL: Duration = Duration::from_secs(600);
 #[derive(Debug)]
 #[must_use = "spans that wait are sent when this is dropped"]
 pub struct Export {
+    recording: Option<Recording>,
     provider: SdkTracerProvider,
     /// For what waits when it is dropped.
     last_deadline: Duration,
@@ -58,8 +59,25 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
     let provider = provider(endpoint, runtime)?;
     let scope =
         InstrumentationScope::builder("uniffle-worker").with_version(env!("CARGO_PKG_VERSION")).build();
-    recorded::begin_with(Some(provider.tracer_with_scope(scope)));
-    Ok(Export { provider, last_deadline: LAST_EXPORT_DEADLINE })
+    let recording = Some(Recording::begin(provider.tracer_with_scope(scope)));
+    Ok(Export { recording, provider, last_deadline: LAST_EXPORT_DEADLINE })
+}
+
+/// While it lives the process's spans are begun.
+#[derive(Debug)]
+struct Recording;
+
+impl Recording {
+    fn begin(tracer: SdkTracer) -> Self {
+        recorded::begin_with(Some(tracer));
+        Self
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        recorded::begin_with(None);
+    }
 }
 
 impl Export {
@@ -72,7 +90,7 @@ impl Export {
 impl Drop for Export {
     /// Sends what waits, within a deadline.
     fn drop(&mut self) {
-        recorded::begin_with(None);
+        drop(self.recording.take());
         // What fails has been logged, and what takes longer is lost.
         let _ = self.provider.shutdown_with_timeout(self.last_deadline);
     }
@@ -157,6 +175,7 @@ impl trace::SpanExporter for Collector {
 mod tests {
     use opentelemetry::trace::Tracer as _;
     use opentelemetry_sdk::trace::SpanExporter as _;
+    use tokio::time::Instant;
     use uniffle_testkit::otlp::Receiver;
 
     use super::*;
@@ -198,6 +217,20 @@ mod tests {
         back.export(Vec::new()).await.unwrap();
         back.export(Vec::new()).await.unwrap();
         assert_eq!(log.text().matches("takes traces again").count(), 1, "{}", log.text());
+    }
+
+    /// It would be given up after [`EXPORT_DEADLINE`] otherwise: nothing else ends the wait here.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_collector_that_takes_connections_and_never_answers_does_not_hold_up_an_upgrade() {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", silent.local_addr().unwrap());
+        let provider = provider(&endpoint, &Handle::current()).unwrap();
+        drop(provider.tracer("test").start("span"));
+        let mut export = Export { recording: None, provider, last_deadline: 100 * EXPORT_DEADLINE };
+        export.hurry();
+        let began = Instant::now();
+        tokio::task::block_in_place(|| drop(export));
+        assert!(began.elapsed() < EXPORT_DEADLINE, "{:?}", began.elapsed());
     }
 
     #[tokio::test]
