@@ -38,14 +38,27 @@ impl Contents {
                 self.living_bytes += bytes;
             }
             Entry::Purged(_) => {
-                self.purged.add(shuffle.number);
                 self.incomplete.remove(&shuffle.number);
-                let freed = self.living.remove(&shuffle.number).unwrap_or(0);
-                self.living_bytes -= freed;
-                self.dead_bytes += freed + bytes;
+                self.purge(shuffle.number);
+                self.dead_bytes += bytes;
             }
             Entry::Epoch(_) | Entry::Said(..) | Entry::Incomplete(..) => self.dead_bytes += bytes,
         }
+    }
+
+    /// Incarnations that are not `kept`, since a later one has replaced them, are as good as purged.
+    pub(super) fn keep(&mut self, kept: &Treemap) {
+        let others: Vec<u64> = self.living.keys().copied().filter(|number| !kept.contains(*number)).collect();
+        for number in others {
+            self.purge(number);
+        }
+    }
+
+    fn purge(&mut self, number: u64) {
+        self.purged.add(number);
+        let freed = self.living.remove(&number).unwrap_or(0);
+        self.living_bytes -= freed;
+        self.dead_bytes += freed;
     }
 
     /// Nothing is in the generation that begins.

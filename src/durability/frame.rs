@@ -179,7 +179,7 @@ pub enum FrameError {
 }
 
 /// Encodes the frames of one file in their order.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoder {
     generation: u64,
     sequence: u64,
@@ -191,6 +191,12 @@ impl Encoder {
     #[must_use]
     pub fn new(generation: u64) -> Self {
         Self { generation, sequence: 0, previous: 0 }
+    }
+
+    /// So many frames are there, the last with this checksum.
+    #[must_use]
+    pub fn after(generation: u64, frames: u64, crc: u32) -> Self {
+        Self { generation, sequence: frames, previous: crc }
     }
 
     /// Frames so far.

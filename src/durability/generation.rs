@@ -33,8 +33,11 @@ const REMOVAL_WAIT: Duration = Duration::from_secs(1);
 
 impl Writer {
     pub(super) fn has_changed(&self) -> bool {
-        let usable: BTreeSet<usize> = self.usable(&BTreeSet::new()).collect();
-        usable != self.usable
+        self.usable_now() != self.usable
+    }
+
+    pub(super) fn usable_now(&self) -> BTreeSet<usize> {
+        self.usable(&BTreeSet::new()).collect()
     }
 
     pub(super) fn held(&self) -> Vec<usize> {
@@ -64,6 +67,7 @@ impl Writer {
     /// Begins a generation on the best directories. Each that fails is added to `excluded`, and it is tried without it.
     pub(super) async fn begin(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
         let mut last_error = None;
+        self.left = None;
         loop {
             let places = self.places(excluded);
             if places.is_empty() {
@@ -275,13 +279,18 @@ impl Writer {
 
     async fn commit(&mut self, epoch: Epoch, copies: Vec<Copy>, usable: BTreeSet<usize>) {
         tracing::debug!(generation = self.generation, copies = ?copies, "metadata log begun");
-        (self.epoch, self.copies, self.is_open) = (epoch, copies, true);
-        self.is_begun.store(true, Ordering::Release);
-        self.usable = usable;
+        self.epoch = epoch;
         self.legacy.clear();
-        self.read_from_copies();
+        self.opened(copies, usable);
         let cleaning = self.usable.iter().map(|at| self.remove_earlier(*at));
         join_all(cleaning.collect::<Vec<_>>()).await;
+    }
+
+    /// From now on entries go to `copies`.
+    pub(super) fn opened(&mut self, copies: Vec<Copy>, usable: BTreeSet<usize>) {
+        (self.copies, self.usable, self.is_open) = (copies, usable, true);
+        self.is_begun.store(true, Ordering::Release);
+        self.read_from_copies();
     }
 
     /// Removes earlier generations and what was not finished; what cannot be removed is removed by the next.

@@ -244,8 +244,9 @@ fn distinct(ids: &[u64], bits: u32) -> u64 {
 }
 
 /// The upper and the lower half.
+#[expect(clippy::cast_possible_truncation, reason = "the halves")]
 fn halves(id: u64) -> [u32; 2] {
-    [id >> 32, id & u64::from(u32::MAX)].map(|word| u32::try_from(word).unwrap_or(u32::MAX))
+    [(id >> 32) as u32, id as u32]
 }
 
 /// What one id that is not in `set` adds to it.

@@ -12,8 +12,9 @@
 //! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
 //! | `history` | what one shuffle has said so far |
 //! | `generation` | begun anew where a copy fails or most is dead |
+//! | `go_on` | or gone on with, as the process before left it |
 //! | `take_over` | what an earlier process left in it |
-//! | `vouch` | what a process says of a directory that it cannot take along (pure) |
+//! | `vouch` | what a process says of its log to its successor (pure) |
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
@@ -26,6 +27,7 @@
 mod contents;
 pub mod frame;
 mod generation;
+mod go_on;
 mod history;
 mod id_set;
 mod ledger;

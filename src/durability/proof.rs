@@ -53,8 +53,12 @@ pub struct CopySeen {
     pub generation: u64,
     /// Id of its epoch; none when its beginning cannot be read.
     pub epoch: Option<u64>,
-    /// Frames from the beginning that fit.
+    /// Frames from the beginning that fit, ...
     pub frames: u64,
+    /// ... their bytes, ...
+    pub bytes: u64,
+    /// ... and the checksum of the last one.
+    pub crc: u32,
     /// The newest frame seen, and how many frames before it were written with it.
     pub newest: (u64, u64),
     /// So many frames are acknowledged, by the mark beside it.

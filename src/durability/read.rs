@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::frame::{self, Entry, Epoch, Frame};
+use super::go_on::{Left, left_whole};
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
 use super::vouch::Vouch;
 use uniffle_io::{Disk, File, ReadTarget};
@@ -148,6 +149,14 @@ impl Survey {
         unread.map(|(at, it)| (at, it.damaged.join("; "))).collect()
     }
 
+    /// Copies that can be appended to as they are, by the word of the process before.
+    pub(super) fn left(&self, judged: &Judgement) -> Option<Left> {
+        let places = left_whole(&self.present, judged, self.vouch.as_ref())?;
+        let (directory, copy) = *places.first()?;
+        let file = |(directory, copy): &(usize, usize)| (*directory, self.files[*directory][*copy].clone());
+        Some(Left::of(places.iter().map(file).collect(), &self.present[directory].copies[copy]))
+    }
+
     /// The copies at these places, to be read as far as they fit; `whole` copies are read only up to where they stop.
     pub(super) fn source(&self, places: &[(usize, usize)], is_proven: bool) -> Source {
         let part = |(directory, copy): &(usize, usize)| {
@@ -272,6 +281,8 @@ async fn survey_copy(
         generation,
         epoch: None,
         frames: 0,
+        bytes: 0,
+        crc: 0,
         newest: (0, 0),
         acknowledged: read_mark(directory, path, generation, deadline).await,
         torn: None,
@@ -291,7 +302,8 @@ async fn survey_copy(
             first = Some(*epoch);
         }
     }
-    (seen.frames, seen.torn) = (reader.fitting, reader.torn);
+    (seen.frames, seen.bytes, seen.crc) = (reader.fitting, reader.fitting_bytes, reader.previous);
+    seen.torn = reader.torn;
     seen.epoch = first.as_ref().map(|epoch| epoch.id);
     Ok((seen, first))
 }
@@ -307,8 +319,9 @@ struct CopyReader {
     window: Bytes,
     at: u64,
     previous: u32,
-    /// Frames that fit, from the beginning.
+    /// Frames that fit, from the beginning, and their bytes.
     fitting: u64,
+    fitting_bytes: u64,
     torn: Option<Torn>,
 }
 
@@ -316,8 +329,19 @@ impl CopyReader {
     async fn open(io: &dyn Disk, path: &Path, generation: u64, deadline: Duration) -> io::Result<Self> {
         let file = within(deadline, io.open_read(path)).await?;
         let size = within(deadline, file.size()).await?;
-        let (window, torn) = (Bytes::new(), None);
-        Ok(Self { file, deadline, generation, size, start: 0, window, at: 0, previous: 0, fitting: 0, torn })
+        Ok(Self {
+            file,
+            deadline,
+            generation,
+            size,
+            start: 0,
+            window: Bytes::new(),
+            at: 0,
+            previous: 0,
+            fitting: 0,
+            fitting_bytes: 0,
+            torn: None,
+        })
     }
 
     /// The next frame whose own checksum fits, whatever is before it; `None` at the end.
@@ -328,8 +352,8 @@ impl CopyReader {
             }
             match self.try_frame().await {
                 Ok(Ok((frame, bytes))) => {
-                    self.accept(&frame);
                     self.at += bytes as u64;
+                    self.accept(&frame, bytes as u64);
                     return Some(frame);
                 }
                 Ok(Err(why)) => {
@@ -346,13 +370,17 @@ impl CopyReader {
         }
     }
 
-    fn accept(&mut self, frame: &Frame) {
+    /// Takes a frame of so many bytes, behind which it is now.
+    fn accept(&mut self, frame: &Frame, bytes: u64) {
         let fits = frame.sequence == self.fitting && frame.previous == self.previous;
         match &mut self.torn {
-            None if fits => (self.fitting, self.previous) = (self.fitting + 1, frame.crc),
+            None if fits => {
+                (self.fitting, self.previous) = (self.fitting + 1, frame.crc);
+                self.fitting_bytes = self.at;
+            }
             None => {
                 let why = "a record before it is missing".to_owned();
-                self.torn = Some(Torn { at: self.at, why, frames_follow: true });
+                self.torn = Some(Torn { at: self.at - bytes, why, frames_follow: true });
             }
             Some(torn) => torn.frames_follow = true,
         }
@@ -444,7 +472,7 @@ impl Source {
     /// All entries but the epochs, each once; in the order of the copy.
     pub(super) fn read<'a>(&self, directories: &'a [Directory], deadline: Duration) -> SourceReader<'a> {
         let parts = self.parts.clone().into_iter();
-        SourceReader { directories, deadline, parts, open: None, seen: HashMap::new() }
+        SourceReader { directories, deadline, parts, open: None, seen: HashMap::new(), entry_bytes: 0 }
     }
 }
 
@@ -456,9 +484,16 @@ pub(super) struct SourceReader<'a> {
     open: Option<(Part, CopyReader)>,
     /// Sequences by epoch: two copies say the same.
     seen: HashMap<u64, Treemap>,
+    /// Of the entry that was read last.
+    entry_bytes: u64,
 }
 
 impl SourceReader<'_> {
+    /// Bytes of the entry that was read last.
+    pub(super) fn entry_bytes(&self) -> u64 {
+        self.entry_bytes
+    }
+
     /// The next entry.
     ///
     /// # Errors
@@ -478,7 +513,9 @@ impl SourceReader<'_> {
                 continue;
             };
             let is_over = reader.fitting >= part.frames;
+            let before = reader.at;
             let frame = if is_over { None } else { reader.next().await };
+            self.entry_bytes = reader.at - before;
             let Some(frame) = frame else {
                 if part.frames != u64::MAX && reader.fitting < part.frames {
                     let why = reader.torn.as_ref().map_or("it is too short", |torn| torn.why.as_str());

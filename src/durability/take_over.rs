@@ -70,6 +70,7 @@ impl Writer {
         }
         let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
         writer.vouched = survey.vouched_for(&writer.epoch);
+        writer.left = survey.left(&judged).filter(|_| legacy.is_none());
         writer.legacy = legacy.map(|legacy| legacy.entries).unwrap_or_default();
         let found = writer.take_over(&judged).await;
         (writer, found)
@@ -99,13 +100,13 @@ impl Writer {
     async fn take_over(&mut self, judged: &Judgement) -> Found {
         let mut heard = HashMap::new();
         for entry in self.legacy.clone() {
-            self.absorb(entry, &mut heard);
+            self.absorb((entry, 0), &mut heard);
         }
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
             match reader.next().await {
-                Ok(Some(entry)) => self.absorb(entry, &mut heard),
+                Ok(Some(entry)) => self.absorb((entry, reader.entry_bytes()), &mut heard),
                 Ok(None) => break None,
                 Err(error) => {
                     tracing::error!(%error, "the metadata log cannot be read again");
@@ -129,7 +130,10 @@ impl Writer {
             }
         }
         let kept: Treemap = shuffles.values().map(|found| found.incarnation).collect();
-        self.drop_others(&kept);
+        self.contents.keep(&kept);
+        // A generation that is gone on with says what was incomplete, and not what is now.
+        let has_incomplete = !earlier.is_empty() || !self.contents.incomplete.is_empty();
+        self.left = self.left.take().filter(|_| !has_incomplete && unreadable.is_none());
         if shuffles.is_empty() {
             // What is away has nothing of a living shuffle.
             let here: Vec<Uuid> = self.directories.iter().map(|it| it.uuid).collect();
@@ -146,9 +150,9 @@ impl Writer {
         }
     }
 
-    /// Takes an entry of what an earlier process left, in any order.
-    fn absorb(&mut self, entry: Entry, heard: &mut HashMap<u64, ShuffleKey>) {
-        self.contents.took(&entry, 0);
+    /// Takes an entry, of so many bytes, of what an earlier process left, in any order.
+    fn absorb(&mut self, (entry, bytes): (Entry, u64), heard: &mut HashMap<u64, ShuffleKey>) {
+        self.contents.took(&entry, bytes);
         match entry {
             Entry::Said(shuffle, _) => {
                 heard.entry(shuffle.number).or_insert(shuffle.key);
@@ -156,12 +160,6 @@ impl Writer {
             Entry::Purged(shuffle) => drop(heard.remove(&shuffle.number)),
             Entry::Incomplete(..) | Entry::Epoch(_) => {}
         }
-    }
-
-    /// Incarnations that a later one has replaced are as good as purged.
-    fn drop_others(&mut self, kept: &Treemap) {
-        let all: Vec<u64> = self.contents.living.keys().copied().collect();
-        self.contents.purged.extend(all.into_iter().filter(|number| !kept.contains(*number)));
     }
 
     fn is_away(&self, member: &Member) -> bool {

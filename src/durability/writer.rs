@@ -18,6 +18,7 @@ use uuid::Uuid;
 
 use super::contents::Contents;
 use super::frame::{Encoder, Entry, Epoch};
+use super::go_on::Left;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
 use super::read::{Directory, METADATA, Part, Places, Source, within};
@@ -105,6 +106,8 @@ pub(super) struct Writer {
     pub(super) source: Source,
     /// ... or else here.
     pub(super) others: Vec<Source>,
+    /// Copies of the process before that can be appended to, until it is known what becomes of them.
+    pub(super) left: Option<Left>,
     /// Taken over from the format of earlier versions, until it is written.
     pub(super) legacy: Vec<Entry>,
     pub(super) avoided: Vec<Option<Instant>>,
@@ -118,7 +121,7 @@ pub(super) struct Writer {
     /// What the start found was told: it must not become something else before.
     pub(super) is_told: bool,
     pub(super) marks: Marks,
-    /// A generation was begun by this process.
+    /// A generation was begun by this process, or gone on with.
     pub(super) is_begun: Arc<AtomicBool>,
     /// Whether this process has tried to begin one, be it in vain.
     pub(super) was_tried: watch::Sender<bool>,
@@ -148,6 +151,7 @@ impl Writer {
             end: 0,
             source,
             others: Vec::new(),
+            left: None,
             legacy: Vec::new(),
             avoided,
             unread: BTreeMap::new(),
@@ -208,14 +212,20 @@ impl Writer {
         }
     }
 
-    /// Begins a generation for the first time; what waits for that goes on whatever comes of it.
+    /// Begins a generation for the first time, or goes on with that of the process before; what waits for that goes on whatever comes
+    /// of it.
     pub(super) async fn begin_first(&mut self) {
         if !self.is_open
-            && let Err(error) = self.begin(&mut BTreeSet::new()).await
+            && let Err(error) = self.open(&mut BTreeSet::new()).await
         {
             tracing::error!(%error, "the metadata log cannot be written: nothing new is acknowledged until it can");
         }
         self.was_tried.send_replace(true);
+    }
+
+    /// Goes on with the generation of the process before, or begins one as [`Writer::begin`].
+    async fn open(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
+        if self.go_on().await { Ok(()) } else { self.begin(excluded).await }
     }
 
     /// Where all of the log can be read now.
@@ -234,8 +244,8 @@ impl Writer {
             return Err(LogError::told("the metadata log could not be begun anew on the other directories"));
         }
         let without = without.iter().map(|uuid| uuid.into_bytes()).chain(self.vouched.iter().copied());
-        let (epoch, frames) = (self.epoch.id, self.encoder.count());
-        Ok(Vouch { epoch, frames, without: without.collect() })
+        let (epoch, frames, generation) = (self.epoch.id, self.encoder.count(), self.generation);
+        Ok(Vouch { epoch, frames, generation, without: without.collect() })
     }
 
     /// Waits for requests, and marks meanwhile what is acknowledged.
@@ -273,7 +283,7 @@ impl Writer {
         // Every turn but the last leaves out a directory more.
         loop {
             if !self.is_open
-                && let Err(error) = self.begin(&mut excluded).await
+                && let Err(error) = self.open(&mut excluded).await
             {
                 return entries.iter().map(|_| Err(error.clone())).collect();
             }

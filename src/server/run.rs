@@ -120,15 +120,21 @@ async fn hand_over(
             "the successor starts with connections or tasks that did not end in time"
         );
     }
-    let mut sockets = Inherited { gap_began_ms: Some(gap_began_ms), ..stopped.sockets };
+    let until_exec = Some(stopped.memory).filter(|_| !plan.is_beside);
+    let mut sockets = Inherited { gap_began_ms: Some(gap_began_ms), until_exec, ..stopped.sockets };
     if plan.memory == LeftMemory::Empty {
         // What it makes anew has another lifetime, and the size that it is configured with.
         sockets.memory = None;
     }
-    if let Some(store) = store.filter(|_| !plan.silent.is_empty()) {
-        let (let_go, locks) = store.let_go(plan.silent).await;
-        kept.extend(locks);
-        sockets.let_go = let_go;
+    if let Some(store) = store {
+        sockets.let_go = match plan.silent.is_empty() {
+            true => store.leave_log().await,
+            false => {
+                let (let_go, locks) = store.let_go(plan.silent).await;
+                kept.extend(locks);
+                let_go
+            }
+        };
     }
     sockets.kept = kept;
     tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped, the successor takes over");

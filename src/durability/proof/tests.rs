@@ -55,6 +55,8 @@ impl Fixture {
                     generation: copy.generation,
                     epoch: Some(copy.epoch.id),
                     frames: frames + 1,
+                    bytes: 0,
+                    crc: 0,
                     newest: (frames, 0),
                     acknowledged: frames + 1,
                     torn: None,
@@ -248,7 +250,7 @@ fn d5_the_word_of_the_process_before_is_proof_of_its_own_epoch_and_of_no_other()
     fixture.live(&[0, 1], &[1]);
     let said = |fixture: &Fixture, without: usize| {
         let epoch = judge(&fixture.see(&[0]), None).epoch.id;
-        Vouch { epoch, frames: 2, without: vec![uuid(without).into_bytes()] }
+        Vouch { epoch, frames: 2, generation: 0, without: vec![uuid(without).into_bytes()] }
     };
     let vouch = said(&fixture, 1);
     assert!(judge(&fixture.see(&[0]), None).gap.is_some());

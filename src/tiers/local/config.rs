@@ -35,13 +35,13 @@ words! {
     }
 }
 
-/// What a process begins with that runs beside the one before it (`let_go`). A successor of another version reads it: fields are only
+/// What a process is told by the one before it, which it follows or runs beside (`let_go`). A successor of another version reads it: fields are only
 /// added, with a default.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct LetGo {
     /// Directories that are not touched.
     pub paths: Vec<PathBuf>,
-    /// What is said of them.
+    /// What is said of them, and of the metadata log.
     pub vouch: Option<Vouch>,
 }
 

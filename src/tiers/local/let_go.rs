@@ -1,21 +1,34 @@
-//! Directories that do not answer and that a successor does without, which runs beside this process: a call on them hangs in
-//! the kernel, and the process cannot end before it does.
+//! What is left to a successor: the metadata log, to be gone on with as it is ([`LocalStore::leave_log`]), or all but directories that do
+//! not answer, where it runs beside this process: a call on them hangs in the kernel, and the process cannot end before it does.
 //!
-//! The process gives its other directories free, and keeps the locks of these until it ends. So the late write of a hung
+//! Such a process gives its other directories free, and keeps the locks of these until it ends. So the late write of a hung
 //! thread meets nobody, and nobody else can have used them: with that it vouches for them (`durability`), and the
 //! successor is proven without them.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::timeout;
 
 use super::config::LetGo;
 use super::disk::LocalDisk;
 use super::store::LocalStore;
-use crate::durability::LogError;
+use crate::durability::{LogError, Vouch};
 use uniffle_io::DiskLock;
 
+/// Clients wait while the log is ended. A successor that is told nothing of it writes it anew.
+const LEAVE_DEADLINE: Duration = Duration::from_secs(1);
+
 impl LocalStore {
+    /// Ends the metadata log, and says how it is left to the successor that this process becomes: nothing is acknowledged any more.
+    pub async fn leave_log(&self) -> LetGo {
+        let vouch = timeout(LEAVE_DEADLINE, self.metadata.vouch(Vec::new(), true)).await;
+        let vouch = vouch.ok().and_then(Result::ok);
+        LetGo { paths: Vec::new(), vouch: vouch.filter(Vouch::is_of_all) }
+    }
+
     /// Whether one of the claimed directories is among `paths`.
     pub fn holds_any(&self, paths: &[PathBuf]) -> bool {
         self.those(paths).next().is_some()

@@ -46,6 +46,8 @@ enum End {
     Stop,
     /// The same without a disk that hangs, of which the successor is told.
     Beside,
+    /// The successor follows at once, and is told how the metadata log was left.
+    Upgrade,
 }
 
 pub(crate) struct History {
@@ -61,8 +63,8 @@ pub(crate) struct History {
     pub(super) faults: Vec<Faults>,
     /// A disk that is not there in this life.
     pub(super) missing: Option<usize>,
-    /// A disk that the life before let go of, and what it said.
-    let_go: Option<(usize, LetGo)>,
+    /// What the life before said to this one, and a disk that it let go of.
+    let_go: Option<(Option<usize>, LetGo)>,
     /// The disks are not healthy when this life begins.
     pub(super) is_troubled: bool,
     /// A directory of a disk that cannot be listed in this life.
@@ -188,7 +190,10 @@ impl History {
         let let_go = self.let_go.take().filter(|_| !all_disks);
         match &let_go {
             // Its results are complete all the same.
-            Some((disk, _)) => self.missing = Some(*disk),
+            Some((Some(disk), _)) => self.missing = Some(*disk),
+            // Now and then something happens between the two.
+            Some((None, _)) if self.rng.random_bool(0.7) => {}
+            Some((None, _)) => self.make_trouble(),
             None if !all_disks && self.life > 1 && self.objects.is_none() => self.make_trouble(),
             None => {}
         }
@@ -270,10 +275,11 @@ impl History {
     }
 
     async fn end(&mut self) {
-        let end = match self.rng.random_range(0..10) {
+        let end = match self.rng.random_range(0..11) {
             0..4 => End::Crash,
             4..6 => End::Torn,
             6 if self.disks.len() > 1 && self.missing.is_none() => End::Beside,
+            10 if self.objects.is_none() => End::Upgrade,
             _ => End::Stop,
         };
         tracing::info!(target: "life", life = self.life, ?end, "ends");
@@ -296,6 +302,7 @@ impl History {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
             End::Beside => self.upgrade_beside().await,
+            End::Upgrade => self.upgrade().await,
             End::Stop => {
                 self.faults.iter().for_each(Faults::clear);
                 self.disks.iter().for_each(|disk| disk.fail_syncs(0));
@@ -362,7 +369,17 @@ impl History {
         drop(locks);
         self.tally.upgrades_beside += 1;
         let vouch = let_go.vouch.clone().filter(|_| self.mutation != Mutation::NoVouching);
-        self.let_go = Some((hung, LetGo { vouch, ..let_go }));
+        self.let_go = Some((Some(hung), LetGo { vouch, ..let_go }));
+    }
+
+    /// Memory is emptied, whatever the disks do to it, and the successor is told how the log was left. Else it is a crash.
+    async fn upgrade(&mut self) {
+        self.process().flush().await;
+        if self.process().is_flushed() {
+            let let_go = self.process().store().leave_log().await;
+            self.tally.upgrades += u64::from(let_go.vouch.is_some());
+            self.let_go = Some((None, let_go));
+        }
     }
 
     fn add_figures(&mut self) {

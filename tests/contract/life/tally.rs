@@ -27,6 +27,7 @@ tally!(
     lives,
     orderly_stops,
     upgrades_beside,
+    upgrades,
     power_losses,
     unsynced_power_losses,
     missing_disks,
@@ -68,6 +69,7 @@ pub(crate) const OF_OBJECTS: &[&str] =
 /// What happens on disks only.
 pub(crate) const OF_DISKS: &[&str] = &[
     "upgrades_beside",
+    "upgrades",
     "power_losses",
     "unsynced_power_losses",
     "missing_disks",

@@ -7,6 +7,7 @@ use futures::future::join_all;
 
 use super::*;
 use crate::durability::{self, LogError};
+use crate::tiers::local::LetGo;
 use uniffle_testkit::fault::{EACCES, EIO, EMFILE, Fault, Operation, Rule};
 
 /// A shuffle that says something.
@@ -44,6 +45,103 @@ async fn d1_a_young_shuffle_outlives_power_without_synced_data() {
         assert_eq!(found(&recovered, &young).0, [&b"registered"[..], b"reported"]);
         assert_eq!((found(&recovered, &young).1, store.metadata_gap()), (None, None), "all is proven");
     }
+}
+
+/// A start on `disks` by the word of the process before.
+async fn successor(disks: &[TestDisk], let_go: &LetGo) -> Arc<LocalStore> {
+    let config = LocalConfig { index_cache_bytes: 0, let_go: let_go.clone(), ..LocalConfig::default() };
+    open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap()
+}
+
+/// Where this process becomes the next one, the log is not written anew: what follows is appended, and found by every later start.
+#[tokio::test(start_paused = true)]
+async fn a_successor_goes_on_with_the_log_as_it_was_left() {
+    for count in 1..=3 {
+        let disks = &disks::<3>()[..count];
+        let (first, second, third) = (key("app", 1), key("app", 2), key("app", 3));
+        let store = store_on(disks).await;
+        say(&store, &first, b"first").await;
+        let let_go = store.leave_log().await;
+        let handle = store.register(&second);
+        store.append_metadata(&handle, b"late").await.expect_err("it is left");
+        drop(store);
+        let copies = log_copies(disks);
+        let store = successor(disks, &let_go).await;
+        assert!(!store.metadata.is_begun(), "it is told first");
+        let heard = hear(&store).await;
+        assert_eq!(found(&heard, &first), (vec![Bytes::from_static(b"first")], None));
+        assert!(store.metadata.is_begun());
+        assert_eq!(heard.shuffles.len(), 1);
+        say(&store, &second, b"second").await;
+        let let_go = store.leave_log().await;
+        drop(store);
+        let store = successor(disks, &let_go).await;
+        say(&store, &third, b"third").await;
+        assert_eq!(log_copies(disks), copies, "nothing was written anew");
+        drop(store);
+        disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
+        let store = store_on(disks).await;
+        let heard = hear(&store).await;
+        for (shuffle, said) in [(&first, b"first".as_slice()), (&second, b"second"), (&third, b"third")] {
+            assert_eq!(found(&heard, shuffle), (vec![Bytes::copy_from_slice(said)], None));
+        }
+        assert_eq!(store.metadata_gap(), None, "all is proven");
+        assert!(
+            log_copies(disks).iter().all(|copy| !copies.contains(copy)),
+            "no word is left for this start"
+        );
+    }
+}
+
+/// What is not as the process before says, or cannot stay so, is written anew as after a crash; nothing of it is missing.
+#[tokio::test(start_paused = true)]
+async fn a_log_that_is_not_as_it_was_left_is_written_anew() {
+    type Change = fn(&[TestDisk], &mut LetGo);
+    let changes: [(&str, Change); 4] = [
+        ("a worker of before says nothing of it", |_, let_go| let_go.vouch = None),
+        ("a copy is cut short", |disks, _| {
+            let copies = log_copies(disks);
+            let (at, path) = &copies[0];
+            let bytes = disks[*at].memory.content(path).unwrap();
+            disks[*at].memory.put(path, Some(bytes[..bytes.len() - 1].to_vec()));
+        }),
+        ("a copy is gone", |disks, _| {
+            let copies = log_copies(disks);
+            let (at, path) = &copies[0];
+            disks[*at].memory.put(path, None);
+        }),
+        ("a directory does not know of it", |disks, _| {
+            let list = disks[2].memory.files().into_iter().find(|path| path.ends_with("members")).unwrap();
+            disks[2].memory.put(&list, None);
+        }),
+    ];
+    let (first, second) = (key("app", 1), key("app", 2));
+    for (what, change) in changes {
+        let disks = &disks::<3>();
+        let store = store_on(disks).await;
+        say(&store, &first, b"first").await;
+        let mut let_go = store.leave_log().await;
+        drop(store);
+        change(disks, &mut let_go);
+        let copies = log_copies(disks);
+        let store = successor(disks, &let_go).await;
+        assert_eq!(found(&hear(&store).await, &first), (vec![Bytes::from_static(b"first")], None), "{what}");
+        assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "{what}");
+        say(&store, &second, b"second").await;
+    }
+    // What was said after the word is no part of it: who said it may have ended before it was on the device.
+    let disks = &disks::<2>();
+    let store = store_on(disks).await;
+    say(&store, &first, b"first").await;
+    let let_go = store.leave_log().await;
+    drop(store);
+    let store = successor(disks, &let_go).await;
+    say(&store, &second, b"second").await;
+    drop(store);
+    let copies = log_copies(disks);
+    let store = successor(disks, &let_go).await;
+    assert_eq!(found(&hear(&store).await, &second).0, [&b"second"[..]]);
+    assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "an old word");
 }
 
 /// Who takes over what is left does not wait for the device: it is told from the old copies, and written anew behind that, or before the
