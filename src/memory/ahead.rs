@@ -266,7 +266,8 @@ mod tests {
         let key = ShuffleKey::new(app(), ShuffleId(0));
         memory.register(&key, Distribution::Normal);
         let heap = memory.heap().of(HeapKind::Partitions);
-        assert_eq!(memory.restore(&key, |_| Box::new(|_| false), heap)[&PartitionId(0)].len(), 5);
+        let restored = memory.restore(&key, |_| Box::new(|_| false), heap, |_, ids| ids.len());
+        assert_eq!(restored, [(PartitionId(0), 5)]);
         let region = &memory.shared.supply.region;
         region.limit_pages(0);
         assert_eq!(memory.finish_restore(), (5, 5));

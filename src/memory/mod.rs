@@ -41,7 +41,6 @@ mod parts;
 mod persistent;
 mod shuffle;
 
-use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -79,7 +78,7 @@ use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
-use parts::threads_for;
+use parts::{on_threads, threads_for};
 use persistent::file::{self, Held};
 use persistent::names::Named;
 use persistent::restore::Search;
@@ -311,17 +310,19 @@ impl Memory {
     }
 
     /// Shows what an earlier process left of a shuffle that is registered again and not written to yet, but for blocks that are in
-    /// a tier (what `elsewhere` of their partition says). The ids of what is there now, in the order in which they are read. Partitions
-    /// are charged to `heap` beyond what there is: their blocks were acknowledged. Blocks for a while, on more cores than this one.
-    pub fn restore<'a>(
+    /// a tier (what `elsewhere` of their partition says). What `made` makes of the ids of what is there now, in the order in which they
+    /// are read. Partitions are charged to `heap` beyond what there is: their blocks were acknowledged. Blocks for a while, on more
+    /// cores than this one.
+    pub fn restore<'a, T: Send>(
         &self,
         key: &ShuffleKey,
         elsewhere: impl Fn(PartitionId) -> IsElsewhere<'a> + Sync,
         heap: &Budget,
-    ) -> HashMap<PartitionId, Vec<BlockId>> {
-        let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return HashMap::new() };
+        made: impl Fn(PartitionId, Vec<BlockId>) -> T + Sync,
+    ) -> Vec<(PartitionId, T)> {
+        let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return Vec::new() };
         let found = kept.leftover.lock().found();
-        let (Some(leftover), Some(named)) = (&found, &buffers.named) else { return HashMap::new() };
+        let (Some(leftover), Some(named)) = (&found, &buffers.named) else { return Vec::new() };
         let (partitions, next) = (leftover.partitions(key), AtomicUsize::new(0));
         let restore_one = |partition: PartitionId| {
             let left = leftover.take(key, (partition, named), elsewhere(partition), &buffers.budget)?;
@@ -330,7 +331,7 @@ impl Memory {
                 Ok(buffer) => {
                     let ids = left.blocks.iter().map(|block| block.meta.block_id).collect();
                     buffer.restore(key, left);
-                    Some((partition, ids))
+                    Some((partition, made(partition, ids)))
                 }
                 Err(error) => {
                     tracing::error!(shuffle = %key, %partition, %error, "what is in memory of it cannot be taken over");
@@ -343,15 +344,8 @@ impl Memory {
             taken.filter_map(|(partition, _)| restore_one(*partition)).collect::<Vec<_>>()
         };
         let threads = threads_for(partitions.iter().map(|(_, rows)| rows).sum());
-        std::thread::scope(|scope| {
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(restore_some)).collect();
-            let mut restored: HashMap<_, _> = restore_some().into_iter().collect();
-            for other in others {
-                // One that panics has shown what it has shown; the start fails as it would on this thread.
-                restored.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-            }
-            restored
-        })
+        // One that panics has shown what it has shown; the start fails as it would on this thread.
+        on_threads(threads, restore_some).into_iter().flatten().collect()
     }
 
     /// `on_damage` is told of each partition of which blocks that an earlier process left are damaged, when that is found out and

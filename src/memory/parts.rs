@@ -15,6 +15,19 @@ pub(super) fn threads_for(items: usize) -> usize {
     (items / ITEMS_PER_THREAD).clamp(1, cores.min(THREADS_MAX))
 }
 
+/// What `work` makes on each of so many threads, this one among them. Its panic is that of the caller.
+pub(super) fn on_threads<R: Send>(threads: usize, work: impl Fn() -> R + Sync) -> Vec<R> {
+    let work = &work;
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let mut made = vec![work()];
+        made.extend(
+            others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic))),
+        );
+        made
+    })
+}
+
 /// What `work` makes of each of `threads` parts of `all`, in their order. Its panic is that of the caller.
 pub(super) fn in_parts<T: Sync, R: Send>(
     all: &[T],

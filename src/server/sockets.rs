@@ -13,13 +13,14 @@ use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use listenfd::ListenFd;
 use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
-use crate::memory::take_passed;
+use crate::memory::{Memory, take_passed};
 use crate::tiers::LetGo;
 use uniffle_io::DiskLock;
 
@@ -74,6 +75,8 @@ pub struct Inherited {
     pub(super) tickets: Option<OwnedFd>,
     /// Who waits for this process to be ready (`beside`).
     pub(super) keeper: Option<UnixStream>,
+    /// Memory that was let go of, where this process becomes the next one: it ends with it, at once.
+    pub(super) until_exec: Option<Arc<Memory>>,
 }
 
 /// Carries [`Inherited::gap_began_ms`].

@@ -17,7 +17,7 @@ use std::time::Duration;
 use futures::future::join_all;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use crate::memory::InMemory;
+use crate::memory::{InMemory, Memory};
 use crate::service::Stopping;
 
 use super::kept::Outlives;
@@ -50,6 +50,8 @@ pub struct Stopped {
     pub flushed_bytes: u64,
     /// Listeners that still listen, and connections: for a successor.
     pub sockets: Inherited,
+    /// What is let go of: to drop it takes milliseconds, which a process that becomes another one saves.
+    pub(super) memory: Arc<Memory>,
 }
 
 impl Worker {
@@ -176,7 +178,7 @@ impl Worker {
         sockets.grpc_connections.extend(self.grpc_handover.take());
         sockets.tcp_connections.extend(self.tcp_handover.take());
         let tasks_left = self.listeners.running() + self.background.running();
-        Stopped { tasks_left, unflushed, flushed_bytes, sockets }
+        Stopped { tasks_left, unflushed, flushed_bytes, sockets, memory: Arc::clone(&self.memory) }
     }
 
     fn flushed_bytes(&self) -> u64 {

@@ -99,12 +99,14 @@ impl Successor {
     /// Becomes the next process; returns only if that fails, with the sockets.
     pub fn exec(&self, mut sockets: Inherited) -> (io::Error, Inherited) {
         let (gap_began_ms, let_go) = (sockets.gap_began_ms, sockets.let_go.clone());
-        let kept = std::mem::take(&mut sockets.kept);
+        let (kept, until_exec) = (std::mem::take(&mut sockets.kept), sockets.until_exec.take());
         let named = sockets.into_named();
         let error = match self.passing(&named, gap_began_ms, &let_go) {
             Ok((mut next, _copies)) => next.env("LISTEN_PID", std::process::id().to_string()).exec(),
             Err(error) => error,
         };
+        // It is not executed: another worker of this program maps the memory.
+        drop(until_exec);
         let back = Inherited::from_named(named);
         (error, Inherited { gap_began_ms, is_returned: true, let_go, kept, ..back })
     }

@@ -82,12 +82,15 @@ impl Job {
                 None => Box::new(|_| false),
             }
         };
-        let restored = memory.restore(&key, on_disk, &heap);
-        for (partition, ids) in restored {
-            let mut ids: Vec<u64> = ids.iter().map(|id| id.0.unsigned_abs()).collect();
+        let all_of = |partition: PartitionId, in_memory: Vec<BlockId>| {
+            let mut ids: Vec<u64> = in_memory.iter().map(|id| id.0.unsigned_abs()).collect();
             ids.sort_unstable();
-            present.entry(partition).or_default().add_sorted(&ids);
-        }
+            let mut all = present.get(&partition).cloned().unwrap_or_default();
+            all.add_sorted(&ids);
+            all
+        };
+        let restored = memory.restore(&key, on_disk, &heap, all_of);
+        present.extend(restored);
         // The start may have failed meanwhile.
         let _ = done.send(present);
     }

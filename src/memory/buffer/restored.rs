@@ -22,7 +22,7 @@ impl Buffer {
         for Block { meta, place } in blocks {
             match place {
                 Place::Chain(at) => list.restore(meta, at),
-                Place::Slices(slices) => list.restore_stray(meta, slices),
+                Place::Slices(slices) => list.restore_stray(meta, *slices),
             }
         }
         let bytes = metadata_bytes(count, rows);

@@ -221,11 +221,20 @@ impl Row {
         words
     }
 
+    /// The shuffle's name and the partition of a row, as they are written: whether it is whole is not asked. `word` gives its words.
+    #[inline]
+    pub(super) fn owner(word: impl Fn(usize) -> u64) -> Option<(u32, i32)> {
+        let is_block = halves(word(0)).1 == ROW_TAG;
+        is_block.then(|| (halves(word(6)).1, halves(word(7)).0.cast_signed()))
+    }
+
     /// The reverse.
+    #[inline]
     pub(super) fn decode(words: &[u64; ROW_WORDS], at: u32) -> Option<Self> {
         let rest = committed(ROW_TAG, words, at)?;
-        let [(length, uncompressed_length), (crc, name), (partition, next)] =
-            [halves(rest[4]), halves(rest[5]), halves(rest[6])];
+        let (length, uncompressed_length) = halves(rest[4]);
+        let (crc, name) = halves(rest[5]);
+        let (partition, next) = halves(rest[6]);
         let meta = BlockMeta {
             block_id: BlockId(rest[0].cast_signed()),
             task_attempt_id: TaskAttemptId(rest[1].cast_signed()),
@@ -280,10 +289,12 @@ impl Pieces {
     }
 }
 
+#[inline]
 fn commit_word(tag: u32, rest: &[u64], at: u32) -> u64 {
     pair(checksum(rest, at), tag)
 }
 
+#[inline]
 fn committed<const WORDS: usize>(tag: u32, words: &[u64; WORDS], at: u32) -> Option<&[u64]> {
     let (commit, rest) = words.split_first()?;
     (*commit == commit_word(tag, rest, at)).then_some(rest)
@@ -291,6 +302,7 @@ fn committed<const WORDS: usize>(tag: u32, words: &[u64; WORDS], at: u32) -> Opt
 
 /// Tells stored words from others; a few nanoseconds for a row, where a CRC takes as many tens. Nothing is torn within a
 /// word, and no word is seen before those that were stored before it: it is for files of another origin.
+#[inline]
 fn checksum(words: &[u64], seed: u32) -> u32 {
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
     let mix = |hash: u64, word: &u64| {
@@ -301,10 +313,12 @@ fn checksum(words: &[u64], seed: u32) -> u32 {
     halves(hash.wrapping_mul(FACTOR)).1
 }
 
+#[inline]
 fn pair(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
+#[inline]
 #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
 fn halves(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)

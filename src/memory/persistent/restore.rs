@@ -7,20 +7,21 @@
 //! at the bytes here: that is done before somebody is given them (`buffer::unverified`).
 
 use std::collections::{HashMap, HashSet};
+use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::super::buddy::{BLOCK_BYTES, UNIT_BYTES};
-use super::super::parts::{in_parts, threads_for};
+use super::super::parts::{on_threads, threads_for};
 use super::super::region::{Region, Segment, Slice};
 use super::layout::{Extent, Row};
 use super::names::Named;
-use super::rows::{Extents, Kept, RowNumbers};
+use super::rows::{Further, Kept};
 use super::table::Table;
 use crate::budget::Budget;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
@@ -39,7 +40,8 @@ pub(in crate::memory) struct Leftover {
     /// Those that shuffles have again.
     taken_names: Mutex<TakenNames>,
     found: FoundPlaces,
-    groups: Groups,
+    /// Of each thread that looked.
+    groups: Vec<Groups>,
     blocks: usize,
     taken_rows: TakenRows,
 }
@@ -69,11 +71,13 @@ impl TakenRows {
         Self { bits: (0..rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect() }
     }
 
+    #[inline]
     fn place(&self, row: u32) -> (&AtomicU64, u64) {
         (&self.bits[row as usize / 64], 1 << (row % 64))
     }
 
     /// Takes `row`; false if another block has it.
+    #[inline]
     fn take(&self, row: u32) -> bool {
         let (word, bit) = self.place(row);
         word.fetch_or(bit, Ordering::Relaxed) & bit == 0
@@ -84,9 +88,15 @@ impl TakenRows {
         word.fetch_and(!bit, Ordering::Relaxed);
     }
 
-    fn is_taken(&self, row: u32) -> bool {
-        let (word, bit) = self.place(row);
-        word.load(Ordering::Relaxed) & bit != 0
+    /// Those of `rows` that no block has: mostly all of a word have one.
+    fn not_taken(&self, rows: Range<u32>) -> impl Iterator<Item = u32> {
+        let words = rows.start / 64..rows.end.div_ceil(64);
+        let not_all = words.filter(|word| self.bits[*word as usize].load(Ordering::Relaxed) != u64::MAX);
+        let near = not_all.flat_map(move |word| (64 * word).max(rows.start)..(64 * (word + 1)).min(rows.end));
+        near.filter(|row| {
+            let (word, bit) = self.place(*row);
+            word.load(Ordering::Relaxed) & bit == 0
+        })
     }
 }
 
@@ -144,7 +154,7 @@ pub(in crate::memory) enum Place {
     /// At this offset of the chain.
     Chain(u32),
     /// In these slices.
-    Slices(SmallVec<[Slice; 2]>),
+    Slices(Box<SmallVec<[Slice; 2]>>),
 }
 
 /// A restored partition.
@@ -170,7 +180,8 @@ impl Leftover {
         let names: HashMap<_, _> = table.found_names().into_iter().map(|(at, key)| (key, at)).collect();
         let known: hashbrown::HashSet<u32> = names.values().copied().collect();
         let groups = grouped(&table, &found.rows, &known);
-        let blocks = groups.values().flat_map(hashbrown::HashMap::values).map(Vec::len).sum();
+        let all = groups.iter().flat_map(hashbrown::HashMap::values);
+        let blocks = all.flat_map(hashbrown::HashMap::values).map(Vec::len).sum();
         let (taken_names, taken_rows) = (Mutex::default(), TakenRows::new(table.rows.mark()));
         Self { table, names, taken_names, found, groups, blocks, taken_rows }
     }
@@ -194,9 +205,38 @@ impl Leftover {
 
     /// Partitions of `key` with blocks, and how many rows each has.
     pub(in crate::memory) fn partitions(&self, key: &ShuffleKey) -> Vec<(PartitionId, usize)> {
-        let groups = self.names.get(key).and_then(|name| self.groups.get(name));
-        let of_groups = groups.into_iter().flatten();
-        of_groups.map(|(partition, rows)| (PartitionId(*partition), rows.len())).collect()
+        let mut all: HashMap<PartitionId, usize> = HashMap::new();
+        for (partition, rows) in self.groups_of(key).flatten() {
+            *all.entry(PartitionId(*partition)).or_default() += rows.len();
+        }
+        all.into_iter().collect()
+    }
+
+    fn groups_of(&self, key: &ShuffleKey) -> impl Iterator<Item = &hashbrown::HashMap<i32, Vec<u32>>> {
+        let name = self.names.get(key);
+        self.groups.iter().filter_map(move |groups| groups.get(name?))
+    }
+
+    /// Whole rows of a partition whose blocks are not elsewhere, in their order; of those with the same id the first.
+    fn rows(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        is_elsewhere: impl Fn(BlockId) -> bool,
+    ) -> Vec<(u32, Row)> {
+        let numbers = || self.groups_of(key).filter_map(|groups| groups.get(&partition.0));
+        let mut found: Vec<(u32, Row)> = Vec::with_capacity(numbers().map(Vec::len).sum());
+        for some in numbers().flat_map(|numbers| numbers.chunks(ROWS_AT_ONCE)) {
+            self.table.bring(some);
+            for at in some {
+                if let Some(row) = self.table.row(*at).filter(|row| !is_elsewhere(row.meta.block_id)) {
+                    found.push((*at, row));
+                }
+            }
+        }
+        found.sort_unstable_by_key(|(at, row)| (row.order, *at));
+        keep_first(&mut found);
+        found
     }
 
     /// The blocks of `partition` that are not in a tier (`is_elsewhere`), charged to `budget` by their segments. None if there
@@ -208,31 +248,24 @@ impl Leftover {
         is_elsewhere: impl Fn(BlockId) -> bool,
         budget: &Budget,
     ) -> Option<Partition> {
-        let numbers = self.groups.get(self.names.get(key)?)?.get(&partition.0)?;
-        let mut found: Vec<(u32, Row)> = Vec::with_capacity(numbers.len());
-        for some in numbers.chunks(ROWS_AT_ONCE) {
-            self.table.bring(some);
-            found.extend(some.iter().filter_map(|at| Some((*at, self.table.row(*at)?))));
-        }
-        found.retain(|(_, row)| !is_elsewhere(row.meta.block_id));
-        found.sort_by_key(|(_, row)| row.order);
-        keep_first(&mut found);
+        let found = self.rows(key, partition, is_elsewhere);
         let last_chain = found.last()?.1.order >> 32;
-        let wanted: Vec<Wanted> = found.iter().filter_map(|(at, row)| self.wanted(*at, row)).collect();
+        let mut wanted: Vec<Wanted> = Vec::with_capacity(found.len());
+        found.iter().for_each(|(at, row)| wanted.extend(self.wanted(*at, row)));
+        drop(found);
         let mut segments = claim(self.table.region(), &wanted, budget);
         let places = adopt(&mut segments, &wanted);
         segments.iter_mut().for_each(Segment::close);
         let mut kept = Kept::new(Arc::clone(named), partition);
         let (mut blocks, mut rows) = (Vec::with_capacity(wanted.len()), 0);
-        kept.reserve(wanted.iter().map(|block| block.rows().len()).sum());
+        kept.reserve(wanted.iter().map(|block| 1 + block.further.rows.len()).sum());
         for (wanted, place) in wanted.iter().zip(places) {
-            let taken = wanted.rows();
             let Some(place) = place else {
-                taken.iter().for_each(|row| self.taken_rows.give_back(*row));
+                wanted.rows().for_each(|row| self.taken_rows.give_back(row));
                 continue;
             };
-            rows += taken.len();
-            kept.adopt(taken);
+            rows += 1 + wanted.further.rows.len();
+            wanted.rows().for_each(|row| kept.adopt(row));
             blocks.push(Block { meta: wanted.meta, place });
         }
         Some(Partition { blocks, segments, kept, rows, last_chain })
@@ -240,10 +273,11 @@ impl Leftover {
 
     /// The block of a row, if it is whole and no other one has its rows.
     fn wanted(&self, at: u32, row: &Row) -> Option<Wanted> {
-        let (extents, rows) = self.table.extents(at, row)?;
+        let (first, further) = self.table.pieces(row)?;
         // What it has of another's stays the other's: it takes all or, but for contradictions, nothing.
-        let is_its_own = rows.iter().all(|row| self.taken_rows.take(*row));
-        is_its_own.then_some(Wanted { meta: row.meta, extents, rows })
+        let is_its_own =
+            self.taken_rows.take(at) && further.rows.iter().all(|row| self.taken_rows.take(*row));
+        is_its_own.then_some(Wanted { meta: row.meta, row: at, first, further })
     }
 
     /// What was not taken is free. Once, when nobody restores any more.
@@ -251,15 +285,23 @@ impl Leftover {
         let Self { table, found, taken_rows, .. } = self;
         let taken_names = std::mem::take(&mut *self.taken_names.lock());
         // Rows first: one must never point to a name that is another shuffle's.
-        table.open_found(&table.rows, &found.rows, |at| taken_rows.is_taken(at));
-        table.open_found(&table.names, &found.names, |at| taken_names.numbers.contains(&at));
+        let rows: Vec<u32> = found.rows.iter().flat_map(|rows| taken_rows.not_taken(rows.clone())).collect();
+        table.open_found(&table.rows, &rows);
+        let names = found.names.iter().cloned().flatten();
+        let names: Vec<u32> = names.filter(|at| !taken_names.numbers.contains(at)).collect();
+        table.open_found(&table.names, &names);
         drop(taken_names);
     }
 }
 
 /// Of blocks with the same id those that come first; mostly there are none.
 fn keep_first(found: &mut Vec<(u32, Row)>) {
-    let mut ids: Vec<BlockId> = found.iter().map(|(_, row)| row.meta.block_id).collect();
+    let ids = found.iter().map(|(_, row)| row.meta.block_id);
+    // As where tasks come one after the other.
+    if ids.clone().is_sorted_by(|one, next| one < next) {
+        return;
+    }
+    let mut ids: Vec<BlockId> = ids.collect();
     ids.sort_unstable();
     if ids.is_sorted_by(|one, next| one < next) {
         return;
@@ -268,43 +310,42 @@ fn keep_first(found: &mut Vec<(u32, Row)>) {
     found.retain(|(_, row)| seen.insert(row.meta.block_id));
 }
 
-/// Rows of shuffles with a name, by partition: a part of the table for each thread.
-fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>) -> Groups {
-    let rows = chunks.iter().map(|chunk| chunk.len()).sum();
-    let group = |part: &[Range<u32>]| {
+/// Rows of shuffles with a name, by partition, as each of some threads has found them: one that is done with a chunk takes the next.
+fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>) -> Vec<Groups> {
+    let (rows, next) = (chunks.iter().map(|chunk| chunk.len()).sum(), AtomicUsize::new(0));
+    on_threads(threads_for(rows), || {
         let mut groups = Groups::new();
-        for (at, row) in table.found_rows(part.iter().cloned().flatten()) {
-            if known.contains(&row.name) {
-                groups.entry(row.name).or_default().entry(row.partition).or_default().push(at);
+        let taken = std::iter::from_fn(|| chunks.get(next.fetch_add(1, Ordering::Relaxed)));
+        for at in taken.cloned().flatten() {
+            let Some((name, partition)) = table.owner(at) else { continue };
+            if known.contains(&name) {
+                groups.entry(name).or_default().entry(partition).or_default().push(at);
             }
         }
         groups
-    };
-    let mut parts = in_parts(chunks, threads_for(rows), group).into_iter();
-    let mut all = parts.next().unwrap_or_default();
-    parts.for_each(|part| merge(&mut all, part));
-    all
+    })
 }
 
-fn merge(all: &mut Groups, more: Groups) {
-    for (name, partitions) in more {
-        let of_name = all.entry(name).or_default();
-        for (partition, rows) in partitions {
-            of_name.entry(partition).or_default().extend(rows);
-        }
-    }
-}
-
-/// A block to be restored.
+/// A block to be restored: most have one piece.
 struct Wanted {
     meta: BlockMeta,
-    extents: Extents,
-    rows: RowNumbers,
+    row: u32,
+    first: Extent,
+    further: Further,
 }
 
 impl Wanted {
-    fn rows(&self) -> &[u32] {
-        &self.rows
+    fn extents(&self) -> impl Iterator<Item = Extent> {
+        iter::once(self.first).chain(self.further.extents.iter().copied())
+    }
+
+    /// The block's own is the last, as it is the first to go.
+    fn rows(&self) -> impl Iterator<Item = u32> {
+        self.further.rows.iter().copied().chain(iter::once(self.row))
+    }
+
+    fn has_one_piece(&self) -> bool {
+        self.further.extents.is_empty()
     }
 }
 
@@ -313,7 +354,8 @@ type Numbered = SmallVec<[(usize, Slice); 2]>;
 
 /// Claims the pieces of the region that `wanted` lie in, in the order of their places. What another partition has is left out.
 fn claim(region: &Arc<Region>, wanted: &[Wanted], budget: &Budget) -> Vec<Segment> {
-    let mut units: Vec<Range<usize>> = wanted.iter().flat_map(|block| &block.extents).map(units_of).collect();
+    let mut units: Vec<Range<usize>> = Vec::with_capacity(wanted.len());
+    wanted.iter().for_each(|block| units.extend(block.extents().map(|extent| units_of(&extent))));
     units.sort_unstable_by_key(|range| range.start);
     let mut segments = Vec::new();
     let mut from = 0;
@@ -358,17 +400,18 @@ fn piece_at(from: usize, end: usize) -> usize {
 /// Takes the bytes of each block out of `segments`, in the order of their places; none of a block whose bytes are not all its own.
 fn adopt(segments: &mut [Segment], wanted: &[Wanted]) -> Vec<Option<Place>> {
     let starts = starts(segments);
-    let pieces = wanted.iter().enumerate();
-    let pieces =
-        pieces.flat_map(|(block, it)| it.extents.iter().enumerate().map(move |(n, at)| (*at, block, n)));
-    let mut pieces: Vec<_> = pieces.collect();
+    let mut pieces: Vec<(Extent, usize, usize)> = Vec::with_capacity(wanted.len());
+    for (block, it) in wanted.iter().enumerate() {
+        pieces.extend(it.extents().enumerate().map(|(number, extent)| (extent, block, number)));
+    }
     pieces.sort_unstable();
-    let mut places: Vec<Option<Place>> = wanted.iter().map(|_| None).collect();
+    let mut places: Vec<Option<Place>> = Vec::new();
+    places.resize_with(wanted.len(), || None);
     let mut scattered: HashMap<usize, Option<Numbered>> = HashMap::new();
     let mut near = 0;
     for (extent, block, number) in pieces {
         near = segment_of(segments, near, extent);
-        if wanted[block].extents.len() == 1
+        if wanted[block].has_one_piece()
             && let Some(at) = place_in_chain(&starts, segments, (near, extent))
         {
             places[block] = absorbed(segments, near, extent).then_some(Place::Chain(at));
@@ -383,7 +426,7 @@ fn adopt(segments: &mut [Segment], wanted: &[Wanted]) -> Vec<Option<Place>> {
     for (block, slices) in scattered {
         places[block] = slices.map(|mut slices| {
             slices.sort_by_key(|(number, _)| *number);
-            Place::Slices(slices.into_iter().map(|(_, slice)| slice).collect())
+            Place::Slices(Box::new(slices.into_iter().map(|(_, slice)| slice).collect()))
         });
     }
     places
@@ -428,8 +471,20 @@ fn parts(segments: &[Segment], at: usize, extent: Extent) -> Option<Parts> {
 
 /// Makes an extent readable as a part of the chain; false if not all of it is free.
 fn absorbed(segments: &mut [Segment], at: usize, extent: Extent) -> bool {
+    if let Some(segment) = segments.get_mut(at)
+        && let Some(range) = within(segment, extent)
+    {
+        return segment.keep(range);
+    }
     let Some(parts) = parts(segments, at, extent) else { return false };
     parts.into_iter().all(|(number, range)| segments[number].keep(range))
+}
+
+/// An extent that lies in one segment, in that; most do.
+fn within(segment: &Segment, extent: Extent) -> Option<Range<usize>> {
+    let start = usize::try_from(extent.offset).ok()?.checked_sub(segment.offset())?;
+    let end = start.checked_add(extent.len as usize)?;
+    (extent.len > 0 && end <= segment.capacity()).then_some(start..end)
 }
 
 fn adopt_one(segments: &mut [Segment], at: usize, extent: Extent) -> Option<SmallVec<[Slice; 2]>> {

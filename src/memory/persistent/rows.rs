@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::super::region::Slice;
 use super::layout::{Extent, NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, Row};
@@ -12,10 +12,12 @@ use super::names::Named;
 use super::table::{NoPlaces, Table};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
-/// The pieces of a block: most have one.
-pub(super) type Extents = SmallVec<[Extent; 1]>;
-/// The rows of a block.
-pub(super) type RowNumbers = SmallVec<[u32; 2]>;
+/// Pieces of a block beside its first, and the rows that they take beside its own: most have none.
+#[derive(Debug, Default)]
+pub(super) struct Further {
+    pub(super) extents: Vec<Extent>,
+    pub(super) rows: Vec<u32>,
+}
 
 /// Places for rows that nothing was written to, given back with it.
 #[derive(Debug)]
@@ -54,7 +56,15 @@ impl Table {
         places.into_iter().filter_map(move |at| Some((at, self.row(at)?)))
     }
 
+    /// The shuffle's name and the partition of what may be a committed row, at a place with pages; [`Table::row`] knows whether it is one.
+    #[inline]
+    pub(super) fn owner(&self, at: u32) -> Option<(u32, i32)> {
+        let row = self.region().front().get(self.rows.word_of(at)..)?.first_chunk::<ROW_WORDS>()?;
+        Row::owner(|word| row[word].load(Ordering::Acquire))
+    }
+
     /// A committed row, at a place with pages.
+    #[inline]
     pub(super) fn row(&self, at: u32) -> Option<Row> {
         let words = self.words::<ROW_WORDS>(self.rows.word_of(at));
         if words[0] == 0 { None } else { Row::decode(&words, at) }
@@ -72,31 +82,31 @@ impl Table {
         self.rows.has_pages(at).then(|| self.words(self.rows.word_of(at)))
     }
 
-    /// The pieces of a block, and the rows that it takes. None if they do not make it whole.
-    pub(super) fn extents(&self, at: u32, row: &Row) -> Option<(Extents, RowNumbers)> {
-        let mut extents: Extents = smallvec![Extent { offset: row.offset, len: 0 }];
-        let mut rows: RowNumbers = smallvec![at];
+    /// The pieces of a block. None if they do not make it whole.
+    pub(super) fn pieces(&self, row: &Row) -> Option<(Extent, Further)> {
+        let mut first = Extent { offset: row.offset, len: row.meta.length };
+        let mut all = Further::default();
         let (mut next, mut further) = (row.next, 0u64);
         while next != NO_ROW {
             let Pieces { pieces, next: behind } = Pieces::decode(&self.row_words(next)?, next)?;
             let before = further;
             for piece in pieces.into_iter().filter(|piece| piece.len > 0) {
                 further += u64::from(piece.len);
-                extents.push(piece);
+                all.extents.push(piece);
             }
             // Each has bytes, so that a circle ends too.
             if further == before || further > row.meta.length.into() {
                 return None;
             }
-            rows.push(next);
+            all.rows.push(next);
             next = behind;
         }
-        extents[0].len = row.meta.length.checked_sub(u32::try_from(further).ok()?)?;
+        first.len = row.meta.length.checked_sub(u32::try_from(further).ok()?)?;
         let data_bytes = self.region().capacity_bytes();
         let is_inside = |it: &Extent| {
             it.offset.checked_add(it.len.into()).is_some_and(|end| end <= data_bytes) && it.len > 0
         };
-        extents.iter().all(is_inside).then_some((extents, rows))
+        (is_inside(&first) && all.extents.iter().all(is_inside)).then_some((first, all))
     }
 }
 
@@ -172,9 +182,9 @@ impl Kept {
         self.rows.push(at);
     }
 
-    /// Takes over rows that an earlier process committed.
-    pub(super) fn adopt(&mut self, rows: &[u32]) {
-        self.rows.extend_from_slice(rows);
+    /// Takes over a row that an earlier process committed.
+    pub(super) fn adopt(&mut self, row: u32) {
+        self.rows.push(row);
     }
 
     /// Room for so many rows.

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::super::ceded::Ceded;
+use super::super::parts::{in_parts, threads_for};
 use super::super::region::Region;
 use super::layout::{
     FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, HEADER_WORDS, Header, NAME_WORDS, ROW_BYTES, ROW_WORDS,
@@ -129,9 +130,11 @@ impl Part {
         };
         let places = Places::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
         // A read would take pages of a hole, too, and end the process where there is none.
-        for chunk in places.with_pages() {
-            region.fill_front_pages(bytes_of(places.of_chunk(chunk)))?;
-        }
+        let fill = |some: &[u32]| {
+            some.iter().try_for_each(|chunk| region.fill_front_pages(bytes_of(places.of_chunk(*chunk))))
+        };
+        let used = usize::try_from(mark).unwrap_or(usize::MAX);
+        in_parts(&places.with_pages(), threads_for(used), fill).into_iter().collect::<io::Result<()>>()?;
         let state = Mutex::new(State { places, charged: None });
         Ok(Self { first, words, mark_at, paid_each, state })
     }
@@ -141,6 +144,7 @@ impl Part {
     }
 
     /// First word of a place.
+    #[inline]
     pub(super) fn word_of(&self, place: u32) -> usize {
         self.first + place as usize * self.words
     }
@@ -294,18 +298,16 @@ impl Table {
         state.settle(part.paid_each);
     }
 
-    /// Makes those places of `found` free that nobody has. None of them was free before, so nobody got one meanwhile; others may
-    /// have been given.
-    pub(super) fn open_found(&self, part: &Part, found: &[Range<u32>], is_taken: impl Fn(u32) -> bool) {
-        let places = found.iter().cloned().flatten();
-        let places: Vec<u32> = places.filter(|place| !is_taken(*place)).collect();
-        for place in &places {
+    /// Makes `places` free, which an earlier process used and nobody has. None of them was free before, so nobody got one meanwhile;
+    /// others may have been given.
+    pub(super) fn open_found(&self, part: &Part, places: &[u32]) {
+        for place in places {
             let word = part.word_of(*place);
             if self.region.front()[word].load(Ordering::Relaxed) != 0 {
                 self.clear(word);
             }
         }
-        self.put(part, places);
+        self.put(part, places.iter().copied());
     }
 
     pub(super) fn store(&self, at: usize, value: u64, order: Ordering) {
@@ -332,6 +334,7 @@ impl Table {
         self.store(at, 0, Ordering::Release);
     }
 
+    #[inline]
     pub(super) fn words<const WORDS: usize>(&self, at: usize) -> [u64; WORDS] {
         let mut words = [0; WORDS];
         for (word, place) in words.iter_mut().zip(&self.region.front()[at..at + WORDS]) {

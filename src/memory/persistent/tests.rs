@@ -102,7 +102,7 @@ fn restored_of(
         let is_elsewhere = &is_elsewhere;
         let elsewhere =
             |partition| -> IsElsewhere<'_> { Box::new(move |id| is_elsewhere(shuffle, partition, id)) };
-        let ids = memory.restore(&key(shuffle), elsewhere, heap);
+        let ids = memory.restore(&key(shuffle), elsewhere, heap, |_, ids| ids);
         for (PartitionId(partition), ids) in ids {
             found.insert((shuffle, partition), ids.into_iter().map(|BlockId(id)| id).collect());
         }

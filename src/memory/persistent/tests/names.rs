@@ -24,8 +24,8 @@ fn taken_over(memory: &Memory, shuffles: impl Iterator<Item = i32> + Clone) -> B
     shuffles.clone().for_each(|shuffle| drop(memory.register(&key(shuffle), Distribution::Normal)));
     let heap = memory.heap().of(HeapKind::Partitions);
     let restored = shuffles.filter_map(|shuffle| {
-        let mut ids = memory.restore(&key(shuffle), |_| Box::new(|_| false), heap);
-        Some((shuffle, ids.remove(&PartitionId(0))?))
+        let mut ids = memory.restore(&key(shuffle), |_| Box::new(|_| false), heap, |_, ids| ids);
+        Some((shuffle, ids.pop()?.1))
     });
     let restored = restored.collect();
     memory.finish_restore();

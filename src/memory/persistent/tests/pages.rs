@@ -80,8 +80,8 @@ fn pages_with_few_rows_are_charged_whole() {
     again.register(&key(0), Distribution::Normal);
     let heap = again.heap().of(HeapKind::Partitions);
     assert_eq!(
-        again.restore(&key(0), |_| Box::new(|_| false), heap)[&PartitionId(0)].len() as u64,
-        u64::from(chunks)
+        again.restore(&key(0), |_| Box::new(|_| false), heap, |_, ids| ids.len()),
+        [(PartitionId(0), chunks as usize)]
     );
     assert_eq!(again.finish_restore().1, u64::from(chunks));
     assert_eq!(resident_bytes(&again), all);
