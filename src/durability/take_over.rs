@@ -133,7 +133,7 @@ impl Writer {
         self.contents.keep(&kept);
         // A generation that is gone on with says what was incomplete, and not what is now.
         let has_incomplete = !earlier.is_empty() || !self.contents.incomplete.is_empty();
-        self.left = self.left.take().filter(|_| !has_incomplete && unreadable.is_none());
+        self.left = self.left.take().filter(|_| !has_incomplete && unread.is_none());
         if shuffles.is_empty() {
             // What is away has nothing of a living shuffle.
             let here: Vec<Uuid> = self.directories.iter().map(|it| it.uuid).collect();

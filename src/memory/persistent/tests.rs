@@ -261,7 +261,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..15)
 }
 
-struct World {
+struct Fixture {
     memory: Arc<Memory>,
     file: Arc<OwnedFd>,
     model: Arc<Mutex<Model>>,
@@ -271,16 +271,16 @@ struct World {
     held: Option<FreeRows>,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let memory = open(None);
         let file = Arc::new(memory.handed_over().unwrap().unwrap());
         let (model, lengths) = (Arc::default(), BTreeMap::new());
-        let mut world = Self { memory, file, model, next_id: 1, lengths, held: None };
-        restored(&world.memory, |_, _, _| false);
-        world.hold_places();
-        world.hook();
-        world
+        let mut fixture = Self { memory, file, model, next_id: 1, lengths, held: None };
+        restored(&fixture.memory, |_, _, _| false);
+        fixture.hold_places();
+        fixture.hook();
+        fixture
     }
 
     fn hold_places(&mut self) {
@@ -478,23 +478,23 @@ proptest! {
 
     #[test]
     fn whatever_store_a_process_dies_at_the_next_finds_what_was_committed(steps in steps()) {
-        let mut world = World::new();
+        let mut fixture = Fixture::new();
         for step in steps {
-            world.step(step);
+            fixture.step(step);
         }
-        *table(&world.memory).after_store.lock() = None;
+        *table(&fixture.memory).after_store.lock() = None;
     }
 
     /// Bits of names, rows and segments that are not what was stored: nothing but blocks is lost, and nothing panics.
     #[test]
     fn a_damaged_region_is_taken_without_a_panic(bits in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 1..40)) {
-        let mut world = World::new();
+        let mut fixture = Fixture::new();
         for (shuffle, partition) in [(0, 0), (0, 1), (1, 0)] {
-            let ids = world.ids(&[100, 80_000, 5000, 30_000]);
-            *table(&world.memory).after_store.lock() = None;
-            world.send((shuffle, partition), &ids, true);
+            let ids = fixture.ids(&[100, 80_000, 5000, 30_000]);
+            *table(&fixture.memory).after_store.lock() = None;
+            fixture.send((shuffle, partition), &ids, true);
         }
-        let damaged = copy(&world.file);
+        let damaged = copy(&fixture.file);
         let geometry = table_geometry();
         let parts = [(geometry.name_at(0), 2 * NAME_WORDS), (geometry.row_at(0), 30 * ROW_WORDS)];
         for (index, bit) in bits {
@@ -508,7 +508,7 @@ proptest! {
         restored(&memory, |_, _, _| false);
         let found = read(&memory);
         for (at, ids) in found {
-            prop_assert!(ids.iter().all(|id| world.model.lock().must[&at].contains(id)));
+            prop_assert!(ids.iter().all(|id| fixture.model.lock().must[&at].contains(id)));
         }
     }
 }

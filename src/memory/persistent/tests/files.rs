@@ -19,7 +19,7 @@ fn in_directory(
 fn left(path: &std::path::Path) {
     let memory = in_directory(path, |_, _| {}).unwrap();
     restored(&memory, |_, _, _| false);
-    let mut world = World {
+    let mut fixture = Fixture {
         memory,
         file: Arc::new(
             rustix::fs::open("/dev/null", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap(),
@@ -29,9 +29,9 @@ fn left(path: &std::path::Path) {
         lengths: BTreeMap::new(),
         held: None,
     };
-    let ids = world.ids(&[5000]);
-    let mut funds = funds(&world.memory, 100_000).unwrap();
-    let buffer = buffer(&world.memory, 0, 0);
+    let ids = fixture.ids(&[5000]);
+    let mut funds = funds(&fixture.memory, 100_000).unwrap();
+    let buffer = buffer(&fixture.memory, 0, 0);
     let mut fill = buffer.reserve(5000, &mut funds).unwrap();
     fill.write(&payload(ids[0], 5000));
     let meta = BlockMeta {
@@ -42,7 +42,7 @@ fn left(path: &std::path::Path) {
         crc: crc32fast::hash(&payload(ids[0], 5000)),
     };
     buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
-    world.memory.let_go();
+    fixture.memory.let_go();
 }
 
 #[test]
