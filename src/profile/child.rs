@@ -1,7 +1,7 @@
 //! Jobs are done by a process of their own, which is this program started again (`symbols` is its side).
 //!
-//! Names come from the program's debug information, which takes some 200 MiB for a moment: this process, whose memory is
-//! promised (`budget::allowance`), never reads it. Invariant: a child that cannot be started, ends early, says something
+//! Names come from the program's debug information, which takes some 200 MiB for a moment: it is not read in this process,
+//! whose memory is promised (`budget::allowance`). Invariant: a child that cannot be started, ends early, says something
 //! else or nothing costs names, not the profile, and has ended when the job is done.
 
 use std::ffi::OsString;

@@ -96,7 +96,10 @@ fn bounded(frequency: u32, duration: Duration, processors: u64) -> u32 {
 
 fn start(frequency: u32) -> Result<ProfilerGuard<'static>, ProfileError> {
     let frequency = i32::try_from(frequency).unwrap_or(i32::MAX);
-    ProfilerGuardBuilder::default().frequency(frequency).build().map_err(|error| match error {
+    let built = ProfilerGuardBuilder::default().frequency(frequency).build();
+    // pprof names the functions of this thread before it begins, for which the debug information is read here once more.
+    backtrace::clear_symbol_cache();
+    built.map_err(|error| match error {
         pprof::Error::Running => ProfileError::Busy,
         error => failed(error),
     })

@@ -47,7 +47,11 @@ impl Calls {
 
 /// `what at file:line:column`; a future's `poll` or closure says nothing that the rest does not.
 fn line(symbol: &Symbol) -> String {
-    let name = symbol.name.rsplit_once("::").map_or(symbol.name.as_str(), |(path, _)| path);
+    let name = match symbol.name.rsplit_once("::") {
+        // What stands between `<` and `>` has paths too.
+        Some((path, last)) if !last.contains('>') => path,
+        _ => symbol.name.as_str(),
+    };
     match (symbol.line, symbol.column) {
         (0, _) => name.to_owned(),
         (line, 0) => format!("{name} at {}:{line}", symbol.file),
