@@ -89,10 +89,7 @@ mod tests {
     #[test]
     fn functions_of_this_program_are_named() {
         let text = asked(&question(&postcard::to_allocvec(&job()).unwrap())).unwrap();
-        assert!(
-            text.contains("uniffle_worker::profile::symbols::tests at ") && text.contains("symbols.rs:"),
-            "{text}"
-        );
+        assert!(text.contains("╼ job at ") && text.contains("symbols.rs:"), "{text}");
         assert!(text.contains("╼ 0x10\n"), "{text}");
     }
 

@@ -9,9 +9,14 @@ use super::job::{Names, Symbol, Waiting, Waits};
 /// All of it.
 pub(super) fn text(waits: &Waits, names: &Names) -> String {
     let mut text = waits.summary.clone();
+    let mut places: IndexMap<(&str, Vec<Vec<String>>), u64> = IndexMap::new();
     for group in &waits.groups {
-        let _ = writeln!(text, "\n{} × {}", group.tasks, group.name);
-        Calls::new(group, names).draw("", &mut text);
+        *places.entry((&group.name, stacks(group, names))).or_default() += group.tasks;
+    }
+    places.sort_by(|_, some, _, others| others.cmp(some));
+    for ((name, stacks), tasks) in places {
+        let _ = writeln!(text, "\n{tasks} × {name}");
+        Calls::new(stacks).draw("", &mut text);
     }
     if waits.left_out > 0 {
         let _ = writeln!(text, "\n{} more tasks, not shown", waits.left_out);
@@ -19,17 +24,28 @@ pub(super) fn text(waits: &Waits, names: &Names) -> String {
     text
 }
 
+/// The stacks as lines, the outermost call first. They are sorted: the awaits of a `select!` come in any order, and from
+/// other addresses of the same lines.
+fn stacks(group: &Waiting, names: &Names) -> Vec<Vec<String>> {
+    let lines = |stack: &Vec<u32>| {
+        stack.iter().rev().flat_map(|number| names.at(*number).iter().rev()).map(line).collect::<Vec<_>>()
+    };
+    let mut stacks: Vec<_> = group.stacks.iter().map(lines).collect();
+    stacks.sort_unstable();
+    stacks
+}
+
 /// What was called from one place, and what from there.
 #[derive(Debug, Default)]
 struct Calls(IndexMap<String, Calls>);
 
 impl Calls {
-    fn new(group: &Waiting, names: &Names) -> Self {
+    fn new(stacks: Vec<Vec<String>>) -> Self {
         let mut roots = Self::default();
-        for stack in &group.stacks {
+        for stack in stacks {
             let mut calls = &mut roots;
-            for symbol in stack.iter().rev().flat_map(|number| names.at(*number).iter().rev()) {
-                calls = calls.0.entry(line(symbol)).or_default();
+            for line in stack {
+                calls = calls.0.entry(line).or_default();
             }
         }
         roots
@@ -65,16 +81,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stacks_that_begin_alike_are_one_tree() {
+    fn stacks_that_begin_alike_are_one_tree_whatever_their_order() {
         let (_, names) = named(&["tokio::Sleep::poll", "a::Stop::poll", "a::wait::{{closure}}", ""]);
-        let stacks = vec![vec![0, 2], vec![1, 2], vec![3]];
-        let group = Waiting { name: "sleeper".to_owned(), tasks: 3, stacks };
-        let waits = Waits { summary: "4 tasks\n".to_owned(), groups: vec![group], left_out: 1 };
-        let expected = "4 tasks\n\n3 × sleeper\n\
-            ├╼ a::wait at src/a.rs:7:3\n\
-            │  ├╼ tokio::Sleep at src/a.rs:7:3\n\
-            │  └╼ a::Stop at src/a.rs:7:3\n\
-            └╼ 0x1003 worker\n\n\
+        let group = |tasks, stacks| Waiting { name: "sleeper".to_owned(), tasks, stacks };
+        let other = Waiting { name: "accept".to_owned(), tasks: 2, stacks: vec![vec![1]] };
+        let same = |first, second| vec![first, second, vec![3]];
+        let (some, others) = (same(vec![0, 2], vec![1, 2]), same(vec![1, 2], vec![0, 2]));
+        let waits = Waits {
+            summary: "6 tasks\n".to_owned(),
+            groups: vec![group(1, some), other, group(2, others)],
+            left_out: 1,
+        };
+        let expected = "6 tasks\n\n3 × sleeper\n\
+            ├╼ 0x1003 worker\n\
+            └╼ a::wait at src/a.rs:7:3\n\
+            \x20  ├╼ a::Stop at src/a.rs:7:3\n\
+            \x20  └╼ tokio::Sleep at src/a.rs:7:3\n\n\
+            2 × accept\n\
+            └╼ a::Stop at src/a.rs:7:3\n\n\
             1 more tasks, not shown\n";
         assert_eq!(text(&waits, &names), expected);
     }
