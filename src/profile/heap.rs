@@ -98,6 +98,7 @@ mod jemalloc {
         .await
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "bytes of a heap")]
     fn job(profile: StackProfile, format: Format) -> Job {
         let mut addresses = Addresses::default();
         let stacks = profile.stacks.into_iter().map(|(stack, _)| Stack {

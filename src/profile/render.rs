@@ -135,7 +135,7 @@ impl Tables {
     /// Addresses are told from the beginning of the file, so that it is as if it lay there.
     fn mapping(&mut self, id: u64, path: &str) -> Mapping {
         let filename = self.string(path);
-        Mapping { id, memory_limit: u64::MAX, filename, has_functions: true, ..Mapping::default() }
+        Mapping { id, memory_limit: u64::MAX, filename, has_functions: true }
     }
 
     fn line(&mut self, symbol: &Symbol) -> Line {
