@@ -298,7 +298,7 @@ mod tests {
         let key = ShuffleKey::new(app(), ShuffleId(0));
         memory.register(&key, Distribution::Normal);
         let heap = memory.heap().of(HeapKind::Partitions);
-        memory.restore(&key, |_| Box::new(|_| false), heap);
+        memory.restore(&key, |_| Box::new(|_| false), heap, |_, _| ());
         // A block behind all others, so that those before it were used.
         let region = &memory.shared.supply.region;
         region.claim(13 << 20, 1 << 20, memory.budget().try_charge(MIB).unwrap()).unwrap();

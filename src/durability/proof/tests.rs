@@ -158,6 +158,8 @@ fn two_copies(records: [(u64, Option<bool>); 2]) -> Vec<Present> {
         generation: 3,
         epoch: Some(1),
         frames,
+        bytes: 0,
+        crc: 0,
         newest: (frames.max(1) - 1, 0),
         acknowledged: 0,
         torn: torn.map(|frames_follow| Torn { at: 9, why: "bad".into(), frames_follow }),
