@@ -62,8 +62,7 @@ async fn a_successor_goes_on_with_the_log_as_it_was_left() {
         let store = store_on(disks).await;
         say(&store, &first, b"first").await;
         let let_go = store.leave_log().await;
-        let handle = store.register(&second);
-        store.append_metadata(&handle, b"late").await.expect_err("it is left");
+        store.append_metadata(&store.register(&second), b"late").await.expect_err("it is left");
         drop(store);
         let copies = log_copies(disks);
         let store = successor(disks, &let_go).await;
