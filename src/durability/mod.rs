@@ -12,7 +12,7 @@
 //! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
 //! | `history` | what one shuffle has said so far |
 //! | `generation` | begun anew where a copy fails or most is dead |
-//! | `go_on` | or gone on with, as the process before left it |
+//! | `left`, `go_on` | or gone on with, as the process before left it: whether it may be (pure); that it is |
 //! | `take_over` | what an earlier process left in it |
 //! | `vouch` | what a process says of its log to its successor (pure) |
 //! | `mark` | how much of a copy is acknowledged, beside it |
@@ -31,6 +31,7 @@ mod go_on;
 mod history;
 mod id_set;
 mod ledger;
+mod left;
 pub mod legacy;
 mod log;
 mod mark;

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::frame::{self, Entry, Epoch, Frame};
-use super::go_on::{Left, left_whole};
+use super::left::{Left, left_whole};
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
 use super::vouch::Vouch;
 use uniffle_io::{Disk, File, ReadTarget};

@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use super::contents::Contents;
 use super::frame::{Encoder, Entry, Epoch};
-use super::go_on::Left;
+use super::left::Left;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
 use super::read::{Directory, METADATA, Part, Places, Source, within};
