@@ -303,22 +303,7 @@ impl History {
             }
             End::Beside => self.upgrade_beside().await,
             End::Upgrade => self.upgrade().await,
-            End::Stop => {
-                self.faults.iter().for_each(Faults::clear);
-                self.disks.iter().for_each(|disk| disk.fail_syncs(0));
-                if let Some(store) = self.store() {
-                    self.heal_the_store(&store);
-                }
-                self.process().flush().await;
-                if self.mutation != Mutation::NoLastSync {
-                    self.process().sync().await;
-                }
-                self.unsynced.retain(|disk| !here.contains(disk));
-                if self.process().is_flushed() {
-                    self.tally.orderly_stops += 1;
-                    self.promised.values_mut().for_each(|promised| promised.settle(self.life));
-                }
-            }
+            End::Stop => self.stop_in_order(&here).await,
         }
         self.sends.clear();
         self.add_figures();
@@ -343,6 +328,24 @@ impl History {
                 disk.lose_power(self.rng.random());
             }
             self.unsynced.clear();
+        }
+    }
+
+    /// Memory is emptied and the disks `here` are synced.
+    async fn stop_in_order(&mut self, here: &BTreeSet<usize>) {
+        self.faults.iter().for_each(Faults::clear);
+        self.disks.iter().for_each(|disk| disk.fail_syncs(0));
+        if let Some(store) = self.store() {
+            self.heal_the_store(&store);
+        }
+        self.process().flush().await;
+        if self.mutation != Mutation::NoLastSync {
+            self.process().sync().await;
+        }
+        self.unsynced.retain(|disk| !here.contains(disk));
+        if self.process().is_flushed() {
+            self.tally.orderly_stops += 1;
+            self.promised.values_mut().for_each(|promised| promised.settle(self.life));
         }
     }
 
