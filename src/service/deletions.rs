@@ -1,7 +1,7 @@
 //! Deletions of what was forgotten, some at a time in each tier.
 //!
 //! Applications end when their clients say so and when they were silent for too long, thousands of them together if a cluster of
-//! clients goes away. Each end leaves files to be deleted. Invariants: a tier has at most [`DELETIONS_AT_ONCE`] tasks for that, however many
+//! clients goes away. Each end leaves files to be deleted. Invariants: a tier has at most [`AT_ONCE`] tasks for that, however many
 //! ended; deletions begin in the order of the ends; one tier does not wait for another.
 
 use std::collections::VecDeque;
@@ -13,7 +13,10 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 
 use crate::runtime::Tasks;
-use crate::tiers::DELETIONS_AT_ONCE;
+
+/// Deletions of a tier under way. Local ones are of all that is ready, a file at a time for each disk; of a remote store they are
+/// questions to be answered.
+const AT_ONCE: usize = 16;
 
 type Deletion = BoxFuture<'static, ()>;
 
@@ -67,7 +70,7 @@ impl Lane {
     fn add(&self, deletion: Deletion) -> bool {
         let mut state = self.0.lock();
         state.waiting.push_back(deletion);
-        let is_wanted = state.tasks < DELETIONS_AT_ONCE;
+        let is_wanted = state.tasks < AT_ONCE;
         state.tasks += usize::from(is_wanted);
         is_wanted
     }
@@ -109,7 +112,7 @@ mod tests {
             other.fetch_add(1, Ordering::Relaxed);
         };
         deletions.add(1, unhindered.boxed());
-        assert_eq!(tasks.running(), DELETIONS_AT_ONCE + 1);
+        assert_eq!(tasks.running(), AT_ONCE + 1);
         while done.load(Ordering::Relaxed) < 1 {
             yield_now().await;
         }

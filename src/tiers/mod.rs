@@ -37,9 +37,5 @@ pub use self::tier::{
     Tiers,
 };
 
-/// Deletions of a tier under way: of local disks they are of all that is ready, a file at a time for each; of a remote store they are
-/// questions to be answered.
-pub const DELETIONS_AT_ONCE: usize = 16;
-
 /// The names of the tiers of this crate, for the documentation of metrics.
 pub(crate) const BUILT_IN: [TierNames; 3] = [local::NAMES, hdfs::NAMES, object::NAMES];

@@ -98,7 +98,7 @@ impl LocalStore {
             shuffles: DashMap::new(),
             next_incarnation: AtomicU64::new(1),
             min_disks: AtomicUsize::new(core.config.min_disks),
-            deletes: Deletes::of(core.disks.len()),
+            deletes: core.disks.iter().map(|_| Deletes::default()).collect(),
             metadata,
             pending_purges: PurgeNotes::default(),
             recovered: Mutex::default(),
