@@ -13,6 +13,13 @@ fn heartbeat(id: &str) -> ShuffleServerHeartBeatRequest {
     }
 }
 
+/// At an address of its own.
+fn own() -> ShuffleServerHeartBeatRequest {
+    let mut own = heartbeat("own");
+    own.server_id.as_mut().unwrap().port = 21099;
+    own
+}
+
 fn table() -> NodeTable {
     NodeTable::new(Duration::from_secs(30), HashSet::from(["excluded".to_owned()]))
 }
@@ -177,7 +184,7 @@ fn a_silent_node_is_lost_until_it_reports_again() {
 fn n14_ids_addresses_and_tags_of_all_nodes_are_bounded_in_bytes() {
     let now = Instant::now();
     let mut table = table();
-    table.accept_own(heartbeat("own"), now).unwrap();
+    table.accept_own(own(), now).unwrap();
     let hostile = |n: usize| {
         let mut heartbeat = heartbeat(&format!("{n:0255}"));
         heartbeat.tags = vec!["t".repeat(255); TAGS_MAX];
@@ -215,7 +222,7 @@ fn ten_thousand_nodes_as_workers_tell_them_have_room() {
 fn n14_of_workers_that_no_network_names_a_few_join() {
     let now = Instant::now();
     let mut table = table();
-    table.accept_own(heartbeat("own"), now).unwrap();
+    table.accept_own(own(), now).unwrap();
     table.accept(heartbeat("named"), Joins::Named, now).unwrap();
     for n in 0..UNNAMED_MAX {
         table.accept(heartbeat(&format!("n{n}")), Joins::Unnamed, now).unwrap();
