@@ -1,21 +1,13 @@
-//! CPU profiles by SIGPROF: every `1 / frequency` seconds of CPU time the thread that runs is asked for its stack.
-//!
-//! Stacks are unwound in the signal handler by framehop: it reads unwind tables that were loaded before, allocates
-//! nothing, takes no lock, and checks each address of the stack before it reads it. Tried and dropped: libgcc's unwinder,
-//! which is safe only when samples in libc are thrown away, and those (system calls, memcpy) are where a shuffle
-//! server's time goes; frame pointers, which lose the function that runs, and its caller too when that is in libc.
+//! CPU profiles: samples (`uniffle_sampler`, which says how they are taken), made into what tools read by `child`.
 
 use std::collections::HashMap;
-use std::io;
 use std::num::NonZero;
 use std::ops::RangeInclusive;
 use std::thread::available_parallelism;
 use std::time::SystemTime;
 
-use pprof::{ProfilerGuard, ProfilerGuardBuilder, UnresolvedReport};
-use signal_hook::consts::SIGPROF;
-use signal_hook::low_level::raise;
 use tokio::time::{Duration, sleep};
+use uniffle_sampler::{Error, Sampling, UnresolvedReport};
 
 use super::job::{Job, Kind, Samples, Stack, What};
 use super::maps::{Addresses, Maps};
@@ -44,14 +36,10 @@ pub async fn profile(
 ) -> Result<Vec<u8>, ProfileError> {
     let processors = available_parallelism().map_or(1, NonZero::get);
     let frequency = bounded(frequency, duration, processors as u64);
-    let running = in_background(turn, move || {
-        load_unwind_tables()?;
-        start(frequency)
-    })
-    .await?;
+    let running = in_background(turn, move || Sampling::start(frequency).map_err(failed)).await?;
     sleep(duration).await;
     in_background(turn, move || {
-        let report = running.report().build_unresolved().map_err(failed)?;
+        let report = running.report().map_err(failed)?;
         // Before functions are named, which takes long: the timer would outlive an exec of the process.
         drop(running);
         child::made(&job(report, format))
@@ -94,28 +82,11 @@ fn bounded(frequency: u32, duration: Duration, processors: u64) -> u32 {
     frequency.min(most.max(1))
 }
 
-fn start(frequency: u32) -> Result<ProfilerGuard<'static>, ProfileError> {
-    let frequency = i32::try_from(frequency).unwrap_or(i32::MAX);
-    let built = ProfilerGuardBuilder::default().frequency(frequency).build();
-    // pprof names the functions of this thread before it begins, for which the debug information is read here once more.
-    backtrace::clear_symbol_cache();
-    built.map_err(|error| match error {
-        pprof::Error::Running => ProfileError::Busy,
-        error => failed(error),
-    })
-}
-
-/// The tables are loaded by the first sample, which allocates and reads files. Here that sample is taken at a place
-/// where this is safe: this thread sends itself the signal, a second of CPU time before the timer sends one.
-fn load_unwind_tables() -> Result<(), ProfileError> {
-    let warm_up = start(1)?;
-    let raised: io::Result<()> = raise(SIGPROF);
-    drop(warm_up);
-    raised.map_err(failed)
-}
-
-fn failed(error: impl std::fmt::Display) -> ProfileError {
-    ProfileError::Failed(error.to_string())
+fn failed(error: Error) -> ProfileError {
+    match error {
+        Error::Busy => ProfileError::Busy,
+        error => ProfileError::Failed(error.to_string()),
+    }
 }
 
 #[cfg(test)]

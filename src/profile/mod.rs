@@ -6,8 +6,7 @@
 //! (`http`).
 //!
 //! Functions are named, and pictures drawn, by another process (`child`): this one holds stacks as addresses and what is
-//! sent of it, a few megabytes. Not yet so: pprof 0.15 cannot be started without reading the debug information for a
-//! backtrace of its own (`cpu::start`), which takes more than 100 MiB for a moment at the start of a CPU profile.
+//! sent of it, a few megabytes. `uniffle_sampler` says what that asks of the start of a CPU profile.
 
 pub mod allocator;
 mod child;

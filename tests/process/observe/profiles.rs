@@ -135,15 +135,17 @@ fn heap_profiles_work_as_documented() {
     worker.stop();
 }
 
-/// What names functions is another process: parsing a release build's debug information takes some 180 MiB. Not of CPU
-/// profiles: pprof 0.15 parses it at every start.
+/// What names functions is another process: parsing a release build's debug information takes some 180 MiB. The first CPU profile
+/// leaves tables to unwind with. Where the kernel has no Landlock, each takes more (`uniffle_sampler`).
 #[test]
-fn h14_heap_profiles_and_dumps_take_little_memory_of_the_worker() {
+fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
+    const CPU: &str = "/debug/pprof/profile?seconds=1&frequency=500";
     let setup =
         Setup { env: vec![("_RJEM_MALLOC_CONF", "prof:true,lg_prof_sample:12".to_owned())], ..setup() };
     let worker = Worker::start(&setup);
     let (admin, http) = (port(&worker), worker.ready().http_port);
-    for path in ["/debug/pprof/heap", "/debug/pprof/heap?format=svg", "/debug/tasks"] {
+    assert_eq!(ask(admin, "GET", CPU).0, 200);
+    for path in [CPU, "/debug/pprof/heap", "/debug/pprof/heap?format=svg", "/debug/tasks"] {
         let before = worker.proc_status("VmRSS") >> 10;
         // Makes the largest size that of now.
         std::fs::write(format!("/proc/{}/clear_refs", worker.pid()), "5").unwrap();
@@ -155,7 +157,9 @@ fn h14_heap_profiles_and_dumps_take_little_memory_of_the_worker() {
         assert_eq!(status, 200, "{}", String::from_utf8_lossy(&profile));
         let peak = worker.peak_resident_bytes() >> 20;
         say(&format!("{path}: {before} MiB resident before, {peak} MiB at most, {} bytes", profile.len()));
-        assert!(peak < before + GROWTH_MIB_MAX, "{path}: {before} MiB before, {peak} MiB at most");
+        // Heap sampling as fine as here has much to keep of a CPU profile's start.
+        let growth_max = if path == CPU { 2 * GROWTH_MIB_MAX } else { GROWTH_MIB_MAX };
+        assert!(peak < before + growth_max, "{path}: {before} MiB before, {peak} MiB at most");
         if let Ok(text) = String::from_utf8(profile) {
             assert!(text.contains("uniffle_worker::"), "no function of ours: {text}");
         }
@@ -177,7 +181,9 @@ fn h14_every_descriptor_is_closed_in_other_programs() {
         let Ok(info) = std::fs::read_to_string(&path) else { continue };
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim();
         let is_closed_on_exec = u32::from_str_radix(flags, 8).unwrap() & 0o2_000_000 != 0;
-        assert!(number <= 2 || is_closed_on_exec, "{number}: {info}");
+        // One that whoever started the tests left open came along with the worker's start.
+        let came_along = std::path::Path::new(&format!("/proc/self/fd/{number}")).exists();
+        assert!(number <= 2 || is_closed_on_exec || came_along, "{number}: {info}");
         closed += u32::from(is_closed_on_exec);
     }
     assert!(closed > 5, "{closed}");
