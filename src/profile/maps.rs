@@ -96,7 +96,7 @@ impl Maps {
     }
 
     /// `mapped` in the order of addresses. A file begins where the mapping of its first byte is, the last one before the
-    /// code: whoever reads the file as data may have mapped it elsewhere too.
+    /// code: who reads the file as data may have mapped it elsewhere too.
     fn new(mapped: impl Iterator<Item = Mapped>) -> Self {
         let mut maps = Self::default();
         let mut first_bytes: IndexMap<String, u64> = IndexMap::new();

@@ -11,6 +11,8 @@ use uniffle_testkit::{say, wait_until};
 
 /// What a profile or dump may add to what the worker takes.
 const GROWTH_MIB_MAX: u64 = 48;
+/// Of a CPU profile beside fine heap sampling; some 50 are usual, 115 and more while pprof read debug information.
+const CPU_GROWTH_MIB_MAX: u64 = 72;
 
 /// The functions of a profile, the one with the most below it first.
 fn functions(profile: &[u8]) -> String {
@@ -157,8 +159,7 @@ fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
         assert_eq!(status, 200, "{}", String::from_utf8_lossy(&profile));
         let peak = worker.peak_resident_bytes() >> 20;
         say(&format!("{path}: {before} MiB resident before, {peak} MiB at most, {} bytes", profile.len()));
-        // Heap sampling as fine as here has much to keep of a CPU profile's start.
-        let growth_max = if path == CPU { 2 * GROWTH_MIB_MAX } else { GROWTH_MIB_MAX };
+        let growth_max = if path == CPU { CPU_GROWTH_MIB_MAX } else { GROWTH_MIB_MAX };
         assert!(peak < before + growth_max, "{path}: {before} MiB before, {peak} MiB at most");
         if let Ok(text) = String::from_utf8(profile) {
             assert!(text.contains("uniffle_worker::"), "no function of ours: {text}");
@@ -173,18 +174,21 @@ fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
 fn h14_every_descriptor_is_closed_in_other_programs() {
     let worker = Worker::start(&setup());
     let directory = format!("/proc/{}/fdinfo", worker.pid());
+    let is_closed_on_exec = |info: &str| {
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim();
+        u32::from_str_radix(flags, 8).unwrap() & 0o2_000_000 != 0
+    };
     let mut closed = 0;
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
         let number: u32 = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
         // It may be closed meanwhile.
         let Ok(info) = std::fs::read_to_string(&path) else { continue };
-        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap().trim();
-        let is_closed_on_exec = u32::from_str_radix(flags, 8).unwrap() & 0o2_000_000 != 0;
-        // One that whoever started the tests left open came along with the worker's start.
-        let came_along = std::path::Path::new(&format!("/proc/self/fd/{number}")).exists();
-        assert!(number <= 2 || is_closed_on_exec || came_along, "{number}: {info}");
-        closed += u32::from(is_closed_on_exec);
+        // What this process was itself started with and hands on is not the worker's doing.
+        let own = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
+        let is_handed_on = own.is_ok_and(|own| !is_closed_on_exec(&own));
+        assert!(number <= 2 || is_closed_on_exec(&info) || is_handed_on, "{number}: {info}");
+        closed += u32::from(is_closed_on_exec(&info));
     }
     assert!(closed > 5, "{closed}");
     worker.stop();
