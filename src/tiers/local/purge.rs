@@ -33,7 +33,7 @@ impl LocalStore {
     pub async fn purge(&self, key: &ShuffleKey) {
         if let Some(forgotten) = self.forget_shuffle(key) {
             dropped_aside(vec![forgotten]).await;
-            self.run_pending_deletes().await;
+            self.run_pending_deletes(None).await;
         }
     }
 
@@ -46,35 +46,33 @@ impl LocalStore {
     }
 
     /// [`LocalStore::run_deletes`] of all disks.
-    async fn run_pending_deletes(&self) {
+    async fn run_pending_deletes(&self, app: Option<&AppId>) {
         self.note_purges().await;
-        join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk)).collect::<Vec<_>>()).await;
+        join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk, app)).collect::<Vec<_>>()).await;
     }
 
-    /// Removes from a disk what may be deleted there at the call; what fails stays on its list. Directories of apps
-    /// go with the last shuffle's files, which may be on the list because of another app's purge.
-    async fn run_deletes(&self, disk: &LocalDisk) {
+    /// Removes from a disk what may be deleted there, and the directory of `app` if nothing is left in it, or leaves that to
+    /// others who are at it; what fails stays on its list. Directories of apps go with the last shuffle's files, which may be on
+    /// the list because of another app's purge.
+    async fn run_deletes(&self, disk: &LocalDisk, app: Option<&AppId>) {
         // A purge that is not so far finds its own on the list when it is.
         let is_ready =
             |shuffle: &Shuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_noted();
-        let mut work = self.deletes[disk.index].take(is_ready);
-        let mut emptied = HashSet::new();
-        for _ in 0..work.left.len() {
-            let Some(shuffle) = work.left.front().map(Arc::clone) else { break };
-            // Removals on a bad disk hang: they wait for a probe that succeeds.
-            let removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
-            work.left.pop_front();
-            if removed {
-                self.core.metrics.deleted_bytes.inc_by(shuffle.forgotten_bytes(disk).unwrap_or(0));
-                emptied.insert(shuffle.key.app.clone());
-            } else {
-                work.left.push_back(shuffle);
+        let Some(mut work) = self.deletes[disk.index].begin(app) else { return };
+        while let Some(mut emptied) = work.take(is_ready) {
+            while let Some(shuffle) = work.next() {
+                // Removals on a bad disk hang: they wait for a probe that succeeds.
+                let is_removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
+                if is_removed {
+                    self.core.metrics.deleted_bytes.inc_by(shuffle.forgotten_bytes(disk).unwrap_or(0));
+                    emptied.insert(shuffle.key.app.clone());
+                }
+                work.done(is_removed);
             }
-        }
-        drop(work);
-        emptied.retain(|app| !self.shuffles.iter().any(|it| it.key().app == *app));
-        for app in emptied {
-            self.remove_app_directory(disk, &app).await;
+            emptied.retain(|app| !self.shuffles.iter().any(|it| it.key().app == *app));
+            for app in emptied {
+                self.remove_app_directory(disk, &app).await;
+            }
         }
     }
 
@@ -90,12 +88,10 @@ impl LocalStore {
 
     async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
         let started = Instant::now();
-        let trash = {
-            // Files being created come first (each step has a deadline); none is begun any more.
-            let _gate = shuffle.gate.write().await;
-            disk.discard(&shuffle.directory).await?
-        };
-        if let Some(trash) = trash {
+        // Files being created come first (each step has a deadline); none is begun any more. Another disk's removal does not wait
+        // for this one's.
+        drop(shuffle.gate.write().await);
+        if let Some(trash) = disk.discard(&shuffle.directory).await? {
             disk.delete(&trash, self.core.config.purge_timeout).await?;
             self.core.metrics.deleted_shuffle_directories.inc();
         }
@@ -104,11 +100,18 @@ impl LocalStore {
         Ok(())
     }
 
+    /// Of a disk that is bad it stays for a sweep.
     async fn remove_app_directory(&self, disk: &LocalDisk, app: &AppId) {
+        if !disk.is_healthy() {
+            return;
+        }
         let directory = Path::new(APPS).join(app.as_str());
         let removal = disk.io.remove_dir(&directory);
         // Absent, or not empty because the app registered again: both are fine.
-        within(self.core.config.name_timeout, removal).await.ok();
+        let removed = within(self.core.config.name_timeout, removal).await;
+        if let Some(error) = removed.err().filter(|error| error.kind() == io::ErrorKind::TimedOut) {
+            disk.note(&error);
+        }
     }
 
     /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`] after what is
@@ -135,9 +138,7 @@ impl LocalStore {
 
     /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
     pub async fn remove_files(&self, app: &AppId) {
-        self.run_pending_deletes().await;
-        let removals = self.core.disks.iter().map(|disk| self.remove_app_directory(disk, app));
-        join_all(removals.collect::<Vec<_>>()).await;
+        self.run_pending_deletes(Some(app)).await;
     }
 
     /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait
@@ -181,7 +182,7 @@ impl LocalStore {
         {
             tracing::warn!(disk = %disk.label, error = %error, "a file of which everything lies elsewhere stays for now");
         }
-        self.run_deletes(disk).await;
+        self.run_deletes(disk, None).await;
     }
 
     fn tidy(&self) {

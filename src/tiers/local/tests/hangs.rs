@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures::{FutureExt, StreamExt, stream};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::*;
+use crate::tiers::{Cause, Purge};
 use uniffle_io::BoxFuture;
 use uniffle_io::buffers::{ReadBuffer, ReadBuffers};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
@@ -169,6 +170,67 @@ async fn d10_a_slow_deletion_holds_up_neither_probes_nor_deletions_of_other_disk
     disks[0].faults.release().await;
     tokio::time::timeout(Duration::from_secs(20), &mut maintenance).await.unwrap_err();
     assert!(disks[0].app_directories().iter().all(|path| path.starts_with("apps/spare")));
+}
+
+/// Purges as the service has them done: 16 at a time for all disks.
+async fn purge_all(store: &Arc<LocalStore>, keys: &[ShuffleKey]) {
+    let purges = keys.iter().filter_map(|key| {
+        Tier::forget(Arc::clone(store), &key.app, std::slice::from_ref(key), Purge::App(Cause::Expired))
+    });
+    stream::iter(purges).buffer_unordered(16).collect().await
+}
+
+/// Two disks and 40 apps with files on both.
+async fn two_disks_of_many() -> ([TestDisk; 2], Arc<LocalStore>, Vec<ShuffleKey>) {
+    let (disks, store, _) = two_disks().await;
+    let keys: Vec<_> = (0..40).map(|app| super::key(&format!("many{app}"), 1)).collect();
+    for key in &keys {
+        store.register(key);
+        for id in 0..4 {
+            store.write(key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+        }
+    }
+    (disks, store, keys)
+}
+
+fn of_many(disk: &TestDisk) -> usize {
+    disk.app_directories().iter().filter(|path| path.to_string_lossy().contains("many")).count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn n14_a_disk_that_hangs_holds_its_share_of_the_deletions_and_no_more() {
+    let (disks, store, keys) = two_disks_of_many().await;
+    disks[0].faults.add(Rule::always(Operation::Rename, Fault::Hang));
+    let mut purges = std::pin::pin!(purge_all(&store, &keys));
+    let soon = tokio::time::timeout(Duration::from_secs(1), &mut purges).await;
+    assert!(soon.is_err(), "some wait for the disk that hangs");
+    assert_eq!(of_many(&disks[1]), 0, "the other disk's are deleted meanwhile");
+    purges.await;
+    assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
+    disks[0].faults.clear();
+    disks[0].faults.release().await;
+    store.probe().await;
+    store.maintain_once().await;
+    assert_eq!(of_many(&disks[0]), 0);
+    store.purge_app(&super::key("app", 1).app).await;
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn n14_no_purge_waits_for_a_disk_that_is_known_to_hang() {
+    let (disks, store, keys) = two_disks_of_many().await;
+    disks[0].faults.add(Rule::always(Operation::Remove, Fault::Hang));
+    disks[0].faults.add(Rule::always(Operation::Space, Fault::Hang));
+    store.maintain_once().await;
+    assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
+    let began = tokio::time::Instant::now();
+    purge_all(&store, &keys).await;
+    assert_eq!((of_many(&disks[1]), began.elapsed()), (0, Duration::ZERO));
+    disks[0].faults.clear();
+    disks[0].faults.release().await;
+    store.probe().await;
+    store.maintain_once().await;
+    assert_eq!(of_many(&disks[0]), 0);
 }
 
 #[tokio::test(start_paused = true)]
