@@ -4,7 +4,8 @@
 //! (HTTP/2 windows and TCP reads are the back-pressure); what would be kept is refused with the kind's name.
 //!
 //! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has
-//! three quarters of it at most, so that requests can always be answered. Of each of its kinds, and of blocks that are not
+//! three quarters of it at most, so that requests can always be answered; what ends with its request leaves a sixteenth, so
+//! that a flood of requests refuses nobody what is kept. Of each of the kinds that are kept, and of blocks that are not
 //! committed, an application has as much as it leaves to others (`left`): half when it is alone, and the next one finds some.
 
 use super::ledger::{Budget, Charge, NoCapacity};
@@ -96,6 +97,9 @@ impl HeapFull {
 /// Sixteenths of the whole for all that outlives its request.
 const KEPT_SIXTEENTHS: u64 = 12;
 
+/// Sixteenths that what ends with its request leaves of the whole.
+const LEFT_SIXTEENTHS: u64 = 1;
+
 /// What clients make the worker hold beside blocks. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Heap {
@@ -110,8 +114,12 @@ impl Heap {
         let whole = Budget::new(capacity_bytes);
         let kept = whole.child(capacity_bytes / 16 * KEPT_SIXTEENTHS);
         let kinds = HeapKind::ALL.map(|kind| {
-            let parent = if kind.outlives_its_request() { &kept } else { &whole };
-            parent.child(capacity_bytes / 16 * kind.sixteenths())
+            let most = capacity_bytes / 16 * kind.sixteenths();
+            if kind.outlives_its_request() {
+                kept.child(most)
+            } else {
+                whole.child_leaving(capacity_bytes / 16 * LEFT_SIXTEENTHS, most)
+            }
         });
         Self { whole, kinds }
     }
@@ -164,8 +172,8 @@ mod tests {
         );
         let text = refused.to_string();
         assert!(text.contains("registrations") && text.contains("memory_store.heap_capacity"), "{text}");
-        drop(heap.try_charge(HeapKind::Requests, 400).unwrap());
-        assert!(heap.try_charge(HeapKind::Requests, 401).is_err());
+        drop(heap.try_charge(HeapKind::Requests, 300).unwrap());
+        assert!(heap.try_charge(HeapKind::Requests, 301).is_err());
         drop((ids, registered));
         assert_eq!(heap.whole().used(), 0);
     }
@@ -184,17 +192,21 @@ mod tests {
         assert_eq!(heap.whole().used(), 0);
     }
 
-    /// The adversary suite found it: while requests filled the heap, an honest application's next id was refused.
+    /// The adversary suite found it twice: while requests filled the heap, an honest application's next id was refused.
     #[test]
     fn requests_that_fill_the_heap_take_nothing_from_an_applications_part() {
         let heap = Heap::new(1600);
         let app = heap.of_one_app(HeapKind::ReportedIds);
         let held = app.try_charge(200).unwrap();
-        let requests = [HeapKind::Requests, HeapKind::Answers].map(|kind| heap.of(kind));
-        let flood = requests.map(|budget| budget.try_charge(budget.free() - 5).unwrap());
-        assert_eq!(app.free(), heap.whole().free());
-        assert!(app.try_charge(4).is_ok());
-        drop((flood, held));
+        let passing = [HeapKind::Requests, HeapKind::Blocks, HeapKind::Answers].map(|kind| heap.of(kind));
+        let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
+        assert!(passing.iter().all(|budget| budget.try_charge(1).is_err()), "all that they may have");
+        assert_eq!((app.free(), heap.whole().free()), (100, 100), "a sixteenth");
+        let more = app.try_charge(40).unwrap();
+        drop(flood);
+        let flood = passing.map(|budget| budget.try_charge(budget.free()).unwrap());
+        assert_eq!(app.free(), 100, "and it is left again");
+        drop((flood, held, more));
         assert_eq!(heap.whole().used(), 0);
     }
 

@@ -5,8 +5,8 @@
 //! budget of blocks), mirrors sub-totals (a budget without a limit) and divides (a budget with a parent).
 //!
 //! Invariant: a budget never holds more than its parent knows of. What a child is charged, every budget above it is
-//! charged too, all of them or none. A share ([`Budget::share`]) is granted nothing after which it would leave too
-//! little.
+//! charged too, all of them or none. A share ([`Budget::share`]), and a part with a margin ([`Budget::child_leaving`]), is granted
+//! nothing after which it would leave too little.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -26,13 +26,22 @@ pub struct NoCapacity {
     pub free: u64,
 }
 
+/// What a ledger leaves of its parent to others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Leaves {
+    Nothing,
+    /// As much as it has, or more (`left`).
+    Share,
+    /// So many bytes, whatever its parent is used for.
+    Bytes(u64),
+}
+
 #[derive(Debug)]
 struct Ledger {
     capacity: u64,
     used: AtomicU64,
     parent: Option<Budget>,
-    /// Whether it must leave enough of its parent to others (`left`).
-    is_share: bool,
+    leaves: Leaves,
     pressure: Notify,
     /// Those that wait until something is given back; counted in the topmost ledger.
     waiting: AtomicUsize,
@@ -51,23 +60,33 @@ impl Ledger {
         taken.map(drop).map_err(|used| most.saturating_sub(used))
     }
 
+    fn unused(&self) -> u64 {
+        self.capacity.saturating_sub(self.used.load(Ordering::Relaxed))
+    }
+
     /// What could be charged here now: by itself, and by what it must leave to others.
     fn free(&self) -> u64 {
-        let used = self.used.load(Ordering::Relaxed);
-        let free = self.capacity.saturating_sub(used);
-        match &self.parent {
-            Some(parent) if self.is_share => {
+        let free = self.unused();
+        match (&self.parent, self.leaves) {
+            (Some(parent), Leaves::Share) => {
+                let used = self.used.load(Ordering::Relaxed);
                 free.min(left::room(parent.capacity(), parent.kept_free(), used))
             }
-            Some(_) | None => free,
+            (Some(parent), Leaves::Bytes(bytes)) => free.min(parent.0.unused().saturating_sub(bytes)),
+            (Some(_), Leaves::Nothing) | (None, _) => free,
         }
     }
 
     /// Whether what is charged here leaves enough to others.
     fn leaves_enough(&self) -> bool {
-        let used = self.used.load(Ordering::Relaxed);
-        let of_share = self.parent.as_ref().filter(|_| self.is_share);
-        of_share.is_none_or(|parent| left::is_enough(parent.capacity(), parent.kept_free(), used))
+        match (&self.parent, self.leaves) {
+            (Some(parent), Leaves::Share) => {
+                let used = self.used.load(Ordering::Relaxed);
+                left::is_enough(parent.capacity(), parent.kept_free(), used)
+            }
+            (Some(parent), Leaves::Bytes(bytes)) => parent.0.unused() >= bytes,
+            (Some(_), Leaves::Nothing) | (None, _) => true,
+        }
     }
 
     fn give_back(&self, bytes: u64) {
@@ -84,29 +103,35 @@ impl Budget {
     /// A budget of `capacity_bytes`, all of it free.
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
-        Self::below(None, capacity_bytes, false)
+        Self::below(None, capacity_bytes, Leaves::Nothing)
     }
 
     /// A part of this budget: what it is charged, this one is charged too. The parts may together be more than the whole;
     /// then the whole is what ends first.
     #[must_use]
     pub fn child(&self, capacity_bytes: u64) -> Self {
-        Self::below(Some(self.clone()), capacity_bytes, false)
+        Self::below(Some(self.clone()), capacity_bytes, Leaves::Nothing)
+    }
+
+    /// A part of this budget that leaves so many bytes of it to the other parts.
+    #[must_use]
+    pub fn child_leaving(&self, margin_bytes: u64, capacity_bytes: u64) -> Self {
+        Self::below(Some(self.clone()), capacity_bytes, Leaves::Bytes(margin_bytes))
     }
 
     /// A part of this budget that leaves enough of it to others: half of it at most, and less the less is free
     /// (`left`).
     #[must_use]
     pub fn share(&self) -> Self {
-        Self::below(Some(self.clone()), self.capacity() / 2, true)
+        Self::below(Some(self.clone()), self.capacity() / 2, Leaves::Share)
     }
 
-    fn below(parent: Option<Self>, capacity: u64, is_share: bool) -> Self {
+    fn below(parent: Option<Self>, capacity: u64, leaves: Leaves) -> Self {
         Self(Arc::new(Ledger {
             capacity,
             used: AtomicU64::new(0),
             parent,
-            is_share,
+            leaves,
             pressure: Notify::new(),
             waiting: AtomicUsize::new(0),
             freed: Notify::new(),
@@ -140,7 +165,11 @@ impl Budget {
     /// and goes by itself, and how much of that there is at a moment says nothing of who keeps too much.
     fn kept_free(&self) -> u64 {
         let is_among = |ledger: &&Ledger| ledger.parent.is_some() || std::ptr::eq(*ledger, &*self.0);
-        self.path().filter(is_among).map(Ledger::free).min().unwrap_or(0)
+        let free = |ledger: &Ledger| match ledger.leaves {
+            Leaves::Bytes(_) => ledger.unused(),
+            Leaves::Nothing | Leaves::Share => ledger.free(),
+        };
+        self.path().filter(is_among).map(free).min().unwrap_or(0)
     }
 
     /// Charges `bytes`, or nothing. No bytes are never refused, not even of a budget that is overdrawn.
@@ -165,7 +194,7 @@ impl Budget {
             return Ok(());
         }
         // Before anything is taken: what one share is refused does not make another's free less even for a moment.
-        self.check_shares(bytes)?;
+        self.check_left(bytes)?;
         for (level, ledger) in self.path().enumerate() {
             if let Err(free) = ledger.take(bytes, beyond) {
                 self.path().take(level).for_each(|taken| taken.give_back(bytes));
@@ -180,9 +209,10 @@ impl Budget {
         Ok(())
     }
 
-    fn check_shares(&self, bytes: u64) -> Result<(), NoCapacity> {
-        let mut shares = self.path().filter(|ledger| ledger.is_share).map(Ledger::free);
-        shares.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
+    fn check_left(&self, bytes: u64) -> Result<(), NoCapacity> {
+        let mut leaving =
+            self.path().filter(|ledger| ledger.leaves != Leaves::Nothing).map(Ledger::free);
+        leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
     }
 
     /// Charges `bytes` as soon as they are free. Those that wait are not in line: those that ask for less may be first.
