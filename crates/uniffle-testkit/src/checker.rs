@@ -6,6 +6,9 @@
 //! every other block must be served. A loss is healed by sending the blocks again. A worker may have remote files as well,
 //! which readers read behind it, as clients do, and which a test disturbs while a round goes on.
 
+mod crew;
+mod history;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::path::PathBuf;
@@ -13,7 +16,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::block_generator::BlockGenerator;
 use bytes::Bytes;
 use croaring::Treemap;
 use futures::future::BoxFuture;
@@ -23,15 +25,16 @@ use rand_chacha::ChaCha8Rng;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep};
 use uniffle_client::block::{Block, IdLayout};
-use uniffle_client::grpc::{ClientError, ReadOptions, ShuffleClient, register_request};
+use uniffle_client::grpc::{ClientError, ShuffleClient, register_request};
 use uniffle_client::send::SendForm;
-use uniffle_client::tcp::TcpClient;
-use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 use uniffle_worker::proto::{RemoteStorage, StatusCode};
-use uniffle_worker::runtime::Tasks;
 
-use crate::clients::{client_of, key, local, patient};
-use crate::judge::{self, Answers, Findings, Refusal, Told, verify};
+use self::crew::{Crew, read_patiently, shuffle};
+use self::history::{Blocks, History};
+use crate::block_generator::BlockGenerator;
+use crate::clients::client_of;
+use crate::judge::{self, Answers, Findings, Refusal, verify};
 use crate::on_disk::{read_directory, stored_blocks};
 use crate::say;
 use crate::worker::Worker;
@@ -128,187 +131,6 @@ pub trait Remote: Debug + Send + Sync {
 /// Blocks by id.
 pub type RemoteRead<'a> = BoxFuture<'a, Result<BTreeMap<BlockId, Bytes>, String>>;
 
-/// Blocks by partition, of one shuffle.
-type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
-
-/// What is known of the shuffles, by id.
-#[derive(Debug, Default)]
-struct History {
-    /// Everything that clients sent and were told.
-    told: BTreeMap<i32, Told>,
-    /// Acknowledged and reported, and the report was acknowledged too.
-    reported: BTreeMap<i32, Blocks>,
-    /// Those, and what was in reports that no answer came to: the worker may know of them.
-    in_reports: BTreeMap<i32, Blocks>,
-    next_task: i64,
-}
-
-impl History {
-    fn new_task(&mut self) -> TaskAttemptId {
-        self.next_task += 1;
-        TaskAttemptId(self.next_task)
-    }
-
-    fn forget(&mut self, id: i32) {
-        self.told.remove(&id);
-        self.reported.remove(&id);
-        self.in_reports.remove(&id);
-    }
-}
-
-#[derive(Debug, Clone)]
-struct Crew {
-    history: Arc<Mutex<History>>,
-    /// The process is about to be killed: a read may have begun before and end after it, without what was lost. Java's
-    /// client finds that out by the ids that it expects.
-    killed: Arc<AtomicBool>,
-    /// Remote files cannot be read, or not all.
-    disturbed: Arc<AtomicBool>,
-    remote: Option<Arc<dyn Remote>>,
-    ports: (u16, u16),
-    generator: BlockGenerator,
-}
-
-fn shuffle(id: i32) -> ShuffleKey {
-    key("checker", id)
-}
-
-impl Crew {
-    async fn grpc(&self) -> Result<ShuffleClient, ClientError> {
-        Ok(ShuffleClient::connect(local(self.ports.0)).await?.with_backoff(patient()))
-    }
-
-    /// Sends and reports tasks until the process does not answer or the round ends.
-    async fn write(self, id: i32, mut random: ChaCha8Rng) {
-        let tasks = Tasks::new();
-        while let Ok(client) = self.grpc().await {
-            let Ok((tcp, driver)) = TcpClient::connect(local(self.ports.1)).await else { return };
-            tasks.spawn("tcp client", driver);
-            while self.one_task(id, &mut random, &client, &tcp).await.is_ok() {}
-        }
-    }
-
-    async fn one_task(
-        &self,
-        id: i32,
-        random: &mut ChaCha8Rng,
-        client: &ShuffleClient,
-        tcp: &TcpClient,
-    ) -> Result<(), String> {
-        let key = shuffle(id);
-        let mut batch: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
-        let mut task = TaskAttemptId(0);
-        for _ in 0..random.random_range(1..8) {
-            // Every block is a task's only one: readers filter by task, and so they can read around each lost block by itself.
-            task = self.history.lock().new_task();
-            let partition = random.random_range(0..PARTITIONS);
-            let length = if random.random_bool(0.1) { 200_000 } else { 20_000 };
-            let block = self.generator.block(PartitionId(partition), task, 0, random.random_range(1..length));
-            batch.entry(partition).or_default().push(block);
-        }
-        let batch: Vec<_> = batch.into_iter().map(|(at, blocks)| (PartitionId(at), blocks)).collect();
-        let said = |error: ClientError| error.to_string();
-        self.history.lock().sent(id, &batch);
-        if random.random_bool(0.5) {
-            client.push(&key, SendForm::Classic, &batch).await.map_err(said)?;
-        } else {
-            let ticket = client.require_buffer(&key, &batch).await.map_err(said)?;
-            tcp.send(&key, ticket, &batch).await.map_err(|error| error.to_string())?;
-        }
-        let ids = |blocks: &Vec<Block>| blocks.iter().map(|block| block.meta.block_id).collect();
-        let ids: Vec<(PartitionId, Vec<BlockId>)> =
-            batch.iter().map(|(at, blocks)| (*at, ids(blocks))).collect();
-        let report: Vec<_> = ids.iter().map(|(at, ids)| (at.0, ids.clone())).collect();
-        self.history.lock().tried(id, (&batch, &report));
-        client.report(&key, task, &ids).await.map_err(said)?;
-        self.history.lock().reported(id, (&batch, &report));
-        Ok(())
-    }
-
-    /// Reads random partitions; what was reported before must be there as long as the process answers.
-    async fn read(self, id: i32, mut random: ChaCha8Rng) {
-        while let Ok(client) = self.grpc().await {
-            loop {
-                let partition = random.random_range(0..PARTITIONS);
-                let expected =
-                    self.history.lock().reported.get(&id).and_then(|all| all.get(&partition)).cloned();
-                let expected = expected.unwrap_or_default();
-                let (key, wanted) = (shuffle(id), ((partition, &expected), None));
-                match read_patiently(&client, self.remote.as_deref(), &key, wanted, &self.disturbed).await {
-                    Ok(_) if self.disturbed.load(Ordering::SeqCst) => {}
-                    Ok(read) => assert_all(&read, &expected, &format!("{id}/{partition} while written")),
-                    Err(_) if self.killed.load(Ordering::SeqCst) => return,
-                    Err(ClientError::Refused { text, status, .. }) => panic!("{status:?}: {text}"),
-                    Err(_) => break,
-                }
-                sleep(Duration::from_millis(5)).await;
-            }
-        }
-    }
-}
-
-/// What a client finds: in memory, on the worker's disks, and then in remote files.
-async fn read_all(
-    client: &ShuffleClient,
-    remote: Option<&dyn Remote>,
-    key: &ShuffleKey,
-    (partition, tasks): (i32, Option<&Treemap>),
-) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
-    let options = ReadOptions { tasks: tasks.cloned(), ..ReadOptions::default() };
-    let read = client.read_partition(key, PartitionId(partition), &options).await?;
-    let mut found = read.blocks;
-    if let Some(remote) = remote {
-        // One that does not answer is as good as empty: what is missing then is judged by the caller.
-        let mut behind = remote.read(key, partition).await.unwrap_or_default();
-        let wanted =
-            |id: &BlockId| tasks.is_none_or(|tasks| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned()));
-        behind.retain(|id, _| wanted(id));
-        found.extend(behind);
-    }
-    Ok(found)
-}
-
-/// The same until all that is expected is there or time is up: a remote file that is being appended to shows its last
-/// HDFS block to Java's client and not to this one, and a file that was left open to neither before it is closed. What is
-/// lost does not come back.
-async fn read_patiently(
-    client: &ShuffleClient,
-    remote: Option<&dyn Remote>,
-    key: &ShuffleKey,
-    ((partition, expected), tasks): ((i32, &BTreeMap<BlockId, Block>), Option<&Treemap>),
-    disturbed: &AtomicBool,
-) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
-    let deadline = Instant::now() + REMOTE_PATIENCE;
-    loop {
-        let read = read_all(client, remote, key, (partition, tasks)).await?;
-        let may_come = remote.is_some() && !disturbed.load(Ordering::SeqCst) && Instant::now() < deadline;
-        if is_complete(&read, expected) || !may_come {
-            return Ok(read);
-        }
-        sleep(Duration::from_millis(50)).await;
-    }
-}
-
-impl History {
-    fn sent(&mut self, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
-        let told = self.told.entry(id).or_default();
-        for (at, blocks) in batch {
-            let blocks = blocks.iter().map(|block| (block.meta.block_id, block.data.clone()));
-            told.partition(at.0).sent.extend(blocks);
-        }
-    }
-
-    fn tried(&mut self, id: i32, (batch, report): (&[(PartitionId, Vec<Block>)], &judge::Report)) {
-        remember(&mut self.in_reports, id, batch);
-        self.told.entry(id).or_default().tried(report);
-    }
-
-    fn reported(&mut self, id: i32, (batch, report): (&[(PartitionId, Vec<Block>)], &judge::Report)) {
-        remember(&mut self.reported, id, batch);
-        self.told.entry(id).or_default().reported(report);
-    }
-}
-
 /// A worker as its judge sees it: with the remote files behind it.
 #[derive(Debug)]
 struct Judged<'a> {
@@ -344,32 +166,6 @@ impl Answers for Judged<'_> {
         let (nothing, wanted) = (AtomicBool::new(false), (partition, &expected));
         let read = read_patiently(self.client, self.remote, key, (wanted, Some(tasks)), &nothing).await;
         read.map_err(|error| refusal(&error))
-    }
-}
-
-fn remember(shuffles: &mut BTreeMap<i32, Blocks>, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
-    let partitions = shuffles.entry(id).or_default();
-    for (at, blocks) in batch {
-        let blocks = blocks.iter().map(|block| (block.meta.block_id, block.clone()));
-        partitions.entry(at.0).or_default().extend(blocks);
-    }
-}
-
-fn is_complete(read: &BTreeMap<BlockId, Bytes>, expected: &BTreeMap<BlockId, Block>) -> bool {
-    expected.keys().all(|id| read.contains_key(id))
-}
-
-fn assert_all(read: &BTreeMap<BlockId, Bytes>, expected: &BTreeMap<BlockId, Block>, what: &str) {
-    for (id, block) in expected {
-        let found = read.get(id);
-        assert!(
-            found.is_some_and(|data| *data == block.data),
-            "{what}: block {id} is {}",
-            match found {
-                None => "missing",
-                Some(_) => "not what was sent",
-            }
-        );
     }
 }
 

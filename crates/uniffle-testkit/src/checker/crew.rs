@@ -1,0 +1,175 @@
+//! The writers and readers of a checked worker.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use parking_lot::Mutex;
+use rand::RngExt as _;
+use rand_chacha::ChaCha8Rng;
+use tokio::time::{Instant, sleep};
+use uniffle_client::block::Block;
+use uniffle_client::grpc::{ClientError, ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::runtime::Tasks;
+
+use super::history::History;
+use super::{LAYOUT, PARTITIONS, REMOTE_PATIENCE, Remote};
+use crate::block_generator::BlockGenerator;
+use crate::clients::{key, local, patient};
+
+#[derive(Debug, Clone)]
+pub(super) struct Crew {
+    pub(super) history: Arc<Mutex<History>>,
+    /// The process is about to be killed: a read may have begun before and end after it, without what was lost. Java's
+    /// client finds that out by the ids that it expects.
+    pub(super) killed: Arc<AtomicBool>,
+    /// Remote files cannot be read, or not all.
+    pub(super) disturbed: Arc<AtomicBool>,
+    pub(super) remote: Option<Arc<dyn Remote>>,
+    pub(super) ports: (u16, u16),
+    pub(super) generator: BlockGenerator,
+}
+
+pub(super) fn shuffle(id: i32) -> ShuffleKey {
+    key("checker", id)
+}
+
+impl Crew {
+    async fn grpc(&self) -> Result<ShuffleClient, ClientError> {
+        Ok(ShuffleClient::connect(local(self.ports.0)).await?.with_backoff(patient()))
+    }
+
+    /// Sends and reports tasks until the process does not answer or the round ends.
+    pub(super) async fn write(self, id: i32, mut random: ChaCha8Rng) {
+        let tasks = Tasks::new();
+        while let Ok(client) = self.grpc().await {
+            let Ok((tcp, driver)) = TcpClient::connect(local(self.ports.1)).await else { return };
+            tasks.spawn("tcp client", driver);
+            while self.one_task(id, &mut random, &client, &tcp).await.is_ok() {}
+        }
+    }
+
+    async fn one_task(
+        &self,
+        id: i32,
+        random: &mut ChaCha8Rng,
+        client: &ShuffleClient,
+        tcp: &TcpClient,
+    ) -> Result<(), String> {
+        let key = shuffle(id);
+        let mut batch: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
+        let mut task = TaskAttemptId(0);
+        for _ in 0..random.random_range(1..8) {
+            // Every block is a task's only one: readers filter by task, and so they can read around each lost block by itself.
+            task = self.history.lock().new_task();
+            let partition = random.random_range(0..PARTITIONS);
+            let length = if random.random_bool(0.1) { 200_000 } else { 20_000 };
+            let block = self.generator.block(PartitionId(partition), task, 0, random.random_range(1..length));
+            batch.entry(partition).or_default().push(block);
+        }
+        let batch: Vec<_> = batch.into_iter().map(|(at, blocks)| (PartitionId(at), blocks)).collect();
+        let said = |error: ClientError| error.to_string();
+        self.history.lock().sent(id, &batch);
+        if random.random_bool(0.5) {
+            client.push(&key, SendForm::Classic, &batch).await.map_err(said)?;
+        } else {
+            let ticket = client.require_buffer(&key, &batch).await.map_err(said)?;
+            tcp.send(&key, ticket, &batch).await.map_err(|error| error.to_string())?;
+        }
+        let ids = |blocks: &Vec<Block>| blocks.iter().map(|block| block.meta.block_id).collect();
+        let ids: Vec<(PartitionId, Vec<BlockId>)> =
+            batch.iter().map(|(at, blocks)| (*at, ids(blocks))).collect();
+        let report: Vec<_> = ids.iter().map(|(at, ids)| (at.0, ids.clone())).collect();
+        self.history.lock().tried(id, (&batch, &report));
+        client.report(&key, task, &ids).await.map_err(said)?;
+        self.history.lock().reported(id, (&batch, &report));
+        Ok(())
+    }
+
+    /// Reads random partitions; what was reported before must be there as long as the process answers.
+    pub(super) async fn read(self, id: i32, mut random: ChaCha8Rng) {
+        while let Ok(client) = self.grpc().await {
+            loop {
+                let partition = random.random_range(0..PARTITIONS);
+                let expected =
+                    self.history.lock().reported.get(&id).and_then(|all| all.get(&partition)).cloned();
+                let expected = expected.unwrap_or_default();
+                let (key, wanted) = (shuffle(id), ((partition, &expected), None));
+                match read_patiently(&client, self.remote.as_deref(), &key, wanted, &self.disturbed).await {
+                    Ok(_) if self.disturbed.load(Ordering::SeqCst) => {}
+                    Ok(read) => assert_all(&read, &expected, &format!("{id}/{partition} while written")),
+                    Err(_) if self.killed.load(Ordering::SeqCst) => return,
+                    Err(ClientError::Refused { text, status, .. }) => panic!("{status:?}: {text}"),
+                    Err(_) => break,
+                }
+                sleep(Duration::from_millis(5)).await;
+            }
+        }
+    }
+}
+
+/// What a client finds: in memory, on the worker's disks, and then in remote files.
+async fn read_all(
+    client: &ShuffleClient,
+    remote: Option<&dyn Remote>,
+    key: &ShuffleKey,
+    (partition, tasks): (i32, Option<&Treemap>),
+) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
+    let options = ReadOptions { tasks: tasks.cloned(), ..ReadOptions::default() };
+    let read = client.read_partition(key, PartitionId(partition), &options).await?;
+    let mut found = read.blocks;
+    if let Some(remote) = remote {
+        // One that does not answer is as good as empty: what is missing then is judged by the caller.
+        let mut behind = remote.read(key, partition).await.unwrap_or_default();
+        let wanted =
+            |id: &BlockId| tasks.is_none_or(|tasks| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned()));
+        behind.retain(|id, _| wanted(id));
+        found.extend(behind);
+    }
+    Ok(found)
+}
+
+/// The same until all that is expected is there or time is up: a remote file that is being appended to shows its last
+/// HDFS block to Java's client and not to this one, and a file that was left open to neither before it is closed. What is
+/// lost does not come back.
+pub(super) async fn read_patiently(
+    client: &ShuffleClient,
+    remote: Option<&dyn Remote>,
+    key: &ShuffleKey,
+    ((partition, expected), tasks): ((i32, &BTreeMap<BlockId, Block>), Option<&Treemap>),
+    disturbed: &AtomicBool,
+) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
+    let deadline = Instant::now() + REMOTE_PATIENCE;
+    loop {
+        let read = read_all(client, remote, key, (partition, tasks)).await?;
+        let may_come = remote.is_some() && !disturbed.load(Ordering::SeqCst) && Instant::now() < deadline;
+        if is_complete(&read, expected) || !may_come {
+            return Ok(read);
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn is_complete(read: &BTreeMap<BlockId, Bytes>, expected: &BTreeMap<BlockId, Block>) -> bool {
+    expected.keys().all(|id| read.contains_key(id))
+}
+
+fn assert_all(read: &BTreeMap<BlockId, Bytes>, expected: &BTreeMap<BlockId, Block>, what: &str) {
+    for (id, block) in expected {
+        let found = read.get(id);
+        assert!(
+            found.is_some_and(|data| *data == block.data),
+            "{what}: block {id} is {}",
+            match found {
+                None => "missing",
+                Some(_) => "not what was sent",
+            }
+        );
+    }
+}

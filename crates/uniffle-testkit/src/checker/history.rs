@@ -1,0 +1,66 @@
+//! What clients of a checked worker have sent and were told.
+
+use std::collections::BTreeMap;
+
+use uniffle_client::block::Block;
+use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
+
+use crate::judge::{self, Told};
+
+/// Blocks by partition, of one shuffle.
+pub(super) type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
+
+/// What is known of the shuffles, by id.
+#[derive(Debug, Default)]
+pub(super) struct History {
+    /// Everything that clients sent and were told.
+    pub(super) told: BTreeMap<i32, Told>,
+    /// Acknowledged and reported, and the report was acknowledged too.
+    pub(super) reported: BTreeMap<i32, Blocks>,
+    /// Those, and what was in reports that no answer came to: the worker may know of them.
+    pub(super) in_reports: BTreeMap<i32, Blocks>,
+    next_task: i64,
+}
+
+impl History {
+    pub(super) fn new_task(&mut self) -> TaskAttemptId {
+        self.next_task += 1;
+        TaskAttemptId(self.next_task)
+    }
+
+    pub(super) fn forget(&mut self, id: i32) {
+        self.told.remove(&id);
+        self.reported.remove(&id);
+        self.in_reports.remove(&id);
+    }
+
+    pub(super) fn sent(&mut self, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
+        let told = self.told.entry(id).or_default();
+        for (at, blocks) in batch {
+            let blocks = blocks.iter().map(|block| (block.meta.block_id, block.data.clone()));
+            told.partition(at.0).sent.extend(blocks);
+        }
+    }
+
+    pub(super) fn tried(&mut self, id: i32, (batch, report): (&[(PartitionId, Vec<Block>)], &judge::Report)) {
+        remember(&mut self.in_reports, id, batch);
+        self.told.entry(id).or_default().tried(report);
+    }
+
+    pub(super) fn reported(
+        &mut self,
+        id: i32,
+        (batch, report): (&[(PartitionId, Vec<Block>)], &judge::Report),
+    ) {
+        remember(&mut self.reported, id, batch);
+        self.told.entry(id).or_default().reported(report);
+    }
+}
+
+fn remember(shuffles: &mut BTreeMap<i32, Blocks>, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
+    let partitions = shuffles.entry(id).or_default();
+    for (at, blocks) in batch {
+        let blocks = blocks.iter().map(|block| (block.meta.block_id, block.clone()));
+        partitions.entry(at.0).or_default().extend(blocks);
+    }
+}
