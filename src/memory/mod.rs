@@ -10,6 +10,7 @@
 //! | `shuffle` | the buffers of one shuffle |
 //! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
 //! | `persistent` | what of it outlives the process, where it is to |
+//! | `outlives` | that, from the start that restores it to the end that leaves it |
 //! | `ahead` | pages for it, taken before they are needed |
 //! | `ceded` | heap for the lists of blocks, with room of the region |
 //! | `parts` | work of a start, divided among threads |
@@ -37,6 +38,7 @@ mod ceded;
 mod config;
 mod list;
 pub(crate) mod metrics;
+mod outlives;
 mod parts;
 mod persistent;
 mod shuffle;
@@ -44,7 +46,6 @@ mod shuffle;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dashmap::DashMap;
 use parking_lot::Mutex;
@@ -78,16 +79,14 @@ use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
-use parts::{on_threads, threads_for};
 use persistent::file::{self, Held};
 use persistent::names::Named;
 use persistent::restore::Search;
 use persistent::table::Table;
 use region::Region;
 
-use uniffle_wire::types::{AppId, BlockId, Distribution, PartitionId, ShuffleKey};
+use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
 
-use crate::durability::OnDamage;
 use crate::metrics::clamped;
 
 /// All shuffle data in memory.
@@ -138,22 +137,6 @@ impl Memory {
     ) -> Result<Arc<Self>, Refusal> {
         let opened = file::open(&config.backing, inherited, owner, region_size(config))?;
         Ok(Self::in_region(config, opened, registry)?)
-    }
-
-    /// Whether [`Memory::open`] would succeed now; nothing is made or touched.
-    ///
-    /// # Errors
-    /// Why not.
-    pub fn check(config: &MemoryConfig, owner: &Owner) -> Result<(), Refusal> {
-        file::check(&config.backing, owner, region_size(config))
-    }
-
-    /// Whether [`Memory::open`] would succeed where a running worker has its memory, once that is empty.
-    ///
-    /// # Errors
-    /// Why not.
-    pub fn check_room(config: &MemoryConfig) -> Result<(), Refusal> {
-        file::check_room(&config.backing, region_size(config))
     }
 
     fn in_region(
@@ -309,82 +292,6 @@ impl Memory {
         Some(Evicted(buffers))
     }
 
-    /// Shows what an earlier process left of a shuffle that is registered again and not written to yet, but for blocks that are in
-    /// a tier (what `elsewhere` of their partition says). What `made` makes of the ids of what is there now, in the order in which they
-    /// are read. Partitions are charged to `heap` beyond what there is: their blocks were acknowledged. Blocks for a while, on more
-    /// cores than this one.
-    pub fn restore<'a, T: Send>(
-        &self,
-        key: &ShuffleKey,
-        elsewhere: impl Fn(PartitionId) -> IsElsewhere<'a> + Sync,
-        heap: &Budget,
-        made: impl Fn(PartitionId, Vec<BlockId>) -> T + Sync,
-    ) -> Vec<(PartitionId, T)> {
-        let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return Vec::new() };
-        let found = kept.leftover.lock().found();
-        let (Some(leftover), Some(named)) = (&found, &buffers.named) else { return Vec::new() };
-        let (partitions, next) = (leftover.partitions(key), AtomicUsize::new(0));
-        let restore_one = |partition: PartitionId| {
-            let left = leftover.take(key, (partition, named), elsewhere(partition), &buffers.budget)?;
-            match buffers.buffer_of(partition, |bytes| Ok(heap.force_charge(bytes))) {
-                Ok(_) if left.blocks.is_empty() => None,
-                Ok(buffer) => {
-                    let ids = left.blocks.iter().map(|block| block.meta.block_id).collect();
-                    buffer.restore(key, left);
-                    Some((partition, made(partition, ids)))
-                }
-                Err(error) => {
-                    tracing::error!(shuffle = %key, %partition, %error, "what is in memory of it cannot be taken over");
-                    None
-                }
-            }
-        };
-        let restore_some = || {
-            let taken = std::iter::from_fn(|| partitions.get(next.fetch_add(1, Ordering::Relaxed)));
-            taken.filter_map(|(partition, _)| restore_one(*partition)).collect::<Vec<_>>()
-        };
-        let threads = threads_for(partitions.iter().map(|(_, rows)| rows).sum());
-        // One that panics has shown what it has shown; the start fails as it would on this thread.
-        on_threads(threads, restore_some).into_iter().flatten().collect()
-    }
-
-    /// `on_damage` is told of each partition of which blocks that an earlier process left are damaged, when that is found out and
-    /// before the others are served; of what was found out earlier, now. The first one only.
-    pub fn on_damage(&self, on_damage: OnDamage) {
-        self.shared.verification.hearer.set(on_damage);
-    }
-
-    /// Whether an earlier process left something that is not verified: until then what serves it is not for a
-    /// runtime's thread.
-    #[must_use]
-    pub fn has_unverified(&self) -> bool {
-        self.shared.verification.buffers.load(Ordering::Relaxed) > 0
-    }
-
-    /// Buffers of all shuffles, for a look at what an earlier process left ([`Buffer::verify`]) that no reader has asked for yet.
-    #[must_use]
-    pub fn buffers(&self) -> Vec<Arc<Buffer>> {
-        let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
-        shuffles.iter().flat_map(|shuffle| shuffle.all()).collect()
-    }
-
-    /// Whether an earlier process may have left something that is to be restored.
-    #[must_use]
-    pub fn has_leftover(&self) -> bool {
-        self.kept.as_ref().is_some_and(|kept| kept.table.was_used())
-    }
-
-    /// The start is over: what was not restored is free. Blocks that an earlier process left, and those of them restored.
-    pub fn finish_restore(&self) -> (u64, u64) {
-        let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().end());
-        let Some(left) = left else { return (0, 0) };
-        let found = left.blocks() as u64;
-        left.finish();
-        self.shared.supply.lists.go_on();
-        self.shared.supply.region.settle();
-        (found, self.block_count())
-    }
-
     /// Takes pages ahead of what is promised, until it is dropped. Returns at once in private memory.
     pub async fn run_ahead(self: Arc<Self>) {
         let ahead = self.ahead.clone();
@@ -398,50 +305,6 @@ impl Memory {
     #[must_use]
     pub fn withheld_bytes(&self) -> u64 {
         self.ahead.as_ref().map_or(0, |ahead| ahead.withheld_bytes())
-    }
-
-    /// Whether a successor can take over what is in memory.
-    #[must_use]
-    pub fn is_kept(&self) -> bool {
-        self.kept.is_some()
-    }
-
-    /// Whether the next process finds what is in memory by itself.
-    #[must_use]
-    pub fn outlives_process(&self) -> bool {
-        self.kept.as_ref().is_some_and(|kept| kept.file.has_path())
-    }
-
-    /// Does what the end of this process would have to do for its pages, while it goes on; blocks for a while. Pages that are
-    /// touched later come back one by one.
-    pub fn unlink_pages(&self) {
-        if self.is_kept() {
-            self.shared.supply.region.unlink_pages();
-        }
-    }
-
-    /// From now on memory is the next process's: what is dropped here stays there, and nothing more is committed. If nothing
-    /// is in it, nothing is left of it.
-    pub fn let_go(&self) {
-        let Some(KeptMemory { table, file, .. }) = &self.kept else { return };
-        table.let_go();
-        self.shared.supply.region.let_go();
-        let mut left = Ok(());
-        if self.block_count() == 0 {
-            table.end();
-            left = file.remove();
-        }
-        if let Err(error) = left.and_then(|()| file.unlock()) {
-            tracing::warn!(%error, "the file that memory lies in cannot be left to the next process");
-        }
-    }
-
-    /// The file without a name that it lies in, once more, for a successor.
-    ///
-    /// # Errors
-    /// When it cannot be duplicated.
-    pub fn handed_over(&self) -> io::Result<Option<OwnedFd>> {
-        self.kept.as_ref().map_or(Ok(None), |kept| kept.file.duplicate())
     }
 
     /// All buffers with something to flush. Gives back dead segments of the others in passing, and what is ceded for lists
