@@ -10,6 +10,7 @@ mod lifecycle;
 mod metadata;
 mod model;
 mod moving;
+mod noted_purges;
 mod overflow;
 mod power;
 mod reads;
