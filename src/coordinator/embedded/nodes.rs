@@ -2,8 +2,8 @@
 //!
 //! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
 //! nodes beside the own worker, which only the own report describes, in at most [`BYTES_MAX`] and with a bounded sum of details; of
-//! those that no network names at most [`UNNAMED_MAX`]; a node that is silent for longer than the timeout is in no answer, whether or
-//! not the table was swept since.
+//! those that no network names at most [`UNNAMED_MAX`]; of those that fell silent ids in at most [`LOST_BYTES_MAX`]; a node that is
+//! silent for longer than the timeout is in no answer, whether or not the table was swept since.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -18,6 +18,8 @@ use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId}
 pub const NODES_MAX: usize = 10_000;
 /// Ids, addresses and tags of all nodes: of an honest one they take 600 bytes.
 pub(super) const BYTES_MAX: usize = 8 << 20;
+/// Ids of nodes that fell silent. They last until the node is back, which made-up ones never are: 10,000 honest ones take 730 KB.
+const LOST_BYTES_MAX: usize = 1 << 20;
 /// Workers of this machine that no network of `worker_networks` names, beside the own one: any program that runs here can make
 /// them up. Several workers on one machine are for trying out.
 pub(super) const UNNAMED_MAX: usize = 16;
@@ -113,7 +115,7 @@ pub struct Node {
 pub struct ClusterView {
     /// Nodes alive, by id.
     pub nodes: Vec<KnownNode>,
-    /// Ids of nodes that went silent.
+    /// Ids of nodes that went silent, as far as there is room for them.
     pub lost: Vec<String>,
 }
 
@@ -136,6 +138,7 @@ pub(super) struct NodeTable {
     /// The coordinator's own worker, once it has reported.
     own: Option<ShuffleServerId>,
     lost: HashSet<String>,
+    lost_bytes: usize,
     excluded: HashSet<String>,
     /// Of all nodes.
     bytes: usize,
@@ -156,7 +159,7 @@ pub(super) struct NodeCounts {
 impl NodeTable {
     pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
         let (nodes, lost) = (HashMap::new(), HashSet::new());
-        Self { timeout, nodes, own: None, lost, excluded, bytes: 0, detail_bytes: 0 }
+        Self { timeout, nodes, own: None, lost, lost_bytes: 0, excluded, bytes: 0, detail_bytes: 0 }
     }
 
     /// The coordinator's own worker, once it has reported.
@@ -239,6 +242,7 @@ impl NodeTable {
         let server = heartbeat.server_id.take().ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
         check(&server, &heartbeat.tags)?;
         if self.lost.remove(&server.id) {
+            self.lost_bytes -= lost_bytes(&server.id);
             tracing::info!(node = %server.id, "node is back");
         }
         let known = self.nodes.get(&server.id);
@@ -266,15 +270,16 @@ impl NodeTable {
 
     /// Drops nodes that were silent for longer than the timeout.
     pub(super) fn expire(&mut self, now: Instant) {
-        let Self { nodes, lost, timeout, bytes, detail_bytes, .. } = self;
+        let Self { nodes, lost, lost_bytes: lost_all, timeout, bytes, detail_bytes, .. } = self;
         nodes.retain(|id, node| {
             let alive = now.saturating_duration_since(node.seen) <= *timeout;
             if !alive {
                 tracing::warn!(node = %id, "no heartbeat, node is lost");
                 *bytes -= node.bytes();
                 *detail_bytes -= node.details.bytes();
-                if lost.len() < NODES_MAX {
-                    lost.insert(id.clone());
+                let with_it = *lost_all + lost_bytes(id);
+                if with_it <= LOST_BYTES_MAX && lost.insert(id.clone()) {
+                    *lost_all = with_it;
                 }
             }
             alive
@@ -360,6 +365,11 @@ fn bytes(server: &ShuffleServerId, tags: &[String]) -> usize {
     let tags = tags.iter().map(|tag| size_of::<String>() + tag.len());
     // The id is its key, too.
     ENTRY_BYTES + 2 * server.id.len() + server.ip.len() + tags.sum::<usize>()
+}
+
+/// What an id takes of [`LOST_BYTES_MAX`]: a table that has just grown is half empty.
+fn lost_bytes(id: &str) -> usize {
+    2 * size_of::<String>() + id.len()
 }
 
 /// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (docs/protocol.md §8.2).

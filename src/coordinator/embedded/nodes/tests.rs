@@ -181,6 +181,30 @@ fn a_silent_node_is_lost_until_it_reports_again() {
 }
 
 #[test]
+fn n14_ids_of_lost_nodes_are_bounded_in_bytes() {
+    let mut now = Instant::now();
+    let mut table = table();
+    let honest: Vec<String> =
+        (0..NODES_MAX).map(|n| format!("10.100.{}.{}-21100-21200", n / 250, n % 250)).collect();
+    let mut come_and_go = |table: &mut NodeTable, ids: &[String]| {
+        ids.iter().for_each(|id| table.accept(heartbeat(id), Joins::Named, now).unwrap());
+        now += Duration::from_secs(31);
+        table.expire(now);
+    };
+    come_and_go(&mut table, &honest);
+    assert_eq!(table.counts().lost, NODES_MAX, "there is room for all of a large cluster");
+    let made_up: Vec<String> = (0..4000).map(|n| format!("{n:0255}")).collect();
+    come_and_go(&mut table, &made_up);
+    let bytes = |table: &NodeTable| table.lost.iter().map(|id| lost_bytes(id)).sum::<usize>();
+    assert_eq!(table.lost_bytes, bytes(&table));
+    assert!((LOST_BYTES_MAX - 400..=LOST_BYTES_MAX).contains(&table.lost_bytes), "{}", table.lost_bytes);
+    // Those that are back make room for others.
+    honest.iter().for_each(|id| table.accept(heartbeat(id), Joins::Named, now).unwrap());
+    assert_eq!(table.lost_bytes, bytes(&table));
+    assert!(table.lost_bytes < LOST_BYTES_MAX / 2 && table.counts().lost > 0, "{}", table.lost_bytes);
+}
+
+#[test]
 fn n14_ids_addresses_and_tags_of_all_nodes_are_bounded_in_bytes() {
     let now = Instant::now();
     let mut table = table();
