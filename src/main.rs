@@ -10,7 +10,7 @@
 //! a `malloc_conf` symbol from here would be `unsafe`; `MALLOC_CONF` in the environment still overrides it.
 
 use std::collections::HashMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -122,8 +122,15 @@ fn main() -> ExitCode {
     }
 }
 
-/// For the profile of a worker.
+/// For the profile of a worker, or, when addresses of the log of a panic follow, for a person.
 fn name_functions() -> ExitCode {
+    let addresses: Vec<OsString> = std::env::args_os().skip(2).collect();
+    if !addresses.is_empty() {
+        return match profile::name_addresses(&addresses.join(OsStr::new(" ")).to_string_lossy()) {
+            Ok(lines) => print(lines.as_bytes()),
+            Err(error) => fail(2, &error),
+        };
+    }
     match profile::answer_on_stdin() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(2, &format!("{error:#}")),

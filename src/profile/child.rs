@@ -23,7 +23,7 @@ use super::{ProfileError, render, wire};
 pub const SUBCOMMAND: &str = "__symbols";
 
 /// What runs in this process, also when its file was replaced.
-const PROGRAM: &str = "/proc/self/exe";
+pub(super) const PROGRAM: &str = "/proc/self/exe";
 
 /// Seconds of CPU time at the lowest priority are minutes on a machine that has other things to do.
 const DEADLINE: Duration = Duration::from_secs(300);

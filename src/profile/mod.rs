@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 pub use child::SUBCOMMAND;
-pub use symbols::answer_on_stdin;
+pub use symbols::{answer_on_stdin, name_addresses};
 
 /// What a profile is rendered as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

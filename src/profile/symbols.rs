@@ -1,4 +1,5 @@
-//! The child's side of `child`: names for the places of a job, from the debug information of this program.
+//! The child's side of `child`: names for the places of a job, from the debug information of this program; and for addresses
+//! that a person has of the log of a panic.
 
 use std::ffi::c_void;
 use std::io::{Read, Write};
@@ -6,8 +7,9 @@ use std::io::{Read, Write};
 use anyhow::Context as _;
 use rustix::process::{Signal, set_parent_process_death_signal, setpriority_process};
 
+use super::child::PROGRAM;
 use super::job::{Job, Names, Symbol};
-use super::maps::Maps;
+use super::maps::{Maps, Places, Position};
 use super::{render, wire};
 
 /// Largest job: as many stacks as a profiler keeps, each as deep as it looks, in a few bytes a frame.
@@ -37,6 +39,31 @@ fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<(
     });
     let made = render::made(&job, &names)?;
     wire::write(answer, wire::ANSWER, &made).context("nobody listens to the answer")
+}
+
+/// A line for each function at each of `addresses` in the file of this program, which may be separated in any way; the innermost
+/// first.
+///
+/// # Errors
+/// What is no address.
+pub fn name_addresses(addresses: &str) -> Result<String, String> {
+    let program = std::fs::read_link(PROGRAM).map_err(|error| format!("{PROGRAM}: {error}"))?;
+    let (maps, program) = (Maps::of_this_process(), program.to_string_lossy().into_owned());
+    let places = Places { files: vec![program], positions: Vec::new() };
+    let mut lines = Vec::new();
+    for text in addresses.split_whitespace() {
+        let digits = text.strip_prefix("0x").unwrap_or(text);
+        let offset = u64::from_str_radix(digits, 16).map_err(|error| format!("{text}: {error}"))?;
+        let position = Position { file: Some(0), offset };
+        let found = maps.address(&places, position).map(symbols).unwrap_or_default();
+        if found.is_empty() {
+            lines.push(format!("{text} ?\n"));
+        }
+        for Symbol { name, file, line, .. } in found {
+            lines.push(format!("{text} {name} {file}:{line}\n"));
+        }
+    }
+    Ok(lines.concat())
 }
 
 /// The functions that an instruction is of, the innermost first.
@@ -91,6 +118,19 @@ mod tests {
         let text = asked(&question(&postcard::to_allocvec(&job()).unwrap())).unwrap();
         assert!(text.contains("╼ job at ") && text.contains("symbols.rs:"), "{text}");
         assert!(text.contains("╼ 0x10\n"), "{text}");
+    }
+
+    #[test]
+    fn addresses_of_a_log_are_named() {
+        let maps = Maps::of_this_process();
+        let mut addresses = Addresses::default();
+        addresses.number(u64::try_from(job as fn() -> Job as usize).unwrap());
+        let offset = addresses.places(&maps).positions[0].offset;
+        let text = name_addresses(&format!(" {offset:#x}\n0x0 ")).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].starts_with(&format!("{offset:#x} ")) && lines[0].contains("::job "), "{text}");
+        assert!(lines[0].contains("symbols.rs:") && lines.last() == Some(&"0x0 ?"), "{text}");
+        assert!(name_addresses("main").unwrap_err().starts_with("main: "));
     }
 
     #[test]

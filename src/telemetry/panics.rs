@@ -1,8 +1,13 @@
 //! The count of panics, and the hook that counts and logs them.
+//!
+//! Invariant: nothing here reads debug information, which takes 100 MiB and more that the process has not promised and does not
+//! give back (`budget::allowance`). So a stack is logged as addresses in the program's file, which another process names
+//! (`profile::name_addresses`).
 
-use std::backtrace::Backtrace;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use procfs::process::{MMapPath, Process};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{HistogramOpts, IntGauge};
@@ -48,17 +53,43 @@ impl Collector for PanicCount {
     }
 }
 
-/// A panic ends its task, not the process: it is counted and logged with its backtrace, and the worker goes on.
+/// Frames of a stack that are logged.
+const FRAMES_MAX: usize = 100;
+
+/// A panic ends its task, not the process: it is counted and logged with its stack, and the worker goes on.
 pub(super) fn install_panic_hook() {
-    std::panic::set_hook(Box::new(|panic| {
+    let program = program();
+    std::panic::set_hook(Box::new(move |panic| {
         PANICS.fetch_add(1, Ordering::Relaxed);
         let payload = panic.payload_as_str().unwrap_or("(no text)");
         let location = panic.location().map(ToString::to_string).unwrap_or_default();
         let thread = std::thread::current();
         let thread = thread.name().unwrap_or("unnamed");
-        let backtrace = Backtrace::force_capture();
-        tracing::error!(%location, thread, "panic: {payload}\n{backtrace}");
+        let stack = stack(&program);
+        tracing::error!(%location, thread, stack, "panic: {payload}");
     }));
+}
+
+/// Where the program's file is in memory; empty when the kernel does not tell.
+fn program() -> Range<u64> {
+    let file = std::fs::read_link("/proc/self/exe").unwrap_or_default();
+    let maps = Process::myself().and_then(|process| process.maps()).into_iter().flatten();
+    let parts = maps.filter(|map| matches!(&map.pathname, MMapPath::Path(path) if *path == file));
+    let parts: Vec<(u64, u64)> = parts.map(|map| map.address).collect();
+    let began = parts.iter().map(|part| part.0).min().unwrap_or(0);
+    began..parts.iter().map(|part| part.1).max().unwrap_or(0)
+}
+
+/// The calls of the program that this thread is in, the innermost first, as addresses in the program's file.
+fn stack(program: &Range<u64>) -> String {
+    let mut calls = Vec::new();
+    backtrace::trace(|frame| {
+        // What a call returns to is behind it.
+        let call = (frame.ip().addr() as u64).saturating_sub(1);
+        calls.extend(program.contains(&call).then(|| format!("{:#x}", call - program.start)));
+        calls.len() < FRAMES_MAX
+    });
+    calls.join(" ")
 }
 
 #[cfg(test)]
@@ -66,16 +97,25 @@ mod tests {
     use prometheus::Registry;
 
     use super::*;
+    use crate::telemetry::captured::CapturedLog;
 
     #[test]
-    fn panics_are_counted_and_exported() {
+    fn panics_are_counted_and_logged_by_addresses() {
         let registry = Registry::new();
         let _panics = PanicMetrics::new(&registry).unwrap();
         let exported = || registry.gather()[0].get_metric()[0].get_gauge().get_value();
-        let before = exported();
+        let (before, log) = (exported(), CapturedLog::of_this_thread());
         install_panic_hook();
         std::panic::catch_unwind(|| panic!("counted by a test")).unwrap_err();
         drop(std::panic::take_hook());
         assert!(exported() > before); // other tests may panic meanwhile, on purpose
+        let log = log.text();
+        assert_eq!(log.lines().count(), 1, "{log}");
+        assert!(log.contains("panic: counted by a test location=src/telemetry/panics.rs:"), "{log}");
+        let stack = log.split("stack=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
+        let length = program().end - program().start;
+        let address = |text: &str| u64::from_str_radix(text.strip_prefix("0x").unwrap(), 16).unwrap();
+        let calls: Vec<u64> = stack.split(' ').map(address).collect();
+        assert!(calls.len() > 3 && calls.iter().all(|call| *call < length), "{log}");
     }
 }
