@@ -10,6 +10,7 @@ mod cluster;
 mod health;
 mod hung_threads;
 mod kept;
+mod left_children;
 mod metrics;
 mod notify;
 mod rehearsal;

@@ -1,8 +1,13 @@
 //! CPU and heap profiles of a worker under load, read by `go tool pprof`; the dump of its tasks.
 
+use std::io::Write as _;
+use std::net::TcpStream;
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::time::Instant;
 
 use super::tools::{Load, ask, ask_text, run};
 use uniffle_testkit::tools::available;
@@ -166,6 +171,48 @@ fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
         }
     }
     assert!(!worker.log().contains("the process that names functions failed"), "{}", worker.log());
+    worker.stop();
+}
+
+/// The process that names functions for `worker`, if there is one.
+fn naming(worker: &Worker) -> Option<Pid> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", worker.pid())).unwrap().flatten();
+    let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
+    let children: Vec<String> = children.collect();
+    let names = |child: &&str| {
+        std::fs::read(format!("/proc/{child}/cmdline")).is_ok_and(|line| line.ends_with(b"\0__symbols\0"))
+    };
+    let child = children.iter().flat_map(|children| children.split_whitespace()).find(names)?;
+    Pid::from_raw(child.parse().ok()?)
+}
+
+#[test]
+fn an_upgrade_in_the_middle_of_a_profile_leaves_no_zombie() {
+    let mut worker = Worker::start(&setup());
+    let admin = port(&worker);
+    let (child, _asking) = wait_until("a process names functions", Duration::from_secs(60), || {
+        let mut asking = TcpStream::connect(("127.0.0.1", admin)).unwrap();
+        asking.write_all(b"GET /debug/tasks HTTP/1.0\r\nHost: localhost\r\n\r\n").unwrap();
+        let asked = Instant::now();
+        while asked.elapsed() < Duration::from_secs(1) {
+            if let Some(child) = naming(&worker) {
+                // It has not ended before the upgrade.
+                kill_process(child, Signal::STOP).unwrap();
+                return Ok((child, asking));
+            }
+        }
+        Err("it was not seen".to_owned())
+    });
+    worker.begin_upgrade();
+    worker.finish_upgrade();
+    // It was killed with the thread that asked, unless it was stopped before it had seen to that.
+    let _ = kill_process(child, Signal::CONT);
+    wait_until("the process is gone", Duration::from_secs(30), || {
+        match std::fs::read_to_string(format!("/proc/{}/stat", child.as_raw_nonzero())) {
+            Ok(stat) => Err(stat),
+            Err(_) => Ok(()),
+        }
+    });
     worker.stop();
 }
 
