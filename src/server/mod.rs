@@ -269,7 +269,7 @@ impl Worker {
         let source = report::source(Arc::clone(&inspector));
         let node: Arc<dyn Node> = inspector;
         if let Some(gateway) = &config.push.endpoint {
-            let instance = server_id(self.ip, &self.addresses);
+            let instance = self.server_id();
             let (registry, node) = (self.registry.clone(), Arc::clone(&node));
             Pusher::start(&config.push, gateway, &instance, registry, node, &self.background)?;
         }
@@ -351,6 +351,11 @@ impl Worker {
         self.ip
     }
 
+    /// By what name coordinators and remote stores know it.
+    fn server_id(&self) -> String {
+        server_id(self.ip, &self.addresses)
+    }
+
     /// The service behind the listeners.
     #[must_use]
     pub fn service(&self) -> &Arc<Service> {
@@ -389,7 +394,7 @@ impl Worker {
     fn report(&self) -> NodeReport {
         let netty_port = self.addresses.tcp.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
-        let mut fixed = NodeReport::new(server_id(self.ip, &self.addresses), self.ip, grpc_port);
+        let mut fixed = NodeReport::new(self.server_id(), self.ip, grpc_port);
         fixed.netty_port = netty_port;
         fixed.http_port = Some(self.addresses.http.port());
         fixed.version = env!("CARGO_PKG_VERSION").to_owned();

@@ -99,6 +99,7 @@ async fn log_in(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let (grpc, tcp) = facts.data_ports();
     let server_id = identity::server_id(ip, grpc, tcp);
     if config.worker.store_type.has_object() {
+        facts.leaves_objects_to(config, &server_id).map_err(anyhow::Error::msg)?;
         ask_object_store(config, &server_id).await?;
     }
     if !config.worker.store_type.has_hdfs() {

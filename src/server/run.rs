@@ -210,11 +210,14 @@ async fn get_ready(
     (config, holds_locks): (&Config, bool),
 ) -> Result<Plan, Refusal> {
     let disks: Vec<_> = worker.service().tiers().iter().flat_map(|tier| tier.state().disks).collect();
-    let facts = Facts::of(config, worker.addresses(), &disks);
+    let facts = Facts::of(config, (worker.addresses(), &worker.server_id()), &disks);
     if !facts.has_journal() {
-        let why = "without local disks no registration and no report outlives the process; decommission the worker, stop \
-                   it and start it";
-        return Err(Refusal { by: RefusedBy::Tiers, why: why.to_owned() });
+        let why = format!(
+            "store_type {} has neither local disks nor an object store, so no registration and no report outlives the \
+             process; decommission the worker, wait until its applications have ended, stop it and start it",
+            config.worker.store_type.as_str()
+        );
+        return Err(Refusal { by: RefusedBy::Tiers, why });
     }
     tracing::info!("upgrade: the successor rehearses it");
     let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
@@ -242,7 +245,8 @@ async fn get_ready(
             Refusal { by: RefusedBy::Hang, why }
         })?;
     }
-    let emptied = worker.prepare_to_hand_over().await;
+    // Deletions that are left are the successor's.
+    let (emptied, ()) = tokio::join!(worker.prepare_to_hand_over(), worker.end_deletions());
     emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
     if !is_beside {
         // A disk may have begun to hang under the flush, which went to another then.

@@ -67,10 +67,15 @@ impl Worker {
         // Connects are refused from here on: none would ever be accepted.
         self.held = Inherited::default();
         let service = Arc::clone(&self.service);
-        join_all(service.tiers().iter().map(|tier| tier.end_deletions(DELETION_DEADLINE))).await;
+        self.end_deletions().await;
         let tasks_left = self.end(deadline, LeftMemory::Empty).await.tasks_left;
         join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
         tasks_left
+    }
+
+    /// Waits for what is being deleted in remote stores.
+    pub(super) async fn end_deletions(&self) {
+        join_all(self.service.tiers().iter().map(|tier| tier.end_deletions(DELETION_DEADLINE))).await;
     }
 
     /// Refuses tickets and flushes, then refuses sends and flushes the rest: afterwards memory is empty and stays so. If it

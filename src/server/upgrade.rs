@@ -2,7 +2,7 @@
 //!
 //! The running worker tells the successor's rehearsal what it is ([`Facts`], in the environment), and that says what does
 //! not fit: only it knows how it reads its configuration. What an upgrade in place cannot change: the ports, which are known
-//! to clients and part of the server's id, and data directories that hold data of running jobs.
+//! to clients and part of the server's id, and where data of running jobs is: directories, and the place in an object store.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -95,11 +95,20 @@ pub(super) struct Facts {
     /// What kind of memory it has that a successor can take over.
     #[serde(default)]
     memory: Option<String>,
+    /// Where its objects are; none without an object store, and from a worker that does not say.
+    #[serde(default)]
+    objects: Option<String>,
+}
+
+/// Where a worker called `server_id` has its objects, if it is configured to have any.
+fn objects(config: &Config, server_id: &str) -> Option<String> {
+    let url = config.object.url.as_ref().filter(|_| config.worker.store_type.has_object())?;
+    Some(format!("{url}, as {server_id}"))
 }
 
 impl Facts {
-    /// What a worker is now that runs with `config`, listens at `addresses` and has `disks`.
-    pub(super) fn of(config: &Config, addresses: Addresses, disks: &[DiskInfo]) -> Self {
+    /// What a worker is now that runs with `config`, listens at `addresses`, is known as `server_id` and has `disks`.
+    pub(super) fn of(config: &Config, (addresses, server_id): (Addresses, &str), disks: &[DiskInfo]) -> Self {
         let ports = [Some(addresses.grpc), Some(addresses.http), addresses.tcp, addresses.admin];
         let data_paths = match config.worker.store_type.has_local() {
             true => config.local.paths.clone(),
@@ -118,6 +127,7 @@ impl Facts {
             data_paths,
             ports: ports.into_iter().flatten().map(|address| address.port()).collect(),
             memory: config.memory.kept_as(),
+            objects: objects(config, server_id),
         }
     }
 
@@ -131,9 +141,21 @@ impl Facts {
         self.memory.as_ref().is_some_and(|memory| config.memory.can_follow(memory))
     }
 
-    /// Whether what it is told outlives it.
+    /// Whether what it is told outlives it: in the metadata log of its disks, or in pages of its object store.
     pub(super) fn has_journal(&self) -> bool {
-        !self.data_paths.is_empty()
+        !self.data_paths.is_empty() || self.objects.is_some()
+    }
+
+    /// Whether a worker with `config` that is known as `server_id` looks for objects where this one has them.
+    pub(super) fn leaves_objects_to(&self, config: &Config, server_id: &str) -> Result<(), String> {
+        let looks = objects(config, server_id);
+        match &self.objects {
+            Some(has) if looks.as_ref() != Some(has) => {
+                let looks = looks.as_deref().unwrap_or("nowhere");
+                Err(format!("objects are looked for at {looks}: the running worker has them at {has}"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// For another process.
@@ -197,7 +219,18 @@ impl Facts {
             problems
                 .push(format!("localfile_store.data_paths: {path} is missing, and has data of running jobs"));
         }
-        if !config.local.recovery {
+        let store_type = config.worker.store_type;
+        if self.objects.is_some() && !store_type.has_object() {
+            let store_type = store_type.as_str();
+            problems.push(format!(
+                "store_type = {store_type}: the running worker has data of running jobs in an object store"
+            ));
+        }
+        if self.objects.is_some() && self.data_paths.is_empty() && store_type.has_local() {
+            let store_type = store_type.as_str();
+            problems.push(format!("store_type = {store_type}: the running worker has no local disks"));
+        }
+        if !config.local.recovery && !self.data_paths.is_empty() {
             problems
                 .push("localfile_store.recovery = false would delete the data of running jobs".to_owned());
         }
@@ -232,7 +265,32 @@ mod tests {
             identities: BTreeMap::from([(PathBuf::from("/a"), [7; 16])]),
             ports: vec![worker.grpc_port, worker.http_port, 7],
             memory: config.memory.kept_as(),
+            objects: objects(&config, "10.0.0.1-1"),
         }
+    }
+
+    #[cfg(feature = "object")]
+    #[test]
+    fn objects_stay_where_they_are() {
+        let text = |store_type: &str, url: &str| {
+            format!(
+                "grpc_port = 1\nstore_type = \"{store_type}\"\n[localfile_store]\ndata_paths = [\"/a\"]\n\
+                 [object_store]\nurl = \"s3://shuffle/{url}\"\nregion = \"x\"\ncredentials = \"none\"\n"
+            )
+        };
+        let facts = Facts { data_paths: Vec::new(), ..running(&text("MEMORY_OBJECT", "x")) };
+        assert!(facts.has_journal());
+        let leaves = |url, id: &str| facts.leaves_objects_to(&config(&text("MEMORY_OBJECT", url)), id);
+        assert_eq!(leaves("x", "10.0.0.1-1"), Ok(()));
+        let told = "objects are looked for at s3://shuffle/y, as 10.0.0.1-1: \
+                    the running worker has them at s3://shuffle/x, as 10.0.0.1-1";
+        assert_eq!(leaves("y", "10.0.0.1-1"), Err(told.to_owned()));
+        assert!(leaves("x", "10.0.0.2-1").is_err());
+        let said = |store_type| facts.problems(&config(&text(store_type, "x"))).join("\n");
+        assert_eq!(said("MEMORY_OBJECT"), "");
+        assert!(said("MEMORY_LOCALFILE_OBJECT").contains("the running worker has no local disks"));
+        assert!(said("MEMORY_LOCALFILE").contains("has data of running jobs in an object store"));
+        assert!(!Facts { data_paths: Vec::new(), ..running("store_type = \"MEMORY\"") }.has_journal());
     }
 
     #[test]

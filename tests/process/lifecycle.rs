@@ -228,7 +228,10 @@ async fn an_upgrade_of_a_worker_without_a_journal_is_refused() {
             ..Setup::default()
         });
         worker.begin_upgrade();
-        block_in_place(|| worker.wait_log("upgrade refused, going on as before: without local disks"));
+        let told = format!(
+            "going on as before: store_type {store_type} has neither local disks nor an object store"
+        );
+        block_in_place(|| worker.wait_log(&told));
         client_of(&worker).await;
         block_in_place(|| worker.stop());
     }

@@ -19,6 +19,7 @@ mod rss;
 mod systemd;
 mod tcp_rss;
 mod upgrade_flush;
+mod upgrade_objects;
 mod upgrade_waits;
 mod upgrades;
 mod writes;
