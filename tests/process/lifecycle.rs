@@ -2,7 +2,6 @@
 
 use std::io::Write as _;
 use std::net::TcpStream;
-use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
@@ -16,6 +15,7 @@ use uniffle_wire::types::PartitionId;
 use uniffle_worker::runtime::Tasks;
 
 use crate::writes::{Written, client_of, key, local};
+use uniffle_testkit::ports::KeptPort;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -323,23 +323,17 @@ async fn a_service_manager_passes_sockets_and_is_told() {
     let dir = tempfile::tempdir().expect("a directory");
     let manager = UnixDatagram::bind(dir.path().join("notify")).expect("a socket");
     manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = listener.local_addr().expect("bound").port();
-    // A copy without close-on-exec, as the manager's child would have it; the shell moves it to where it is looked for.
-    let passed = rustix::io::dup(&listener).expect("a copy");
-    drop(listener);
-    let line =
-        format!("exec 3<&{}; LISTEN_FDS=1 LISTEN_FDNAMES=grpc LISTEN_PID=$$ exec \"$@\"", passed.as_raw_fd());
+    let kept = KeptPort::open();
     let mut worker = Worker::start(&Setup {
         name: "activated",
         capacity: "64M",
         top: "grpc_port = 0",
-        wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
+        wrapper: kept.passing_on(),
         env: vec![("NOTIFY_SOCKET", dir.path().join("notify").display().to_string())],
         ..Setup::default()
     });
-    assert_eq!(worker.ready().grpc_port, port);
-    drop(passed);
+    assert_eq!(worker.ready().grpc_port, kept.port());
+    drop(kept);
     let told = |until: &str| {
         let mut all = String::new();
         while !all.contains(until) {

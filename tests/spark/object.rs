@@ -4,6 +4,7 @@
 //! seconds to start, in which another test may have its turn.
 
 use serde_json::Value;
+use uniffle_testkit::ports::KeptPort;
 use uniffle_testkit::s3::weed::Weed;
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, SECRET_KEY};
 use uniffle_testkit::say;
@@ -153,12 +154,14 @@ fn a_store_below_disks_that_is_killed_in_either_stage_and_comes_back_costs_nothi
     store_killed(|weed| with_a_disk(weed, "offload-store-killed", "32M", AT_ONCE));
 }
 
-/// A worker that is killed when `counter` has come to `least`, and started again. An application that ends while it is away
-/// cannot take leave of it and expires.
+/// A worker that is killed when `counter` has come to `least`, and started again. Connections wait for it meanwhile, as for one whose
+/// socket a service manager keeps: all attempts of a task may meet a port without a listener otherwise, and then the application is over
+/// before anybody has looked for what is lost.
 fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
     let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
     let Some(mut spark) = spark() else { return };
-    let mut setup = setup(&weed);
+    let kept = KeptPort::open();
+    let mut setup = Setup { top: "grpc_port = 0", wrapper: kept.passing_on(), ..setup(&weed) };
     setup.made_tables += "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n";
     let worker = Worker::start(&setup);
     let words = "failures=allowed master=local[2,4] spark.rss.heartbeat.interval=1000";
@@ -176,19 +179,16 @@ fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str
         }
         false => {
             let error = answers[0]["error"].as_str().unwrap_or_default();
-            let is_told = error.contains(" lost (ids ") && error.contains("/0 partition ");
-            // All attempts of a task may have met a port without a listener, and the application is over before the worker
-            // that comes back has looked for what is lost.
-            let is_away = error.contains("Get shuffle result is failed for appId");
-            let how =
-                if is_told { "named what is lost" } else { "found no listener, no loss was named to it" };
-            say(&format!("{}: the job failed and {how}", setup.name));
-            assert!(is_told || is_away, "{error}");
-            assert!(is_away || worker.log().contains("blocks are lost shuffle="), "no loss is named");
+            say(&format!("{}: the job failed and named what is lost", setup.name));
+            for text in [" lost (ids ", "/0 partition "] {
+                assert!(error.contains(text), "no {text:?} in what Spark says: {error}");
+            }
+            assert!(worker.log().contains("blocks are lost shuffle="), "the worker names no loss");
         }
     }
     worker.assert_clean();
     worker.stop();
+    drop(kept);
 }
 
 /// Bytes that were received, or read, when a worker is killed.

@@ -19,7 +19,7 @@
 //! | what a tier is | [`third_tier::ThirdTier`], which a worker is started with |
 //! | stores that speak S3, with faults or as a real server | [`s3::S3Server`], [`s3::weed::Weed`] |
 //! | spans | [`otlp::Receiver`] |
-//! | components that need a port told | [`ports::free_port`] |
+//! | components that need a port told, or kept while a worker is away | [`ports::free_port`], [`ports::KeptPort`] |
 //!
 //! Unit tests of the server's crate take the disks only: this crate links the server as other crates see it, so its
 //! types are not those of a unit test. What needs a whole service belongs into `tests/contract`.

@@ -2,6 +2,7 @@
 
 use std::net::{TcpListener, UdpSocket};
 use std::ops::Range;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 
 /// Below these the system's own services are.
 const FIRST: u16 = 10_000;
@@ -15,6 +16,37 @@ pub fn free_port() -> u16 {
     };
     let mut tries = std::iter::repeat_with(|| rand::random_range(not_given.clone())).take(1000);
     tries.find(free).expect("a free port")
+}
+
+/// A port at which connections are waited for also while no worker accepts them, as a service manager does with a socket that it
+/// passes to one process after the other.
+#[derive(Debug)]
+pub struct KeptPort {
+    port: u16,
+    socket: OwnedFd,
+}
+
+impl KeptPort {
+    /// One that the system chooses.
+    pub fn open() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = listener.local_addr().expect("bound").port();
+        // A copy without close-on-exec, as the manager's child would have it.
+        let socket = rustix::io::dup(&listener).expect("a copy");
+        Self { port, socket }
+    }
+
+    /// Where clients connect.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// A command that executes a worker with this as the port for gRPC: the shell moves it to where it is looked for.
+    pub fn passing_on(&self) -> Vec<String> {
+        let socket = self.socket.as_raw_fd();
+        let line = format!("exec 3<&{socket}; LISTEN_FDS=1 LISTEN_FDNAMES=grpc LISTEN_PID=$$ exec \"$@\"");
+        ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec()
+    }
 }
 
 fn given_by_the_system() -> Range<u16> {
