@@ -44,7 +44,9 @@ impl Subject {
 
     async fn local(disks: Vec<Arc<dyn Disk>>) -> Self {
         let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
-        Self::served(LocalStore::open(LocalConfig::default(), disks, &extents, &registry).await.unwrap())
+        // However full the machine's disk is.
+        let config = LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() };
+        Self::served(LocalStore::open(config, disks, &extents, &registry).await.unwrap())
     }
 
     fn hdfs(connector: Arc<dyn Connector>, fs: Arc<dyn RemoteFs>, path: &str, root: &str) -> Self {

@@ -12,7 +12,7 @@ use uniffle_worker::tiers::Tier;
 const OWN_LISTENERS: &[(&str, &str)] =
     &[("bind_address", "\"127.0.0.1\""), ("grpc_port", "0"), ("http_port", "0")];
 /// However full the disk of the machine is.
-const ROOMY_DISKS: &[(&str, &str)] = &[("disk_high_watermark", "1.0"), ("disk_low_watermark", "0.99")];
+const ROOMY_DISKS: &[(&str, &str)] = &[("disk_high_watermark", "1.0"), ("disk_low_watermark", "0.9999")];
 
 /// What a test chooses. Whatever it sets in `top` or `local` replaces what every test gets.
 #[derive(Debug, Clone, Copy)]

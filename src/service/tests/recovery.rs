@@ -21,6 +21,11 @@ fn disk(root: &Path) -> Arc<dyn Disk> {
     Arc::new(BlockingDisk::new(root, 4, 16))
 }
 
+/// However full the machine's disk is.
+fn roomy() -> LocalConfig {
+    LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() }
+}
+
 fn id(task: i64, partition: i32) -> i64 {
     i64::from(partition) << 21 | task
 }
@@ -53,7 +58,7 @@ fn extent(partition: i32) -> ExtentWrite {
 
 async fn fill(root: &Path) {
     let (disks, extents) = (vec![disk(root)], Budget::new(u64::MAX));
-    let store = LocalStore::open(LocalConfig::default(), disks, &extents, &Registry::new()).await.unwrap();
+    let store = LocalStore::open(roomy(), disks, &extents, &Registry::new()).await.unwrap();
     let records = records();
     for shuffle in 0..SHUFFLES {
         let key = ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(shuffle));
@@ -88,9 +93,7 @@ async fn d12_recovery_of_a_million_blocks_in_a_thousand_shuffles() {
     let memory = Memory::new(&MemoryConfig::default(), &registry).unwrap();
     let before = status_bytes("VmRSS");
     let began = Instant::now();
-    let store = LocalStore::open(LocalConfig::default(), vec![disk(&root)], memory.extents(), &registry)
-        .await
-        .unwrap();
+    let store = LocalStore::open(roomy(), vec![disk(&root)], memory.extents(), &registry).await.unwrap();
     let opened = began.elapsed();
     let recovered = store.take_recovered();
     let flush = FlushConfig { limits: quiet(), ..FlushConfig::default() };

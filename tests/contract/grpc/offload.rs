@@ -61,6 +61,9 @@ impl Home {
     }
 }
 
+/// A disk of this machine that is full of other things makes no one move anything.
+const ONLY_TO_DRAIN: &str = "offload_high_watermark = 1.0\noffload_low_watermark = 0.9999";
+
 async fn report(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, blocks: &[Block]) {
     let ids = blocks.iter().map(|block| block.meta.block_id).collect();
     fixture.client.report(key, TaskAttemptId(task), &[(P, ids)]).await.unwrap();
@@ -95,7 +98,7 @@ async fn a_drained_worker_is_served_by_its_namesake_on_an_empty_machine() {
     let home = Home::new().await;
     let (one, other) = (key("app-1", 1), key("app-1", 2));
     let (first, second) = (blocks(0, 1, 0..60), blocks(0, 2, 0..20));
-    let fixture = home.start("").await;
+    let fixture = home.start(ONLY_TO_DRAIN).await;
     for key in [&one, &other] {
         fixture.client.register(key, &[(0, 1)]).await.unwrap();
         fixture.push(key, &batch(0, &first)).await;
@@ -121,7 +124,7 @@ async fn a_drained_worker_is_served_by_its_namesake_on_an_empty_machine() {
     assert_eq!(worker.stop().await, 0);
     drop(dir);
 
-    let fixture = home.start("").await;
+    let fixture = home.start(ONLY_TO_DRAIN).await;
     fixture.assert_reads(&one, 0, &[first.clone(), second.clone()].concat()).await;
     fixture.assert_reads(&other, 0, &first).await;
     for (key, count) in [(&one, 80), (&other, 60)] {

@@ -62,6 +62,8 @@ impl Weed {
         let mut command = Command::new(find("weed").expect("it was there"));
         command.arg("server").arg(format!("-dir={}", self.dir.path().join("data").display()));
         command.args(["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-volume.max=100"]);
+        // However full the disk of the machine is.
+        command.arg("-volume.minFreeSpace=0");
         // A master that comes back waits for its election, by default ten seconds.
         command.args([
             "-master.electionTimeout=1s",

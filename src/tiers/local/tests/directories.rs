@@ -44,8 +44,8 @@ async fn a_directory_that_is_configured_by_two_paths_is_refused_by_name() {
         LocalConfig { paths: paths.iter().map(|path| path.to_path_buf()).collect(), ..LocalConfig::default() }
             .real_disks()
     };
-    drop(open(real(&[&root])).await.unwrap());
-    let error = open(real(&[&root, &link])).await.unwrap_err();
+    drop(open_real(real(&[&root])).await.unwrap());
+    let error = open_real(real(&[&root, &link])).await.unwrap_err();
     assert_eq!((error.kind, error.path.as_path()), (StoreErrorKind::Copied, link.as_path()));
 }
 
@@ -134,7 +134,7 @@ impl Claimed {
 
     async fn open(&self) -> Result<Arc<LocalStore>, StoreError> {
         let paths = (0..self.count).map(|number| self.path(number)).collect();
-        open(LocalConfig { paths, ..LocalConfig::default() }.real_disks()).await
+        open_real(LocalConfig { paths, ..LocalConfig::default() }.real_disks()).await
     }
 
     /// Names and sizes of everything that is there.

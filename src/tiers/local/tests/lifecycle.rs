@@ -140,11 +140,11 @@ async fn a_real_directory_has_one_owner() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("not/there/yet");
     let disk = || Arc::new(BlockingDisk::new(&path, 1, 1)) as Arc<dyn Disk>;
-    let store = open(vec![disk()]).await.unwrap();
-    assert_eq!(open(vec![disk()]).await.unwrap_err().kind, StoreErrorKind::InUse);
-    assert_eq!(open(vec![disk(), disk()]).await.unwrap_err().kind, StoreErrorKind::Copied);
+    let store = open_real(vec![disk()]).await.unwrap();
+    assert_eq!(open_real(vec![disk()]).await.unwrap_err().kind, StoreErrorKind::InUse);
+    assert_eq!(open_real(vec![disk(), disk()]).await.unwrap_err().kind, StoreErrorKind::Copied);
     drop(store);
-    open(vec![disk()]).await.unwrap();
+    open_real(vec![disk()]).await.unwrap();
 }
 
 #[tokio::test]

@@ -96,6 +96,16 @@ pub(super) async fn open(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, S
     open_with(config, disks).await
 }
 
+/// The same on disks of the machine, however full they are.
+pub(super) async fn open_real(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, StoreError> {
+    open_with(LocalConfig { index_cache_bytes: 0, ..roomy() }, disks).await
+}
+
+/// What else is on the machine's disks is none of a test's business.
+pub(super) fn roomy() -> LocalConfig {
+    LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() }
+}
+
 pub(super) async fn open_with(
     config: LocalConfig,
     disks: Vec<Arc<dyn Disk>>,

@@ -304,7 +304,7 @@ async fn recovery_of_ten_gigabytes_of_small_blocks() {
     const GROUPS: u64 = 153;
     let root = tempfile::tempdir().unwrap();
     let disk = || Arc::new(BlockingDisk::new(root.path(), 4, 16)) as Arc<dyn Disk>;
-    let uuid = open(vec![disk()]).await.unwrap().disks()[0].uuid;
+    let uuid = open_real(vec![disk()]).await.unwrap().disks()[0].uuid;
     let directory = root.path().join("apps/app/1.1");
     std::fs::create_dir_all(&directory).unwrap();
     let (mut log, mut page, mut id) = (Vec::new(), 0, 0);
@@ -340,7 +340,7 @@ async fn recovery_of_ten_gigabytes_of_small_blocks() {
     }
     std::fs::File::create(directory.join("0.data")).unwrap().set_len(page).unwrap();
     std::fs::write(directory.join("1.index"), log).unwrap();
-    let recovered = open(vec![disk()]).await.unwrap().take_recovered();
+    let recovered = open_real(vec![disk()]).await.unwrap().take_recovered();
     assert_eq!(recovered.blocks, id.cast_unsigned());
     println!("{} blocks, {} bytes: {:?}", recovered.blocks, recovered.bytes, recovered.took);
 }
@@ -350,14 +350,14 @@ async fn a_stray_file_among_the_apps_does_not_take_the_disk_out() {
     let dir = tempfile::tempdir().unwrap();
     let disks = || vec![Arc::new(BlockingDisk::new(dir.path(), 1, 1)) as Arc<dyn Disk>];
     let key = key("app", 1);
-    let store = open(disks()).await.unwrap();
+    let store = open_real(disks()).await.unwrap();
     let handle = store.register(&key);
     store.append_metadata(&handle, b"registered").await.unwrap();
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     drop((handle, store));
     let stray = dir.path().join("apps/notes.txt");
     std::fs::write(&stray, "hi").unwrap();
-    let store = open(disks()).await.unwrap();
+    let store = open_real(disks()).await.unwrap();
     let info = &store.disks()[0];
     assert_eq!((info.condition, info.fault.as_deref()), (DiskCondition::Healthy, None));
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
@@ -369,14 +369,14 @@ async fn a_stray_file_by_a_shuffle_s_name_does_not_take_the_disk_out_and_stays()
     let dir = tempfile::tempdir().unwrap();
     let disks = || vec![Arc::new(BlockingDisk::new(dir.path(), 1, 1)) as Arc<dyn Disk>];
     let shuffle = key("app", 1);
-    let store = open(disks()).await.unwrap();
+    let store = open_real(disks()).await.unwrap();
     let handle = store.register(&shuffle);
     store.append_metadata(&handle, b"registered").await.unwrap();
     store.write(&shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     drop((handle, store));
     let stray = dir.path().join("apps/app/2.70");
     std::fs::write(&stray, "hi").unwrap();
-    let store = open(disks()).await.unwrap();
+    let store = open_real(disks()).await.unwrap();
     // Its name is given to no shuffle, and nothing that removes what belongs to none takes it along.
     let other = key("app", 2);
     let handle = store.register(&other);

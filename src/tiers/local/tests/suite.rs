@@ -4,13 +4,7 @@ use super::*;
 use uniffle_io::blocking::BlockingDisk;
 
 async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
-    let config = LocalConfig {
-        direct_io,
-        descriptors_max: 3,
-        high_watermark: 1.0,
-        low_watermark: 1.0,
-        ..LocalConfig::default()
-    };
+    let config = LocalConfig { direct_io, descriptors_max: 3, ..roomy() };
     let store = open_with(config, disks).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
@@ -149,7 +143,7 @@ async fn batches_that_contradict_themselves_are_refused() {
 #[tokio::test]
 async fn misaligned_memory_is_gathered() {
     let root = tempfile::tempdir().unwrap();
-    let store = open(vec![Arc::new(BlockingDisk::new(root.path(), 2, 2))]).await.unwrap();
+    let store = open_real(vec![Arc::new(BlockingDisk::new(root.path(), 2, 2))]).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     let mut write = extent(1, &[(1, 5000)], false);
