@@ -115,6 +115,7 @@ where
 #[cfg(test)]
 mod tests {
     use futures::FutureExt as _;
+    use uniffle_testkit::eventually;
 
     use super::*;
 
@@ -129,10 +130,8 @@ mod tests {
         drop(turn);
         assert!(matches!(turns.try_take(), Err(ProfileError::Busy)));
         go.send(()).unwrap();
-        while turns.try_take().is_err() {
-            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
-        }
-        let turn = turns.try_take().unwrap();
+        let taken = || turns.try_take().map_err(|error| error.to_string());
+        let turn = eventually("the turn ends with the work", taken).await;
         assert!(in_background(&turn, || -> Result<(), _> { panic!("on purpose") }).await.is_err());
     }
 }

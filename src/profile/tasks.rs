@@ -192,9 +192,11 @@ mod tests {
                 }
             });
         }
-        while tasks.list().len() < 3 {
-            tokio::task::yield_now().await;
-        }
+        let all_wait = || match tasks.list().len() {
+            3.. => Ok(()),
+            listed => Err(format!("{listed} are listed")),
+        };
+        uniffle_testkit::eventually("all three wait", all_wait).await;
         let (turn, asking) = (Turns::new().try_take().unwrap(), Turns::new().try_take().unwrap());
         let text = dump(&tasks, &turn, asking).await.unwrap();
         assert!(text.contains("     3 sleeper (oldest "), "{text}");

@@ -256,6 +256,8 @@ impl Cores {
 
 #[cfg(test)]
 mod tests {
+    use uniffle_testkit::eventually;
+
     use super::*;
 
     #[tokio::test]
@@ -287,9 +289,11 @@ mod tests {
         pair.spawn_linked("panics", async { panic!("on purpose") });
         pair.cancelled().await;
         assert!(!tasks.close.is_cancelled(), "others go on");
-        while *begun.lock() < 3 {
-            tokio::time::sleep(PAUSE_AFTER_PANIC).await;
-        }
+        eventually("it begins a third time", || match *begun.lock() {
+            3.. => Ok(()),
+            times => Err(format!("{times} times")),
+        })
+        .await;
         tasks.cancel();
         tasks.drained().await;
     }

@@ -56,17 +56,22 @@ impl CommitGate {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use uniffle_testkit::wait_until;
+
     use super::*;
 
     #[test]
     fn a_gate_is_closed_once_everyone_has_passed() {
         let gate = CommitGate::default();
-        let passing = gate.pass().unwrap();
         std::thread::scope(|scope| {
+            // In here: the thread that closes ends also when this one fails.
+            let passing = gate.pass().unwrap();
             let closing = scope.spawn(|| gate.close());
-            while gate.closed.try_read().is_some() {
-                std::thread::yield_now(); // until the writer waits
-            }
+            wait_until("it waits for who is passing", Duration::from_secs(20), || {
+                gate.closed.try_read().map_or(Ok(()), |_| Err("others may pass".to_owned()))
+            });
             assert!(!closing.is_finished(), "one is still passing");
             drop(passing);
             closing.join().unwrap();

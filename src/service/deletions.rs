@@ -89,7 +89,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use tokio::sync::Semaphore;
-    use tokio::task::yield_now;
+    use uniffle_testkit::eventually;
 
     use super::*;
 
@@ -113,9 +113,11 @@ mod tests {
         };
         deletions.add(1, unhindered.boxed());
         assert_eq!(tasks.running(), AT_ONCE + 1);
-        while done.load(Ordering::Relaxed) < 1 {
-            yield_now().await;
-        }
+        let one_is_done = || match done.load(Ordering::Relaxed) {
+            0 => Err("it is not".to_owned()),
+            _ => Ok(()),
+        };
+        eventually("that of the other tier is done", one_is_done).await;
         allowed.add_permits(3000);
         tasks.drained().await;
         assert_eq!(done.load(Ordering::Relaxed), 3001);

@@ -53,7 +53,7 @@ async fn until_nodes(coordinator: &mut Coordinator, count: usize) -> HashSet<Str
         if ids.len() == count {
             return ids;
         }
-        assert!(start.elapsed() < PATIENCE, "{ids:?}");
+        assert!(start.elapsed() < PATIENCE, "not {count} nodes: {ids:?}");
         sleep(Duration::from_millis(20)).await;
     }
 }
@@ -122,7 +122,7 @@ async fn a_worker_is_the_coordinator_of_another() {
     internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
     let start = Instant::now();
     while servers(&assign(&mut coordinator, 1, &[]).await).len() > 1 {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < PATIENCE, "a worker that is decommissioned is assigned");
         sleep(Duration::from_millis(20)).await;
     }
     drop(internal);

@@ -34,6 +34,8 @@ const LAYOUT: IdLayout = IdLayout::SPARK;
 const PARTITIONS: i32 = 500;
 const READ_PARTITIONS: i32 = 20;
 const READ_BLOCKS: i32 = 10;
+/// A call that is made again for so long gets no answer.
+const CALL_DEADLINE: Duration = Duration::from_secs(60);
 /// Of a release build that is judged.
 const WAIT_MAX: Duration = Duration::from_millis(200);
 
@@ -113,6 +115,7 @@ impl Callers {
                     false => self.read(&clients, by, i32::try_from(call).expect("small")).await,
                 };
                 let Err(again) = done else { break };
+                assert!(began.elapsed() < CALL_DEADLINE, "a call is not answered: {again:?}");
                 if matches!(again, Again::Connection(_)) {
                     clients = self.connect().await;
                 }

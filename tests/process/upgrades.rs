@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::task::{JoinSet, block_in_place};
+use tokio::time::Instant;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ClientError, ShuffleClient};
 use uniffle_client::send::SendForm;
@@ -25,6 +26,8 @@ use uniffle_worker::proto::StatusCode;
 use crate::writes::{Written, client_of, key, local, patient};
 
 const COUNT_DEADLINE: Duration = Duration::from_secs(10);
+/// A call that is refused for so long is not only told to come back.
+const CALL_DEADLINE: Duration = Duration::from_secs(60);
 
 /// A worker that refuses one upgrade after another, with a job that goes on.
 struct Refusing {
@@ -324,7 +327,12 @@ impl Calls {
     where
         F: Future<Output = Result<T, ClientError>>,
     {
+        let began = Instant::now();
         loop {
+            if began.elapsed() > CALL_DEADLINE {
+                let why = format!("no answer within {CALL_DEADLINE:?} but to come back");
+                return self.fail(&std::io::Error::other(why));
+            }
             let client = ShuffleClient::connect(local(port)).await;
             let client = match client {
                 Ok(client) => client.with_backoff(patient()),

@@ -105,6 +105,25 @@ pub async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, Strin
     }
 }
 
+/// [`eventually`] where time is paused and not to go on meanwhile: it lets others run, and its own time is that of the machine.
+#[expect(clippy::disallowed_types, reason = "a clock that stands still brings no deadline")]
+pub async fn eventually_in_no_time<T>(
+    what: &str,
+    deadline: Duration,
+    mut look: impl FnMut() -> Result<T, String>,
+) -> T {
+    let start = std::time::Instant::now();
+    loop {
+        match look() {
+            Ok(value) => return value,
+            Err(complaint) if start.elapsed() > deadline => {
+                panic!("{what}: not within {deadline:?}: {complaint}")
+            }
+            Err(_) => tokio::task::yield_now().await,
+        }
+    }
+}
+
 #[expect(clippy::disallowed_methods, reason = "no runtime here: the thread waits for another process")]
 fn pause(duration: Duration) {
     std::thread::sleep(duration);

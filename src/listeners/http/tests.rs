@@ -8,6 +8,7 @@ use std::time::Duration;
 use prometheus::IntGauge;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use uniffle_testkit::eventually_in_no_time;
 
 use super::push::{Endpoint, PushConfig, Pusher};
 use super::*;
@@ -260,9 +261,11 @@ async fn cancelling_does_not_wait_for_slow_clients() {
     let before = tokio::time::Instant::now();
     let mut slow = TcpStream::connect(listener.address).await.unwrap();
     slow.write_all(b"GET / HTT").await.unwrap();
-    while listener.tasks.running() < 2 {
-        tokio::task::yield_now().await;
-    }
+    let taken = || match listener.tasks.running() {
+        2.. => Ok(()),
+        tasks => Err(format!("{tasks} tasks")),
+    };
+    eventually_in_no_time("its connection is taken", Duration::from_secs(20), taken).await;
     listener.close().await;
     assert!(before.elapsed() < CONFIG.request_timeout);
 }

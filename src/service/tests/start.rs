@@ -1,7 +1,6 @@
 //! What a start finds that is not as it was left, or that it does not understand.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::budget::{Budget, HeapKind};
@@ -117,16 +116,17 @@ async fn damage_that_is_found_while_a_start_still_restores_is_named() {
     let memory = memory_of(left_in_memory());
     let next = Next::on(&disk, &memory).await;
     // As the flusher looks at what it takes.
-    let (looked, is_over) = (Arc::clone(&memory), Arc::new(AtomicBool::new(false)));
-    let over = Arc::clone(&is_over);
+    let (looked, is_going_on) = (Arc::clone(&memory), Arc::new(()));
+    // It ends when this test does, however that is.
+    let goes_on = Arc::downgrade(&is_going_on);
     let looks = tokio::task::spawn_blocking(move || {
-        while !over.load(Ordering::Acquire) {
+        while goes_on.strong_count() > 0 {
             looked.buffers().iter().for_each(|buffer| buffer.verify());
         }
     });
     next.restore().await;
     memory.finish_restore();
-    is_over.store(true, Ordering::Release);
+    drop(is_going_on);
     looks.await.unwrap();
     memory.buffers().iter().for_each(|buffer| buffer.verify());
     let lost = || next.service.insight.losses().losses.iter().map(|loss| loss.blocks).sum::<u64>();

@@ -15,6 +15,7 @@ use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::send::{Batch, require_size};
 use uniffle_client::tcp::{TcpClient, read_reply};
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::eventually_in_no_time;
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::service::{ServiceBuilder, quiet, sum_of};
@@ -33,6 +34,8 @@ use uniffle_worker::service::{RegisterRequest, RequireRequest, Service};
 use uniffle_worker::tiers::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
+/// Real time, longer than what the listener itself waits for.
+const PATIENCE: Duration = Duration::from_secs(180);
 pub(crate) const APP: &str = "app";
 pub(crate) const SHUFFLE: i32 = 1;
 /// Registered: 0..=99.
@@ -219,16 +222,10 @@ impl TcpFixture {
         self.memory.used_bytes()
     }
 
-    /// Yields until `reached`; the surrounding runtime fails the test if it never is.
+    /// Yields until `reached`; time, where it is paused, does not go on.
     pub(crate) async fn until(&self, what: &str, reached: impl Fn(&Self) -> bool) {
-        let waiting = async {
-            while !reached(self) {
-                tokio::task::yield_now().await;
-            }
-        };
-        tokio::time::timeout(Duration::from_secs(600), waiting)
-            .await
-            .unwrap_or_else(|_| panic!("never {what}"));
+        let look = || if reached(self) { Ok(()) } else { Err("it is not".to_owned()) };
+        eventually_in_no_time(what, PATIENCE, look).await;
     }
 
     /// As [`TcpFixture::until`] under paused time: lets the clock go on between two looks.

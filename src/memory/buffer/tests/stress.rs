@@ -2,9 +2,11 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicI64;
+use std::time::Duration;
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use tokio::time::Instant;
 
 use super::*;
 
@@ -12,14 +14,28 @@ const WRITERS: u64 = 4;
 const REQUESTS: u64 = 150;
 const PARTITIONS: i32 = 3;
 
-/// A ticket, waiting for the flusher as long as it takes.
+/// The flusher takes turns with everything else that the machine does.
+const TICKET_DEADLINE: Duration = Duration::from_secs(60);
+
+/// A ticket, waiting for the flusher.
 fn wait_for_ticket(memory: &Memory, bytes: u64, partitions: usize) -> Reservation {
+    let began = Instant::now();
     loop {
         match memory.tickets().require(&app(), bytes, partitions) {
             Ok(ticket) => return memory.tickets().redeem(&app(), ticket).unwrap(),
             Err(MemoryError::NoCapacity { .. }) => std::thread::yield_now(),
             Err(other) => panic!("{other}"),
         }
+        assert!(began.elapsed() < TICKET_DEADLINE, "no ticket for {bytes} bytes: nothing is flushed");
+    }
+}
+
+/// A writer that is still at work; others go on until the last is gone, however it ended.
+struct Writing<'a>(&'a AtomicU64);
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
     }
 }
 
@@ -107,12 +123,12 @@ fn every_acknowledged_block_is_in_a_tier_at_every_moment() {
         for seed in 0..WRITERS {
             let (memory, next, acknowledged, writing) = (&memory, &next, &acknowledged, &writing);
             scope.spawn(move || {
+                let _writing = Writing(writing);
                 let mut random = ChaCha8Rng::seed_from_u64(seed);
                 for _ in 0..REQUESTS {
                     let sent = send(memory, &mut random, next).expect("nobody purges");
                     acknowledged.lock().extend(sent);
                 }
-                writing.fetch_sub(1, Ordering::Release);
             });
         }
         scope.spawn(|| {
@@ -145,11 +161,11 @@ fn purges_amid_sends_and_flushes_leave_nothing() {
         for seed in 0..2 {
             let (memory, next, writing) = (&memory, &next, &writing);
             scope.spawn(move || {
+                let _writing = Writing(writing);
                 let mut random = ChaCha8Rng::seed_from_u64(100 + seed);
                 for _ in 0..REQUESTS {
                     let _purged_or_not = send(memory, &mut random, next);
                 }
-                writing.fetch_sub(1, Ordering::Release);
             });
         }
         scope.spawn(|| {

@@ -401,6 +401,7 @@ async fn a_shuffle_of_many_extents_is_rewritten_as_one_of_few() {
 async fn a_rewrite_may_be_dropped_at_any_step() {
     let mut steps = 0;
     loop {
+        assert!(steps < 10_000, "a rewrite is not over after {steps} steps");
         let disks = [TestDisk::new("/a")];
         let (store, key, handle) = written(&disks).await;
         write_batches(&store, &key, BATCHES..100).await;

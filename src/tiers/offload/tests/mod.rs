@@ -104,8 +104,12 @@ impl Process {
 
     /// Moves what is oldest of a shuffle, until nothing is left.
     async fn move_all(&self, key: &ShuffleKey) -> Result<(), StoreError> {
-        while self.move_once(key).await? {}
-        Ok(())
+        for _ in 0..1000 {
+            if !self.move_once(key).await? {
+                return Ok(());
+            }
+        }
+        panic!("there is no end of it");
     }
 
     /// Does what the policy says until there is nothing to do; how often something failed.

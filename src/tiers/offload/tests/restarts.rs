@@ -169,6 +169,7 @@ async fn a_machine_whose_clock_was_ahead_takes_nothing_from_the_one_that_went_on
 async fn wherever_a_move_ends_everything_is_there_once() {
     let (mut at, mut has_ended) = (0, false);
     while !has_ended {
+        assert!(at < 1000, "two moves make {at} calls and more");
         for fault in [Fault::Refuse, Fault::LoseAnswer] {
             let process = Fixture::new().start().await;
             let key = key(1);
