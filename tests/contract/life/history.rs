@@ -15,6 +15,7 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::service::Service;
+use uniffle_worker::tiers::offload::Watermarks;
 use uniffle_worker::tiers::{LetGo, StoreError, SyncWrites};
 
 use super::Mutation;
@@ -48,6 +49,8 @@ enum End {
     Beside,
     /// The successor follows at once, and is told how the metadata log was left.
     Upgrade,
+    /// Everything is moved to the object store, and the next life has a machine with empty disks.
+    Elsewhere,
 }
 
 pub(crate) struct History {
@@ -56,8 +59,10 @@ pub(crate) struct History {
     pub(super) life: u32,
     steps_left: u32,
     pub(super) disks: Vec<Arc<MemoryDisk>>,
-    /// Instead of disks.
+    /// Instead of disks, or below them.
     pub(super) objects: Option<Objects>,
+    /// Beyond these data is moved from the disks to the store.
+    pub(super) watermarks: Watermarks,
     pub(super) mutation: Mutation,
     /// Of this life.
     pub(super) faults: Vec<Faults>,
@@ -77,7 +82,7 @@ pub(crate) struct History {
     torn: bool,
     sync: SyncWrites,
     /// Disks with something that is not on the device: the last life that had them did not end with a sync.
-    unsynced: BTreeSet<usize>,
+    pub(super) unsynced: BTreeSet<usize>,
     /// In this life.
     pub(super) reads_fail: bool,
     pub(crate) promised: HashMap<Key, Promised>,
@@ -92,12 +97,15 @@ pub(crate) struct History {
     pub(crate) tally: Tally,
 }
 
+pub(super) fn new_disks(count: usize) -> Vec<Arc<MemoryDisk>> {
+    (0..count).map(|number| Arc::new(MemoryDisk::new(&format!("/disk{number}"), None))).collect()
+}
+
 impl History {
     pub(crate) fn new(seed: u64, mutation: Mutation) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let count = rng.random_range(1..=DISKS_MAX);
-        let disk = |number: usize| Arc::new(MemoryDisk::new(&format!("/disk{number}"), None));
-        let disks: Vec<_> = (0..count).map(disk).collect();
+        let disks = new_disks(count);
         if mutation == Mutation::NoSync {
             disks.iter().for_each(|disk| disk.lie_about_syncs());
         }
@@ -111,6 +119,7 @@ impl History {
             steps_left: STEPS,
             disks,
             objects: None,
+            watermarks: Watermarks { high: 1.0, low: 1.0 },
             mutation,
             faults: Vec::new(),
             missing: None,
@@ -132,7 +141,7 @@ impl History {
         }
     }
 
-    fn process(&self) -> &Process {
+    pub(super) fn process(&self) -> &Process {
         self.process.as_ref().expect("a life begins with a start")
     }
 
@@ -194,12 +203,13 @@ impl History {
             // Now and then something happens between the two.
             Some((None, _)) if self.rng.random_bool(0.7) => {}
             Some((None, _)) => self.make_trouble(),
-            None if !all_disks && self.life > 1 && self.objects.is_none() => self.make_trouble(),
+            None if !all_disks && self.life > 1 && self.has_disks() => self.make_trouble(),
             None => {}
         }
         let let_go = let_go.map(|(_, let_go)| let_go).unwrap_or_default();
         self.reads_fail = !all_disks && self.rng.random_bool(0.2);
         let stored = match self.store() {
+            Some(store) if self.has_disks() => self.start_on_both(&store, let_go).await,
             Some(store) => {
                 self.start_above(&store, all_disks).await;
                 self.durable_blocks()
@@ -226,13 +236,17 @@ impl History {
         stored
     }
 
-    /// The object store, where there is one instead of disks.
+    pub(super) fn has_disks(&self) -> bool {
+        !self.disks.is_empty()
+    }
+
+    /// The object store, where there is one.
     fn store(&self) -> Option<FaultyObjects> {
         self.objects.as_ref().map(|objects| objects.store.clone())
     }
 
     /// What was seen in an index or brought down by an orderly end, and not damaged since.
-    fn durable_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
+    pub(super) fn durable_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         let mut all = BTreeSet::new();
         for ((app, shuffle), promised) in &self.promised {
             let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(*shuffle));
@@ -251,11 +265,14 @@ impl History {
         promised.epoch = self.next_epoch;
     }
 
-    async fn start_process(&mut self, let_go: LetGo) -> Result<(), StoreError> {
+    pub(super) async fn start_process(&mut self, let_go: LetGo) -> Result<(), StoreError> {
         let there = |(index, _): &(usize, _)| self.missing != Some(*index);
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
-        self.process = Some(Process::start(&disks, self.sync, let_go).await?);
+        self.process = Some(match self.store() {
+            None => Process::start(&disks, self.sync, let_go).await?,
+            Some(store) => Process::moving(&disks, (self.sync, let_go), (&store, self.watermarks)).await?,
+        });
         Ok(())
     }
 
@@ -275,11 +292,13 @@ impl History {
     }
 
     async fn end(&mut self) {
-        let end = match self.rng.random_range(0..11) {
+        let moves = self.has_disks() && self.objects.is_some();
+        let end = match self.rng.random_range(0..if moves { 13 } else { 11 }) {
             0..4 => End::Crash,
             4..6 => End::Torn,
             6 if self.disks.len() > 1 && self.missing.is_none() => End::Beside,
-            10 if self.objects.is_none() => End::Upgrade,
+            10 if self.has_disks() => End::Upgrade,
+            11.. => End::Elsewhere,
             _ => End::Stop,
         };
         tracing::info!(target: "life", life = self.life, ?end, "ends");
@@ -303,13 +322,14 @@ impl History {
             }
             End::Beside => self.upgrade_beside().await,
             End::Upgrade => self.upgrade().await,
+            End::Elsewhere => self.move_elsewhere().await,
             End::Stop => self.stop_in_order(&here).await,
         }
         self.sends.clear();
         self.add_figures();
         self.process = None;
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
-        if self.let_go.is_some() || self.objects.is_some() {
+        if self.let_go.is_some() || !self.has_disks() {
             return;
         }
         let goes_down = match self.sync {
@@ -393,9 +413,13 @@ impl History {
         tally.purged_batches += process.counter("total_spill_events_dropped_with_app_not_found");
         tally.duplicates += process.counter("total_duplicate_blocks");
         tally.healed_blocks += process.counter("total_healed_blocks");
-        if self.objects.is_none() {
+        if !self.disks.is_empty() {
             tally.extents_given_up += process.counter("total_local_extents_given_up");
             tally.rewritten_extents += process.counter("local_rewritten_extents_total");
+        }
+        if self.objects.is_some() && !self.disks.is_empty() {
+            tally.moved_bytes += process.counter("offload_bytes");
+            tally.failed_moves += process.counter("offload_failures");
         }
     }
 
@@ -422,7 +446,9 @@ impl History {
     }
 
     async fn break_a_disk(&mut self) {
-        if let Some(store) = self.store() {
+        if let Some(store) = self.store()
+            && (!self.has_disks() || self.rng.random())
+        {
             return self.break_the_store(&store).await;
         }
         let disk = self.rng.random_range(0..self.faults.len());
@@ -467,7 +493,7 @@ impl History {
 
     /// Small extents of a shuffle are copied together, also while its disks are needed, and however the life ends.
     fn rewrite_one(&mut self) {
-        if self.objects.is_some() {
+        if !self.has_disks() {
             return;
         }
         let Some(key) = self.known_key() else { return };
@@ -475,9 +501,9 @@ impl History {
         self.process().tasks.spawn("rewrite", rewriting);
     }
 
-    async fn heal_the_disks(&mut self) {
+    pub(super) async fn heal_the_disks(&mut self) {
         if let Some(store) = self.store() {
-            return self.heal_the_store(&store);
+            self.heal_the_store(&store);
         }
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
         for faults in &self.faults {
@@ -517,7 +543,7 @@ impl History {
         let now = self.now();
         let mut keys: Vec<Key> = self.promised.keys().copied().collect();
         keys.sort_unstable();
-        let rewrites = self.objects.is_none() && self.rng.random();
+        let rewrites = self.has_disks() && self.rng.random();
         for key in keys {
             if rewrites {
                 self.process().rewrite(key).await;

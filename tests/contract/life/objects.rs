@@ -49,12 +49,7 @@ impl History {
             objects.earlier = before;
         }
         if self.mutation == Mutation::NoIndexes {
-            for (key, _) in store.objects().await {
-                let is_segment = matches!(parse_key(ROOT, &key), Some((_, Name::Segment(_))));
-                if is_segment {
-                    store.remove(&key).await;
-                }
-            }
+            self.remove_segments(store).await;
         }
         if !is_last && self.rng.random_bool(0.1) {
             self.refuse_some_reads(store);

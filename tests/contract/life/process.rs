@@ -6,7 +6,8 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use prometheus::Registry;
 
-use uniffle_testkit::fault::Faults;
+use uniffle_io::Disk;
+use uniffle_testkit::fault::{FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture, sum_of};
@@ -17,7 +18,8 @@ use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
-use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrites, Tier as _};
+use uniffle_worker::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
+use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrites, Tier};
 
 use super::history::Key;
 
@@ -47,20 +49,41 @@ impl Process {
     /// Starts above an object store, with faults that begin with the first request.
     pub(crate) async fn above(store: &FaultyObjects) -> Result<Self, StoreError> {
         let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
-        let settings =
-            ObjectSettings { segment_bytes: 100_000, part_bytes: 16_000, ..ObjectSettings::new(ROOT) };
-        let opened = ObjectTier::open(Arc::new(store.clone()), settings, &extents, tasks.clone(), &registry);
-        let tier = opened.await?;
+        let tier = objects(store, (&extents, &tasks), &registry).await?;
+        Self::over(tier, tasks, registry).await
+    }
+
+    /// Starts on `disks`, from which what is beyond `watermarks` is moved to an object store.
+    pub(crate) async fn moving(
+        disks: &[(Arc<MemoryDisk>, Faults)],
+        (sync, let_go): (SyncWrites, LetGo),
+        (store, watermarks): (&FaultyObjects, Watermarks),
+    ) -> Result<Self, StoreError> {
+        let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
+        let opened = async {
+            let object = objects(store, (&extents, &tasks), &registry).await?;
+            let settings = OffloadSettings { watermarks, cold_bytes: 30_000, pass_bytes: 60_000 };
+            let local = LocalConfig { sync, let_go, data_log_bytes: 50_000, ..LocalConfig::default() };
+            let faulty = |(disk, faults): &(Arc<MemoryDisk>, Faults)| {
+                Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
+            };
+            let disks = disks.iter().map(faulty).collect();
+            let memory = (&extents, tasks.clone());
+            OffloadTier::open(settings, (local, disks), object, memory, &registry).await
+        };
+        match opened.await {
+            Ok(tier) => Self::over(tier, tasks, registry).await,
+            Err(error) => {
+                tasks.cancel();
+                Err(error)
+            }
+        }
+    }
+
+    async fn over(tier: Arc<dyn Tier>, tasks: Tasks, registry: Registry) -> Result<Self, StoreError> {
         tasks.spawn("tier maintenance", Arc::clone(&tier).maintain(tasks.cancelled().boxed()));
-        let disks = Vec::new();
-        Self::of(ServiceBuilder {
-            disks,
-            more_tiers: vec![tier],
-            registry,
-            tasks,
-            ..ServiceBuilder::default()
-        })
-        .await
+        let (disks, more_tiers) = (Vec::new(), vec![tier]);
+        Self::of(ServiceBuilder { disks, more_tiers, registry, tasks, ..ServiceBuilder::default() }).await
     }
 
     async fn of(builder: ServiceBuilder) -> Result<Self, StoreError> {
@@ -134,6 +157,15 @@ impl Process {
         assert_eq!(self.service.apps().block_id_count(), 0, "reported ids held");
         assert!(self.service.insight.losses().losses.is_empty(), "losses of no application");
     }
+}
+
+async fn objects(
+    store: &FaultyObjects,
+    (extents, tasks): (&Budget, &Tasks),
+    registry: &Registry,
+) -> Result<Arc<ObjectTier>, StoreError> {
+    let settings = ObjectSettings { segment_bytes: 100_000, part_bytes: 16_000, ..ObjectSettings::new(ROOT) };
+    ObjectTier::open(Arc::new(store.clone()), settings, extents, tasks.clone(), registry).await
 }
 
 fn limits() -> Limits {

@@ -14,9 +14,9 @@ macro_rules! tally {
             }
 
             /// Names of what never happened, without those that happen `elsewhere`.
-            pub(crate) fn never(&self, elsewhere: &[&str]) -> Vec<&'static str> {
+            pub(crate) fn never(&self, elsewhere: &[&[&str]]) -> Vec<&'static str> {
                 let figures = [$((stringify!($name), self.$name)),*];
-                let here = figures.into_iter().filter(|(name, _)| !elsewhere.contains(name));
+                let here = figures.into_iter().filter(|(name, _)| !elsewhere.iter().any(|of| of.contains(name)));
                 here.filter(|(_, count)| *count == 0).map(|(name, _)| name).collect()
             }
         }
@@ -60,11 +60,20 @@ tally!(
     missing_objects,
     damaged_objects,
     earlier_objects,
+    moved_bytes,
+    failed_moves,
+    divided_shuffles,
+    whole_disks_moved,
+    machines_left,
 );
 
 /// What happens above object stores only.
 pub(crate) const OF_OBJECTS: &[&str] =
     &["refused_starts", "missing_objects", "damaged_objects", "earlier_objects"];
+
+/// What happens where data is moved from disks to a store only.
+pub(crate) const OF_MOVES: &[&str] =
+    &["moved_bytes", "failed_moves", "divided_shuffles", "whole_disks_moved", "machines_left"];
 
 /// What happens on disks only.
 pub(crate) const OF_DISKS: &[&str] = &[
