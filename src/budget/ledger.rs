@@ -210,8 +210,7 @@ impl Budget {
     }
 
     fn check_left(&self, bytes: u64) -> Result<(), NoCapacity> {
-        let mut leaving =
-            self.path().filter(|ledger| ledger.leaves != Leaves::Nothing).map(Ledger::free);
+        let mut leaving = self.path().filter(|ledger| ledger.leaves != Leaves::Nothing).map(Ledger::free);
         leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
     }
 

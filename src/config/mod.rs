@@ -25,7 +25,7 @@ pub use import::{Imported, import};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};
 
-use crate::schema::{Reader, Section as _, nested, redact};
+use crate::schema::{Reader, Section as _, files, nested, redact};
 
 /// Largest configuration file read; real ones have a few KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -86,12 +86,7 @@ impl Config {
             return Self::parse("", env, machine);
         };
         let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
-        let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
-        if bytes > FILE_BYTES_MAX {
-            let text = format!("it has {bytes} bytes, at most {FILE_BYTES_MAX} are read");
-            return Err(unreadable(std::io::Error::new(std::io::ErrorKind::FileTooLarge, text)));
-        }
-        let text = std::fs::read_to_string(path).map_err(unreadable)?;
+        let text = files::read_text(path, FILE_BYTES_MAX).map_err(unreadable)?;
         match Self::parse(&text, env, machine) {
             Ok(config) => Ok(Self { source: Some(path.to_owned()), ..config }),
             Err(ConfigError::Syntax { text, .. }) => {

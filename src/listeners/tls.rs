@@ -19,7 +19,17 @@ use tokio_rustls::rustls::{RootCertStore, ServerConfig};
 use tokio_rustls::server::TlsStream;
 
 use crate::schema::kind::{Word as _, flag, list, optional, path, word};
-use crate::schema::{section, words};
+use crate::schema::{files, section, words};
+
+/// Bytes of the chain that each client is shown while it shakes hands. JSSE takes 32 KiB from a server, OpenSSL 100 KiB.
+const CHAIN_BYTES_MAX: usize = 64 << 10;
+
+/// Bytes of the names of authorities that a client is told; the field takes 64 KiB (RFC 8446 §4.2.4). With more than this it is told none, and
+/// shows what certificate it has.
+const HINTS_BYTES_MAX: usize = 16 << 10;
+
+/// Of each name, its length and what says that it is one.
+const HINT_BYTES: usize = 6;
 
 /// Where certificate and keys are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,14 +58,15 @@ section! {
     /// What is encrypted, and with what.
     #[table("tls", "TLS, when there is a certificate. Default: none.")]
     pub struct TlsConfig {
-        /// PEM file: the certificate with its chain behind it. What is in this and the other files is read again too; new
-        /// connections use it.
+        /// PEM file: the certificate with its chain behind it, 64 KiB of them at most. What is in this and the other files, which have 1 MiB
+        /// at most each, is read again too; new connections use it.
         #[key("tls.cert_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/tls.crt\"")]
         pub cert_file: Option<PathBuf> = None,
         /// PEM file: its private key.
         #[key("tls.key_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/tls.key\"")]
         pub key_file: Option<PathBuf> = None,
-        /// With it callers must show a certificate that it has signed.
+        /// With it callers must show a certificate that it has signed. They are told the names of the authorities in it, unless these have
+        /// more than 16 KiB together.
         #[key("tls.client_ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/clients.crt\"")]
         pub client_ca_file: Option<PathBuf> = None,
         /// PEM file: who must have signed the certificates of other workers' HTTP listeners. With it they are asked over TLS when an
@@ -131,9 +142,10 @@ impl TlsAcceptor {
     /// [`TlsError`]: a file that cannot be read, holds nothing of its kind, or does not belong to the others.
     pub fn load(files: &TlsFiles, protocol: &str) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
-        let chain = certificates("tls.cert_file", &files.cert)?;
+        let chain = chain(&files.cert)?;
         let mut all = chain.clone();
-        let key = PrivateKeyDer::from_pem_file(&files.key)
+        let pem = read("tls.key_file", &files.key)?;
+        let key = PrivateKeyDer::from_pem_slice(&pem)
             .map_err(|error| TlsError::new("tls.key_file", &files.key, format!("no private key: {error}")))?;
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
@@ -148,8 +160,11 @@ impl TlsAcceptor {
                     all.push(authority.clone());
                     roots.add(authority).map_err(|error| wrong(&error))?;
                 }
-                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-                builder.with_client_cert_verifier(verifier.map_err(|error| wrong(&error))?)
+                let hints: usize = roots.roots.iter().map(|root| HINT_BYTES + root.subject.len()).sum();
+                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+                let verifier =
+                    if hints > HINTS_BYTES_MAX { verifier.clear_root_hint_subjects() } else { verifier };
+                builder.with_client_cert_verifier(verifier.build().map_err(|error| wrong(&error))?)
             }
         };
         let mut config = builder.with_single_cert(chain, key).map_err(|error| {
@@ -183,12 +198,119 @@ impl TlsAcceptor {
     }
 }
 
+fn read(key: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
+    files::read(path, files::PEM_BYTES_MAX).map_err(|error| TlsError::new(key, path, error))
+}
+
+/// What clients are shown.
+fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    const KEY: &str = "tls.cert_file";
+    let chain = certificates(KEY, path)?;
+    let bytes: usize = chain.iter().map(|certificate| certificate.len()).sum();
+    if bytes > CHAIN_BYTES_MAX {
+        let reason = format!("the chain has {bytes} bytes, at most {CHAIN_BYTES_MAX} are shown to a client");
+        return Err(TlsError::new(KEY, path, reason));
+    }
+    Ok(chain)
+}
+
 fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let wrong = |reason: &dyn ToString| TlsError::new(key, path, reason.to_string());
-    let found = CertificateDer::pem_file_iter(path).map_err(|error| wrong(&error))?;
-    let certificates: Vec<_> = found.collect::<Result<_, _>>().map_err(|error| wrong(&error))?;
+    let found = CertificateDer::pem_slice_iter(&read(key, path)?).collect::<Result<Vec<_>, _>>();
+    let certificates = found.map_err(|error| wrong(&error))?;
     if certificates.is_empty() {
         return Err(wrong(&"no certificate in it"));
     }
     Ok(certificates)
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, KeyPair};
+    use tokio::net::TcpListener;
+    use tokio_rustls::TlsConnector;
+    use tokio_rustls::rustls::ClientConfig;
+    use tokio_rustls::rustls::pki_types::ServerName;
+
+    use super::*;
+
+    struct Files {
+        dir: tempfile::TempDir,
+        key: KeyPair,
+    }
+
+    impl Files {
+        fn new() -> Self {
+            let files = Self { dir: tempfile::tempdir().unwrap(), key: KeyPair::generate().unwrap() };
+            std::fs::write(files.path("key.pem"), files.key.serialize_pem()).unwrap();
+            files
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.dir.path().join(name)
+        }
+
+        /// So many certificates, each with a name of so many bytes.
+        fn write(&self, name: &str, (count, name_bytes): (usize, usize)) {
+            let pem = (0..count).map(|number| {
+                let mut params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+                params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+                let organization = format!("{number:0name_bytes$}");
+                params.distinguished_name.push(DnType::OrganizationName, organization);
+                params.self_signed(&self.key).unwrap().pem()
+            });
+            std::fs::write(self.path(name), pem.collect::<String>()).unwrap();
+        }
+
+        fn load(&self, client_ca: Option<&str>) -> Result<TlsAcceptor, TlsError> {
+            let client_ca = client_ca.map(|name| self.path(name));
+            let files = TlsFiles { cert: self.path("cert.pem"), key: self.path("key.pem"), client_ca };
+            TlsAcceptor::load(&files, "h2")
+        }
+
+        /// What the listener says to a client without a certificate.
+        async fn refusal(&self, acceptor: &TlsAcceptor) -> io::Error {
+            let mut roots = RootCertStore::empty();
+            let pem = std::fs::read(self.path("cert.pem")).unwrap();
+            roots.add(CertificateDer::from_pem_slice(&pem).unwrap()).unwrap();
+            let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+                .with_safe_default_protocol_versions()
+                .unwrap()
+                .with_root_certificates(roots)
+                .with_no_client_auth();
+            let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let connect = async {
+                let socket = TcpStream::connect(address).await.unwrap();
+                let name = ServerName::try_from("localhost").unwrap();
+                let _connected = TlsConnector::from(Arc::new(config)).connect(name, socket).await;
+            };
+            let accept = async { acceptor.accept(listener.accept().await.unwrap().0).await };
+            tokio::join!(connect, accept).1.unwrap_err()
+        }
+    }
+
+    /// Their names fill the field of 64 KiB; rustls aborted the process, for a connect by anybody.
+    #[tokio::test]
+    async fn more_authorities_than_a_client_can_be_told_are_taken() {
+        let files = Files::new();
+        files.write("cert.pem", (1, 8));
+        for named in [(3, 8), (20, 1000), (100, 1000)] {
+            files.write("authorities.pem", named);
+            let acceptor = files.load(Some("authorities.pem")).unwrap();
+            let refusal = files.refusal(&acceptor).await.to_string();
+            assert!(refusal.contains("no certificates"), "{named:?}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn a_chain_that_no_client_takes_is_refused() {
+        let files = Files::new();
+        files.write("cert.pem", (100, 1000));
+        let refusal = files.load(None).unwrap_err().to_string();
+        assert!(refusal.starts_with("tls.cert_file = ") && refusal.contains("at most 65536"), "{refusal}");
+        std::fs::File::create(files.path("cert.pem")).unwrap().set_len(1 << 40).unwrap();
+        let refusal = files.load(None).unwrap_err().to_string();
+        assert!(refusal.starts_with("tls.cert_file = ") && refusal.contains("at most 1048576"), "{refusal}");
+    }
 }

@@ -6,6 +6,7 @@
 //! reference page. Fields without a key are the module's own settings, for its composition and its tests.
 //! Invariant: nothing else in the program knows a key's type, bounds or default.
 
+pub mod files;
 mod key;
 pub mod kind;
 mod machine;

@@ -11,6 +11,18 @@ use super::key::{Problem, Schema};
 /// How alike two names must be (Damerau-Levenshtein, normalised) before one is offered for the other.
 const LIKENESS_MIN: f64 = 0.5;
 
+/// Nothing is offered for what is longer: no name is half as long, and comparing takes the product of both lengths.
+const COMPARED_BYTES_MAX: usize = 100;
+
+/// Nor for what comes after so many problems.
+const OFFERS_MAX: usize = 50;
+
+/// Bytes of a name that a problem repeats.
+const SHOWN_BYTES_MAX: usize = 200;
+
+const UNKNOWN_TABLE: &str = "unknown table";
+const UNKNOWN_KEY: &str = "unknown key";
+
 /// Values by canonical path, problems, warnings.
 pub type Sorted = (BTreeMap<&'static str, Value>, Vec<Problem>, Vec<String>);
 
@@ -38,17 +50,30 @@ fn walk(schema: &Schema, prefix: &str, table: Table, sorted: &mut Sorted) {
             }
             continue;
         }
+        let offers = problems.len() < OFFERS_MAX && path.len() <= COMPARED_BYTES_MAX;
+        let shown = shown(&path);
         match (value, is_table(schema, &path)) {
             (Value::Table(inner), true) => walk(schema, &path, inner, sorted),
             (Value::Table(_), false) => problems.push(Problem {
-                key: format!("[{path}]"),
+                key: format!("[{shown}]"),
                 value: None,
-                allowed: unknown_table(schema, &path),
+                allowed: if offers { unknown_table(schema, &path) } else { UNKNOWN_TABLE.to_owned() },
             }),
-            (value, true) => problems.push(Problem::new(&path, &value, "this is a table, not a value")),
-            (value, false) => problems.push(Problem::new(&path, &value, unknown_key(schema, &path, &name))),
+            (value, true) => {
+                let problem = Problem::new(&path, &value, "this is a table, not a value");
+                problems.push(Problem { key: shown, ..problem });
+            }
+            (value, false) => {
+                let allowed = if offers { unknown_key(schema, &path, &name) } else { UNKNOWN_KEY.to_owned() };
+                problems.push(Problem { key: shown, ..Problem::new(&path, &value, allowed) });
+            }
         }
     }
+}
+
+fn shown(path: &str) -> String {
+    let end = path.floor_char_boundary(SHOWN_BYTES_MAX);
+    format!("{}{}", &path[..end], if end < path.len() { "…" } else { "" })
 }
 
 fn canonical(schema: &Schema, path: &str) -> Option<&'static str> {
@@ -89,7 +114,7 @@ fn nearest<'a>(text: &str, candidates: impl Iterator<Item = &'a str>) -> Option<
 fn unknown_table(schema: &Schema, path: &str) -> String {
     match nearest(path, paths(schema).map(table_of).filter(|table| !table.is_empty())) {
         Some(table) => format!("unknown table, did you mean [{table}]?"),
-        None => "unknown table".to_owned(),
+        None => UNKNOWN_TABLE.to_owned(),
     }
 }
 
@@ -112,6 +137,6 @@ fn unknown_key(schema: &Schema, path: &str, name: &str) -> String {
         .or_else(|| all().find(|known| nearest(name, std::iter::once(leaf_of(known))).is_some()));
     match near {
         Some(known) => format!("unknown key, did you mean {known}?"),
-        None => "unknown key".to_owned(),
+        None => UNKNOWN_KEY.to_owned(),
     }
 }

@@ -1,11 +1,10 @@
 //! The calls of the administration that need more than the service, and its token.
 
-use std::path::Path;
-
 use anyhow::Context as _;
 
 use crate::config::{self, Config};
 use crate::listeners::http::admin::{Control, Token};
+use crate::schema::files;
 
 use super::reload::{Reloaded, Reloader};
 
@@ -32,14 +31,7 @@ impl Control for Reloader {
 /// The token that callers must show, if there is one.
 pub(super) fn token(config: &Config) -> anyhow::Result<Option<Token>> {
     let Some(path) = &config.admin.token_file else { return Ok(config.admin.token.clone()) };
-    let read = || -> anyhow::Result<Token> { Ok(Token::parse(&small_file(path)?)?) };
+    let read =
+        || -> anyhow::Result<Token> { Ok(Token::parse(&files::read_text(path, TOKEN_FILE_BYTES_MAX)?)?) };
     read().map(Some).with_context(|| format!("admin.token_file = {}", path.display()))
-}
-
-fn small_file(path: &Path) -> std::io::Result<String> {
-    let metadata = std::fs::metadata(path)?;
-    if !metadata.is_file() || metadata.len() > TOKEN_FILE_BYTES_MAX {
-        return Err(std::io::Error::other("not a small ordinary file"));
-    }
-    std::fs::read_to_string(path)
 }

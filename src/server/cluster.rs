@@ -12,8 +12,8 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::coordinator::embedded::{ClusterView, EmbeddedCoordinator, KnownNode};
-use crate::listeners::http::Everywhere;
 use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, ClusterNode};
+use crate::listeners::http::{Everywhere, NotExplained};
 use crate::proto::storage_info::StorageStatus;
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 
@@ -25,29 +25,43 @@ const AGE_MAX: Duration = Duration::from_secs(1);
 /// Explanations that are put together at a time, each of some answers of 128 KiB; who asks beyond it waits.
 const EXPLAINING_MAX: usize = 2;
 
+/// Those that wait, too. With 8 s for each at most, the last is answered within the 30 s that a call has, and those that wait leave the listener
+/// its connections, by which the workers ask one another.
+const ASKING_MAX: usize = 6;
+
 /// The latest text.
 #[derive(Debug)]
 pub(super) struct ClusterPage {
     coordinator: EmbeddedCoordinator,
     latest: Mutex<Option<(Instant, Bytes)>>,
     explaining: Arc<Semaphore>,
+    asking: Arc<Semaphore>,
     others: Others,
 }
 
 impl ClusterPage {
     pub(super) fn new(coordinator: EmbeddedCoordinator, others: Others) -> Self {
-        let explaining = Arc::new(Semaphore::new(EXPLAINING_MAX));
-        Self { coordinator, latest: Mutex::default(), explaining, others }
+        let [explaining, asking] = [EXPLAINING_MAX, ASKING_MAX].map(|most| Arc::new(Semaphore::new(most)));
+        Self { coordinator, latest: Mutex::default(), explaining, asking, others }
     }
 
     /// What all workers say of an application; those that tell of it in their heartbeats are asked first.
     pub(super) fn explain(&self, app: &str) -> Everywhere {
         let (coordinator, places) = (self.coordinator.clone(), Arc::clone(&self.explaining));
         let (app, others) = (app.to_owned(), self.others.clone());
+        let asking = Arc::clone(&self.asking).try_acquire_owned();
         async move {
-            let _place = places.acquire_owned().await.map_err(|error| error.to_string())?;
+            let _asking = asking.map_err(|_| {
+                NotExplained::Unavailable(format!("{ASKING_MAX} ask for the like already, try again later"))
+            })?;
+            let _place =
+                places.acquire_owned().await.map_err(|error| NotExplained::Unavailable(error.to_string()))?;
             let trust = others.trust();
-            uniffle_ctl::explain(&app, workers(coordinator.cluster(), &app), trust.as_ref()).await
+            let explained = uniffle_ctl::explain(&app, workers(coordinator.cluster(), &app), trust.as_ref());
+            explained.await.map_err(|unknown| match unknown.silent {
+                0 => NotExplained::Unknown(unknown.to_string()),
+                _ => NotExplained::Unavailable(unknown.to_string()),
+            })
         }
         .boxed()
     }
@@ -145,4 +159,29 @@ fn part(app: &ApplicationInfo, node: &str) -> ClusterApp {
 
 fn unsigned(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus::Registry;
+
+    use crate::budget::Heap;
+    use crate::coordinator::embedded::EmbeddedConfig;
+
+    use super::*;
+
+    /// A hundred that waited held all connections of the listener, also those by which workers ask one another.
+    #[tokio::test]
+    async fn a_few_wait_for_an_explanation_and_the_next_is_told_so() {
+        let coordinator =
+            EmbeddedCoordinator::new(EmbeddedConfig::default(), &Heap::new(64 << 20), &Registry::new());
+        let page = ClusterPage::new(coordinator.unwrap(), Others::default());
+        let mut asking: Vec<_> = (0..ASKING_MAX).map(|_| page.explain("app")).collect();
+        let refused = page.explain("app").await.unwrap_err();
+        assert!(matches!(&refused, NotExplained::Unavailable(why) if why.contains("already")), "{refused:?}");
+        for answer in futures::future::join_all(asking.drain(..)).await {
+            assert!(matches!(answer, Err(NotExplained::Unknown(_))), "{answer:?}");
+        }
+        assert!(matches!(page.explain("app").await, Err(NotExplained::Unknown(_))));
+    }
 }

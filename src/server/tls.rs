@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use anyhow::Context as _;
 use parking_lot::RwLock;
 use uniffle_ctl::Trust;
 
 use crate::config::Config;
 use crate::listeners::tls::{TlsAcceptor, TlsListener};
+use crate::schema::files;
 
 /// `None` where nothing does. Clones share the acceptors, and what others are asked with.
 #[derive(Debug, Clone)]
@@ -24,6 +26,10 @@ pub(super) struct Others(Arc<RwLock<Option<Trust>>>);
 impl Others {
     fn load(config: &Config) -> anyhow::Result<Self> {
         let tls = &config.tls;
+        if let Some(path) = &tls.ca_file {
+            files::read(path, files::PEM_BYTES_MAX)
+                .with_context(|| format!("tls.ca_file = {}", path.display()))?;
+        }
         let own = tls.cert_file.as_deref().zip(tls.key_file.as_deref());
         let trust = tls.ca_file.as_deref().map(|ca| Trust::load(ca, own)).transpose();
         Ok(Self(Arc::new(RwLock::new(trust.map_err(anyhow::Error::msg)?))))

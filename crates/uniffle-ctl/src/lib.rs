@@ -28,6 +28,7 @@ pub use self::arguments::Arguments;
 pub use self::everywhere::{Worker, explain};
 pub use self::http::Trust;
 pub use self::manual::{Shell, complete, manual};
+pub use self::merged::Unknown;
 
 use self::failure::Failure;
 

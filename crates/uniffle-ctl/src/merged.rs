@@ -5,6 +5,7 @@
 //! tell counts as nothing. Invariant: lists and texts are bounded, whatever a worker says.
 
 use std::cmp::Reverse;
+use std::fmt;
 
 use serde_json::{Map, Value, json};
 
@@ -33,6 +34,26 @@ const STAGE_SUMS: [&str; 3] = ["count", "bytes", "total_seconds"];
 /// ... and those of which the largest counts.
 const STAGE_MAXIMA: [&str; 3] = ["median_seconds", "p99_seconds", "longest_seconds"];
 
+/// None of the workers that answer knows an application.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unknown {
+    /// Workers that do not answer, and may know it.
+    pub silent: usize,
+}
+
+impl fmt::Display for Unknown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.silent {
+            0 => f.write_str("no worker knows this application (any more)"),
+            silent => {
+                write!(f, "no worker that answers knows this application; {silent} do not answer")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Unknown {}
+
 /// Explanations that have been put together so far.
 #[derive(Debug, Default)]
 pub(crate) struct Merged {
@@ -54,13 +75,8 @@ pub(crate) struct Merged {
 
 impl Merged {
     /// Why there is nothing to show; none when a worker has told of the application.
-    pub(crate) fn nothing(&self) -> Option<String> {
-        let silent = self.unanswered_count;
-        match self.worker_count {
-            0 if silent == 0 => Some("no worker knows this application (any more)".to_owned()),
-            0 => Some(format!("no worker that answers knows this application; {silent} do not answer")),
-            _ => None,
-        }
+    pub(crate) fn nothing(&self) -> Option<Unknown> {
+        (self.worker_count == 0).then_some(Unknown { silent: self.unanswered_count })
     }
 
     /// A worker does not answer.
@@ -337,9 +353,9 @@ mod tests {
     #[test]
     fn there_is_nothing_when_no_one_knows_it() {
         let mut merged = Merged::default();
-        assert!(merged.nothing().is_some_and(|text| text.starts_with("no worker knows")));
+        assert!(merged.nothing().is_some_and(|it| it.to_string().starts_with("no worker knows")));
         merged.unanswered("a", "");
-        assert!(merged.nothing().is_some_and(|text| text.ends_with("1 do not answer")));
+        assert!(merged.nothing().is_some_and(|it| it.to_string().ends_with("1 do not answer")));
     }
 
     #[test]

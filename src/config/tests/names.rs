@@ -1,7 +1,7 @@
 //! Keys that are misspelt, of older servers, or in another table.
 
 use super::super::sections::NO_EFFECT;
-use super::{only_problem, parse};
+use super::{ConfigError, only_problem, parse};
 
 #[test]
 fn aliases_of_older_servers_are_read() {
@@ -16,6 +16,20 @@ fn unknown_keys_name_the_nearest() {
     assert!(only_problem("[memory_store]\ncapasity = 1").contains("did you mean memory_store.capacity?"));
     assert!(only_problem("[memory_stor]\ncapacity = 1").contains("did you mean [memory_store]?"));
     assert!(only_problem("zzzzqqqqxxxx = 1").ends_with("unknown key"));
+}
+
+/// Comparing one with all known names took 18 s, and each was repeated whole.
+#[test]
+fn names_beyond_all_measure_are_neither_compared_nor_repeated() {
+    let long = "k".repeat(900_000);
+    let problem = only_problem(&format!("{long} = 1"));
+    assert!(problem.len() < 300 && problem.ends_with("unknown key"), "{}", problem.len());
+    let secret = only_problem(&format!("{long}_password = \"hush\""));
+    assert!(!secret.contains("hush"), "{secret}");
+    let many: String = (0..20_000).map(|number| format!("gprc_port{number} = 1\n")).collect();
+    let ConfigError::Invalid { problems, .. } = parse(&many).unwrap_err() else { panic!("not invalid") };
+    let offered = problems.iter().filter(|it| it.to_string().contains("did you mean")).count();
+    assert_eq!((problems.len(), offered), (20_000, 50));
 }
 
 #[test]

@@ -73,7 +73,16 @@ pub trait Node: std::fmt::Debug + Send + Sync {
 }
 
 /// An application's explanation over all workers, or why there is none.
-pub type Everywhere = BoxFuture<'static, Result<serde_json::Value, String>>;
+pub type Everywhere = BoxFuture<'static, Result<serde_json::Value, NotExplained>>;
+
+/// Why an application is not explained over all workers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NotExplained {
+    /// No worker knows it.
+    Unknown(String),
+    /// Workers that may know it do not answer, or too many ask at once.
+    Unavailable(String),
+}
 
 /// What the listener shows.
 #[derive(Debug, Clone)]

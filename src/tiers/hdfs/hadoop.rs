@@ -5,6 +5,8 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
+use crate::schema::files;
+
 /// Whether security is on: `simple` or `kerberos`.
 pub const AUTHENTICATION: &str = "hadoop.security.authentication";
 
@@ -31,14 +33,10 @@ impl HadoopConf {
         let mut found = false;
         for name in FILES {
             let path = directory.join(name);
-            let Ok(metadata) = std::fs::metadata(&path) else { continue };
-            anyhow::ensure!(
-                metadata.len() <= FILE_BYTES_MAX,
-                "{} has {} bytes, at most {FILE_BYTES_MAX} are read",
-                path.display(),
-                metadata.len()
-            );
-            let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+            if std::fs::metadata(&path).is_err() {
+                continue;
+            }
+            let text = files::read_text(&path, FILE_BYTES_MAX).with_context(|| path.display().to_string())?;
             conf.overlay(&parse(&text).with_context(|| path.display().to_string())?);
             found = true;
         }

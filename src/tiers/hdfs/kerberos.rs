@@ -16,6 +16,8 @@ use anyhow::{Context as _, bail, ensure};
 use bytes::Buf as _;
 use hdfs_native::ClientBuilder;
 
+use crate::schema::files;
+
 /// What `hdfs-native` loads.
 const LIBRARY: &str = "libgssapi_krb5.so.2";
 /// Keytabs and ticket caches have a few KiB.
@@ -118,9 +120,7 @@ fn check_keytab(path: &Path, principal: &str) -> anyhow::Result<()> {
 }
 
 fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
-    let length = std::fs::metadata(path)?.len();
-    ensure!(length <= FILE_BYTES_MAX, "it has {length} bytes, at most {FILE_BYTES_MAX} are read");
-    Ok(std::fs::read(path)?)
+    Ok(files::read(path, FILE_BYTES_MAX)?)
 }
 
 /// The file of a cache name; other kinds of caches can only be asked through GSSAPI.

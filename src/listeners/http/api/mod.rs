@@ -16,8 +16,8 @@ use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::Node;
 use super::aside::aside;
+use super::{Node, NotExplained};
 use crate::runtime::Aside;
 use crate::service::{SAMPLE_INTERVAL, Service};
 
@@ -160,7 +160,10 @@ async fn explain_everywhere(State(hooks): State<ApiHooks>, Path(app): Path<Strin
     let Some(explaining) = hooks.node.explain_everywhere(&app) else { return missing(NO_COORDINATOR) };
     match explaining.await {
         Ok(explanation) => fresh(&explanation),
-        Err(why) => missing(&why),
+        Err(NotExplained::Unknown(why)) => missing(&why),
+        Err(NotExplained::Unavailable(why)) => {
+            (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": why }))).into_response()
+        }
     }
 }
 

@@ -15,6 +15,8 @@ use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 use parking_lot::Mutex;
 
+use crate::schema::files;
+
 /// Largest file read; real ones have a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 /// A file system that hangs delays a request by this, then the keys before are used.
@@ -93,7 +95,7 @@ impl FileCredentials {
     /// # Errors
     /// [`CredentialsError`], of keys that have expired too.
     pub(super) fn check(&self) -> Result<(), CredentialsError> {
-        let text = std::fs::read_to_string(&self.path).map_err(|error| self.unreadable(&error))?;
+        let text = files::read_text(&self.path, FILE_BYTES_MAX).map_err(|error| self.unreadable(&error))?;
         let keys = self.parse(&text)?;
         self.unexpired(&keys).map(drop)
     }
@@ -119,10 +121,9 @@ impl FileCredentials {
         if self.state.lock().stamp == Some(stamp) {
             return Ok(());
         }
-        if stamp.bytes > FILE_BYTES_MAX {
-            return Err(self.incomplete("the file is too large to be one of keys"));
-        }
-        let text = tokio::fs::read_to_string(&self.path).await.map_err(|error| self.unreadable(&error))?;
+        let path = self.path.clone();
+        let read = tokio::task::spawn_blocking(move || files::read_text(&path, FILE_BYTES_MAX)).await;
+        let text = read.unwrap_or_else(|error| Err(error.into())).map_err(|error| self.unreadable(&error))?;
         let parsed = self.parse(&text);
         let mut state = self.state.lock();
         state.stamp = Some(stamp);

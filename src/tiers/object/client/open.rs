@@ -16,11 +16,15 @@ use super::open_error::OpenError;
 use super::service::{Patience, Service};
 use super::trust;
 use crate::runtime::Tasks;
+use crate::schema::files;
 use crate::tiers::object::location::{BucketUrl, Endpoint};
 use crate::tiers::object::{Credentials, ObjectConfig, Secret, UploadCheck};
 
 /// Attempts after the first; `object_store.retry_timeout_sec` ends them earlier.
 const RETRIES_MAX: usize = 10;
+
+/// Of the file of a web identity.
+const TOKEN_BYTES_MAX: u64 = 64 << 10;
 /// Between two attempts: random, and longer each time.
 const BACKOFF: BackoffConfig = BackoffConfig {
     init_backoff: Duration::from_millis(100),
@@ -158,7 +162,7 @@ pub fn check_files(config: &ObjectConfig) -> Result<(), OpenError> {
                 .web_identity_token_file
                 .as_ref()
                 .ok_or_else(|| absent("AWS_WEB_IDENTITY_TOKEN_FILE"))?;
-            let read = std::fs::read_to_string(path);
+            let read = files::read_text(path, TOKEN_BYTES_MAX);
             read.map_err(|error| {
                 let reason = format!("AWS_WEB_IDENTITY_TOKEN_FILE = {}: {error}", path.display());
                 OpenError::new("object_store.credentials", reason)

@@ -9,6 +9,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use super::open_error::OpenError;
+use crate::schema::files;
 
 /// Where systems have their authorities: Debian, Fedora, SUSE, Alpine.
 const BUNDLES: [&str; 4] = [
@@ -26,8 +27,8 @@ pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>,
     match ca_file {
         Some(path) => {
             let unusable = |why: String| wrong(format!("{}: {why}", path.display()));
-            let found = CertificateDer::pem_file_iter(path).map_err(|error| unusable(error.to_string()))?;
-            for certificate in found {
+            let pem = files::read(path, files::PEM_BYTES_MAX).map_err(|error| unusable(error.to_string()))?;
+            for certificate in CertificateDer::pem_slice_iter(&pem) {
                 let certificate = certificate.map_err(|error| unusable(error.to_string()))?;
                 roots.add(certificate).map_err(|error| unusable(error.to_string()))?;
             }
