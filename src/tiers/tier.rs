@@ -150,7 +150,7 @@ pub trait TierShuffle: fmt::Debug + Send + Sync {
 
 /// Metadata of one registration of a shuffle that survives the process.
 pub trait MetadataLog: Send + Sync {
-    /// Whether what was recovered outlives power, too: then what is known needs no record.
+    /// Whether what was recovered is wherever a record goes, and outlives power there: then what is known needs none.
     fn is_recovered_durable(&self) -> bool {
         true
     }

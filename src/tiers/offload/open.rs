@@ -105,7 +105,7 @@ impl OffloadTier {
                     }
                 }
             };
-            self.shuffles.insert(key.clone(), Arc::new(Shuffle::new(key, handle, uploads)));
+            self.shuffles.insert(key.clone(), Arc::new(Shuffle::found(key, handle, uploads)));
             shuffles.push(told);
         }
         for (key, bound) in bound {

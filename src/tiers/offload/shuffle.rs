@@ -29,6 +29,9 @@ pub(super) struct Shuffle {
     pub(super) uploads: RwLock<Option<Uploads>>,
     /// The store has all that it said.
     pub(super) is_known_there: AtomicBool,
+    /// A start found it in both. What the process before said on the disks and could not say in the store was acknowledged to nobody,
+    /// and is known all the same.
+    was_in_both: bool,
     /// Partitions that are cold, with bytes of which some are on the disks.
     cold: Mutex<HashSet<PartitionId>>,
     pub(super) cold_bytes: AtomicU64,
@@ -46,11 +49,18 @@ impl Shuffle {
             local,
             uploads: RwLock::new(uploads),
             is_known_there,
+            was_in_both: false,
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
             stops: Mutex::default(),
         }
+    }
+
+    /// One that a start found in both, if that is so.
+    pub(super) fn found(key: ShuffleKey, local: ShuffleHandle, uploads: Option<Uploads>) -> Self {
+        let was_in_both = uploads.is_some();
+        Self { was_in_both, ..Self::new(key, local, uploads) }
     }
 
     /// What a partition has from this place of its stream on cannot be read, and is not moved for now.
@@ -159,8 +169,9 @@ pub(super) struct BothLogs {
 }
 
 impl MetadataLog for BothLogs {
+    /// What is known of the disks alone is not: said again, it is written to both.
     fn is_recovered_durable(&self) -> bool {
-        self.local.is_recovered_durable()
+        !self.shuffle.was_in_both && self.local.is_recovered_durable()
     }
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {

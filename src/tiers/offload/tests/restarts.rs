@@ -323,3 +323,31 @@ async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_th
         }
     }
 }
+
+/// Acknowledged because it is known, it would be missing on the next machine, and nobody would notice.
+#[tokio::test(start_paused = true)]
+async fn a_report_that_got_no_further_than_the_disks_is_written_again_when_it_is_repeated() {
+    let process = Fixture::new().start().await;
+    let (moved, kept) = (key(1), key(2));
+    for key in [&moved, &kept] {
+        process.register(key).await;
+        fill(&process, key, 0..10).await;
+    }
+    process.move_all(&moved).await.unwrap();
+    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
+    process.say(&moved, b"report").await.unwrap_err();
+    let fixture = process.kill().await;
+    fixture.store.heal();
+
+    let process = fixture.start().await;
+    let (_, said) = heard(&process).await;
+    assert_eq!(said[&moved].len(), 2, "the disks have it");
+    process.tier.recovered_durable().await;
+    let needs_none = |key| process.tier.metadata_log(key).unwrap().is_recovered_durable();
+    assert_eq!([&moved, &kept].map(needs_none), [false, true]);
+    process.say(&moved, b"report").await.unwrap();
+
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (_, said) = heard(&process).await;
+    assert_eq!(said[&moved].len(), 2);
+}
