@@ -413,7 +413,7 @@ impl ExtentWrite {
 /// What another machine would not find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Drained {
-    /// Shuffles of which some is only here.
+    /// Shuffles of which some is only here, or may be: in a directory that is missing or could not be read.
     pub shuffles_left: usize,
     /// Their bytes that are on their way.
     pub bytes_left: u64,

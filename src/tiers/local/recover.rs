@@ -57,6 +57,8 @@ pub(super) struct Known {
     pub(super) blind_starts: u32,
     /// Why there may be shuffles that are not known, if this start found that out.
     pub(super) gap: Option<String>,
+    /// Some directory that is here could not be listed.
+    pub(super) has_unread: bool,
 }
 
 impl LocalStore {
@@ -65,7 +67,8 @@ impl LocalStore {
         let started = Instant::now();
         let core = &self.core;
         let Found { shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
-        let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap) };
+        let has_unread = scans.iter().any(|scan| scan.has_unread);
+        let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap), has_unread };
         let absent = known.absent.as_slice();
         let mut by_key: BTreeMap<ShuffleKey, (Option<FoundShuffle>, Vec<FoundDirectory>)> =
             shuffles.into_iter().map(|(key, found)| (key, (Some(found), Vec::new()))).collect();
@@ -137,6 +140,9 @@ impl LocalStore {
             rebuild.read_indexes(found).await;
         }
         rebuild.note_found(&present);
+        if known.has_unread || !known.absent.is_empty() {
+            shuffle.set_out_of_reach();
+        }
         let (recovered, bytes) = rebuild.finish(logged.and_then(|logged| logged.incomplete)).await;
         self.shuffles.insert(key, shuffle);
         (recovered, bytes)
@@ -393,6 +399,7 @@ impl<'a> Rebuild<'a> {
     fn failed(&mut self, disk: &LocalDisk, path: &Path, error: &StoreError) {
         tracing::error!(%error, "cannot be read back");
         disk.note_unread(true);
+        self.shuffle.set_out_of_reach();
         let path = disk.io.root().join(path);
         self.incomplete.get_or_insert_with(|| format!("{} could not be read back", path.display()));
     }

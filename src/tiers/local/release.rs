@@ -72,6 +72,12 @@ impl ShuffleHandle {
         self.shuffle.usage()
     }
 
+    /// Whether there may be more of it, in a directory that was not here at the start or could not be read.
+    #[must_use]
+    pub fn is_partly_out_of_reach(&self) -> bool {
+        self.shuffle.is_partly_out_of_reach()
+    }
+
     /// Tells registrations of a shuffle apart.
     #[must_use]
     pub fn incarnation(&self) -> u64 {

@@ -54,6 +54,8 @@ pub(super) struct Shuffle {
     pub(super) damaged: DamagedBlocks,
     /// Some of it may be on the disks and is not known: its files stay as they are.
     is_partly_unknown: AtomicBool,
+    /// See [`Shuffle::set_out_of_reach`].
+    is_partly_out_of_reach: AtomicBool,
     /// Logs of which everything has been copied, in the order in which that came about.
     pub(super) retired: tokio::sync::Mutex<VecDeque<Retired>>,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
@@ -114,6 +116,7 @@ impl Shuffle {
             failed_reads: FailedReads::default(),
             damaged: DamagedBlocks::default(),
             is_partly_unknown: AtomicBool::new(false),
+            is_partly_out_of_reach: AtomicBool::new(false),
             retired: tokio::sync::Mutex::default(),
             first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
@@ -243,6 +246,16 @@ impl Shuffle {
     /// Some of it may be on the disks and is not known.
     pub(super) fn set_partly_unknown(&self) {
         self.is_partly_unknown.store(true, Ordering::Relaxed);
+    }
+
+    /// See [`Shuffle::set_out_of_reach`].
+    pub(super) fn is_partly_out_of_reach(&self) -> bool {
+        self.is_partly_out_of_reach.load(Ordering::Relaxed)
+    }
+
+    /// Some of it may be in a directory that is not here or could not be read: a later start may find it.
+    pub(super) fn set_out_of_reach(&self) {
+        self.is_partly_out_of_reach.store(true, Ordering::Relaxed);
     }
 
     /// The extent of a partition that begins at `base`, unless it is a hole.

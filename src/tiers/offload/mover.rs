@@ -144,7 +144,9 @@ impl OffloadTier {
             let TierUsage { bytes, .. } = shuffle.local.usage();
             let is_stuck = shuffle.is_stuck(bytes);
             let is_unknown = !shuffle.is_known_there.load(Ordering::Acquire);
-            drained.shuffles_left += usize::from(is_unknown || (bytes > 0 && !is_stuck));
+            // No other machine finds what a later start on this one may.
+            let may_have_more = shuffle.local.is_partly_out_of_reach();
+            drained.shuffles_left += usize::from(is_unknown || may_have_more || (bytes > 0 && !is_stuck));
             *if is_stuck { &mut drained.stuck_bytes } else { &mut drained.bytes_left } += bytes;
         }
         self.metrics.left_bytes.set(clamped(drained.bytes_left));

@@ -3,6 +3,7 @@
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
+use crate::tiers::Drained;
 
 async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
     for id in ids {
@@ -350,4 +351,34 @@ async fn a_report_that_got_no_further_than_the_disks_is_written_again_when_it_is
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (_, said) = heard(&process).await;
     assert_eq!(said[&moved].len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_does_not_end_while_a_directory_is_away_that_may_have_more() {
+    let both = Fixture::new();
+    let process = both.start().await;
+    let (key, later) = (key(1), key(2));
+    process.register(&key).await;
+    fill(&process, &key, 0..1).await;
+    process.kill().await;
+    let is_empty = |disk: &&MemoryDisk| {
+        disk.files().iter().all(|path| path.extension().is_none_or(|extension| extension != "data"))
+    };
+    let disks: Vec<_> = both.disks.iter().filter(is_empty).cloned().collect();
+    assert_eq!(disks.len(), 1, "what was written is on one of two");
+
+    let process = Fixture { disks, ..both.clone() }.start().await;
+    process.register(&later).await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    let left = Drained { shuffles_left: 1, ..Drained::default() };
+    assert_eq!(process.tier.how_far(), left, "of the other one everything is known");
+    process.kill().await;
+
+    let process = both.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..1, 3000));
 }
