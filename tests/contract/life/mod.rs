@@ -107,11 +107,7 @@ fn above_an_object_store_every_acknowledged_and_reported_block_is_readable_or_re
     run_seeds(("OBJECT_LIFE", OBJECT_SEEDS_DEFAULT), Below::Objects, &[OF_DISKS, OF_MOVES]);
 }
 
-/// Of the first 300 seeds two fail, and why is not known yet. 10: two directories are away in turn; a block that was acknowledged, brought to
-/// its disk by an orderly stop and never reported is not there once both are back. 268: a report that was acknowledged after a loss of
-/// power and two starts is not known on the machine that follows a drain.
 #[test]
-#[ignore = "MOVED_LIFE_SEED=10 and 268 fail"]
 fn with_moves_to_an_object_store_every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
     run_seeds(("MOVED_LIFE", MOVED_SEEDS_DEFAULT), Below::Both, &[OF_OBJECTS]);
 }

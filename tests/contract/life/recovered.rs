@@ -39,9 +39,9 @@ impl History {
                 continue;
             }
             // Of directories that went on one without the other, both may have given a place to other blocks. The job is
-            // told to run again.
-            let runs_again =
-                refusal.is_some_and(|refusal| refusal.text().contains("run its application again"));
+            // told to run again, or what was or will be reported of them is lost by name.
+            let runs_again = self.went_on_apart()
+                || refusal.is_some_and(|refusal| refusal.text().contains("run its application again"));
             // With other bytes than were written an extent may be given up.
             let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
             let intact = findings.intact;
@@ -60,6 +60,14 @@ impl History {
             self.tally.refused_results += u64::from(promised.is_refused);
             self.tally.compared_blocks += findings.served;
         }
+    }
+
+    /// Whether directories went on one without the other. Of a shuffle that has moved the store proves all that it said: then its
+    /// results are not refused for that.
+    fn went_on_apart(&self) -> bool {
+        let tiers = self.process().flusher.tiers();
+        let gap = tiers.metadata().filter(|_| self.objects.is_some()).and_then(|tier| tier.metadata_gap());
+        gap.is_some_and(|gap| gap.contains("was used without the others"))
     }
 
     fn knows(&self, key: &ShuffleKey) -> bool {

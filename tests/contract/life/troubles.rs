@@ -19,7 +19,8 @@ impl History {
     pub(super) fn make_trouble(&mut self) {
         let disk = self.rng.random_range(0..self.disks.len());
         match self.rng.random_range(0..100) {
-            0..30 if self.disks.len() > 1 => {
+            // One that was never used is not missed: without it the others would be another machine.
+            0..30 if self.disks.len() > 1 && !self.disks[disk].files().is_empty() => {
                 self.missing = Some(disk);
                 self.excused = true;
             }
@@ -118,7 +119,9 @@ impl History {
         let (disk, intact) =
             self.claim.take().expect("a directory with an intact claim is not refused for it");
         if let Some((path, told)) = claims::told(refusal) {
-            assert_eq!((path, &told), (PathBuf::from(format!("/disk{disk}/{CLAIM}")), &intact), "{refusal}");
+            assert_eq!(path, PathBuf::from(format!("/disk{disk}/{CLAIM}")), "{refusal}");
+            // A claim that was cut before its checksum is a whole one of earlier versions.
+            assert!(told.starts_with(&intact), "{refusal}");
             self.tally.claims_written += 1;
         }
         self.disks[disk].put(Path::new(CLAIM), Some(intact));

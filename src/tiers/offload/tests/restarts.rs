@@ -1,6 +1,7 @@
 //! What a process finds that comes after another: on the same disks, or on others.
 
 use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_wire::index::FILLER_BLOCK_ID;
 
 use super::*;
 use crate::tiers::Drained;
@@ -351,6 +352,35 @@ async fn a_report_that_got_no_further_than_the_disks_is_written_again_when_it_is
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (_, said) = heard(&process).await;
     assert_eq!(said[&moved].len(), 2);
+}
+
+/// The store proves that nothing is missing of what the shuffle said, so its results are not refused: what has lost its place must not
+/// count as there, or it would be lost without a word.
+#[tokio::test(start_paused = true)]
+async fn a_block_whose_place_was_given_twice_is_not_there() {
+    let both = Fixture::new();
+    let only = |at: usize| Fixture { disks: vec![both.disks[at].clone()], ..both.clone() };
+    let process = both.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+    for (disk, first) in [(0, 20), (1, 30)] {
+        let process = only(disk).start().await;
+        fill(&process, &key, first..first + 3).await;
+        process.kill().await;
+    }
+    let process = both.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert!(recovered.shuffles[0].incomplete.is_none() && !recovered.shuffles[0].reason.is_empty());
+    let gap = process.tier.metadata_gap().unwrap();
+    assert!(gap.contains("was used without the others"), "{gap}");
+    let read = process.read(&key, 0).await.unwrap();
+    let served: Vec<u64> =
+        read.keys().filter(|id| **id != FILLER_BLOCK_ID).map(|id| id.unsigned_abs()).collect();
+    assert_eq!(present(&recovered, &key, 0), served);
+    assert_eq!(served.len(), 13, "{served:?}");
 }
 
 #[tokio::test(start_paused = true)]
