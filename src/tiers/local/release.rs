@@ -180,8 +180,9 @@ impl LocalStore {
     async fn remove_empty_logs(&self, shuffle: &Shuffle) -> Result<u64, StoreError> {
         // Looked at in this order: what a settled log has is visible.
         let settled: Vec<_> = shuffle.logs().into_iter().filter(|log| is_removable(log)).collect();
-        let is_empty = |log: &Arc<Log>| shuffle.with_streams(|it| it.in_log(log.slot).extents == 0);
-        let empty: Vec<_> = settled.into_iter().filter(is_empty).collect();
+        // What is a hole now may be there for a later start.
+        let is_left = |log: &Arc<Log>| shuffle.with_streams(|it| it.is_left(log.slot));
+        let empty: Vec<_> = settled.into_iter().filter(is_left).collect();
         // If this is dropped before it is done, the maintenance does it.
         empty.iter().for_each(|log| log.release());
         self.remove_logs(shuffle, empty).await

@@ -73,3 +73,35 @@ async fn what_is_damaged_in_the_middle_of_a_run_is_given_up_once_and_stays_where
     let left = process.read(&key, 0).await.unwrap();
     assert_eq!((0..3100).filter(|id| left.contains_key(id)).count(), 3099, "all but the block");
 }
+
+/// What a disk did not give back for a while is there for the next start.
+#[tokio::test(start_paused = true)]
+async fn a_file_of_which_something_could_not_be_read_stays_when_the_rest_is_moved() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(0, 100..104, 1000), extent(5, 0..4, 1000)]).await;
+    let find = |disk: &MemoryDisk, path: &PathBuf| {
+        let content = disk.content(path)?;
+        let id = 103_i64.to_be_bytes();
+        content
+            .windows(id.len())
+            .position(|it| it == id)
+            .filter(|_| path.extension().is_some_and(|it| it == "index"))
+    };
+    let of = |disk: &MemoryDisk| {
+        disk.files().into_iter().find_map(|path| find(disk, &path).map(|at| (disk.clone(), path, at)))
+    };
+    let (disk, index, at) = process.fixture.disks.iter().find_map(of).unwrap();
+    disk.corrupt(&index, at, 1);
+    for _ in 0..3 {
+        process.read(&key, 0).await.unwrap_err();
+    }
+    process.tier.local.mark_damaged_lost(&key, PartitionId(0)).await.unwrap();
+    process.move_all(&key).await.unwrap();
+    assert_eq!(process.tier.object.uploads(&key).unwrap().end(PartitionId(5)), 4000);
+
+    disk.corrupt(&index, at, 1);
+    let process = process.kill().await.start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(100..104, 1000));
+}
