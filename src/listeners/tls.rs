@@ -226,7 +226,7 @@ fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'st
 
 #[cfg(test)]
 mod tests {
-    use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, KeyPair};
+    use rcgen::{CertificateParams, DnType, KeyPair};
     use tokio::net::TcpListener;
     use tokio_rustls::TlsConnector;
     use tokio_rustls::rustls::ClientConfig;
@@ -254,7 +254,6 @@ mod tests {
         fn write(&self, name: &str, (count, name_bytes): (usize, usize)) {
             let pem = (0..count).map(|number| {
                 let mut params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-                params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
                 let organization = format!("{number:0name_bytes$}");
                 params.distinguished_name.push(DnType::OrganizationName, organization);
                 params.self_signed(&self.key).unwrap().pem()

@@ -128,7 +128,7 @@ mod tests {
         let offset = addresses.places(&maps).positions[0].offset;
         let text = name_addresses(&format!(" {offset:#x}\n0x0 ")).unwrap();
         let lines: Vec<&str> = text.lines().collect();
-        assert!(lines[0].starts_with(&format!("{offset:#x} ")) && lines[0].contains("::job "), "{text}");
+        assert!(lines[0].starts_with(&format!("{offset:#x} ")) && lines[0].contains("job "), "{text}");
         assert!(lines[0].contains("symbols.rs:") && lines.last() == Some(&"0x0 ?"), "{text}");
         assert!(name_addresses("main").unwrap_err().starts_with("main: "));
     }
