@@ -71,8 +71,8 @@ impl Siege {
             // What the adversary reserved and never sends is back before the honest application loses patience.
             memory: "buffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1",
             // Fewer than the attacks open: those that do nothing make room. More than they keep a call on (some 260 over gRPC, and
-            // on a busy machine those of the rounds before): when all have one, the honest one, which pauses, is the one to go.
-            tables: "[grpc]\nmax_connections = 1200\n[tcp]\nmax_connections = 256",
+            // on a busy machine those of the round before): when all have one, the honest one, which pauses, is the one to go.
+            tables: "[grpc]\nmax_connections = 600\n[tcp]\nmax_connections = 256",
             disks: 2,
             wrapper: group.as_ref().map(Group::wrapper).unwrap_or_default(),
             ..Setup::default()
