@@ -103,7 +103,7 @@ impl History {
         let text = error.to_string();
         let is_named = (0..self.disks.len()).any(|disk| text.contains(&format!("/disk{disk}")));
         // What the store alone has cannot be taken over where no directory takes a word of it.
-        let is_any = text.contains("no data directory can be written");
+        let is_any = self.objects.is_some() && text.contains("no data directory can be written");
         assert!(is_named || is_any, "a start is refused without a directory's name: {text}");
         if error.kind == StoreErrorKind::Unclaimed {
             return self.write_claim(&text);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
-use uniffle_client::grpc::{ClientError, ShuffleClient};
+use uniffle_client::grpc::ShuffleClient;
 use uniffle_testkit::clients::{key, local};
 
 use crate::writes::Written;
@@ -23,9 +23,6 @@ const SENDS_PER_READ: usize = 100;
 /// Writes of one shuffle; then there is a new one, so that what is read again stays small.
 const SENDS_PER_SHUFFLE: usize = 500;
 
-/// One of so many sends may be repeated.
-const REPEATED_DIVISOR: usize = 200;
-
 /// Longer than what is asserted of an answer to a question after the health.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -39,8 +36,6 @@ pub(super) struct Honest {
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) sends: usize,
-    /// On another connection, since the one before was closed.
-    repeated: usize,
     took: Vec<Duration>,
 }
 
@@ -74,18 +69,13 @@ impl Honest {
             let task = i64::try_from(self.sends).expect("not so many");
             let began = Instant::now();
             // Its ticket is waited for; with that the send is taken.
-            while let Err(error) = self.written.task(client, task, SEND_BYTES).await {
-                assert!(is_of_the_connection(&error), "an honest send is taken: {error:?}");
-                figures.repeated += 1;
-            }
+            self.written.task(client, task, SEND_BYTES).await.expect("an honest send is taken");
             figures.took.push(began.elapsed());
             if self.sends.is_multiple_of(SENDS_PER_READ) {
                 self.assert_readable(client).await;
             }
             if Instant::now() >= until {
                 figures.sends = figures.took.len();
-                let repeated = figures.repeated;
-                assert!(repeated <= 1 + figures.sends / REPEATED_DIVISOR, "{repeated} of {figures}");
                 return figures;
             }
             sleep(SEND_PAUSE).await;
@@ -94,19 +84,8 @@ impl Honest {
 
     /// Every byte is there.
     pub(super) async fn assert_readable(&self, client: &ShuffleClient) {
-        let mut calls = 0;
-        while let Err(error) = self.written.readable(client).await {
-            calls += 1;
-            assert!(calls < 3 && is_of_the_connection(&error), "what was written is read: {error:?}");
-        }
+        self.written.assert_readable(client).await;
     }
-}
-
-/// Its place was given to another, when all others had a call that got on: as its clients do, the application connects again and repeats
-/// the call.
-fn is_of_the_connection(error: &ClientError) -> bool {
-    use std::error::Error as _;
-    matches!(error, ClientError::Rpc { status, .. } if status.source().is_some())
 }
 
 impl Figures {
@@ -122,11 +101,8 @@ impl Figures {
 impl fmt::Display for Figures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [median, p99, longest] = [50, 99, 100].map(|percent| self.percentile(percent));
-        let (sends, repeated) = (self.sends, self.repeated);
-        write!(
-            f,
-            "{sends} honest sends, {repeated} repeated, median {median:.1?}, 99 % {p99:.1?}, longest {longest:.1?}"
-        )
+        let sends = self.sends;
+        write!(f, "{sends} honest sends, median {median:.1?}, 99 % {p99:.1?}, longest {longest:.1?}")
     }
 }
 

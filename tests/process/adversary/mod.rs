@@ -17,7 +17,6 @@ mod h2;
 mod honest;
 mod owed;
 
-use std::collections::HashMap;
 use std::time::Duration;
 
 use tokio::task::{JoinSet, block_in_place};
@@ -25,7 +24,7 @@ use tokio::time::Instant;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_testkit::say;
 use uniffle_testkit::worker::{Setup, Worker};
-use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::budget::allowance::promised;
 use uniffle_worker::proto::ShuffleServerId;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 
@@ -36,7 +35,6 @@ use crate::writes::{client_of, key};
 
 const CAPACITY_BYTES: u64 = 256_000_000;
 const ALLOWANCE_BYTES: u64 = 256 << 20;
-const CONNECTIONS: &str = "[grpc]\nmax_connections = 600\n[tcp]\nmax_connections = 256";
 /// How long an attack goes on alone.
 const ALONE: Duration = Duration::from_secs(5);
 /// How long all go on together when nothing else is said.
@@ -74,7 +72,7 @@ impl Siege {
             memory: "buffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1",
             // Fewer than the attacks open: those that do nothing make room. More than they keep a call on (some 260 over gRPC, and
             // on a busy machine those of the round before): when all have one, the honest one, which pauses, is the one to go.
-            tables: CONNECTIONS,
+            tables: "[grpc]\nmax_connections = 600\n[tcp]\nmax_connections = 256",
             disks: 2,
             wrapper: group.as_ref().map(Group::wrapper).unwrap_or_default(),
             ..Setup::default()
@@ -118,7 +116,7 @@ impl Siege {
         let poll = format!("the longest poll took {:.1} ms ({of})", poll_seconds * 1000.0);
         say(&format!("adversary, {name}: at most {} MiB resident; {figures}; {health}; {poll}", peak >> 20));
         assert!(poll_seconds <= POLL_SECONDS_MAX, "{name}: {poll}");
-        let promised = promised();
+        let promised = promised(CAPACITY_BYTES);
         assert!(peak <= promised, "{} MiB resident, {} MiB are promised", peak >> 20, promised >> 20);
         assert!(health.longest <= HEALTH_MAX, "{name}: /health/live took {:?}", health.longest);
         self.honest.work(&self.client, Instant::now() + Duration::from_millis(1)).await;
@@ -133,15 +131,6 @@ impl Siege {
             self.worker.stop();
         });
     }
-}
-
-/// What the worker says at its start that clients can make it hold. It is more than with as many connections as it takes by itself.
-fn promised() -> u64 {
-    let text = format!("{CONNECTIONS}\n[memory_store]\ncapacity = \"256M\"");
-    let env = HashMap::new();
-    let config = Config::parse(&text, &env, &Machine::detect(&env)).expect("a configuration");
-    assert_eq!(config.memory.capacity_bytes, CAPACITY_BYTES);
-    config.resident_bytes_max()
 }
 
 fn number(variable: &str) -> Option<u64> {
