@@ -111,7 +111,19 @@ impl Heap {
     /// A heap of `capacity_bytes`.
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
-        let whole = Budget::new(capacity_bytes);
+        Self::of_whole(Budget::new(capacity_bytes))
+    }
+
+    /// As [`Heap::new`]; `return_freed` is called after each `step_bytes` that were charged, before they are held. The memory of
+    /// what was given back may be with the allocator still: when it returns that memory to the system then, no more than the heap
+    /// and a step is resident.
+    #[must_use]
+    pub fn returning(capacity_bytes: u64, step_bytes: u64, return_freed: fn()) -> Self {
+        Self::of_whole(Budget::with_step(capacity_bytes, step_bytes, return_freed))
+    }
+
+    fn of_whole(whole: Budget) -> Self {
+        let capacity_bytes = whole.capacity();
         let kept = whole.child(capacity_bytes / 16 * KEPT_SIXTEENTHS);
         let kinds = HeapKind::ALL.map(|kind| {
             let most = capacity_bytes / 16 * kind.sixteenths();

@@ -36,12 +36,31 @@ enum Leaves {
     Bytes(u64),
 }
 
+/// What is done each time that so much more was charged.
+#[derive(Debug)]
+struct Step {
+    bytes: u64,
+    charged: AtomicU64,
+    then: fn(),
+}
+
+impl Step {
+    /// In the call that charges: what is charged is not held yet.
+    fn count(&self, bytes: u64) {
+        let before = self.charged.fetch_add(bytes, Ordering::Relaxed);
+        if before / self.bytes != before.wrapping_add(bytes) / self.bytes {
+            (self.then)();
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Ledger {
     capacity: u64,
     used: AtomicU64,
     parent: Option<Budget>,
     leaves: Leaves,
+    step: Option<Step>,
     pressure: Notify,
     /// Those that wait until something is given back; counted in the topmost ledger.
     waiting: AtomicUsize,
@@ -49,6 +68,19 @@ struct Ledger {
 }
 
 impl Ledger {
+    fn new(parent: Option<Budget>, capacity: u64, leaves: Leaves) -> Self {
+        Self {
+            capacity,
+            used: AtomicU64::new(0),
+            parent,
+            leaves,
+            step: None,
+            pressure: Notify::new(),
+            waiting: AtomicUsize::new(0),
+            freed: Notify::new(),
+        }
+    }
+
     /// Adds `bytes`, up to `beyond` more than the capacity, or says what is free.
     fn take(&self, bytes: u64, beyond: u64) -> Result<(), u64> {
         let most = self.capacity.saturating_add(beyond);
@@ -106,6 +138,14 @@ impl Budget {
         Self::below(None, capacity_bytes, Leaves::Nothing)
     }
 
+    /// As [`Budget::new`], and calls `then` each time that `step_bytes` more were charged, whatever was given back meanwhile:
+    /// after they were charged, before they are held.
+    #[must_use]
+    pub fn with_step(capacity_bytes: u64, step_bytes: u64, then: fn()) -> Self {
+        let step = Step { bytes: step_bytes.max(1), charged: AtomicU64::new(0), then };
+        Self(Arc::new(Ledger { step: Some(step), ..Ledger::new(None, capacity_bytes, Leaves::Nothing) }))
+    }
+
     /// A part of this budget: what it is charged, this one is charged too. The parts may together be more than the whole;
     /// then the whole is what ends first.
     #[must_use]
@@ -127,15 +167,7 @@ impl Budget {
     }
 
     fn below(parent: Option<Self>, capacity: u64, leaves: Leaves) -> Self {
-        Self(Arc::new(Ledger {
-            capacity,
-            used: AtomicU64::new(0),
-            parent,
-            leaves,
-            pressure: Notify::new(),
-            waiting: AtomicUsize::new(0),
-            freed: Notify::new(),
-        }))
+        Self(Arc::new(Ledger::new(parent, capacity, leaves)))
     }
 
     /// This ledger and those above it, to the topmost.
@@ -206,7 +238,14 @@ impl Budget {
             self.give_back(bytes);
             return Err(NoCapacity { asked: bytes, free: self.free() });
         }
+        self.count(bytes);
         Ok(())
+    }
+
+    fn count(&self, bytes: u64) {
+        if let Some(step) = self.path().last().and_then(|top| top.step.as_ref()) {
+            step.count(bytes);
+        }
     }
 
     fn check_left(&self, bytes: u64) -> Result<(), NoCapacity> {
@@ -257,6 +296,7 @@ impl Budget {
     /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere.
     pub fn force_charge(&self, bytes: u64) -> Charge {
         self.force(bytes);
+        self.count(bytes);
         Charge { budget: self.clone(), bytes }
     }
 
@@ -401,6 +441,23 @@ mod tests {
         assert!(budget.try_charge(1).is_err());
         drop(over);
         assert!(budget.try_charge(10).is_ok());
+    }
+
+    #[test]
+    fn every_step_of_what_is_charged_is_told_whatever_was_given_back() {
+        static STEPS: AtomicUsize = AtomicUsize::new(0);
+        let steps = || STEPS.load(Ordering::Relaxed);
+        let whole = Budget::with_step(100, 50, || drop(STEPS.fetch_add(1, Ordering::Relaxed)));
+        let part = whole.child(60);
+        for charged in 0..10 {
+            drop(part.try_charge(10).unwrap());
+            assert_eq!(steps(), (charged + 1) / 5);
+        }
+        assert!(part.try_charge(61).is_err());
+        assert_eq!(steps(), 2, "what is refused is not charged");
+        let mut held = part.force_charge(45);
+        held.try_grow(5).unwrap();
+        assert_eq!(steps(), 3);
     }
 
     #[test]

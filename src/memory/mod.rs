@@ -88,6 +88,11 @@ use region::Region;
 use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
 
 use crate::metrics::clamped;
+use crate::profile::allocator::return_freed;
+
+/// Bytes that the allocator may keep of what was freed of the heap, and steps of charges in which that is looked at. Both are
+/// in the base of `budget::allowance`.
+const FREED_BYTES_MAX: u64 = 8 << 20;
 
 /// All shuffle data in memory.
 #[derive(Debug)]
@@ -158,7 +163,7 @@ impl Memory {
             table,
             file,
         });
-        let heap = Heap::new(config.heap_bytes);
+        let heap = Heap::returning(config.heap_bytes, FREED_BYTES_MAX, || return_freed(FREED_BYTES_MAX));
         let lists = Arc::new(Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
         if let Some(kept) = &kept {
             if kept.table.was_used() {
