@@ -98,6 +98,8 @@ pub struct Worker {
     started_ms: i64,
     listeners: Tasks,
     background: Tasks,
+    /// What speaks HTTP: listeners, and what pushes metrics. It has seconds to end, for which no caller for data is to wait.
+    http: Tasks,
     /// The listeners once more, so that they outlive the listeners' own for a successor.
     held: Inherited,
     grpc_handover: Handover,
@@ -146,7 +148,7 @@ impl Worker {
         let ip = advertised_ip(config).await?;
         let registry = crate::metrics::registry()?;
         let listeners = Tasks::new();
-        let background = listeners.sibling();
+        let (background, http) = (listeners.sibling(), listeners.sibling());
         let gauges = ProcessGauges {
             runtime: RuntimeMetrics::new(listeners.clone(), &registry)?,
             allocator: AllocatorMetrics::new(&registry)?,
@@ -189,6 +191,7 @@ impl Worker {
             started_ms: unix_ms(),
             listeners,
             background,
+            http,
             held,
             grpc_handover: Handover::default(),
             tcp_handover: Handover::default(),
@@ -271,9 +274,9 @@ impl Worker {
         if let Some(gateway) = &config.push.endpoint {
             let instance = self.server_id();
             let (registry, node) = (self.registry.clone(), Arc::clone(&node));
-            Pusher::start(&config.push, gateway, &instance, registry, node, &self.background)?;
+            Pusher::start(&config.push, gateway, &instance, registry, node, &self.http)?;
         }
-        let profiles = http::debug::routes(self.background.clone());
+        let profiles = http::debug::routes(self.http.clone());
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
         self.open_http(config, binding, (metrics, node, &profiles))?;
         if let Some(listener) = sockets.admin {
@@ -305,7 +308,7 @@ impl Worker {
         let mounted = api.merge(java).merge(open_profiles);
         let pages =
             Pages { registry: self.registry.clone(), metrics, mounted, node, aside, ready: Aside::new(1) };
-        HttpServer::start(config.http, binding, pages, &self.background)?;
+        HttpServer::start(config.http, binding, pages, &self.http)?;
         Ok(())
     }
 
@@ -314,7 +317,7 @@ impl Worker {
         let hooks = AdminHooks { service: Arc::clone(&self.service), control };
         let mounted = http::debug::admin_routes(profiles).merge(tiers::admin_routes(self.service.tiers()));
         let token = admin::token(config)?;
-        AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
+        AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.http)?;
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::sync::mpsc;
@@ -12,7 +12,7 @@ use crate::config::{Config, startup_banner};
 use crate::memory::InMemory;
 use crate::metrics::clamped;
 
-use super::sockets::Inherited;
+use super::sockets::{Inherited, now_ms};
 use super::stop::LeftMemory;
 use super::successor::{Rehearsed, Successor};
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
@@ -111,7 +111,6 @@ async fn hand_over(
     plan: Plan,
     mut kept: Vec<Box<dyn DiskLock>>,
 ) -> Ended {
-    let gap_began_ms = now_ms();
     let store = worker.service().tiers().find::<LocalStore>();
     let deadline = worker.flush_timeout.max(READY_DEADLINE_MIN);
     let stopped = worker.hand_over(plan.memory).await;
@@ -124,7 +123,7 @@ async fn hand_over(
         );
     }
     let until_exec = Some(stopped.memory).filter(|_| !plan.is_beside);
-    let mut sockets = Inherited { gap_began_ms: Some(gap_began_ms), until_exec, ..stopped.sockets };
+    let mut sockets = Inherited { until_exec, ..stopped.sockets };
     if plan.memory == LeftMemory::Empty {
         // What it makes anew has another lifetime, and the size that it is configured with.
         sockets.memory = None;
@@ -317,11 +316,6 @@ fn write_ready_file(path: &Path, addresses: Addresses, upgrade_gap_ms: Option<u6
     let beside = path.with_extension("tmp");
     std::fs::write(&beside, format!("{line}\n"))?;
     std::fs::rename(beside, path)
-}
-
-fn now_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[expect(clippy::print_stdout, reason = "the banner is for the person who started the worker")]

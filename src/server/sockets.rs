@@ -14,6 +14,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use listenfd::ListenFd;
@@ -85,6 +86,12 @@ pub(super) const GAP_BEGAN: &str = "WORKER_UPGRADE_BEGAN_MS";
 pub(super) const LET_GO: &str = "WORKER_LET_GO";
 /// Name of [`Inherited::keeper`].
 pub(super) const KEEPER: &str = "keeper";
+
+/// For [`Inherited::gap_began_ms`].
+pub(super) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
 
 impl Inherited {
     /// Takes what `LISTEN_FDS` of `env` passes to this process. Call it once and before there are threads, since it

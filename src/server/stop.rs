@@ -9,7 +9,8 @@
 //! A worker lets go for a successor only when its memory is empty and no send can be acknowledged any more, which can
 //! still be taken back; from there on nothing can be lost by it. Where the successor takes over what is in memory, no call
 //! is refused: what is being written is waited for while everything goes on, then the listeners close, sends that had begun are
-//! acknowledged, and all others wait in their sockets for the successor.
+//! acknowledged, and all others wait in their sockets for the successor. What speaks HTTP ends before the listeners close for a
+//! successor: it has seconds for that, in which data is served.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +22,7 @@ use crate::memory::{InMemory, Memory};
 use crate::service::Stopping;
 
 use super::kept::Outlives;
-use super::sockets::Inherited;
+use super::sockets::{Inherited, now_ms};
 use super::{Worker, tickets};
 
 /// How long what has begun on connections may take to end after the listeners were told to close.
@@ -104,11 +105,15 @@ impl Worker {
             None => true,
         };
         if rests {
-            let memory = Arc::clone(&self.memory);
-            // Without it the end takes longer.
-            let _unlinked = tokio::task::spawn_blocking(move || memory.unlink_pages()).await;
+            self.unlink_pages().await;
         }
         rests
+    }
+
+    /// Without it the end takes longer.
+    async fn unlink_pages(&self) {
+        let memory = Arc::clone(&self.memory);
+        let _unlinked = tokio::task::spawn_blocking(move || memory.unlink_pages()).await;
     }
 
     /// It did not come to a handover: tickets and sends are taken as before.
@@ -122,13 +127,28 @@ impl Worker {
     /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before, or
     /// [`Worker::prepare_to_pass_on`] where it takes over `memory`.
     pub(super) async fn hand_over(self, memory: LeftMemory) -> Stopped {
+        self.end_http().await;
+        if memory == LeftMemory::PassedOn {
+            // Meanwhile data was served, out of pages and into them.
+            self.unlink_pages().await;
+        }
+        let gap_began_ms = Some(now_ms());
         self.grpc_handover.begin();
         self.tcp_handover.begin();
         let deadline = Instant::now() + self.flush_timeout;
         let promised = Arc::clone(&self.memory);
         let mut stopped = self.end(deadline, memory).await;
-        stopped.sockets.tickets = tickets::passed_on(&promised);
+        stopped.sockets =
+            Inherited { gap_began_ms, tickets: tickets::passed_on(&promised), ..stopped.sockets };
         stopped
+    }
+
+    /// Ends what speaks HTTP. What has begun there, be it half a request, has its time; what comes waits for the successor.
+    async fn end_http(&self) {
+        self.http.cancel();
+        if timeout(CANCEL_DEADLINE, self.http.drained()).await.is_err() {
+            tracing::warn!(tasks = self.http.running(), "requests over HTTP did not end");
+        }
     }
 
     /// Flushes until memory is empty and no more sends are expected, at the latest until `deadline`.
@@ -169,8 +189,11 @@ impl Worker {
             LeftMemory::PassedOn => self.service.ingest.refuse_sends(),
         }
         self.background.cancel();
-        if timeout(CANCEL_DEADLINE, self.background.drained()).await.is_err() {
-            tracing::warn!(tasks = self.background.running(), "background tasks did not end in time");
+        self.http.cancel();
+        let ended = async { tokio::join!(self.background.drained(), self.http.drained()) };
+        if timeout(CANCEL_DEADLINE, ended).await.is_err() {
+            let tasks = self.background.running() + self.http.running();
+            tracing::warn!(tasks, "background tasks did not end in time");
         }
         let unflushed = match memory {
             LeftMemory::Empty => self.memory.contents(),
@@ -182,7 +205,7 @@ impl Worker {
         let mut sockets = std::mem::take(&mut self.held);
         sockets.grpc_connections.extend(self.grpc_handover.take());
         sockets.tcp_connections.extend(self.tcp_handover.take());
-        let tasks_left = self.listeners.running() + self.background.running();
+        let tasks_left = self.listeners.running() + self.background.running() + self.http.running();
         Stopped { tasks_left, unflushed, flushed_bytes, sockets, memory: Arc::clone(&self.memory) }
     }
 
@@ -198,4 +221,52 @@ pub(super) enum LeftMemory {
     Empty,
     /// A successor takes it over.
     PassedOn,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeSet, HashMap};
+
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpStream;
+    use uniffle_testkit::eventually;
+
+    use super::*;
+    use crate::config::{Config, Machine};
+    use crate::runtime::Tasks;
+
+    const CONFIG: &str = "store_type = \"MEMORY\"\nbind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\n\
+                          [memory_store]\ncapacity = \"64M\"\n[admin]\nport = 0\n\
+                          [metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n";
+
+    /// Tasks that speak HTTP.
+    fn speaking(tasks: &Tasks) -> BTreeSet<&'static str> {
+        let names = tasks.list().into_iter().map(|task| task.name);
+        names
+            .filter(|name| name.contains("http") || name.contains("admin") || name.contains("push"))
+            .collect()
+    }
+
+    /// Every caller waited a second for half a request over HTTP.
+    #[tokio::test]
+    async fn what_speaks_http_has_ended_when_the_listeners_close_for_a_successor() {
+        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
+        let environment = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
+        let worker = Worker::start(&Config::parse(CONFIG, &environment, &machine).unwrap()).await.unwrap();
+        let tasks = worker.listeners.clone();
+        let mut asking = TcpStream::connect(worker.addresses().http).await.unwrap();
+        asking.write_all(b"GET / HTT").await.unwrap();
+        let all = BTreeSet::from(["admin accept", "http accept", "http connection", "metrics push"]);
+        let is_taken =
+            || if speaking(&tasks) == all { Ok(()) } else { Err(format!("{:?}", speaking(&tasks))) };
+        eventually("the request has begun", is_taken).await;
+        let closing = async {
+            tasks.closing().await;
+            speaking(&tasks)
+        };
+        let (stopped, left) = tokio::join!(worker.hand_over(LeftMemory::PassedOn), closing);
+        assert_eq!(left, BTreeSet::new());
+        assert_eq!(stopped.tasks_left, 0);
+        assert!(stopped.sockets.gap_began_ms.is_some());
+    }
 }
