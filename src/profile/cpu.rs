@@ -12,6 +12,7 @@ use uniffle_sampler::{Error, Sampling, UnresolvedReport};
 use super::job::{Job, Kind, Samples, Stack, What};
 use super::maps::{Addresses, Maps};
 use super::{Format, ProfileError, Turn, child, in_background};
+use crate::runtime::Tasks;
 
 /// How long a profile may take.
 pub const SECONDS: RangeInclusive<u64> = 1..=300;
@@ -25,7 +26,8 @@ pub const FREQUENCY_DEFAULT: u32 = 99;
 /// Samples of one profile. The profiler keeps each stack that differs in a kilobyte and more.
 const SAMPLES_MAX: u64 = 16_384;
 
-/// Samples for `duration`, then renders. Dropping the future ends the profile.
+/// Samples for `duration`, then renders. Dropping the future ends the profile, and as long as anything is sampled one of `tasks` has
+/// not ended: the timer outlives an exec of the process, and its signal would end the next program.
 ///
 /// # Errors
 /// [`ProfileError::Busy`] while another one runs.
@@ -33,14 +35,18 @@ pub async fn profile(
     turn: &Turn,
     duration: Duration,
     (frequency, format): (u32, Format),
+    tasks: &Tasks,
 ) -> Result<Vec<u8>, ProfileError> {
     let processors = available_parallelism().map_or(1, NonZero::get);
     let frequency = bounded(frequency, duration, processors as u64);
-    let running = in_background(turn, move || Sampling::start(frequency).map_err(failed)).await?;
+    let counted = tasks.token();
+    // Dropped in this order.
+    let begin = move || Ok((Sampling::start(frequency).map_err(failed)?, counted));
+    let running = in_background(turn, begin).await?;
     sleep(duration).await;
     in_background(turn, move || {
-        let report = running.report().map_err(failed)?;
-        // Before functions are named, which takes long: the timer would outlive an exec of the process.
+        let report = running.0.report().map_err(failed)?;
+        // Before functions are named, which takes long.
         drop(running);
         child::made(&job(report, format))
     })
@@ -91,7 +97,20 @@ fn failed(error: Error) -> ProfileError {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Turns;
     use super::*;
+
+    #[tokio::test]
+    async fn a_profile_whose_client_has_gone_counts_as_long_as_anything_is_sampled() {
+        let (tasks, turn) = (Tasks::new(), Turns::new().try_take().unwrap());
+        let how = (1, Format::Protobuf);
+        let mut asked = Box::pin(profile(&turn, Duration::from_secs(300), how, &tasks));
+        assert!(futures::poll!(&mut asked).is_pending());
+        assert_eq!(tasks.running(), 1, "it begins");
+        drop(asked);
+        tasks.drained().await;
+        drop(Sampling::start(1).unwrap());
+    }
 
     #[test]
     fn a_long_profile_of_many_processors_samples_less_often() {

@@ -25,6 +25,7 @@ use parking_lot::Mutex;
 use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 pub use self::aside::Aside;
 pub use self::metrics::RuntimeMetrics;
@@ -149,6 +150,11 @@ impl Tasks {
     pub fn cancel(&self) {
         self.close.cancel();
         self.cancel.cancel();
+    }
+
+    /// Counts as a task that has not ended until it is dropped: for work on a thread, which the group is to wait for.
+    pub fn token(&self) -> TaskTrackerToken {
+        self.tracker.token()
     }
 
     /// Tasks that have not ended, of this group and of all its children and parents.

@@ -70,7 +70,7 @@ async fn cpu_profile(
     };
     deadline.extend(request.duration);
     let how = (request.frequency, request.format);
-    answer("cpu", request.format, cpu::profile(&turn, request.duration, how).await)
+    answer("cpu", request.format, cpu::profile(&turn, request.duration, how, &profiles.running).await)
 }
 
 async fn heap_profile(State(profiles): State<Profiles>, RawQuery(query): RawQuery) -> Response {
