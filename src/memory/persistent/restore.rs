@@ -253,8 +253,9 @@ impl Leftover {
         let mut wanted: Vec<Wanted> = Vec::with_capacity(found.len());
         found.iter().for_each(|(at, row)| wanted.extend(self.wanted(*at, row)));
         drop(found);
-        let mut segments = claim(self.table.region(), &wanted, budget);
-        let places = adopt(&mut segments, &wanted);
+        let pieces = pieces(&wanted);
+        let mut segments = claim(self.table.region(), &pieces, budget);
+        let places = adopt(&mut segments, &wanted, &pieces);
         segments.iter_mut().for_each(Segment::close);
         let mut kept = Kept::new(Arc::clone(named), partition);
         let (mut blocks, mut rows) = (Vec::with_capacity(wanted.len()), 0);
@@ -352,14 +353,24 @@ impl Wanted {
 /// Slices of a block whose pieces do not follow each other, each with the number of its piece before.
 type Numbered = SmallVec<[(usize, Slice); 2]>;
 
-/// Claims the pieces of the region that `wanted` lie in, in the order of their places. What another partition has is left out.
-fn claim(region: &Arc<Region>, wanted: &[Wanted], budget: &Budget) -> Vec<Segment> {
-    let mut units: Vec<Range<usize>> = Vec::with_capacity(wanted.len());
-    wanted.iter().for_each(|block| units.extend(block.extents().map(|extent| units_of(&extent))));
-    units.sort_unstable_by_key(|range| range.start);
+/// A piece of the region, which block it is of, and which piece of that.
+type Piece = (Extent, usize, usize);
+
+/// Those that `wanted` lie in, in the order of their places.
+fn pieces(wanted: &[Wanted]) -> Vec<Piece> {
+    let mut pieces = Vec::with_capacity(wanted.len());
+    for (block, it) in wanted.iter().enumerate() {
+        pieces.extend(it.extents().enumerate().map(|(number, extent)| (extent, block, number)));
+    }
+    pieces.sort_unstable();
+    pieces
+}
+
+/// Claims what `pieces` lie in, in the same order. What another partition has is left out.
+fn claim(region: &Arc<Region>, pieces: &[Piece], budget: &Budget) -> Vec<Segment> {
     let mut segments = Vec::new();
     let mut from = 0;
-    for run in merged(units) {
+    for run in merged(pieces.iter().map(|(extent, ..)| units_of(extent))) {
         from = run.start.max(from);
         while from < run.end {
             let bytes = piece_at(from, run.end);
@@ -379,7 +390,7 @@ fn units_of(extent: &Extent) -> Range<usize> {
 }
 
 /// Ranges without overlaps, neighbours as one; `ranges` are sorted by their starts.
-fn merged(ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
+fn merged(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
     let mut merged: Vec<Range<usize>> = Vec::new();
     for range in ranges {
         match merged.last_mut() {
@@ -398,18 +409,13 @@ fn piece_at(from: usize, end: usize) -> usize {
 }
 
 /// Takes the bytes of each block out of `segments`, in the order of their places; none of a block whose bytes are not all its own.
-fn adopt(segments: &mut [Segment], wanted: &[Wanted]) -> Vec<Option<Place>> {
+fn adopt(segments: &mut [Segment], wanted: &[Wanted], pieces: &[Piece]) -> Vec<Option<Place>> {
     let starts = starts(segments);
-    let mut pieces: Vec<(Extent, usize, usize)> = Vec::with_capacity(wanted.len());
-    for (block, it) in wanted.iter().enumerate() {
-        pieces.extend(it.extents().enumerate().map(|(number, extent)| (extent, block, number)));
-    }
-    pieces.sort_unstable();
     let mut places: Vec<Option<Place>> = Vec::new();
     places.resize_with(wanted.len(), || None);
     let mut scattered: HashMap<usize, Option<Numbered>> = HashMap::new();
     let mut near = 0;
-    for (extent, block, number) in pieces {
+    for (extent, block, number) in pieces.iter().copied() {
         near = segment_of(segments, near, extent);
         if wanted[block].has_one_piece()
             && let Some(at) = place_in_chain(&starts, segments, (near, extent))
