@@ -447,7 +447,7 @@ mod tests {
     fn every_step_of_what_is_charged_is_told_whatever_was_given_back() {
         static STEPS: AtomicUsize = AtomicUsize::new(0);
         let steps = || STEPS.load(Ordering::Relaxed);
-        let whole = Budget::with_step(100, 50, || drop(STEPS.fetch_add(1, Ordering::Relaxed)));
+        let whole = Budget::with_step(100, 50, || _ = STEPS.fetch_add(1, Ordering::Relaxed));
         let part = whole.child(60);
         for charged in 0..10 {
             drop(part.try_charge(10).unwrap());
