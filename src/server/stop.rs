@@ -10,7 +10,7 @@
 //! still be taken back; from there on nothing can be lost by it. Where the successor takes over what is in memory, no call
 //! is refused: what is being written is waited for while everything goes on, then the listeners close, sends that had begun are
 //! acknowledged, and all others wait in their sockets for the successor. What speaks HTTP ends before the listeners close for a
-//! successor: it has seconds for that, in which data is served.
+//! successor: it has seconds for that, in which data is served. Removals from disks cease then.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +20,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::memory::{InMemory, Memory};
 use crate::service::Stopping;
+use crate::tiers::LocalStore;
 
 use super::kept::Outlives;
 use super::sockets::{Inherited, now_ms};
@@ -29,6 +30,8 @@ use super::{Worker, tickets};
 const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
 /// What a task may take to see that it was cancelled.
 const CANCEL_DEADLINE: Duration = Duration::from_secs(15);
+/// How long a part of a removal may take, which takes milliseconds where the disk does not hang.
+const PART_DEADLINE: Duration = Duration::from_secs(2);
 /// Time for what came in while the listeners closed, if the flush before has used up all of its own.
 const LAST_FLUSH: Duration = Duration::from_secs(5);
 /// A client that has a ticket sends at once; one that does not is not waited for any longer.
@@ -127,7 +130,7 @@ impl Worker {
     /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before, or
     /// [`Worker::prepare_to_pass_on`] where it takes over `memory`.
     pub(super) async fn hand_over(self, memory: LeftMemory) -> Stopped {
-        self.end_http().await;
+        tokio::join!(self.end_http(), self.cease_removals());
         if memory == LeftMemory::PassedOn {
             // Meanwhile data was served, out of pages and into them.
             self.unlink_pages().await;
@@ -141,6 +144,14 @@ impl Worker {
         stopped.sockets =
             Inherited { gap_began_ms, tickets: tickets::passed_on(&promised), ..stopped.sockets };
         stopped
+    }
+
+    /// What is left in the trash of local disks is the successor's to remove.
+    async fn cease_removals(&self) {
+        let Some(local) = self.service.tiers().find::<LocalStore>() else { return };
+        if timeout(PART_DEADLINE, local.cease_removals()).await.is_err() {
+            tracing::warn!("a part of a removal from a disk did not end");
+        }
     }
 
     /// Ends what speaks HTTP. What has begun there, be it half a request, has its time; what comes waits for the successor.

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use rand::Rng;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::config::LocalConfig;
@@ -57,6 +58,8 @@ pub(super) struct LocalDisk {
     completed_calls: AtomicU64,
     /// Who deletes.
     pub(super) removals: Semaphore,
+    /// Cancelled when no more is to be deleted by this process.
+    pub(super) removals_cease: CancellationToken,
     /// Something of an earlier process could not be read back, so nothing unknown may be swept away.
     has_unread: AtomicBool,
     mount: Mount,
@@ -99,6 +102,7 @@ impl LocalDisk {
             reads: ReadShare::new(0),
             hints: Arc::new(Semaphore::new(1)),
             removals: Semaphore::new(1),
+            removals_cease: CancellationToken::new(),
             label: io.root().display().to_string(),
             io,
             uuid,

@@ -45,6 +45,12 @@ impl LocalStore {
         self.remove_files(app).await;
     }
 
+    /// For a process that makes way for another: begins no part of a removal any more, and waits for those under way. What was
+    /// forgotten is noted as such, and the rest of it is the successor's to remove.
+    pub async fn cease_removals(&self) {
+        join_all(self.core.disks.iter().map(|disk| disk.cease_removals())).await;
+    }
+
     /// [`LocalStore::run_deletes`] of all disks.
     async fn run_pending_deletes(&self, app: Option<&AppId>) {
         self.note_purges().await;
@@ -61,6 +67,9 @@ impl LocalStore {
         let Some(mut work) = self.deletes[disk.index].begin(app) else { return };
         while let Some(mut emptied) = work.take(is_ready) {
             while let Some(shuffle) = work.next() {
+                if disk.removals_cease.is_cancelled() {
+                    return;
+                }
                 // Removals on a bad disk hang: they wait for a probe that succeeds.
                 let is_removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
                 if is_removed {
@@ -78,7 +87,9 @@ impl LocalStore {
 
     async fn try_remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> bool {
         let result = self.remove(shuffle, disk).await;
-        if let Err(error) = &result {
+        if let Err(error) = &result
+            && !disk.removals_cease.is_cancelled()
+        {
             tracing::warn!(disk = %disk.label, shuffle = %shuffle.key, error = %error, "removal failed, will be tried again");
             self.core.metrics.deletion_failed.inc();
             disk.note(error);

@@ -113,3 +113,29 @@ async fn p5_a_read_that_a_purge_overtakes_is_not_held_against_the_disk() {
         assert_nothing_left(&store, &[disk]).await;
     }
 }
+
+/// An upgrade would have waited for all of it with its listeners closed.
+#[tokio::test(start_paused = true)]
+async fn a_process_that_makes_way_leaves_the_rest_of_a_removal_to_its_successor() {
+    let (disk, store, key) = large_log().await;
+    let writing = InFlight::begin(&store.core.disks[0], 1);
+    let mut purge = Box::pin(store.purge(&key));
+    for _ in 0..10_000 {
+        if left(&disk) <= 32 {
+            break;
+        }
+        assert!((&mut purge).now_or_never().is_none(), "it pauses after the first part");
+        tokio::task::yield_now().await;
+    }
+    let began = Instant::now();
+    tokio::join!(store.cease_removals(), purge);
+    assert_eq!((left(&disk), began.elapsed()), (32, Duration::ZERO), "nothing more, at once");
+    assert_eq!(store.core.metrics.deletion_failed.get(), 0, "that is no failure");
+    store.purge_app(&key.app).await;
+    assert_eq!(left(&disk), 32, "nor later");
+    drop((writing, store));
+    let successor = open(vec![disk.disk()]).await.unwrap();
+    assert_eq!(left(&disk), 0, "it empties the trash");
+    successor.purge_app(&key.app).await;
+    assert_nothing_left(&successor, &[disk]).await;
+}
