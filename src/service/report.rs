@@ -3,6 +3,10 @@
 //! A report is on the device before it is taken and acknowledged: what reducers are told to expect outlives process and
 //! power, or their results would be short without an error. Where that is not proven after a start, results are refused.
 //!
+//! Partitions outside the registered ranges are taken like others, as Java's server takes them
+//! (`ShuffleBlockIdManager.addFinishedBlockIds` looks at no range): who reports some is told them again, and nothing else. They
+//! are paid for like all, from the heap and the quotas of ids.
+//!
 //! A report is taken as a whole or not at all: what it costs is paid before it is written down ([`ReportCost::pay`]),
 //! and entering what is paid for is refused by nothing.
 
