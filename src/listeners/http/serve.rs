@@ -4,6 +4,9 @@
 //! timeout, accept to last byte: that bounds slow writers and slow readers alike, and scrapes are too rare for keep-alive
 //! to matter. A request that is asked to take long (a profile) moves its [`Deadline`].
 //!
+//! What hyper cannot parse it answers itself, with 400, 414 or 431 and no body: it offers no hook for a text (hyper 1.12,
+//! `on_error` of `proto/h1/role.rs`), and why is in the log at debug.
+//!
 //! Invariant: requests hold all places but [`SPARE_PLACES`]; these are for heads that are being read and for questions
 //! after the health, which wait for nothing. So a full listener still says that the worker lives.
 
