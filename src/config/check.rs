@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::sections::Config;
 use super::worker::StoreType;
-use crate::budget::allowance::promised;
+use crate::budget::allowance::{divide, promised};
 use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::CoordinatorAddress;
 use crate::listeners::http::push;
@@ -84,7 +84,7 @@ fn check_admin(config: &Config, found: &mut Found) {
 
 /// Values that bound each other.
 fn check_order(config: &Config, found: &mut Found) {
-    let (local, spill, grpc) = (&config.local, &config.flush.limits, &config.grpc);
+    let (local, spill) = (&config.local, &config.flush.limits);
     let watermarks = [
         ("localfile_store.disk_low", local.low_watermark, "localfile_store.disk_high", local.high_watermark),
         (
@@ -103,26 +103,41 @@ fn check_order(config: &Config, found: &mut Found) {
             );
         }
     }
-    let windows = [
-        (
-            "stream_window",
-            grpc.stream_window_bytes.into(),
-            "connection_window",
-            grpc.connection_window_bytes.into(),
-        ),
-        ("connection_window", grpc.connection_window_bytes.into(), "window_total", grpc.window_budget_bytes),
-    ];
-    for (key, bytes, outer_key, outer) in windows {
-        if bytes > outer {
-            let allowed = format!("at most grpc.{outer_key} ({})", size_text(outer));
-            found.refuse(&format!("grpc.{key}"), size_text(bytes), allowed);
-        }
-    }
+    check_windows(config, found);
     if config.service.ticket_check_interval > config.memory.ticket_timeout {
         let interval = humantime::format_duration(config.service.ticket_check_interval);
         let key = "memory_store.buffer_ticket_check_interval_sec";
         found.refuse(key, interval, "at most memory_store.buffer_ticket_timeout_sec");
     }
+}
+
+/// Windows bound each other. The sum of all follows capacity and threads: where it is not given, they may be the cause.
+fn check_windows(config: &Config, found: &mut Found) {
+    let grpc = &config.grpc;
+    let (stream, connection) = (grpc.stream_window_bytes.into(), grpc.connection_window_bytes.into());
+    if stream > connection {
+        let allowed = format!("at most grpc.connection_window ({})", size_text(connection));
+        found.refuse("grpc.stream_window", size_text(stream), allowed);
+    }
+    let total = grpc.window_budget_bytes;
+    if connection <= total {
+        return;
+    }
+    let (capacity, threads) = (config.memory.capacity_bytes, config.worker.threads);
+    let has_room = |threads: &usize| divide(capacity, *threads).windows >= connection;
+    let fits = if grpc.windows_wanted.is_none() { (1..threads).rev().find(has_room) } else { None };
+    if let Some(fit) = fits {
+        let allowed = format!(
+            "at most {fit} with memory_store.capacity = {}, or a larger capacity: what threads take of capacity × 0.05 \
+             + 200 MiB is not there for grpc.connection_window ({})",
+            size_text(capacity),
+            size_text(connection)
+        );
+        found.refuse("runtime_config.worker_threads", threads, allowed);
+        return;
+    }
+    let allowed = format!("at most grpc.window_total ({})", size_text(total));
+    found.refuse("grpc.connection_window", size_text(connection), allowed);
 }
 
 fn check_localfile(config: &Config, found: &mut Found) {

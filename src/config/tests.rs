@@ -325,6 +325,38 @@ fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
     assert_eq!(with("[grpc]\nmax_connections = 20").grpc.connections_max, 20);
 }
 
+/// Was said of `grpc.connection_window`, which nobody had set.
+#[test]
+fn threads_that_leave_no_memory_for_windows_are_named() {
+    let with = |threads: usize, more: &str| {
+        format!("[memory_store]\ncapacity = \"64MiB\"\n[runtime_config]\nworker_threads = {threads}\n{more}")
+    };
+    let refused = only_problem(&with(1024, ""));
+    let rest = refused.strip_prefix("runtime_config.worker_threads = 1024: at most ").unwrap();
+    let (most, rest) = rest.split_once(' ').unwrap();
+    assert!(rest.starts_with("with memory_store.capacity = 64MiB"), "{refused}");
+    let most: usize = most.parse().unwrap();
+    assert!(parse(&with(most, "")).is_ok());
+    assert!(only_problem(&with(most + 1, "")).contains(&format!(" at most {most} ")));
+    let given = only_problem(&with(1024, "[grpc]\nwindow_total = \"1MiB\""));
+    assert!(given.starts_with("grpc.connection_window = 4MiB: at most grpc.window_total"), "{given}");
+    let wide = only_problem(&with(2, "[grpc]\nconnection_window = \"64MiB\""));
+    assert!(wide.starts_with("grpc.connection_window = 64MiB: at most grpc.window_total"), "{wide}");
+}
+
+#[test]
+fn every_problem_of_a_list_is_said_at_once() {
+    let listeners = only_problem("[tls]\nlisteners = [\"grpc\", \"htp\", \"ftp\"]");
+    assert!(listeners.ends_with("grpc, http or admin; not \"htp\", \"ftp\""), "{listeners}");
+    let weights =
+        only_problem("[fairness]\nweights = [{ user = \"a\", weight = 0 }, { app = 1, queue = 2 }]");
+    for part in
+        ["entry 1: 1 to 1000 as `weight`;", "entry 2: not \"queue\", text of 1 to 1024 characters as `app`, "]
+    {
+        assert!(weights.contains(part), "{weights}");
+    }
+}
+
 #[test]
 fn what_has_no_effect_is_a_warning() {
     let text = "store_type = \"MEMORY\"\ncoordinator_quorum = [\"a:1\"]\n\

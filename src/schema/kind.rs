@@ -9,6 +9,12 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use toml::{Table, Value};
 
+use super::redact;
+
+/// Entries of a list that are named when they may not stand there, and how much of each.
+const ENTRIES_MAX: usize = 10;
+const ENTRY_CHARS_MAX: usize = 60;
+
 /// `1 << 10`
 pub const KIB: u64 = 1 << 10;
 /// `1 << 20`
@@ -274,7 +280,13 @@ pub fn list<T: 'static>(max: usize, inner: Kind<T>) -> Kind<Vec<T>> {
         if texts.len() > max {
             return Err(format!("at most {max} entries"));
         }
-        texts.into_iter().map(|text| read_one(&Value::from(text))).collect()
+        let mut refused = Refused::default();
+        let read = |text: &str| match read_one(&Value::from(text)) {
+            Ok(value) => Some(value),
+            Err(allowed) => refused.add(allowed, text),
+        };
+        let values = texts.into_iter().filter_map(read).collect();
+        refused.else_take(values)
     };
     Kind::new(bounds, read, move |values: &Vec<T>| {
         Value::Array(values.iter().filter_map(&print_one).collect())
@@ -295,21 +307,58 @@ pub fn table(max: usize) -> Kind<BTreeMap<String, String>> {
     Kind::new(format!("at most {max} entries"), read, print)
 }
 
-/// A list of tables, at most `max`, each of which `convert` understands.
+/// Entries of a list that may not stand there, by what is allowed instead.
+#[derive(Default)]
+struct Refused(Vec<(String, Vec<String>)>);
+
+impl Refused {
+    /// Notes one; gives nothing.
+    fn add<T>(&mut self, allowed: String, entry: &str) -> Option<T> {
+        let shown: String = redact::text(entry).chars().take(ENTRY_CHARS_MAX).collect();
+        let shown = format!("{shown:?}");
+        match self.0.iter_mut().find(|(known, _)| *known == allowed) {
+            Some((_, entries)) => entries.push(shown),
+            None => self.0.push((allowed, vec![shown])),
+        }
+        None
+    }
+
+    fn else_take<T>(self, values: T) -> Result<T, String> {
+        if self.0.is_empty() {
+            return Ok(values);
+        }
+        let all = |(allowed, entries): (String, Vec<String>)| {
+            let more = entries.len().saturating_sub(ENTRIES_MAX);
+            let named = entries.into_iter().take(ENTRIES_MAX).collect::<Vec<_>>().join(", ");
+            let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+            format!("{allowed}; not {named}{more}")
+        };
+        Err(self.0.into_iter().map(all).collect::<Vec<_>>().join("; "))
+    }
+}
+
+/// A list of tables, at most `max`, each of which `convert` understands, or says everything that is wrong with it.
 pub fn tables<T: 'static>(
     max: usize,
     bounds: &str,
-    convert: impl Fn(&Table) -> Result<T, String> + 'static,
+    convert: impl Fn(&Table) -> Result<T, Vec<String>> + 'static,
     print: impl Fn(&T) -> Table + 'static,
 ) -> Kind<Vec<T>> {
     let allowed = bounds.to_owned();
     let read = move |value: &Value| {
-        let not_tables = || format!("a list of tables: {allowed}");
-        let entries = value.as_array().ok_or_else(not_tables)?;
+        let entries = value.as_array().ok_or_else(|| format!("a list of tables: {allowed}"))?;
         if entries.len() > max {
             return Err(format!("at most {max} entries"));
         }
-        entries.iter().map(|entry| convert(entry.as_table().ok_or_else(not_tables)?)).collect()
+        let (mut values, mut refused) = (Vec::new(), Vec::new());
+        for (number, entry) in (1..).zip(entries) {
+            let read = entry.as_table().ok_or_else(|| vec!["no table".to_owned()]).and_then(&convert);
+            match read {
+                Ok(value) => values.push(value),
+                Err(problems) => refused.push(format!("entry {number}: {}", problems.join(", "))),
+            }
+        }
+        if refused.is_empty() { Ok(values) } else { Err(format!("{allowed}; {}", refused.join("; "))) }
     };
     let print = move |values: &Vec<T>| Value::Array(values.iter().map(&print).map(Value::Table).collect());
     Kind::new(format!("at most {max}: {bounds}"), read, print)
@@ -431,6 +480,32 @@ mod tests {
         assert_eq!(read(&kind, "\"/a, /b\"").unwrap().len(), 2);
         assert_eq!(read(&kind, "[\"/a\", \"/b\", \"/c\"]").unwrap_err(), "at most 2 entries");
         assert_eq!(read(&kind, "[1]").unwrap_err(), "a list of texts in quotes");
+    }
+
+    #[test]
+    fn every_bad_entry_of_a_list_is_named() {
+        let kind = list(64, path());
+        let refused = read(&kind, "[\"/a\", \"b\", \"../c\"]").unwrap_err();
+        assert_eq!(refused, "absolute paths without '..'; not \"b\", \"../c\"");
+        let both = list(3, text("x", |text| Err::<(), _>(format!("no {text}")), |()| String::new()));
+        assert_eq!(read(&both, "\"a,b\"").unwrap_err(), "no a; not \"a\"; no b; not \"b\"");
+        let secret = read(&kind, "[\"s3://user:pass@host\"]").unwrap_err();
+        assert!(secret.contains("host") && !secret.contains("pass"), "{secret}");
+        let many: Vec<String> = (0..12).map(|n| format!("\"{}\"", n.to_string().repeat(1000))).collect();
+        let refused = read(&kind, &format!("[{}]", many.join(","))).unwrap_err();
+        assert!(refused.ends_with(" and 2 more") && refused.len() < 800, "{refused}");
+    }
+
+    #[test]
+    fn every_bad_table_of_a_list_is_named_with_all_that_is_wrong() {
+        let convert = |table: &Table| match table.len() {
+            1 => Ok(()),
+            _ => Err(vec!["one thing".to_owned(), "another".to_owned()]),
+        };
+        let kind = tables(9, "tables of one", convert, |()| Table::new());
+        assert_eq!(read(&kind, "[{ a = 1 }, { b = 1 }]").unwrap().len(), 2);
+        let refused = read(&kind, "[{ a = 1 }, {}, 7]").unwrap_err();
+        assert_eq!(refused, "tables of one; entry 2: one thing, another; entry 3: no table");
     }
 
     #[test]

@@ -52,25 +52,32 @@ impl FairnessConfig {
     }
 }
 
-fn read_rule(table: &Table) -> Result<WeightRule, String> {
-    if let Some(unknown) = table.keys().find(|key| !["user", "app", "weight"].contains(&key.as_str())) {
-        return Err(format!("{RULE}; not {unknown:?}"));
-    }
-    let pattern = |key: &str| match table.get(key) {
-        None => Ok(None),
-        Some(Value::String(text)) if !text.is_empty() && text.chars().count() <= PATTERN_CHARS_MAX => {
-            Ok(Some(text.clone()))
+/// A rule, or everything that is wrong with it.
+fn read_rule(table: &Table) -> Result<WeightRule, Vec<String>> {
+    let mut wrong = Vec::new();
+    let unknown = table.keys().filter(|key| !["user", "app", "weight"].contains(&key.as_str()));
+    wrong.extend(unknown.map(|key| format!("not {key:?}")));
+    let mut pattern = |key: &str| match table.get(key)? {
+        Value::String(text) if !text.is_empty() && text.chars().count() <= PATTERN_CHARS_MAX => {
+            Some(text.clone())
         }
-        Some(_) => Err(format!("text of 1 to {PATTERN_CHARS_MAX} characters as `{key}`")),
+        _ => {
+            wrong.push(format!("text of 1 to {PATTERN_CHARS_MAX} characters as `{key}`"));
+            None
+        }
     };
-    let (user, app) = (pattern("user")?, pattern("app")?);
-    if user.is_none() && app.is_none() {
-        return Err(format!("{RULE}; a rule without `user` and `app` is fairness.default_weight"));
+    let (user, app) = (pattern("user"), pattern("app"));
+    if !table.contains_key("user") && !table.contains_key("app") {
+        wrong.push("a rule without `user` and `app` is fairness.default_weight".to_owned());
     }
     let weight =
         table.get("weight").and_then(Value::as_integer).and_then(|weight| u32::try_from(weight).ok());
-    let weight = weight.filter(|weight| (1..=WEIGHT_MAX).contains(weight));
-    Ok(WeightRule { user, app, weight: weight.ok_or("1 to 1000 as `weight`")? })
+    match weight.filter(|weight| (1..=WEIGHT_MAX).contains(weight)) {
+        Some(weight) if wrong.is_empty() => return Ok(WeightRule { user, app, weight }),
+        Some(_) => {}
+        None => wrong.push(format!("1 to {WEIGHT_MAX} as `weight`")),
+    }
+    Err(wrong)
 }
 
 fn print_rule(rule: &WeightRule) -> Table {
@@ -116,7 +123,7 @@ mod tests {
 
     use super::*;
 
-    fn rule(text: &str) -> Result<WeightRule, String> {
+    fn rule(text: &str) -> Result<WeightRule, Vec<String>> {
         read_rule(&text.parse().unwrap())
     }
 
@@ -147,9 +154,13 @@ mod tests {
             ("app = \"\"\nweight = 1", "as `app`"),
             ("queue = \"a\"\nweight = 1", "not \"queue\""),
         ] {
-            let refused = rule(text).unwrap_err();
+            let refused = rule(text).unwrap_err().join(", ");
             assert!(refused.contains(said), "{text}: {refused}");
         }
+        let all = rule("user = 7\napp = \"\"\nqueue = \"a\"\nweight = 0").unwrap_err();
+        let said = ["not \"queue\"", "as `user`", "as `app`", "1 to 1000 as `weight`"];
+        assert_eq!(all.len(), said.len(), "{all:?}");
+        assert!(all.iter().zip(said).all(|(problem, said)| problem.contains(said)), "{all:?}");
     }
 
     #[test]
