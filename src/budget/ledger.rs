@@ -121,6 +121,16 @@ impl Ledger {
         }
     }
 
+    /// What could be charged here if nothing were.
+    fn most(&self) -> u64 {
+        match (&self.parent, self.leaves) {
+            (Some(parent), Leaves::Bytes(bytes)) => {
+                self.capacity.min(parent.0.capacity.saturating_sub(bytes))
+            }
+            (Some(_), Leaves::Nothing | Leaves::Share) | (None, _) => self.capacity,
+        }
+    }
+
     fn give_back(&self, bytes: u64) {
         let before = self.used.fetch_sub(bytes, Ordering::SeqCst);
         assert!(before >= bytes, "budget underflow: {bytes} given back of {before}");
@@ -179,6 +189,12 @@ impl Budget {
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.0.capacity
+    }
+
+    /// What one could be charged if nobody else were: more it never gets.
+    #[must_use]
+    pub fn most(&self) -> u64 {
+        self.path().map(Ledger::most).min().unwrap_or(0)
     }
 
     /// What is charged now; more than the capacity while something is overdrawn.
@@ -258,8 +274,9 @@ impl Budget {
     /// # Errors
     /// [`NoCapacity`] at once when they never can be.
     pub async fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
-        if let Some(least) = self.path().map(|ledger| ledger.capacity).filter(|most| *most < bytes).min() {
-            return Err(NoCapacity { asked: bytes, free: least });
+        let most = self.most();
+        if most < bytes {
+            return Err(NoCapacity { asked: bytes, free: most });
         }
         if let Ok(charge) = self.try_charge(bytes) {
             return Ok(charge);
@@ -447,7 +464,9 @@ mod tests {
     fn every_step_of_what_is_charged_is_told_whatever_was_given_back() {
         static STEPS: AtomicUsize = AtomicUsize::new(0);
         let steps = || STEPS.load(Ordering::Relaxed);
-        let whole = Budget::with_step(100, 50, || _ = STEPS.fetch_add(1, Ordering::Relaxed));
+        let whole = Budget::with_step(100, 50, || {
+            STEPS.fetch_add(1, Ordering::Relaxed);
+        });
         let part = whole.child(60);
         for charged in 0..10 {
             drop(part.try_charge(10).unwrap());
@@ -490,6 +509,15 @@ mod tests {
         drop(held);
         assert_eq!(waits.await.unwrap().bytes(), 30);
         assert_eq!((whole.used(), whole.0.waiting.load(Ordering::SeqCst)), (0, 0));
+    }
+
+    #[tokio::test]
+    async fn what_a_margin_never_leaves_does_not_wait() {
+        let whole = Budget::new(100);
+        let part = whole.child_leaving(40, 80);
+        assert_eq!((part.most(), part.child(90).most(), whole.child(90).most()), (60, 60, 90));
+        assert_eq!(part.charge(61).await.unwrap_err(), NoCapacity { asked: 61, free: 60 });
+        assert_eq!(part.charge(60).await.unwrap().bytes(), 60);
     }
 
     async fn takes_again_and_again(budget: Budget, bytes: u64) {

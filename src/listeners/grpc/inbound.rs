@@ -216,9 +216,14 @@ impl Inbound {
         Ok(())
     }
 
-    /// Charges `bytes` more, waiting for them as long as a request may; meanwhile it holds `uncharged` that were read.
+    /// Charges `bytes` more, waiting for them as long as a request may; meanwhile it holds `uncharged` that were read. What
+    /// does not fit beside what the request itself holds is not waited for.
     async fn charge(&self, charge: &mut Charge, bytes: u64, uncharged: usize) -> Result<(), Status> {
         let Err(refusal) = charge.try_grow(bytes) else { return Ok(()) };
+        let (asked, most) = (charge.bytes().saturating_add(bytes), self.budget.most());
+        if asked > most {
+            return Err(too_large(asked, most));
+        }
         let is_small = charge.bytes() + bytes <= INLINE_BYTES_MAX as u64;
         let Some(_place) = self.lines.wait_for_heap(is_small, uncharged) else { return Err(full(refusal)) };
         match timeout(self.wait, self.budget.charge(bytes)).await {
@@ -233,6 +238,17 @@ impl Inbound {
 fn full(refusal: NoCapacity) -> Status {
     let error = HeapFull::of(HeapKind::Requests, refusal);
     let mut status = Status::resource_exhausted(format!("{error}; try again later"));
+    status.set_source(Arc::new(error));
+    status
+}
+
+/// One that no waiting helps: the heap of a request is half of what all may have, so that one connection cannot use it up.
+fn too_large(asked: u64, most: u64) -> Status {
+    let error = HeapFull { kind: HeapKind::Requests.name(), asked, free: most };
+    let mut status = Status::resource_exhausted(format!(
+        "the request takes {asked} bytes of heap, a connection has {most} at most (a quarter of \
+         memory_store.heap_capacity): it never fits"
+    ));
     status.set_source(Arc::new(error));
     status
 }
@@ -436,6 +452,35 @@ mod tests {
         let read = futures::future::try_join_all(calls).await.unwrap();
         assert_eq!(read, [20_000; 80], "of {bytes} bytes each");
         assert_eq!((heap.whole().used(), requests.lines.are_waited_in()), (0, false));
+    }
+
+    /// Waited 10 s for what it held itself, and was told to try again.
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_never_fits_beside_its_message_is_refused_at_once_by_the_heaps_key() {
+        let heap = heap();
+        let inbound = RequestHeap::new(&heap, WAIT).of_connection();
+        let most = inbound.budget.most();
+        let of_ids = |count: usize| proto::GetShuffleServerRequest {
+            faulty_server_ids: vec!["10.0.0.1-21100".to_owned(); count],
+            ..Default::default()
+        };
+        let weight_of_one = nested(&of_ids(1).encode_to_vec());
+        let request = of_ids(usize::try_from(most / weight_of_one).unwrap());
+        let (bytes, weight) = (request.encoded_len() as u64, nested(&request.encode_to_vec()));
+        assert!(weight <= most && weight + bytes > most, "{bytes} and {weight} of {most}");
+        let began = tokio::time::Instant::now();
+        let mut body = body_of(framed(&request, 16 << 10));
+        let refused = inbound.message::<_, proto::GetShuffleServerRequest>(&mut body, 4 << 20, nested).await;
+        let whole = inbound.whole(Request::new(body_of(framed(&request, 16 << 10))), 4 << 20).await;
+        for refused in [refused.map(drop).unwrap_err(), whole.map(drop).unwrap_err()] {
+            let text = refused.message();
+            assert!(
+                text.contains("memory_store.heap_capacity") && text.contains(&most.to_string()),
+                "{text}"
+            );
+            assert!(refused.code() == Code::ResourceExhausted && !text.contains("try again"), "{text}");
+        }
+        assert_eq!((began.elapsed(), heap.whole().used()), (Duration::ZERO, 0), "waiting would not help");
     }
 
     /// A byte now and then keeps no place from others.
