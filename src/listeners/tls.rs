@@ -125,8 +125,9 @@ pub struct TlsAcceptor(Arc<RwLock<Arc<Loaded>>>);
 /// What was in the files.
 struct Loaded {
     config: Arc<ServerConfig>,
-    /// The chain and the authorities of clients, to tell one state of the files from another.
-    certificates: Vec<CertificateDer<'static>>,
+    /// These and the authorities of clients, to tell one state of the files from another.
+    chain: Vec<CertificateDer<'static>>,
+    authorities: Vec<CertificateDer<'static>>,
 }
 
 impl std::fmt::Debug for TlsAcceptor {
@@ -143,22 +144,22 @@ impl TlsAcceptor {
     pub fn load(files: &TlsFiles, protocol: &str) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let chain = chain(&files.cert)?;
-        let mut all = chain.clone();
         let pem = read("tls.key_file", &files.key)?;
         let key = PrivateKeyDer::from_pem_slice(&pem)
             .map_err(|error| TlsError::new("tls.key_file", &files.key, format!("no private key: {error}")))?;
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
             .map_err(|error| TlsError::new("tls.cert_file", &files.cert, error))?;
+        let mut authorities = Vec::new();
         let builder = match &files.client_ca {
             None => builder.with_no_client_auth(),
             Some(path) => {
                 let wrong =
                     |error: &dyn ToString| TlsError::new("tls.client_ca_file", path, error.to_string());
                 let mut roots = RootCertStore::empty();
-                for authority in certificates("tls.client_ca_file", path)? {
-                    all.push(authority.clone());
-                    roots.add(authority).map_err(|error| wrong(&error))?;
+                authorities = certificates("tls.client_ca_file", path)?;
+                for authority in &authorities {
+                    roots.add(authority.clone()).map_err(|error| wrong(&error))?;
                 }
                 let hints: usize = roots.roots.iter().map(|root| HINT_BYTES + root.subject.len()).sum();
                 let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
@@ -167,12 +168,12 @@ impl TlsAcceptor {
                 builder.with_client_cert_verifier(verifier.build().map_err(|error| wrong(&error))?)
             }
         };
-        let mut config = builder.with_single_cert(chain, key).map_err(|error| {
+        let mut config = builder.with_single_cert(chain.clone(), key).map_err(|error| {
             let reason = format!("does not go together with tls.cert_file: {error}");
             TlsError::new("tls.key_file", &files.key, reason)
         })?;
         config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
-        let loaded = Loaded { config: Arc::new(config), certificates: all };
+        let loaded = Loaded { config: Arc::new(config), chain, authorities };
         Ok(Self(Arc::new(RwLock::new(Arc::new(loaded)))))
     }
 
@@ -182,10 +183,14 @@ impl TlsAcceptor {
         *self.0.write() = new;
     }
 
-    /// Whether `other` was loaded from the same certificates.
-    pub fn is_like(&self, other: &Self) -> bool {
+    /// Keys of the files in which `other` found other certificates.
+    pub fn different(&self, other: &Self) -> impl Iterator<Item = &'static str> + use<> {
         let (mine, new) = (Arc::clone(&self.0.read()), Arc::clone(&other.0.read()));
-        mine.certificates == new.certificates
+        let keys = [
+            ("tls.cert_file", mine.chain != new.chain),
+            ("tls.client_ca_file", mine.authorities != new.authorities),
+        ];
+        keys.into_iter().filter(|(_, is_other)| *is_other).map(|(key, _)| key)
     }
 
     /// The handshake with a client; the caller sees to its time.

@@ -106,11 +106,10 @@ impl Reloader {
                 tracing::warn!("configuration: {warning}");
             }
             self.apply(&config, &changed);
-            let has_other_certificates = !self.tls.is_like(&tls);
+            changed.extend(self.tls.different(&tls).into_iter().map(str::to_owned));
+            changed.sort();
+            changed.dedup();
             self.tls.renew(&tls);
-            if has_other_certificates && !changed.iter().any(|key| key.starts_with("tls.")) {
-                changed.push("tls.cert_file".to_owned());
-            }
             *running = config;
             Reloaded { changed, waiting }
         });
@@ -169,7 +168,7 @@ impl Reloader {
         let running = self.running.lock();
         let next = self.read(running.source.as_deref()).and_then(|new| self.prepare(&running, &new));
         next.map_or(true, |next| {
-            !(next.changed.is_empty() && next.waiting.is_empty() && self.tls.is_like(&next.tls))
+            !(next.changed.is_empty() && next.waiting.is_empty() && self.tls.different(&next.tls).is_empty())
         })
     }
 

@@ -1,5 +1,6 @@
 //! What encrypts each listener and what other workers are asked with, and the same again when the files have changed.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -40,12 +41,15 @@ impl Others {
         self.0.read().clone()
     }
 
-    fn is_like(&self, other: &Self) -> bool {
-        match (self.trust(), other.trust()) {
-            (None, None) => true,
-            (Some(mine), Some(new)) => mine.is_like(&new),
-            (None, Some(_)) | (Some(_), None) => false,
-        }
+    /// Keys of the files in which `other` found other certificates.
+    fn different(&self, other: &Self) -> impl Iterator<Item = &'static str> + use<> {
+        let (has_other_authorities, has_other_certificate) = match (self.trust(), other.trust()) {
+            (None, None) => (false, false),
+            (Some(mine), Some(new)) => (!mine.has_authorities_of(&new), !mine.has_certificate_of(&new)),
+            (None, Some(_)) | (Some(_), None) => (true, false),
+        };
+        let keys = [("tls.ca_file", has_other_authorities), ("tls.cert_file", has_other_certificate)];
+        keys.into_iter().filter(|(_, is_other)| *is_other).map(|(key, _)| key)
     }
 }
 
@@ -69,13 +73,57 @@ impl Tls {
         *self.others.0.write() = other.others.trust();
     }
 
-    /// Whether `other` has the same certificates, at the same listeners.
-    pub(super) fn is_like(&self, other: &Self) -> bool {
-        self.others.is_like(&other.others) && self.pairs(other).all(|(mine, new)| mine.is_like(new))
+    /// Keys of the files in which `other` found other certificates, at the same listeners.
+    pub(super) fn different(&self, other: &Self) -> BTreeSet<&'static str> {
+        let of_listeners = self.pairs(other).flat_map(|(mine, new)| mine.different(new));
+        of_listeners.chain(self.others.different(&other.others)).collect()
     }
 
     fn pairs<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = (&'a TlsAcceptor, &'a TlsAcceptor)> {
         let listeners = [(&self.grpc, &other.grpc), (&self.http, &other.http), (&self.admin, &other.admin)];
         listeners.into_iter().filter_map(|(mine, new)| mine.as_ref().zip(new.as_ref()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::path::Path;
+
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+    use crate::config::Machine;
+
+    fn write(path: &Path, key: &KeyPair) {
+        let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+        std::fs::write(path, params.self_signed(key).unwrap().pem()).unwrap();
+    }
+
+    /// A reload said `tls.cert_file` whichever file had changed.
+    #[test]
+    fn the_file_is_named_in_which_other_certificates_were_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, key) = (|name: &str| dir.path().join(name), KeyPair::generate().unwrap());
+        std::fs::write(path("key"), key.serialize_pem()).unwrap();
+        let files =
+            ["cert_file", "client_ca_file", "ca_file"].map(|name| (format!("tls.{name}"), path(name)));
+        let mut text = format!("[tls]\nkey_file = {:?}\nplain_tcp = true\n", path("key"));
+        for (name, file) in &files {
+            write(file, &key);
+            text += &format!("{} = {file:?}\n", name.trim_start_matches("tls."));
+        }
+        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: dir.path().to_owned() };
+        let config = Config::parse(&text, &HashMap::new(), &machine).unwrap();
+        let running = Tls::load(&config).unwrap();
+        assert!(running.different(&Tls::load(&config).unwrap()).is_empty());
+        for (name, file) in &files {
+            write(file, &key);
+            let next = Tls::load(&config).unwrap();
+            assert_eq!(running.different(&next).into_iter().collect::<Vec<_>>(), [name]);
+            running.renew(&next);
+        }
+        files.iter().for_each(|(_, file)| write(file, &key));
+        assert_eq!(running.different(&Tls::load(&config).unwrap()).len(), 3);
     }
 }

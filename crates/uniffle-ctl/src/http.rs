@@ -90,8 +90,9 @@ const KEYS: Names = Names { ca: "tls.ca_file =", cert: "tls.cert_file =", key: "
 #[derive(Clone)]
 pub struct Trust {
     connector: TlsConnector,
-    /// The authorities and the own chain, to tell one state of the files from another.
-    certificates: Vec<CertificateDer<'static>>,
+    /// These and the own chain, to tell one state of the files from another.
+    authorities: Vec<CertificateDer<'static>>,
+    own: Vec<CertificateDer<'static>>,
 }
 
 impl fmt::Debug for Trust {
@@ -112,31 +113,39 @@ impl Trust {
 
     fn of(names: &Names, ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, Failure> {
         let mut roots = RootCertStore::empty();
-        let mut all = certificates(names.ca, ca)?;
-        for certificate in &all {
+        let authorities = certificates(names.ca, ca)?;
+        for certificate in &authorities {
             roots.add(certificate.clone()).map_err(|error| wrong(names.ca, ca, &error))?;
         }
         let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
             .map_err(|error| wrong(names.ca, ca, &error))?
             .with_root_certificates(roots);
+        let mut chain = Vec::new();
         let config = match own {
             None => config.with_no_client_auth(),
             Some((cert, key)) => {
-                let chain = certificates(names.cert, cert)?;
-                all.extend_from_slice(&chain);
+                chain = certificates(names.cert, cert)?;
                 let private =
                     PrivateKeyDer::from_pem_file(key).map_err(|error| wrong(names.key, key, &error))?;
-                config.with_client_auth_cert(chain, private).map_err(|error| wrong(names.key, key, &error))?
+                config
+                    .with_client_auth_cert(chain.clone(), private)
+                    .map_err(|error| wrong(names.key, key, &error))?
             }
         };
-        Ok(Self { connector: Arc::new(config).into(), certificates: all })
+        Ok(Self { connector: Arc::new(config).into(), authorities, own: chain })
     }
 
-    /// Whether `other` was loaded from the same certificates.
+    /// Whether `other` trusts the same authorities.
     #[must_use]
-    pub fn is_like(&self, other: &Self) -> bool {
-        self.certificates == other.certificates
+    pub fn has_authorities_of(&self, other: &Self) -> bool {
+        self.authorities == other.authorities
+    }
+
+    /// Whether `other` shows the same certificate.
+    #[must_use]
+    pub fn has_certificate_of(&self, other: &Self) -> bool {
+        self.own == other.own
     }
 }
 
