@@ -5,6 +5,9 @@ use std::net::IpAddr;
 
 use super::kind::{Kind, parsed};
 
+/// Bits before an address of IPv4 that is written in IPv6's form, `::ffff:10.0.0.1`.
+const MAPPED_BITS: u32 = 96;
+
 /// The addresses that begin with the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Network {
@@ -30,7 +33,11 @@ impl Network {
         if number(address).trailing_zeros() < behind {
             return Err(format!("{}; this one has bits set behind its prefix", allowed()));
         }
-        Ok(Self { address, prefix })
+        // Addresses are compared in their own form: one of IPv4 that is written in IPv6's would hold none.
+        Ok(match (address.to_canonical(), prefix.checked_sub(MAPPED_BITS)) {
+            (own @ IpAddr::V4(_), Some(prefix)) if address.is_ipv6() => Self { address: own, prefix },
+            _ => Self { address, prefix },
+        })
     }
 
     /// Whether `address`, IPv4 in its own form, is one of them.
@@ -78,6 +85,8 @@ mod tests {
         }
         assert!(Network::parse("0.0.0.0/0").unwrap().holds("10.1.2.3".parse().unwrap()));
         assert!(!Network::parse("0.0.0.0/0").unwrap().holds("::1".parse().unwrap()));
+        let mapped = ["::ffff:10.0.0.0/104", "::ffff:10.0.0.1"].map(|text| Network::parse(text).unwrap());
+        assert_eq!(mapped.map(|network| network.to_string()), ["10.0.0.0/8", "10.0.0.1/32"]);
         assert_eq!(Network::parse("10.0.0.1").unwrap().to_string(), "10.0.0.1/32");
         let private = Network::parse("fd00::/8").unwrap();
         assert!(private.holds("fdff::1".parse().unwrap()) && !private.holds("fe80::1".parse().unwrap()));
