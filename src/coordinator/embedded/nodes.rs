@@ -6,6 +6,7 @@
 //! silent for longer than the timeout is in no answer, whether or not the table was swept since.
 
 use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -70,9 +71,9 @@ pub enum InvalidHeartbeat {
 
 const OWN_ID_ELSEWHERE: &str = "serverId is that of the coordinator's own worker, its ip or port is not";
 const OWN_ADDRESS_BY_ANOTHER_ID: &str =
-    "ip and port are those of the coordinator's own worker, serverId is not";
+    "ip and a port are those of the coordinator's own worker, serverId is not";
 const OWN_BUT_OTHER_PORTS: &str =
-    "serverId, ip and port are those of the coordinator's own worker, netty_port or jetty_port is not";
+    "serverId, ip and a port are those of the coordinator's own worker, another port is not";
 
 impl InvalidHeartbeat {
     /// Whether it depends on where the worker is.
@@ -184,7 +185,9 @@ impl NodeTable {
             if server == own {
                 return Ok(());
             }
-            let is_its_address = server.ip == own.ip && server.port == own.port;
+            let is_its_port =
+                server.port == own.port || (own.netty_port > 0 && server.netty_port == own.netty_port);
+            let is_its_address = is_its_port && is_one_address(&server.ip, &own.ip);
             match (server.id == own.id, is_its_address) {
                 (true, true) => return Err(InvalidHeartbeat::Own(OWN_BUT_OTHER_PORTS)),
                 (true, false) => return Err(InvalidHeartbeat::Own(OWN_ID_ELSEWHERE)),
@@ -367,6 +370,12 @@ fn bytes(server: &ShuffleServerId, tags: &[String]) -> usize {
     ENTRY_BYTES + 2 * server.id.len() + server.ip.len() + tags.sum::<usize>()
 }
 
+/// Whether two texts are one address, however it is spelled: an address of IPv4 has a spelling in IPv6.
+fn is_one_address(left: &str, right: &str) -> bool {
+    let address = |text: &str| text.parse().map(|address: IpAddr| address.to_canonical());
+    left == right || matches!((address(left), address(right)), (Ok(left), Ok(right)) if left == right)
+}
+
 /// What an id takes of [`LOST_BYTES_MAX`]: a table that has just grown is half empty.
 fn lost_bytes(id: &str) -> usize {
     2 * size_of::<String>() + id.len()
@@ -385,19 +394,21 @@ fn status_of(heartbeat: &ShuffleServerHeartBeatRequest) -> ServerStatus {
 }
 
 fn check(server: &ShuffleServerId, tags: &[String]) -> Result<(), InvalidHeartbeat> {
-    let named = |text: &str| !text.is_empty() && text.len() <= TEXT_BYTES_MAX;
+    // They stand in the log and in answers.
+    let is_plain = |text: &str| text.len() <= TEXT_BYTES_MAX && !text.chars().any(char::is_control);
+    let named = |text: &str| !text.is_empty() && is_plain(text);
     // −1 is Java's "off".
     let port_or_off = |port: i32| port == -1 || u16::try_from(port).is_ok();
     let problem = if !named(&server.id) {
-        "id must have 1 to 255 bytes"
+        "id must have 1 to 255 bytes, none of them of a control character"
     } else if !named(&server.ip) {
-        "ip must have 1 to 255 bytes"
+        "ip must have 1 to 255 bytes, none of them of a control character"
     } else if !matches!(server.port, 1..=65_535) {
         "port must be 1 to 65535"
     } else if !port_or_off(server.netty_port) || !port_or_off(server.jetty_port) {
         "netty_port and jetty_port must be -1 to 65535"
-    } else if tags.len() > TAGS_MAX || tags.iter().any(|tag| tag.len() > TEXT_BYTES_MAX) {
-        "at most 64 tags of at most 255 bytes are taken"
+    } else if tags.len() > TAGS_MAX || tags.iter().any(|tag| !is_plain(tag)) {
+        "at most 64 tags of at most 255 bytes, none of them of a control character, are taken"
     } else {
         return Ok(());
     };

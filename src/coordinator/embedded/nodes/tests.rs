@@ -108,10 +108,13 @@ fn n13_no_heartbeat_speaks_for_the_own_worker() {
     elsewhere.server_id.as_mut().unwrap().ip = "10.6.6.6".into();
     let mut other_ports = heartbeat("own");
     other_ports.server_id.as_mut().unwrap().netty_port = 7;
+    let mut other_spelling = heartbeat("another name for its address, which is spelled otherwise");
+    other_spelling.server_id.as_mut().unwrap().ip = "::ffff:a00:1".into();
     let forged = [
         (elsewhere, OWN_ID_ELSEWHERE),
         (heartbeat("another name for its address"), OWN_ADDRESS_BY_ANOTHER_ID),
         (other_ports, OWN_BUT_OTHER_PORTS),
+        (other_spelling, OWN_ADDRESS_BY_ANOTHER_ID),
     ];
     for (forged, said) in forged {
         assert_eq!(table.accept(forged, Joins::Named, now), Err(InvalidHeartbeat::Own(said)));
@@ -120,6 +123,40 @@ fn n13_no_heartbeat_speaks_for_the_own_worker() {
     table.accept(heartbeat("own"), Joins::Named, now).unwrap();
     assert_eq!(table.server("own").unwrap().ip, "10.0.0.1");
     assert_eq!((table.counts().total, table.candidates(&[], &HashSet::new())[0].available_bytes), (1, 7));
+}
+
+/// Clients of type GRPC_NETTY would send their data to the own worker under a name that it does not know.
+#[test]
+fn n13_no_heartbeat_has_the_own_workers_tcp_port() {
+    let now = Instant::now();
+    let mut table = table();
+    let with = |id: &str, port: i32, netty_port: i32| {
+        let mut heartbeat = heartbeat(id);
+        let server = heartbeat.server_id.as_mut().unwrap();
+        (server.port, server.netty_port) = (port, netty_port);
+        heartbeat
+    };
+    table.accept_own(with("own", 21100, 21200), now).unwrap();
+    let refused = table.accept(with("alias", 7, 21200), Joins::Named, now);
+    assert_eq!(refused, Err(InvalidHeartbeat::Own(OWN_ADDRESS_BY_ANOTHER_ID)));
+    table.accept(with("neighbour", 21101, 21201), Joins::Named, now).unwrap();
+    let mut table = self::table();
+    table.accept_own(with("own", 21100, -1), now).unwrap();
+    table.accept(with("neighbour", 21101, -1), Joins::Named, now).unwrap();
+}
+
+/// Ids stand in the log.
+#[test]
+fn n13_control_characters_are_refused() {
+    let now = Instant::now();
+    let mut table = table();
+    let mut tagged = heartbeat("tagged");
+    tagged.tags = vec!["a\u{1b}[31m".to_owned()];
+    for forged in [heartbeat("a\nERROR forged"), heartbeat("a\u{9b}31m"), tagged] {
+        let refused = table.accept(forged, Joins::Named, now).unwrap_err().to_string();
+        assert!(refused.contains("control character"), "{refused}");
+    }
+    table.accept(heartbeat("wörker-1"), Joins::Named, now).unwrap();
 }
 
 #[test]
