@@ -29,7 +29,7 @@ use crate::metrics::GaugeGuard;
 use crate::runtime::{CorePlace, Cores, Handover, Tasks};
 use crate::telemetry::LogLimiter;
 
-use super::places::{Held, Places, Seat, Stage, closing};
+use super::places::{Held, LEAVING_DEADLINE, Places, Seat, Stage, closing};
 use super::tls::TlsAcceptor;
 use super::watched::{Beginning, Watched};
 
@@ -328,11 +328,17 @@ impl Opening {
             None => Either::Left(socket),
             Some(tls) => tokio::select! {
                 biased;
-                () = self.tasks.cancelled() => return Ok(None),
+                () = self.soon_after_closing() => return Ok(None),
                 encrypted = tls.accept(socket) => Either::Right(encrypted?),
             },
         };
         let beginning = (self.begins == Begins::Http2).then(Beginning::default);
         Ok(Some(Watched::new(stream, Arc::clone(seat), beginning)))
+    }
+
+    /// A handshake under way may end.
+    async fn soon_after_closing(&self) {
+        self.tasks.closing().await;
+        sleep(LEAVING_DEADLINE).await;
     }
 }

@@ -21,12 +21,19 @@ use std::time::Duration;
 use futures::future::{AbortHandle, AbortRegistration};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 /// Connections that have not begun of which one look through the table chooses so many to go. While they do not begin they
 /// stay the right ones, because all others came later or rank higher: so a storm of connects does not look through the
 /// table each time.
 const CHOSEN: usize = 64;
+
+/// Time for a connection to end that is to go: for its calls where its place was given to another one, and for its peer to answer
+/// where the listener closes.
+pub(super) const LEAVING_DEADLINE: Duration = Duration::from_secs(2);
+
+/// Between two looks whether a connection that is to go has a request.
+const REST_LOOK: Duration = Duration::from_millis(50);
 
 /// The table. Clones share it.
 #[derive(Debug, Clone)]
@@ -245,6 +252,21 @@ impl Seat {
         self.progressed_at(moment);
     }
 
+    /// Completes once it has no request, and no bytes have come or gone for `time` since this was asked. Looked at rarely.
+    pub(super) async fn resting(&self, time: Duration) {
+        let asked = self.now();
+        loop {
+            let last = self.progressed_ns.load(Ordering::Relaxed).max(asked);
+            let rested = Duration::from_nanos(self.now().saturating_sub(last));
+            let is_busy = self.requests.load(Ordering::Relaxed) > 0;
+            match time.checked_sub(rested).filter(|left| !left.is_zero()) {
+                None if !is_busy => return,
+                None => sleep(REST_LOOK).await,
+                Some(left) => sleep(left).await,
+            }
+        }
+    }
+
     /// For how long no bytes went.
     pub(super) fn unwritten(&self) -> Duration {
         Duration::from_nanos(self.now().saturating_sub(self.wrote_ns.load(Ordering::Relaxed)))
@@ -329,6 +351,24 @@ mod tests {
 
     fn is_closed(held: &Held) -> bool {
         held.seat.close.is_aborted()
+    }
+
+    /// One silent peer held up an upgrade, and with it everybody's connects, for ten seconds.
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_rests_when_nothing_came_or_went_for_a_while_and_it_has_no_request() {
+        let places = Places::new(1);
+        let held = take(&places).0;
+        advance(LEAVING_DEADLINE * 5).await;
+        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE));
+        let mut waits = async |time| tokio::time::timeout(time, &mut resting).await.is_err();
+        assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "what was before does not count");
+        held.seat().progressed();
+        assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "it got on");
+        let request = held.seat().request();
+        assert!(waits(LEAVING_DEADLINE * 5).await, "its call is being answered");
+        drop(request);
+        assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "the end of the answer is on its way");
+        assert!(!waits(LEAVING_DEADLINE).await);
     }
 
     #[tokio::test(start_paused = true)]

@@ -7,13 +7,13 @@
 //!
 //! Invariant: connections, the streams and the receive windows of all are bounded; every task belongs to the group
 //! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline. One whose place
-//! is given to another has a GOAWAY too and a shorter time, so that its client repeats on a new one what was not begun.
+//! is given to another has a GOAWAY too and a shorter time, so that its client repeats on a new one what was not begun; so has
+//! one without a call whose peer does not answer.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
@@ -36,7 +36,7 @@ use super::shuffle::ShuffleCalls;
 
 use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
 use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
-use crate::listeners::places::Seat;
+use crate::listeners::places::{LEAVING_DEADLINE, Seat};
 use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
@@ -51,8 +51,6 @@ const NAMES: Names = Names {
 };
 /// Smallest frame size the protocol lets us announce (RFC 9113 §6.5.2).
 const FRAME_BYTES_MIN: u32 = 16_384;
-/// Time for the calls of a connection to end whose place was given to another one.
-const LEAVING_DEADLINE: Duration = Duration::from_secs(2);
 /// Response bytes that may wait in one stream. They are slices of memory that is accounted for elsewhere.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
@@ -176,12 +174,17 @@ async fn drive(
     };
     connection.as_mut().graceful_shutdown();
     let rest = poll_fn(|context| gathering.poll(context, connection.as_mut()));
-    timeout(deadline, rest).await.unwrap_or_else(|_elapsed| {
-        if is_stopping {
-            info!("grpc connection did not drain in time, closing it");
-        }
-        Ok(())
-    })
+    tokio::select! {
+        biased;
+        ended = timeout(deadline, rest) => ended.unwrap_or_else(|_elapsed| {
+            if is_stopping {
+                info!("grpc connection did not drain in time, closing it");
+            }
+            Ok(())
+        }),
+        // Its peer does not answer, and nothing that has begun waits for it: others wait for a successor meanwhile.
+        () = seat.resting(LEAVING_DEADLINE) => Ok(()),
+    }
 }
 
 fn deadlines(config: &GrpcConfig) -> CallDeadlines {

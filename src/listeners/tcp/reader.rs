@@ -13,10 +13,10 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::tcp::OwnedReadHalf;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Duration, Instant, Sleep, sleep_until};
 
 use crate::budget::{Charge, HeapFull};
-use crate::listeners::places::Seat;
+use crate::listeners::places::{LEAVING_DEADLINE, Seat};
 use crate::runtime::{Tasks, Turn};
 use uniffle_wire::DecodeError;
 
@@ -63,6 +63,8 @@ pub(super) struct Reader {
     left_over: Vec<u8>,
     left_over_charge: Option<Charge>,
     last_read: Instant,
+    /// Within a frame.
+    pause_max: Duration,
     turn: Turn,
     /// Wakes at or before the nearest deadline; deadlines that move away are looked at when it does, so that no read
     /// touches the timer.
@@ -84,6 +86,7 @@ impl Reader {
         let now = Instant::now();
         let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
         let (left_over, left_over_charge) = (Vec::new(), None);
+        let pause_max = shared.config.frame_timeout;
         Self {
             shared,
             socket,
@@ -93,6 +96,7 @@ impl Reader {
             left_over,
             left_over_charge,
             last_read: now,
+            pause_max,
             turn: Turn::default(),
             alarm,
             kept,
@@ -116,6 +120,9 @@ impl Reader {
             Some(end) => end,
             None => {
                 self.frames.align();
+                // A peer that pauses within a frame holds up all that wait for a successor.
+                self.pause_max = self.pause_max.min(LEAVING_DEADLINE);
+                self.last_read = Instant::now();
                 tokio::select! {
                     biased;
                     () = connection.cancelled() => return,
@@ -232,7 +239,7 @@ impl Reader {
             let config = &self.shared.config;
             let (due, end) = match self.frames.began() {
                 Some(began) => {
-                    ((began + config.fill_timeout).min(self.last_read + config.frame_timeout), End::Stalled)
+                    ((began + config.fill_timeout).min(self.last_read + self.pause_max), End::Stalled)
                 }
                 None => (self.last_read + config.idle_timeout, End::Idle),
             };
