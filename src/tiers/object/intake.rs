@@ -64,6 +64,10 @@ impl Uploads {
     /// # Errors
     /// `Purged`, `InvalidBatch` when one is too long, or why the store has not taken them.
     pub async fn note(&self, noted: &[Noted]) -> Result<(), StoreError> {
+        // Also where the store's answer is lost.
+        if noted.iter().any(|noted| matches!(noted, Noted::Local(1..))) {
+            self.shuffle.begin_to_be_believed()?;
+        }
         let notes = noted.iter().map(|noted| self.shuffle.notes.append(&self.core, noted));
         join_all(notes.collect::<Vec<_>>()).await.into_iter().collect()
     }

@@ -24,6 +24,7 @@
 //! | `fetch`, `body`, `reads`, `turns` | ranges of objects, and what is answered; whether they are of the cache or of the store; whose turn it is |
 //! | `index_read`, `data_read`, `answer`, `verify` | reads of clients |
 //! | `purge`, `recover` | deletion by prefix; what an earlier process left |
+//! | `earlier` | registrations that are over, of which pages may be left |
 //! | `workers` | what workers have below the URL, also those that are gone |
 //! | `tier` | the tier |
 //!
@@ -47,6 +48,8 @@ mod config;
 mod core;
 #[cfg(feature = "object")]
 mod data_read;
+#[cfg(feature = "object")]
+mod earlier;
 #[cfg(feature = "object")]
 mod fetch;
 #[cfg(feature = "object")]

@@ -70,8 +70,8 @@ pub(super) struct Found {
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     pub(super) found: Vec<Found>,
-    /// Prefixes of registrations that are no shuffle's any more.
-    pub(super) abandoned: Vec<String>,
+    /// Registrations that are no shuffle's any more, and whether one has pages.
+    pub(super) abandoned: Vec<(Registered, bool)>,
     pub(super) next_incarnation: u64,
 }
 
@@ -85,10 +85,10 @@ pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
     for (name, objects) in list(core).await? {
         survey.next_incarnation = survey.next_incarnation.max(name.incarnation.saturating_add(1));
         if objects.pages.is_empty() {
-            survey.abandoned.push(shuffle_prefix(&core.settings.root, &name));
+            survey.abandoned.push((name, false));
         } else if let Some((before, _)) = newest.insert(name.key.clone(), (name, objects)) {
             // In the order of incarnations.
-            survey.abandoned.push(shuffle_prefix(&core.settings.root, &before));
+            survey.abandoned.push((before, true));
         }
     }
     let reads = newest.into_values().map(|(name, objects)| read(core, name, objects));
@@ -156,6 +156,9 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
         reason: data.reason,
     };
     let shuffle = Shuffle::restored(core, name, (data.streams, lane), (next_page, notes.next()));
+    if bound.is_whole {
+        shuffle.begin_to_be_believed()?;
+    }
     let is_stray = |number: &&u32| !chain.contains_key(number) && told.reason.is_empty();
     let strays =
         objects.segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();

@@ -24,6 +24,8 @@ pub(super) struct Shuffle {
     /// Of its objects' keys.
     pub(super) prefix: String,
     purged: AtomicBool,
+    /// A start may believe its pages.
+    believed: AtomicBool,
     streams: RwLock<Streams>,
     segments: AtomicU64,
     payload_bytes: AtomicU64,
@@ -54,6 +56,7 @@ impl Shuffle {
             prefix,
             name,
             purged: AtomicBool::new(false),
+            believed: AtomicBool::new(false),
             streams: RwLock::new(streams),
             segments: AtomicU64::new(0),
             payload_bytes: AtomicU64::new(0),
@@ -74,6 +77,22 @@ impl Shuffle {
 
     pub(super) fn require_present(&self) -> Result<(), StoreError> {
         if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
+    }
+
+    /// From now on a start may believe its pages, and not the log of local disks alone.
+    ///
+    /// # Errors
+    /// `Purged`: nothing more may be said of it.
+    pub(super) fn begin_to_be_believed(&self) -> Result<(), StoreError> {
+        // Who forgets it finds this, or this finds that it is forgotten.
+        let _streams = self.streams.read();
+        self.require_present()?;
+        self.believed.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    pub(super) fn is_believed(&self) -> bool {
+        self.believed.load(Ordering::Acquire)
     }
 
     pub(super) fn segment_key(&self, number: u32) -> String {

@@ -20,14 +20,15 @@ use super::cache::Cache;
 use super::claim::Claim;
 use super::core::Core;
 use super::data_read::{DataRead, plan};
+use super::earlier::{Earlier, Over};
 use super::index_read::IndexRead;
 use super::intake::{Bound, Uploads};
 use super::lane::{Job, Making, Waiter};
-use super::layout::{Registered, part_of, path_of};
+use super::layout::{Registered, part_of, path_of, shuffle_prefix};
 use super::metrics::Metrics;
 use super::names::NAMES;
 use super::page::Noted;
-use super::purge::delete_prefix;
+use super::purge::Going;
 use super::recover::{said, survey};
 use super::segment::{Prepared, making_bytes};
 use super::settings::ObjectSettings;
@@ -58,6 +59,7 @@ const PROBES_PER_CLAIM: u32 = 6;
 pub struct ObjectTier {
     core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    earlier: Arc<Earlier>,
     next_incarnation: AtomicU64,
     recovered: Mutex<Recovered>,
     bound: Mutex<Vec<Bound>>,
@@ -94,14 +96,10 @@ impl ObjectTier {
         }
         recovered.took = began.elapsed();
         let next_incarnation = AtomicU64::new(numbers_from(survey.next_incarnation));
-        let cleaner = Arc::clone(&core);
-        core.tasks.spawn("object clean-up", async move {
-            for prefix in survey.abandoned.into_iter().chain(strays) {
-                delete_prefix(&cleaner, &prefix, Arc::new(|_| true)).await;
-            }
-        });
+        let earlier = Arc::new(Earlier::default());
+        clean_up((&core, &earlier), survey.abandoned, strays);
         let (recovered, bound) = (Mutex::new(recovered), Mutex::new(bound));
-        Ok(Arc::new(Self { core, shuffles, next_incarnation, recovered, bound }))
+        Ok(Arc::new(Self { core, shuffles, earlier, next_incarnation, recovered, bound }))
     }
 
     /// What was found at the start, for those who have local disks too; empty from the second call on.
@@ -123,6 +121,14 @@ impl ObjectTier {
     #[must_use]
     pub fn uploads(&self, key: &ShuffleKey) -> Option<Uploads> {
         Some(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? })
+    }
+
+    /// Waits until nothing here can be taken for what a later registration of a shuffle says, which is elsewhere. Mostly that is so.
+    ///
+    /// # Errors
+    /// The store does not delete in time what it has of an earlier one, or another process has the prefix.
+    pub async fn end_earlier(&self, key: &ShuffleKey) -> Result<(), StoreError> {
+        purge::end_earlier(&self.core, &self.earlier, key).await
     }
 
     /// Payload after which an object takes no more.
@@ -186,6 +192,14 @@ impl ObjectTier {
         self.shuffles.entry(key.clone()).or_insert_with(create);
     }
 
+    /// A shuffle is forgotten, and its pages may be believed until they are gone.
+    fn remember_over(&self, shuffle: &Shuffle) {
+        if shuffle.is_believed() {
+            let (name, notes) = (shuffle.name.clone(), Arc::clone(&shuffle.notes));
+            self.earlier.add(Over::new(name, shuffle.prefix.clone(), Some(notes), &self.core.extents));
+        }
+    }
+
     fn object_store(&self) -> ObjectStoreState {
         let (metrics, cache) = (&self.core.metrics, self.core.cache.as_ref());
         ObjectStoreState {
@@ -207,6 +221,28 @@ impl ObjectTier {
             tracing::info!("the object store answers again");
         }
     }
+}
+
+/// Deletes what a start has found that is no shuffle's: registrations, each with whether it has pages, and single objects.
+fn clean_up(
+    (core, earlier): (&Arc<Core>, &Arc<Earlier>),
+    abandoned: Vec<(Registered, bool)>,
+    strays: Vec<String>,
+) {
+    let mut going = Vec::new();
+    for (name, has_pages) in abandoned {
+        let prefix = shuffle_prefix(&core.settings.root, &name);
+        let over = Over::new(name, prefix.clone(), None, &core.extents);
+        let over = has_pages.then(|| earlier.add(over));
+        going.push(Going::all(prefix, over.into_iter().collect()));
+    }
+    going.extend(strays.into_iter().map(|key| Going::all(key, Vec::new())));
+    let (core, earlier) = (Arc::clone(core), Arc::clone(earlier));
+    core.tasks.clone().spawn("object clean-up", async move {
+        for going in going {
+            purge::delete(&core, &earlier, &going).await;
+        }
+    });
 }
 
 /// [`Shuffle::leave_caches`] of several on a blocking thread; also when the caller goes away.
@@ -333,6 +369,7 @@ impl Tier for ObjectTier {
         let forgotten: Vec<_> = removed.map(|(_, shuffle)| shuffle).collect();
         let had: Vec<_> =
             forgotten.iter().map(|shuffle| (Arc::clone(shuffle), shuffle.forget(&self.core))).collect();
+        forgotten.iter().for_each(|shuffle| self.remember_over(shuffle));
         let app = match why {
             Purge::App(_) => Some((app.clone(), before)),
             Purge::Shuffles if forgotten.is_empty() => return None,
@@ -340,10 +377,10 @@ impl Tier for ObjectTier {
         };
         // Counted from now on: a stop may follow at once.
         let counted = purge::Counted::new(Arc::clone(&self.core));
-        let core = Arc::clone(&self.core);
+        let (core, earlier) = (Arc::clone(&self.core), Arc::clone(&self.earlier));
         let purge = async move {
             leave_caches(&core, had).await;
-            purge::purge(core, forgotten, app).await;
+            purge::purge((core, earlier), forgotten, app).await;
             drop(counted);
         };
         Some(purge.boxed())
@@ -352,6 +389,7 @@ impl Tier for ObjectTier {
     fn leave(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
             shuffle.leave_caches(&self.core, shuffle.forget(&self.core));
+            self.remember_over(&shuffle);
         }
     }
 

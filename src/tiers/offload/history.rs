@@ -43,7 +43,9 @@ impl OffloadTier {
                 Ok(begun)
             }
             Err(error) => {
-                *shuffle.uploads.write().await = None;
+                // Together: what is said next finds that the store may have all but that.
+                let mut uploads = shuffle.uploads.write().await;
+                *uploads = None;
                 self.discard_object(&shuffle.key);
                 Err(error)
             }

@@ -9,11 +9,11 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use tokio::sync::RwLock;
+use tokio::sync::{RwLock, RwLockReadGuard};
 use tokio::time::Instant;
 
 use crate::tiers::local::Stops;
-use crate::tiers::object::{Noted, Uploads};
+use crate::tiers::object::{Noted, ObjectTier, Uploads};
 use crate::tiers::{ExtentWrite, MetadataLog, ShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -165,7 +165,19 @@ impl TierShuffle for Handle {
 /// What a registration says, for the disks and the store.
 pub(super) struct BothLogs {
     pub(super) local: Arc<dyn MetadataLog>,
+    pub(super) object: Arc<ObjectTier>,
     pub(super) shuffle: Arc<Shuffle>,
+}
+
+impl BothLogs {
+    /// Where a record goes beside the disks. Nothing goes anywhere while a start could believe an earlier registration that is over
+    /// in the store: where this one's disks are not there, it would give what that one said for what this one did.
+    async fn uploads(&self) -> Result<RwLockReadGuard<'_, Option<Uploads>>, StoreError> {
+        // A move that begins and fails makes such a one: not between the two.
+        let uploads = self.shuffle.uploads.read().await;
+        self.object.end_earlier(&self.shuffle.key).await?;
+        Ok(uploads)
+    }
 }
 
 impl MetadataLog for BothLogs {
@@ -176,7 +188,7 @@ impl MetadataLog for BothLogs {
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         let append = async move {
-            let uploads = self.shuffle.uploads.read().await;
+            let uploads = self.uploads().await?;
             self.local.append(record.clone()).await?;
             match &*uploads {
                 Some(uploads) => uploads.note(&[Noted::Said(record)]).await,
@@ -188,7 +200,7 @@ impl MetadataLog for BothLogs {
 
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
         let mark = async move {
-            let uploads = self.shuffle.uploads.read().await;
+            let uploads = self.uploads().await?;
             self.local.mark_incomplete(reason).await?;
             match &*uploads {
                 Some(uploads) => uploads.note(&[Noted::Incomplete(reason.to_owned())]).await,

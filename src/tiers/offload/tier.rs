@@ -110,7 +110,8 @@ impl Tier for OffloadTier {
 
     fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
         let shuffle = self.find(key)?;
-        Some(Arc::new(BothLogs { local: self.local.metadata_log(key)?, shuffle }))
+        let (local, object) = (self.local.metadata_log(key)?, Arc::clone(&self.object));
+        Some(Arc::new(BothLogs { local, object, shuffle }))
     }
 
     fn metadata_gap(&self) -> Option<Arc<str>> {

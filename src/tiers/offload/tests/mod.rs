@@ -1,6 +1,7 @@
 //! The tier over memory disks and a store in memory that fails on purpose.
 
 mod damaged;
+mod earlier;
 mod moves;
 mod restarts;
 
@@ -88,8 +89,12 @@ struct Process {
 }
 
 impl Process {
-    async fn register(&self, key: &ShuffleKey) {
+    fn admit(&self, key: &ShuffleKey) {
         Arc::clone(&self.tier).prepare(None).unwrap().unwrap()(key, &[]);
+    }
+
+    async fn register(&self, key: &ShuffleKey) {
+        self.admit(key);
         let note = Record::Registration(Registration { user: "ann".to_owned(), ..Registration::default() });
         self.say(key, &note.encode()).await.unwrap();
     }

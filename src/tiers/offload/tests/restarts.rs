@@ -131,9 +131,13 @@ async fn a_registration_that_is_over_is_not_taken_for_the_next() {
     process.register(&key).await;
     fill(&process, &key, 0..10).await;
     process.move_all(&key).await.unwrap();
-    // Its objects are not deleted any more.
+    // Its objects are not deleted any more, for which an earlier version did not wait.
     drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
-    process.register(&key).await;
+    process.admit(&key);
+    let note = Record::Registration(Registration::default()).encode();
+    let local = process.tier.local.handle(&key).unwrap();
+    process.tier.local.append_metadata(&local, &note).await.unwrap();
+    drop(local);
     fill(&process, &key, 50..53).await;
     let process = process.kill().await.start().await;
     let (recovered, _) = heard(&process).await;

@@ -1,0 +1,208 @@
+//! What the store has of a registration that is over is never given for what a later one of the same shuffle says.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::tiers::StoreErrorKind;
+use crate::tiers::object::layout::parse_key;
+
+impl Process {
+    /// Unregisters a shuffle, and its objects are not deleted: the process is about to end.
+    fn forget(&self, key: &ShuffleKey) {
+        drop(Arc::clone(&self.tier).forget(&key.app, std::slice::from_ref(key), Purge::Shuffles));
+    }
+
+    /// A registration that the store knows and that is over, but for its objects.
+    async fn left_in_the_store(&self, key: &ShuffleKey) {
+        self.register(key).await;
+        self.write(key, vec![extent(0, 0..10, 3000)]).await;
+        self.move_all(key).await.unwrap();
+        self.say(key, b"earlier").await.unwrap();
+        self.forget(key);
+    }
+
+    async fn try_register(&self, key: &ShuffleKey) -> Result<(), StoreError> {
+        self.admit(key);
+        self.say(key, &Record::Registration(Registration::default()).encode()).await
+    }
+
+    async fn pages(&self) -> usize {
+        let objects = self.fixture.store.objects().await;
+        let names = objects.iter().filter_map(|(key, _)| parse_key("p/worker-1", key));
+        names.filter(|(_, name)| name.is_metadata()).count()
+    }
+}
+
+/// The directory that took the later registration alone is away: what the other has is the earlier one, and the store proved it.
+#[tokio::test(start_paused = true)]
+async fn a_shuffle_registered_again_is_not_proven_by_what_the_store_has_of_the_one_before() {
+    let both = Fixture::new();
+    let only = |at: usize| Fixture { disks: vec![both.disks[at].clone()], ..both.clone() };
+    let process = both.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let process = only(0).start().await;
+    process.forget(&key);
+    process.register(&key).await;
+    process.say(&key, b"later").await.unwrap();
+    process.kill().await;
+
+    let process = only(1).start().await;
+    let (recovered, said) = heard(&process).await;
+    assert!(said.get(&key).is_none_or(|said| !said.contains(&Bytes::from_static(b"later"))), "{said:?}");
+    let incomplete = recovered.shuffles.iter().find(|it| it.key == key).unwrap().incomplete.as_ref();
+    assert!(incomplete.is_some_and(|reason| reason.contains("/a is missing")), "{incomplete:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shuffle_registered_again_is_not_found_on_an_empty_machine_as_it_was_before() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.left_in_the_store(&key).await;
+    process.register(&key).await;
+    assert_eq!(process.pages().await, 0);
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert!(recovered.shuffles.is_empty() && said.is_empty(), "{recovered:?} {said:?}");
+}
+
+/// A client that waits in vain is told why, and before it gives up by itself.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_deletes_nothing_lets_no_shuffle_be_registered_again_and_says_so() {
+    for failing in [Call::Delete, Call::List, Call::Get] {
+        for fault in [Fault::Refuse, Fault::Hold] {
+            let process = Fixture::new().start().await;
+            let (again, other) = (key(1), key(2));
+            process.left_in_the_store(&again).await;
+            process.fixture.store.set(move |call, _| if call == failing { fault } else { Fault::None });
+            let began = Instant::now();
+            let error = process.try_register(&again).await.unwrap_err();
+            assert!(
+                began.elapsed() <= Duration::from_secs(20),
+                "{failing:?} {fault:?}: {:?}",
+                began.elapsed()
+            );
+            let text = error.to_string();
+            assert_eq!(error.kind, StoreErrorKind::Unreachable, "{text}");
+            assert!(text.contains("of an earlier registration of the shuffle is not deleted"), "{text}");
+            process.say(&again, b"later").await.unwrap_err();
+            process.register(&other).await;
+            assert!(process.pages().await > 0);
+
+            process.fixture.store.heal();
+            process.register(&again).await;
+            process.say(&again, b"later").await.unwrap();
+            assert_eq!(process.pages().await, 0);
+        }
+    }
+}
+
+/// A store that is back within a while costs the client nothing but that.
+#[tokio::test(start_paused = true)]
+async fn a_shuffle_is_registered_again_as_soon_as_the_store_is_back() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.left_in_the_store(&key).await;
+    let mut calls = 0;
+    process.fixture.store.set(move |call, _| {
+        calls += usize::from(call == Call::Delete);
+        if call == Call::Delete && calls < 5 { Fault::Refuse } else { Fault::None }
+    });
+    process.try_register(&key).await.unwrap();
+    assert_eq!(process.pages().await, 0);
+}
+
+/// It would cost every registration a request.
+#[tokio::test(start_paused = true)]
+async fn the_store_is_asked_nothing_about_shuffles_of_which_it_has_no_earlier_registration() {
+    let process = Fixture::new().start().await;
+    let (moved, other) = (key(1), key(2));
+    process.left_in_the_store(&moved).await;
+    process.register(&moved).await;
+    process.write(&moved, vec![extent(0, 0..10, 3000)]).await;
+    process.move_all(&moved).await.unwrap();
+    process.purge(&moved).await;
+    let before = process.fixture.store.calls();
+    process.register(&moved).await;
+    process.register(&other).await;
+    process.say(&other, b"report").await.unwrap();
+    process.purge(&other).await;
+    process.register(&other).await;
+    assert_eq!(process.fixture.store.calls(), before);
+}
+
+/// Registrations of an application go together, also such as went before and could not be deleted.
+#[tokio::test(start_paused = true)]
+async fn an_application_that_is_deleted_leaves_no_earlier_registration() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.left_in_the_store(&key).await;
+    let why = Purge::App(crate::tiers::Cause::Unregistered);
+    Arc::clone(&process.tier).forget(&key.app, &[], why).unwrap().await;
+    assert_eq!(process.fixture.store.objects().await, []);
+    let before = process.fixture.store.calls();
+    process.register(&key).await;
+    assert_eq!(process.fixture.store.calls(), before);
+}
+
+/// The store has the last word of a move's beginning and the process was not told: what is said next is not in the store, and whoever finds
+/// nothing else would take that for all.
+#[tokio::test(start_paused = true)]
+async fn a_move_that_began_without_an_answer_proves_nothing_of_what_is_said_then() {
+    let mut has_lost_the_last = false;
+    for at in 0..10 {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+        // Writes are done and not answered from this one on; nothing is deleted.
+        let mut puts = 0;
+        process.fixture.store.set(move |call, _| match call {
+            Call::Put if puts >= at => Fault::LoseAnswer,
+            Call::Put => {
+                puts += 1;
+                Fault::None
+            }
+            Call::Delete => Fault::Refuse,
+            _ => Fault::None,
+        });
+        if process.move_all(&key).await.is_ok() {
+            break;
+        }
+        let acknowledged = process.say(&key, b"later").await.is_ok();
+        has_lost_the_last |= !acknowledged;
+        let fixture = process.kill().await;
+        fixture.store.heal();
+        let process = fixture.on_an_empty_machine().start().await;
+        let (recovered, said) = heard(&process).await;
+        let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
+        let is_known = said.get(&key).is_some_and(|said| said.contains(&Bytes::from_static(b"later")));
+        assert!(!(acknowledged && is_proven) || is_known, "write {at}: {recovered:?} {said:?}");
+        assert!(acknowledged || is_proven, "write {at}: a move that said too little holds up no report");
+    }
+    assert!(has_lost_the_last);
+}
+
+/// What a start has left for a later one, as it could not take it over, is over where its shuffle is registered anew.
+#[tokio::test(start_paused = true)]
+async fn what_is_left_for_a_later_start_is_not_taken_for_a_shuffle_that_was_registered_since() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+    process.move_all(&key).await.unwrap();
+    let process = process.kill().await.start().await;
+    process.tier.leave(&key);
+    assert!(process.pages().await > 0);
+    process.register(&key).await;
+    assert_eq!(process.pages().await, 0);
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert!(heard(&process).await.0.shuffles.is_empty());
+}
