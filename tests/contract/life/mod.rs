@@ -112,6 +112,15 @@ fn with_moves_to_an_object_store_every_acknowledged_and_reported_block_is_readab
     run_seeds(("MOVED_LIFE", MOVED_SEEDS_DEFAULT), Below::Both, &[OF_OBJECTS]);
 }
 
+/// The results of the registration before were given, which the store still had: of the first in nearly every run.
+#[test]
+fn a_shuffle_registered_again_is_not_given_what_the_store_has_of_the_one_before() {
+    for seed in [5011, 7300] {
+        let ran = run_safely(seed, Below::Both, Mutation::None);
+        assert!(ran.is_ok(), "MOVED_LIFE_SEED={seed}: {ran:?}");
+    }
+}
+
 fn run_seeds((variable, count): (&str, u64), below: Below, elsewhere: &[&[&str]]) {
     let (seeds, alone) = seeds::from_env(variable, count);
     if alone {
