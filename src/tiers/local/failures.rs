@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use super::health::{Verdict, is_replaced, judge};
+use super::health::{Verdict, judge};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
@@ -73,7 +73,7 @@ impl FailedReads {
 pub(super) fn is_damage(error: &StoreError) -> bool {
     match (error.kind, &error.source) {
         (StoreErrorKind::Corrupt | StoreErrorKind::NotFound, _) => true,
-        (_, Some(source)) => is_replaced(source) || judge(source) == Verdict::Broken,
+        (_, Some(source)) => judge(source) == Verdict::Broken,
         _ => false,
     }
 }
@@ -106,9 +106,6 @@ mod tests {
         assert!(is_damage(&errno(uniffle_testkit::fault::EIO)));
         assert!(is_damage(&StoreError::corrupt("/d", "x")));
         assert!(is_damage(&StoreError::io("/d", io::ErrorKind::NotFound.into())), "a deleted file");
-        for replaced in [rustix::io::Errno::ISDIR, rustix::io::Errno::LOOP] {
-            assert!(is_damage(&errno(replaced.raw_os_error())), "{replaced:?}");
-        }
         assert!(!is_damage(&errno(uniffle_testkit::fault::EMFILE)));
         assert!(!is_damage(&StoreError::io("/d", io::ErrorKind::TimedOut.into())));
         assert!(!is_damage(&StoreError::new(StoreErrorKind::Purged, "app/1")));

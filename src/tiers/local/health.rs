@@ -21,8 +21,7 @@ const REFUSAL_TIME: Duration = Duration::from_secs(20);
 /// What one error says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing about the disk: the process lacks descriptors or memory, a name is gone or something else has it, a task was
-    /// dropped.
+    /// Nothing about the disk: the process lacks descriptors or memory, a name is gone, a task was dropped.
     NotTheDisk,
     /// No space (or quota) left.
     Full,
@@ -40,9 +39,9 @@ pub fn judge(error: &io::Error) -> Verdict {
     if let Some(errno) = error.raw_os_error().map(Errno::from_raw_os_error) {
         return match errno {
             Errno::NOSPC | Errno::DQUOT => Verdict::Full,
-            Errno::MFILE | Errno::NFILE | Errno::INTR | Errno::NOMEM | Errno::AGAIN => Verdict::NotTheDisk,
-            Errno::NOENT | Errno::EXIST => Verdict::NotTheDisk,
-            errno if is_no_file(errno) => Verdict::NotTheDisk,
+            Errno::MFILE | Errno::NFILE | Errno::INTR | Errno::NOMEM | Errno::AGAIN | Errno::NOENT => {
+                Verdict::NotTheDisk
+            }
             Errno::ROFS => Verdict::ReadOnly,
             Errno::TIMEDOUT => Verdict::Hung,
             _ => Verdict::Broken,
@@ -58,16 +57,6 @@ pub fn judge(error: &io::Error) -> Verdict {
         // Ours: a missing name, a wrong argument, a task that ended with the runtime.
         _ => Verdict::NotTheDisk,
     }
-}
-
-/// Whether an error says that something else has the name of a file, a directory or a link that leads nowhere: the file is as
-/// good as deleted.
-pub(super) fn is_replaced(error: &io::Error) -> bool {
-    error.raw_os_error().map(Errno::from_raw_os_error).is_some_and(is_no_file)
-}
-
-fn is_no_file(errno: Errno) -> bool {
-    matches!(errno, Errno::ISDIR | Errno::LOOP)
 }
 
 /// What the calls of one disk have shown of it so far.
@@ -184,17 +173,7 @@ mod tests {
 
     #[test]
     fn errors_are_told_apart() {
-        for own in [
-            Errno::MFILE,
-            Errno::NFILE,
-            Errno::INTR,
-            Errno::NOMEM,
-            Errno::AGAIN,
-            Errno::NOENT,
-            Errno::ISDIR,
-            Errno::LOOP,
-            Errno::EXIST,
-        ] {
+        for own in [Errno::MFILE, Errno::NFILE, Errno::INTR, Errno::NOMEM, Errno::AGAIN, Errno::NOENT] {
             assert_eq!(judge(&errno(own)), Verdict::NotTheDisk, "{own:?}");
         }
         assert_eq!(judge(&io::Error::other("dropped")), Verdict::NotTheDisk);

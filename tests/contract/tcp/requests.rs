@@ -259,9 +259,11 @@ async fn n8_replies_of_which_nothing_is_taken_give_way_to_one_that_waits_for_hea
     // 120 s that a reply may take.
     let began = Instant::now();
     let waits = async {
+        // Not without a pause: each time the heap's freed memory is looked at.
+        let mut again = tokio::time::interval(Duration::from_millis(2));
         loop {
             drop(heap.charge(free).await.unwrap());
-            tokio::task::yield_now().await;
+            again.tick().await;
         }
     };
     let given_up =

@@ -135,6 +135,7 @@ async fn a_process_that_makes_way_leaves_the_rest_of_a_removal_to_its_successor(
     assert_eq!(left(&disk), 32, "nor later");
     drop((writing, store));
     let successor = open(vec![disk.disk()]).await.unwrap();
+    successor.maintain_once().await;
     assert_eq!(left(&disk), 0, "it empties the trash");
     successor.purge_app(&key.app).await;
     assert_nothing_left(&successor, &[disk]).await;

@@ -294,48 +294,6 @@ async fn a_record_that_reaches_too_few_disks_is_an_error_and_goes_round_those_th
     );
 }
 
-/// The whole disk was put out, and the log did not say for what.
-#[tokio::test]
-async fn what_is_no_file_in_the_place_of_an_index_file_is_that_shuffles_loss_and_puts_no_disk_out() {
-    for put in [|path: &Path| std::fs::create_dir(path), |path: &Path| std::os::unix::fs::symlink(path, path)]
-    {
-        an_index_file_is_replaced(put).await;
-    }
-}
-
-async fn an_index_file_is_replaced(put: impl Fn(&Path) -> io::Result<()>) {
-    let root = tempfile::tempdir().unwrap();
-    let disk = || Arc::new(BlockingDisk::new(root.path(), 4, 16)) as Arc<dyn Disk>;
-    let store = open_real(vec![disk()]).await.unwrap();
-    let keys = [key("app", 1), key("app", 2)];
-    for key in &keys {
-        let handle = store.register(key);
-        store.append_metadata(&handle, b"registered").await.unwrap();
-        store.write(key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
-    }
-    drop(store);
-    let of_shuffle = |name: &str| {
-        std::fs::read_dir(root.path().join("apps/app")).unwrap().find_map(|entry| {
-            let path = entry.unwrap().path();
-            path.file_name()?.to_str()?.starts_with(name).then_some(path)
-        })
-    };
-    let files = std::fs::read_dir(of_shuffle("1.").unwrap()).unwrap().map(|entry| entry.unwrap().path());
-    let index = files.into_iter().find(|path| path.extension().is_some_and(|it| it == "index")).unwrap();
-    std::fs::remove_file(&index).unwrap();
-    put(&index).unwrap();
-
-    let store = open_real(vec![disk()]).await.unwrap();
-    let recovered = hear(&store).await;
-    assert_eq!((store.disks()[0].condition, store.disks()[0].failures), (DiskCondition::Healthy, 0));
-    let found: Vec<_> = recovered.shuffles.iter().map(|it| (&it.key, it.reason.as_str())).collect();
-    let told = format!("{} could not be read back", index.display());
-    assert_eq!(found, [(&keys[0], told.as_str()), (&keys[1], "")]);
-    assert_eq!(read_all(&store, &keys[1], 1).await.unwrap(), [1]);
-    store.write(&keys[0], vec![extent(1, &[(2, 9000)], true)]).await.unwrap();
-    assert_eq!(read_all(&store, &keys[0], 1).await.unwrap().last(), Some(&2), "it goes on beside it");
-}
-
 /// What an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release --lib recovery_of_ten -- --ignored --nocapture`
 #[tokio::test]
 #[ignore = "a measurement"]
