@@ -129,8 +129,14 @@ struct Ports {
 }
 
 impl Ports {
+    /// Three that differ.
     fn choose() -> Self {
-        Self { grpc: free_port(), http: free_port(), urpc: free_port() }
+        loop {
+            let ports = Self { grpc: free_port(), http: free_port(), urpc: free_port() };
+            if ports.grpc != ports.http && ports.http != ports.urpc && ports.urpc != ports.grpc {
+                return ports;
+            }
+        }
     }
 
     fn of(ready: &Ready) -> Self {
