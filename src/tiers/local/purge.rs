@@ -175,6 +175,9 @@ impl LocalStore {
 
     /// Empties the trash and removes what is to be removed, files of what was moved too. May take as long as the file system likes.
     async fn clean(&self, disk: &LocalDisk) {
+        if disk.removals_cease.is_cancelled() {
+            return;
+        }
         if disk.is_healthy()
             && let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await
         {

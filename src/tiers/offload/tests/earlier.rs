@@ -152,7 +152,7 @@ async fn an_application_that_is_deleted_leaves_no_earlier_registration() {
     assert_eq!(process.fixture.store.calls(), before);
 }
 
-/// The store has the last word of a move's beginning and the process was not told: what is said next is not in the store, and whoever finds
+/// The store has the last word of a move's beginning and the process was not told: what is said next is not in the store, and a start that finds
 /// nothing else would take that for all.
 #[tokio::test(start_paused = true)]
 async fn a_move_that_began_without_an_answer_proves_nothing_of_what_is_said_then() {
