@@ -5,14 +5,24 @@
 //! reader of another one begins at once, and goes on if it has one answer at a time, however long the others take for theirs. One
 //! that is alone takes of it until it holds half. Requests of one application are served in their order. The one that is next is
 //! waited for until there is room for it, or large requests would never be served.
+//!
+//! What is asked for together with a [`Turn`] is given when both are there: a read holds no part of a disk's share while it waits for
+//! memory, nor memory while it waits for a disk. One whose share is full is passed over, and with it those behind it that want of
+//! the same share.
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use tokio::sync::oneshot;
+use uniffle_io::{HeldTurn, Turn};
 
 use uniffle_wire::types::AppId;
+
+/// Who waits is dropped only when its place is.
+const PLACED: &str = "its place is held";
 
 /// Part of the whole that is kept for applications that hold nothing.
 const NEWCOMERS_PART: u64 = 8;
@@ -38,6 +48,8 @@ struct State {
     /// Applications that hold something.
     holders: usize,
     waiting: usize,
+    /// Of those that wait, not all only wait for the share of a [`Turn`].
+    is_short: bool,
     arrivals: u64,
 }
 
@@ -49,11 +61,20 @@ struct Holding {
     waiting: VecDeque<Waiter>,
 }
 
-#[derive(Debug)]
 struct Waiter {
     bytes: u64,
     arrival: u64,
-    give: oneshot::Sender<Permit>,
+    turn: Option<Arc<dyn Turn>>,
+    give: oneshot::Sender<Given>,
+}
+
+/// What is given, with the turn that was asked for.
+pub(crate) type Given = (Permit, Option<HeldTurn>);
+
+impl fmt::Debug for Waiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Waiter").field(&self.bytes).field(&self.arrival).finish_non_exhaustive()
+    }
 }
 
 /// Bytes taken; back in line when dropped.
@@ -64,43 +85,76 @@ pub(crate) struct Permit {
     bytes: u64,
 }
 
+/// One that is served.
+struct Next {
+    app: Option<AppId>,
+    waiter: Waiter,
+    held: Option<HeldTurn>,
+}
+
 /// A place in the line; left when dropped.
 struct Place {
     line: Arc<Line>,
-    receiver: oneshot::Receiver<Permit>,
+    receiver: oneshot::Receiver<Given>,
 }
 
 impl Line {
     pub(crate) fn new(capacity: u64) -> Arc<Self> {
-        let readers = HashMap::new();
-        let (free, holders, waiting, arrivals) = (capacity, 0, 0, 0);
-        Arc::new(Self(Mutex::new(State { capacity, free, readers, holders, waiting, arrivals })))
+        let (free, readers) = (capacity, HashMap::new());
+        let state = State { capacity, free, readers, holders: 0, waiting: 0, is_short: false, arrivals: 0 };
+        Arc::new(Self(Mutex::new(state)))
     }
 
     /// `bytes` for `reader` if no one has to wait for them.
     pub(crate) fn try_take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Option<Permit> {
-        self.0.lock().take_at_once(reader, bytes).then(|| self.permit(&reader.app, bytes))
+        let (permit, _) = self.try_take_with(reader, bytes, None)?;
+        Some(permit)
     }
 
     /// `bytes` for `reader` when it is its turn; at most half of the whole.
     pub(crate) async fn take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Permit {
-        let mut place = {
-            let mut state = self.0.lock();
-            if state.take_at_once(reader, bytes) {
-                drop(state);
-                return self.permit(&reader.app, bytes);
-            }
-            let (give, receiver) = oneshot::channel();
-            state.enter(reader, bytes, give);
-            Place { line: Arc::clone(self), receiver }
-        };
-        self.serve();
-        (&mut place.receiver).await.expect("a waiter is dropped only when its place is")
+        self.take_with(reader, bytes, None).await.0
     }
 
-    /// Whether someone waits.
+    /// `bytes` for `reader`, and a turn, if no one has to wait for either.
+    pub(crate) fn try_take_with(
+        self: &Arc<Self>,
+        reader: &Reader,
+        bytes: u64,
+        turn: Option<&dyn Turn>,
+    ) -> Option<Given> {
+        let held = self.0.lock().take_at_once(reader, bytes, turn)?;
+        Some((self.permit(&reader.app, bytes), held))
+    }
+
+    /// `bytes` for `reader`, and a turn, when both are there for it.
+    pub(crate) async fn take_with(
+        self: &Arc<Self>,
+        reader: &Reader,
+        bytes: u64,
+        turn: Option<Arc<dyn Turn>>,
+    ) -> Given {
+        if let Some(given) = self.try_take_with(reader, bytes, turn.as_deref()) {
+            return given;
+        }
+        let (give, receiver) = oneshot::channel();
+        self.0.lock().enter(reader, Waiter { bytes, arrival: 0, turn: turn.clone(), give });
+        let mut place = Place { line: Arc::clone(self), receiver };
+        self.serve();
+        let Some(turn) = turn else { return (&mut place.receiver).await.expect(PLACED) };
+        loop {
+            // What comes free of a share may be another one's, who is not told.
+            tokio::select! {
+                biased;
+                given = &mut place.receiver => return given.expect(PLACED),
+                () = turn.freed() => self.serve(),
+            }
+        }
+    }
+
+    /// Whether someone waits for more than the share of a turn.
     pub(crate) fn is_waited_for(&self) -> bool {
-        self.0.lock().waiting > 0
+        self.0.lock().is_short
     }
 
     fn permit(self: &Arc<Self>, app: &Option<AppId>, bytes: u64) -> Permit {
@@ -110,25 +164,36 @@ impl Line {
     /// Gives what is free to those whose turn it is.
     fn serve(self: &Arc<Self>) {
         loop {
-            let Some((waiter, app)) = self.0.lock().next() else { return };
-            // Outside of the lock: a permit that finds no receiver comes back by being dropped.
-            let _ = waiter.give.send(self.permit(&app, waiter.bytes));
+            let Some(Next { app, waiter, held }) = self.0.lock().next() else { return };
+            // Outside of the lock: what finds no receiver comes back by being dropped.
+            let _ = waiter.give.send((self.permit(&app, waiter.bytes), held));
         }
     }
 }
 
 impl State {
-    fn take_at_once(&mut self, reader: &Reader, bytes: u64) -> bool {
-        if self.waiting > 0 {
-            return false;
+    /// The turn, if there was one to take and everything was given.
+    fn take_at_once(
+        &mut self,
+        reader: &Reader,
+        bytes: u64,
+        turn: Option<&dyn Turn>,
+    ) -> Option<Option<HeldTurn>> {
+        // Those that wait for a share are ahead of others that want of it.
+        if self.is_short || (turn.is_some() && self.waiting > 0) {
+            return None;
         }
         let held = self.readers.get(&reader.app).map_or(0, |holding| holding.held);
-        let is_given = self.needed(&reader.app, held, bytes) <= self.free;
-        if is_given {
-            self.holding(reader);
-            self.give(&reader.app, bytes);
+        if self.needed(&reader.app, held, bytes) > self.free {
+            return None;
         }
-        is_given
+        let held = match turn {
+            Some(turn) => Some(turn.try_take()?),
+            None => None,
+        };
+        self.holding(reader);
+        self.give(&reader.app, bytes);
+        Some(held)
     }
 
     /// What must be free for one that holds `held` to get `bytes` more.
@@ -161,15 +226,18 @@ impl State {
         holding
     }
 
-    fn enter(&mut self, reader: &Reader, bytes: u64, give: oneshot::Sender<Permit>) {
+    fn enter(&mut self, reader: &Reader, waiter: Waiter) {
         self.arrivals += 1;
         self.waiting += 1;
+        // Until it is known.
+        self.is_short = true;
         let arrival = self.arrivals;
-        self.holding(reader).waiting.push_back(Waiter { bytes, arrival, give });
+        self.holding(reader).waiting.push_back(Waiter { arrival, ..waiter });
     }
 
-    /// Takes what the next one waits for, if there is room for it.
-    fn next(&mut self) -> Option<(Waiter, Option<AppId>)> {
+    /// Takes what the next one waits for, if it is there.
+    fn next(&mut self) -> Option<Next> {
+        self.is_short = false;
         if self.waiting == 0 {
             return None;
         }
@@ -179,32 +247,61 @@ impl State {
             self.waiting -= before - holding.waiting.len();
         }
         self.readers.retain(|_, holding| holding.held > 0 || !holding.waiting.is_empty());
-        let mut waiting: Vec<_> = self
+        let (app, at) = self.find()?;
+        let holding = self.readers.get_mut(&app)?;
+        let held = match &holding.waiting.get(at)?.turn {
+            // One that does not wait in this line was quicker, who gives it back.
+            Some(turn) => Some(turn.try_take()?),
+            None => None,
+        };
+        let waiter = holding.waiting.remove(at)?;
+        self.give(&app, waiter.bytes);
+        self.waiting -= 1;
+        Some(Next { app, waiter, held })
+    }
+
+    /// Whose turn it is, and which of those that wait for that application; none when there is not enough.
+    fn find(&mut self) -> Option<(Option<AppId>, usize)> {
+        let mut apps: Vec<_> = self
             .readers
             .iter()
             .filter_map(|(app, holding)| {
                 let first = holding.waiting.front()?;
-                Some((turn(holding.held, holding.weight), first.arrival, first.bytes, holding.held, app))
+                Some((turn(holding.held, holding.weight), first.arrival, app))
             })
             .collect();
-        waiting.sort_unstable();
-        // One that has half and is to leave room for others is passed over; everyone else is waited for.
-        let mut in_turn = waiting.into_iter();
-        let (_, _, bytes, held, app) = in_turn.find(|(_, _, bytes, held, app)| {
-            let is_passed_over = self.is_greedy(*held, *bytes)
-                && *bytes <= self.free
-                && self.needed(app, *held, *bytes) > self.free;
-            !is_passed_over
-        })?;
-        if self.needed(app, held, bytes) > self.free {
-            return None;
+        apps.sort_unstable();
+        let mut full = SmallVec::<[usize; 8]>::new();
+        for (_, _, app) in apps {
+            let holding = self.readers.get(app)?;
+            let Some(at) = holding.first_with_room(&mut full) else { continue };
+            let bytes = holding.waiting.get(at)?.bytes;
+            let needed = self.needed(app, holding.held, bytes);
+            if needed <= self.free {
+                return Some((app.clone(), at));
+            }
+            self.is_short = true;
+            // One that has half and is to leave room for others is passed over; everyone else is waited for.
+            if !(self.is_greedy(holding.held, bytes) && bytes <= self.free) {
+                return None;
+            }
         }
-        let app = app.clone();
-        let holding = self.readers.get_mut(&app)?;
-        let waiter = holding.waiting.pop_front()?;
-        self.give(&app, bytes);
-        self.waiting -= 1;
-        Some((waiter, app))
+        None
+    }
+}
+
+impl Holding {
+    /// The first that waits and whose shares have room; `full` are those for which others wait, who are ahead of it.
+    fn first_with_room(&self, full: &mut SmallVec<[usize; 8]>) -> Option<usize> {
+        self.waiting.iter().position(|waiter| {
+            let Some(turn) = &waiter.turn else { return true };
+            if turn.shares().iter().any(|share| full.contains(share)) {
+                return false;
+            }
+            let full_share = turn.full_share();
+            full.extend(full_share);
+            full_share.is_none()
+        })
     }
 }
 
@@ -244,160 +341,4 @@ impl Drop for Place {
 }
 
 #[cfg(test)]
-mod tests {
-    use futures::FutureExt as _;
-    use futures::future::BoxFuture;
-
-    use super::*;
-
-    fn reader(name: &str, weight: u32) -> Reader {
-        Reader { app: Some(AppId::parse(name).unwrap()), weight }
-    }
-
-    fn waiting(line: &Arc<Line>, reader: &Reader, bytes: u64) -> BoxFuture<'static, Permit> {
-        let (line, reader) = (Arc::clone(line), reader.clone());
-        let mut waiting = async move { line.take(&reader, bytes).await }.boxed();
-        assert!((&mut waiting).now_or_never().is_none(), "it has to wait");
-        waiting
-    }
-
-    fn is_served(waiting: &mut BoxFuture<'static, Permit>) -> Option<Permit> {
-        waiting.now_or_never()
-    }
-
-    #[test]
-    fn n8_an_application_that_takes_all_it_can_leaves_room_for_another() {
-        let line = Line::new(160);
-        let (flood, honest) = (reader("flood", 1), reader("honest", 1));
-        let held: Vec<_> = std::iter::from_fn(|| line.try_take(&flood, 10)).collect();
-        assert_eq!(held.len(), 14);
-        let next = waiting(&line, &flood, 10);
-        assert!(line.try_take(&honest, 20).is_none(), "others wait");
-        let small = line.take(&honest, 20).now_or_never();
-        assert!(small.is_some(), "but it is its turn");
-        drop(small);
-        drop((next, held));
-        assert_eq!(line.0.lock().free, 160);
-    }
-
-    #[test]
-    fn n8_several_applications_that_take_all_they_can_leave_room_for_one_that_holds_nothing() {
-        let line = Line::new(160);
-        let crowd: Vec<_> = ["a", "b", "c"].iter().map(|name| reader(name, 1)).collect();
-        let mut held = Vec::new();
-        loop {
-            let before = held.len();
-            held.extend(crowd.iter().filter_map(|reader| line.try_take(reader, 10)));
-            if held.len() == before {
-                break;
-            }
-        }
-        assert_eq!(held.len(), 14, "seven eighths");
-        let queued: Vec<_> = crowd.iter().map(|reader| waiting(&line, reader, 10)).collect();
-        let honest = reader("honest", 1);
-        for _ in 0..9 {
-            let answer = line.take(&honest, 20).now_or_never();
-            assert!(answer.is_some(), "one answer at a time goes on");
-        }
-        assert!(queued.len() == 3 && line.0.lock().holders == 3);
-        drop((queued, held));
-        let state = line.0.lock();
-        assert_eq!((state.free, state.holders, state.readers.len()), (160, 0, 0));
-    }
-
-    #[test]
-    fn f8_places_of_readers_that_do_not_read_leave_some_for_another_application() {
-        let line = Line::new(32);
-        let (hog, honest) = (reader("hog", 1), reader("honest", 1));
-        let held: Vec<_> = std::iter::from_fn(|| line.try_take(&hog, 1)).collect();
-        assert_eq!(held.len(), 28);
-        let queued: Vec<_> = (0..30).map(|_| waiting(&line, &hog, 1)).collect();
-        let mut place = line.take(&honest, 1).now_or_never().expect("an eighth is kept");
-        for _ in 0..9 {
-            let mut next = waiting(&line, &honest, 1);
-            drop(place);
-            place = is_served(&mut next).expect("it holds nothing any more");
-        }
-        drop((queued, held, place));
-        let state = line.0.lock();
-        assert_eq!((state.free, state.waiting, state.readers.len()), (32, 0, 0));
-    }
-
-    #[test]
-    fn of_one_place_or_none_nothing_is_kept() {
-        let (one, other) = (reader("one", 1), reader("other", 1));
-        drop(waiting(&Line::new(0), &one, 1));
-        let line = Line::new(1);
-        let place = line.try_take(&one, 1).expect("it is free");
-        let mut next = waiting(&line, &other, 1);
-        drop(place);
-        assert!(is_served(&mut next).is_some());
-    }
-
-    #[test]
-    fn an_application_alone_takes_nearly_all_and_of_two_a_large_request_is_waited_for() {
-        let line = Line::new(160);
-        let (one, other) = (reader("one", 1), reader("other", 1));
-        let mut held: Vec<_> = std::iter::from_fn(|| line.try_take(&one, 10)).collect();
-        assert_eq!(held.len(), 14);
-        held.truncate(8);
-        let of_other = line.try_take(&other, 10).unwrap();
-        // 70 are free, of which 20 are kept.
-        let mut large = waiting(&line, &other, 60);
-        let mut small = waiting(&line, &one, 10);
-        held.pop();
-        let large = is_served(&mut large).expect("80 are free");
-        assert!(is_served(&mut small).is_none());
-        drop(large);
-        assert!(is_served(&mut small).is_some());
-        drop(of_other);
-    }
-
-    #[test]
-    fn of_those_that_wait_the_one_that_holds_least_is_next_not_the_first() {
-        let line = Line::new(128);
-        let (flood, other, heavy) = (reader("flood", 1), reader("other", 1), reader("heavy", 4));
-        let whole = line.try_take(&Reader { app: None, weight: 1 }, 32).unwrap();
-        let mut held = vec![line.try_take(&flood, 30).unwrap(), line.try_take(&flood, 10).unwrap()];
-        let of_heavy = line.try_take(&heavy, 40).unwrap();
-        let mut of_flood = waiting(&line, &flood, 10);
-        let mut first = waiting(&line, &other, 30);
-        let mut second = waiting(&line, &other, 10);
-        let mut third = waiting(&line, &heavy, 10);
-        drop(held.pop());
-        assert!(is_served(&mut first).is_none(), "it is next, and waited for until there is room");
-        drop(held.pop());
-        let first = is_served(&mut first).unwrap();
-        let of_flood = is_served(&mut of_flood);
-        assert!(of_flood.is_some(), "it holds nothing any more");
-        assert!(is_served(&mut third).is_none(), "what is left is for those that hold nothing");
-        drop(of_flood);
-        let third = is_served(&mut third);
-        assert!(third.is_some(), "by weight it holds 10, the other 30");
-        assert!(is_served(&mut second).is_none());
-        drop(of_heavy);
-        assert!(is_served(&mut second).is_some());
-        drop((whole, first, third));
-        let state = line.0.lock();
-        assert!(state.readers.is_empty());
-        assert_eq!((state.free, state.holders), (128, 0));
-    }
-
-    #[test]
-    fn one_that_waits_no_more_holds_nothing_up() {
-        let line = Line::new(100);
-        let (a, b) = (reader("a", 1), reader("b", 1));
-        let held = line.try_take(&Reader { app: None, weight: 1 }, 90).unwrap();
-        let large = waiting(&line, &a, 50);
-        let mut small = waiting(&line, &b, 10);
-        assert!(line.try_take(&b, 10).is_none(), "others wait");
-        drop(large);
-        assert!(is_served(&mut small).is_some());
-        // Served, and dropped before it was looked at.
-        let unseen = waiting(&line, &a, 50);
-        drop(held);
-        drop(unseen);
-        let state = line.0.lock();
-        assert_eq!((state.free, state.waiting), (100, 0));
-    }
-}
+mod tests;

@@ -9,6 +9,7 @@ pub mod left;
 pub(crate) mod line;
 pub mod places;
 pub mod rounds;
+pub mod turns;
 
 pub use heap::{Heap, HeapFull, HeapKind};
 pub use ledger::{Budget, Charge, NoCapacity};

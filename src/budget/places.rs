@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use super::rounds::Rounds;
 use uniffle_wire::types::AppId;
@@ -13,6 +13,8 @@ use uniffle_wire::types::AppId;
 pub struct Places {
     state: Mutex<State>,
     all: usize,
+    /// For who waits for more than places.
+    freed: Notify,
 }
 
 #[derive(Debug)]
@@ -49,7 +51,8 @@ impl Places {
     /// So many, all of them free.
     #[must_use]
     pub fn new(all: usize) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::new(State { free: all, waiting: Rounds::default() }), all })
+        let state = Mutex::new(State { free: all, waiting: Rounds::default() });
+        Arc::new(Self { state, all, freed: Notify::new() })
     }
 
     /// Waits for `count` places (or all there are) until it is the turn of `app`.
@@ -81,6 +84,23 @@ impl Places {
     #[must_use]
     pub fn has_room(&self, count: usize) -> bool {
         self.state.lock().has_room(self.counted(count))
+    }
+
+    /// Resolves when places came free that nobody waits for in [`Places::take`]; of several that wait for it one is told.
+    pub(super) async fn freed(&self) {
+        self.freed.notified().await;
+    }
+
+    /// Gives `count` places back.
+    fn give_back(&self, count: usize) {
+        let mut state = self.state.lock();
+        state.free += count;
+        state.serve();
+        let is_free = state.has_room(1);
+        drop(state);
+        if is_free {
+            self.freed.notify_one();
+        }
     }
 
     /// All there are at most, but at least one: where there is none everyone waits.
@@ -118,9 +138,7 @@ impl State {
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        let mut state = self.places.state.lock();
-        state.free += self.count;
-        state.serve();
+        self.places.give_back(self.count);
     }
 }
 
@@ -129,10 +147,9 @@ impl Drop for Wait<'_> {
         let mut state = self.places.state.lock();
         state.waiting.leave(self.app, self.number);
         // Under the lock: it was given by now or never will be. What was awaited is not there any more.
-        if self.given.try_recv().is_ok() {
-            state.free += self.count;
-        }
-        state.serve();
+        let unused = if self.given.try_recv().is_ok() { self.count } else { 0 };
+        drop(state);
+        self.places.give_back(unused);
     }
 }
 

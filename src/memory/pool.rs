@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use tokio::sync::Notify;
-use uniffle_io::BoxFuture;
 use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
+use uniffle_io::{BoxFuture, HeldTurn, Turn};
 
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
 use crate::budget::Budget;
@@ -50,21 +50,27 @@ impl ReadPool {
 
     /// A buffer of `len` bytes ([`READ_CHUNK_BYTES_MAX`] at most, a larger one would be a bug), as soon as there is one.
     pub async fn acquire(&self, len: usize) -> ReadBuf {
+        self.acquire_both(len, None).await.0
+    }
+
+    /// The same together with a turn: neither is held while the other is waited for.
+    async fn acquire_both(&self, len: usize, turn: Option<&Arc<dyn Turn>>) -> (ReadBuf, Option<HeldTurn>) {
         let bytes = segment_bytes(len);
-        let mut permit = self.line.try_take(&self.reader, bytes as u64);
-        if permit.is_none() {
+        let mut given = self.line.try_take_with(&self.reader, bytes as u64, turn.map(|turn| &**turn));
+        if given.is_none() && turn.is_none_or(|turn| turn.full_share().is_none()) {
             self.waits.fetch_add(1, Ordering::Relaxed);
         }
         loop {
             // Before the attempt, so that a buffer freed in between is not missed.
             let freed = self.freed.notified();
-            let permit = match permit.take() {
-                Some(permit) => permit,
-                None => self.line.take(&self.reader, bytes as u64).await,
+            let (permit, held) = match given.take() {
+                Some(given) => given,
+                None => self.line.take_with(&self.reader, bytes as u64, turn.cloned()).await,
             };
             if let Some(buffer) = self.allocate(len, bytes, permit) {
-                return buffer;
+                return (buffer, held);
             }
+            drop(held);
             // Free memory is enough but in pieces: it merges as buffers come back, and those are short-lived.
             freed.await;
         }
@@ -194,6 +200,17 @@ impl ReadBuf {
 impl ReadBuffers for ReadPool {
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
         Box::pin(async move { Box::new(Self::acquire(self, len).await) as Box<dyn ReadBuffer> })
+    }
+
+    fn acquire_with(
+        &self,
+        len: usize,
+        turn: Arc<dyn Turn>,
+    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, HeldTurn)> {
+        Box::pin(async move {
+            let (buffer, held) = self.acquire_both(len, Some(&turn)).await;
+            (Box::new(buffer) as Box<dyn ReadBuffer>, held.unwrap_or_else(|| Box::new(())))
+        })
     }
 
     fn chunk_bytes(&self) -> usize {

@@ -19,7 +19,7 @@ use crate::budget::{Budget, Charge};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
-use uniffle_io::{ReadBuffer, ReadBuffers};
+use uniffle_io::{HeldTurn, ReadBuffer, ReadBuffers, Turn};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
@@ -239,6 +239,19 @@ impl ReadBuffers for HeldBuffer {
         match self.held.lock().take() {
             Some(buffer) => std::future::ready(buffer).boxed(),
             None => ReadBuffers::acquire(&self.pool, len),
+        }
+    }
+
+    /// When the turn has to be waited for, the buffer is not kept for it.
+    fn acquire_with(
+        &self,
+        len: usize,
+        turn: Arc<dyn Turn>,
+    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, HeldTurn)> {
+        let held = self.held.lock().take();
+        match held.and_then(|buffer| Some((buffer, turn.try_take()?))) {
+            Some(both) => std::future::ready(both).boxed(),
+            None => self.pool.acquire_with(len, turn),
         }
     }
 

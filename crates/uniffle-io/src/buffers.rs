@@ -26,10 +26,45 @@ pub const READ_CHUNK_BYTES_SHORT: usize = 1 << 20;
 /// Bytes of one staging buffer: one gathered write call.
 pub const STAGING_BYTES: usize = 1 << 20;
 
+/// What a read takes together with its buffer, so that it holds neither while it waits for the other: parts of the shares that
+/// its disks have of the read memory.
+pub trait Turn: Send + Sync {
+    /// It, when all of it is free and nobody waits for it in [`Turn::take`].
+    fn try_take(&self) -> Option<HeldTurn>;
+
+    /// A share for which it would have to wait now, by its number.
+    fn full_share(&self) -> Option<usize>;
+
+    /// Waits for it, in turns with others.
+    fn take(&self) -> BoxFuture<'_, HeldTurn>;
+
+    /// Resolves when some of it came free after the last that was told; of several that wait one is told.
+    fn freed(&self) -> BoxFuture<'_, ()>;
+
+    /// Numbers of the shares, by which two can be seen to want of the same one.
+    fn shares(&self) -> &[usize];
+}
+
+/// A turn that was taken; free again when this is dropped.
+pub type HeldTurn = Box<dyn Send>;
+
 /// Somewhere to get read buffers from.
 pub trait ReadBuffers: Send + Sync {
     /// Waits for a buffer of at least `len` bytes (`len` ≤ [`READ_CHUNK_BYTES_MAX`]).
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>>;
+
+    /// Waits for a buffer of at least `len` bytes and a turn. Buffers that can run short are taken together with it; of others
+    /// there always is one.
+    fn acquire_with(
+        &self,
+        len: usize,
+        turn: Arc<dyn Turn>,
+    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, HeldTurn)> {
+        Box::pin(async move {
+            let held = turn.take().await;
+            (self.acquire(len).await, held)
+        })
+    }
 
     /// What to ask for at most, as long as nothing changes: whole disk blocks.
     fn chunk_bytes(&self) -> usize {

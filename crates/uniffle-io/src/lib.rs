@@ -27,7 +27,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 pub use futures::future::BoxFuture;
 
-pub use self::buffers::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
+pub use self::buffers::{HeldTurn, ReadBuffer, ReadBuffers, ReadPart, ReadTarget, Turn};
 pub use self::mount::{Media, Mount};
 
 /// Alignment of memory, file offset and length of a direct write. Devices ask for 512 or 4,096.

@@ -1,8 +1,11 @@
 //! Shares of the memory among applications that want more than there is.
 
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use tokio::time::Instant;
 
 use super::*;
+use crate::service::read::DataAnswer;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -188,4 +191,61 @@ async fn p6_a_ticket_does_not_wait_while_the_tiers_take_nothing() {
     assert!(waited().await >= Duration::from_secs(1));
     fixture.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
     fixture.stop().await;
+}
+
+/// The first bytes of what `app` has in a file.
+async fn read_of(fixture: &Fixture, app: &str, bytes: u64) -> Result<DataAnswer, ServiceError> {
+    fixture.service.reads.read_data(app, 0, 3, 0, i32::try_from(bytes).unwrap()).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn n8_local_reads_that_are_not_taken_do_not_keep_other_applications_from_the_disk() {
+    const READS: usize = 200;
+    let small: Vec<String> = (0..5).map(|n| format!("small-{n}")).collect();
+    // As much for the disk as the pool of the fixture allows it.
+    let local = LocalConfig { read_memory_bytes: 4 * MIB, ..LocalConfig::default() };
+    let mut fixture = Fixture::with(local, PartitionLimits::default(), quiet()).await;
+    fixture.send(3, 1_000_000).unwrap();
+    for app in &small {
+        fixture.register(app, &[]).await;
+        fixture.send_of(app, 3, 200_000).unwrap();
+    }
+    fixture.flusher.flush_all();
+    fixture.settle().await;
+
+    let mut of_hog: Vec<_> = (0..READS).map(|_| read_of(&fixture, APP, 1_000_000).boxed()).collect();
+    let mut untaken: Vec<DataAnswer> = Vec::new();
+    type Read<'a> = BoxFuture<'a, Result<DataAnswer, ServiceError>>;
+    let waits = |untaken: &mut Vec<DataAnswer>, of_hog: &mut Vec<Read<'_>>| {
+        of_hog.retain_mut(|read| match read.now_or_never() {
+            Some(answer) => {
+                untaken.extend(answer.ok());
+                false
+            }
+            None => true,
+        });
+    };
+    for _ in 0..20 {
+        waits(&mut untaken, &mut of_hog);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert!(untaken.len() >= 3 && of_hog.len() > 100, "{} {}", untaken.len(), of_hog.len());
+    let began = Instant::now();
+    for app in &small {
+        let answer = tokio::time::timeout(Duration::from_secs(1), read_of(&fixture, app, 200_000)).await;
+        let mut chunks = answer.unwrap_or_else(|_| panic!("{app} waits")).unwrap().chunks;
+        assert_eq!(chunks.next().await.unwrap().unwrap().len(), 200_000);
+    }
+    assert!(began.elapsed() < Duration::from_secs(1), "paused time: {:?}", began.elapsed());
+    // Who waits is told after its time, and what is taken late is still right.
+    let refused = futures::future::join_all(of_hog).await;
+    assert!(
+        refused.iter().all(|answer| answer.as_ref().is_err_and(|it| it.status() == StatusCode::NoBuffer))
+    );
+    for answer in &mut untaken {
+        assert_eq!(answer.chunks.next().await.unwrap().unwrap(), [7; 1_000_000].as_slice());
+    }
+    drop(untaken);
+    assert_eq!(fixture.memory.read_pool().used_bytes(), 0);
+    stop(fixture, &small).await;
 }

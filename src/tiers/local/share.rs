@@ -1,20 +1,16 @@
-//! A disk's share of the memory for reads. A read takes its part of the shares of its disks before it takes memory, so that
-//! reads that are stuck on one disk leave memory to those of the others. Applications that wait are served in turns.
+//! A disk's share of the memory for reads. A read takes its part of the shares of its disks together with its memory
+//! ([`Turns`]), so that reads that are stuck on one disk leave memory to those of the others, and those that wait for memory
+//! leave the disk. Applications that wait are served in turns.
 
 use std::sync::Arc;
 
 use crate::budget::places::{Places, Taken};
+use crate::budget::turns::{Turns, UNIT_BYTES};
 use uniffle_wire::types::AppId;
-
-/// What shares are counted in.
-const UNIT_BYTES: usize = 4096;
 
 /// One disk's share.
 #[derive(Debug)]
 pub(super) struct ReadShare(Arc<Places>);
-
-/// A part of a share; it is free again when this is dropped.
-pub(super) type ReadTurn = Taken;
 
 impl ReadShare {
     pub(super) fn new(bytes: usize) -> Self {
@@ -22,13 +18,13 @@ impl ReadShare {
     }
 
     /// Waits for a part of `bytes` until it is the turn of `app`. A read that is larger than the share gets all of it.
-    pub(super) async fn take(&self, app: &AppId, bytes: usize) -> ReadTurn {
+    pub(super) async fn take(&self, app: &AppId, bytes: usize) -> Taken {
         self.0.take(app, bytes.div_ceil(UNIT_BYTES)).await
     }
 
-    /// A part of `bytes` if no one has to wait for it.
-    pub(super) fn try_take(&self, bytes: usize) -> Option<ReadTurn> {
-        self.0.try_take(bytes.div_ceil(UNIT_BYTES))
+    /// For a read of `bytes` by way of buffers that may be waited for.
+    pub(super) fn turns<'a>(shares: impl Iterator<Item = &'a Self>, app: &AppId, bytes: usize) -> Turns {
+        Turns::new(app, shares.map(|share| &share.0), bytes)
     }
 
     /// Whether a part of `bytes` could be taken now.

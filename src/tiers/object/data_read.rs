@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use super::answer::Answer;
 use super::core::Core;
 use super::fetch::{self, Ahead, Part};
-use super::reads::{self, Located};
+use super::reads::{self, Asked, Located};
 use super::shuffle::Shuffle;
 use super::streams::{Extent, ExtentList};
 use super::verify::{Verifier, forget_records, has_windows};
@@ -118,15 +118,14 @@ impl DataRead {
         if core.cache.is_some() && until < end {
             reads::begin_ahead(&core, &shuffle, &plan(&self.extents, &next(reads::AHEAD_BYTES)));
         }
-        let _turn = located.turn(&core, &shuffle, len, self.verifier.beside_bytes(until)).await;
+        let asked = Asked { len, beside: Some(self.verifier.beside_bytes(until)), buffers };
+        let mut room = located.room(&core, &shuffle, &asked).await;
         self.verifier.prepare(&core, &shuffle, until).await?;
         let mut renewed = Vec::new();
         loop {
             let mark = self.verifier.mark();
-            let mut buffer = located.read(&core, &shuffle, (len, buffers), &mut self.ahead).await?;
-            let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
-            let Some(block) = self.verifier.check(bytes) else { return Ok(buffer.freeze(len)) };
-            drop(buffer);
+            room = located.read(&core, &shuffle, (&asked, room), &mut self.ahead).await?;
+            let Some(block) = self.verifier.check(room.bytes(len)) else { return Ok(room.freeze(len)) };
             self.ahead.forget();
             self.verifier.rewind(mark);
             located = match self.suspect(&block).filter(|extent| !renewed.contains(&extent.base)) {

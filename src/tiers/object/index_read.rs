@@ -10,7 +10,7 @@ use futures::future::BoxFuture;
 use super::answer::Answer;
 use super::core::Core;
 use super::fetch::{self, Ahead, Part};
-use super::reads::{self, Located};
+use super::reads::{self, Asked, Located};
 use super::shuffle::Shuffle;
 use super::streams::{Extent, Stream};
 use super::verify::WRONG_RECORDS;
@@ -101,15 +101,16 @@ impl IndexRead {
             }
         }
         let mut located = reads::locate(&core, &shuffle, parts, &[]).await?;
-        let _turn = located.turn(&core, &shuffle, len, 0).await;
+        let asked = Asked { len, beside: Some(0), buffers };
+        let mut room = located.room(&core, &shuffle, &asked).await;
         loop {
-            let mut buffer = located.read(&core, &shuffle, (len, buffers), &mut Ahead::default()).await?;
-            let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
+            room = located.read(&core, &shuffle, (&asked, room), &mut Ahead::default()).await?;
+            let bytes = room.bytes(len);
             for (range, records) in &in_memory {
                 bytes.get_mut(range.clone()).unwrap_or_default().copy_from_slice(records);
             }
             match self.check_all(&pieces, bytes) {
-                Ok(()) => return Ok(buffer.freeze(len)),
+                Ok(()) => return Ok(room.freeze(len)),
                 Err(error) => located = instead(&core, &located).ok_or(error)?,
             }
         }

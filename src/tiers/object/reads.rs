@@ -1,6 +1,6 @@
 //! Where the bytes of a read come from: chunks of the cache, or the store.
 //!
-//! A reader first waits for what it needs of the cache, then for its turn, then for memory.
+//! A reader first waits for what it needs of the cache, then for its turn together with memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,10 +12,9 @@ use super::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
 use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::shuffle::Shuffle;
-use super::turns::Turn;
 use crate::tiers::StoreError;
 use uniffle_io::buffers::HeapBuffers;
-use uniffle_io::{ReadBuffer, ReadBuffers};
+use uniffle_io::{HeldTurn, ReadBuffer, ReadBuffers};
 
 /// How far ahead of a reader chunks are brought into the cache.
 pub(super) const AHEAD_BYTES: u64 = 8 << 20;
@@ -27,6 +26,32 @@ pub(super) struct Located {
     cached: Vec<CachedPart>,
     /// Those that are not in the cache.
     stored: Vec<Part>,
+}
+
+/// What a read needs.
+pub(super) struct Asked<'a> {
+    pub(super) len: usize,
+    /// Bytes that are held beside the buffer; none when it is read in the turn of another read, which waits for it.
+    pub(super) beside: Option<usize>,
+    pub(super) buffers: &'a dyn ReadBuffers,
+}
+
+/// A buffer that is read into, and the turn that it was taken with.
+pub(super) struct Room {
+    buffer: Box<dyn ReadBuffer>,
+    _turn: HeldTurn,
+}
+
+impl Room {
+    /// The first `len` bytes.
+    pub(super) fn bytes(&mut self, len: usize) -> &mut [u8] {
+        (*self.buffer).as_mut().get_mut(..len).unwrap_or_default()
+    }
+
+    /// The same, immutable from now on.
+    pub(super) fn freeze(self, len: usize) -> Bytes {
+        self.buffer.freeze(len)
+    }
 }
 
 /// A part of an object within one chunk.
@@ -113,13 +138,18 @@ impl Located {
         Self { stored: parts.clone(), cached: Vec::new(), parts }
     }
 
-    /// Waits for the turn of the shuffle's application for a buffer of `bytes`, and for what `beside` it is held.
-    pub(super) async fn turn(&self, core: &Core, shuffle: &Shuffle, bytes: usize, beside: usize) -> Turn {
+    /// Waits for a buffer together with the turn of the shuffle's application.
+    pub(super) async fn room(&self, core: &Core, shuffle: &Shuffle, asked: &Asked<'_>) -> Room {
+        let Some(beside) = asked.beside else {
+            return Room { buffer: asked.buffers.acquire(asked.len).await, _turn: Box::new(()) };
+        };
         let (is_cached, app) = (self.stored.is_empty(), &shuffle.name.key.app);
-        core.turns.take(is_cached, app, (bytes, beside), &core.extents).await
+        let turn = core.turns.of(is_cached, app, (asked.len, beside), &core.extents);
+        let (buffer, _turn) = asked.buffers.acquire_with(asked.len, Arc::new(turn)).await;
+        Room { buffer, _turn }
     }
 
-    /// A buffer with the parts in it.
+    /// Reads the parts into a buffer.
     ///
     /// # Errors
     /// The store's.
@@ -127,25 +157,25 @@ impl Located {
         &self,
         core: &Core,
         shuffle: &Shuffle,
-        (len, buffers): (usize, &dyn ReadBuffers),
+        (asked, mut room): (&Asked<'_>, Room),
         ahead: &mut Ahead,
-    ) -> Result<Box<dyn ReadBuffer>, StoreError> {
+    ) -> Result<Room, StoreError> {
         let key_of = |number| shuffle.segment_key(number);
-        let mut buffer = buffers.acquire(len).await;
         let mut stored = &self.stored;
         if let Some(cache) = core.cache.as_ref().filter(|_| !self.cached.is_empty()) {
-            buffer = match cache.read(&core.metrics, buffer, &self.cached).await {
-                Ok(buffer) => buffer,
+            let Room { buffer, _turn } = room;
+            room = match cache.read(&core.metrics, buffer, &self.cached).await {
+                Ok(buffer) => Room { buffer, _turn },
                 Err(_) => {
                     // It is told already; the buffer may be with a disk that hangs.
                     stored = &self.parts;
-                    buffers.acquire(len).await
+                    drop(_turn);
+                    self.of_store().room(core, shuffle, asked).await
                 }
             };
         }
-        let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
-        fetch::fill(core, key_of, stored, bytes, ahead).await?;
-        Ok(buffer)
+        fetch::fill(core, key_of, stored, room.bytes(asked.len), ahead).await?;
+        Ok(room)
     }
 
     /// The same once more, of the store.
@@ -182,6 +212,8 @@ pub(super) async fn read(
     let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let part = Part { segment, offset: range.start, range: 0..len };
     let located = locate(core, shuffle, vec![part], &[]).await?;
-    let buffer = located.read(core, shuffle, (len, &HeapBuffers), &mut Ahead::default()).await?;
-    Ok(buffer.freeze(len))
+    let asked = Asked { len, beside: None, buffers: &HeapBuffers };
+    let room = located.room(core, shuffle, &asked).await;
+    let room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
+    Ok(room.freeze(len))
 }

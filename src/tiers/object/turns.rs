@@ -3,12 +3,10 @@
 
 use std::sync::Arc;
 
-use crate::budget::places::{Places, Taken};
-use crate::budget::{Budget, Charge};
+use crate::budget::Budget;
+use crate::budget::places::Places;
+use crate::budget::turns::{self, UNIT_BYTES};
 use uniffle_wire::types::AppId;
-
-/// What turns are counted in.
-const UNIT_BYTES: usize = 4096;
 
 /// Of the memory for reads those of the store have this part, and those of the cache.
 const TURNS_DIVISOR: u64 = 3;
@@ -18,13 +16,6 @@ const TURNS_DIVISOR: u64 = 3;
 pub(super) struct Turns {
     of_store: Arc<Places>,
     of_cache: Arc<Places>,
-}
-
-/// A reader's turn, with what it holds beside its buffer.
-#[derive(Debug)]
-pub(super) struct Turn {
-    _taken: Taken,
-    _beside: Charge,
 }
 
 impl Turns {
@@ -39,33 +30,35 @@ impl Turns {
         self.of_store.has_room(bytes.div_ceil(UNIT_BYTES))
     }
 
-    /// Waits for a turn of `app` with a buffer of `bytes`, and for `beside` it, which is charged to `heap`.
-    pub(super) async fn take(
+    /// The turn of `app` with a buffer of `bytes`, and with what is held `beside` it, which is charged to `heap`.
+    pub(super) fn of(
         &self,
         is_cached: bool,
         app: &AppId,
         (bytes, beside): (usize, usize),
         heap: &Budget,
-    ) -> Turn {
+    ) -> turns::Turns {
         let places = if is_cached { &self.of_cache } else { &self.of_store };
-        let _taken = places.take(app, (bytes + beside).div_ceil(UNIT_BYTES)).await;
-        Turn { _taken, _beside: heap.force_charge(beside as u64) }
+        turns::Turns::new(app, [places], bytes + beside).charging(heap, beside as u64)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use uniffle_io::Turn as _;
+
     use super::*;
 
     #[tokio::test]
     async fn readers_of_a_store_that_is_stuck_leave_memory_to_those_of_the_cache() {
         let (turns, heap) = (Turns::new(3 << 20), Budget::new(u64::MAX));
         let app = AppId::parse("app").unwrap();
-        let stuck = turns.take(false, &app, (900 << 10, 124 << 10), &heap).await;
+        let stuck = turns.of(false, &app, (900 << 10, 124 << 10), &heap).take().await;
         assert!(!turns.has_room(1) && heap.used() == 124 << 10);
-        let mut next = Box::pin(turns.take(false, &app, (1, 0), &heap));
+        let next = turns.of(false, &app, (1, 0), &heap);
+        let mut next = next.take();
         assert!(futures::poll!(&mut next).is_pending());
-        drop(turns.take(true, &app, (1 << 20, 0), &heap).await);
+        drop(turns.of(true, &app, (1 << 20, 0), &heap).take().await);
         drop(stuck);
         drop(next.await);
         assert_eq!(heap.used(), 0);

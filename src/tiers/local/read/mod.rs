@@ -26,19 +26,18 @@ use tokio::time::Instant;
 use super::core::Core;
 use super::damage::Damage;
 use super::damaged::filler;
-use super::disk::LocalDisk;
 use super::extent::{Extent, ExtentList, FILLER_BYTES, NO_LOG};
 use super::files::Mode;
 use super::index::{RecordCheck, occupied_bytes};
 use super::log::Log;
-use super::share::ReadTurn;
+use super::share::ReadShare;
 use super::shuffle::Shuffle;
 use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
-use uniffle_wire::types::{AppId, PartitionId};
+use uniffle_wire::types::PartitionId;
 
 pub use data::DataRead;
 
@@ -255,7 +254,8 @@ impl Stream {
         call.await?
     }
 
-    /// A buffer of `len` bytes whose parts are filled, in one call per log.
+    /// A buffer of `len` bytes whose parts are filled, in one call per log. A disk that hangs is refused, also when that turns out
+    /// while it is waited for.
     async fn read_all(
         &self,
         mode: Mode,
@@ -263,8 +263,11 @@ impl Stream {
         parts: PartsByLog,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         let logs: SmallVec<[_; 2]> = parts.0.iter().map(|(slot, _)| self.shuffle.log_at(*slot)).collect();
-        let _turns = turns(&self.shuffle.key.app, &logs, len).await?;
-        let mut buffer = buffers.acquire(len).await;
+        let require_answering = || logs.iter().try_for_each(|log| log.disk.require_answering());
+        require_answering()?;
+        let turns = ReadShare::turns(logs.iter().map(|log| &log.disk.reads), &self.shuffle.key.app, len);
+        let (mut buffer, _turns) = buffers.acquire_with(len, Arc::new(turns)).await;
+        require_answering()?;
         for (log, (_, parts)) in logs.iter().zip(parts.0) {
             buffer = self.read((log, mode), buffer, parts).await?;
         }
@@ -278,37 +281,6 @@ impl Stream {
         }
         let log = self.shuffle.log_at(slot);
         log.disk.reads.has_room(len) && log.disk.require_answering().is_ok()
-    }
-}
-
-/// Waits until it is the turn of `app`, for `len` bytes of the shares of all logs' disks; while one is waited for, nothing of the others is held. A disk
-/// that hangs is refused, also when that turns out while it is waited for.
-async fn turns(app: &AppId, logs: &[Arc<Log>], len: usize) -> Result<SmallVec<[ReadTurn; 2]>, StoreError> {
-    let mut disks: SmallVec<[&LocalDisk; 2]> = logs.iter().map(|log| &*log.disk).collect();
-    disks.sort_unstable_by_key(|disk| disk.index);
-    disks.dedup_by_key(|disk| disk.index);
-    for disk in &disks {
-        disk.require_answering()?;
-    }
-    let mut waited_for = disks.first().copied();
-    loop {
-        let mut turns = SmallVec::new();
-        if let Some(disk) = waited_for {
-            turns.push(disk.reads.take(app, len).await);
-            disk.require_answering()?;
-        }
-        let others = disks.iter().filter(|disk| waited_for.is_none_or(|it| it.index != disk.index));
-        let mut full = None;
-        for disk in others {
-            match disk.reads.try_take(len) {
-                Some(turn) => turns.push(turn),
-                None => full = Some(*disk),
-            }
-        }
-        if full.is_none() {
-            return Ok(turns);
-        }
-        waited_for = full;
     }
 }
 

@@ -1,0 +1,111 @@
+//! Parts of several shares that a read takes together with its memory: see [`uniffle_io::Turn`].
+
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, select_all};
+use smallvec::SmallVec;
+use uniffle_io::{HeldTurn, Turn};
+use uniffle_wire::types::AppId;
+
+use super::places::{Places, Taken};
+use super::{Budget, Charge};
+
+/// A share counts its bytes in units of so many.
+pub const UNIT_BYTES: usize = 4096;
+
+/// `bytes` of each of some shares, or all of one that is smaller, for a read of an application.
+#[derive(Debug)]
+pub struct Turns {
+    app: AppId,
+    shares: SmallVec<[Arc<Places>; 2]>,
+    numbers: SmallVec<[usize; 2]>,
+    count: usize,
+    /// What is held beside the buffer, and the budget that it is charged to.
+    beside: Option<(Budget, u64)>,
+}
+
+/// Dropped in this order: who is told of the place finds the bytes.
+struct Held {
+    _beside: Option<Charge>,
+    _taken: SmallVec<[Taken; 2]>,
+}
+
+impl Turns {
+    /// A share that is named twice counts once.
+    pub fn new<'a>(app: &AppId, shares: impl IntoIterator<Item = &'a Arc<Places>>, bytes: usize) -> Self {
+        let mut turns = Self {
+            app: app.clone(),
+            shares: SmallVec::new(),
+            numbers: SmallVec::new(),
+            count: bytes.div_ceil(UNIT_BYTES),
+            beside: None,
+        };
+        for share in shares {
+            let number = Arc::as_ptr(share).addr();
+            if !turns.numbers.contains(&number) {
+                turns.numbers.push(number);
+                turns.shares.push(Arc::clone(share));
+            }
+        }
+        turns
+    }
+
+    /// The same, which also holds `bytes` that are charged to `budget`, whatever is left of it.
+    #[must_use]
+    pub fn charging(self, budget: &Budget, bytes: u64) -> Self {
+        Self { beside: Some((budget.clone(), bytes)), ..self }
+    }
+
+    /// What `waited_for` gave, and parts of all other shares; the number of one that is full, when one is.
+    fn try_others(&self, waited_for: Option<(usize, Taken)>) -> Result<HeldTurn, usize> {
+        let mut taken = SmallVec::new();
+        let known = waited_for.as_ref().map(|(at, _)| *at);
+        taken.extend(waited_for.map(|(_, given)| given));
+        for (at, share) in self.shares.iter().enumerate().filter(|(at, _)| known != Some(*at)) {
+            taken.push(share.try_take(self.count).ok_or(at)?);
+        }
+        let charge = |(budget, bytes): &(Budget, u64)| budget.force_charge(*bytes);
+        Ok(Box::new(Held { _beside: self.beside.as_ref().map(charge), _taken: taken }))
+    }
+}
+
+impl Turn for Turns {
+    fn try_take(&self) -> Option<HeldTurn> {
+        self.try_others(None).ok()
+    }
+
+    fn full_share(&self) -> Option<usize> {
+        let mut shares = self.shares.iter().zip(&self.numbers);
+        shares.find(|(share, _)| !share.has_room(self.count)).map(|(_, number)| *number)
+    }
+
+    /// While one of the shares is waited for, nothing of the others is held.
+    fn take(&self) -> BoxFuture<'_, HeldTurn> {
+        let taking = async move {
+            let mut waited_for = if self.shares.is_empty() { None } else { Some(0) };
+            loop {
+                let given = match waited_for {
+                    Some(at) => Some((at, self.shares[at].take(&self.app, self.count).await)),
+                    None => None,
+                };
+                match self.try_others(given) {
+                    Ok(held) => return held,
+                    Err(full) => waited_for = Some(full),
+                }
+            }
+        };
+        taking.boxed()
+    }
+
+    fn freed(&self) -> BoxFuture<'_, ()> {
+        if self.shares.is_empty() {
+            return std::future::pending().boxed();
+        }
+        select_all(self.shares.iter().map(|share| share.freed().boxed())).map(drop).boxed()
+    }
+
+    fn shares(&self) -> &[usize] {
+        &self.numbers
+    }
+}
