@@ -39,6 +39,7 @@ pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<Report> {
         blocks: Sizes::fixed(4 << 10),
         bytes: scaled_bytes(ByteSize::gb(4), size),
         read_buffer: ByteSize::mib(1),
+        unchecked: false,
         ..args.run.load
     };
     let report = run::with_cluster("scale", &args.run, async |cluster| {

@@ -149,6 +149,7 @@ impl Cluster {
             reads: format!("{reads:.0}").parse()?,
             partitions: self.load.partitions,
             read_buffer_bytes: u32::try_from(self.load.read_buffer.as_u64())?,
+            unchecked: self.load.unchecked,
             until: self.until(),
             pool: self.plan.pool.clone(),
             key: shuffle.key.clone(),
