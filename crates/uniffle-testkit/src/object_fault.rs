@@ -19,6 +19,7 @@ use object_store::{
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use uniffle_worker::tiers::object::claim::CLAIM;
+use uniffle_worker::tiers::object::client::Unanswered;
 
 /// What is asked of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -54,6 +55,11 @@ pub enum Fault {
     LoseAnswer,
     /// It is answered as if it was done. Only an object in one request.
     Pretend,
+    /// It is not answered, and done with [`FaultyObjects::deliver`]. Only an object in one request.
+    Late,
+    /// An attempt is not answered, and done with [`FaultyObjects::deliver`]; a second one is done at once. Only an object in one
+    /// request.
+    Repeat,
     /// It waits for [`FaultyObjects::let_go`] and is done then.
     Hold,
     /// A byte of what is read is another.
@@ -75,6 +81,7 @@ struct State {
     held: AtomicU64,
     open_uploads: AtomicU64,
     calls: Mutex<Vec<(Call, String)>>,
+    late: Mutex<Vec<(Path, PutPayload)>>,
 }
 
 impl Default for FaultyObjects {
@@ -86,6 +93,7 @@ impl Default for FaultyObjects {
             held: AtomicU64::new(0),
             open_uploads: AtomicU64::new(0),
             calls: Mutex::default(),
+            late: Mutex::default(),
         }))
     }
 }
@@ -127,6 +135,16 @@ impl FaultyObjects {
     /// Calls that are held.
     pub fn held(&self) -> u64 {
         self.0.held.load(Ordering::Acquire)
+    }
+
+    /// What was not answered is done; how much that was.
+    pub async fn deliver(&self) -> usize {
+        let late = std::mem::take(&mut *self.0.late.lock());
+        let count = late.len();
+        for (path, payload) in late {
+            self.0.inner.put(&path, payload).await.expect("there is room");
+        }
+        count
     }
 
     /// All calls so far, with the keys that they were for.
@@ -179,7 +197,13 @@ impl FaultyObjects {
                 self.0.held.fetch_add(1, Ordering::AcqRel);
                 self.0.gate.acquire().await.expect("it is never closed").forget();
             }
-            Fault::None | Fault::LoseAnswer | Fault::Pretend | Fault::Flip | Fault::Cut => {}
+            Fault::None
+            | Fault::LoseAnswer
+            | Fault::Pretend
+            | Fault::Late
+            | Fault::Repeat
+            | Fault::Flip
+            | Fault::Cut => {}
         }
         Ok(fault)
     }
@@ -196,6 +220,15 @@ impl ObjectStore for FaultyObjects {
         if fault == Fault::Pretend {
             let (e_tag, version, extensions) = (None, None, Default::default());
             return Ok(PutResult { e_tag, version, extensions });
+        }
+        if matches!(fault, Fault::Late | Fault::Repeat) {
+            self.0.late.lock().push((path.clone(), payload.clone()));
+            if let Some(unanswered) = Unanswered::of(&options.extensions) {
+                unanswered.set();
+            }
+        }
+        if fault == Fault::Late {
+            return Err(refused());
         }
         answered(fault, self.0.inner.put_opts(path, payload, options).await)
     }

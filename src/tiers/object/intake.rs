@@ -72,6 +72,15 @@ impl Uploads {
         join_all(notes.collect::<Vec<_>>()).await.into_iter().collect()
     }
 
+    /// Begins to tell what the shuffle has said on local disks, in pages that prove nothing without the first one.
+    ///
+    /// # Errors
+    /// As [`Uploads::note`]; the store may still carry out an attempt at the first page, after a deletion too.
+    pub async fn begin_to_tell(&self) -> Result<(), StoreError> {
+        self.note(&[Noted::Local(0)]).await?;
+        self.shuffle.notes.end_first_page().await
+    }
+
     /// Memory that [`Uploads::take`] holds at most beside records: parts on their way, one that fills, and a chunk that is read.
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {

@@ -4,7 +4,8 @@
 //!
 //! What comes while a page is on its way goes into the next write, together. A page is written again with more records
 //! until it is full, so the number of objects follows the bytes of the records, not their number. After a write that
-//! failed no page of that number is written again ([`page`]).
+//! failed no page of that number is written again ([`page`]), nor after one of which an attempt was not answered: what that attempt
+//! does, however late, must not put back an earlier version.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,9 +13,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use futures::future::join_all;
-use object_store::ObjectStoreExt as _;
+use object_store::ObjectStore as _;
 use tokio::sync::{Mutex, oneshot};
 
+use super::client::Unanswered;
 use super::condition::again;
 use super::core::Core;
 use super::group::Group;
@@ -54,13 +56,15 @@ struct State {
     next: u64,
     /// For the content.
     charge: Charge,
+    /// What was sent of it so far was answered, every attempt.
+    is_answered: bool,
 }
 
 impl Notes {
     /// Those of a registration whose pages begin with number `first_page` and record `next`.
     pub(super) fn new(core: &Core, (prefix, incarnation): (String, u64), first_page: u32, next: u64) -> Self {
         let charge = core.extents.nothing();
-        let state = State { number: first_page, content: Bytes::new(), next, charge };
+        let state = State { number: first_page, content: Bytes::new(), next, charge, is_answered: true };
         Self {
             prefix,
             incarnation,
@@ -87,6 +91,23 @@ impl Notes {
             tasks.spawn("object metadata", async move { notes.write_all(&core).await });
         }
         written.await.unwrap_or_else(|_| Err(self.error(StoreErrorKind::Unhealthy)))
+    }
+
+    /// Ends the first page, so that what follows goes into others. Whatever arrives of those once all pages are deleted does not look whole:
+    /// of the first one nothing can arrive.
+    ///
+    /// # Errors
+    /// `Unreachable`: something of it can, as an attempt to write it was not answered.
+    pub(super) async fn end_first_page(&self) -> Result<(), StoreError> {
+        let mut state = self.state.lock().await;
+        if !state.is_answered {
+            let what = "an attempt to write the first page of its metadata was not answered";
+            return Err(StoreError::remote(StoreErrorKind::Unreachable, &self.prefix, what));
+        }
+        if !state.content.is_empty() {
+            state.begin_next();
+        }
+        Ok(())
     }
 
     /// Nothing is written any more once this returns.
@@ -123,29 +144,29 @@ impl Notes {
         let bytes = Bytes::from(content);
         // What is sent shares the page that is kept from then on.
         let _sent = core.extents.force_charge(bytes.len() as u64);
-        let puts = [Name::Page(state.number), Name::Copy(state.number)]
-            .map(|name| put(core, object_key(&self.prefix, name), bytes.clone()));
         let written = tokio::select! {
             biased;
             () = core.tasks.cancelled() => Err(self.error(StoreErrorKind::Unhealthy)),
-            // What the other does must be known as well.
             written = async {
-                join_all(puts).await.into_iter().collect::<Result<(), _>>()?;
-                core.require_claim().await
+                let attempts = put_both(core, &self.prefix, state.number, &bytes).await?;
+                core.require_claim().await?;
+                Ok(attempts == Attempts::NotAllAnswered)
             } => written,
         };
         match written {
-            Ok(()) => {
+            Ok(is_unanswered) => {
+                state.is_answered &= !is_unanswered;
                 state.charge.merge(core.extents.force_charge((bytes.len() - state.content.len()) as u64));
                 state.content = bytes;
                 state.next += notes.len() as u64;
-                if state.content.len() > PAGE_BYTES {
+                if state.content.len() > PAGE_BYTES || is_unanswered {
                     state.begin_next();
                 }
                 Ok(())
             }
             Err(error) => {
                 tracing::warn!(%error, "registrations or reports were not written, they are not acknowledged");
+                state.is_answered = false;
                 state.begin_next();
                 Err(error)
             }
@@ -161,10 +182,34 @@ impl State {
     }
 }
 
+/// How a write of an object that succeeded went.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Attempts {
+    Answered,
+    /// One that was not may still be carried out.
+    NotAllAnswered,
+}
+
+/// Writes a page and its copy.
+pub(super) async fn put_both(
+    core: &Core,
+    prefix: &str,
+    number: u32,
+    page: &Bytes,
+) -> Result<Attempts, StoreError> {
+    let puts = [Name::Page(number), Name::Copy(number)]
+        .map(|name| put(core, object_key(prefix, name), page.clone()));
+    // What the other does must be known as well.
+    let attempts = join_all(puts).await.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let is_answered = attempts.iter().all(|attempts| *attempts == Attempts::Answered);
+    Ok(if is_answered { Attempts::Answered } else { Attempts::NotAllAnswered })
+}
+
 /// Writes one of the two objects of a page.
-pub(super) async fn put(core: &Core, key: String, page: Bytes) -> Result<(), StoreError> {
-    let put = core.store.put(&path_of(&key), page.into()).await;
+pub(super) async fn put(core: &Core, key: String, page: Bytes) -> Result<Attempts, StoreError> {
+    let unanswered = Unanswered::default();
+    let put = core.store.put_opts(&path_of(&key), page.into(), unanswered.options()).await;
     core.noted(&key, put)?;
     core.metrics.pages.inc();
-    Ok(())
+    Ok(if unanswered.is_set() { Attempts::NotAllAnswered } else { Attempts::Answered })
 }

@@ -12,8 +12,8 @@
 //!                       9  content
 //! ```
 //!
-//! A page is written again, with more records, until it is full or a write of it failed: what that write did is never
-//! known, so the next page repeats its number where the acknowledged ones end. So the rule of reading: pages in order of
+//! A page is written again, with more records, until it is full, an attempt of a write was not answered or the write failed:
+//! what one that failed did is never known, so the next page repeats its number where the acknowledged ones end. So the rule of reading: pages in order of
 //! their numbers; from the first record of a page on, all that pages before it said is void; one that begins beyond where
 //! the ones before it end shows a gap. Pure: no I/O.
 

@@ -128,7 +128,7 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
         Noted::Incomplete(reason) => Some(reason.clone()),
         Noted::Said(_) | Noted::Local(_) => None,
     });
-    let bound = bound(&name, &notes.records);
+    let bound = bound(&name, &notes);
     let unfinished = || "what it had said on local disks was not brought up to its end".to_owned();
     let unfinished = (!bound.is_whole).then(unfinished);
     let mut data = Data::new(core, &prefix);
@@ -170,7 +170,7 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
 }
 
 /// What ties a registration to one on local disks.
-fn bound(name: &Registered, records: &[Noted]) -> Bound {
+fn bound(name: &Registered, Reading { records, gap, .. }: &Reading) -> Bound {
     let numbers = records.iter().filter_map(|noted| match noted {
         Noted::Local(number) => Some(*number),
         Noted::Said(_) | Noted::Incomplete(_) => None,
@@ -183,7 +183,8 @@ fn bound(name: &Registered, records: &[Noted]) -> Bound {
     Bound {
         key: name.key.clone(),
         local,
-        is_whole: local.is_some() || numbers.count() == 0,
+        // Of one without its beginning nothing says that no disks knew it.
+        is_whole: local.is_some() || (gap.is_none() && numbers.count() == 0),
         registrations: records.iter().filter_map(registration).collect(),
         incarnation: name.incarnation,
     }

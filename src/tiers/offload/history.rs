@@ -53,7 +53,7 @@ impl OffloadTier {
     }
 
     async fn tell_history(&self, shuffle: &Shuffle, uploads: &Uploads) -> Result<(), StoreError> {
-        uploads.note(&[Noted::Local(0)]).await?;
+        uploads.begin_to_tell().await?;
         let mut source = 0;
         loop {
             match self.tell_from(shuffle, uploads, source).await? {

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use object_store::path::Path;
-use object_store::{MultipartUpload as _, ObjectStoreExt as _, PutPayload};
+use object_store::{MultipartUpload as _, ObjectStore as _, ObjectStoreExt as _, PutPayload};
 use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::s3::faults::{Fault, On};
 use uniffle_worker::tiers::ObjectConfig;
-use uniffle_worker::tiers::object::client::{Failure, Refusal, explain};
+use uniffle_worker::tiers::object::client::{Failure, Refusal, Unanswered, explain};
 
 use super::fixture::{Opened, content, open, soon};
 
@@ -239,5 +239,28 @@ async fn connections_are_used_again() {
         read(&opened).await.unwrap();
     }
     assert_eq!(opened.metric("object_store_connections"), 1.0);
+    opened.end().await;
+}
+
+/// What the store may still do, after all that comes since, is known to who wrote it.
+#[tokio::test]
+async fn a_write_says_whether_an_attempt_of_it_was_not_answered() {
+    let server = S3Server::start().await;
+    let (opened, page) = (open(&patient(&server)), Path::from("page"));
+    for (fault, is_unanswered) in [
+        (Fault::Hang, true),
+        (Fault::Close, true),
+        (Fault::Refuse(500, "InternalError"), true),
+        (Fault::Refuse(503, "SlowDown"), false),
+    ] {
+        server.faults.plan(On::Put, 1, &fault);
+        let unanswered = Unanswered::default();
+        let put = opened.store.put_opts(&page, content(10).into(), unanswered.options());
+        soon(put).await.unwrap();
+        assert_eq!(unanswered.is_set(), is_unanswered, "{fault:?}");
+    }
+    let unanswered = Unanswered::default();
+    soon(opened.store.put_opts(&page, content(10).into(), unanswered.options())).await.unwrap();
+    assert!(!unanswered.is_set());
     opened.end().await;
 }

@@ -29,6 +29,7 @@ use super::connect::{Connector, Untrusted};
 use super::metrics::{Metrics, Reason};
 use super::operation::{Operation, expected_bytes};
 use super::pool::{Connection, Origin, Pool};
+use super::unanswered::Unanswered;
 
 /// Text of an error that is read; real ones have a few hundred bytes.
 const ERROR_BYTES_MAX: u64 = 64 << 10;
@@ -111,6 +112,7 @@ struct Asked {
     headers: HeaderMap,
     deadline: Instant,
     fingerprint: u64,
+    unanswered: Option<Unanswered>,
 }
 
 impl Shared {
@@ -132,13 +134,15 @@ impl Shared {
         let under_way = Request { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
 
         let deadline = begun + self.patience.request + moving(body_bytes);
-        let asked = Asked { operation, headers: request.headers().clone(), deadline, fingerprint };
+        let unanswered = Unanswered::of(request.extensions());
+        let asked =
+            Asked { operation, headers: request.headers().clone(), deadline, fingerprint, unanswered };
         let answered = match timeout_at(deadline, self.exchange(request)).await {
             Ok(answered) => answered,
             Err(_) => Err((Reason::Timeout, late())),
         };
         let (answer, connection) = answered.map_err(|(reason, error)| {
-            self.failed(reason, fingerprint);
+            self.failed(reason, &asked);
             error
         })?;
         self.answer(&asked, answer, connection, under_way)
@@ -187,13 +191,13 @@ impl Shared {
     ) -> Result<HttpResponse, HttpError> {
         let (head, body) = answer.into_parts();
         if let Some(reason) = Reason::of(head.status) {
-            self.failed(reason, asked.fingerprint);
+            self.failed(reason, asked);
         }
         let is_data = asked.operation == Operation::Get && head.status.is_success();
         let (exact, bytes_max, is_cut) = if is_data {
             let expected = expected_bytes(&asked.headers, head.status, &head.headers);
             let exact = expected.map_err(|mismatch| {
-                self.failed(Reason::Damaged, asked.fingerprint);
+                self.failed(Reason::Damaged, asked);
                 HttpError::new(HttpErrorKind::Decode, mismatch)
             })?;
             (exact, exact.unwrap_or(u64::MAX), false)
@@ -208,13 +212,16 @@ impl Shared {
         Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
     }
 
-    fn failed(&self, reason: Reason, fingerprint: u64) {
+    fn failed(&self, reason: Reason, asked: &Asked) {
         self.metrics.failed(reason);
+        if let Some(unanswered) = asked.unanswered.as_ref().filter(|_| reason.may_be_carried_out()) {
+            unanswered.set();
+        }
         let mut failed = self.failed.lock();
         if failed.len() >= FAILED_MAX {
             failed.pop_front();
         }
-        failed.push_back(fingerprint);
+        failed.push_back(asked.fingerprint);
     }
 
     fn is_retry(&self, fingerprint: u64) -> bool {

@@ -128,3 +128,23 @@ async fn a_note_that_was_not_written_is_not_acknowledged() {
     }
     assert_eq!(said, ["registration", "kept"], "what was never acknowledged is void");
 }
+
+/// The client repeats a request that was not answered, and the store may do the first one after all that came since.
+#[tokio::test]
+async fn an_attempt_that_is_done_late_does_not_put_back_an_earlier_version_of_a_page() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    process.store.set(|call, _| if call == Call::Put { Fault::Repeat } else { Fault::None });
+    process.log(&key(1)).append(Bytes::from_static(b"first")).await.unwrap();
+    process.store.heal();
+    process.log(&key(1)).append(Bytes::from_static(b"second")).await.unwrap();
+    assert_eq!(process.store.deliver().await, 2);
+    let process = Process::start(&process.kill().await).await;
+    let mut recovered = process.tier.take_recovered();
+    assert_eq!(recovered.shuffles[0].incomplete, None);
+    let mut said = Vec::new();
+    while let Some((_, record)) = recovered.said.next().await.unwrap() {
+        said.push(record);
+    }
+    assert_eq!(said, ["registration", "first", "second"]);
+}

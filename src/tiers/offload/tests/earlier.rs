@@ -206,3 +206,64 @@ async fn what_is_left_for_a_later_start_is_not_taken_for_a_shuffle_that_was_regi
     let process = process.kill().await.on_an_empty_machine().start().await;
     assert!(heard(&process).await.0.shuffles.is_empty());
 }
+
+/// Writes of pages are done once their deletion has ended and the shuffle is registered again, on disks that are lost then.
+#[tokio::test(start_paused = true)]
+async fn a_page_that_arrives_after_its_deletion_is_not_taken_for_what_a_later_registration_says() {
+    let mut has_arrived = 0;
+    for (fault, from) in
+        [Fault::Late, Fault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))
+    {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+        let mut puts = 0;
+        process.fixture.store.set(move |call, _| {
+            puts += usize::from(call == Call::Put);
+            if call == Call::Put && puts > from { fault } else { Fault::None }
+        });
+        let moved = process.move_all(&key).await;
+        let said = process.say(&key, b"earlier").await;
+        assert!(fault == Fault::Late || said.is_ok(), "write {from}: {moved:?} {said:?}");
+        process.fixture.store.heal();
+        process.purge(&key).await;
+        process.register(&key).await;
+        process.say(&key, b"later").await.unwrap();
+        assert_eq!(process.pages().await, 0);
+        has_arrived += process.fixture.store.deliver().await;
+
+        let process = process.kill().await.on_an_empty_machine().start().await;
+        let (recovered, said) = heard(&process).await;
+        let is_proven = recovered.shuffles.iter().any(|it| it.incomplete.is_none());
+        assert!(!is_proven, "{fault:?} from write {from} on: {recovered:?} {said:?}");
+    }
+    assert!(has_arrived > 0);
+}
+
+/// Its first page is deleted and the process ends: what is left names no disks, and must not be taken for a registration that none knew.
+#[tokio::test(start_paused = true)]
+async fn what_is_left_of_a_move_that_was_given_up_takes_nothing_from_the_disks() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.write(&key, vec![extent(0, 0..10, 3000)]).await;
+    let mut puts = 0;
+    process.fixture.store.set(move |call, _| {
+        puts += usize::from(call == Call::Put);
+        let fails = call == Call::Delete || (call == Call::Put && puts > 4);
+        if fails { Fault::Refuse } else { Fault::None }
+    });
+    process.move_all(&key).await.unwrap_err();
+    let fixture = process.kill().await;
+    let pages = fixture.store.objects().await.into_iter().map(|(object, _)| object);
+    for page in pages.filter(|object| object.ends_with("0000000001")) {
+        fixture.store.remove(&page).await;
+    }
+    assert_eq!(fixture.store.objects().await.len(), 2);
+    fixture.store.heal();
+    let process = fixture.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!(recovered.shuffles[0].incomplete, None);
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+}

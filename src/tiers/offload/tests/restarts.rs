@@ -308,7 +308,7 @@ async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_th
         }
         let pages = fixture.store.objects().await.into_iter().map(|(object, _)| object);
         for page in
-            pages.filter(|object| object.ends_with("/m0000000002") || object.ends_with("/c0000000002"))
+            pages.filter(|object| object.ends_with("/m0000000003") || object.ends_with("/c0000000003"))
         {
             if missing != Missing::Nothing {
                 fixture.store.remove(&page).await;
