@@ -116,6 +116,20 @@ impl Notes {
         self.state.lock().await.begin_next();
     }
 
+    /// Makes a page of an earlier process and its copy the same, unless they are about to be deleted.
+    ///
+    /// # Errors
+    /// `Purged`, or why the store does not take it.
+    pub(super) async fn write_again(&self, core: &Core, number: u32, page: &Bytes) -> Result<(), StoreError> {
+        // Who closes this waits for the write, and deletes after it.
+        let _state = self.state.lock().await;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(self.error(StoreErrorKind::Purged));
+        }
+        core.require_claim().await?;
+        put_both(core, &self.prefix, number, page).await.map(drop)
+    }
+
     /// A write goes on when those who wait for it do not: what it does to its page must be known.
     async fn write_all(&self, core: &Core) {
         let mut state = self.state.lock().await;
@@ -205,8 +219,7 @@ pub(super) async fn put_both(
     Ok(if is_answered { Attempts::Answered } else { Attempts::NotAllAnswered })
 }
 
-/// Writes one of the two objects of a page.
-pub(super) async fn put(core: &Core, key: String, page: Bytes) -> Result<Attempts, StoreError> {
+async fn put(core: &Core, key: String, page: Bytes) -> Result<Attempts, StoreError> {
     let unanswered = Unanswered::default();
     let put = core.store.put_opts(&path_of(&key), page.into(), unanswered.options()).await;
     core.noted(&key, put)?;

@@ -6,12 +6,14 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::try_join_all;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::mpsc;
+use tokio::time::sleep;
 
 use super::claim::claim_key;
 use super::core::Core;
@@ -42,6 +44,10 @@ const WINDOW_BYTES: u64 = 1 << 20;
 /// Records on their way to whom they are told.
 const TOLD_MAX: usize = 16;
 
+/// So long is waited until a page is written again that the store has not taken; doubles up to the second.
+const MEND_PAUSE_MIN: Duration = Duration::from_secs(1);
+const MEND_PAUSE_MAX: Duration = Duration::from_secs(60);
+
 /// The objects of a registration.
 #[derive(Debug, Default)]
 struct Objects {
@@ -64,6 +70,8 @@ pub(super) struct Found {
     pub(super) bytes: u64,
     pub(super) blocks: u64,
     pages: Pages,
+    /// Those of which the store has not taken the copy.
+    single: Pages,
 }
 
 /// All that was found.
@@ -121,8 +129,11 @@ async fn list(core: &Core) -> Result<BTreeMap<Registered, Objects>, StoreError> 
 async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Found, StoreError> {
     let prefix = shuffle_prefix(&core.settings.root, &name);
     let (notes, unequal) = read_pages(core, &prefix, &name, &objects.pages).await?;
+    let mut single = Pages::new();
     for (number, page) in unequal {
-        write_again(core, &prefix, number, page).await;
+        if !write_again(core, &prefix, number, &page).await {
+            single.extend(objects.pages.get(&number).map(|objects| (number, objects.clone())));
+        }
     }
     let incomplete = notes.records.iter().find_map(|noted| match noted {
         Noted::Incomplete(reason) => Some(reason.clone()),
@@ -166,7 +177,7 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
         shuffle.count(core, footer.payload_bytes, objects.segments.get(number).copied().unwrap_or(0));
     }
     let (bytes, blocks) = (data.bytes, data.blocks);
-    Ok(Found { shuffle: Arc::new(shuffle), told, bound, strays, bytes, blocks, pages: objects.pages })
+    Ok(Found { shuffle: Arc::new(shuffle), told, bound, strays, bytes, blocks, pages: objects.pages, single })
 }
 
 /// What ties a registration to one on local disks.
@@ -226,16 +237,63 @@ async fn read_page(core: &Core, key: String) -> Result<Option<Bytes>, StoreError
     }
 }
 
-/// Makes a page and its copy the same again, if the store takes it: if not, the next start does.
-async fn write_again(core: &Core, prefix: &str, number: u32, page: Bytes) {
-    let objects = [Name::Page(number), Name::Copy(number)];
-    let puts = objects.map(|name| notes::put(core, object_key(prefix, name), page.clone()));
-    match try_join_all(puts).await {
+/// Makes a page and its copy the same again, if the store takes it: if not, [`mend`] does.
+async fn write_again(core: &Core, prefix: &str, number: u32, page: &Bytes) -> bool {
+    match notes::put_both(core, prefix, number, page).await {
         Ok(_) => {
-            tracing::warn!(prefix, number, "a page of metadata and its copy differed, the whole one counts")
+            tracing::warn!(prefix, number, "a page of metadata and its copy differed, the whole one counts");
+            true
         }
-        Err(error) => tracing::error!(prefix, number, %error, "a page of metadata has no copy"),
+        Err(error) => {
+            tracing::error!(prefix, number, %error, "a page of metadata has no copy, it is written later");
+            false
+        }
     }
+}
+
+/// Goes on until every page has a copy again: without it, what is lost next may be all that says what is lost.
+pub(super) fn mend(core: &Arc<Core>, found: &[Found]) {
+    let single = found.iter().filter(|it| !it.single.is_empty());
+    let left: VecDeque<_> = single.map(|it| (Arc::clone(&it.shuffle), it.single.clone())).collect();
+    if left.is_empty() {
+        return;
+    }
+    let core = Arc::clone(core);
+    core.tasks.clone().spawn("object metadata", async move {
+        tokio::select! {
+            biased;
+            () = core.tasks.cancelled() => {}
+            () = mend_all(&core, left) => {}
+        }
+    });
+}
+
+async fn mend_all(core: &Core, mut left: VecDeque<(Arc<Shuffle>, Pages)>) {
+    let mut pause = MEND_PAUSE_MIN;
+    while let Some((shuffle, pages)) = left.front() {
+        sleep(pause).await;
+        match mend_one(core, shuffle, pages).await {
+            // It is the other process's.
+            Err(error) if error.kind == StoreErrorKind::InUse => return,
+            Err(error) if error.kind != StoreErrorKind::Purged => {
+                tracing::warn!(shuffle = %shuffle.name.key, %error, "a page of metadata has no copy yet");
+                left.rotate_left(1);
+                pause = (pause * 2).clamp(MEND_PAUSE_MIN, MEND_PAUSE_MAX);
+            }
+            Ok(()) | Err(_) => {
+                drop(left.pop_front());
+                pause = Duration::ZERO;
+            }
+        }
+    }
+}
+
+async fn mend_one(core: &Core, shuffle: &Shuffle, pages: &Pages) -> Result<(), StoreError> {
+    let (_, unequal) = read_pages(core, &shuffle.prefix, &shuffle.name, pages).await?;
+    for (number, page) in unequal {
+        shuffle.notes.write_again(core, number, &page).await?;
+    }
+    Ok(())
 }
 
 type Segments = BTreeMap<u32, (Footer, Vec<Entry>)>;

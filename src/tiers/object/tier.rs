@@ -29,7 +29,7 @@ use super::metrics::Metrics;
 use super::names::NAMES;
 use super::page::Noted;
 use super::purge::Going;
-use super::recover::{said, survey};
+use super::recover::{mend, said, survey};
 use super::segment::{Prepared, making_bytes};
 use super::settings::ObjectSettings;
 use super::shuffle::Shuffle;
@@ -84,6 +84,7 @@ impl ObjectTier {
         let claim = Claim::take(&*store, &settings.root).await?;
         let core = Arc::new(Core::open((store, claim), settings, metrics, extents.clone(), tasks).await);
         let survey = survey(&core).await?;
+        mend(&core, &survey.found);
         let mut recovered = Recovered { said: said(&core, &survey.found), ..Recovered::default() };
         let (shuffles, mut strays, mut bound) = (DashMap::new(), Vec::new(), Vec::new());
         for found in survey.found {

@@ -1,5 +1,7 @@
 //! What a process finds that comes after another.
 
+use std::time::Duration;
+
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
@@ -183,4 +185,42 @@ async fn a_page_that_is_gone_or_an_earlier_one_is_made_whole_by_its_copy() {
             assert_eq!(process.kill().await.snapshot().await, whole, "{page} {damage}");
         }
     }
+}
+
+/// A store with a copy of a page that is gone, which takes no page at the start.
+async fn start_with_a_single_page() -> (Process, BTreeMap<String, Bytes>) {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    process.register_noted(&key(2)).await;
+    let store = process.kill().await;
+    let whole = store.snapshot().await;
+    for key in whole.keys().filter(|key| key.contains("/c0")) {
+        store.remove(key).await;
+    }
+    store.set(|call, path| {
+        let is_page = path.as_ref().contains("/m0") || path.as_ref().contains("/c0");
+        if call == Call::Put && is_page { Fault::Refuse } else { Fault::None }
+    });
+    (Process::start(&store).await, whole)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_page_without_a_copy_that_the_store_did_not_take_at_the_start_has_one_once_it_does() {
+    let (process, whole) = start_with_a_single_page().await;
+    assert!(process.tier.take_recovered().shuffles.iter().all(|it| it.incomplete.is_none()));
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    assert_ne!(process.store.snapshot().await, whole);
+    process.store.heal();
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    assert_eq!(process.store.snapshot().await, whole);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_page_without_a_copy_is_not_written_again_once_its_shuffle_is_deleted() {
+    let (process, whole) = start_with_a_single_page().await;
+    process.purge(&key(1), Purge::Shuffles).await;
+    process.store.heal();
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    let kept = whole.into_iter().filter(|(key, _)| key.contains("/2.")).collect();
+    assert_eq!(process.store.snapshot().await, kept);
 }
