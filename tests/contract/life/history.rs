@@ -209,7 +209,7 @@ impl History {
         let let_go = let_go.map(|(_, let_go)| let_go).unwrap_or_default();
         self.reads_fail = !all_disks && self.rng.random_bool(0.2);
         let stored = match self.store() {
-            Some(store) if self.has_disks() => self.start_on_both(&store, let_go).await,
+            Some(store) if self.has_disks() => self.start_on_both(&store, let_go, all_disks).await,
             Some(store) => {
                 self.start_above(&store, all_disks).await;
                 self.durable_blocks()

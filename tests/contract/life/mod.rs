@@ -20,10 +20,11 @@
 //! - when everything is unregistered, every counter is zero and no file is left.
 //!
 //! The same histories run above an object store instead of disks ([`objects`]), and on disks from which data is moved to a store
-//! meanwhile ([`moves`]).
+//! meanwhile ([`moves`]), also to one whose objects are damaged.
 //!
 //! `LIFE_SEEDS=10000 cargo test --test contract life` runs more seeds; `LIFE_SEED=17` runs one of them alone, as do
-//! `OBJECT_LIFE_SEEDS` and `OBJECT_LIFE_SEED` those above objects, `MOVED_LIFE_SEEDS` and `MOVED_LIFE_SEED` those with moves.
+//! `OBJECT_LIFE_SEEDS` and `OBJECT_LIFE_SEED` those above objects, `MOVED_LIFE_SEEDS` and `MOVED_LIFE_SEED` those with moves, `DAMAGED_LIFE_SEEDS` and
+//! `DAMAGED_LIFE_SEED` those with moves and damage.
 
 mod clients;
 mod history;
@@ -39,7 +40,7 @@ mod troubles;
 use uniffle_testkit::{say, seeds};
 
 use self::history::History;
-use self::tally::{OF_DISKS, OF_MOVES, OF_OBJECTS, Tally};
+use self::tally::{OF_DAMAGED_MOVES, OF_DISKS, OF_MOVES, OF_OBJECTS, Tally};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
@@ -47,6 +48,8 @@ const SEEDS_DEFAULT: u64 = 2_000;
 const OBJECT_SEEDS_DEFAULT: u64 = 300;
 /// Of those with disks above objects.
 const MOVED_SEEDS_DEFAULT: u64 = 600;
+/// Of those with disks above objects that are damaged.
+const DAMAGED_SEEDS_DEFAULT: u64 = 300;
 
 /// What is below the worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +58,8 @@ enum Below {
     Objects,
     /// Disks, from which data is moved to a store.
     Both,
+    /// The same, and objects are damaged, and writes of pages that were not answered are done late.
+    BothDamaged,
 }
 
 /// A defence that is off: the model must fail then.
@@ -80,6 +85,7 @@ fn run_history(seed: u64, below: Below, mutation: Mutation) -> Tally {
         Below::Disks => History::new(seed, mutation),
         Below::Objects => History::above_objects(seed, mutation),
         Below::Both => History::with_moves(seed, mutation),
+        Below::BothDamaged => History::with_moves_and_damage(seed, mutation),
     };
     let mut goes_on = true;
     while goes_on {
@@ -99,17 +105,23 @@ fn run_safely(seed: u64, below: Below, mutation: Mutation) -> Result<Tally, Stri
 
 #[test]
 fn every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
-    run_seeds(("LIFE", SEEDS_DEFAULT), Below::Disks, &[OF_OBJECTS, OF_MOVES]);
+    run_seeds(("LIFE", SEEDS_DEFAULT), Below::Disks, &[OF_OBJECTS, OF_MOVES, OF_DAMAGED_MOVES]);
 }
 
 #[test]
 fn above_an_object_store_every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
-    run_seeds(("OBJECT_LIFE", OBJECT_SEEDS_DEFAULT), Below::Objects, &[OF_DISKS, OF_MOVES]);
+    run_seeds(("OBJECT_LIFE", OBJECT_SEEDS_DEFAULT), Below::Objects, &[OF_DISKS, OF_MOVES, OF_DAMAGED_MOVES]);
 }
 
 #[test]
 fn with_moves_to_an_object_store_every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
-    run_seeds(("MOVED_LIFE", MOVED_SEEDS_DEFAULT), Below::Both, &[OF_OBJECTS]);
+    run_seeds(("MOVED_LIFE", MOVED_SEEDS_DEFAULT), Below::Both, &[OF_OBJECTS, OF_DAMAGED_MOVES]);
+}
+
+#[test]
+fn with_moves_to_objects_that_are_damaged_every_acknowledged_and_reported_block_is_readable_or_reported_lost()
+{
+    run_seeds(("DAMAGED_LIFE", DAMAGED_SEEDS_DEFAULT), Below::BothDamaged, &[&["refused_starts"]]);
 }
 
 /// The results of the registration before were given, which the store still had: of the first in nearly every run.

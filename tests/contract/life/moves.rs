@@ -37,6 +37,13 @@ impl History {
         history
     }
 
+    /// One above a store whose objects are damaged.
+    pub(crate) fn with_moves_and_damage(seed: u64, mutation: Mutation) -> Self {
+        let mut history = Self::with_moves(seed, mutation);
+        history.objects = Some(Objects { is_damaged: true, ..Objects::default() });
+        history
+    }
+
     fn limit_disks(&self) {
         self.disks.iter().for_each(|disk| disk.set_capacity(Some(CAPACITY_BYTES)));
     }
@@ -46,8 +53,10 @@ impl History {
         &mut self,
         store: &FaultyObjects,
         let_go: LetGo,
+        is_last: bool,
     ) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         self.heal_the_store(store);
+        self.damage_the_store(store, is_last).await;
         let mut there = self.stored_blocks();
         self.count_divided(store, &there).await;
         if self.mutation == Mutation::NoIndexes {
@@ -55,6 +64,10 @@ impl History {
         }
         while let Err(error) = self.start_process(let_go.clone()).await {
             self.leave_out(&error);
+        }
+        // What arrives now the next start removes.
+        if !is_last {
+            self.deliver_late(store).await;
         }
         // What a directory has that cannot be found now may not have been moved.
         if self.missing.is_none() && self.unlisted.is_none() {
@@ -80,6 +93,32 @@ impl History {
             tokio::time::sleep(Duration::from_secs(1)).await;
             self.heartbeat();
         }
+    }
+
+    /// Where a history has it: an object is damaged, and what was asked of the store in the life before is done now.
+    async fn damage_the_store(&mut self, store: &FaultyObjects, is_last: bool) {
+        if !self.damages_objects() {
+            return;
+        }
+        self.deliver_late(store).await;
+        let before = store.snapshot().await;
+        if !is_last && self.life() > 1 && self.rng.random_bool(0.4) {
+            self.damage_an_object(store, &before).await;
+        }
+        // What is damaged stays so.
+        let after = store.snapshot().await;
+        self.objects.as_mut().expect("there is a store").earlier = after;
+    }
+
+    /// Sometimes, what was not answered is done.
+    async fn deliver_late(&mut self, store: &FaultyObjects) {
+        if self.damages_objects() && self.rng.random() {
+            self.tally.late_requests += store.deliver().await as u64;
+        }
+    }
+
+    pub(super) fn damages_objects(&self) -> bool {
+        self.objects.as_ref().is_some_and(|objects| objects.is_damaged)
     }
 
     async fn count_divided(

@@ -26,7 +26,9 @@ use super::process::{Process, ROOT};
 pub(super) struct Objects {
     pub(super) store: FaultyObjects,
     /// What was in it when the life before began.
-    earlier: BTreeMap<String, Bytes>,
+    pub(super) earlier: BTreeMap<String, Bytes>,
+    /// Where there are disks above it: objects are damaged, and requests done late.
+    pub(super) is_damaged: bool,
 }
 
 impl History {
@@ -80,7 +82,7 @@ impl History {
         Process::above(store).await.expect("it answers again")
     }
 
-    async fn damage_an_object(&mut self, store: &FaultyObjects, now: &BTreeMap<String, Bytes>) {
+    pub(super) async fn damage_an_object(&mut self, store: &FaultyObjects, now: &BTreeMap<String, Bytes>) {
         let earlier = self.objects.as_ref().map(|objects| objects.earlier.clone()).unwrap_or_default();
         let changed: Vec<_> = earlier.iter().filter(|(key, bytes)| now.get(*key) != Some(bytes)).collect();
         if self.rng.random_bool(0.3)
@@ -155,7 +157,7 @@ impl History {
     pub(super) async fn break_the_store(&mut self, store: &FaultyObjects) {
         let (one_in, reads_fail) = (self.rng.random_range(1..4), self.reads_fail);
         let mut rng = StdRng::seed_from_u64(self.rng.random());
-        let mutation = self.mutation;
+        let (mutation, is_late) = (self.mutation, self.damages_objects());
         store.set(move |call, path| {
             let name = parse_key(ROOT, path.as_ref()).map(|(_, name)| name);
             if let Some(fault) = of_mutation(mutation, call, name) {
@@ -167,6 +169,9 @@ impl History {
             let faults: &[Fault] = match (call, name) {
                 (Call::Get, _) if reads_fail => &[Fault::Refuse, Fault::Flip, Fault::Cut],
                 (Call::Get, _) => &[Fault::None],
+                (Call::Put, Some(name)) if name.is_metadata() && is_late => {
+                    &[Fault::Refuse, Fault::LoseAnswer, Fault::Late, Fault::Repeat]
+                }
                 (Call::Put, Some(name)) if name.is_metadata() => &[Fault::Refuse, Fault::LoseAnswer],
                 (Call::Head | Call::List | Call::Delete | Call::Abort, _) => {
                     &[Fault::Refuse, Fault::LoseAnswer]

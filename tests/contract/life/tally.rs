@@ -65,6 +65,7 @@ tally!(
     divided_shuffles,
     whole_disks_moved,
     machines_left,
+    late_requests,
 );
 
 /// What happens above object stores only.
@@ -74,6 +75,9 @@ pub(crate) const OF_OBJECTS: &[&str] =
 /// What happens where data is moved from disks to a store only.
 pub(crate) const OF_MOVES: &[&str] =
     &["moved_bytes", "failed_moves", "divided_shuffles", "whole_disks_moved", "machines_left"];
+
+/// What happens where data is moved to a store that does things late only.
+pub(crate) const OF_DAMAGED_MOVES: &[&str] = &["late_requests"];
 
 /// What happens on disks only.
 pub(crate) const OF_DISKS: &[&str] = &[
