@@ -24,6 +24,8 @@ pub struct Bound {
     pub local: Option<u64>,
     /// Whether all is here that it had said on local disks.
     pub is_whole: bool,
+    /// Whether its pages, which are all there, say that records may be missing.
+    pub is_called_incomplete: bool,
     /// Its registrations, as they stand in the metadata log.
     pub registrations: Vec<Bytes>,
     /// Its number here.

@@ -34,7 +34,8 @@ pub enum Noted {
     /// Why records may be missing.
     Incomplete(String),
     /// Local disks know the registration by this number. Behind a 0 follows what it had said there, and behind that the
-    /// number: a shuffle that has the one without the other has said more than is here.
+    /// number: a shuffle that has the one without the other has said more than is here. The same disks may tell all again between two
+    /// such: then it counts what they have missed by now.
     Local(u64),
 }
 
@@ -135,6 +136,30 @@ fn half(bytes: &[u8]) -> u32 {
     u32::from_be_bytes(bytes.try_into().unwrap_or_default())
 }
 
+/// Why records of a registration may be missing that was told so. What disks said of that before they have told all again is over;
+/// but not when others, which have taken it over, go on behind: those know nothing of it.
+#[must_use]
+pub fn incomplete(records: &[Noted]) -> Option<String> {
+    let (mut reason, mut told_again): (Option<&String>, Option<Option<&String>>) = (None, None);
+    let mut disks = None;
+    for noted in records {
+        match noted {
+            Noted::Said(_) => {}
+            Noted::Incomplete(why) => {
+                reason = reason.or(Some(why));
+                told_again = told_again.map(|told| told.or(Some(why)));
+            }
+            Noted::Local(0) => told_again = Some(None),
+            Noted::Local(number) => {
+                let are_the_same = disks.is_none_or(|known| known == number);
+                reason = told_again.take().filter(|_| are_the_same).unwrap_or(reason);
+                disks = Some(number);
+            }
+        }
+    }
+    reason.cloned()
+}
+
 /// The records of pages, as the rule of reading has them.
 #[derive(Debug, Default)]
 pub struct Reading {
@@ -218,6 +243,21 @@ mod tests {
         assert_eq!(reading.next(), 6);
         reading.take(5, Err(PageError::Damaged));
         assert_eq!(reading.records.last(), Some(&said("d")));
+    }
+
+    #[test]
+    fn what_disks_missed_is_over_once_the_same_ones_have_told_all_again() {
+        let (told, gap) = (|number| Noted::Local(number), |why: &str| Noted::Incomplete(why.to_owned()));
+        let first = [told(0), gap("away"), said("a"), told(7)];
+        let of = |more: &[Noted]| incomplete(&[&first[..], more].concat());
+        let away = Some("away".to_owned());
+        assert_eq!((of(&[]), of(&[said("b")])), (away.clone(), away.clone()));
+        assert_eq!(of(&[told(0), said("a"), told(7)]), None);
+        assert_eq!(of(&[told(0), said("a"), told(7), gap("later")]).as_deref(), Some("later"));
+        assert_eq!(of(&[told(0), gap("still"), told(7)]).as_deref(), Some("still"));
+        assert_eq!(of(&[told(0), said("a")]), away, "it has not ended");
+        assert_eq!(of(&[told(0), said("a"), told(9)]), away, "others have taken it over");
+        assert_eq!(of(&[told(9), told(0), said("a"), told(0), said("a"), told(9)]), None);
     }
 
     proptest! {

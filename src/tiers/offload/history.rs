@@ -36,7 +36,11 @@ impl OffloadTier {
             }
             uploads.insert(begun).clone()
         };
-        let told = self.tell_history(shuffle, &begun).await;
+        let told = async {
+            begun.begin_to_tell().await?;
+            self.tell_history(shuffle, &begun).await
+        };
+        let told = told.await;
         match told {
             Ok(()) => {
                 shuffle.is_known_there.store(true, Ordering::Release);
@@ -52,8 +56,8 @@ impl OffloadTier {
         }
     }
 
+    /// Tells all that the disks' log has, and that it was all.
     async fn tell_history(&self, shuffle: &Shuffle, uploads: &Uploads) -> Result<(), StoreError> {
-        uploads.begin_to_tell().await?;
         let mut source = 0;
         loop {
             match self.tell_from(shuffle, uploads, source).await? {
@@ -102,6 +106,30 @@ impl OffloadTier {
                 return Ok(Ok(()));
             }
         }
+    }
+
+    /// Tells all again of shuffles of which the store was told, while a directory was away, that records may be missing, and of which the
+    /// disks have proven since that none is. Whether there was one.
+    pub(super) async fn tell_again(&self) -> bool {
+        let shuffles: Vec<_> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let mut was_told = false;
+        for shuffle in shuffles.iter().filter(|it| it.is_called_incomplete.load(Ordering::Acquire)) {
+            let Some(uploads) = shuffle.uploads.read().await.clone() else { continue };
+            let told = async {
+                uploads.note(&[Noted::Local(0)]).await?;
+                self.tell_history(shuffle, &uploads).await
+            };
+            match told.await {
+                Ok(()) => {
+                    shuffle.is_called_incomplete.store(false, Ordering::Release);
+                    was_told = true;
+                }
+                Err(error) => {
+                    tracing::warn!(shuffle = %shuffle.key, %error, "the object store is not told yet that nothing of it is missing");
+                }
+            }
+        }
+        was_told
     }
 
     /// Deletes what the store has of a shuffle.

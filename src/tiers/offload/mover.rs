@@ -26,7 +26,8 @@ impl OffloadTier {
                 Some((wanted, shuffle)) if self.object.is_worth_trying() => self.run(wanted, &shuffle).await,
                 _ => false,
             };
-            if !has_moved {
+            let has_told = self.object.is_worth_trying() && self.tell_again().await;
+            if !has_moved && !has_told {
                 tokio::select! {
                     () = sleep(LOOK_INTERVAL) => {}
                     () = self.wanted.notified() => {}
@@ -143,7 +144,8 @@ impl OffloadTier {
         for shuffle in &shuffles {
             let TierUsage { bytes, .. } = shuffle.local.usage();
             let is_stuck = shuffle.is_stuck(bytes);
-            let is_unknown = !shuffle.is_known_there.load(Ordering::Acquire);
+            let is_unknown = !shuffle.is_known_there.load(Ordering::Acquire)
+                || shuffle.is_called_incomplete.load(Ordering::Acquire);
             // No other machine finds what a later start on this one may.
             let may_have_more = shuffle.local.is_partly_out_of_reach();
             drained.shuffles_left += usize::from(is_unknown || may_have_more || (bytes > 0 && !is_stuck));

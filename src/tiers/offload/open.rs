@@ -13,6 +13,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use dashmap::DashMap;
 use parking_lot::Mutex;
@@ -85,6 +86,7 @@ impl OffloadTier {
             let key = of_disks.key.clone();
             let Some(handle) = self.local.handle(&key) else { continue };
             let of_store = bound.remove(&key).zip(told.remove(&key));
+            let mut is_called_incomplete = false;
             let (uploads, told) = match of_store {
                 None => (None, of_disks),
                 Some((bound, of_store)) => {
@@ -94,6 +96,7 @@ impl OffloadTier {
                         self.discard_object(&key);
                         (None, of_disks)
                     } else if bound.local == Some(handle.incarnation()) {
+                        is_called_incomplete = bound.is_called_incomplete && of_disks.incomplete.is_none();
                         wanted.insert(key.clone());
                         (self.object.uploads(&key), united(of_disks, of_store))
                     } else {
@@ -105,7 +108,9 @@ impl OffloadTier {
                     }
                 }
             };
-            self.shuffles.insert(key.clone(), Arc::new(Shuffle::found(key, handle, uploads)));
+            let shuffle = Shuffle::found(key.clone(), handle, uploads);
+            shuffle.is_called_incomplete.store(is_called_incomplete, Ordering::Release);
+            self.shuffles.insert(key, Arc::new(shuffle));
             shuffles.push(told);
         }
         for (key, bound) in bound {

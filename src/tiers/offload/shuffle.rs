@@ -29,6 +29,8 @@ pub(super) struct Shuffle {
     pub(super) uploads: RwLock<Option<Uploads>>,
     /// The store has all that it said.
     pub(super) is_known_there: AtomicBool,
+    /// The store says that records of it may be missing, and the disks have proven that none is.
+    pub(super) is_called_incomplete: AtomicBool,
     /// A start found it in both. What the process before said on the disks and could not say in the store was acknowledged to nobody,
     /// and is known all the same.
     was_in_both: bool,
@@ -49,6 +51,7 @@ impl Shuffle {
             local,
             uploads: RwLock::new(uploads),
             is_known_there,
+            is_called_incomplete: AtomicBool::new(false),
             was_in_both: false,
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),

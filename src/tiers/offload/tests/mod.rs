@@ -121,7 +121,10 @@ impl Process {
     async fn move_what_is_wanted(&self) -> usize {
         let mut failed = 0;
         for _ in 0..100 {
-            let Some((wanted, shuffle)) = self.tier.next() else { return failed };
+            let Some((wanted, shuffle)) = self.tier.next() else {
+                self.tier.tell_again().await;
+                return failed;
+            };
             failed += usize::from(self.tier.move_some(wanted, &shuffle).await.is_err());
         }
         panic!("there is no end of it");

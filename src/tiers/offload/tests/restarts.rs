@@ -410,9 +410,36 @@ async fn a_drain_does_not_end_while_a_directory_is_away_that_may_have_more() {
     process.kill().await;
 
     let process = both.start().await;
+    heard(&process).await;
     process.tier.begin_drain();
     assert_eq!(process.move_what_is_wanted().await, 0);
     assert_eq!(process.tier.how_far(), Drained::default());
     let process = process.kill().await.on_an_empty_machine().start().await;
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..1, 3000));
+}
+
+/// A machine to which a drained shuffle goes has no disks that prove more than the store says.
+#[tokio::test(start_paused = true)]
+async fn what_was_missing_when_a_shuffle_was_first_moved_is_not_missing_elsewhere_once_it_is_back() {
+    let both = Fixture::new();
+    let process = both.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    process.say(&key, b"report").await.unwrap();
+    process.kill().await;
+    let only = Fixture { disks: vec![both.disks[0].clone()], ..both.clone() };
+    let process = only.start().await;
+    assert!(heard(&process).await.0.shuffles[0].incomplete.is_some());
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let process = both.start().await;
+    assert_eq!(heard(&process).await.0.shuffles[0].incomplete, None);
+    process.tier.begin_drain();
+    assert_eq!(process.tier.how_far().shuffles_left, 1, "another machine would refuse its results");
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((&recovered.shuffles[0].incomplete, said[&key].len()), (&None, 2));
 }
