@@ -345,11 +345,13 @@ fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
 pub(super) struct OpenFile {
     pub(super) file: Arc<std::fs::File>,
     pub(super) direct: bool,
+    /// Reads do not change its access time, for which the journal of a file system that hangs would be waited for.
+    keeps_times: bool,
 }
 
 impl OpenFile {
     fn new(file: std::fs::File, direct: bool) -> Self {
-        Self { file: Arc::new(file), direct }
+        Self { file: Arc::new(file), direct, keeps_times: false }
     }
 
     fn write(&self, pieces: Vec<Bytes>, offset: u64) -> io::Result<()> {
@@ -425,7 +427,15 @@ fn open_read(path: &Path, direct: bool) -> io::Result<OpenFile> {
             opened => return opened.map(|file| OpenFile::new(file, true)),
         }
     }
-    options.open(path).map(|file| OpenFile::new(file, false))
+    let no_times = rustix::fs::OFlags::NOATIME.bits().cast_signed();
+    match options.clone().custom_flags(no_times).open(path) {
+        Ok(file) => Ok(OpenFile { keeps_times: true, ..OpenFile::new(file, false) }),
+        // It is for the owner of a file.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            options.open(path).map(|file| OpenFile::new(file, false))
+        }
+        Err(error) => Err(error),
+    }
 }
 
 fn direct_flag() -> i32 {
@@ -456,9 +466,13 @@ impl File for BlockingFile {
         }))
     }
 
+    /// What is small and in the page cache is copied where it is asked for: a way to a thread and back costs several times that.
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (OpenFile { file, direct }, reads) = (self.open.clone(), self.reads.clone());
+        let (OpenFile { file, direct, keeps_times }, reads) = (self.open.clone(), self.reads.clone());
         Box::pin(async move {
+            if keeps_times && !direct && read::fill_at_hand(&file, &mut target) {
+                return (target, Ok(()));
+            }
             let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {
                 let result = read::fill(&file, direct, &mut target);
