@@ -24,6 +24,9 @@ use uniffle_wire::types::AppId;
 /// Who waits is dropped only when its place is.
 const PLACED: &str = "its place is held";
 
+/// Looks for the next one before it is left to the next that comes free.
+const LOOKS_MAX: usize = 4;
+
 /// Part of the whole that is kept for applications that hold nothing.
 const NEWCOMERS_PART: u64 = 8;
 
@@ -157,6 +160,11 @@ impl Line {
         self.0.lock().is_short
     }
 
+    /// Whether someone waits, be it for the share of a turn.
+    pub(crate) fn has_waiting(&self) -> bool {
+        self.0.lock().waiting > 0
+    }
+
     fn permit(self: &Arc<Self>, app: &Option<AppId>, bytes: u64) -> Permit {
         Permit { line: Arc::clone(self), app: app.clone(), bytes }
     }
@@ -247,16 +255,23 @@ impl State {
             self.waiting -= before - holding.waiting.len();
         }
         self.readers.retain(|_, holding| holding.held > 0 || !holding.waiting.is_empty());
+        // One that does not wait in this line may be quicker to a share: then it is full.
+        (0..LOOKS_MAX).find_map(|_| self.take_next())
+    }
+
+    /// Takes the one whose turn it is out of the line with what it waits for; none when there is not enough, or no longer.
+    fn take_next(&mut self) -> Option<Next> {
         let (app, at) = self.find()?;
         let holding = self.readers.get_mut(&app)?;
         let held = match &holding.waiting.get(at)?.turn {
-            // One that does not wait in this line was quicker, who gives it back.
             Some(turn) => Some(turn.try_take()?),
             None => None,
         };
         let waiter = holding.waiting.remove(at)?;
         self.give(&app, waiter.bytes);
         self.waiting -= 1;
+        // Until it is known: the others are looked at next.
+        self.is_short = self.waiting > 0;
         Some(Next { app, waiter, held })
     }
 

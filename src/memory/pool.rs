@@ -84,9 +84,12 @@ impl ReadPool {
         self.allocate(len, bytes, permit)
     }
 
-    /// A buffer of `len` bytes if there is one now, and half of the pool is still free then.
+    /// A buffer of `len` bytes if there is one now, nobody waits for one or for a turn, and half of the pool is still free then.
     #[must_use]
     pub fn try_acquire_spare(&self, len: usize) -> Option<ReadBuf> {
+        if self.line.has_waiting() {
+            return None;
+        }
         let used = self.used_bytes() + segment_bytes(len) as u64;
         if used > self.capacity_bytes() / 2 { None } else { self.try_acquire(len) }
     }
@@ -96,6 +99,12 @@ impl ReadPool {
     pub fn chunk_bytes(&self) -> usize {
         let is_spare = self.used_bytes() + 2 * READ_CHUNK_BYTES_MAX as u64 <= self.capacity_bytes() / 2;
         if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }
+    }
+
+    /// `turn`, if it is free now and nobody waits in the line.
+    #[must_use]
+    pub fn try_turn(&self, turn: &dyn Turn) -> Option<HeldTurn> {
+        if self.line.has_waiting() { None } else { turn.try_take() }
     }
 
     /// Whether a read waits for a buffer.

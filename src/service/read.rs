@@ -242,16 +242,21 @@ impl ReadBuffers for HeldBuffer {
         }
     }
 
-    /// When the turn has to be waited for, the buffer is not kept for it.
+    /// When the turn has to be waited for, the buffer is not kept for it. Nor does it stand in line before it is polled for what it reads:
+    /// who is only polled once would be told of what comes free, and tell nobody.
     fn acquire_with(
         &self,
         len: usize,
         turn: Arc<dyn Turn>,
     ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, HeldTurn)> {
         let held = self.held.lock().take();
-        match held.and_then(|buffer| Some((buffer, turn.try_take()?))) {
+        match held.and_then(|buffer| Some((buffer, self.pool.try_turn(&*turn)?))) {
             Some(both) => std::future::ready(both).boxed(),
-            None => self.pool.acquire_with(len, turn),
+            None => async move {
+                tokio::task::yield_now().await;
+                self.pool.acquire_with(len, turn).await
+            }
+            .boxed(),
         }
     }
 

@@ -186,6 +186,7 @@ fn n8_who_waits_for_bytes_holds_no_part_of_a_share_and_the_reverse() {
     assert!(stuck.iter_mut().all(|it| it.now_or_never().is_none()));
     assert!(!line.is_waited_for() && line.0.lock().free == 80, "they wait for a disk");
     let other = Places::new(4);
+    assert!(line.has_waiting(), "so nobody reads ahead of them");
     assert!(line.try_take(&hog, 10).is_some());
     assert!(with_turn(&line, &hog, 10, turn_at(&[&other], 1)).now_or_never().is_some());
     let both = with_turn(&line, &honest, 10, turn_at(&[&disk, &other], 1)).now_or_never();

@@ -24,6 +24,8 @@ pub struct Bound {
     pub local: Option<u64>,
     /// Whether all is here that it had said on local disks.
     pub is_whole: bool,
+    /// Whether some of its pages are gone.
+    pub has_gap: bool,
     /// Whether its pages, which are all there, say that records may be missing.
     pub is_called_incomplete: bool,
     /// Its registrations, as they stand in the metadata log.
@@ -80,7 +82,12 @@ impl Uploads {
     /// As [`Uploads::note`]; the store may still carry out an attempt at the first page, after a deletion too.
     pub async fn begin_to_tell(&self) -> Result<(), StoreError> {
         self.note(&[Noted::Local(0)]).await?;
-        self.shuffle.notes.end_first_page().await
+        let ended = self.shuffle.notes.end_first_page().await;
+        // It is tried again after a pause that grows.
+        if ended.is_err() {
+            self.core.condition.note(&ended);
+        }
+        ended
     }
 
     /// Memory that [`Uploads::take`] holds at most beside records: parts on their way, one that fills, and a chunk that is read.

@@ -143,6 +143,9 @@ impl Notes {
                     Err(error) => Err(again(error)),
                 });
             }
+            // Between two writes there is room for who ends a page, however much comes.
+            drop(state);
+            state = self.state.lock().await;
         }
     }
 

@@ -137,7 +137,7 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
     }
     let incomplete = page::incomplete(&notes.records);
     let mut bound = bound(&name, &notes);
-    bound.is_called_incomplete = notes.gap.is_none() && incomplete.is_some();
+    bound.is_called_incomplete = !bound.has_gap && incomplete.is_some();
     let unfinished = || "what it had said on local disks was not brought up to its end".to_owned();
     let unfinished = (!bound.is_whole).then(unfinished);
     let mut data = Data::new(core, &prefix);
@@ -194,6 +194,7 @@ fn bound(name: &Registered, Reading { records, gap, .. }: &Reading) -> Bound {
         local,
         // Of one without its beginning nothing says that no disks knew it.
         is_whole: local.is_some() || (gap.is_none() && numbers.count() == 0),
+        has_gap: gap.is_some(),
         is_called_incomplete: false,
         registrations: records.iter().filter_map(registration).collect(),
         incarnation: name.incarnation,

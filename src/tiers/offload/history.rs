@@ -5,6 +5,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
@@ -15,6 +18,23 @@ use crate::tiers::{Purge, StoreError, StoreErrorKind, Tier as _};
 /// Records and bytes that are brought up together.
 const TOGETHER_MAX: usize = 256;
 const TOGETHER_BYTES_MAX: usize = 1 << 20;
+
+const AGAIN_PAUSE_MIN: Duration = Duration::from_secs(10);
+const AGAIN_PAUSE_MAX: Duration = Duration::from_secs(600);
+
+/// When something is [told again](OffloadTier::tell_again), and which one is tried.
+#[derive(Debug)]
+pub(super) struct Again {
+    due: Instant,
+    pause: Duration,
+    failed: usize,
+}
+
+impl Default for Again {
+    fn default() -> Self {
+        Self { due: Instant::now(), pause: Duration::ZERO, failed: 0 }
+    }
+}
 
 impl OffloadTier {
     /// Makes sure that the store knows a shuffle and all that it said.
@@ -108,28 +128,35 @@ impl OffloadTier {
         }
     }
 
-    /// Tells all again of shuffles of which the store was told, while a directory was away, that records may be missing, and of which the
-    /// disks have proven since that none is. Whether there was one.
-    pub(super) async fn tell_again(&self) -> bool {
-        let shuffles: Vec<_> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
-        let mut was_told = false;
-        for shuffle in shuffles.iter().filter(|it| it.is_called_incomplete.load(Ordering::Acquire)) {
-            let Some(uploads) = shuffle.uploads.read().await.clone() else { continue };
-            let told = async {
-                uploads.note(&[Noted::Local(0)]).await?;
-                self.tell_history(shuffle, &uploads).await
-            };
-            match told.await {
-                Ok(()) => {
-                    shuffle.is_called_incomplete.store(false, Ordering::Release);
-                    was_told = true;
-                }
-                Err(error) => {
-                    tracing::warn!(shuffle = %shuffle.key, %error, "the object store is not told yet that nothing of it is missing");
-                }
+    /// Tells all again of one of the shuffles of which the store was told, while a directory was away, that records may be missing, and
+    /// of which the disks have proven since that none is. Whether there was one.
+    pub(super) async fn tell_again(&self, again: &mut Again) -> bool {
+        let is_called_incomplete = |it: &Shuffle| it.is_called_incomplete.load(Ordering::Acquire);
+        let shuffles = self.shuffles.iter().filter(|it| is_called_incomplete(it));
+        let shuffles: Vec<_> = shuffles.map(|it| Arc::clone(&*it)).collect();
+        if shuffles.is_empty() || Instant::now() < again.due {
+            return false;
+        }
+        let shuffle = &shuffles[again.failed % shuffles.len()];
+        let Some(uploads) = shuffle.uploads.read().await.clone() else { return false };
+        let told = async {
+            uploads.note(&[Noted::Local(0)]).await?;
+            self.tell_history(shuffle, &uploads).await
+        };
+        match told.await {
+            Ok(()) => {
+                shuffle.is_called_incomplete.store(false, Ordering::Release);
+                true
+            }
+            Err(error) => {
+                tracing::warn!(shuffle = %shuffle.key, %error, "the object store is not told yet that nothing of it is missing");
+                // What was told of it stays in the store: a log that cannot be read is not told over and over.
+                again.pause = (again.pause * 2).clamp(AGAIN_PAUSE_MIN, AGAIN_PAUSE_MAX);
+                again.due = Instant::now() + again.pause;
+                again.failed += 1;
+                false
             }
         }
-        was_told
     }
 
     /// Deletes what the store has of a shuffle.

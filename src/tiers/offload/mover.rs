@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
+use super::history::Again;
 use super::policy::{self, DiskView, ShuffleView, Wanted};
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
@@ -21,12 +22,13 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 impl OffloadTier {
     /// Looks what is to be moved, and moves it.
     pub(super) async fn keep_moving(&self) {
+        let mut again = Again::default();
         loop {
             let has_moved = match self.next() {
                 Some((wanted, shuffle)) if self.object.is_worth_trying() => self.run(wanted, &shuffle).await,
                 _ => false,
             };
-            let has_told = self.object.is_worth_trying() && self.tell_again().await;
+            let has_told = self.object.is_worth_trying() && self.tell_again(&mut again).await;
             if !has_moved && !has_told {
                 tokio::select! {
                     () = sleep(LOOK_INTERVAL) => {}

@@ -115,7 +115,9 @@ impl OffloadTier {
         }
         for (key, bound) in bound {
             let Some(of_store) = told.remove(&key) else { continue };
-            if !bound.is_whole || bound.registrations.is_empty() {
+            // One of which pages are gone is taken over and refused: nothing says that disks know it, or that they do not.
+            let was_given_up = !bound.is_whole && !bound.has_gap;
+            if was_given_up || bound.registrations.is_empty() {
                 self.discard_object(&key);
                 continue;
             }

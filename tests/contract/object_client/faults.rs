@@ -252,6 +252,8 @@ async fn a_write_says_whether_an_attempt_of_it_was_not_answered() {
         (Fault::Close, true),
         (Fault::Refuse(500, "InternalError"), true),
         (Fault::Refuse(503, "SlowDown"), false),
+        // Of a gateway, not of the store.
+        (Fault::RefuseEndlessly(503), true),
     ] {
         server.faults.plan(On::Put, 1, &fault);
         let unanswered = Unanswered::default();

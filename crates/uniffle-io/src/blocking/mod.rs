@@ -430,11 +430,9 @@ fn open_read(path: &Path, direct: bool) -> io::Result<OpenFile> {
     let no_times = rustix::fs::OFlags::NOATIME.bits().cast_signed();
     match options.clone().custom_flags(no_times).open(path) {
         Ok(file) => Ok(OpenFile { keeps_times: true, ..OpenFile::new(file, false) }),
-        // It is for the owner of a file.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            options.open(path).map(|file| OpenFile::new(file, false))
-        }
-        Err(error) => Err(error),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(error),
+        // It is for the owner of a file, and not every file system knows it.
+        Err(_) => options.open(path).map(|file| OpenFile::new(file, false)),
     }
 }
 
@@ -470,8 +468,13 @@ impl File for BlockingFile {
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
         let (OpenFile { file, direct, keeps_times }, reads) = (self.open.clone(), self.reads.clone());
         Box::pin(async move {
-            if keeps_times && !direct && read::fill_at_hand(&file, &mut target) {
-                return (target, Ok(()));
+            if keeps_times && !direct && read::is_few(&target) {
+                tokio::task::consume_budget().await;
+                // Not where reads wait for the device: the kernel may wait with what it begins to read.
+                let permits = reads.try_enter();
+                if permits.is_some() && read::fill_at_hand(&file, &mut target) {
+                    return (target, Ok(()));
+                }
             }
             let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {

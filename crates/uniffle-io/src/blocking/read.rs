@@ -20,8 +20,9 @@ use crate::{BLOCK_ALIGN, ReadTarget};
 /// The kernel reads no more than this ahead on one call, by default (`read_ahead_kb`); what is asked for beyond it is dropped.
 const ADVISED_BYTES: u64 = 128 << 10;
 
-/// As much as is copied on a runtime's thread: some 20 µs.
+/// As much is read on a runtime's thread: some 20 µs.
 const AT_HAND_BYTES_MAX: usize = 128 << 10;
+const AT_HAND_PARTS_MAX: usize = 32;
 
 /// Starts the device on a range that is read soon by way of the page cache.
 pub(super) fn advise(file: &File, range: Range<u64>) -> io::Result<()> {
@@ -33,12 +34,14 @@ pub(super) fn advise(file: &File, range: Range<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Fills the parts of `target` when they are few bytes and the page cache has all of them. Waits for nothing; whether it did.
-pub(super) fn fill_at_hand(file: &File, target: &mut ReadTarget) -> bool {
+/// Whether what is read of `target` is little.
+pub(super) fn is_few(target: &ReadTarget) -> bool {
     let bytes: usize = target.parts.iter().map(|part| part.range.len()).sum();
-    if bytes > AT_HAND_BYTES_MAX {
-        return false;
-    }
+    bytes <= AT_HAND_BYTES_MAX && target.parts.len() <= AT_HAND_PARTS_MAX
+}
+
+/// Fills the parts of `target` when the page cache has all of them; whether it did. Waits for no page, but may begin to read one.
+pub(super) fn fill_at_hand(file: &File, target: &mut ReadTarget) -> bool {
     (0..target.parts.len()).all(|part| {
         let offset = target.parts[part].offset;
         let Some(bytes) = target.part_mut(part) else { return false };
@@ -144,6 +147,7 @@ mod tests {
         }
         assert!(!fill_at_hand(&file, &mut target(1000, &[0, (1 << 18) - 999])), "the file ends before");
         assert!(!fill_at_hand(&file, &mut target(1000, &[1 << 40])));
-        assert!(!fill_at_hand(&file, &mut target(AT_HAND_BYTES_MAX + 1, &[0])), "that is much for a runtime");
+        let much = [target(AT_HAND_BYTES_MAX + 1, &[0]), target(1, &[0; AT_HAND_PARTS_MAX + 1])];
+        assert!(is_few(&small) && !much.iter().any(is_few), "that is much for a runtime");
     }
 }

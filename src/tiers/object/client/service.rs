@@ -31,6 +31,9 @@ use super::operation::{Operation, expected_bytes};
 use super::pool::{Connection, Origin, Pool};
 use super::unanswered::Unanswered;
 
+/// In every answer of a store itself (Amazon S3 API Reference, "Common response headers").
+const REQUEST_ID: &str = "x-amz-request-id";
+
 /// Text of an error that is read; real ones have a few hundred bytes.
 const ERROR_BYTES_MAX: u64 = 64 << 10;
 /// An answer that is no object. A thousand keys of 1024 bytes in a list, each byte escaped, are less.
@@ -192,6 +195,10 @@ impl Shared {
         let (head, body) = answer.into_parts();
         if let Some(reason) = Reason::of(head.status) {
             self.failed(reason, asked);
+            // A gateway that refuses may have passed the request on.
+            if !head.headers.contains_key(REQUEST_ID) {
+                asked.unanswered.iter().for_each(Unanswered::set);
+            }
         }
         let is_data = asked.operation == Operation::Get && head.status.is_success();
         let (exact, bytes_max, is_cut) = if is_data {

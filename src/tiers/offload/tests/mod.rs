@@ -17,6 +17,7 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
+use super::history::Again;
 use super::policy::{Wanted, Watermarks};
 use super::{OffloadSettings, OffloadTier};
 use crate::budget::Budget;
@@ -122,7 +123,8 @@ impl Process {
         let mut failed = 0;
         for _ in 0..100 {
             let Some((wanted, shuffle)) = self.tier.next() else {
-                self.tier.tell_again().await;
+                let mut again = Again::default();
+                while self.tier.tell_again(&mut again).await {}
                 return failed;
             };
             failed += usize::from(self.tier.move_some(wanted, &shuffle).await.is_err());

@@ -330,6 +330,39 @@ async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_th
     }
 }
 
+/// What of it is there is served; nothing says that it is all.
+#[tokio::test(start_paused = true)]
+async fn a_shuffle_whose_first_or_second_page_is_gone_is_refused_on_an_empty_machine_and_not_deleted() {
+    for gone in ["1", "2"] {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        fill(&process, &key, 0..10).await;
+        process.move_all(&key).await.unwrap();
+        // A page ends with each; a report tells the registration again, as a later page of a registration does.
+        for report in [b"a", b"b"] {
+            process.say(&key, &report.repeat(70_000)).await.unwrap();
+        }
+        let registration =
+            Record::Registration(Registration { user: "ann".to_owned(), ..Registration::default() });
+        process.say(&key, &registration.encode()).await.unwrap();
+        let fixture = process.kill().await.on_an_empty_machine();
+        let before = fixture.store.objects().await.len();
+        for page in ["m", "c"].map(|kind| format!("/{kind}000000000{gone}")) {
+            let objects = fixture.store.objects().await.into_iter().map(|(object, _)| object);
+            let objects: Vec<_> = objects.filter(|object| object.ends_with(&page)).collect();
+            assert_eq!(objects.len(), 1, "{page}");
+            fixture.store.remove(&objects[0]).await;
+        }
+        let process = fixture.start().await;
+        let (recovered, _) = heard(&process).await;
+        assert_eq!(recovered.shuffles.len(), 1, "{gone}");
+        assert!(recovered.shuffles[0].incomplete.is_some(), "{gone}");
+        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+        assert!(process.kill().await.store.objects().await.len() >= before - 2, "nothing is deleted");
+    }
+}
+
 /// Acknowledged because it is known, it would be missing on the next machine, and nobody would notice.
 #[tokio::test(start_paused = true)]
 async fn a_report_that_got_no_further_than_the_disks_is_written_again_when_it_is_repeated() {
