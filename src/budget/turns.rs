@@ -9,7 +9,6 @@ use uniffle_io::{HeldTurn, Turn};
 use uniffle_wire::types::AppId;
 
 use super::places::{Places, Taken};
-use super::{Budget, Charge};
 
 /// A share counts its bytes in units of so many.
 pub const UNIT_BYTES: usize = 4096;
@@ -21,14 +20,6 @@ pub struct Turns {
     shares: SmallVec<[Arc<Places>; 2]>,
     numbers: SmallVec<[usize; 2]>,
     count: usize,
-    /// What is held beside the buffer, and the budget that it is charged to.
-    beside: Option<(Budget, u64)>,
-}
-
-/// Dropped in this order: who is told of the place finds the bytes.
-struct Held {
-    _beside: Option<Charge>,
-    _taken: SmallVec<[Taken; 2]>,
 }
 
 impl Turns {
@@ -39,7 +30,6 @@ impl Turns {
             shares: SmallVec::new(),
             numbers: SmallVec::new(),
             count: bytes.div_ceil(UNIT_BYTES),
-            beside: None,
         };
         for share in shares {
             let number = Arc::as_ptr(share).addr();
@@ -51,22 +41,15 @@ impl Turns {
         turns
     }
 
-    /// The same, which also holds `bytes` that are charged to `budget`, whatever is left of it.
-    #[must_use]
-    pub fn charging(self, budget: &Budget, bytes: u64) -> Self {
-        Self { beside: Some((budget.clone(), bytes)), ..self }
-    }
-
     /// What `waited_for` gave, and parts of all other shares; the number of one that is full, when one is.
     fn try_others(&self, waited_for: Option<(usize, Taken)>) -> Result<HeldTurn, usize> {
-        let mut taken = SmallVec::new();
+        let mut taken: SmallVec<[Taken; 2]> = SmallVec::new();
         let known = waited_for.as_ref().map(|(at, _)| *at);
         taken.extend(waited_for.map(|(_, given)| given));
         for (at, share) in self.shares.iter().enumerate().filter(|(at, _)| known != Some(*at)) {
             taken.push(share.try_take(self.count).ok_or(at)?);
         }
-        let charge = |(budget, bytes): &(Budget, u64)| budget.force_charge(*bytes);
-        Ok(Box::new(Held { _beside: self.beside.as_ref().map(charge), _taken: taken }))
+        Ok(Box::new(taken))
     }
 }
 

@@ -223,7 +223,7 @@ fn look(waiting: &mut Vec<Waiting>, given: &mut Vec<Given>) {
 }
 
 proptest! {
-    /// Whatever is taken and given back, and whoever gives up: nobody waits for what is free, and nothing is lost.
+    /// Whatever is taken, given back or given up: nobody waits for what is free, and nothing is lost.
     #[test]
     fn nobody_waits_for_what_is_free(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {
         let line = Line::new(80);

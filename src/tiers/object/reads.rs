@@ -12,6 +12,7 @@ use super::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
 use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::shuffle::Shuffle;
+use crate::budget::{Budget, Charge};
 use crate::tiers::StoreError;
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_io::{HeldTurn, ReadBuffer, ReadBuffers};
@@ -36,13 +37,21 @@ pub(super) struct Asked<'a> {
     pub(super) buffers: &'a dyn ReadBuffers,
 }
 
-/// A buffer that is read into, and the turn that it was taken with.
+/// A buffer that is read into, what is held beside it, and the turn that both were taken with.
 pub(super) struct Room {
     buffer: Box<dyn ReadBuffer>,
+    /// Given back before the turn.
+    _beside: Charge,
     _turn: HeldTurn,
 }
 
 impl Room {
+    /// Charges what is held beside the buffer, whatever is left: the turn counts it. Not under the lock by which turns are given, as
+    /// the heap may give memory back to the system for it.
+    fn new((buffer, _turn): (Box<dyn ReadBuffer>, HeldTurn), heap: &Budget, beside: usize) -> Self {
+        Self { buffer, _beside: heap.force_charge(beside as u64), _turn }
+    }
+
     /// The first `len` bytes.
     pub(super) fn bytes(&mut self, len: usize) -> &mut [u8] {
         (*self.buffer).as_mut().get_mut(..len).unwrap_or_default()
@@ -141,12 +150,13 @@ impl Located {
     /// Waits for a buffer together with the turn of the shuffle's application.
     pub(super) async fn room(&self, core: &Core, shuffle: &Shuffle, asked: &Asked<'_>) -> Room {
         let Some(beside) = asked.beside else {
-            return Room { buffer: asked.buffers.acquire(asked.len).await, _turn: Box::new(()) };
+            let buffer = asked.buffers.acquire(asked.len).await;
+            return Room::new((buffer, Box::new(())), &core.extents, 0);
         };
         let (is_cached, app) = (self.stored.is_empty(), &shuffle.name.key.app);
-        let turn = core.turns.of(is_cached, app, (asked.len, beside), &core.extents);
-        let (buffer, _turn) = asked.buffers.acquire_with(asked.len, Arc::new(turn)).await;
-        Room { buffer, _turn }
+        let turn = core.turns.of(is_cached, app, asked.len + beside);
+        let taken = asked.buffers.acquire_with(asked.len, Arc::new(turn)).await;
+        Room::new(taken, &core.extents, beside)
     }
 
     /// Reads the parts into a buffer.
@@ -163,13 +173,13 @@ impl Located {
         let key_of = |number| shuffle.segment_key(number);
         let mut stored = &self.stored;
         if let Some(cache) = core.cache.as_ref().filter(|_| !self.cached.is_empty()) {
-            let Room { buffer, _turn } = room;
+            let Room { buffer, _beside, _turn } = room;
             room = match cache.read(&core.metrics, buffer, &self.cached).await {
-                Ok(buffer) => Room { buffer, _turn },
+                Ok(buffer) => Room { buffer, _beside, _turn },
                 Err(_) => {
                     // It is told already; the buffer may be with a disk that hangs.
                     stored = &self.parts;
-                    drop(_turn);
+                    drop((_beside, _turn));
                     self.of_store().room(core, shuffle, asked).await
                 }
             };
@@ -216,4 +226,17 @@ pub(super) async fn read(
     let room = located.room(core, shuffle, &asked).await;
     let room = located.read(core, shuffle, (&asked, room), &mut Ahead::default()).await?;
     Ok(room.freeze(len))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_beside_a_buffer_is_charged_until_the_buffer_is_given_away() {
+        let heap = Budget::new(1 << 10);
+        let room = Room::new((Box::new(vec![7; 100]), Box::new(())), &heap, 124 << 10);
+        assert_eq!(heap.used(), 124 << 10, "whatever is left");
+        assert_eq!((room.freeze(10), heap.used()), (Bytes::from_static(&[7; 10]), 0));
+    }
 }

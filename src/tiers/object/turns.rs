@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use crate::budget::Budget;
 use crate::budget::places::Places;
 use crate::budget::turns::{self, UNIT_BYTES};
 use uniffle_wire::types::AppId;
@@ -30,16 +29,10 @@ impl Turns {
         self.of_store.has_room(bytes.div_ceil(UNIT_BYTES))
     }
 
-    /// The turn of `app` with a buffer of `bytes`, and with what is held `beside` it, which is charged to `heap`.
-    pub(super) fn of(
-        &self,
-        is_cached: bool,
-        app: &AppId,
-        (bytes, beside): (usize, usize),
-        heap: &Budget,
-    ) -> turns::Turns {
+    /// The turn of `app` with a buffer and what is held beside it, of `bytes` together.
+    pub(super) fn of(&self, is_cached: bool, app: &AppId, bytes: usize) -> turns::Turns {
         let places = if is_cached { &self.of_cache } else { &self.of_store };
-        turns::Turns::new(app, [places], bytes + beside).charging(heap, beside as u64)
+        turns::Turns::new(app, [places], bytes)
     }
 }
 
@@ -51,16 +44,15 @@ mod tests {
 
     #[tokio::test]
     async fn readers_of_a_store_that_is_stuck_leave_memory_to_those_of_the_cache() {
-        let (turns, heap) = (Turns::new(3 << 20), Budget::new(u64::MAX));
+        let turns = Turns::new(3 << 20);
         let app = AppId::parse("app").unwrap();
-        let stuck = turns.of(false, &app, (900 << 10, 124 << 10), &heap).take().await;
-        assert!(!turns.has_room(1) && heap.used() == 124 << 10);
-        let next = turns.of(false, &app, (1, 0), &heap);
+        let stuck = turns.of(false, &app, 1 << 20).take().await;
+        assert!(!turns.has_room(1));
+        let next = turns.of(false, &app, 1);
         let mut next = next.take();
         assert!(futures::poll!(&mut next).is_pending());
-        drop(turns.of(true, &app, (1 << 20, 0), &heap).take().await);
+        drop(turns.of(true, &app, 1 << 20).take().await);
         drop(stuck);
         drop(next.await);
-        assert_eq!(heap.used(), 0);
     }
 }

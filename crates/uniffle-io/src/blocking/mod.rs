@@ -345,13 +345,11 @@ fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
 pub(super) struct OpenFile {
     pub(super) file: Arc<std::fs::File>,
     pub(super) direct: bool,
-    /// Reads do not change its access time, for which the journal of a file system that hangs would be waited for.
-    keeps_times: bool,
 }
 
 impl OpenFile {
     fn new(file: std::fs::File, direct: bool) -> Self {
-        Self { file: Arc::new(file), direct, keeps_times: false }
+        Self { file: Arc::new(file), direct }
     }
 
     fn write(&self, pieces: Vec<Bytes>, offset: u64) -> io::Result<()> {
@@ -427,13 +425,7 @@ fn open_read(path: &Path, direct: bool) -> io::Result<OpenFile> {
             opened => return opened.map(|file| OpenFile::new(file, true)),
         }
     }
-    let no_times = rustix::fs::OFlags::NOATIME.bits().cast_signed();
-    match options.clone().custom_flags(no_times).open(path) {
-        Ok(file) => Ok(OpenFile { keeps_times: true, ..OpenFile::new(file, false) }),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(error),
-        // It is for the owner of a file, and not every file system knows it.
-        Err(_) => options.open(path).map(|file| OpenFile::new(file, false)),
-    }
+    options.open(path).map(|file| OpenFile::new(file, false))
 }
 
 fn direct_flag() -> i32 {
@@ -464,18 +456,9 @@ impl File for BlockingFile {
         }))
     }
 
-    /// What is small and in the page cache is copied where it is asked for: a way to a thread and back costs several times that.
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (OpenFile { file, direct, keeps_times }, reads) = (self.open.clone(), self.reads.clone());
+        let (OpenFile { file, direct }, reads) = (self.open.clone(), self.reads.clone());
         Box::pin(async move {
-            if keeps_times && !direct && read::is_few(&target) {
-                tokio::task::consume_budget().await;
-                // Not where reads wait for the device: the kernel may wait with what it begins to read.
-                let permits = reads.try_enter();
-                if permits.is_some() && read::fill_at_hand(&file, &mut target) {
-                    return (target, Ok(()));
-                }
-            }
             let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {
                 let result = read::fill(&file, direct, &mut target);

@@ -1,7 +1,5 @@
 //! Reads of several parts in one job.
 //!
-//! Small ones that the page cache has are copied by whoever asks ([`fill_at_hand`]).
-//!
 //! Buffered parts are asked for twice: first only for what the page cache has, which starts the device on everything
 //! else at once, then waiting. One thread so has as much under way as the file system allows.
 
@@ -20,10 +18,6 @@ use crate::{BLOCK_ALIGN, ReadTarget};
 /// The kernel reads no more than this ahead on one call, by default (`read_ahead_kb`); what is asked for beyond it is dropped.
 const ADVISED_BYTES: u64 = 128 << 10;
 
-/// As much is read on a runtime's thread: some 20 µs.
-const AT_HAND_BYTES_MAX: usize = 128 << 10;
-const AT_HAND_PARTS_MAX: usize = 32;
-
 /// Starts the device on a range that is read soon by way of the page cache.
 pub(super) fn advise(file: &File, range: Range<u64>) -> io::Result<()> {
     let mut at = range.start;
@@ -32,23 +26,6 @@ pub(super) fn advise(file: &File, range: Range<u64>) -> io::Result<()> {
         at += length.get();
     }
     Ok(())
-}
-
-/// Whether what is read of `target` is little.
-pub(super) fn is_few(target: &ReadTarget) -> bool {
-    let bytes: usize = target.parts.iter().map(|part| part.range.len()).sum();
-    bytes <= AT_HAND_BYTES_MAX && target.parts.len() <= AT_HAND_PARTS_MAX
-}
-
-/// Fills the parts of `target` when the page cache has all of them; whether it did. Waits for no page, but may begin to read one.
-pub(super) fn fill_at_hand(file: &File, target: &mut ReadTarget) -> bool {
-    (0..target.parts.len()).all(|part| {
-        let offset = target.parts[part].offset;
-        let Some(bytes) = target.part_mut(part) else { return false };
-        let len = bytes.len();
-        let read = preadv2(file, &mut [IoSliceMut::new(bytes)], offset, ReadWriteFlags::NOWAIT);
-        read.is_ok_and(|count| count == len)
-    })
 }
 
 /// Fills the parts of `target`.
@@ -117,37 +94,4 @@ fn read_blocks(file: &File, blocks: &mut [u8], start: u64, needed: usize) -> io:
         progress.advance(file.read_at(&mut blocks[filled..], start + filled as u64))?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ReadPart;
-
-    fn target(len: usize, offsets: &[u64]) -> ReadTarget {
-        let part =
-            |(at, offset): (usize, &u64)| ReadPart { range: at * len..(at + 1) * len, offset: *offset };
-        let parts = offsets.iter().enumerate().map(part).collect();
-        ReadTarget { buffer: Box::new(vec![0; len * offsets.len()]), parts }
-    }
-
-    #[test]
-    fn small_parts_that_the_page_cache_has_are_read_without_a_thread() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let bytes: Vec<u8> = (0..1 << 18).map(|at: u32| (at / 7).to_le_bytes()[0]).collect();
-        std::fs::write(file.path(), &bytes).unwrap();
-        let file = std::fs::OpenOptions::new().read(true).open(file.path()).unwrap();
-        let mut some = [0; 100];
-        let is_known = preadv2(&file, &mut [IoSliceMut::new(&mut some)], 0, ReadWriteFlags::NOWAIT).is_ok();
-        let mut small = target(1000, &[5, 70_000, 3]);
-        assert_eq!(fill_at_hand(&file, &mut small), is_known, "not every file system knows the flag");
-        if is_known {
-            let expected = [&bytes[5..1005], &bytes[70_000..71_000], &bytes[3..1003]].concat();
-            assert_eq!((*small.buffer).as_mut(), expected);
-        }
-        assert!(!fill_at_hand(&file, &mut target(1000, &[0, (1 << 18) - 999])), "the file ends before");
-        assert!(!fill_at_hand(&file, &mut target(1000, &[1 << 40])));
-        let much = [target(AT_HAND_BYTES_MAX + 1, &[0]), target(1, &[0; AT_HAND_PARTS_MAX + 1])];
-        assert!(is_few(&small) && !much.iter().any(is_few), "that is much for a runtime");
-    }
 }

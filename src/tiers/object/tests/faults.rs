@@ -108,6 +108,17 @@ async fn a_store_that_is_back_is_noticed_without_a_request() {
     futures::join!(maintained, watch);
 }
 
+/// What a start has found said, of one shuffle, with nothing missing.
+async fn all_said(process: &Process) -> Vec<Bytes> {
+    let mut recovered = process.tier.take_recovered();
+    assert_eq!(recovered.shuffles[0].incomplete, None);
+    let mut said = Vec::new();
+    while let Some((_, record)) = recovered.said.next().await.unwrap() {
+        said.push(record);
+    }
+    said
+}
+
 #[tokio::test]
 async fn a_note_that_was_not_written_is_not_acknowledged() {
     let process = Process::start(&FaultyObjects::default()).await;
@@ -120,13 +131,7 @@ async fn a_note_that_was_not_written_is_not_acknowledged() {
     process.store.heal();
     process.log(&key(1)).append(Bytes::from_static(b"kept")).await.unwrap();
     let process = Process::start(&process.kill().await).await;
-    let mut recovered = process.tier.take_recovered();
-    assert_eq!(recovered.shuffles[0].incomplete, None);
-    let mut said = Vec::new();
-    while let Some((_, record)) = recovered.said.next().await.unwrap() {
-        said.push(record);
-    }
-    assert_eq!(said, ["registration", "kept"], "what was never acknowledged is void");
+    assert_eq!(all_said(&process).await, ["registration", "kept"], "what was never acknowledged is void");
 }
 
 /// The client repeats a request that was not answered, and the store may do the first one after all that came since.
@@ -140,11 +145,5 @@ async fn an_attempt_that_is_done_late_does_not_put_back_an_earlier_version_of_a_
     process.log(&key(1)).append(Bytes::from_static(b"second")).await.unwrap();
     assert_eq!(process.store.deliver().await, 2);
     let process = Process::start(&process.kill().await).await;
-    let mut recovered = process.tier.take_recovered();
-    assert_eq!(recovered.shuffles[0].incomplete, None);
-    let mut said = Vec::new();
-    while let Some((_, record)) = recovered.said.next().await.unwrap() {
-        said.push(record);
-    }
-    assert_eq!(said, ["registration", "first", "second"]);
+    assert_eq!(all_said(&process).await, ["registration", "first", "second"]);
 }

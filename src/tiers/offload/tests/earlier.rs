@@ -207,6 +207,23 @@ async fn what_is_left_for_a_later_start_is_not_taken_for_a_shuffle_that_was_regi
     assert!(heard(&process).await.0.shuffles.is_empty());
 }
 
+/// A process with a shuffle to be moved, above a store of which `fault` says how a call goes, and is told of the writes after `from`.
+async fn about_to_move(
+    key: &ShuffleKey,
+    from: usize,
+    fault: impl Fn(Call, bool) -> Fault + Send + 'static,
+) -> Process {
+    let process = Fixture::new().start().await;
+    process.register(key).await;
+    process.write(key, vec![extent(0, 0..10, 3000)]).await;
+    let mut puts = 0;
+    process.fixture.store.set(move |call, _| {
+        puts += usize::from(call == Call::Put);
+        fault(call, call == Call::Put && puts > from)
+    });
+    process
+}
+
 /// Writes of pages are done once their deletion has ended and the shuffle is registered again, on disks that are lost then.
 #[tokio::test(start_paused = true)]
 async fn a_page_that_arrives_after_its_deletion_is_not_taken_for_what_a_later_registration_says() {
@@ -214,15 +231,9 @@ async fn a_page_that_arrives_after_its_deletion_is_not_taken_for_what_a_later_re
     for (fault, from) in
         [Fault::Late, Fault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))
     {
-        let process = Fixture::new().start().await;
         let key = key(1);
-        process.register(&key).await;
-        process.write(&key, vec![extent(0, 0..10, 3000)]).await;
-        let mut puts = 0;
-        process.fixture.store.set(move |call, _| {
-            puts += usize::from(call == Call::Put);
-            if call == Call::Put && puts > from { fault } else { Fault::None }
-        });
+        let of = move |_, is_after| if is_after { fault } else { Fault::None };
+        let process = about_to_move(&key, from, of).await;
         let moved = process.move_all(&key).await;
         let said = process.say(&key, b"earlier").await;
         assert!(fault == Fault::Late || said.is_ok(), "write {from}: {moved:?} {said:?}");
@@ -244,16 +255,9 @@ async fn a_page_that_arrives_after_its_deletion_is_not_taken_for_what_a_later_re
 /// Its first page is deleted and the process ends: what is left names no disks, and must not be taken for a registration that none knew.
 #[tokio::test(start_paused = true)]
 async fn what_is_left_of_a_move_that_was_given_up_takes_nothing_from_the_disks() {
-    let process = Fixture::new().start().await;
     let key = key(1);
-    process.register(&key).await;
-    process.write(&key, vec![extent(0, 0..10, 3000)]).await;
-    let mut puts = 0;
-    process.fixture.store.set(move |call, _| {
-        puts += usize::from(call == Call::Put);
-        let fails = call == Call::Delete || (call == Call::Put && puts > 4);
-        if fails { Fault::Refuse } else { Fault::None }
-    });
+    let of = |call, is_after| if call == Call::Delete || is_after { Fault::Refuse } else { Fault::None };
+    let process = about_to_move(&key, 4, of).await;
     process.move_all(&key).await.unwrap_err();
     let fixture = process.kill().await;
     let pages = fixture.store.objects().await.into_iter().map(|(object, _)| object);
