@@ -1,6 +1,6 @@
 //! What decoding costs per byte: the streaming decoder of `SendShuffleDataRequest` against prost, in the three forms.
 //!
-//! Messages of 14 MiB, fed in 64 KiB + 1 pieces as grpc-java sends them (docs/performance.md §B4). The sink only sums
+//! Messages of 14 MiB, fed in 64 KiB + 1 pieces as grpc-java sends them (docs/design/data-path.md §3). The sink only sums
 //! lengths, so this is the price of finding the blocks; the copy into memory segments comes on top. prost is fed the
 //! whole message and slices it (`Bytes` fields), which is its best case.
 //!

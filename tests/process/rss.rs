@@ -137,7 +137,7 @@ async fn what_answers_gave_back_is_returned_to_the_system_as_more_is_charged() {
     });
 }
 
-/// docs/benchmarks.md has the figures of a release build: 11 threads and 15.6 MB.
+/// docs/benchmarks.md has the figures of a release build: 11 threads and 24 MiB.
 #[test]
 fn a_worker_without_work_has_few_threads_and_little_memory() {
     let worker = Worker::start(&Setup { name: "idle", ..Setup::default() });

@@ -135,7 +135,7 @@ fn citations(line: &str) -> impl Iterator<Item = (&str, Vec<&str>)> {
         let rest = &line[start..];
         let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || matches!(c, '/' | '-' | '_' | '.')))?;
         let name = rest[..end].strip_suffix('.').unwrap_or(&rest[..end]);
-        let is_ours = name.ends_with(".md") && name.matches('/').count() == 1;
+        let is_ours = name.ends_with(".md") && !name.contains("..");
         let is_whole = !line[..start].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '/');
         (is_ours && is_whole).then(|| (name, sections(&rest[end..])))
     })

@@ -1,6 +1,6 @@
 //! One HTTP/2 connection that frames as grpc-java does and copies no payload on its way out.
 //!
-//! DATA frames carry at most 65,537 bytes (docs/performance.md §B4), and calls that share the connection take turns.
+//! DATA frames carry at most 65,537 bytes (docs/design/data-path.md §3), and calls that share the connection take turns.
 //! Answers are copied once. Not here: what the calls mean ([`super::session`]).
 
 use std::collections::VecDeque;

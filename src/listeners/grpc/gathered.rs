@@ -4,7 +4,7 @@
 //! Not here: what is written. hyper owns the [`Gathered`] half, the task that drives the connection the [`Gathering`] half.
 //! Invariants: bytes go out in order and each once; when [`Gathering::poll`] returns, everything is with the socket or the socket
 //! takes no more and wakes the task; buffers are bounded over all connections: where many have one the next get smaller ones, and
-//! a connection that gets none writes through. A copy in a cache is cheaper than what it saves (docs/benchmarks.md).
+//! a connection that gets none writes through. A copy in a cache is cheaper than what it saves (benches/notes/network.md).
 
 use std::future::Future;
 use std::io::{self, IoSlice};

@@ -5,7 +5,7 @@
 //! reports and result queries, which can be large. Everything else is small and tonic's. What is collected is charged
 //! to the heap as it arrives (`inbound`).
 //!
-//! Windows (docs/performance.md §B3, §B4): 1 MiB per stream, 4 MiB per connection and 1 MiB frames cost 0.27 CPU-s/GB
+//! Windows (docs/design/data-path.md §3): 1 MiB per stream, 4 MiB per connection and 1 MiB frames cost 0.27 CPU-s/GB
 //! against 0.43 with tonic's defaults and 0.59 with 32 MiB windows and 16 KiB frames.
 
 mod arriving;

@@ -1,7 +1,7 @@
 //! Answers to the three data reads, written by hand: a small head, then the payload as the `Bytes` it already is.
 //!
 //! Not here: any decision about what is read. prost would copy the payload into one contiguous message first
-//! (docs/performance.md §B7: 0.63 against 0.33–0.47 CPU-s/GB).
+//! (docs/design/data-path.md §4: 0.63 against 0.33–0.47 CPU-s/GB).
 //!
 //! Layout: the order of protobuf fields is free, so everything else of the message is written before the payload
 //! field, whose length is known up-front. Invariant: an answer carries exactly the announced bytes, or the call ends

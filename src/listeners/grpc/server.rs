@@ -3,7 +3,7 @@
 //! Not here: calls (`router`), accepting ([`crate::listeners::acceptor`]). hyper's HTTP/2 server is driven directly,
 //! because the hot methods need its frames and each connection its own windows; tonic's own server offers neither. An
 //! HTTP/2 receiver of our own was judged by measurement and not built: it would win 6 to 10 % end to end
-//! (docs/benchmarks.md, "Tried and dropped").
+//! (benches/notes/network.md).
 //!
 //! Invariant: connections, the streams and the receive windows of all are bounded; every task belongs to the group
 //! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline. One whose place

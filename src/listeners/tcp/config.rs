@@ -42,7 +42,7 @@ section! {
         /// Largest read request accepted. Default: 8 MiB, a task filter of four million scattered attempts. What has come of
         /// one is charged to the heap until its answer is there.
         pub read_request_bytes_max: u32 = 8 << 20,
-        /// Bytes taken from a socket at once. Default: 256 KiB, which stays in the core's cache (docs/performance.md §E). One such
+        /// Bytes taken from a socket at once. Default: 256 KiB, which stays in the core's cache (docs/design/data-path.md §2). One such
         /// buffer exists per thread, not per connection.
         pub chunk_bytes: usize = 256 << 10,
         /// Connections at once. For one more the one is closed that has not got on for the longest time: one that has not

@@ -12,7 +12,7 @@
 //! connections (`uniffle-bench read --transport tcp`, means of 5 or 6 rounds; two or three runs where two figures
 //! stand): all plain 0.162–0.178; streamed from 8 KiB 0.162, from 4 KiB 0.160, from 2 KiB 0.158–0.172. With reads of
 //! 128, 256, 512 KiB and 1 MiB from the socket (from 4 KiB): 0.155, 0.160, 0.165, 0.178. The gain here is small and
-//! within the noise for thresholds of 2 to 8 KiB; docs/performance.md §E has 15 % on a Xeon, and a loss at 1 KiB.
+//! within the noise for thresholds of 2 to 8 KiB; docs/design/data-path.md §2 has 15 % on a Xeon, and a loss at 1 KiB.
 
 /// From this length on stores are non-temporal.
 pub(super) const STREAM_BYTES_MIN: usize = 4 << 10;
