@@ -18,7 +18,7 @@ use crate::durability::{Cost, IdSet};
 /// A partition's place in the table.
 const PARTITION_BYTES: u64 = 96;
 
-/// A report named another number of bitmaps than the shuffle's first (docs/protocol.md §11 trap 13: ids were lost
+/// A report named another number of bitmaps than the shuffle's first (docs/protocol.md §11 bitmap-count: ids were lost
 /// silently).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("bitmapNum is {sent}, the shuffle's first report had {first}")]

@@ -1,7 +1,7 @@
 //! Which applications and shuffles exist: registration, reported block ids, losses, last use, expiry.
 //!
 //! Not here: their bytes (`memory`, `tiers`). Only [`AppRegistry::register`] creates an app or a shuffle; every other
-//! call finds one or does not (docs/protocol.md §11 trap 27: a late heartbeat must not bring a purged app back).
+//! call finds one or does not (docs/protocol.md §11 app-resurrection: a late heartbeat must not bring a purged app back).
 
 mod account;
 mod application;

@@ -266,7 +266,7 @@ impl AppRegistry {
         self.remove_app_if(id, |_| true, with)
     }
 
-    /// As [`AppRegistry::remove_app`], but only if the app is still expired (docs/protocol.md §11 trap 73: time passes
+    /// As [`AppRegistry::remove_app`], but only if the app is still expired (docs/protocol.md §11 purge-recheck: time passes
     /// between finding an expired app and purging it).
     pub fn remove_app_if_expired<T>(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>) -> T) -> Option<T> {
         self.remove_app_if(id, |app| self.is_expired(app), with)

@@ -191,7 +191,7 @@ fn excesses(apps: &[Claimant], bytes: u64) -> Vec<u64> {
 }
 
 /// Whether a buffer is to be flushed because of its own size. The current list alone counts, not what is in flight
-/// (docs/protocol.md §11 trap 36).
+/// (docs/protocol.md §11 staging-size).
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
     let is_huge = candidate.received_bytes > limits.huge_partition_bytes;
     let bytes_max = match is_huge {

@@ -24,7 +24,7 @@ use super::aside::aside;
 use super::ingest::Ingest;
 use super::known::shuffle_of;
 
-/// Above this many ids a report is compared, encoded and entered on blocking threads (docs/protocol.md §11 trap 16).
+/// Above this many ids a report is compared, encoded and entered on blocking threads (docs/protocol.md §11 bitmap-on-runtime).
 const INLINE_IDS_MAX: u64 = 10_000;
 
 /// Ids compared or entered under one hold of the shuffle's lock; less than twice as many where they are of one

@@ -2,7 +2,7 @@
 //!
 //! | module | against what |
 //! | --- | --- |
-//! | `grpc` | docs/protocol.md §12, row by row: [`grpc::fixture::WorkerFixture`] is a whole worker as a user configures it, [`grpc::parts::parts`] gives the same parts over disks that can be made to hang or fail, with a clock that can be paused |
+//! | `grpc` | docs/protocol.md over gRPC: [`grpc::fixture::WorkerFixture`] is a whole worker as a user configures it, [`grpc::parts::parts`] gives the same parts over disks that can be made to hang or fail, with a clock that can be paused |
 //! | `tcp`, `per_core` | the raw TCP listener over real sockets, each way to run it |
 //! | `replay` | recorded sessions of real clients |
 //! | `damage` | seeded damages of data directories, against what clients were told |

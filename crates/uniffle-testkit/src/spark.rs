@@ -23,7 +23,7 @@ const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
 pub enum Kind {
     /// Spark 3.5.
     Main,
-    /// Spark 3.5 with the flag that a client of type GRPC_NETTY needs on JDK 9 and later (docs/protocol.md §13).
+    /// Spark 3.5 with the flag that a client of type GRPC_NETTY needs on JDK 9 and later (docs/protocol.md §12).
     NoUnsafe,
     /// Spark 3.3.
     Spark33,

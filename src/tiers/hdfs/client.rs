@@ -187,7 +187,7 @@ impl RemoteFs for HdfsFs {
     }
 }
 
-/// Closing says whether the bytes are there: an error at the close is a failed write (docs/protocol.md §11 trap 58).
+/// Closing says whether the bytes are there: an error at the close is a failed write (docs/protocol.md §11 close-error).
 /// The writer's futures have tens of KiB, hence the boxes.
 fn write_and_close(mut writer: FileWriter, data: Vec<Bytes>) -> BoxFuture<'static, Result<(), HdfsError>> {
     Box::pin(async move {

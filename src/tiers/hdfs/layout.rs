@@ -73,7 +73,7 @@ impl WriterName<'_> {
 }
 
 /// Whether a file was written by this server. The character behind the id counts: `…-1999` has not written the files
-/// of `…-19999` (docs/protocol.md §11 trap 65).
+/// of `…-19999` (docs/protocol.md §11 id-prefix).
 pub fn is_own(name: &str, server_id: &str) -> bool {
     name.strip_prefix(server_id).is_some_and(|rest| rest.starts_with('_'))
 }

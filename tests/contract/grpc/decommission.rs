@@ -1,4 +1,4 @@
-//! A worker that is taken out of service: docs/protocol.md §12 row 16 and §2.14.
+//! A worker that is taken out of service: docs/protocol.md §2.14.
 
 use std::time::Duration;
 

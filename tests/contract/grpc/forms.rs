@@ -1,4 +1,4 @@
-//! The three forms of `sendShuffleData`, and what is none of them: docs/protocol.md §12 row 17 and §1.8.
+//! The three forms of `sendShuffleData`, and what is none of them: docs/protocol.md §1.8.
 
 use prost::Message;
 use uniffle_client::send::{self, SendForm};

@@ -1,4 +1,4 @@
-//! Registration, purge and expiry: docs/protocol.md §12 rows 11, 12 and 18, docs/architecture.md §6 items 3 and 10.
+//! Registration, purge and expiry: docs/protocol.md §2.2, §2.3 and §8.4, docs/architecture.md §6 items 3 and 10.
 
 use std::time::Duration;
 

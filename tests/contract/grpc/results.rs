@@ -1,4 +1,4 @@
-//! Reported block ids and what reducers get of them: docs/protocol.md §12 rows 2 and 4, §2.8, §2.9.
+//! Reported block ids and what reducers get of them: docs/protocol.md §2.8, §2.9.
 
 use bytes::Bytes;
 use uniffle_client::block::IdLayout;

@@ -1,4 +1,4 @@
-//! Tickets: docs/protocol.md §12 rows 6, 7 and 13, and what docs/architecture.md §6 says of them (items 2 and 15).
+//! Tickets: docs/protocol.md §2.4 and §4.4, and what docs/architecture.md §6 says of them (items 2 and 15).
 
 use std::time::Duration;
 

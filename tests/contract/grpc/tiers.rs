@@ -1,4 +1,4 @@
-//! What readers see while blocks go from memory to disk: docs/protocol.md §12 rows 8, 9, 10, 14 and 15.
+//! What readers see while blocks go from memory to disk: docs/protocol.md §3.4, §3.5 and §4.5.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
