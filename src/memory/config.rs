@@ -39,11 +39,11 @@ section! {
         /// Blocks in memory at once; bounds their metadata. Default: one per 512 bytes of capacity.
         #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
         pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
-        /// Where blocks in memory lie: `auto`, which is memfd where systemd's descriptor store keeps it over a kill (its variable
-        /// FDSTORE, with local disks and their recovery) and else private; `private` memory, which is gone with the process;
-        /// `memfd`, a file without a name that an upgrade hands over and systemd's descriptor store keeps; or a directory of a
-        /// tmpfs, where the next process finds them whatever ended this one (docs/durability.md, "Memory that outlives the
-        /// process"). A directory or memfd by name needs local disks.
+        /// Where blocks in memory are stored. `private`: memory that ends with the process. `memfd`: an
+        /// unnamed file that an upgrade hands over and systemd's descriptor store keeps. A directory of a
+        /// tmpfs: the next process finds them, whatever ended this one (docs/durability.md, "Persistent
+        /// memory"). `auto`: memfd if systemd keeps it over a kill (its variable FDSTORE) and there are
+        /// local disks with recovery, else private. A directory or memfd needs local disks.
         #[key("memory_store.backing", parsed("auto, private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
         pub backing: Backing = Backing::Auto,
     }
