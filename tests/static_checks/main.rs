@@ -5,3 +5,4 @@
 mod docs;
 mod layers;
 mod packaging;
+mod prose;
