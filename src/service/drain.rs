@@ -3,7 +3,6 @@
 //! Where a tier has such a place (an object store), nothing new is taken from the first call on: no registrations, no tickets.
 //! Without one a drain is a decommissioning, and what is flushed stays on this machine's disks.
 
-use super::ServiceError;
 use super::lifecycle::Lifecycle;
 use crate::telemetry::AUDIT;
 use crate::tiers::Drained;
@@ -29,26 +28,25 @@ impl Draining {
 }
 
 impl Lifecycle {
-    /// Begins a drain or goes on with it: flushes what is in memory, and has the tiers bring away what they have.
-    ///
-    /// # Errors
-    /// As for [`Lifecycle::decommission`] and [`Lifecycle::flush_all`].
-    pub fn drain(&self) -> Result<Draining, ServiceError> {
-        self.decommission()?;
+    /// Begins or continues a drain, in whatever state the worker is: flushes what is in memory, and has the tiers bring away
+    /// what they have. What no tier takes stays readable in memory.
+    pub fn drain(&self) -> Draining {
+        self.decommission();
         let has_place = self.tiers.iter().any(|tier| tier.drained().is_some());
         if has_place && self.status.drain() {
             tracing::info!(target: AUDIT, "draining: nothing new is taken");
         }
-        let batches = self.flush_all()?;
+        // Without a tier below memory there is nothing to flush to.
+        let batches = self.flush_all().unwrap_or(0);
         let tiers = self.tiers.iter().filter_map(|tier| tier.drain()).reduce(|one, other| Drained {
             shuffles_left: one.shuffles_left + other.shuffles_left,
             bytes_left: one.bytes_left + other.bytes_left,
             stuck_bytes: one.stuck_bytes + other.stuck_bytes,
         });
-        Ok(Draining {
+        Draining {
             in_memory_bytes: self.memory.used_bytes().saturating_sub(self.memory.extents().used()),
             batches,
             tiers,
-        })
+        }
     }
 }

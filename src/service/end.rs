@@ -60,9 +60,9 @@ impl Lifecycle {
     /// [`Lifecycle::drain`] on a blocking thread.
     ///
     /// # Errors
-    /// As there.
+    /// The worker is stopping.
     pub async fn drain_aside(self: &Arc<Self>) -> Result<Draining, ServiceError> {
         let lifecycle = Arc::clone(self);
-        own_aside(move || lifecycle.drain()).await?
+        own_aside(move || lifecycle.drain()).await
     }
 }

@@ -294,23 +294,28 @@ impl Lifecycle {
         }
     }
 
-    /// An operator takes the node out of service.
+    /// An operator takes the node out of service, in whatever state it is.
+    pub fn decommission(&self) {
+        self.status.decommission();
+        tracing::info!(target: AUDIT, apps = self.apps.app_count(), "decommissioning");
+    }
+
+    /// As [`Lifecycle::decommission`], for a coordinator.
     ///
     /// # Errors
-    /// [`ServiceError::WrongState`] in a state from which that is not possible.
-    pub fn decommission(&self) -> Result<(), ServiceError> {
-        if !self.status.decommission() {
-            return Err(ServiceError::WrongState("an unhealthy server cannot be decommissioned"));
+    /// [`ServiceError::WrongState`] if the node is unhealthy, as the Java server answers.
+    pub fn decommission_healthy(&self) -> Result<(), ServiceError> {
+        if self.status.state() == WorkerState::Unhealthy {
+            return Err(ServiceError::WrongState(
+                "an unhealthy server cannot be decommissioned by a coordinator; POST /admin/decommission can",
+            ));
         }
-        tracing::info!(target: AUDIT, apps = self.apps.app_count(), "decommissioning");
+        self.decommission();
         Ok(())
     }
 
     /// An operator puts the node back into service.
-    ///
-    /// # Errors
-    /// None today.
-    pub fn cancel_decommission(&self) -> Result<(), ServiceError> {
+    pub fn cancel_decommission(&self) {
         self.status.cancel_decommission();
         self.tiers.iter().for_each(|tier| tier.stay());
         tracing::info!(target: AUDIT, "decommissioning cancelled");

@@ -80,19 +80,11 @@ impl WorkerStatus {
         self.wait_for(|state| state != seen).await
     }
 
-    /// Begins decommissioning; false if the worker is unhealthy, which is refused as the Java server does.
-    pub fn decommission(&self) -> bool {
-        let mut accepted = true;
-        let begins = self.inputs.send_if_modified(|inputs| {
-            accepted = inputs.decommission || !inputs.unhealthy;
-            let begins = accepted && !inputs.decommission;
-            inputs.decommission |= accepted;
-            begins
-        });
-        if begins {
+    /// Begins decommissioning, whatever the health checker says.
+    pub fn decommission(&self) {
+        if self.update(|inputs| inputs.decommission = true) {
             self.began.notify_one();
         }
-        accepted
     }
 
     /// Back to what the health checker says.
@@ -199,7 +191,8 @@ mod tests {
     #[test]
     fn decommission_and_cancel() {
         let status = WorkerStatus::default();
-        assert!(status.decommission() && status.decommission());
+        status.decommission();
+        status.decommission();
         assert_eq!(status.state(), WorkerState::Decommissioning);
         assert!(!status.observe_apps(1));
         assert_eq!(status.state(), WorkerState::Decommissioning);
@@ -208,7 +201,7 @@ mod tests {
         assert!(!status.observe_apps(1), "a late app is served");
         assert_eq!(status.state(), WorkerState::Decommissioning);
         assert!(status.observe_apps(0));
-        assert!(status.decommission(), "again is no change");
+        status.decommission();
         assert_eq!(status.state(), WorkerState::Decommissioned);
         status.cancel_decommission();
         assert_eq!(status.state(), WorkerState::Active);
@@ -253,10 +246,15 @@ mod tests {
     }
 
     #[test]
-    fn an_unhealthy_worker_is_not_decommissioned_and_recovers() {
+    fn unhealthy_worker_is_decommissioned_until_cancelled() {
         let status = WorkerStatus::default();
         status.set_unhealthy(true);
-        assert!(!status.decommission());
+        assert_eq!(status.state(), WorkerState::Unhealthy);
+        status.decommission();
+        assert_eq!(status.state(), WorkerState::Decommissioning);
+        assert!(status.observe_apps(0));
+        assert_eq!(status.state(), WorkerState::Decommissioned);
+        status.cancel_decommission();
         assert_eq!(status.state(), WorkerState::Unhealthy);
         status.set_unhealthy(false);
         assert_eq!(status.state(), WorkerState::Active);

@@ -399,14 +399,14 @@ async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_th
     // Expiry would end the app itself.
     fixture.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]).await;
     tokio::time::sleep(Duration::from_secs(50)).await;
-    service.lifecycle.decommission().unwrap();
+    service.lifecycle.decommission();
     tokio::time::sleep(Duration::from_secs(400)).await;
     assert_eq!(service.status().state(), WorkerState::Decommissioning);
-    service.lifecycle.cancel_decommission().unwrap();
+    service.lifecycle.cancel_decommission();
     assert_eq!(service.status().state(), WorkerState::Active);
     service.lifecycle.unregister_app(APP).unwrap();
     tokio::time::sleep(Duration::from_secs(30)).await;
-    service.lifecycle.decommission().unwrap();
+    service.lifecycle.decommission();
     let before = tokio::time::Instant::now();
     service.status().decommissioned().await;
     assert!(before.elapsed() < Duration::from_secs(1), "n25: an idle worker is looked at at once");
@@ -414,7 +414,7 @@ async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_th
     fixture.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;
     assert_eq!(service.status().state(), WorkerState::Decommissioning, "it serves an app again");
-    service.lifecycle.cancel_decommission().unwrap();
+    service.lifecycle.cancel_decommission();
     fixture.stop().await;
 }
 

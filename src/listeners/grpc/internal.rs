@@ -117,7 +117,7 @@ impl ShuffleServerInternal for InternalCalls {
         &self,
         request: Request<DecommissionRequest>,
     ) -> Result<Response<DecommissionResponse>, Status> {
-        let (status, ret_msg) = self.call(&request, "decommission", Lifecycle::decommission).await;
+        let (status, ret_msg) = self.call(&request, "decommission", Lifecycle::decommission_healthy).await;
         Ok(Response::new(DecommissionResponse { status, ret_msg }))
     }
 
@@ -125,8 +125,11 @@ impl ShuffleServerInternal for InternalCalls {
         &self,
         request: Request<CancelDecommissionRequest>,
     ) -> Result<Response<CancelDecommissionResponse>, Status> {
-        let (status, ret_msg) =
-            self.call(&request, "cancelDecommission", Lifecycle::cancel_decommission).await;
+        let cancel = |lifecycle: &Lifecycle| {
+            lifecycle.cancel_decommission();
+            Ok(())
+        };
+        let (status, ret_msg) = self.call(&request, "cancelDecommission", cancel).await;
         Ok(Response::new(CancelDecommissionResponse { status, ret_msg }))
     }
 }

@@ -39,7 +39,7 @@ async fn too_few_healthy_disks_make_a_worker_unhealthy_until_there_are_enough_ag
     service.insight.refresh_metrics(&service.insight.app_statistics());
     assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
 
-    // It takes and serves what running applications send, on the disk that is left, and refuses to be decommissioned.
+    // It takes and serves what running applications send, on the disk that is left; Java's answer to a coordinator is a refusal.
     fixture.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;

@@ -109,8 +109,8 @@ async fn a_drained_worker_is_served_by_its_namesake_on_an_empty_machine() {
     fixture.push(&one, &batch(0, &second)).await;
     report(&fixture, &one, 2, &second).await;
     let lifecycle = &fixture.worker.service().lifecycle;
-    assert!(!lifecycle.drain().unwrap().may_go());
-    let empty = || match lifecycle.drain().unwrap() {
+    assert!(!lifecycle.drain().may_go());
+    let empty = || match lifecycle.drain() {
         drained if drained.may_go() => Ok(()),
         left => Err(format!("{left:?}")),
     };

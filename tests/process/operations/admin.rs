@@ -46,9 +46,14 @@ async fn a_worker_is_decommissioned_and_put_back() {
     assert_eq!((status, answer["state"].as_str()), (StatusCode::OK, Some("active")));
     assert_eq!(state(), WorkerState::Active);
     fixture.worker.service().status().set_unhealthy(true);
-    let (status, answer) = fixture.call("/admin/decommission", "").await;
-    assert_eq!(status, StatusCode::CONFLICT);
-    assert!(answer["error"].as_str().unwrap().contains("unhealthy"), "{answer}");
+    for call in ["/admin/decommission", "/admin/drain"] {
+        let (status, answer) = fixture.call(call, "").await;
+        assert_eq!(status, StatusCode::OK, "{call} of an unhealthy worker: {answer}");
+        let state = answer["state"].as_str().unwrap();
+        assert!(state.starts_with("decommission"), "{answer}");
+        let (_, answer) = fixture.call("/admin/cancel-decommission", "").await;
+        assert_eq!(answer["state"], "unhealthy");
+    }
     fixture.finish().await;
 }
 

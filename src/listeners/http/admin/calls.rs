@@ -61,17 +61,13 @@ pub(super) fn router(hooks: AdminHooks) -> Router {
 }
 
 async fn decommission(State(hooks): State<AdminHooks>) -> Response {
-    match hooks.service.lifecycle.decommission() {
-        Ok(()) => state_answer(&hooks),
-        Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
-    }
+    hooks.service.lifecycle.decommission();
+    state_answer(&hooks)
 }
 
 async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
-    match hooks.service.lifecycle.cancel_decommission() {
-        Ok(()) => state_answer(&hooks),
-        Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
-    }
+    hooks.service.lifecycle.cancel_decommission();
+    state_answer(&hooks)
 }
 
 /// Nothing new is taken, and what is here goes to where another machine finds it; how far that is.
