@@ -8,7 +8,7 @@
 //! | flush | [`flush`] | memory → tiers, at its own pace |
 //! | state | [`app`], [`memory`], [`tiers`] | siblings that do not know each other |
 //! | durability | [`durability`] | the metadata log, and whether it is complete |
-//! | words | [`budget`], [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`schema`] | used everywhere |
+//! | words | [`budget`], [`clock`], [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`schema`] | used everywhere |
 //!
 //! Imports point down this table only; `tests/static_checks/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
 //! are crates below all of it.
@@ -42,6 +42,7 @@ pub mod runtime;
 pub mod telemetry;
 
 pub mod budget;
+pub mod clock;
 pub mod metrics;
 pub mod proto;
 pub mod schema;

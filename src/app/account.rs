@@ -9,7 +9,7 @@ use std::array;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use crate::clock::Instant;
 
 /// What an application can wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

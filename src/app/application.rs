@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use tokio::time::Instant;
 
 use super::account::Account;
 use super::reports::Reports;
 use super::shuffle::ShuffleState;
 use super::usage::Usage;
 use crate::budget::{Budget, Charge, Heap, HeapKind};
+use crate::clock::Instant;
 use uniffle_wire::types::{AppId, ShuffleId};
 
 /// One application.

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use dashmap::DashMap;
 use parking_lot::Mutex;
-use tokio::time::Instant;
 
 use super::AppConfig;
 use super::application::App;
@@ -24,6 +23,7 @@ use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
+use crate::clock::Instant;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// All applications.

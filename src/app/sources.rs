@@ -9,9 +9,8 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
+use crate::clock::Instant;
 
 /// Of so many parts one address leaves two to others, and newcomers leave one to those that were there before.
 const PARTS: u64 = 8;

@@ -107,7 +107,7 @@ pub async fn resolve(advertised: Option<&Advertised>) -> Result<IpAddr, AddressE
     };
     let unresolved = |reason: String| AddressError::Unresolved { name: name.clone(), reason };
     let lookup = tokio::net::lookup_host((name.as_str(), 0));
-    let found = tokio::time::timeout(RESOLVED_WITHIN, lookup).await;
+    let found = crate::clock::timeout(RESOLVED_WITHIN, lookup).await;
     let found = found.map_err(|_| unresolved(format!("no answer within {} s", RESOLVED_WITHIN.as_secs())))?;
     let found = found.map_err(|error| unresolved(error.to_string()))?;
     one_of(name, found.map(|address| address.ip()).collect())

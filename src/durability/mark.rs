@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use tokio::time::Instant;
 
 use super::frame::encode_mark;
 use super::read::{Directory, MARK, within};
+use crate::clock::Instant;
 use uniffle_io::{File, Lane, WriteOpen};
 
 /// So long nothing was to be written before it is.

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::join_all;
-use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{Deadlines, Directory, Health, Incarnation, MetadataLog, Survey};
+use crate::clock::Instant;
 use crate::runtime::Tasks;
 use uniffle_io::Disk;
 use uniffle_io::blocking::BlockingDisk;

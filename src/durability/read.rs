@@ -91,7 +91,7 @@ pub(super) async fn within<T>(
     deadline: Duration,
     operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
-    let ended = tokio::time::timeout(deadline, operation).await;
+    let ended = crate::clock::timeout(deadline, operation).await;
     ended.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the disk in time")))
 }
 

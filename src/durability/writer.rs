@@ -13,7 +13,6 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::contents::Contents;
@@ -23,6 +22,7 @@ use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
 use super::read::{Directory, METADATA, Part, Places, Source, within};
 use super::vouch::Vouch;
+use crate::clock::Instant;
 use uniffle_io::File;
 use uniffle_wire::types::ShuffleKey;
 
@@ -255,7 +255,7 @@ impl Writer {
         waiting: &mut Vec<Request>,
     ) -> usize {
         if self.is_open && self.marks.are_behind(self.generation, self.encoder.count()) {
-            let soon = tokio::time::timeout(MARK_PAUSE, requests.recv_many(waiting, BATCH_MAX)).await;
+            let soon = crate::clock::timeout(MARK_PAUSE, requests.recv_many(waiting, BATCH_MAX)).await;
             match soon {
                 Ok(received) if !self.marks.are_due() => return received,
                 soon => {

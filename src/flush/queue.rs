@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
+use crate::clock::Instant;
 use crate::memory::{Buffer, SealedBatch};
 use crate::tiers::TierShuffle;
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};

@@ -7,9 +7,10 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::sync::{OwnedRwLockWriteGuard, RwLock as Gate, Semaphore, watch};
-use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep, timeout_at};
+use tokio::time::{Duration, MissedTickBehavior, interval};
 
 use crate::app::{App, AppRegistry};
+use crate::clock::{Instant, sleep, timeout_at};
 use crate::memory::{Before, Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
 use crate::tiers::{TierShuffle, Tiers};

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use tokio::sync::SemaphorePermit;
-use tokio::time::Instant;
 
 use crate::app::{Counted, Stage};
+use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
 use crate::telemetry::span::{InSpanExt as _, Span};
 use crate::tiers::{
@@ -168,10 +168,10 @@ impl Flusher {
         self.tasks.spawn("flush retry", async move {
             let least = flusher.config.retry_pause_min;
             let pause = async {
-                tokio::time::sleep(least.min(pause)).await;
+                crate::clock::sleep(least.min(pause)).await;
                 tokio::select! {
                     _ = hurry.wait_for(|hurry| *hurry) => {}
-                    () = tokio::time::sleep(pause.saturating_sub(least)) => {}
+                    () = crate::clock::sleep(pause.saturating_sub(least)) => {}
                 }
             };
             tokio::select! {

@@ -21,10 +21,10 @@ use prometheus::{IntCounter, IntGauge};
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::yield_now;
-use tokio::time::sleep;
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
+use crate::clock::sleep;
 use crate::metrics::GaugeGuard;
 use crate::runtime::{CorePlace, Cores, Handover, Tasks};
 use crate::telemetry::LogLimiter;

@@ -21,7 +21,8 @@ use std::time::Duration;
 use futures::future::{AbortHandle, AbortRegistration};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep};
+
+use crate::clock::{Instant, sleep};
 
 /// Connections that have not begun of which one look through the table chooses so many to go. While they do not begin they
 /// stay the right ones, because all others came later or rank higher: so a storm of connects does not look through the
@@ -369,6 +370,20 @@ mod tests {
         drop(request);
         assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "the end of the answer is on its way");
         assert!(!waits(LEAVING_DEADLINE).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connection_does_not_rest_during_a_pause_of_the_process() {
+        crate::clock::testing::ticked(async {
+            let places = Places::new(1);
+            let held = take(&places).0;
+            let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE));
+            assert!(futures::poll!(&mut resting).is_pending());
+            advance(LEAVING_DEADLINE * 100).await;
+            assert!(futures::poll!(&mut resting).is_pending());
+            resting.await;
+        })
+        .await;
     }
 
     #[tokio::test(start_paused = true)]

@@ -9,12 +9,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use super::error::MemoryError;
 use super::fair::{self, Claimant, Level, Request};
 use super::reservation::Reservation;
 use crate::budget::{Budget, Charge};
+use crate::clock::Instant;
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Clients that were refused come back after 2 to 10 s (docs/protocol.md §2.4); after so long one has given up.

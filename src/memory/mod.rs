@@ -51,7 +51,6 @@ use dashmap::DashMap;
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
 pub use crate::budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Before, Buffer, Committed};
@@ -72,6 +71,7 @@ pub use shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
 pub use ticket::{Outstanding, Tickets};
 
 use crate::budget::{Heap, HeapKind};
+use crate::clock::Instant;
 
 use ahead::Ahead;
 use buffer::{PARTITION_BYTES, Shared, Verification};

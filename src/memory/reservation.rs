@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use super::error::MemoryError;
 use crate::budget::{Budget, Charge};
+use crate::clock::Instant;
 
 /// Charged per block beside its bytes.
 pub(super) const METADATA_BYTES: u64 = 64;

@@ -21,7 +21,6 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
 
 use super::ahead::Ahead;
 use super::claims::{Ask, Claims, Standing, Ticket};
@@ -30,6 +29,7 @@ use super::fair::Claimant;
 use super::region::SEGMENT_BYTES_MIN;
 use super::reservation::Reservation;
 use crate::budget::Budget;
+use crate::clock::Instant;
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Rounding allowance of a request that names no partition (clients before 0.9 may not): sixteen partitions' worth.
@@ -338,6 +338,22 @@ mod tests {
         assert!(tickets.redeem(&app("a"), young).is_err());
         drop(tickets.redeem(&app("a0"), other).unwrap());
         assert_eq!(budget.used(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn ticket_outlives_a_pause_of_the_process() {
+        crate::clock::testing::ticked(async {
+            let (_budget, tickets) = tickets(1 << 30);
+            let id = tickets.require(&app("a"), 10, 0).unwrap();
+            tokio::time::advance(Duration::from_secs(3600)).await;
+            assert_eq!(tickets.expire(Instant::now()), 0);
+            tokio::time::sleep(Duration::from_secs(59)).await;
+            assert_eq!(tickets.expire(Instant::now()), 0);
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            assert_eq!(tickets.expire(Instant::now()), 1);
+            assert!(tickets.redeem(&app("a"), id).is_err());
+        })
+        .await;
     }
 
     #[tokio::test]

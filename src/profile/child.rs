@@ -14,10 +14,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use tokio::time::Instant;
 
 use super::job::{Job, Names};
 use super::{ProfileError, render, wire};
+use crate::clock::Instant;
 
 /// The first argument with which this program answers (`symbols::answer_on_stdin`).
 pub const SUBCOMMAND: &str = "__symbols";

@@ -6,12 +6,13 @@ use std::ops::RangeInclusive;
 use std::thread::available_parallelism;
 use std::time::SystemTime;
 
-use tokio::time::{Duration, sleep};
+use tokio::time::Duration;
 use uniffle_sampler::{Error, Sampling, UnresolvedReport};
 
 use super::job::{Job, Kind, Samples, Stack, What};
 use super::maps::{Addresses, Maps};
 use super::{Format, ProfileError, Turn, child, in_background};
+use crate::clock::sleep;
 use crate::runtime::Tasks;
 
 /// How long a profile may take.

@@ -8,12 +8,13 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use tokio::task::Id;
-use tokio::time::{Duration, Instant};
+use tokio::time::Duration;
 
 use self::stacks::Stacks;
 use super::job::{Job, Waiting, Waits, What};
 use super::maps::{Addresses, Maps};
 use super::{ProfileError, Turn, child, in_background};
+use crate::clock::Instant;
 use crate::runtime::{RunningTask, Tasks};
 
 /// A dump that takes longer has no result: a thread of the runtime is busy or blocked.
@@ -56,9 +57,9 @@ type Stack = (Id, Vec<Vec<u64>>);
 
 #[cfg(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod stacks {
+    use crate::clock::timeout;
     use tokio::runtime::{Handle, dump::Dump};
     use tokio::sync::oneshot;
-    use tokio::time::timeout;
 
     use super::{DEADLINE, Stack, Tasks, Turn, addresses};
 

@@ -6,7 +6,7 @@ use prometheus::{Counter, GaugeVec, IntGauge, IntGaugeVec, Registry};
 use tokio::runtime::Handle;
 
 use super::Tasks;
-use crate::metrics;
+use crate::{clock, metrics};
 
 metrics::table! {
     struct Gauges {
@@ -17,6 +17,8 @@ metrics::table! {
         queued: IntGauge = "runtime_queue_depth",
             "tasks that wait for any thread", also "grpc_server_executor_blocking_queue_size";
         busy: Counter = "runtime_busy_seconds_total", "time that threads spent in tasks, summed";
+        paused: Counter = "runtime_paused_seconds_total",
+            "time in which the process did not run (stopped, swapped out, its machine paused); deadlines do not count it";
         parked: Counter = "runtime_park_total", "times that a thread had nothing to do";
     }
 }
@@ -85,6 +87,7 @@ impl RuntimeMetrics {
         let busy: f64 =
             workers.clone().map(|worker| runtime.worker_total_busy_duration(worker).as_secs_f64()).sum();
         advance(&self.gauges.busy, busy);
+        advance(&self.gauges.paused, clock::paused().as_secs_f64());
         #[expect(clippy::cast_precision_loss, reason = "a count for a chart")]
         advance(
             &self.gauges.parked,

@@ -106,7 +106,7 @@ impl Tasks {
                 tokio::select! {
                     biased;
                     () = cancelled.as_mut() => return,
-                    () = tokio::time::sleep(PAUSE_AFTER_PANIC) => {}
+                    () = crate::clock::sleep(PAUSE_AFTER_PANIC) => {}
                 }
             }
         });

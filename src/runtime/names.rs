@@ -12,9 +12,10 @@ use std::task::{Context, Poll};
 use dashmap::DashMap;
 use pin_project_lite::pin_project;
 use tokio::task::{Id, try_id};
-use tokio::time::{Duration, Instant};
+use tokio::time::Duration;
 
 use super::polls::Polls;
+use crate::clock::Instant;
 
 /// A task that has been polled and has not ended.
 #[derive(Debug, Clone, Copy)]

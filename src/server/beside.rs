@@ -16,12 +16,12 @@ use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_dea
 use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
-use tokio::time::timeout;
 
 use super::notify;
 use super::signals::{Signals, take_upgrade_signal};
 use super::sockets::{Inherited, KEEPER};
 use super::successor::Successor;
+use crate::clock::timeout;
 
 /// Tells a successor who keeps it.
 const KEPT_BY: &str = "WORKER_KEPT_BY";

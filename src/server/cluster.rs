@@ -9,8 +9,8 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
+use crate::clock::Instant;
 use crate::coordinator::embedded::{ClusterView, EmbeddedCoordinator, KnownNode};
 use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, ClusterNode};
 use crate::listeners::http::{Everywhere, NotExplained};

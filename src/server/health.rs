@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::select_all;
-use tokio::time::sleep;
 
+use crate::clock::sleep;
 use crate::service::{Service, WorkerState};
 use crate::tiers::{DiskCondition, DiskInfo, Tiers};
 

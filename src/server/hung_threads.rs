@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use tokio::time::sleep;
+use crate::clock::sleep;
 
 /// A call that takes so long is taken for one that never ends. Slow disks answer within seconds.
 const HANGS_AFTER: Duration = Duration::from_secs(10);

@@ -15,8 +15,8 @@ use std::time::Duration;
 use anyhow::bail;
 use futures::future::join_all;
 use tokio::task::spawn_blocking;
-use tokio::time::timeout;
 
+use crate::clock::timeout;
 use crate::config::Config;
 use crate::durability::METADATA;
 use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner};

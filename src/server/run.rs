@@ -8,9 +8,11 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::sync::mpsc;
 
+use crate::clock;
 use crate::config::{Config, startup_banner};
 use crate::memory::InMemory;
 use crate::metrics::clamped;
+use crate::runtime::Tasks;
 
 use super::sockets::{Inherited, now_ms};
 use super::stop::LeftMemory;
@@ -65,6 +67,8 @@ pub async fn run(
     if gap_began_ms.is_some() && !is_returned {
         left_children::reap();
     }
+    // It ends with the runtime: a start and a stop have deadlines, too.
+    Tasks::new().spawn("clock", clock::run());
     // Held as long as this process lives, whatever worker runs in it.
     let (kept, keeper) = (std::mem::take(&mut inherited.kept), inherited.keeper.take());
     let worker = Worker::start_in(environment, inherited, config).await?;

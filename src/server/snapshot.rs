@@ -11,9 +11,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prometheus::IntGauge;
-use tokio::time::Instant;
 
 use crate::budget::{Budget, HeapKind};
+use crate::clock::Instant;
 use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
 use crate::listeners::http;

@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::memory::{InMemory, Memory};
 use crate::service::Stopping;
 use crate::tiers::LocalStore;

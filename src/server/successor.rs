@@ -72,7 +72,7 @@ impl Successor {
         let verdict = child.stdout.take().map(verdict).context("no pipe from the rehearsal")?;
         let complaints = child.stderr.take().context("no pipe from the rehearsal")?;
         let mut said = Vec::new();
-        let judged = tokio::time::timeout(REHEARSAL_DEADLINE, async {
+        let judged = crate::clock::timeout(REHEARSAL_DEADLINE, async {
             let ended = async {
                 let mut complaints = complaints.take(COMPLAINTS_BYTES_MAX);
                 let (_, status) = tokio::join!(complaints.read_to_end(&mut said), child.wait());

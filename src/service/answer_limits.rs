@@ -4,9 +4,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use crate::budget::{Budget, Charge, HeapFull, HeapKind};
+use crate::clock::Instant;
 use crate::memory::{READ_BLOCKS_MAX, answer_heap_bytes};
 
 use super::ServiceError;

@@ -7,9 +7,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use crate::app::ShuffleState;
+use crate::clock::Instant;
 
 use super::ServiceError;
 use super::ingest::Ingest;

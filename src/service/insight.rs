@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval};
 
 use crate::app::{App, AppRegistry};
+use crate::clock::Instant;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;

@@ -14,6 +14,7 @@ use futures::FutureExt as _;
 use prometheus::HistogramTimer;
 
 use crate::app::{AppRegistry, PartitionRanges, Registration};
+use crate::clock::Instant;
 use crate::durability::{self, Record};
 use crate::flush::Flusher;
 use crate::memory::{Evicted, Memory};
@@ -280,8 +281,8 @@ impl Lifecycle {
             tokio::select! {
                 biased;
                 () = &mut stopped => return,
-                now = tickets.tick() => {
-                    let expired = self.memory.expire_tickets(now);
+                _ = tickets.tick() => {
+                    let expired = self.memory.expire_tickets(Instant::now());
                     if expired > 0 {
                         tracing::debug!(expired, "tickets expired");
                     }
@@ -319,7 +320,6 @@ impl Lifecycle {
         self.status.cancel_decommission();
         self.tiers.iter().for_each(|tier| tier.stay());
         tracing::info!(target: AUDIT, "decommissioning cancelled");
-        Ok(())
     }
 
     /// An operator wants everything that is in memory on its way to the tiers below; returns how many batches are.

@@ -13,11 +13,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout};
 
 use super::ServiceError;
 use super::answer_limits::{OF_CONNECTION, answer_limit};
 use crate::budget::{Budget, Charge};
+use crate::clock::{Instant, timeout};
 
 /// An answer that takes longer makes the next ones smaller. A reader on a link of 10 MB/s takes the usual 14 MiB in less.
 const SLOW: Duration = Duration::from_secs(2);

@@ -12,10 +12,10 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use tokio::time::{Instant, timeout};
 
 use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
+use crate::clock::{Instant, timeout};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;

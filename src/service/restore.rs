@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::time::Instant;
 
 use crate::app::{App, Counted, PartitionRanges, Registration, ReportError, ShuffleState};
+use crate::clock::Instant;
 use crate::durability::{self, Record, Report, Said};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::ShuffleKey;

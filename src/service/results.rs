@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use croaring::Treemap;
-use tokio::time::timeout;
 
 use crate::app::{PartitionRecords, ShuffleState};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind, NoCapacity};
+use crate::clock::timeout;
 use crate::durability::IdSet;
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;

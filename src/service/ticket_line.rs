@@ -15,9 +15,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, oneshot};
-use tokio::time::{sleep, timeout};
 
 use crate::budget::{Budget, Rounds};
+use crate::clock::{sleep, timeout};
 use crate::memory::{MemoryError, Tickets};
 use uniffle_wire::types::{AppId, TicketId};
 

@@ -10,9 +10,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use croaring::Treemap;
 use futures::stream::{self, StreamExt as _};
-use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::app::{AppRegistry, ShuffleState};
+use crate::clock::{Instant, sleep, timeout_at};
 use crate::durability::{Blame, Ledger, Loss, LostExtent, OnDamage, Verdict, ranges};
 use crate::memory::Memory;
 use crate::runtime::Tasks;

@@ -7,11 +7,10 @@
 
 use std::sync::Arc;
 
-use tokio::time::Instant;
-
 use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
+use crate::clock::Instant;
 use crate::memory::{BlockFill, Buffer, Committed, MemoryError, Reservation, ShuffleBuffers};
 use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::time::Instant;
+
+use crate::clock::Instant;
 
 /// Lets a few of many equal log lines pass in each interval, and counts those held back.
 #[derive(Debug)]

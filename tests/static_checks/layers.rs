@@ -27,7 +27,7 @@ const LAYERS: &[&[&str]] = &[
     &["durability"],
     &["profile"],
     &["runtime", "telemetry"],
-    &["budget", "metrics", "proto", "schema"],
+    &["budget", "clock", "metrics", "proto", "schema"],
 ];
 
 type Names = Vec<String>;
@@ -263,6 +263,38 @@ fn files_of_a_module_form_no_circle() {
     assert!(wrong.is_empty(), "files that reach each other:\n{}", wrong.join("\n"));
 }
 
+/// tokio's timers that count a pause of the process: `clock` has the same ones without that.
+const COUNT_PAUSES: &[&str] =
+    &["Instant", "Sleep", "Timeout", "sleep", "sleep_until", "timeout", "timeout_at"];
+/// `clock` is made of them, and `telemetry` holds no deadline against others.
+const MAY_COUNT_PAUSES: &[&str] = &["clock", "telemetry"];
+
+#[test]
+fn deadlines_are_measured_by_the_clock_module() {
+    let wrong: Vec<String> = Tree::read().0.values().flat_map(counting_pauses).collect();
+    assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+}
+
+/// Timers of a file that count pauses of the process.
+fn counting_pauses(source: &Source) -> Vec<String> {
+    if source.file.first().is_some_and(|module| MAY_COUNT_PAUSES.contains(&module.as_str())) {
+        return Vec::new();
+    }
+    let counts = |path: &[String]| match path {
+        [tokio, time, rest @ ..] if tokio == "tokio" && time == "time" => {
+            rest.first().is_none_or(|name| COUNT_PAUSES.contains(&name.as_str()))
+        }
+        _ => false,
+    };
+    let wrong = source.imports.iter().filter(|import| !import.in_test && counts(&import.path));
+    wrong
+        .map(|import| {
+            let (file, path) = (source.file.join("::"), import.path.join("::"));
+            format!("{file}:{} uses {path}, which counts pauses: take it from crate::clock", import.line)
+        })
+        .collect()
+}
+
 fn inside(circle: &str, imports: &BTreeSet<(String, String)>) -> String {
     let files: BTreeSet<&str> = circle.split(' ').collect();
     let edges =
@@ -272,7 +304,7 @@ fn inside(circle: &str, imports: &BTreeSet<(String, String)>) -> String {
 
 /// The rules themselves: what must be seen, and what must not be taken for an import.
 mod rules {
-    use super::{BTreeMap, Source, Tree, against_the_layers, circles};
+    use super::{BTreeMap, Source, Tree, against_the_layers, circles, counting_pauses};
 
     fn source(module: &str, text: &str) -> Source {
         Source::parse(&module.split("::").map(str::to_owned).collect::<Vec<_>>(), text)
@@ -311,6 +343,16 @@ mod rules {
             wrong("memory", "mod tests { use super::app::X; }").is_empty(),
             "a submodule with a layer's name"
         );
+    }
+
+    #[test]
+    fn timers_of_tokio_are_found_outside_of_tests() {
+        let wrong = |module: &str, text: &str| counting_pauses(&source(module, text)).len();
+        assert_eq!(wrong("app", "use tokio::time::{Duration, Instant, interval, sleep};"), 2);
+        assert_eq!(wrong("app", "use tokio::time; async fn f() { tokio::time::timeout(d, f).await; }"), 2);
+        assert_eq!(wrong("app", "use tokio::time::interval; use crate::clock::sleep;"), 0);
+        assert_eq!(wrong("app", "#[cfg(test)] mod tests { use tokio::time::sleep; }"), 0);
+        assert_eq!(wrong("clock", "use tokio::time;"), 0);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use super::*;
+use crate::clock::testing::ticked;
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleId};
 
 fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration {
@@ -290,4 +291,22 @@ async fn n14_applications_that_were_there_go_on_registering_while_newcomers_from
         registry.remove_app(app.id(), |_| ()).unwrap();
     }
     register(from("late", 1, 0)).unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn app_outlives_pauses_of_the_process_and_expires_in_running_time() {
+    ticked(async {
+        let registry = registry();
+        registry.register(registration("app", 1, &[(0, 0)]), || ()).unwrap();
+        for _ in 0..5 {
+            tokio::time::advance(Duration::from_secs(3600)).await;
+            assert!(registry.expired().is_empty(), "nobody was heard meanwhile");
+            tokio::time::sleep(Duration::from_secs(50)).await;
+        }
+        tokio::time::sleep(Duration::from_secs(40)).await;
+        assert!(registry.expired().is_empty());
+        tokio::time::sleep(Duration::from_secs(11)).await;
+        assert_eq!(registry.expired().len(), 1);
+    })
+    .await;
 }

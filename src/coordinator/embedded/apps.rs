@@ -7,8 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use tokio::time::Instant;
-
+use crate::clock::Instant;
 use uniffle_wire::types::AppId;
 
 /// Most applications kept. More are served, but not listed.

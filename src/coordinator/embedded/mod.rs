@@ -25,7 +25,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::{Notify, watch};
-use tokio::time::{Instant, MissedTickBehavior, timeout};
+use tokio::time::MissedTickBehavior;
 
 use self::apps::AppTable;
 use self::assign::{Candidate, NodeOrder, PartitionSelection};
@@ -35,6 +35,7 @@ use self::nodes::{Joins, NodeTable, TAGS_MAX};
 use self::plan::{Bounds, Plan, Wanted};
 use super::{NodeReport, ReportSource};
 use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
+use crate::clock::{Instant, timeout};
 use crate::proto;
 use crate::runtime::{Aside, Tasks};
 use crate::schema::kind::{

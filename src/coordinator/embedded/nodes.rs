@@ -9,10 +9,9 @@ use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use super::assign::Candidate;
 use super::details::{self, Details};
+use crate::clock::Instant;
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
 
 /// Most nodes kept. Ten times the largest clusters known; heartbeats are not authenticated, so the table needs a bound.

@@ -243,6 +243,22 @@ async fn a_silent_node_is_in_no_answer_after_thirty_seconds() {
     assert_eq!(assignments(&coordinator, request(1, 1, &[])).await.status(), StatusCode::InternalError);
 }
 
+#[tokio::test(start_paused = true)]
+async fn node_outlives_pauses_of_the_process() {
+    crate::clock::testing::ticked(async {
+        let coordinator = with_nodes(1..3);
+        for _ in 0..3 {
+            advance(Duration::from_secs(3600)).await;
+            assert_eq!(coordinator.nodes().len(), 2, "nobody was heard meanwhile");
+            tokio::time::sleep(Duration::from_secs(9)).await;
+        }
+        assert_eq!(coordinator.nodes().len(), 2);
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert!(coordinator.nodes().is_empty());
+    })
+    .await;
+}
+
 /// The only node has reported, since the clock has moved.
 async fn reported(coordinator: &EmbeddedCoordinator) {
     for _ in 0..10_000 {

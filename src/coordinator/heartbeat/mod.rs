@@ -12,10 +12,11 @@ use std::time::Duration;
 
 use prometheus::{IntCounterVec, IntGauge, Registry};
 use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval};
 use tonic::transport::{Channel, Endpoint};
 
 use super::ReportSource;
+use crate::clock::timeout;
 use crate::metrics;
 use crate::proto::StatusCode;
 use crate::proto::coordinator_server_client::CoordinatorServerClient;

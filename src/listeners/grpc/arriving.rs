@@ -7,10 +7,11 @@
 use std::sync::Arc;
 
 use tokio::sync::{Semaphore, SemaphorePermit};
-use tokio::time::{Duration, timeout};
+use tokio::time::Duration;
 
 use super::weight::varint;
 use crate::budget::line::{Line, Permit, Reader};
+use crate::clock::timeout;
 use uniffle_wire::types::AppId;
 
 /// Places of large requests that wait for heap, and as many of those that wait for their turn; one more is refused at once. Each

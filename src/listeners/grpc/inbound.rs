@@ -15,7 +15,7 @@ use bytes::Bytes;
 use http::Request;
 use http_body_util::Full;
 use prost::Message;
-use tokio::time::{Duration, Instant, timeout};
+use tokio::time::Duration;
 use tonic::Status;
 
 use super::arriving::Lines;
@@ -24,6 +24,7 @@ use super::weight::{Weigh, nested};
 use crate::budget::heap::HeapFull;
 use crate::budget::line::Permit;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
+use crate::clock::{Instant, timeout};
 use crate::runtime::Aside;
 
 /// First allocation for a message that comes in pieces; it grows with the bytes that really arrive.

@@ -9,13 +9,13 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 use tonic::body::Body;
 
 use super::config::GrpcConfig;
 use super::convert::{note_broken_call, verdict};
 use super::message::{RequestBody, next_data, read_prefix, respond_message};
+use crate::clock::{Instant, timeout_at};
 use crate::metrics::TransitTimes;
 use crate::proto::SendShuffleDataResponse;
 use crate::runtime::{Tasks, Turn};

@@ -6,11 +6,12 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use tokio::net::lookup_host;
-use tokio::time::{Duration, Instant};
+use tokio::time::Duration;
 use tonic::{Request, Response, Status};
 
 use super::config::{DecommissionBy, GrpcConfig};
 use super::convert::verdict;
+use crate::clock::Instant;
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternal;
 use crate::proto::{
     CancelDecommissionRequest, CancelDecommissionResponse, DecommissionRequest, DecommissionResponse,

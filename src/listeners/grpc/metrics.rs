@@ -8,9 +8,9 @@
 use std::collections::HashMap;
 
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
-use tokio::time::Instant;
 
 use super::methods;
+use crate::clock::Instant;
 use crate::metrics::{
     self, Description, GaugeGuard, IN_MS, IN_SECONDS, TRANSIT_MS_BUCKETS, TransitTimes, View, exponential,
 };

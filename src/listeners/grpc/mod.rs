@@ -26,6 +26,7 @@ mod router;
 mod server;
 mod shuffle;
 mod tickets;
+mod timer;
 mod weight;
 
 pub use config::{DecommissionBy, GrpcConfig};

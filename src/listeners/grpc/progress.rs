@@ -13,8 +13,8 @@ use std::task::{Poll, ready};
 use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep, sleep_until};
 
+use crate::clock::{Instant, sleep, sleep_until};
 use crate::listeners::places::Seat;
 use crate::listeners::{LOOK, PATIENCE};
 
@@ -307,6 +307,19 @@ mod tests {
             .await
         );
         assert!(began.elapsed() >= Duration::from_secs(9000));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn call_outlives_a_pause_of_the_process() {
+        crate::clock::testing::ticked(async {
+            let call = bounded(DEADLINES, Tails::new(DEADLINES.answer), || true, async {
+                of_this_call().unwrap().answers();
+                tokio::time::sleep(Duration::from_secs(3605)).await;
+            });
+            let pause = tokio::time::advance(Duration::from_secs(3600));
+            assert!(tokio::join!(call, pause).0, "its caller had 5 of 10 seconds");
+        })
+        .await;
     }
 
     #[tokio::test(start_paused = true)]

@@ -12,7 +12,6 @@ use http::{Request, Response};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use tokio::sync::Semaphore;
-use tokio::time::timeout;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::service::Routes;
@@ -30,6 +29,7 @@ use super::methods::{
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
 use super::{bookkeeping, ingest, reads, replies, tickets};
 use crate::budget::Charge;
+use crate::clock::timeout;
 use crate::runtime::{Aside, Tasks};
 use crate::service::{ReadingOfConnection, Service};
 use crate::telemetry::span::{InSpanExt as _, Span};

@@ -17,10 +17,9 @@ use std::sync::Arc;
 
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use prometheus::{IntGauge, Registry};
 use tokio::sync::Semaphore;
-use tokio::time::timeout;
 use tonic::service::{Routes, RoutesBuilder};
 use tracing::{debug, info};
 
@@ -33,8 +32,10 @@ use super::metrics::GrpcMetrics;
 use super::progress::{self, CallDeadlines, Tails};
 use super::router::{Caller, Router};
 use super::shuffle::ShuffleCalls;
+use super::timer::ConnectionTimer;
 
 use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
+use crate::clock::timeout;
 use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
 use crate::listeners::places::{LEAVING_DEADLINE, Seat};
 use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
@@ -196,7 +197,7 @@ fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http
     let stream_bytes = config.stream_window_bytes.min(window_bytes);
     let mut builder = http2::Builder::new(executor);
     builder
-        .timer(TokioTimer::new())
+        .timer(ConnectionTimer)
         .initial_stream_window_size(stream_bytes)
         .initial_connection_window_size(window_bytes.max(WINDOW_BYTES_MIN))
         // A frame cannot be larger than its stream's window.

@@ -14,9 +14,10 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use prometheus::{Encoder as _, IntCounter, Registry, TEXT_FORMAT, TextEncoder};
 use tokio::net::TcpStream;
-use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
+use tokio::time::{Duration, MissedTickBehavior, interval};
 
 use super::Node;
+use crate::clock::timeout;
 use crate::metrics;
 use crate::runtime::Tasks;
 use crate::schema::kind::{HOUR, SECOND, optional, parsed, seconds, table};

@@ -24,9 +24,9 @@ use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use prometheus::{IntCounter, IntGauge};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, sleep_until};
 use tower::ServiceExt as _;
 
+use crate::clock::{Instant, sleep_until};
 use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
 use crate::listeners::places::{self, Seat};
 use crate::runtime::Tasks;
@@ -153,7 +153,7 @@ impl Exchange {
     async fn run(self, stream: Stream, tasks: &Tasks) {
         let stopped = async {
             tasks.cancelled().await;
-            tokio::time::sleep(STOP_GRACE).await;
+            crate::clock::sleep(STOP_GRACE).await;
         };
         // Whatever ends first drops the connection; a peer's bad manners are no news.
         tokio::select! {

@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use tokio::sync::Semaphore;
-use tokio::time::timeout;
 
 use crate::budget::Charge;
 use crate::budget::line::Reader;
+use crate::clock::timeout;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};

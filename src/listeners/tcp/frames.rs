@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use bytes::BufMut;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::Instant;
 
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
+use crate::clock::Instant;
 use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
 use crate::service::{AnswersOfConnection, Commit, Committing, Intake, ServiceError};

@@ -13,9 +13,10 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::tcp::OwnedReadHalf;
-use tokio::time::{Duration, Instant, Sleep, sleep_until};
+use tokio::time::Duration;
 
 use crate::budget::{Charge, HeapFull};
+use crate::clock::{Instant, Sleep, sleep_until};
 use crate::listeners::places::{LEAVING_DEADLINE, Seat};
 use crate::runtime::{Tasks, Turn};
 use uniffle_wire::DecodeError;

@@ -17,9 +17,9 @@ use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
-use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::budget::line::Permit;
+use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::listeners::places::{Request, Seat};
 use crate::listeners::{LOOK, PATIENCE};
 use crate::runtime::Tasks;

@@ -47,7 +47,6 @@ use dashmap::DashMap;
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::sync::Semaphore;
-use tokio::time::sleep;
 
 pub use self::config::HdfsConfig;
 pub use self::location::{AllowList, AllowedPath, RemoteLocation};
@@ -61,6 +60,7 @@ use self::layout::WideRanges;
 use self::metrics::Metrics;
 use self::remote::Remote;
 use self::writer::Writers;
+use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
 use crate::tiers::{ExtentWrite, RemoteStorage, StoreError, StoreErrorKind, TierUsage};

@@ -12,11 +12,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use croaring::Treemap;
-use tokio::time::{Instant, sleep, timeout};
 
 use super::fs::{RemoteEntry, RemoteFs};
 use super::writer::Writers;
 use super::{Core, HdfsStore, Shuffle, layout};
+use crate::clock::{Instant, sleep, timeout};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::{PartitionId, ShuffleKey};

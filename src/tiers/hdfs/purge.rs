@@ -10,13 +10,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::stream::{self, StreamExt as _};
-use tokio::time::{Instant, sleep, timeout};
 
 use super::deletion_gate::Deleting;
 use super::fs::{Call, RemoteEntry, RemoteFs};
 use super::layout;
 use super::remote::Remote;
 use super::{AppState, Core, HdfsStore};
+use crate::clock::{Instant, sleep, timeout};
 use crate::tiers::{Cause, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 

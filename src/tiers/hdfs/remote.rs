@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
 use super::fs::RemoteFs;
 use super::location::RemoteLocation;
 use super::metrics::RemoteMetrics;
+use crate::clock::Instant;
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// Failures in a row from which on it is suspended.

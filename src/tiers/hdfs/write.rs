@@ -9,13 +9,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
-use tokio::time::{Instant, sleep, timeout};
 
 use super::deletion_gate::Writing;
 use super::layout;
 use super::remote::Remote;
 use super::writer::{Writer, Writers};
 use super::{Core, Shuffle};
+use crate::clock::{Instant, sleep, timeout};
 use crate::runtime::Tasks;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;

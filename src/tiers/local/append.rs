@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::future::join_all;
-use tokio::time::Instant;
 
 use super::config::SyncWrites;
 use super::core::Core;
@@ -16,6 +15,7 @@ use super::files::Mode;
 use super::log::{LOG_BYTES_MAX, Log, LogKind, LogUse};
 use super::placement::{self, Candidate};
 use super::shuffle::Shuffle;
+use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedPool;

@@ -12,12 +12,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
-use tokio::time::sleep;
 
 use super::core::Core;
 use super::extent::{Extent, NO_LOG};
 use super::failures::is_damage;
 use super::shuffle::Shuffle;
+use crate::clock::sleep;
 use crate::tiers::block_checks::Check;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;

@@ -13,7 +13,6 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rand::Rng;
 use tokio::sync::{Semaphore, watch};
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -23,6 +22,7 @@ use super::marker::{MARKER, uuid_of};
 use super::pace::Paces;
 use super::placement::Candidate;
 use super::share::ReadShare;
+use crate::clock::Instant;
 use crate::durability::METADATA;
 use crate::tiers::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
@@ -83,7 +83,7 @@ pub(super) async fn within<T>(
     deadline: Duration,
     operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
-    match tokio::time::timeout(deadline, operation).await {
+    match crate::clock::timeout(deadline, operation).await {
         Ok(result) => result,
         Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the disk in time")),
     }

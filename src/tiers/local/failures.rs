@@ -8,9 +8,9 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::time::Instant;
 
 use super::health::{Verdict, judge};
+use crate::clock::Instant;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use lru::LruCache;
 use parking_lot::Mutex;
-use tokio::time::Instant;
 
 use super::disk::within;
 use super::log::{Log, LogKind};
+use crate::clock::Instant;
 use uniffle_io::{File, WriteOpen};
 
 /// How a log is open.

@@ -8,9 +8,9 @@ use std::io;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use tokio::time::Instant;
 
 use super::placement;
+use crate::clock::Instant;
 use crate::tiers::DiskCondition;
 
 /// Longest time that a disk is left alone for saying "no space" while it measures free space.

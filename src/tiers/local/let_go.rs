@@ -10,11 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::timeout;
-
 use super::config::LetGo;
 use super::disk::LocalDisk;
 use super::store::LocalStore;
+use crate::clock::timeout;
 use crate::durability::{LogError, Vouch};
 use uniffle_io::DiskLock;
 

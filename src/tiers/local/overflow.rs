@@ -13,11 +13,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use super::config::{LocalConfig, SyncWrites};
 use super::disk::InFlight;
 use crate::budget::{Budget, Charge};
+use crate::clock::Instant;
 use crate::schema::SpareMemory;
 use crate::tiers::Backlog;
 use uniffle_io::File;

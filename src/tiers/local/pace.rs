@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tokio::time::Instant;
+use crate::clock::Instant;
 
 /// Weight of the latest batch.
 const LATEST: f64 = 0.25;

@@ -83,8 +83,8 @@ pub fn is_full(was_full: bool, used_ratio: f64, high: f64, low: f64) -> bool {
 mod tests {
     use std::time::Duration;
 
+    use crate::clock::Instant;
     use proptest::prelude::*;
-    use tokio::time::Instant;
 
     use super::super::pace::Paces;
     use super::*;

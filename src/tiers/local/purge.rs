@@ -14,13 +14,13 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use futures::future::join_all;
 use prometheus::IntGaugeVec;
-use tokio::time::{Instant, sleep};
 
 use super::core::Core;
 use super::disk::{APPS, LocalDisk, used_ratio, within};
 use super::forgotten::{Forgotten, dropped_aside};
 use super::shuffle::Shuffle;
 use super::store::LocalStore;
+use crate::clock::{Instant, sleep};
 use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Space;
 use uniffle_wire::types::{AppId, ShuffleKey};

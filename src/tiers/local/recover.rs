@@ -16,7 +16,6 @@ use std::sync::atomic::Ordering;
 use futures::StreamExt;
 use futures::stream;
 use rand::RngExt as _;
-use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::core::Core;
@@ -31,6 +30,7 @@ use super::sorted::{sort_extents, take_once};
 use super::store::LocalStore;
 use super::streams::{Partition, Partitions};
 use super::uploaded::{Prefixes, Uploaded};
+use crate::clock::Instant;
 use crate::durability::{Found, FoundShuffle, IdSet};
 use crate::metrics::clamped;
 use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};

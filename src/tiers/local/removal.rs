@@ -11,9 +11,8 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
-
 use super::disk::{LocalDisk, TRASH, within};
+use crate::clock::{Instant, sleep};
 
 /// Freed in one go.
 const PART_BYTES: u64 = 16 << 20;

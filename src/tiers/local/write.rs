@@ -8,7 +8,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::time::Instant;
 
 use super::append::{Target, Writer};
 use super::disk::{InFlight, LocalDisk};
@@ -17,6 +16,7 @@ use super::index::occupied_bytes;
 use super::log::{LogKind, LogUse};
 use super::overflow::Passing;
 use super::shuffle::Shuffle;
+use crate::clock::Instant;
 use crate::tiers::{Backlog, ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, File};

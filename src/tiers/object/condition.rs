@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use object_store::Error;
 use parking_lot::Mutex;
-use tokio::time::Instant;
 
 use super::client::{Failure, Refusal, explain};
+use crate::clock::Instant;
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// After a failed call nothing is written for so long; doubles up to the second.

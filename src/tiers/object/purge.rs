@@ -12,13 +12,13 @@ use std::time::Duration;
 
 use futures::stream::{StreamExt as _, TryStreamExt as _};
 use object_store::{Error, ObjectStore as _};
-use tokio::time::{Instant, sleep, timeout_at};
 
 use super::condition::failed;
 use super::core::Core;
 use super::earlier::{Earlier, Over};
 use super::layout::{Registered, app_prefix, parse_key, path_of};
 use super::shuffle::Shuffle;
+use crate::clock::{Instant, sleep, timeout_at};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 

@@ -13,7 +13,6 @@ use futures::future::try_join_all;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::mpsc;
-use tokio::time::sleep;
 
 use super::claim::claim_key;
 use super::core::Core;
@@ -27,6 +26,7 @@ use super::notes;
 use super::page::{self, Noted, PageError, Reading};
 use super::shuffle::Shuffle;
 use super::streams::{Extent, Streams};
+use crate::clock::sleep;
 use crate::durability::{IdSet, LogError, Record, Said};
 use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};

@@ -14,7 +14,6 @@ use object_store::ObjectStore;
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
 
 use super::cache::Cache;
 use super::claim::Claim;
@@ -37,6 +36,7 @@ use super::streams::Streams;
 use super::workers::{self, Removed, WorkerObjects};
 use super::{purge, reads, upload};
 use crate::budget::Budget;
+use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::tiers::numbers::numbers_from;
 use crate::tiers::{
@@ -397,7 +397,7 @@ impl Tier for ObjectTier {
     fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
         let ended = async move {
             let mut deletions = self.core.deletions.subscribe();
-            if tokio::time::timeout(time, deletions.wait_for(|under_way| *under_way == 0)).await.is_err() {
+            if crate::clock::timeout(time, deletions.wait_for(|under_way| *under_way == 0)).await.is_err() {
                 let left = *deletions.borrow();
                 tracing::warn!(left, "objects of what is gone are not deleted yet, the next start goes on");
             }
@@ -420,7 +420,7 @@ impl Tier for ObjectTier {
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         let probe = async move {
             for n in 1_u32.. {
-                tokio::time::sleep(PROBE_INTERVAL).await;
+                crate::clock::sleep(PROBE_INTERVAL).await;
                 if self.core.condition.is_failing() {
                     self.probe().await;
                 } else if n % PROBES_PER_CLAIM == 0 {

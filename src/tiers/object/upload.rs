@@ -14,7 +14,6 @@ use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use object_store::path::Path;
 use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart};
-use tokio::time::timeout;
 
 use super::condition::again;
 use super::core::Core;
@@ -22,6 +21,7 @@ use super::lane::{Job, Lane, Waiter};
 use super::layout::path_of;
 use super::segment::{Moved, OpenSegment, Sealed};
 use super::shuffle::Shuffle;
+use crate::clock::timeout;
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// Parts of an object that is moved from local disks which are on their way at a time: what is moved can wait.

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
+use crate::clock::Instant;
 use crate::durability::{Heard, LogError};
 use crate::tiers::object::{Noted, Uploads};
 use crate::tiers::{Purge, StoreError, StoreErrorKind, Tier as _};

@@ -6,12 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::time::sleep;
-
 use super::history::Again;
 use super::policy::{self, DiskView, ShuffleView, Wanted};
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
+use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::tiers::local::Oldest;
 use crate::tiers::{DiskInfo, Drained, StoreError, StoreErrorKind, TierUsage};

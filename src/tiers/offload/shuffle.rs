@@ -10,8 +10,8 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::{RwLock, RwLockReadGuard};
-use tokio::time::Instant;
 
+use crate::clock::Instant;
 use crate::tiers::local::Stops;
 use crate::tiers::object::{Noted, ObjectTier, Uploads};
 use crate::tiers::{ExtentWrite, MetadataLog, ShuffleHandle, StoreError, TierBatch, TierShuffle};

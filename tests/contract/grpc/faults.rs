@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use tokio::time::Instant;
 use uniffle_client::block::Block;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::clock::Instant;
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::tiers::{LocalConfig, VerifyReads};
 

@@ -5,10 +5,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
 use tokio::sync::oneshot;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 use uniffle_client::grpc::{Backoff, ClientError};
 use uniffle_client::send::{self, SendForm};
 use uniffle_wire::types::{PartitionId, TicketId};
+use uniffle_worker::clock::Instant;
 use uniffle_worker::proto::StatusCode;
 
 use super::blocks::{batch, block, blocks};

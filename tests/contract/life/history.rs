@@ -14,6 +14,8 @@ use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operatio
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
+use uniffle_worker::clock;
+use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::offload::Watermarks;
 use uniffle_worker::tiers::{LetGo, StoreError, SyncWrites};
@@ -21,7 +23,7 @@ use uniffle_worker::tiers::{LetGo, StoreError, SyncWrites};
 use super::Mutation;
 use super::clients::OpenSend;
 use super::objects::Objects;
-use super::process::Process;
+use super::process::{EXPIRY_INTERVAL, Process};
 use super::promises::{Now, PARTITIONS, Promised};
 use super::reader::Reader;
 use super::tally::Tally;
@@ -175,6 +177,11 @@ impl History {
 
     /// One life, from a start to its end. False when the history is over.
     pub(crate) async fn live(&mut self) -> bool {
+        let _clock = clock::of_this_thread();
+        if self.mutation != Mutation::PausesCount {
+            // It ends with the life's runtime.
+            Tasks::new().spawn("clock", clock::run());
+        }
         let is_last = self.steps_left == 0;
         self.start(is_last).await;
         if is_last {
@@ -514,7 +521,19 @@ impl History {
 
     async fn sleep_a_while(&mut self) {
         let millis = self.rng.random_range(1..3_000);
+        if millis % 8 == 0 {
+            return self.pause(Duration::from_secs(millis)).await;
+        }
         tokio::time::sleep(Duration::from_millis(millis)).await;
+    }
+
+    /// The process does not run for `duration`, which is often longer than the timeouts of applications and tickets.
+    async fn pause(&mut self, duration: Duration) {
+        tracing::info!(target: "life", ?duration, "the process is paused");
+        self.tally.pauses += 1;
+        tokio::time::advance(duration).await;
+        // What was due is done before the first heartbeat is read.
+        tokio::time::sleep(EXPIRY_INTERVAL).await;
     }
 
     fn start_reader(&mut self) {

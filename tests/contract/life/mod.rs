@@ -4,7 +4,8 @@
 //! had not reached a disk. There are one to three disks. In half of the histories writes are synced
 //! (`localfile_store.sync = "group"`). The machine may go down, and takes from the disks what was not synced. A life may
 //! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file or claim. It may end
-//! with an upgrade beside a disk that hangs, which the next life then does without. Small extents are copied together at any time
+//! with an upgrade beside a disk that hangs, which the next life then does without. The process may be paused for longer than every
+//! timeout. Small extents are copied together at any time
 //! (`localfile_store.rewrite_below`).
 //!
 //! Invariants, checked at every read and at the end:
@@ -78,6 +79,8 @@ enum Mutation {
     NoUnclaimed,
     /// The copies of pages of metadata do not reach the object store.
     NoCopies,
+    /// Deadlines count the time in which the process is paused.
+    PausesCount,
 }
 
 fn run_history(seed: u64, below: Below, mutation: Mutation) -> Tally {
@@ -185,6 +188,11 @@ fn a_directory_without_its_claim_that_is_taken_for_a_new_one_fails_the_model() {
 #[test]
 fn a_stop_that_does_not_sync_fails_the_model() {
     must_be_noticed(Below::Disks, Mutation::NoLastSync);
+}
+
+#[test]
+fn deadlines_that_count_pauses_fail_the_model() {
+    must_be_noticed(Below::Disks, Mutation::PausesCount);
 }
 
 #[test]

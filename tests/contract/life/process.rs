@@ -24,6 +24,8 @@ use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrit
 use super::history::Key;
 
 const CAPACITY: u64 = 1 << 20;
+/// Interval at which expired applications are looked for.
+pub(crate) const EXPIRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Where the worker's objects are.
 pub(crate) const ROOT: &str = "p/worker-1";
 
@@ -97,7 +99,7 @@ impl Process {
             retry_pause_max: Duration::from_secs(2),
             ..default.flush
         };
-        let expiry = Some((Duration::from_secs(5), Duration::from_secs(60)));
+        let expiry = Some((Duration::from_secs(5), EXPIRY_INTERVAL));
         let builder = ServiceBuilder { memory, flush, expiry, ..builder };
         let ServiceFixture { service, memory, flusher, tasks, registry, .. } = builder.try_start().await?;
         Ok(Self { service, memory, flusher, tasks, registry })

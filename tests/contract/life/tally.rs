@@ -66,6 +66,7 @@ tally!(
     whole_disks_moved,
     machines_left,
     late_requests,
+    pauses,
 );
 
 /// What happens above object stores only.

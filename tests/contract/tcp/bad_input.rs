@@ -146,7 +146,9 @@ async fn reads_that_make_no_sense_are_refused_in_the_type_of_their_answer() {
 async fn a_send_without_a_ticket_is_drained_and_refused() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 5 << 20)]);
-    fixture.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
+    fixture
+        .memory
+        .expire_tickets(uniffle_worker::clock::Instant::now() + std::time::Duration::from_secs(1000));
     request.ticket = 12345;
     refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
@@ -321,7 +323,9 @@ async fn a_peer_that_disconnects_in_mid_block_leaves_nothing() {
         let cuts = f64::from(before + 1);
         fixture.until("it is cut", |fixture| fixture.metric("netty_handle_exception") >= cuts).await;
         fixture.until("closed", |fixture| fixture.metric("netty_active_connection") == 0.0).await;
-        fixture.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
+        fixture
+            .memory
+            .expire_tickets(uniffle_worker::clock::Instant::now() + std::time::Duration::from_secs(1000));
         fixture.until(&format!("memory is back, cut at {cut}"), |fixture| fixture.used_bytes() == 0).await;
         assert_eq!(fixture.blocks_in_memory().await, []);
     }
@@ -349,7 +353,9 @@ async fn mutated_frames_never_break_the_listener() {
         peer.say(&bytes).await;
         tokio::io::AsyncWriteExt::shutdown(&mut peer.stream).await.ok();
         while peer.try_hear().await.is_ok() {}
-        fixture.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
+        fixture
+            .memory
+            .expire_tickets(uniffle_worker::clock::Instant::now() + std::time::Duration::from_secs(1000));
     }
     let mut other = fixture.raw().await;
     other.expect_works(&fixture).await;

@@ -250,7 +250,7 @@ impl TcpFixture {
         assert_eq!(self.metric("urpc_request_number"), 0.0);
         self.background.cancel();
         self.background.drained().await;
-        self.memory.expire_tickets(tokio::time::Instant::now() + Duration::from_secs(100_000));
+        self.memory.expire_tickets(uniffle_worker::clock::Instant::now() + Duration::from_secs(100_000));
         assert_eq!(self.used_bytes(), 0, "memory is still charged");
         assert_eq!(self.memory.block_count(), 0);
     }

@@ -482,7 +482,7 @@ fn metrics_show_live_values() {
     assert_eq!(value("read_used_buffer_size"), 4096.0);
     assert_eq!(value("total_duplicate_blocks"), 1.0);
     assert_eq!(value("memory_allocated_tickets_num"), 2.0);
-    assert_eq!(memory.expire_tickets(tokio::time::Instant::now()), 2);
+    assert_eq!(memory.expire_tickets(crate::clock::Instant::now()), 2);
     assert_eq!(value("total_evict_timeout_tickets_num"), 2.0);
     assert_eq!(value("memory_allocated_tickets_num"), 0.0);
     assert!(Memory::new(&config, &registry).is_err(), "one memory per registry");

@@ -21,7 +21,6 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use smallvec::SmallVec;
-use tokio::time::Instant;
 
 use super::core::Core;
 use super::damage::Damage;
@@ -32,6 +31,7 @@ use super::index::{RecordCheck, occupied_bytes};
 use super::log::Log;
 use super::share::ReadShare;
 use super::shuffle::Shuffle;
+use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;

@@ -34,7 +34,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt as _;
-use tokio::time::{Instant, sleep};
 
 use self::originals::Originals;
 use self::policy::{Rules, View, is_worth_a_look, is_worth_it};
@@ -47,6 +46,7 @@ use super::log::{Log, LogKind, LogUse};
 use super::retire::Retired;
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
+use crate::clock::{Instant, sleep};
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// Between two looks for something to do.

@@ -20,6 +20,25 @@ async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
 }
 
 #[tokio::test(start_paused = true)]
+async fn disk_is_not_blamed_for_a_pause_of_the_process() {
+    crate::clock::testing::ticked(async {
+        let (disks, store, key) = two_disks().await;
+        disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".data"));
+        let paused = async {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            tokio::time::advance(Duration::from_secs(3600)).await;
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            disks[0].faults.release().await;
+        };
+        let written = store.write(&key, vec![extent(1, &[(1, 9000)], true)]);
+        let (published, ()) = tokio::join!(written, paused);
+        assert_eq!(published.unwrap().disk, 0, "it answered after 10 s in which this process ran");
+        assert!(store.disks()[0].is_healthy());
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_hung_data_write_moves_on_and_its_late_end_does_no_harm() {
     let (disks, store, key) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".data"));

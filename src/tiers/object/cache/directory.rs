@@ -7,10 +7,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::clock::{Instant, timeout};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::OnceCell;
-use tokio::time::{Instant, timeout};
 use uniffle_io::{Disk, File, ReadTarget, WriteOpen};
 use uuid::Uuid;
 

@@ -11,11 +11,11 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use object_store::client::{HttpError, HttpErrorKind};
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::metrics::{Metrics, Reason};
 use super::operation::Mismatch;
 use super::pool::{Connection, Pool};
+use crate::clock::{Instant, Sleep, sleep_until};
 
 /// A request from its first byte to the end of its answer; dropped, it is over.
 pub(super) struct Request {

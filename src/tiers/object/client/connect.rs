@@ -56,7 +56,7 @@ pub(super) struct Connector {
 impl Connector {
     /// A new connection to `origin`.
     pub(super) async fn connect(&self, origin: &Origin) -> io::Result<Connection> {
-        let opened = tokio::time::timeout(self.timeout, self.open(origin)).await;
+        let opened = crate::clock::timeout(self.timeout, self.open(origin)).await;
         opened.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no connection in time")))
     }
 

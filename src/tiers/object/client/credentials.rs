@@ -101,7 +101,7 @@ impl FileCredentials {
     }
 
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialsError> {
-        let looked = tokio::time::timeout(LOOK_TIMEOUT, self.look()).await;
+        let looked = crate::clock::timeout(LOOK_TIMEOUT, self.look()).await;
         let looked = looked.unwrap_or_else(|_| {
             let hangs = std::io::Error::new(std::io::ErrorKind::TimedOut, "its file system hangs");
             Err(self.unreadable(&hangs))

@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use prometheus::IntGauge;
 use std::time::Duration;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
+
+use crate::clock::Instant;
 
 /// Servers close connections that are idle; one that waited for longer is not worth the try.
 const IDLE_MAX: Duration = Duration::from_secs(20);

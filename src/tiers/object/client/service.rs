@@ -22,7 +22,6 @@ use object_store::client::{
 };
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout_at};
 
 use super::answer::{Answer, Bounds, Request};
 use super::connect::{Connector, Untrusted};
@@ -30,6 +29,7 @@ use super::metrics::{Metrics, Reason};
 use super::operation::{Operation, expected_bytes};
 use super::pool::{Connection, Origin, Pool};
 use super::unanswered::Unanswered;
+use crate::clock::{Instant, timeout_at};
 
 /// In every answer of a store itself (Amazon S3 API Reference, "Common response headers").
 const REQUEST_ID: &str = "x-amz-request-id";
