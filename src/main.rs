@@ -20,9 +20,10 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use tokio::sync::mpsc;
-use tokio::time::Instant;
-use uniffle_worker::config::{self, Config, Machine};
+use uniffle_worker::clock::Instant;
+use uniffle_worker::config::{self, Config, LimitsTooLow, Machine, SystemLimits};
 use uniffle_worker::profile::{self, heap};
+use uniffle_worker::runtime::probe_threads;
 use uniffle_worker::server::{
     Command, Ended, Environment, Inherited, Origin, Signals, Successor, hold_upgrade_signal,
     take_upgrade_signal,
@@ -104,15 +105,19 @@ fn main() -> ExitCode {
     }
     let env = environment();
     let machine = Machine::detect(&env);
-    let config = match Config::load(command_line.config.as_deref(), &env, &machine) {
+    let mut config = match Config::load(command_line.config.as_deref(), &env, &machine) {
         Ok(config) => config,
         Err(error) => return fail(2, &error.to_string()),
     };
     if command_line.print_config {
         return print(config.to_shown_toml().as_bytes());
     }
+    let fitted = fit(&mut config, &env);
     if command_line.check {
-        return check(&config, &env);
+        return fitted.map_or_else(|error| fail(2, &error.to_string()), |()| check(&config, &env));
+    }
+    if let Err(error) = fitted {
+        return fail(1, &error.to_string());
     }
     // While this is the only thread: it takes variables out of the environment.
     let inherited = Inherited::from_env(&env);
@@ -197,6 +202,19 @@ fn take_jemalloc_options() -> std::io::Result<()> {
         again.arg0(name);
     }
     Err(again.args(arguments).env("MALLOC_CONF", options).exec())
+}
+
+/// Raises the soft limits of this process and fits the configuration to what the system lets it have.
+fn fit(config: &mut Config, env: &HashMap<String, String>) -> Result<(), LimitsTooLow> {
+    config::raise_soft_limits();
+    let system = SystemLimits::read();
+    config.fit(&system)?;
+    if env.contains_key(server::UPGRADE_FROM) {
+        // A rehearsal runs beside the threads of the worker that asks.
+        return Ok(());
+    }
+    probe_threads(config.threads_min())
+        .map_err(|few| LimitsTooLow::threads(config, &system, few.started, &few.error))
 }
 
 /// The configuration is valid; and where a running worker asks, this program can take over from it in place.

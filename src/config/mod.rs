@@ -10,6 +10,7 @@ mod banner;
 mod check;
 mod document;
 mod import;
+mod limits;
 mod sections;
 mod worker;
 
@@ -18,10 +19,12 @@ use std::path::{Path, PathBuf};
 
 use toml::Table;
 
+pub use crate::schema::limits::{SystemLimits, raise_soft_limits};
 pub use crate::schema::{Machine, Problem};
 pub use banner::startup_banner;
 pub use document::{example, reference};
 pub use import::{Imported, import};
+pub use limits::{Finding, LimitsTooLow};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};
 

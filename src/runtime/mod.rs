@@ -9,6 +9,7 @@ mod aside;
 pub(crate) mod metrics;
 mod names;
 mod polls;
+mod probe;
 mod turn;
 
 use std::future::Future;
@@ -31,6 +32,7 @@ pub use self::aside::Aside;
 pub use self::metrics::RuntimeMetrics;
 use self::names::Names;
 pub use self::names::RunningTask;
+pub use self::probe::{TooFewThreads, probe_threads};
 pub(crate) use self::turn::Turn;
 
 /// Between the panic of a task that must go on and its next begin.
@@ -232,14 +234,22 @@ impl Cores {
         tasks: &Tasks,
     ) -> io::Result<Self> {
         let core = |_| {
-            let runtime = Builder::new_current_thread()
-                .enable_all()
-                .max_blocking_threads(blocking_threads)
-                .thread_name(name)
-                .build()?;
-            let handle = runtime.handle().clone();
             let tasks = tasks.clone();
+            let (told, begun) = std::sync::mpsc::sync_channel(1);
             thread::Builder::new().name(name.to_owned()).spawn(move || {
+                // Made here: a thread that cannot be started would drop a runtime among the tasks of another one.
+                let runtime = Builder::new_current_thread()
+                    .enable_all()
+                    .max_blocking_threads(blocking_threads)
+                    .thread_name(name)
+                    .build();
+                let runtime = match runtime {
+                    Ok(runtime) => runtime,
+                    Err(error) => return drop(told.send(Err(error))),
+                };
+                if told.send(Ok(runtime.handle().clone())).is_err() {
+                    return;
+                }
                 runtime.block_on(async {
                     tasks.cancelled().await;
                     tasks.drained().await;
@@ -247,6 +257,8 @@ impl Cores {
                 // A disk call that hangs keeps its own thread, not this one.
                 runtime.shutdown_background();
             })?;
+            let ended = |_| io::Error::other("a thread for connections ended as it began");
+            let handle = begun.recv().map_err(ended)??;
             Ok(Core { handle, load: Arc::new(()) })
         };
         Ok(Self { cores: (0..count.max(1)).map(core).collect::<io::Result<_>>()? })

@@ -59,13 +59,19 @@ pub(super) fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
 fn cgroup_limit_bytes(mount: &Path) -> Option<u64> {
     // "max" is no limit.
     let number = |path: PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    of_memory_groups(mount, |group| {
+    let limit = of_groups(mount, "memory", |group| {
         number(group.join("memory.max")).or_else(|| number(group.join("memory.limit_in_bytes")))
-    })
+    });
+    limit.map(|(bytes, _)| bytes)
 }
 
-/// The least answer of this process's control groups for memory, version 1 or 2, up to the root that is visible here.
-pub(super) fn of_memory_groups(mount: &Path, ask: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
+/// Returns the least answer of this process's control groups for `controller`, version 1 or 2, up to the root that is visible
+/// here, with the group's directory.
+pub(super) fn of_groups(
+    mount: &Path,
+    controller: &str,
+    ask: impl Fn(&Path) -> Option<u64>,
+) -> Option<(u64, PathBuf)> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     own.lines()
         .filter_map(|line| {
@@ -73,8 +79,8 @@ pub(super) fn of_memory_groups(mount: &Path, ask: impl Fn(&Path) -> Option<u64>)
             let (controllers, group) = (fields.next()?, fields.next()?);
             match controllers {
                 "" => least(mount, group, &ask),
-                _ if controllers.split(',').any(|name| name == "memory") => {
-                    least(&mount.join("memory"), group, &ask)
+                _ if controllers.split(',').any(|name| name == controller) => {
+                    least(&mount.join(controller), group, &ask)
                 }
                 _ => None,
             }
@@ -83,9 +89,10 @@ pub(super) fn of_memory_groups(mount: &Path, ask: impl Fn(&Path) -> Option<u64>)
 }
 
 /// The least answer from `group` up to `root`; a container often sees its own group mounted as the root.
-fn least(root: &Path, group: &str, ask: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
+fn least(root: &Path, group: &str, ask: impl Fn(&Path) -> Option<u64>) -> Option<(u64, PathBuf)> {
     let own = root.join(group.trim_start_matches('/'));
-    own.ancestors().take_while(|directory| directory.starts_with(root)).filter_map(ask).min()
+    let groups = own.ancestors().take_while(|directory| directory.starts_with(root));
+    groups.filter_map(|group| Some((ask(group)?, group.to_owned()))).min()
 }
 
 /// `$XDG_STATE_HOME`, else `~/.local/state`, else the temp directory (with the user's id, so that two users differ).
@@ -129,7 +136,7 @@ mod tests {
         std::fs::write(root.path().join("a/memory.max"), "1048576\n").unwrap();
         let limit =
             |group: &Path| std::fs::read_to_string(group.join("memory.max")).ok()?.trim().parse().ok();
-        assert_eq!(least(root.path(), "/a/b", limit), Some(1_048_576));
+        assert_eq!(least(root.path(), "/a/b", limit), Some((1_048_576, root.path().join("a"))));
         assert_eq!(least(root.path(), "/none", limit), None);
     }
 

@@ -9,6 +9,7 @@
 pub mod files;
 mod key;
 pub mod kind;
+pub mod limits;
 mod machine;
 pub mod names;
 pub mod network;

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use super::machine::{meminfo_bytes, of_memory_groups};
+use super::machine::{meminfo_bytes, of_groups};
 
 /// Where it is asked how much memory is spare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,8 +31,8 @@ fn of_machine() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let (total, available) = (meminfo_bytes(&text, "MemTotal:")?, meminfo_bytes(&text, "MemAvailable:")?);
     let machine = available.saturating_sub(total / 4);
-    let groups = of_memory_groups(Path::new("/sys/fs/cgroup"), spare_of_group);
-    Some(groups.map_or(machine, |groups| groups.min(machine)))
+    let groups = of_groups(Path::new("/sys/fs/cgroup"), "memory", spare_of_group);
+    Some(groups.map_or(machine, |(groups, _)| groups.min(machine)))
 }
 
 /// The spare memory of one group; none where it has no limit.

@@ -11,6 +11,7 @@ mod clock_steps;
 mod kept_directories;
 mod kept_memory;
 mod lifecycle;
+mod limits;
 mod many_partitions;
 mod network;
 mod observe;

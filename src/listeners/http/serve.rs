@@ -7,7 +7,7 @@
 //! What hyper cannot parse it answers itself, with 400, 414 or 431 and no body: it offers no hook for a text (hyper 1.12,
 //! `on_error` of `proto/h1/role.rs`), and why is in the log at debug.
 //!
-//! Invariant: requests hold all places but [`SPARE_PLACES`]; these are for heads that are being read and for questions
+//! Invariant: requests hold all places but [`HttpConfig::spare_connections`]; these are for heads that are being read and for questions
 //! after the health, which wait for nothing. So a full listener still says that the worker lives.
 
 use std::convert::Infallible;
@@ -42,9 +42,6 @@ const HEADERS_MAX: usize = 64;
 /// hyper's buffer per connection: twice the head, above its minimum of 8 KiB.
 const BUFFER_BYTES_MAX: usize = 2 * HEAD_BYTES_MAX;
 
-/// Connections beside those whose requests are served.
-const SPARE_PLACES: usize = 256;
-
 /// Below this are the paths that wait for no place.
 const HEALTH: &str = "/health/";
 
@@ -69,6 +66,8 @@ section! {
         /// A request is answered, from accept to the last byte, within this time.
         #[key("http.request_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
         pub request_timeout: Duration = 30 * SECOND,
+        /// Connections beside those whose requests are served.
+        pub spare_connections: usize = 256,
     }
 }
 
@@ -88,7 +87,7 @@ pub(super) fn start(
     let acceptor = Acceptor {
         names,
         binding,
-        connections_max: config.max_connections + SPARE_PLACES,
+        connections_max: config.max_connections + config.spare_connections,
         closed,
         open: vec![open],
         opening_deadline: config.opening_timeout,

@@ -189,6 +189,14 @@ impl LocalConfig {
         self.paths.iter().map(disk).collect()
     }
 
+    /// Threads that the disks have beside those of the runtime: with io_uring one each.
+    pub fn own_threads(&self) -> usize {
+        match self.engine {
+            Engine::Blocking => 0,
+            Engine::Uring => self.paths.len(),
+        }
+    }
+
     /// Memory that reads of one of `disks` may hold at a time: what is useful to it at most, and so much that the others can
     /// go on when all of it is stuck.
     pub(super) fn read_share_bytes(&self, disks: usize) -> usize {

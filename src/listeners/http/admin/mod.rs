@@ -40,7 +40,11 @@ const CONFIG: HttpConfig = HttpConfig {
     opening_timeout: Duration::from_secs(10),
     profiles: true,
     request_timeout: Duration::from_secs(30),
+    spare_connections: 48,
 };
+
+/// Connections of the listener, with those whose head is being read.
+pub(crate) const CONNECTIONS_MAX: usize = CONFIG.max_connections + CONFIG.spare_connections;
 
 /// The administration's listener.
 #[derive(Debug)]

@@ -1,0 +1,131 @@
+//! Limits that the system sets for this process: its machine's, its control groups' and its resource limits.
+//!
+//! Read once at the start. What the configuration needs of them is compared elsewhere (`config::limits`).
+
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, capabilities};
+
+use super::machine::{meminfo_bytes, of_groups};
+
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// One limit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SystemLimit {
+    /// Where it is set, as an operator looks for it.
+    pub name: String,
+    /// Its value.
+    pub value: u64,
+}
+
+/// The least limit of each kind; `None` is unlimited, or not known.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SystemLimits {
+    /// Bytes of memory.
+    pub memory: Option<SystemLimit>,
+    /// Bytes of swap on top of that.
+    pub swap_bytes: u64,
+    /// Open descriptors.
+    pub descriptors: Option<SystemLimit>,
+    /// Threads; whoever else counts to them is not subtracted.
+    pub threads: Option<SystemLimit>,
+    /// Bytes of a file.
+    pub file_bytes: Option<SystemLimit>,
+}
+
+impl SystemLimits {
+    /// Looks at the running system. What cannot be read is no limit.
+    #[must_use]
+    pub fn read() -> Self {
+        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let of_meminfo = |name| meminfo_bytes(&meminfo, name);
+        let machine = limit("this machine's memory (MemTotal of /proc/meminfo)", of_meminfo("MemTotal:"));
+        let groups = of_group("memory", &["memory.max", "memory.limit_in_bytes"]);
+        let memory = least([machine.clone(), groups, soft("RLIMIT_AS", Resource::As)]);
+        let swap_bytes = of_meminfo("SwapTotal:").filter(|_| memory == machine).unwrap_or(0);
+        let threads_max = number(Path::new("/proc/sys/kernel/threads-max"));
+        let threads = least([
+            soft("RLIMIT_NPROC", Resource::Nproc).filter(|_| !may_exceed_nproc()),
+            of_group("pids", &["pids.max"]),
+            limit("/proc/sys/kernel/threads-max", threads_max),
+        ]);
+        Self {
+            memory,
+            swap_bytes,
+            descriptors: soft("RLIMIT_NOFILE", Resource::Nofile),
+            threads,
+            file_bytes: soft("RLIMIT_FSIZE", Resource::Fsize),
+        }
+    }
+}
+
+/// Raises the soft limits of descriptors, threads and file sizes to the hard ones, as far as the system lets it.
+pub fn raise_soft_limits() {
+    for resource in [Resource::Nofile, Resource::Nproc, Resource::Fsize] {
+        let Rlimit { current, maximum } = getrlimit(resource);
+        if current != maximum {
+            // A limit that stays is told with the findings.
+            let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
+        }
+    }
+}
+
+/// Whether the kernel lets this process have more threads than `RLIMIT_NPROC`.
+fn may_exceed_nproc() -> bool {
+    let freeing = CapabilitySet::SYS_RESOURCE | CapabilitySet::SYS_ADMIN;
+    capabilities(None).is_ok_and(|sets| sets.effective.intersects(freeing))
+}
+
+fn soft(name: &str, resource: Resource) -> Option<SystemLimit> {
+    limit(name, getrlimit(resource).current)
+}
+
+/// The least value in one of `files` among this process's control groups for `controller`.
+fn of_group(controller: &str, files: &[&str]) -> Option<SystemLimit> {
+    let file_of = |group: &Path| files.iter().map(|file| group.join(file)).find(|path| path.exists());
+    let (value, group) =
+        of_groups(Path::new(CGROUPS), controller, |group| file_of(group).and_then(|path| number(&path)))?;
+    let file: PathBuf = file_of(&group).unwrap_or(group);
+    limit(&file.display().to_string(), Some(value))
+}
+
+/// The number in a file; "max" is none.
+fn number(path: &Path) -> Option<u64> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+fn limit(name: &str, value: Option<u64>) -> Option<SystemLimit> {
+    value.map(|value| SystemLimit { name: name.to_owned(), value })
+}
+
+fn least<const N: usize>(limits: [Option<SystemLimit>; N]) -> Option<SystemLimit> {
+    limits.into_iter().flatten().min_by_key(|limit| limit.value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_of_this_machine_are_read() {
+        let limits = SystemLimits::read();
+        assert!(limits.memory.is_some_and(|memory| memory.value > 1 << 20));
+        assert!(limits.threads.is_some_and(|threads| threads.value > 0));
+    }
+
+    #[test]
+    fn least_limit_counts_and_none_is_unlimited() {
+        assert_eq!(least([None, None]), None);
+        let least = least([limit("a", Some(3)), None, limit("b", Some(2))]).unwrap();
+        assert_eq!((least.name.as_str(), least.value), ("b", 2));
+    }
+
+    #[test]
+    fn soft_limits_are_raised_to_the_hard_ones() {
+        raise_soft_limits();
+        let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+        assert_eq!(current, maximum);
+    }
+}

@@ -1,0 +1,160 @@
+//! Limits that the system sets for the process, children that it did not start, and a process that is paused.
+
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use rustix::process::{Signal, getuid};
+use tokio::task::block_in_place;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{say, wait_until};
+use uniffle_worker::config::{SystemLimits, raise_soft_limits};
+
+use crate::writes::{Written, client_of, key, local};
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+
+/// Executes the worker behind commands of a shell.
+fn shell(commands: &str) -> Vec<String> {
+    vec!["sh".to_owned(), "-c".to_owned(), format!("{commands}\nexec \"$0\" \"$@\"")]
+}
+
+/// The soft and the hard limit of descriptors of a process.
+fn descriptors_of(pid: u32) -> (u64, u64) {
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    let mut values = line.split_whitespace().map(|value| value.parse().unwrap());
+    (values.next().unwrap(), values.next().unwrap())
+}
+
+#[test]
+fn soft_limit_of_descriptors_is_raised_to_the_hard_one() {
+    let worker = Worker::start(&Setup { wrapper: shell("ulimit -Sn 300"), ..Setup::default() });
+    let (soft, hard) = descriptors_of(worker.pid());
+    assert_eq!(soft, hard);
+    worker.stop();
+}
+
+#[test]
+fn health_answers_when_connections_are_as_many_as_descriptors_allow() {
+    raise_soft_limits();
+    if SystemLimits::read().descriptors.is_some_and(|limit| limit.value < 4096) {
+        return say("skipped: this test has too few descriptors itself");
+    }
+    let setup = Setup {
+        wrapper: shell("ulimit -n 1024"),
+        tables: "[grpc]\nmax_connections = 3000\n[tcp]\nmax_connections = 3000",
+        disks: 2,
+        ..Setup::default()
+    };
+    let worker = Worker::start(&setup);
+    let log = worker.log();
+    assert!(log.contains("RLIMIT_NOFILE is 1024") && log.contains("tcp.max_connections"), "{log}");
+    let (grpc, tcp) = (worker.ready().grpc_port, worker.ready().urpc_port.unwrap());
+    let mut open = Vec::new();
+    for number in 0..1400 {
+        let mut stream = TcpStream::connect(local(if number % 2 == 0 { grpc } else { tcp })).unwrap();
+        if number % 2 == 0 {
+            // It may have been closed for a later one already.
+            let _ = stream.write_all(PREFACE);
+        }
+        open.push(stream);
+    }
+    for path in ["/health/live", "/health/ready", "/metrics"] {
+        worker.page(path).unwrap_or_else(|error| panic!("{path}: {error}"));
+    }
+    let log = worker.log();
+    assert!(!log.contains("cannot accept connections"), "{log}");
+    drop(open);
+    worker.stop();
+}
+
+/// Runs the binary as a user who may have `threads` threads; as root of a user that has none yet and no privileges.
+fn with_threads(threads: u32, arguments: &[&str]) -> Output {
+    let state = tempfile::tempdir().unwrap();
+    let limit = format!("--nproc={threads}");
+    let other = ["setpriv", "--reuid=54321", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"];
+    let limited = ["prlimit", &limit, env!("CARGO_BIN_EXE_uniffle-worker")];
+    let line = if getuid().is_root() { [&other[..], &limited].concat() } else { limited.to_vec() };
+    let mut command = Command::new(line[0]);
+    command.args(&line[1..]).args(arguments);
+    command.env("XDG_STATE_HOME", state.path()).env_remove("WORKER_CONFIG_PATH").output().unwrap()
+}
+
+#[test]
+fn too_few_threads_end_the_start_with_limit_and_key() {
+    for (arguments, code) in [(&["--check"][..], 2), (&[], 1)] {
+        let output = with_threads(6, arguments);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {text}");
+        for part in ["runtime_config.worker_threads: ", " threads are needed", "RLIMIT_NPROC is 6"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        assert!(!text.contains("panicked"), "{text}");
+    }
+}
+
+#[test]
+fn capacity_beyond_the_memory_is_refused_with_both_figures() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("config.toml");
+    std::fs::write(&file, "[memory_store]\ncapacity = \"15TiB\"\n").unwrap();
+    for (arguments, code) in [(&["--check"][..], 2), (&[], 1)] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"));
+        let output = command.args(arguments).arg("-c").arg(&file).env("XDG_STATE_HOME", dir.path()).output();
+        let output = output.unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        let named = text.contains("memory_store.capacity: ") && text.contains("15.0 TiB");
+        assert!(named && text.contains("set at most"), "{text}");
+    }
+}
+
+#[test]
+fn child_that_nobody_waits_for_is_reaped() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("pid");
+    // It is a child of the process that executes the worker, which knows nothing of it: as an orphan is in a container.
+    let commands = format!("sleep 3 & echo $! > {}", file.display());
+    let worker = Worker::start(&Setup { wrapper: shell(&commands), ..Setup::default() });
+    let child: u32 = std::fs::read_to_string(file).unwrap().trim().parse().unwrap();
+    wait_until(
+        "the child has ended and is reaped",
+        Duration::from_secs(60),
+        || match std::fs::read_to_string(format!("/proc/{child}/stat")) {
+            Ok(stat) => Err(stat),
+            Err(_) => Ok(()),
+        },
+    );
+    worker.stop();
+}
+
+/// Longer than the timeouts of [`application_outlives_a_pause_of_the_process`].
+const PAUSE: &str = "12";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn application_outlives_a_pause_of_the_process() {
+    let setup = Setup {
+        tables: "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n[embedded_coordinator]\nnode_timeout_sec = 5",
+        ..Setup::default()
+    };
+    let worker = Worker::start(&setup);
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 1, 1000).await.expect("sent");
+    block_in_place(|| {
+        worker.signal(Signal::STOP);
+        // A test that waits for less than the pause would not see it.
+        assert!(Command::new("sleep").arg(PAUSE).status().unwrap().success());
+        worker.signal(Signal::CONT);
+        worker.wait_log("this process did not run");
+    });
+    written.assert_readable(&client).await;
+    let paused = worker.metrics().expect("runtime_paused_seconds_total");
+    assert!(paused > 10.0, "{paused}");
+    let log = worker.log();
+    assert!(!log.contains("node is lost") && !log.contains("no heartbeat within the timeout"), "{log}");
+    written.task(&client, 2, 1000).await.expect("it is assigned as before");
+    block_in_place(|| worker.stop());
+}
