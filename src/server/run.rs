@@ -18,7 +18,7 @@ use super::sockets::{Inherited, now_ms};
 use super::stop::LeftMemory;
 use super::successor::{Rehearsed, Successor};
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
-use super::{Addresses, Environment, Worker, hung_threads, left_children, notify};
+use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
 use crate::tiers::LocalStore;
 use uniffle_io::DiskLock;
 
@@ -64,11 +64,10 @@ pub async fn run(
     mut commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
     let (gap_began_ms, is_returned) = (inherited.gap_began_ms, inherited.is_returned);
-    if gap_began_ms.is_some() && !is_returned {
-        left_children::reap();
-    }
-    // It ends with the runtime: a start and a stop have deadlines, too.
-    Tasks::new().spawn("clock", clock::run());
+    // They end with the runtime: a start and a stop have deadlines and children, too.
+    let process = Tasks::new();
+    process.spawn("clock", clock::run());
+    process.spawn("reaper", reap::run());
     // Held as long as this process lives, whatever worker runs in it.
     let (kept, keeper) = (std::mem::take(&mut inherited.kept), inherited.keeper.take());
     let worker = Worker::start_in(environment, inherited, config).await?;
