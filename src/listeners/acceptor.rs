@@ -29,9 +29,10 @@ use crate::metrics::GaugeGuard;
 use crate::runtime::{CorePlace, Cores, Handover, Tasks};
 use crate::telemetry::LogLimiter;
 
+use super::http2::FrameScanner;
 use super::places::{Held, LEAVING_DEADLINE, Places, Seat, Stage, closing};
 use super::tls::TlsAcceptor;
-use super::watched::{Beginning, Watched};
+use super::watched::Watched;
 
 /// Pause after a failed accept: a full table of descriptors is not cured by asking again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -332,7 +333,7 @@ impl Opening {
                 encrypted = tls.accept(socket) => Either::Right(encrypted?),
             },
         };
-        let beginning = (self.begins == Begins::Http2).then(Beginning::default);
+        let beginning = (self.begins == Begins::Http2).then(FrameScanner::default);
         Ok(Some(Watched::new(stream, Arc::clone(seat), beginning)))
     }
 

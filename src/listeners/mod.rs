@@ -5,6 +5,7 @@
 mod acceptor;
 pub mod grpc;
 pub mod http;
+mod http2;
 mod places;
 mod shares;
 pub mod tcp;

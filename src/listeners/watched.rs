@@ -1,6 +1,6 @@
 //! A stream that tells its connection's [`Seat`] when bytes come and go, and when HTTP/2 has begun on it.
 //!
-//! Not here: what the bytes mean; of HTTP/2 only the preface and the length of the frame behind it are looked at.
+//! Not here: what the bytes mean; of HTTP/2 only where its first frame ends.
 
 use std::io;
 use std::pin::Pin;
@@ -9,48 +9,20 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::http2::FrameScanner;
 use super::places::Seat;
-
-/// A client's preface (RFC 9113 §3.4) in front of its first frame.
-const PREFACE_BYTES: usize = 24;
-/// A frame's header begins with its length.
-const LENGTH_BYTES: usize = 3;
-const FRAME_HEADER_BYTES: usize = 9;
 
 /// A connection and its seat.
 #[derive(Debug)]
 pub(super) struct Watched<S> {
     stream: S,
     seat: Arc<Seat>,
-    /// Until the connection has begun; none = that is not seen here.
-    beginning: Option<Beginning>,
-}
-
-/// How much of an HTTP/2 connection's beginning has come: the preface and the first frame, the client's SETTINGS.
-#[derive(Debug, Default)]
-pub(super) struct Beginning {
-    seen: usize,
-    frame_bytes: usize,
-}
-
-impl Beginning {
-    /// Takes what came; whether that is all of it.
-    fn take(&mut self, bytes: &[u8]) -> bool {
-        for byte in bytes {
-            if (PREFACE_BYTES..PREFACE_BYTES + LENGTH_BYTES).contains(&self.seen) {
-                self.frame_bytes = self.frame_bytes << 8 | usize::from(*byte);
-            }
-            self.seen += 1;
-            if self.seen >= PREFACE_BYTES + FRAME_HEADER_BYTES + self.frame_bytes {
-                return true;
-            }
-        }
-        false
-    }
+    /// Until the connection has begun with its first frame; none = that is not seen here.
+    beginning: Option<FrameScanner>,
 }
 
 impl<S> Watched<S> {
-    pub(super) fn new(stream: S, seat: Arc<Seat>, beginning: Option<Beginning>) -> Self {
+    pub(super) fn new(stream: S, seat: Arc<Seat>, beginning: Option<FrameScanner>) -> Self {
         Self { stream, seat, beginning }
     }
 
@@ -80,7 +52,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
             self.seat.progressed();
         }
         if let Some(beginning) = &mut self.beginning
-            && beginning.take(came)
+            && beginning.advance(came).1.is_some()
         {
             self.beginning = None;
             self.seat.opened();
@@ -116,27 +88,5 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn http2_has_begun_with_the_last_byte_of_its_first_frame(payload in 0usize..300, cut in 1usize..400) {
-            let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-            bytes.extend_from_slice(&u32::try_from(payload).unwrap().to_be_bytes()[1..]);
-            bytes.extend_from_slice(&[4, 0, 0, 0, 0, 0]);
-            bytes.resize(PREFACE_BYTES + FRAME_HEADER_BYTES + payload, 7);
-            let mut beginning = Beginning::default();
-            let pieces: Vec<&[u8]> = bytes.chunks(cut).collect();
-            for (at, piece) in pieces.iter().enumerate() {
-                prop_assert_eq!(beginning.take(piece), at + 1 == pieces.len());
-            }
-        }
     }
 }

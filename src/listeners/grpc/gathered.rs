@@ -4,7 +4,9 @@
 //! Not here: what is written. hyper owns the [`Gathered`] half, the task that drives the connection the [`Gathering`] half.
 //! Invariants: bytes go out in order and each once; when [`Gathering::poll`] returns, everything is with the socket or the socket
 //! takes no more and wakes the task; buffers are bounded over all connections: where many have one the next get smaller ones, and
-//! a connection that gets none writes through. A copy in a cache is cheaper than what it saves (benches/notes/network.md).
+//! a connection that gets none writes through. A copy in a cache is cheaper than what it saves (benches/notes/network.md). One poll
+//! reads a bounded number of cancellations: hyper has taken all calls that were cancelled before it saw them when the next are read,
+//! so h2's limit on them is never reached.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -12,8 +14,11 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::listeners::http2::{FrameScanner, RST_STREAM};
 
 /// Bytes of a buffer and how many there are, for all connections 8.3 MiB: for the 64 frames that a client with a window of 1 MiB
 /// lets go out, with their heads and an answer's end (a buffer of just 1 MiB makes another write for the last 576 bytes); for 16
@@ -97,6 +102,57 @@ struct Shared<S> {
     is_unflushed: bool,
     /// Bytes that the stream took in this poll.
     taken: usize,
+    cancellations: Cancellations,
+}
+
+/// What was read of the stream, up to as many cancellations of calls as one poll may read.
+#[derive(Debug)]
+struct Cancellations {
+    scanner: FrameScanner,
+    per_poll: usize,
+    /// How many more this poll may read.
+    left: usize,
+    /// Bytes behind the last of them.
+    held: Bytes,
+}
+
+impl Cancellations {
+    /// How many of `bytes` this poll may read.
+    fn admit(&mut self, bytes: &[u8]) -> usize {
+        let mut admitted = 0;
+        while admitted < bytes.len() && self.left > 0 {
+            let (taken, ended) = self.scanner.advance(&bytes[admitted..]);
+            admitted += taken;
+            self.left -= usize::from(ended == Some(RST_STREAM));
+        }
+        admitted
+    }
+}
+
+impl<S: AsyncRead + Unpin> Shared<S> {
+    fn read(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let Self { stream, cancellations, .. } = self;
+        if cancellations.left == 0 {
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        if cancellations.held.is_empty() {
+            let before = buffer.filled().len();
+            ready!(Pin::new(stream).poll_read(context, buffer))?;
+            let came = &buffer.filled()[before..];
+            let admitted = cancellations.admit(came);
+            if admitted < came.len() {
+                cancellations.held = Bytes::copy_from_slice(&came[admitted..]);
+                buffer.set_filled(before + admitted);
+            }
+        } else {
+            let mut held = std::mem::take(&mut cancellations.held);
+            let admitted = cancellations.admit(&held[..held.len().min(buffer.remaining())]);
+            buffer.put_slice(&held.split_to(admitted));
+            cancellations.held = held;
+        }
+        Poll::Ready(Ok(()))
+    }
 }
 
 impl<S: AsyncWrite + Unpin> Shared<S> {
@@ -168,10 +224,20 @@ pub(super) struct Gathered<S>(Arc<Mutex<Shared<S>>>);
 #[derive(Debug)]
 pub(super) struct Gathering<S>(Arc<Mutex<Shared<S>>>);
 
-/// Both halves of `stream`.
-pub(super) fn gathered<S>(stream: S, buffers: &Arc<Buffers>) -> (Gathered<S>, Gathering<S>) {
-    let shared =
-        Shared { stream, buffers: Arc::clone(buffers), gathered: None, is_unflushed: false, taken: 0 };
+/// Both halves of `stream`, of which a poll reads at most `cancellations_per_poll` cancellations.
+pub(super) fn gathered<S>(
+    stream: S,
+    buffers: &Arc<Buffers>,
+    cancellations_per_poll: usize,
+) -> (Gathered<S>, Gathering<S>) {
+    let cancellations = Cancellations {
+        scanner: FrameScanner::default(),
+        per_poll: cancellations_per_poll,
+        left: cancellations_per_poll,
+        held: Bytes::new(),
+    };
+    let (buffers, gathered) = (Arc::clone(buffers), None);
+    let shared = Shared { stream, buffers, gathered, is_unflushed: false, taken: 0, cancellations };
     let shared = Arc::new(Mutex::new(shared));
     (Gathered(Arc::clone(&shared)), Gathering(shared))
 }
@@ -183,7 +249,10 @@ impl<S: AsyncWrite + Unpin> Gathering<S> {
         context: &mut Context<'_>,
         connection: Pin<&mut F>,
     ) -> Poll<F::Output> {
-        self.0.lock().taken = 0;
+        let mut shared = self.0.lock();
+        shared.taken = 0;
+        shared.cancellations.left = shared.cancellations.per_poll;
+        drop(shared);
         let polled = connection.poll(context);
         let mut shared = self.0.lock();
         shared.taken = 0;
@@ -202,7 +271,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Gathered<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0.lock().stream).poll_read(context, buffer)
+        self.0.lock().read(context, buffer)
     }
 }
 
@@ -348,7 +417,7 @@ mod tests {
     #[test]
     fn the_frames_of_one_poll_are_one_write() {
         let buffers = Arc::new(Buffers::default());
-        let (stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers);
+        let (stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers, 1);
         let frames = frames(&[50, 16_393, 16_393, 16_393, 100]);
         let mut stream = Some(stream);
         let mut connection = std::pin::pin!(async {
@@ -378,7 +447,7 @@ mod tests {
         assert_eq!(buffers.state.lock().given, most);
         let held: usize = taken.iter().map(|buffer| buffer.bytes.capacity()).sum();
         assert!(held < 9 << 20, "{held}");
-        let (mut stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers);
+        let (mut stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers, 1);
         let mut context = Context::from_waker(Waker::noop());
         for _ in 0..3 {
             assert!(Pin::new(&mut stream).poll_write(&mut context, &[1; 100]).is_ready());
@@ -394,7 +463,7 @@ mod tests {
     fn a_socket_that_broke_wakes_the_connection_which_is_told_by_its_next_write() {
         let buffers = Arc::new(Buffers::default());
         let socket = Socket { is_broken: true, ..Socket::taking(vec![usize::MAX]) };
-        let (stream, gathering) = gathered(socket, &buffers);
+        let (stream, gathering) = gathered(socket, &buffers, 1);
         let woken = Arc::new(Woken::default());
         let waker = Waker::from(Arc::clone(&woken));
         let mut context = Context::from_waker(&waker);
@@ -414,6 +483,28 @@ mod tests {
         assert_eq!(buffers.state.lock().given, [0; 3]);
     }
 
+    #[tokio::test]
+    async fn poll_reads_a_bounded_number_of_cancellations() {
+        use crate::listeners::http2::tests::{PREFACE, frame};
+        let mut bytes = PREFACE.to_vec();
+        for _ in 0..100 {
+            bytes.extend([frame(1, 30), frame(RST_STREAM, 4)].concat());
+        }
+        bytes.extend(frame(6, 8));
+        let stream = tokio::io::join(&bytes[..], tokio::io::sink());
+        let (mut stream, gathering) = gathered(stream, &Arc::default(), 7);
+        let (mut read, mut polls) = (Vec::new(), 0);
+        let mut reading = std::pin::pin!(tokio::io::AsyncReadExt::read_to_end(&mut stream, &mut read));
+        poll_fn(|context| {
+            polls += 1;
+            gathering.poll(context, reading.as_mut())
+        })
+        .await
+        .unwrap();
+        assert!(read == bytes, "all bytes, in their order");
+        assert_eq!(polls, 100 / 7 + 1);
+    }
+
     proptest! {
         /// However much the socket takes at a time, and where it takes nothing.
         #[test]
@@ -423,7 +514,7 @@ mod tests {
         ) {
             prop_assume!(takes.iter().any(|takes| *takes > 0));
             let buffers = Arc::new(Buffers::default());
-            let (stream, gathering) = gathered(Socket::taking(takes), &buffers);
+            let (stream, gathering) = gathered(Socket::taking(takes), &buffers, 1);
             let frames = frames(&lengths);
             let woken = Arc::new(Woken::default());
             let waker = Waker::from(Arc::clone(&woken));

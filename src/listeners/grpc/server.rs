@@ -52,6 +52,12 @@ const NAMES: Names = Names {
 };
 /// Smallest frame size the protocol lets us announce (RFC 9113 §6.5.2).
 const FRAME_BYTES_MIN: u32 = 16_384;
+/// Calls of a connection that may at least be cancelled before hyper has seen them: h2's own limit.
+const CANCELLED_MIN: usize = 20;
+/// Streams that h2 may end because of a client's error in the life of a connection, at least: h2's own limit ...
+const ERRORS_MIN: usize = 1024;
+/// ... and for each stream that the connection may have at once.
+const ERRORS_PER_STREAM: usize = 4;
 /// Response bytes that may wait in one stream. They are slices of memory that is accounted for elsewhere.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
@@ -115,7 +121,7 @@ impl GrpcServer {
         let shares = Shares { window: self.windows.take(), streams: self.streams.take() };
         let metrics = &self.router.metrics;
         metrics.set_window_bytes(self.windows.given());
-        let halves = gathered(stream, &self.buffers);
+        let halves = gathered(stream, &self.buffers, shares.cancelled_max());
         if let Err(error) = drive(&self.router, halves, peer, &shares, place.seat()).await {
             debug!(%error, "grpc connection ended");
         }
@@ -129,6 +135,13 @@ impl GrpcServer {
 struct Shares {
     window: Share,
     streams: Share,
+}
+
+impl Shares {
+    /// Calls that may be cancelled before hyper has seen them: as many as there may be at once.
+    fn cancelled_max(&self) -> usize {
+        (self.streams.amount() as usize).max(CANCELLED_MIN)
+    }
 }
 
 /// HTTP/2 until the connection ends, or until a deadline after the listener was told to close or its place was given away.
@@ -203,6 +216,8 @@ fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http
         // A frame cannot be larger than its stream's window.
         .max_frame_size(config.frame_bytes_max.min(stream_bytes).clamp(FRAME_BYTES_MIN, (1 << 24) - 1))
         .max_concurrent_streams(shares.streams.amount())
+        .max_pending_accept_reset_streams(shares.cancelled_max())
+        .max_local_error_reset_streams(ERRORS_MIN.max(ERRORS_PER_STREAM * shares.streams.amount() as usize))
         .max_send_buf_size(SEND_BUFFER_BYTES)
         .keep_alive_interval(config.keep_alive_interval)
         .keep_alive_timeout(config.keep_alive_timeout);

@@ -45,6 +45,29 @@ async fn expect_pong(stream: &mut TcpStream) {
     timeout(PATIENCE, pong).await.expect("an answer to the ping");
 }
 
+/// A frame of HTTP/2.
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn burst_of_cancelled_calls_does_not_end_the_connection() {
+    const CALLS: u32 = 5000;
+    let fixture = WorkerFixture::start().await;
+    let path = b"/rss.common.ShuffleServer/appHeartbeat";
+    // POST and http of the static table, then a literal that is not indexed (RFC 7541 section 6.2.2).
+    let head = [&[0x83, 0x86, 0x04, u8::try_from(path.len()).unwrap()], &path[..]].concat();
+    let call = |stream: u32| {
+        [frame(1, 4, stream, &head), frame(3, 0, stream, &8u32.to_be_bytes())].concat()
+    };
+    let mut burst = BEGINNING.to_vec();
+    burst.extend((0..CALLS).flat_map(|number| call(2 * number + 1)));
+    let mut stream = said(fixture.worker.addresses().grpc, &burst).await;
+    expect_pong(&mut stream).await;
+    fixture.finish().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn n3_a_connection_that_does_not_begin_is_closed_and_one_that_has_begun_may_idle() {
     let setup = Setup { tables: "[grpc]\nopening_timeout_sec = 1", ..Setup::default() };
