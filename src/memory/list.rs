@@ -6,17 +6,19 @@
 //! [`SEGMENT_HEAP_BYTES`].
 
 use std::hash::BuildHasher;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
 use super::ceded::Ceded;
 use super::chain::{BlockFill, Chain, Supply};
-use super::persistent::rows::{FreeRows, Kept};
+use super::persistent::layout::ROW_BYTES;
+use super::persistent::names::Named;
+use super::persistent::rows::{FreeRows, Kept, rows_of};
 use super::region::{Segment, Slice};
 use crate::budget::{Budget, Charge};
-use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 
 /// Heap of a list with blocks, as a batch too, of its partition's part that is there with lists only, and of one segment.
 /// `d12_…` measures it.
@@ -64,7 +66,7 @@ const _: () = assert!(size_of::<Record>() <= 32);
 pub(super) struct BlockList {
     /// The rows of its blocks in a region that outlives the process; none in private memory. The first field, since it is
     /// dropped first: rows go before the segments that they point into.
-    kept: Option<Box<Kept>>,
+    rows: OnceLock<Box<Rows>>,
     records: Vec<Record>,
     ids: HashTable<u32>,
     hasher: DefaultHashBuilder,
@@ -77,6 +79,13 @@ pub(super) struct BlockList {
     /// Segments that are paid for; the first with the list itself, when it gets one.
     paid_segments: usize,
     paid: Paid,
+}
+
+/// The rows of a list's blocks, and what is charged for those that were made later than the blocks.
+#[derive(Debug)]
+struct Rows {
+    kept: Kept,
+    _late: Option<(Charge, Charge)>,
 }
 
 /// What blocks and their list are charged. Given back in this order: blocks and lists count no longer than their bytes are
@@ -110,7 +119,7 @@ impl BlockList {
         let (permits, lists) = (supply.blocks.nothing(), supply.lists.nothing());
         let paid = Paid { permits, lists, capacity: budget.nothing() };
         Self {
-            kept: kept.map(Box::new),
+            rows: kept.map_or_else(OnceLock::new, |kept| OnceLock::from(Box::new(Rows { kept, _late: None }))),
             records: Vec::new(),
             ids: HashTable::new(),
             hasher,
@@ -176,7 +185,7 @@ impl BlockList {
     /// Does not show these blocks any more, nor finds the next process them. Once.
     pub(super) fn withhold(&self, numbers: Vec<u32>) {
         let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
-        self.kept.iter().for_each(|kept| kept.withhold(&ids));
+        self.rows.get().iter().for_each(|rows| rows.kept.withhold(&ids));
         let is_first = self.withheld.set(numbers.into()).is_ok();
         debug_assert!(is_first, "a list is looked at once");
     }
@@ -211,10 +220,9 @@ impl BlockList {
         let in_chain = fill.chain() == self.chain.id();
         let offset = if in_chain { fill.offset() } else { STRAY };
         let slices = fill.freeze();
-        if let (Some(kept), Some(rows)) = (&mut self.kept, rows) {
-            // Readers go on behind a block. Chains are numbered in the order in which they are read.
-            let order = self.chain.id() << 32 | u64::from(at);
-            kept.push((&meta, order), &slices, rows);
+        let order = self.order(at);
+        if let (Some(Rows { kept, .. }), Some(free)) = (self.rows.get_mut().map(|rows| &mut **rows), rows) {
+            kept.push((&meta, order), &slices, free);
         }
         if in_chain {
             self.chain.absorb(offset, slices);
@@ -222,6 +230,36 @@ impl BlockList {
             self.strays.push((at, slices));
         }
         self.enter(meta, offset);
+    }
+
+    /// The place of block `at` in its partition: readers continue behind a block, and chains are numbered in the order in which
+    /// they are read.
+    fn order(&self, at: u32) -> u64 {
+        self.chain.id() << 32 | u64::from(at)
+    }
+
+    /// Whether its blocks have rows.
+    pub(super) fn has_rows(&self) -> bool {
+        self.rows.get().is_some()
+    }
+
+    /// Makes rows for the blocks of a sealed list that has none. Returns whether there were places for them.
+    pub(super) fn make_rows(&self, named: &Arc<Named>, partition: PartitionId, lists: &Ceded) -> bool {
+        let slices = |at: u32| {
+            let mut gather = Gather::default();
+            self.gather(at as usize, &mut gather);
+            gather.into_slices()
+        };
+        let count = (0..self.next_record()).map(|at| rows_of(slices(at).len())).sum();
+        let bytes = count as u64 * ROW_BYTES;
+        let Ok(mut free) = named.rows(count) else { return false };
+        let Ok(of_lists) = lists.charge(bytes) else { return false };
+        let of_capacity = self.paid.capacity.budget().force_charge(bytes);
+        let mut kept = Kept::new(Arc::clone(named), partition);
+        for at in 0..self.next_record() {
+            kept.push((&self.meta(at as usize), self.order(at)), &slices(at), &mut free);
+        }
+        self.rows.set(Box::new(Rows { kept, _late: Some((of_lists, of_capacity)) })).is_ok()
     }
 
     /// Room for so many blocks more.

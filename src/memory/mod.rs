@@ -41,6 +41,7 @@ pub(crate) mod metrics;
 mod outlives;
 mod parts;
 mod persistent;
+mod protection;
 mod shuffle;
 
 use std::io;
@@ -80,7 +81,7 @@ use chain::Supply;
 use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
-use persistent::names::Named;
+use persistent::names::ShuffleName;
 use persistent::restore::Search;
 use persistent::table::Table;
 use region::Region;
@@ -259,21 +260,32 @@ impl Memory {
     pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
         let budget = self.tickets.budget_of(&key.app);
         let fresh = || {
-            let (named, shared) = (self.named(key), Arc::clone(&self.shared));
-            Arc::new(ShuffleBuffers::new(key.clone(), distribution, shared, named, budget))
+            let (name, shared) = (self.name_of(key), Arc::clone(&self.shared));
+            Arc::new(ShuffleBuffers::new(key.clone(), distribution, shared, name, budget))
         };
         Arc::clone(&self.shuffles.entry(key.clone()).or_insert_with(fresh))
     }
 
     /// Its name for the next process: the one that it had in the process before, if there is that.
-    fn named(&self, key: &ShuffleKey) -> Option<Arc<Named>> {
+    fn name_of(&self, key: &ShuffleKey) -> Option<Arc<ShuffleName>> {
         let KeptMemory { table, leftover, .. } = self.kept.as_ref()?;
         let left = leftover.lock().found().and_then(|left| left.name(key));
-        let named = left.or_else(|| table.name(key));
-        if named.is_none() {
-            tracing::warn!(shuffle = %key, "too many shuffles: what it has in memory will be lost with this process");
-        }
-        named
+        Some(ShuffleName::new(table, key, left.or_else(|| table.name(key))))
+    }
+
+    /// Shuffles with blocks in memory that are lost if the process is killed, although memory outlives it: there was no place for
+    /// the shuffle in the file when it was registered.
+    #[must_use]
+    pub fn unprotected_shuffles(&self) -> u64 {
+        self.kept.as_ref().map_or(0, |kept| kept.table.unprotected())
+    }
+
+    /// Tries again to find places for these. May take milliseconds for each shuffle: not on a runtime's thread.
+    pub fn protect_shuffles(&self) {
+        let lack = |shuffle: &Arc<ShuffleBuffers>| shuffle.name.as_ref().is_some_and(|name| name.is_partial());
+        let lacking: Vec<_> =
+            self.shuffles.iter().filter(|shuffle| lack(shuffle)).map(|it| Arc::clone(&it)).collect();
+        lacking.iter().for_each(|shuffle| shuffle.protect());
     }
 
     /// Partitions that were ever written to, of all shuffles that are known.
@@ -293,16 +305,17 @@ impl Memory {
     pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
         let (_, buffers) = self.shuffles.remove(key)?;
         // Before the shuffle can be registered again: its blocks must not be found as those of its successor.
-        buffers.named.iter().for_each(|named| named.disown());
+        buffers.name.iter().for_each(|name| name.disown());
         Some(Evicted(buffers))
     }
 
-    /// Takes pages ahead of what is promised, until it is dropped. Returns at once in private memory.
+    /// Takes pages ahead of what is promised, and places for shuffles that have none, until it is dropped. Returns at once in
+    /// private memory.
     pub async fn run_ahead(self: Arc<Self>) {
-        let ahead = self.ahead.clone();
+        let (ahead, memory) = (self.ahead.clone(), Arc::downgrade(&self));
         drop(self);
         if let Some(ahead) = ahead {
-            ahead.run().await;
+            tokio::join!(ahead.run(), protection::run(memory));
         }
     }
 
@@ -408,6 +421,7 @@ impl Memory {
         let Supply { region, lists, .. } = &self.shared.supply;
         lists.give_back(SPARE_BYTES);
         metrics.withheld.set(clamped(self.withheld_bytes()));
+        metrics.unprotected.set(clamped(self.unprotected_shuffles()));
         metrics.region_touched.set(clamped(region.touched_bytes()));
         metrics.lists.set(clamped(lists.charged_bytes()));
         metrics.ceded.set(clamped(lists.ceded_bytes()));

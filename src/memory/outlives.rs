@@ -45,7 +45,8 @@ impl Memory {
     ) -> Vec<(PartitionId, T)> {
         let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return Vec::new() };
         let found = kept.leftover.lock().found();
-        let (Some(leftover), Some(named)) = (&found, &buffers.named) else { return Vec::new() };
+        let named = buffers.name.as_ref().and_then(|name| name.get());
+        let (Some(leftover), Some(named)) = (&found, named) else { return Vec::new() };
         let (partitions, next) = (leftover.partitions(key), AtomicUsize::new(0));
         let restore_one = |partition: PartitionId| {
             let left = leftover.take(key, (partition, named), elsewhere(partition), &buffers.budget)?;

@@ -9,7 +9,7 @@ use parking_lot::RwLock;
 use super::buffer::{Buffer, PARTITION_BYTES, Shared};
 use super::ceded::SPARE_BYTES;
 use super::error::MemoryError;
-use super::persistent::names::Named;
+use super::persistent::names::ShuffleName;
 use crate::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 
@@ -63,7 +63,7 @@ pub struct ShuffleBuffers {
     distribution: Distribution,
     shared: Arc<Shared>,
     /// For the next process, where memory outlives this one.
-    pub(super) named: Option<Arc<Named>>,
+    pub(super) name: Option<Arc<ShuffleName>>,
     /// Its application's.
     pub(super) budget: Budget,
     /// `None` once purged, so that a send that raced with the purge cannot bring a buffer back.
@@ -75,10 +75,10 @@ impl ShuffleBuffers {
         key: ShuffleKey,
         distribution: Distribution,
         shared: Arc<Shared>,
-        named: Option<Arc<Named>>,
+        name: Option<Arc<ShuffleName>>,
         budget: Budget,
     ) -> Self {
-        Self { key, distribution, shared, named, budget, buffers: RwLock::new(Some(HashMap::new())) }
+        Self { key, distribution, shared, name, budget, buffers: RwLock::new(Some(HashMap::new())) }
     }
 
     pub(super) fn contents(&self) -> Option<InMemory> {
@@ -127,8 +127,8 @@ impl ShuffleBuffers {
             Entry::Vacant(place) => {
                 let full = |refusal| HeapFull::of(HeapKind::Partitions, refusal);
                 let charge = charge(PARTITION_BYTES).map_err(full)?;
-                let (shared, named) = (Arc::clone(&self.shared), self.named.clone());
-                let buffer = Buffer::new(partition, shared, named, self.budget.clone(), charge);
+                let (shared, name) = (Arc::clone(&self.shared), self.name.clone());
+                let buffer = Buffer::new(partition, shared, name, self.budget.clone(), charge);
                 Ok(Arc::clone(place.insert(Arc::new(buffer))))
             }
         }
@@ -144,6 +144,15 @@ impl ShuffleBuffers {
     #[must_use]
     pub fn all(&self) -> Vec<Arc<Buffer>> {
         self.buffers.read().as_ref().map_or_else(Vec::new, |buffers| buffers.values().cloned().collect())
+    }
+
+    /// Takes the shuffle's name and makes rows for all its blocks, if it lacks them and there are places now.
+    pub(super) fn protect(&self) {
+        let Some(name) = self.name.as_ref().filter(|name| name.is_partial() && name.take()) else { return };
+        // A buffer that is made from here on has rows from the beginning.
+        if self.all().iter().all(|buffer| buffer.protect()) {
+            name.set_whole();
+        }
     }
 
     pub(super) fn candidates(&self) -> Vec<Candidate> {

@@ -93,12 +93,25 @@ pub(super) fn not_ready(service: &Service) -> Option<String> {
     let without_disks = || service.tiers().iter().find_map(|tier| without_disks(&tier.state().disks));
     match service.status().state() {
         WorkerState::Active => without_disks(),
-        WorkerState::Unhealthy => Some(match without_disks() {
-            Some(why) => format!("unhealthy: {why}"),
-            None => "unhealthy".to_owned(),
-        }),
+        WorkerState::Unhealthy => {
+            let why = without_disks().or_else(|| complaint(service.tiers()).map(str::to_owned));
+            // It recovers with the next look.
+            Some(why.map_or_else(|| "unhealthy".to_owned(), |why| format!("unhealthy: {why}")))
+        }
         WorkerState::Decommissioning | WorkerState::Decommissioned => Some("decommissioning".to_owned()),
     }
+}
+
+/// What may be lost although the worker is ready.
+pub(super) fn risks(service: &Service) -> Vec<String> {
+    let shuffles = service.memory().unprotected_shuffles();
+    let unprotected = (shuffles > 0).then(|| {
+        format!(
+            "memory_store.backing has no place for {shuffles} shuffles: a kill of the process loses what they have in memory; \
+             free space there"
+        )
+    });
+    unprotected.into_iter().collect()
 }
 
 /// Why nothing can be written to `disks`; `None` when there are none, or one takes writes. Whatever the heartbeat says

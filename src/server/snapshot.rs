@@ -105,6 +105,10 @@ impl http::Node for Inspector {
         self.snapshot(AGE_MAX).incomplete.clone()
     }
 
+    fn risks(&self) -> Vec<String> {
+        health::risks(&self.service)
+    }
+
     fn losses(&self) -> serde_json::Value {
         serde_json::to_value(self.service.insight.losses()).unwrap_or_default()
     }

@@ -329,10 +329,10 @@ async fn a_start_with_another_memory_than_the_killed_one_s_is_refused() {
 }
 
 /// A tmpfs of its own, unmounted when it is dropped.
-struct SmallTmpfs(PathBuf);
+pub(crate) struct SmallTmpfs(PathBuf);
 
 impl SmallTmpfs {
-    fn mount(at: &Path, size: &str) -> Option<Self> {
+    pub(crate) fn mount(at: &Path, size: &str) -> Option<Self> {
         let tried = "a tmpfs that is full";
         if !available(tried, &["mount", "umount"]) {
             return None;
@@ -345,8 +345,13 @@ impl SmallTmpfs {
         made.then(|| Self(at.to_owned()))
     }
 
+    /// Where it is mounted.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// Others take all that is left; the file that they do it with.
-    fn fill(&self) -> PathBuf {
+    pub(crate) fn fill(&self) -> PathBuf {
         let path = self.0.join("others");
         let mut file = std::fs::File::create(&path).expect("a file");
         while file.write_all(&[7; 64 << 10]).is_ok() {}

@@ -52,6 +52,9 @@ pub trait Node: std::fmt::Debug + Send + Sync {
     /// What is not proven to be complete, with figures that are at most a second old.
     fn incomplete(&self) -> Incompleteness;
 
+    /// What may be lost although the worker is ready, one line each.
+    fn risks(&self) -> Vec<String>;
+
     /// Blocks that are lost.
     fn losses(&self) -> serde_json::Value;
 
@@ -186,14 +189,14 @@ async fn ready(State(pages): State<Pages>) -> Response {
         None => {
             let node = Arc::clone(&pages.node);
             let incomplete = pages.ready.run(move || node.incomplete()).await.unwrap_or_default();
-            said_ready(&incomplete).into_response()
+            said_ready(&incomplete, &pages.node.risks()).into_response()
         }
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
     }
 }
 
-/// It takes data; what it refuses is said, since nobody looks before.
-fn said_ready(incomplete: &Incompleteness) -> String {
+/// It takes data; what it refuses and what is at risk is said, since nobody looks before.
+fn said_ready(incomplete: &Incompleteness, risks: &[String]) -> String {
     let mut said = "ready\n".to_owned();
     if incomplete.shuffles > 0 {
         let reasons = incomplete.reasons.join("; ");
@@ -202,6 +205,7 @@ fn said_ready(incomplete: &Incompleteness) -> String {
     if let Some(reason) = &incomplete.unknown_shuffles {
         said.push_str(&format!("results of shuffles that are not known are refused: {reason}\n"));
     }
+    risks.iter().for_each(|risk| said.push_str(&format!("{risk}\n")));
     said
 }
 

@@ -49,6 +49,10 @@ impl Node for TestNode {
         self.gauge.inc();
     }
 
+    fn risks(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     fn not_ready(&self) -> Option<String> {
         (!self.is_ready.load(Ordering::Relaxed)).then(|| "no disk".to_owned())
     }
@@ -273,13 +277,15 @@ async fn cancelling_does_not_wait_for_slow_clients() {
 
 #[test]
 fn readiness_says_whose_results_are_refused() {
-    assert_eq!(said_ready(&Incompleteness::default()), "ready\n");
+    assert_eq!(said_ready(&Incompleteness::default(), &[]), "ready\n");
+    let risks = ["data is at risk".to_owned()];
+    assert_eq!(said_ready(&Incompleteness::default(), &risks), "ready\ndata is at risk\n");
     let reasons = vec!["/a is missing".to_owned()];
     let incomplete =
         Incompleteness { shuffles: 2, reasons, unknown_shuffles: Some("/a is missing".to_owned()) };
     let expected = "ready\nresults of 2 shuffles are refused: /a is missing\nresults of shuffles that are not known are \
                     refused: /a is missing\n";
-    assert_eq!(said_ready(&incomplete), expected);
+    assert_eq!(said_ready(&incomplete, &[]), expected);
 }
 
 #[tokio::test]

@@ -28,7 +28,7 @@ use super::error::MemoryError;
 use super::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, Paid};
 use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
-use super::persistent::names::Named;
+use super::persistent::names::{Named, ShuffleName};
 use super::persistent::rows::{FreeRows, Kept, rows_of};
 use super::persistent::table::NoPlaces;
 use super::read::{self, MemoryRead};
@@ -88,7 +88,7 @@ pub struct Buffer {
     partition: PartitionId,
     shared: Arc<Shared>,
     /// Its shuffle, for the next process; none in private memory.
-    named: Option<Arc<Named>>,
+    name: Option<Arc<ShuffleName>>,
     /// Its application's.
     budget: Budget,
     state: Mutex<State>,
@@ -149,7 +149,7 @@ impl Buffer {
     pub(super) fn new(
         partition: PartitionId,
         shared: Arc<Shared>,
-        named: Option<Arc<Named>>,
+        name: Option<Arc<ShuffleName>>,
         budget: Budget,
         charge: Charge,
     ) -> Self {
@@ -157,7 +157,7 @@ impl Buffer {
         Self {
             partition,
             shared,
-            named,
+            name,
             budget,
             state: Mutex::default(),
             active_bytes: AtomicU64::new(0),
@@ -234,18 +234,26 @@ impl Buffer {
             );
         }
         let asked = blocks.len() as u64;
-        let asked_rows = self.count_rows(&blocks);
+        let named = self.named();
+        let asked_rows = if named.is_some() { count_rows(&blocks) } else { 0 };
         // Charged before the blocks count and until they do not: see `Supply::overdraft`.
         let bytes = metadata_bytes(asked, asked_rows);
         let mut paid = self.pay((asked, bytes), funds).inspect_err(|_| self.shared.budget.wake())?;
         // Paid for before they are taken, and until they are given back.
-        let mut rows = self.rows_for(asked_rows).inspect_err(|_| self.shared.budget.wake())?;
+        let rows = named.map(|named| self.rows_of(named, asked_rows)).transpose();
+        let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
         let mut done = Committed::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
         if state.evicted {
             drop(state);
             return Err(MemoryError::Evicted);
+        }
+        if named.is_none() && self.named().is_some() {
+            // The shuffle got its name meanwhile: its blocks have rows from now on.
+            drop(state);
+            drop(paid);
+            return self.commit(blocks, funds);
         }
         let State { lists, next_chain, .. } = &mut *state;
         let lists = self.made(lists, next_chain);
@@ -393,20 +401,41 @@ impl Buffer {
         self.block_count.load(Ordering::Relaxed)
     }
 
-    /// Rows of `blocks`; none in private memory.
-    fn count_rows(&self, blocks: &[(BlockMeta, BlockFill)]) -> usize {
-        let rows = blocks.iter().map(|(_, fill)| rows_of(fill.pieces()));
-        if self.named.is_some() { rows.sum() } else { 0 }
+    /// The name of its shuffle for the next process; none in private memory, or while there is no place for it.
+    fn named(&self) -> Option<&Arc<Named>> {
+        self.name.as_ref()?.get()
     }
 
-    /// Places for so many rows; none in private memory.
-    fn rows_for(&self, count: usize) -> Result<Option<FreeRows>, MemoryError> {
-        let Some(named) = &self.named else { return Ok(None) };
-        let refused = |no_places| match no_places {
+    /// Places for `count` rows.
+    fn rows_of(&self, named: &Named, count: usize) -> Result<FreeRows, MemoryError> {
+        named.rows(count).map_err(|no_places| match no_places {
             NoPlaces::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
             NoPlaces::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
-        };
-        named.rows(count).map(Some).map_err(refused)
+        })
+    }
+
+    /// Makes rows for blocks that were committed before the shuffle had a name. Returns whether all have rows.
+    pub(in crate::memory) fn protect(&self) -> bool {
+        let Some(named) = self.named() else { return false };
+        let mut abandoned = None;
+        let mut state = self.state.lock();
+        let State { lists, next_chain, .. } = &mut *state;
+        let Some(lists) = lists else { return true };
+        if !lists.active.has_rows() {
+            // As in `reserve`: fills of a chain that is let go of commit as strays.
+            if lists.active.is_empty() {
+                abandoned = Some(std::mem::replace(&mut lists.active, self.next_list(next_chain)));
+            } else {
+                self.rotate(lists, next_chain);
+            }
+        }
+        let batches = lists.batches.iter().filter(|batch| !batch.list().has_rows());
+        let batches: Vec<_> = batches.cloned().collect();
+        self.publish_counters(&state);
+        drop(state);
+        drop(abandoned);
+        let lists = &self.shared.supply.lists;
+        batches.iter().all(|batch| batch.list().make_rows(named, self.partition, lists))
     }
 
     /// What `blocks` blocks cost beside their bytes, charged to the capacity before they count and until they do not: see
@@ -431,7 +460,7 @@ impl Buffer {
     fn next_list(&self, next_chain: &mut u64) -> BlockList {
         let chain = Chain::new(*next_chain);
         *next_chain += 1;
-        let kept = self.named.as_ref().map(|named| Kept::new(Arc::clone(named), self.partition));
+        let kept = self.named().map(|named| Kept::new(Arc::clone(named), self.partition));
         self.list(chain, kept)
     }
 
@@ -473,6 +502,11 @@ impl Buffer {
         self.active_blocks.store(active_blocks, Ordering::Relaxed);
         self.block_count.store(active_blocks + flying_blocks, Ordering::Relaxed);
     }
+}
+
+/// Rows of `blocks`.
+fn count_rows(blocks: &[(BlockMeta, BlockFill)]) -> usize {
+    blocks.iter().map(|(_, fill)| rows_of(fill.pieces())).sum()
 }
 
 /// What blocks with so many rows are charged beside their bytes.

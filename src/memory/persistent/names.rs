@@ -1,6 +1,8 @@
 //! Names: shuffles to which rows belong, in the front of a region.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
 
 use super::layout::{NAME_WORDS, Name};
 use super::table::Table;
@@ -11,6 +13,87 @@ use uniffle_wire::types::ShuffleKey;
 pub(in crate::memory) struct Named {
     pub(super) table: Arc<Table>,
     pub(super) at: u32,
+}
+
+/// A registered shuffle's way to its name, which may be found only later: there may be too many names, or no pages for more.
+#[derive(Debug)]
+pub(in crate::memory) struct ShuffleName {
+    table: Arc<Table>,
+    key: ShuffleKey,
+    named: OnceLock<Arc<Named>>,
+    state: Mutex<Protection>,
+}
+
+/// Whether the next process finds the blocks of a shuffle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Protection {
+    /// It has no name, or blocks from the time before it had one have no rows.
+    Partial,
+    Whole,
+    /// It must not find any.
+    Purged,
+}
+
+impl ShuffleName {
+    /// Of the shuffle `key`, which has the name `named` if there is a place for it.
+    pub(in crate::memory) fn new(table: &Arc<Table>, key: &ShuffleKey, named: Option<Arc<Named>>) -> Arc<Self> {
+        let state = if named.is_some() { Protection::Whole } else { Protection::Partial };
+        table.count_unprotected(0, u64::from(named.is_none()));
+        let (table, key) = (Arc::clone(table), key.clone());
+        Arc::new(Self {
+            table,
+            key,
+            named: named.map_or_else(OnceLock::new, OnceLock::from),
+            state: Mutex::new(state),
+        })
+    }
+
+    /// The name, if the shuffle has one.
+    pub(in crate::memory) fn get(&self) -> Option<&Arc<Named>> {
+        self.named.get()
+    }
+
+    /// Whether blocks of the shuffle are lost with this process.
+    pub(in crate::memory) fn is_partial(&self) -> bool {
+        *self.state.lock() == Protection::Partial
+    }
+
+    /// Takes a name unless the shuffle has one or is purged. Returns whether it has one.
+    pub(in crate::memory) fn take(&self) -> bool {
+        // Held, so that a shuffle that is being purged gets none.
+        let state = self.state.lock();
+        if *state == Protection::Partial && self.named.get().is_none() {
+            self.table.name(&self.key).into_iter().for_each(|named| drop(self.named.set(named)));
+        }
+        self.named.get().is_some()
+    }
+
+    /// All blocks of the shuffle have rows.
+    pub(in crate::memory) fn set_whole(&self) {
+        self.leave_partial(Protection::Whole);
+    }
+
+    /// The shuffle is purged: the next process finds nothing of it.
+    pub(in crate::memory) fn disown(&self) {
+        self.leave_partial(Protection::Purged);
+        self.named.get().iter().for_each(|named| named.disown());
+    }
+
+    fn leave_partial(&self, next: Protection) {
+        let mut state = self.state.lock();
+        if *state == Protection::Partial {
+            self.table.count_unprotected(1, 0);
+        }
+        if *state != Protection::Purged {
+            *state = next;
+        }
+    }
+}
+
+impl Drop for ShuffleName {
+    fn drop(&mut self) {
+        self.leave_partial(Protection::Purged);
+    }
 }
 
 impl Table {

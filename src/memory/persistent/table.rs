@@ -13,7 +13,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -43,6 +43,8 @@ pub(in crate::memory) struct Table {
     pub(super) rows: Part,
     /// Nothing is cleared any more: it is the next process's. Set while both parts are locked.
     let_go: AtomicBool,
+    /// Shuffles with blocks that the next process does not find.
+    unprotected: AtomicU64,
     #[cfg(test)]
     pub(super) after_store: Mutex<Option<Hook>>,
 }
@@ -191,6 +193,7 @@ impl Table {
             geometry,
             region,
             let_go: AtomicBool::new(false),
+            unprotected: AtomicU64::new(0),
             #[cfg(test)]
             after_store: Mutex::new(None),
         }))
@@ -213,6 +216,17 @@ impl Table {
             self.store(at, *word, Ordering::Relaxed);
         }
         self.store(0, words[0], Ordering::Release);
+    }
+
+    /// `less` shuffles are protected now, and `more` are not.
+    pub(super) fn count_unprotected(&self, less: u64, more: u64) {
+        self.unprotected.fetch_add(more, Ordering::Relaxed);
+        self.unprotected.fetch_sub(less, Ordering::Relaxed);
+    }
+
+    /// Shuffles with blocks that are lost if the process is killed.
+    pub(in crate::memory) fn unprotected(&self) -> u64 {
+        self.unprotected.load(Ordering::Relaxed)
     }
 
     /// The segments behind it.

@@ -285,7 +285,7 @@ impl Fixture {
 
     fn hold_places(&mut self) {
         let shuffle = self.memory.shuffle(&key(0)).unwrap();
-        self.held = Some(shuffle.named.as_ref().unwrap().rows(62).unwrap());
+        self.held = Some(shuffle.name.as_ref().unwrap().get().unwrap().rows(62).unwrap());
     }
 
     /// Whatever is stored, the process may die behind it.

@@ -13,6 +13,7 @@
 mod attacks;
 mod cancelled;
 mod cgroup;
+mod full_tmpfs;
 mod h2;
 mod honest;
 mod owed;

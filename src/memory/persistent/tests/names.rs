@@ -61,3 +61,43 @@ fn a_name_that_is_given_out_during_a_start_is_nobody_else_s_after_it() {
     let memory = open(Some(file));
     assert_eq!(taken_over(&memory, known.chain([later])), left);
 }
+
+#[test]
+fn shuffle_without_a_place_gets_one_while_it_lives() {
+    let memory = open(None);
+    assert!(taken_over(&memory, 0..0).is_empty());
+    memory.shared.supply.region.limit_pages(0);
+    memory.register(&key(0), Distribution::Normal);
+    memory.register(&key(1), Distribution::Normal);
+    assert_eq!(memory.unprotected_shuffles(), 2);
+    memory.protect_shuffles();
+    assert_eq!(memory.unprotected_shuffles(), 2, "there is still no place");
+    memory.shared.supply.region.limit_pages(usize::MAX);
+    send_one(&memory, 0, 7);
+    drop(buffer(&memory, 0, 0).seal());
+    send_one(&memory, 0, 8);
+    assert_eq!(rows_left(&memory), 0);
+    memory.protect_shuffles();
+    assert_eq!((memory.unprotected_shuffles(), rows_left(&memory)), (0, 2));
+    send_one(&memory, 0, 9);
+    drop(memory.forget(&key(1)));
+    let file = memory.handed_over().unwrap().unwrap();
+    memory.let_go();
+    drop(memory);
+    let memory = open(Some(file));
+    let ids = [7, 8, 9].map(BlockId).to_vec();
+    assert_eq!(taken_over(&memory, 0..2), BTreeMap::from([(0, ids)]));
+}
+
+#[test]
+fn purged_shuffle_gets_no_place() {
+    let memory = open(None);
+    assert!(taken_over(&memory, 0..0).is_empty());
+    memory.shared.supply.region.limit_pages(0);
+    let shuffle = memory.register(&key(0), Distribution::Normal);
+    memory.shared.supply.region.limit_pages(usize::MAX);
+    drop(memory.forget(&key(0)));
+    shuffle.protect();
+    assert_eq!(memory.unprotected_shuffles(), 0);
+    assert!(table(&memory).found_names().is_empty());
+}

@@ -1,0 +1,54 @@
+//! Somebody fills the tmpfs on which the worker has its memory before a shuffle is registered: there is no place for the shuffle in
+//! the file. It gets one when there is room again, and a kill loses nothing of it then.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::time::Duration;
+
+use tokio::task::block_in_place;
+use tokio::time::Instant;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{eventually, say};
+
+use super::honest::{APP, Honest};
+use crate::kept_memory::{NEVER_FLUSHED, SmallTmpfs};
+use crate::writes::client_of;
+
+/// Pages that the worker takes ahead, at least: enough for what is written while there are no more.
+const AHEAD_BYTES: u64 = 32 << 20;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
+    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a directory");
+    let Some(tmpfs) = SmallTmpfs::mount(directory.path(), "200m") else { return };
+    let memory: &'static str = Box::leak(format!("backing = {:?}\n", tmpfs.path()).into());
+    let setup =
+        Setup { name: "full tmpfs", capacity: "96MiB", memory, tables: NEVER_FLUSHED, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    eventually("pages are taken ahead", || {
+        let files = std::fs::read_dir(tmpfs.path()).expect("there").flatten();
+        let bytes: u64 = files.filter_map(|file| Some(512 * file.metadata().ok()?.blocks())).sum();
+        if bytes >= AHEAD_BYTES { Ok(()) } else { Err(format!("{bytes} bytes")) }
+    })
+    .await;
+    let others = tmpfs.fill();
+    let mut honest = Honest::start(&client).await;
+    block_in_place(|| worker.wait_log("memory_store.backing has no place for some shuffles"));
+    let ready = block_in_place(|| worker.page("/health/ready")).expect("ready");
+    assert!(ready.contains("memory_store.backing has no place for 1 shuffles"), "{ready}");
+    assert_eq!(block_in_place(|| worker.metrics()).total("memory_unprotected_shuffles"), Some(1.0));
+    let figures = honest.work(&client, Instant::now() + Duration::from_secs(1)).await;
+    say(&format!("adversary, full tmpfs: {figures}"));
+    std::fs::remove_file(others).expect("there");
+    block_in_place(|| worker.wait_log("memory_store.backing has a place for all shuffles again"));
+    honest.work(&client, Instant::now()).await;
+    block_in_place(|| {
+        worker.kill();
+        worker.start_again();
+    });
+    let client = client_of(&worker).await;
+    honest.assert_readable(&client).await;
+    client.unregister_app(APP).await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}
