@@ -29,8 +29,9 @@ use crate::metrics::GaugeGuard;
 use crate::runtime::{CorePlace, Cores, Handover, Tasks};
 use crate::telemetry::LogLimiter;
 
+use super::CLOSING_REST;
 use super::http2::FrameScanner;
-use super::places::{Held, LEAVING_DEADLINE, Places, Seat, Stage, closing};
+use super::places::{Held, Places, Seat, Stage, closing};
 use super::tls::TlsAcceptor;
 use super::watched::Watched;
 
@@ -340,6 +341,6 @@ impl Opening {
     /// A handshake under way may end.
     async fn soon_after_closing(&self) {
         self.tasks.closing().await;
-        sleep(LEAVING_DEADLINE).await;
+        sleep(CLOSING_REST).await;
     }
 }

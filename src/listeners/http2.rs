@@ -32,7 +32,8 @@ impl FrameScanner {
             if self.have < HEADER_BYTES {
                 return (at, None);
             }
-            self.left = self.header[..TYPE_AT].iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
+            self.left =
+                self.header[..TYPE_AT].iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
         }
         let more = self.left.min(bytes.len() - at);
         (self.left, at) = (self.left - more, at + more);

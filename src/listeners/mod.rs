@@ -22,3 +22,15 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// After that it is looked so often whether others wait.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// While a listener closes, all others wait for a successor. A request whose next bytes do not come within this time ends ...
+const CLOSING_PAUSE: Duration = Duration::from_millis(300);
+
+/// ... as does one that is not complete this long after the listener began to close ...
+const CLOSING_REQUEST: Duration = Duration::from_secs(1);
+
+/// ... and an answer of which less than 1 MiB, or its rest, was taken within this time.
+const CLOSING_ANSWER: Duration = Duration::from_secs(1);
+
+/// ... and a connection on which no request has begun and whose peer says nothing for this time.
+const CLOSING_REST: Duration = Duration::from_secs(1);

@@ -29,8 +29,7 @@ use crate::clock::{Instant, sleep};
 /// table each time.
 const CHOSEN: usize = 64;
 
-/// Time for a connection to end that is to go: for its calls where its place was given to another one, and for its peer to answer
-/// where the listener closes.
+/// Time for the calls of a connection to end whose place was given to another one.
 pub(super) const LEAVING_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Between two looks whether a connection that is to go has a request.
@@ -253,18 +252,21 @@ impl Seat {
         self.progressed_at(moment);
     }
 
-    /// Completes once it has no request, and no bytes have come or gone for `time` since this was asked. Looked at rarely.
+    /// Completes once it has had no request and no bytes have come or gone for `time` since this was asked, or no request for
+    /// twice that time. Looked at rarely.
     pub(super) async fn resting(&self, time: Duration) {
         let asked = self.now();
+        let mut idle_since = asked;
         loop {
-            let last = self.progressed_ns.load(Ordering::Relaxed).max(asked);
-            let rested = Duration::from_nanos(self.now().saturating_sub(last));
+            let now = self.now();
             let is_busy = self.requests.load(Ordering::Relaxed) > 0;
-            match time.checked_sub(rested).filter(|left| !left.is_zero()) {
-                None if !is_busy => return,
-                None => sleep(REST_LOOK).await,
-                Some(left) => sleep(left).await,
+            idle_since = if is_busy { now } else { idle_since };
+            let silent_since = self.progressed_ns.load(Ordering::Relaxed).max(asked);
+            let lasts = |since: u64, time: Duration| Duration::from_nanos(now.saturating_sub(since)) >= time;
+            if !is_busy && lasts(silent_since, time) || lasts(idle_since, 2 * time) {
+                return;
             }
+            sleep(REST_LOOK).await;
         }
     }
 
@@ -369,7 +371,12 @@ mod tests {
         assert!(waits(LEAVING_DEADLINE * 5).await, "its call is being answered");
         drop(request);
         assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "the end of the answer is on its way");
-        assert!(!waits(LEAVING_DEADLINE).await);
+        for _ in 0..2 {
+            held.seat().progressed();
+            assert!(waits(LEAVING_DEADLINE / 2).await, "the peer takes some of it");
+        }
+        held.seat().progressed();
+        assert!(!waits(LEAVING_DEADLINE / 2).await, "it takes too long");
     }
 
     #[tokio::test(start_paused = true)]

@@ -2,9 +2,9 @@
 //!
 //! As long as no one waits, every request that fits is granted. From the first refusal on until all that waited have what
 //! they asked for (or have not come back for [`WAIT_MAX`]), shares count: an application over its share gets no new ticket,
-//! what comes free is kept for those below theirs, in the order in which they began to wait, and tickets that an
-//! application over its share has not used for a while are taken back. Nothing here locks or waits; the lock is
-//! [`super::ticket`]'s.
+//! what comes free is kept for those below theirs, in the order in which they began to wait, tickets that were not used for a
+//! while are taken back, and sends whose bytes come too slowly must end ([`Claims::must_yield`]). Nothing here locks or waits;
+//! the lock is [`super::ticket`]'s.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -22,6 +22,14 @@ const WAIT_MAX: Duration = Duration::from_secs(12);
 /// A client sends as soon as it has its ticket: one that was not used for so long is hoarded, or its client is in trouble.
 /// Taken back it costs the client a repeated send, as one that expired.
 const IDLE_MAX: Duration = Duration::from_millis(500);
+
+/// The same for an application within its share.
+const IDLE_MAX_WITHIN_SHARE: Duration = Duration::from_secs(5);
+
+/// A slow send of an application over its share ends once a request of another application has waited this long ...
+pub(super) const SLOW_SEND_PATIENCE: Duration = Duration::from_millis(500);
+/// ... and one of an application within its share after this time.
+pub(super) const SLOW_SEND_PATIENCE_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
 /// The level is computed anew at least so often while someone waits ...
 const LEVEL_AGE_MAX: Duration = Duration::from_millis(10);
@@ -64,6 +72,9 @@ pub(super) struct Claims {
     level: Level,
     leveled: Instant,
     is_stale: bool,
+    /// As of the last look: bytes claimed by applications below their shares, and the two of them that have waited longest.
+    claimed: u64,
+    owed: [Option<(Instant, AppId)>; 2],
     /// Tickets taken back so far.
     taken_back: u64,
 }
@@ -87,9 +98,15 @@ pub(super) struct Ticket {
 }
 
 impl Holder {
-    fn has_idle_ticket(&self, now: Instant) -> bool {
+    fn has_idle_ticket(&self, now: Instant, idle_max: Duration) -> bool {
         let oldest = self.tickets.first_key_value();
-        oldest.is_some_and(|(_, ticket)| now.duration_since(ticket.reservation.granted()) >= IDLE_MAX)
+        oldest.is_some_and(|(_, ticket)| now.duration_since(ticket.reservation.granted()) >= idle_max)
+    }
+
+    /// Whether one of its tickets may be taken back for another application.
+    fn has_revocable_ticket(&self, now: Instant, level: Level) -> bool {
+        let idle_max = if self.excess(level) > 0 { IDLE_MAX } else { IDLE_MAX_WITHIN_SHARE };
+        self.has_idle_ticket(now, idle_max)
     }
 
     /// Bytes above its share.
@@ -127,7 +144,19 @@ impl Claims {
     pub(super) fn new(root: Budget, extents: Budget) -> Self {
         let (holders, waiting) = (HashMap::new(), HashMap::new());
         let (level, leveled) = (Level::ENOUGH, Instant::now());
-        Self { root, extents, holders, waiting, level, leveled, is_stale: false, taken_back: 0 }
+        let (claimed, owed) = (0, [None, None]);
+        Self {
+            root,
+            extents,
+            holders,
+            waiting,
+            level,
+            leveled,
+            is_stale: false,
+            claimed,
+            owed,
+            taken_back: 0,
+        }
     }
 
     pub(super) fn holder(&mut self, app: &AppId) -> &mut Holder {
@@ -182,7 +211,8 @@ impl Claims {
     pub(super) fn take_back_one(&mut self, app: &AppId, now: Instant) -> bool {
         let of_app = self.holders.get(app).map_or(0, |holder| holder.tickets.len());
         let most = self.holders.values_mut().max_by_key(|holder| holder.tickets.len());
-        let most = most.filter(|holder| holder.tickets.len() > of_app + 1 && holder.has_idle_ticket(now));
+        let most =
+            most.filter(|holder| holder.tickets.len() > of_app + 1 && holder.has_idle_ticket(now, IDLE_MAX));
         let taken = most.is_some_and(|holder| holder.tickets.pop_first().is_some());
         self.taken_back += u64::from(taken);
         taken
@@ -220,6 +250,20 @@ impl Claims {
     pub(super) fn are_waited_for(&mut self, now: Instant) -> bool {
         self.look(now);
         !self.waiting.is_empty()
+    }
+
+    /// Whether a slow send of `app` must end: another application that is owed memory has waited for it long enough, and less
+    /// is free than is claimed.
+    pub(super) fn must_yield(&mut self, app: &AppId, now: Instant) -> bool {
+        if self.waiting.is_empty() {
+            return false;
+        }
+        self.look(now);
+        let is_over_share = self.holders.get(app).is_some_and(|holder| holder.excess(self.level) > 0);
+        let patience = if is_over_share { SLOW_SEND_PATIENCE } else { SLOW_SEND_PATIENCE_WITHIN_SHARE };
+        let other = self.owed.iter().flatten().find(|(_, other)| other != app);
+        let has_waited = other.is_some_and(|(since, _)| now.duration_since(*since) >= patience);
+        has_waited && self.root.free() < self.claimed
     }
 
     /// Bytes to be kept free for those below their shares.
@@ -294,6 +338,7 @@ impl Claims {
             !waiters.is_empty()
         });
         (self.leveled, self.is_stale) = (now, false);
+        (self.claimed, self.owed) = (0, [None, None]);
         if self.waiting.is_empty() {
             self.level = Level::ENOUGH;
             return;
@@ -304,16 +349,33 @@ impl Claims {
         };
         let claimants: Vec<_> = self.holders.iter().map(claimant).filter(|it| it.demand > 0).collect();
         self.level = fair::level(self.root.capacity().saturating_sub(self.extents.used()), &claimants);
+        self.note_owed();
     }
 
-    /// Drops idle tickets of applications over their shares, those furthest over it first, until `needed` bytes are free.
+    fn note_owed(&mut self) {
+        let claims = self.waiting.iter().map(|(app, waiting)| (app, waiting, self.claim_of(app, waiting)));
+        let (mut claimed, mut oldest, mut second) = (0u64, None, None);
+        for (app, waiting, claim) in claims.filter(|(_, _, claim)| *claim > 0) {
+            claimed = claimed.saturating_add(claim);
+            let Some(since) = waiting.since() else { continue };
+            if oldest.is_none_or(|(other, _)| since < other) {
+                (oldest, second) = (Some((since, app)), oldest);
+            } else if second.is_none_or(|(other, _)| since < other) {
+                second = Some((since, app));
+            }
+        }
+        let named = |it: Option<(Instant, &AppId)>| it.map(|(since, app)| (since, app.clone()));
+        (self.claimed, self.owed) = (claimed, [named(oldest), named(second)]);
+    }
+
+    /// Drops idle tickets of other applications, of those furthest over their shares first, until `needed` bytes are free.
     fn take_back(&mut self, app: &AppId, needed: u64, now: Instant) {
         let (root, level) = (&self.root, self.level);
         while root.free() < needed {
             let others = self.holders.iter_mut().filter(|(other, _)| *other != app).map(|(_, holder)| holder);
-            let over = others.filter(|holder| holder.excess(level) > 0 && holder.has_idle_ticket(now));
-            let Some(holder) = over.max_by_key(|holder| holder.excess(level)) else { return };
-            while root.free() < needed && holder.excess(level) > 0 && holder.has_idle_ticket(now) {
+            let revocable = others.filter(|holder| holder.has_revocable_ticket(now, level));
+            let Some(holder) = revocable.max_by_key(|holder| holder.excess(level)) else { return };
+            while root.free() < needed && holder.has_revocable_ticket(now, level) {
                 holder.tickets.pop_first();
                 self.taken_back += 1;
             }

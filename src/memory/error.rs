@@ -44,6 +44,14 @@ pub enum MemoryError {
         /// Bytes left.
         left: u64,
     },
+    /// The bytes of a send came too slowly while others waited for its memory; sending again later helps.
+    #[error(
+        "send ended: its bytes came slower than {bytes_per_sec} bytes/s while others wait for memory, send again"
+    )]
+    TooSlow {
+        /// The least rate.
+        bytes_per_sec: u64,
+    },
     /// The shuffle was purged meanwhile.
     #[error("the buffer was evicted")]
     Evicted,

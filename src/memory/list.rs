@@ -119,7 +119,8 @@ impl BlockList {
         let (permits, lists) = (supply.blocks.nothing(), supply.lists.nothing());
         let paid = Paid { permits, lists, capacity: budget.nothing() };
         Self {
-            rows: kept.map_or_else(OnceLock::new, |kept| OnceLock::from(Box::new(Rows { kept, _late: None }))),
+            rows: kept
+                .map_or_else(OnceLock::new, |kept| OnceLock::from(Box::new(Rows { kept, _late: None }))),
             records: Vec::new(),
             ids: HashTable::new(),
             hasher,

@@ -282,7 +282,8 @@ impl Memory {
 
     /// Tries again to find places for these. May take milliseconds for each shuffle: not on a runtime's thread.
     pub fn protect_shuffles(&self) {
-        let lack = |shuffle: &Arc<ShuffleBuffers>| shuffle.name.as_ref().is_some_and(|name| name.is_partial());
+        let lack =
+            |shuffle: &Arc<ShuffleBuffers>| shuffle.name.as_ref().is_some_and(|name| name.is_partial());
         let lacking: Vec<_> =
             self.shuffles.iter().filter(|shuffle| lack(shuffle)).map(|it| Arc::clone(&it)).collect();
         lacking.iter().for_each(|shuffle| shuffle.protect());

@@ -232,6 +232,12 @@ impl Tickets {
         self.state.lock().claims.are_waited_for(Instant::now())
     }
 
+    /// Whether a send of `app` whose bytes come too slowly must end for another application that waits for memory.
+    #[must_use]
+    pub fn must_yield(&self, app: &AppId) -> bool {
+        self.state.lock().claims.must_yield(app, Instant::now())
+    }
+
     /// Bytes that are to come free for applications below their shares.
     #[must_use]
     pub fn claimed_bytes(&self) -> u64 {
@@ -257,6 +263,7 @@ impl fmt::Debug for Tickets {
 
 #[cfg(test)]
 mod tests {
+    use super::super::claims::{SLOW_SEND_PATIENCE, SLOW_SEND_PATIENCE_WITHIN_SHARE};
     use super::*;
 
     fn app(name: &str) -> AppId {
@@ -446,6 +453,52 @@ mod tests {
         assert!(ask(&tickets, "honest", 70).is_err(), "the flood has its share");
         ask(&tickets, "honest", 50).unwrap();
         assert_eq!(budget.free(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unused_tickets_within_a_share_are_taken_back_later() {
+        let (_, tickets) = small();
+        for name in ["a", "b", "c", "d"] {
+            ask(&tickets, name, 20).unwrap();
+        }
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert!(ask(&tickets, "honest", 30).is_err());
+        assert_eq!(tickets.standing(&app("a")).share, Some(20 * KIB), "none is over its share");
+        tokio::time::advance(Duration::from_secs(4)).await;
+        ask(&tickets, "honest", 30).unwrap();
+        assert_eq!(tickets.taken_back(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_send_yields_to_an_app_that_waits_below_its_share() {
+        let (_, tickets) = small();
+        let held: Vec<_> =
+            ["flood", "flood", "flood", "small"].map(app).into_iter().zip([30, 30, 30, 10]).collect();
+        let mut held: Vec<_> = held
+            .iter()
+            .map(|(app, kib)| tickets.redeem(app, ask(&tickets, app.as_str(), *kib).unwrap()).unwrap())
+            .collect();
+        assert!(!tickets.must_yield(&app("flood")), "no one waits");
+        assert!(ask(&tickets, "honest", 20).is_err());
+        assert!(!tickets.must_yield(&app("flood")), "the wait has only begun");
+        tokio::time::advance(SLOW_SEND_PATIENCE).await;
+        assert!(tickets.must_yield(&app("flood")));
+        assert!(!tickets.must_yield(&app("small")), "within its share");
+        tokio::time::advance(SLOW_SEND_PATIENCE_WITHIN_SHARE).await;
+        assert!(tickets.must_yield(&app("small")), "after a longer wait");
+        held.remove(0);
+        assert!(!tickets.must_yield(&app("flood")) && !tickets.must_yield(&app("small")), "there is enough");
+        ask(&tickets, "honest", 20).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_send_does_not_yield_to_its_own_app() {
+        let (_, tickets) = small();
+        let _held = tickets.redeem(&app("a"), ask(&tickets, "a", 90).unwrap()).unwrap();
+        assert!(ask(&tickets, "a", 20).is_err());
+        tokio::time::advance(Duration::from_secs(8)).await;
+        assert!(ask(&tickets, "a", 20).is_err());
+        assert!(!tickets.must_yield(&app("a")));
     }
 
     #[tokio::test(start_paused = true)]

@@ -133,6 +133,11 @@ impl Tasks {
         self.close.clone().cancelled_owned()
     }
 
+    /// Whether [`Tasks::close`] or [`Tasks::cancel`] was called.
+    pub fn is_closing(&self) -> bool {
+        self.close.is_cancelled()
+    }
+
     /// Asks all tasks of the group to finish what they have begun; returns at once.
     pub fn close(&self) {
         self.close.cancel();

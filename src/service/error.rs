@@ -201,6 +201,7 @@ impl ServiceError {
             Self::RemoteStorage(_) | Self::NoRemoteStorage => Some("remote storage"),
             Self::Memory(MemoryError::UnknownTicket | MemoryError::TicketOverspent { .. }) => Some("ticket"),
             Self::Memory(MemoryError::TooLarge { .. }) => Some("invalid value"),
+            Self::Memory(MemoryError::TooSlow { .. }) => Some("slow send"),
             Self::Memory(
                 MemoryError::NoCapacity { .. }
                 | MemoryError::OverShare { .. }
@@ -265,9 +266,10 @@ impl ServiceError {
 
 fn memory_status(error: &MemoryError) -> StatusCode {
     match error {
-        MemoryError::NoCapacity { .. } | MemoryError::OverShare { .. } | MemoryError::NoHeap(_) => {
-            StatusCode::NoBuffer
-        }
+        MemoryError::NoCapacity { .. }
+        | MemoryError::OverShare { .. }
+        | MemoryError::TooSlow { .. }
+        | MemoryError::NoHeap(_) => StatusCode::NoBuffer,
         MemoryError::TooLarge { .. } => StatusCode::InvalidRequest,
         MemoryError::Evicted => StatusCode::NoRegister,
         MemoryError::UnknownTicket

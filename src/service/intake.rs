@@ -16,9 +16,12 @@ use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 use super::ServiceError;
 use super::aside;
 use super::ingest::Ingest;
+use super::pace::Pace;
 use super::write::{SendHeader, SendSession};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind};
+use crate::clock::Instant;
+use crate::memory::MemoryError;
 
 /// What has come of [`Intake::commit`]. For its errors see [`SendSession::commit`].
 #[derive(Debug)]
@@ -56,6 +59,7 @@ pub struct Intake {
     next_partition: Option<i32>,
     /// Heap of what the decoder keeps.
     kept: Option<Charge>,
+    pace: Pace,
 }
 
 impl Intake {
@@ -67,7 +71,33 @@ impl Intake {
             session: None,
             next_partition: None,
             kept: None,
+            pace: Pace::new(u64::from(message_bytes), Instant::now()),
         }
+    }
+
+    /// Bytes of the whole message.
+    pub fn message_bytes(&self) -> u64 {
+        self.message_bytes
+    }
+
+    /// When to call [`Intake::check_pace`] next if no byte comes until then.
+    pub fn next_look(&self) -> Instant {
+        self.pace.next_look()
+    }
+
+    /// Checks whether the send may wait for more bytes after `arrived` bytes of its message.
+    ///
+    /// # Errors
+    /// The send is slow and another application waits for its memory.
+    pub fn check_pace(&mut self, arrived: u64) -> Result<(), ServiceError> {
+        let is_slow = self.pace.is_slow(arrived, Instant::now());
+        // Before the header nothing is held.
+        let Some(session) = self.session.as_ref().filter(|_| is_slow) else { return Ok(()) };
+        if !self.ingest.memory.tickets().must_yield(session.app()) {
+            return Ok(());
+        }
+        self.ingest.metrics.slow_sends_ended.inc();
+        Err(MemoryError::TooSlow { bytes_per_sec: self.pace.bytes_per_sec() }.into())
     }
 
     /// The decoder keeps `bytes` of headers by now: they count as blocks that are not committed.

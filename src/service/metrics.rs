@@ -16,6 +16,8 @@ metrics::table! {
             "total_received_data", "Payload bytes of blocks that were acknowledged", also "total_memory_used";
         received_blocks: IntCounter = "total_received_blocks", "Blocks that were acknowledged and stored";
         rejected_sends: IntCounter = "total_rejected_sends", "Sends refused after their header was read";
+        slow_sends_ended: IntCounter = "slow_sends_ended_total",
+            "Sends ended because their bytes came too slowly while another application waited for memory";
         crc_mismatches: IntCounter =
             "total_received_crc_mismatch", "Blocks whose bytes did not have their CRC-32";
         lost_blocks: IntCounter = "total_lost_blocks", "Reported blocks that were found lost";

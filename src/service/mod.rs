@@ -31,6 +31,7 @@ mod lifecycle;
 mod losses;
 pub(crate) mod metrics;
 mod of_connection;
+mod pace;
 pub mod partition_limit;
 mod quota;
 mod read;

@@ -13,7 +13,7 @@ use crate::budget::{Budget, Charge, HeapKind};
 use crate::clock::Instant;
 use crate::memory::{BlockFill, Buffer, Committed, MemoryError, Reservation, ShuffleBuffers};
 use uniffle_wire::BlockHeader;
-use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
+use uniffle_wire::types::{AppId, BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
 use super::ServiceError;
 use super::ingest::Ingest;
@@ -182,6 +182,11 @@ impl SendSession {
     /// Heap of blocks that are not committed: the part of its application.
     pub(super) fn unfinished_blocks(&self) -> &Budget {
         self.app.unfinished_blocks()
+    }
+
+    /// The application that sends.
+    pub(super) fn app(&self) -> &AppId {
+        self.app.id()
     }
 
     /// The blocks that follow belong to `partition`.

@@ -14,7 +14,7 @@ use tonic::body::Body;
 
 use super::config::GrpcConfig;
 use super::convert::{note_broken_call, verdict};
-use super::message::{RequestBody, next_data, read_prefix, respond_message};
+use super::message::{RequestBody, next_data, next_data_paced, read_prefix, respond_message};
 use crate::clock::{Instant, timeout_at};
 use crate::metrics::TransitTimes;
 use crate::proto::SendShuffleDataResponse;
@@ -25,6 +25,32 @@ use uniffle_wire::send_message::{Decoder, Limits, Summary};
 
 /// What is decoded at a time. A frame may be larger and of nothing but partitions: these bytes are some milliseconds of such.
 const PIECE_BYTES: usize = 64 << 10;
+
+/// Takes a send's blocks and decides whether its next bytes are waited for.
+trait SendSink: BlockSink {
+    /// The decoder keeps `bytes` of headers by now.
+    fn keep(&mut self, bytes: u64) -> Result<(), Self::Error>;
+
+    /// When to call [`SendSink::check_pace`] next if no byte comes until then.
+    fn next_look(&self) -> Instant;
+
+    /// Fails if the send must end, `arrived` bytes of its message having come.
+    fn check_pace(&mut self, arrived: u64) -> Result<(), Self::Error>;
+}
+
+impl SendSink for Intake {
+    fn keep(&mut self, bytes: u64) -> Result<(), ServiceError> {
+        Self::keep(self, bytes)
+    }
+
+    fn next_look(&self) -> Instant {
+        Self::next_look(self)
+    }
+
+    fn check_pace(&mut self, arrived: u64) -> Result<(), ServiceError> {
+        Self::check_pace(self, arrived)
+    }
+}
 
 /// Serves one call.
 pub(super) async fn send_shuffle_data<B: RequestBody>(
@@ -40,7 +66,7 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
         let text = format!("the request was not complete after {} s", config.send_deadline.as_secs());
         Err(Status::deadline_exceeded(text))
     });
-    if !matches!(received, Ok(Ok(()))) && !body.is_end_stream() {
+    if !matches!(received, Ok(Ok(()))) && !body.is_end_stream() && !tasks.is_closing() {
         discard_rest(body, config.discard_bytes_max, deadline, tasks);
     }
     match received {
@@ -65,7 +91,7 @@ async fn receive<B: RequestBody>(
 ) -> Result<Result<(), ServiceError>, Status> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
     let mut intake = Intake::new(Arc::clone(&service.ingest), message_bytes);
-    let filled = fill(body, (message_bytes, first), config.send_limits, &mut intake, Intake::keep).await?;
+    let filled = fill(body, (message_bytes, first), config.send_limits, &mut intake).await?;
     let summary = match filled {
         Ok(summary) => summary,
         Err(error) => return Ok(Err(error)),
@@ -77,27 +103,27 @@ async fn receive<B: RequestBody>(
     }
 }
 
-/// Feeds the message of `message_bytes` bytes to `sink`, up to the client's half-close. `keep` is told how many bytes the
-/// decoder keeps of it.
+/// Feeds the message of `message_bytes` bytes to `sink`, up to the client's half-close.
 async fn fill<B, S>(
     body: &mut B,
     (message_bytes, first): (u32, Bytes),
     limits: Limits,
     sink: &mut S,
-    keep: impl Fn(&mut S, u64) -> Result<(), S::Error>,
 ) -> Result<Result<Summary, S::Error>, Status>
 where
     B: RequestBody,
-    S: BlockSink,
+    S: SendSink,
 {
     let mut decoder = Decoder::new(u64::from(message_bytes), limits);
     let mut turn = Turn::default();
+    let mut arrived = 0;
     let mut next = Some(first);
     while let Some(data) = next {
+        arrived += data.len() as u64;
         for piece in data.chunks(PIECE_BYTES) {
             let began = Instant::now();
             let fed = decoder.feed(piece, sink);
-            if let Err(error) = fed.and_then(|()| keep(sink, decoder.collected_bytes() as u64)) {
+            if let Err(error) = fed.and_then(|()| sink.keep(decoder.collected_bytes() as u64)) {
                 return Ok(Err(error));
             }
             turn.count(began.elapsed());
@@ -106,14 +132,23 @@ where
             }
         }
         drop(data);
-        next = next_data(body).await?;
+        let waited = next_data_paced(body, |now| {
+            if sink.next_look() <= now {
+                sink.check_pace(arrived)?;
+            }
+            Ok(Some(sink.next_look()))
+        });
+        next = match waited.await? {
+            Ok(data) => data,
+            Err(error) => return Ok(Err(error)),
+        };
     }
     Ok(decoder.finish(sink))
 }
 
-/// Reads `body` to its end, at most `bytes_max` bytes until `deadline`; then the stream is reset.
+/// Reads `body` to its end, at most `bytes_max` bytes until `deadline` or until the listener closes; then the stream is reset.
 fn discard_rest<B: RequestBody>(mut body: B, bytes_max: u64, deadline: Instant, tasks: &Tasks) {
-    let cancelled = tasks.cancelled();
+    let closing = tasks.closing();
     tasks.spawn("grpc discard", async move {
         let read = async {
             let mut discarded = 0_u64;
@@ -127,7 +162,7 @@ fn discard_rest<B: RequestBody>(mut body: B, bytes_max: u64, deadline: Instant, 
         tokio::select! {
             biased;
             _ = timeout_at(deadline, read) => {}
-            () = cancelled => {}
+            () = closing => {}
         }
     });
 }
@@ -151,10 +186,11 @@ mod tests {
         }
     }
 
-    /// Counts payload bytes and refuses after `allowed` blocks.
+    /// Counts payload bytes, refuses after `allowed` blocks, and waits only after `needed` bytes of the message.
     struct Counter {
         allowed: usize,
         bytes: usize,
+        needed: u64,
     }
 
     impl BlockSink for Counter {
@@ -184,6 +220,20 @@ mod tests {
         }
     }
 
+    impl SendSink for Counter {
+        fn keep(&mut self, _: u64) -> Result<(), Refused> {
+            Ok(())
+        }
+
+        fn next_look(&self) -> Instant {
+            Instant::now() - std::time::Duration::from_secs(1)
+        }
+
+        fn check_pace(&mut self, arrived: u64) -> Result<(), Refused> {
+            if arrived < self.needed { Err(Refused::Sink) } else { Ok(()) }
+        }
+    }
+
     fn request() -> proto::SendShuffleDataRequest {
         let block = |length: usize| proto::ShuffleBlock {
             length: i32::try_from(length).unwrap(),
@@ -201,13 +251,13 @@ mod tests {
     async fn receive_into(sink: &mut Counter, pieces: Vec<Bytes>) -> Result<Summary, Refused> {
         let mut body = body_of(pieces);
         let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
-        fill(&mut body, (length, first), Limits::default(), sink, |_, _| Ok(())).await.unwrap()
+        fill(&mut body, (length, first), Limits::default(), sink).await.unwrap()
     }
 
     #[tokio::test]
     async fn payload_reaches_the_sink_however_frames_are_cut() {
         for cut in [1, 3, 7, 64, 1000, 4000] {
-            let mut sink = Counter { allowed: 2, bytes: 0 };
+            let mut sink = Counter { allowed: 2, bytes: 0, needed: 0 };
             let summary = receive_into(&mut sink, framed(&request(), cut)).await.unwrap();
             assert_eq!((summary.blocks, summary.payload_bytes, sink.bytes), (2, 1500, 1500));
         }
@@ -217,18 +267,36 @@ mod tests {
     async fn a_body_that_ends_early_or_goes_on_is_refused() {
         let mut pieces = framed(&request(), 100);
         pieces.push(Bytes::from_static(b"more"));
-        let result = receive_into(&mut Counter { allowed: 2, bytes: 0 }, pieces.clone()).await;
+        let result = receive_into(&mut Counter { allowed: 2, bytes: 0, needed: 0 }, pieces.clone()).await;
         assert!(matches!(result, Err(Refused::Decode(DecodeError::Malformed { .. }))));
         pieces.truncate(4);
-        let result = receive_into(&mut Counter { allowed: 2, bytes: 0 }, pieces).await;
+        let result = receive_into(&mut Counter { allowed: 2, bytes: 0, needed: 0 }, pieces).await;
         assert_eq!(result, Err(Refused::Decode(DecodeError::Incomplete)));
     }
 
     #[tokio::test]
     async fn the_sinks_refusal_ends_the_reading() {
-        let mut sink = Counter { allowed: 1, bytes: 0 };
+        let mut sink = Counter { allowed: 1, bytes: 0, needed: 0 };
         assert_eq!(receive_into(&mut sink, framed(&request(), 10)).await, Err(Refused::Sink));
         assert_eq!(sink.bytes, 1000);
+    }
+
+    #[tokio::test]
+    async fn send_that_must_not_wait_ends_when_no_frame_is_there() {
+        let all = framed(&request(), 1000);
+        for (needed, waits) in [(1000, false), (900, true)] {
+            let (sender, receiver) = futures::channel::mpsc::unbounded();
+            let frames = futures::StreamExt::map(receiver, |data| {
+                Ok::<_, std::convert::Infallible>(http_body::Frame::data(data))
+            });
+            sender.unbounded_send(all[0].clone()).unwrap();
+            let mut body = http_body_util::StreamBody::new(frames);
+            let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
+            let mut sink = Counter { allowed: 2, bytes: 0, needed };
+            let filled = fill(&mut body, (length, first), Limits::default(), &mut sink);
+            let filled = futures::FutureExt::now_or_never(filled);
+            assert_eq!(filled.map(Result::unwrap), (!waits).then_some(Err(Refused::Sink)));
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -2,6 +2,7 @@
 //!
 //! Not here: what is in a message. Invariant: no buffer is sized by an announced length before that is checked.
 
+use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::Poll;
@@ -14,6 +15,7 @@ use tonic::body::Body;
 use tonic::{Code, Status};
 
 use super::progress::FrameWait;
+use crate::clock::Instant;
 
 /// One byte of flags and the message's length, big-endian.
 pub(super) const PREFIX_BYTES: usize = 5;
@@ -28,30 +30,42 @@ impl<B: http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin +
 /// The next data of `body`, never empty; `None` at its end. Flow control is released by taking it. The caller has
 /// `grpc.frame_timeout_sec` for each frame.
 pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Bytes>, Status> {
+    next_data_paced(body, |_| Ok(None))
+        .await
+        .map(|data| data.unwrap_or_else(|never: Infallible| match never {}))
+}
+
+/// As [`next_data`]. While none is there `check` is asked whether to wait on, and says when to ask again; its error ends the wait.
+pub(super) async fn next_data_paced<B: RequestBody, E>(
+    body: &mut B,
+    mut check: impl FnMut(Instant) -> Result<Option<Instant>, E>,
+) -> Result<Result<Option<Bytes>, E>, Status> {
     loop {
         let mut waiting = None;
-        let next = poll_fn(|context| match (Pin::new(&mut *body).poll_frame(context), &waiting) {
-            (Poll::Ready(frame), _) => Poll::Ready(Ok(frame)),
-            (Poll::Pending, None) => {
-                waiting = Some(FrameWait::begin());
-                Poll::Pending
+        let next = poll_fn(|context| {
+            if let Poll::Ready(frame) = Pin::new(&mut *body).poll_frame(context) {
+                return Poll::Ready(Ok(Ok(frame)));
             }
-            (Poll::Pending, Some(wait)) if wait.is_overdue() => Poll::Ready(Err(late())),
-            (Poll::Pending, Some(_)) => Poll::Pending,
+            let waiting = waiting.get_or_insert_with(FrameWait::begin);
+            match check(Instant::now()) {
+                Ok(look) if waiting.is_overdue(look) => Poll::Ready(Err(waiting.late())),
+                Ok(_) => Poll::Pending,
+                Err(refused) => Poll::Ready(Ok(Err(refused))),
+            }
         });
-        let Some(frame) = next.await? else { return Ok(None) };
+        let frame = match next.await? {
+            Ok(Some(frame)) => frame,
+            Ok(None) => return Ok(Ok(None)),
+            Err(refused) => return Ok(Err(refused)),
+        };
         let frame = frame.map_err(|error| Status::cancelled(format!("the request broke off: {error}")))?;
         // Trailers of a request have no meaning in gRPC.
         if let Ok(data) = frame.into_data()
             && !data.is_empty()
         {
-            return Ok(Some(data));
+            return Ok(Ok(Some(data)));
         }
     }
-}
-
-fn late() -> Status {
-    Status::deadline_exceeded("the request paused for longer than grpc.frame_timeout_sec")
 }
 
 /// Reads the prefix: the message's length, and the bytes that came with it.
@@ -126,8 +140,6 @@ pub(super) fn status_trailers(status: &Status) -> HeaderMap {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::convert::Infallible;
-
     use futures::stream;
     use http_body::Frame;
     use http_body_util::StreamBody;

@@ -2,24 +2,33 @@
 //!
 //! Not here: what a call does. A caller who pauses inside a request, or does not take an answer, ends its call; one that
 //! gets on is not cut off, however large the answer is. Invariants: a call without progress ends within the deadlines, and
-//! sooner while others wait for what its answer holds ([`PATIENCE`]); what is left of an answer when its call has ended,
-//! because HTTP/2 has it and the socket has not, is taken in time or its connection ends.
+//! sooner while others wait for what its answer holds ([`PATIENCE`]) or for the worker's successor ([`Tails::close`]); what is
+//! left of an answer when its call has ended, because HTTP/2 has it and the socket has not, is taken in time or its connection
+//! ends.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Poll, ready};
 use std::time::Duration;
 
 use tokio::sync::Notify;
+use tonic::Status;
 
 use crate::clock::{Instant, sleep, sleep_until};
 use crate::listeners::places::Seat;
-use crate::listeners::{LOOK, PATIENCE};
+use crate::listeners::{CLOSING_ANSWER, CLOSING_PAUSE, CLOSING_REQUEST, LOOK, PATIENCE};
 
 /// Taking so much of an answer is progress. A caller who takes a byte now and then is none.
 const STEP_BYTES: u64 = 1 << 20;
+
+/// A call that waits for a frame looks this often whether it may wait on, and one that waits for its caller to take an answer ...
+const FRAME_LOOK: Duration = Duration::from_millis(250);
+/// ... this often.
+const ANSWER_LOOK: Duration = Duration::from_millis(500);
+/// The least time between two looks of a call.
+const LOOK_PAUSE_MIN: Duration = Duration::from_millis(5);
 
 /// How long a call may take over what.
 #[derive(Debug, Clone, Copy)]
@@ -42,8 +51,8 @@ pub(super) struct Progress {
     taken: AtomicU64,
     /// When the caller last took any of its answer, likewise; none = [`NOT_TAKING`], also while it is not the caller's turn.
     taking_ms: AtomicU64,
-    /// When the frame that is waited for is overdue, likewise; [`NO_FRAME`] while none is.
-    frame_due_ms: AtomicU64,
+    /// When to look at the frame that is waited for, likewise; [`NO_FRAME`] while none is.
+    frame_look_ms: AtomicU64,
     tails: Arc<Tails>,
 }
 
@@ -56,7 +65,10 @@ const NO_FRAME: u64 = u64::MAX;
 /// The next frame of a request is waited for, until this is dropped. The alarm of [`bounded`] is its timer: most frames come at
 /// once, and a timer for each is dearer than the look at them.
 #[derive(Debug)]
-pub(super) struct FrameWait(Option<Arc<Progress>>);
+pub(super) struct FrameWait {
+    progress: Option<Arc<Progress>>,
+    began: Instant,
+}
 
 /// The worker's own time inside an answer: it is not the caller's fault. Until it is dropped.
 #[derive(Debug)]
@@ -69,6 +81,8 @@ pub(super) struct Tails {
     period: Duration,
     /// By the number of the period modulo three: the one that runs, the one before, and the one that must be empty.
     waiting: [AtomicU32; 3],
+    /// When the connection began to close.
+    closed: OnceLock<Instant>,
     /// There is one.
     begun: Notify,
 }
@@ -92,23 +106,39 @@ pub(super) fn of_this_call() -> Option<Arc<Progress>> {
 impl FrameWait {
     /// Begins, in this call; outside of calls it has no end.
     pub(super) fn begin() -> Self {
-        let progress = of_this_call();
-        if let Some(progress) = &progress {
-            let due = ms(progress.began.elapsed() + progress.deadlines.frame);
-            progress.frame_due_ms.store(due, Ordering::Relaxed);
-        }
-        Self(progress)
+        Self { progress: of_this_call(), began: Instant::now() }
     }
 
-    /// Whether the frame is later than it may be.
-    pub(super) fn is_overdue(&self) -> bool {
-        self.0.as_ref().is_some_and(|progress| progress.frame_due() <= Instant::now())
+    /// Whether the frame is later than it may be. If it is not, the call looks again, at `look` at the latest.
+    pub(super) fn is_overdue(&self, look: Option<Instant>) -> bool {
+        let Some(progress) = &self.progress else { return false };
+        let (now, due) = (Instant::now(), self.due(progress));
+        let look = look.map_or(due, |look| look.min(due)).min(now + FRAME_LOOK);
+        progress.frame_look_ms.store(progress.after_beginning(look), Ordering::Relaxed);
+        due <= now
+    }
+
+    /// Why a call ends whose frame is overdue.
+    pub(super) fn late(&self) -> Status {
+        match self.progress.as_ref().and_then(|progress| progress.tails.closed_at()) {
+            Some(_) => {
+                Status::unavailable("the worker closes, and the rest of the request did not come in time")
+            }
+            None => Status::deadline_exceeded("the request paused for longer than grpc.frame_timeout_sec"),
+        }
+    }
+
+    fn due(&self, progress: &Progress) -> Instant {
+        let due = self.began + progress.deadlines.frame;
+        progress.tails.closed_at().map_or(due, |closed| {
+            due.min(self.began.max(closed) + CLOSING_PAUSE).min(closed + CLOSING_REQUEST)
+        })
     }
 }
 
 impl Drop for FrameWait {
     fn drop(&mut self) {
-        self.0.iter().for_each(|progress| progress.frame_due_ms.store(NO_FRAME, Ordering::Relaxed));
+        self.progress.iter().for_each(|progress| progress.frame_look_ms.store(NO_FRAME, Ordering::Relaxed));
     }
 }
 
@@ -126,7 +156,7 @@ pub(super) async fn bounded(
         due_ms: AtomicU64::new(ms(deadlines.call + deadlines.answer)),
         taken: AtomicU64::new(0),
         taking_ms: AtomicU64::new(NOT_TAKING),
-        frame_due_ms: AtomicU64::new(NO_FRAME),
+        frame_look_ms: AtomicU64::new(NO_FRAME),
         tails,
     });
     let mut call = pin!(CALL.scope(Arc::clone(&progress), call));
@@ -135,24 +165,25 @@ pub(super) async fn bounded(
         if call.as_mut().poll(context).is_ready() {
             return Poll::Ready(true);
         }
-        // An answer brings the next look nearer, and progress moves it away, which does not touch the timer.
-        let first_look = progress.due().min(progress.patience_ends()).min(progress.frame_due());
+        // An answer or a frame that is waited for brings the next look nearer, and progress moves it away, which does not
+        // touch the timer.
+        let first_look = progress.next_look();
         if first_look < alarm.deadline() {
             alarm.as_mut().reset(first_look);
         }
         loop {
             ready!(alarm.as_mut().poll(context));
             // Who waits for a frame that is overdue finds that out by itself.
-            if progress.frame_due() <= Instant::now() && call.as_mut().poll(context).is_ready() {
+            if progress.frame_look() <= Instant::now() && call.as_mut().poll(context).is_ready() {
                 return Poll::Ready(true);
             }
             let now = Instant::now();
             let is_stalled = progress.patience_ends() <= now;
-            if progress.due() <= now || is_stalled && is_waited_for() {
+            if progress.due() <= now || is_stalled && is_waited_for() || progress.delays_successor(now) {
                 return Poll::Ready(false);
             }
-            let look = progress.patience_ends().min(progress.frame_due()).max(now + LOOK);
-            alarm.as_mut().reset(progress.due().min(look));
+            let look = if is_stalled { now + LOOK.min(ANSWER_LOOK) } else { progress.next_look() };
+            alarm.as_mut().reset(look.max(now + LOOK_PAUSE_MIN));
         }
     })
     .await
@@ -171,12 +202,36 @@ impl Progress {
         }
     }
 
-    /// When the frame that is waited for is overdue; without one there is no such time before the call's own.
-    fn frame_due(&self) -> Instant {
-        match self.frame_due_ms.load(Ordering::Relaxed) {
+    /// When to look at the frame that is waited for; without one there is no such time before the call's own.
+    fn frame_look(&self) -> Instant {
+        match self.frame_look_ms.load(Ordering::Relaxed) {
             NO_FRAME => self.due(),
-            due => self.began + Duration::from_millis(due),
+            look => self.began + Duration::from_millis(look),
         }
+    }
+
+    /// When to look at the call next.
+    fn next_look(&self) -> Instant {
+        let taking = match self.taking_ms.load(Ordering::Relaxed) {
+            NOT_TAKING => self.due(),
+            taking => self.began + Duration::from_millis(taking) + ANSWER_LOOK,
+        };
+        self.due().min(self.frame_look()).min(taking)
+    }
+
+    /// Whether the connection closes and the caller takes its answer so slowly that others wait for the successor.
+    fn delays_successor(&self, now: Instant) -> bool {
+        let is_taking = self.taking_ms.load(Ordering::Relaxed) != NOT_TAKING;
+        let closed = self.tails.closed_at().filter(|_| is_taking);
+        closed.is_some_and(|closed| {
+            let last_step = self.due().checked_sub(self.deadlines.answer).unwrap_or(self.began);
+            now >= last_step.max(closed) + CLOSING_ANSWER
+        })
+    }
+
+    fn after_beginning(&self, moment: Instant) -> u64 {
+        // Rounded up: a look just before its time is no use.
+        ms(moment.saturating_duration_since(self.began)) + 1
     }
 
     /// There is an answer: from here on the caller's time runs.
@@ -219,7 +274,22 @@ impl Drop for OwnTime {
 impl Tails {
     /// A peer that does not take an answer's end within `period` loses the connection, at the latest after twice that time.
     pub(super) fn new(period: Duration) -> Arc<Self> {
-        Arc::new(Self { began: Instant::now(), period, waiting: Default::default(), begun: Notify::new() })
+        Arc::new(Self {
+            began: Instant::now(),
+            period,
+            waiting: Default::default(),
+            closed: OnceLock::new(),
+            begun: Notify::new(),
+        })
+    }
+
+    /// From now on calls end whose callers pause: others wait for the worker's successor.
+    pub(super) fn close(&self) {
+        let _earlier = self.closed.set(Instant::now());
+    }
+
+    fn closed_at(&self) -> Option<Instant> {
+        self.closed.get().copied()
     }
 
     fn begin(self: &Arc<Self>) -> Tail {

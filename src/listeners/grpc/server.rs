@@ -36,6 +36,7 @@ use super::timer::ConnectionTimer;
 
 use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
 use crate::clock::timeout;
+use crate::listeners::CLOSING_REST;
 use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
 use crate::listeners::places::{LEAVING_DEADLINE, Seat};
 use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
@@ -187,6 +188,9 @@ async fn drive(
         }
     };
     connection.as_mut().graceful_shutdown();
+    if is_stopping {
+        tails.close();
+    }
     let rest = poll_fn(|context| gathering.poll(context, connection.as_mut()));
     tokio::select! {
         biased;
@@ -197,7 +201,7 @@ async fn drive(
             Ok(())
         }),
         // Its peer does not answer, and nothing that has begun waits for it: others wait for a successor meanwhile.
-        () = seat.resting(LEAVING_DEADLINE) => Ok(()),
+        () = seat.resting(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }) => Ok(()),
     }
 }
 

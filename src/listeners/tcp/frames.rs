@@ -179,6 +179,24 @@ impl Frames {
         self.began
     }
 
+    /// When to call [`Frames::check_pace`] next if no byte comes until then; `None` outside of sends.
+    pub(super) fn next_look(&self) -> Option<Instant> {
+        match &self.phase {
+            Phase::Send { intake, .. } => Some(intake.next_look()),
+            Phase::Header { .. } | Phase::Read(_) | Phase::Drain(_) => None,
+        }
+    }
+
+    /// Refuses the send that is arriving if it is too slow.
+    pub(super) fn check_pace(&mut self) {
+        let Phase::Send { intake, .. } = &mut self.phase else { return };
+        let left = self.walker.left();
+        let refused = intake.check_pace(intake.message_bytes().saturating_sub(left)).err();
+        if let (Some(error), Some(id)) = (refused, self.walker.request_id()) {
+            self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), error });
+        }
+    }
+
     /// Whether a reply is owed or on its way.
     pub(super) fn is_busy(&self) -> bool {
         let free = self.requests.available_permits() + usize::from(self.place.is_some());

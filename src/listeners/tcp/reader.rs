@@ -17,7 +17,8 @@ use tokio::time::Duration;
 
 use crate::budget::{Charge, HeapFull};
 use crate::clock::{Instant, Sleep, sleep_until};
-use crate::listeners::places::{LEAVING_DEADLINE, Seat};
+use crate::listeners::places::Seat;
+use crate::listeners::{CLOSING_PAUSE, CLOSING_REQUEST};
 use crate::runtime::{Tasks, Turn};
 use uniffle_wire::DecodeError;
 
@@ -66,6 +67,8 @@ pub(super) struct Reader {
     last_read: Instant,
     /// Within a frame.
     pause_max: Duration,
+    /// The end of the frame that is arriving, once the listener closes.
+    frame_deadline: Option<Instant>,
     turn: Turn,
     /// Wakes at or before the nearest deadline; deadlines that move away are looked at when it does, so that no read
     /// touches the timer.
@@ -98,6 +101,7 @@ impl Reader {
             left_over_charge,
             last_read: now,
             pause_max,
+            frame_deadline: None,
             turn: Turn::default(),
             alarm,
             kept,
@@ -121,9 +125,10 @@ impl Reader {
             Some(end) => end,
             None => {
                 self.frames.align();
-                // A peer that pauses within a frame holds up all that wait for a successor.
-                self.pause_max = self.pause_max.min(LEAVING_DEADLINE);
+                // A peer that is slow within a frame delays all that wait for a successor.
+                self.pause_max = self.pause_max.min(CLOSING_PAUSE);
                 self.last_read = Instant::now();
+                self.frame_deadline = Some(self.last_read + CLOSING_REQUEST);
                 tokio::select! {
                     biased;
                     () = connection.cancelled() => return,
@@ -240,15 +245,21 @@ impl Reader {
             let config = &self.shared.config;
             let (due, end) = match self.frames.began() {
                 Some(began) => {
-                    ((began + config.fill_timeout).min(self.last_read + self.pause_max), End::Stalled)
+                    let due = (began + config.fill_timeout).min(self.last_read + self.pause_max);
+                    (self.frame_deadline.map_or(due, |deadline| deadline.min(due)), End::Stalled)
                 }
                 None => (self.last_read + config.idle_timeout, End::Idle),
             };
-            if due < self.alarm.deadline() {
-                self.alarm.as_mut().reset(due);
+            let look = self.frames.next_look().map_or(due, |look| look.min(due));
+            if look < self.alarm.deadline() {
+                self.alarm.as_mut().reset(look);
             }
             ready!(self.alarm.as_mut().poll(context));
             let now = Instant::now();
+            if look <= now && look < due {
+                self.frames.check_pace();
+                continue;
+            }
             if now >= due {
                 // A connection that waits for its replies is not idle.
                 if matches!(end, End::Stalled) || !self.frames.is_busy() {
@@ -257,7 +268,7 @@ impl Reader {
                 self.last_read = now;
                 continue;
             }
-            self.alarm.as_mut().reset(due);
+            self.alarm.as_mut().reset(look);
         }
     }
 }

@@ -21,7 +21,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use crate::budget::line::Permit;
 use crate::clock::{Instant, sleep, timeout, timeout_at};
 use crate::listeners::places::{Request, Seat};
-use crate::listeners::{LOOK, PATIENCE};
+use crate::listeners::{CLOSING_ANSWER, PATIENCE};
 use crate::runtime::Tasks;
 use crate::service::{Answering, ReadAhead};
 
@@ -32,6 +32,9 @@ use super::shared::Shared;
 const PIECES_PER_WRITE: usize = 128;
 /// Replies are collected up to so many bytes before they are written, and of large ones so many are written at a time.
 const BATCH_BYTES: usize = 1 << 20;
+
+/// How often it is looked whether a peer takes its replies too slowly.
+const LOOK: Duration = Duration::from_millis(500);
 
 /// Fewer bytes within [`PATIENCE`] are next to nothing.
 const PATIENCE_BYTES: usize = 64 << 10;
@@ -225,11 +228,14 @@ impl Writer {
     async fn flush(&mut self) -> io::Result<()> {
         while !self.pieces.is_empty() {
             // The peer has its time for each step: progress keeps a reply alive, not its age.
-            let Self { socket, pieces, shared, seat, .. } = self;
+            let Self { socket, pieces, shared, seat, connection, .. } = self;
             let taken = AtomicUsize::new(0);
-            let is_waited_for = || shared.service.reads.are_waited_for();
-            let writing = write_step(socket, pieces, (&**seat, &taken));
-            within((shared.config.write_timeout, is_waited_for), &taken, writing).await?;
+            let limits = StepLimits {
+                time: shared.config.write_timeout,
+                is_waited_for: || shared.service.reads.are_waited_for(),
+                is_closing: || connection.is_closing(),
+            };
+            within(limits, &taken, write_step(socket, pieces, (&**seat, &taken))).await?;
         }
         Ok(())
     }
@@ -251,18 +257,26 @@ fn batch_has_room(pieces: &VecDeque<Bytes>) -> bool {
     pieces.len() < PIECES_PER_WRITE && pieces.iter().map(Bytes::len).sum::<usize>() < BATCH_BYTES
 }
 
-/// `writing`, which counts what was `taken`, as long as the peer may take for it. One that takes next to nothing has less time
-/// while others wait for what its replies hold.
+/// How long the peer may take for a step.
+struct StepLimits<W, C> {
+    time: Duration,
+    /// Others wait for what the replies hold: a peer that takes next to nothing has [`PATIENCE`].
+    is_waited_for: W,
+    /// Others wait for the worker's successor: a step has [`CLOSING_ANSWER`].
+    is_closing: C,
+}
+
+/// `writing`, which counts what was `taken`, as long as `limits` allow.
 async fn within(
-    (limit, is_waited_for): (Duration, impl Fn() -> bool),
+    limits: StepLimits<impl Fn() -> bool, impl Fn() -> bool>,
     taken: &AtomicUsize,
     writing: impl Future<Output = io::Result<()>>,
 ) -> io::Result<()> {
-    let deadline = Instant::now() + limit;
-    let (mut seen, mut since) = (0, Instant::now());
+    let deadline = Instant::now() + limits.time;
+    let (mut seen, mut since, mut closed) = (0, Instant::now(), None);
     let mut writing = pin!(writing);
     loop {
-        let look = deadline.min((since + PATIENCE).max(Instant::now() + LOOK));
+        let look = deadline.min(Instant::now() + LOOK);
         if let Ok(written) = timeout_at(look, writing.as_mut()).await {
             return written;
         }
@@ -271,7 +285,8 @@ async fn within(
             (seen, since) = (in_all, now);
         }
         let is_stalled = now >= since + PATIENCE;
-        if now >= deadline || is_stalled && is_waited_for() {
+        let delays_successor = (limits.is_closing)() && now >= *closed.get_or_insert(now) + CLOSING_ANSWER;
+        if now >= deadline || delays_successor || is_stalled && (limits.is_waited_for)() {
             return Err(io::ErrorKind::TimedOut.into());
         }
     }
@@ -315,7 +330,7 @@ mod tests {
     use super::*;
 
     /// How many seconds a reply lives of which so many bytes are taken every second.
-    async fn lives(is_waited_for: bool, bytes: usize) -> u64 {
+    async fn lives(is_waited_for: bool, is_closing: bool, bytes: usize) -> u64 {
         let (began, taken) = (Instant::now(), AtomicUsize::new(0));
         let writing = async {
             loop {
@@ -323,16 +338,26 @@ mod tests {
                 taken.fetch_add(bytes, Ordering::Relaxed);
             }
         };
-        let ended = within((Duration::from_secs(100), || is_waited_for), &taken, writing).await;
+        let limits = StepLimits {
+            time: Duration::from_secs(100),
+            is_waited_for: || is_waited_for,
+            is_closing: || is_closing,
+        };
+        let ended = within(limits, &taken, writing).await;
         assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::TimedOut);
         began.elapsed().as_secs()
     }
 
     #[tokio::test(start_paused = true)]
     async fn n8_a_reply_of_which_next_to_nothing_is_taken_gives_way_to_others_that_wait() {
-        assert_eq!(lives(true, 0).await, 10);
-        assert_eq!(lives(true, 100).await, 10);
-        assert_eq!(lives(true, 8 << 10).await, 100, "it gets on, if slowly");
-        assert_eq!(lives(false, 0).await, 100);
+        assert_eq!(lives(true, false, 0).await, 10);
+        assert_eq!(lives(true, false, 100).await, 10);
+        assert_eq!(lives(true, false, 8 << 10).await, 100, "it gets on, if slowly");
+        assert_eq!(lives(false, false, 0).await, 100);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reply_that_is_taken_slowly_ends_when_the_listener_closes() {
+        assert_eq!(lives(false, true, 8 << 10).await, 1);
     }
 }

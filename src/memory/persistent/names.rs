@@ -36,7 +36,11 @@ enum Protection {
 
 impl ShuffleName {
     /// Of the shuffle `key`, which has the name `named` if there is a place for it.
-    pub(in crate::memory) fn new(table: &Arc<Table>, key: &ShuffleKey, named: Option<Arc<Named>>) -> Arc<Self> {
+    pub(in crate::memory) fn new(
+        table: &Arc<Table>,
+        key: &ShuffleKey,
+        named: Option<Arc<Named>>,
+    ) -> Arc<Self> {
         let state = if named.is_some() { Protection::Whole } else { Protection::Partial };
         table.count_unprotected(0, u64::from(named.is_none()));
         let (table, key) = (Arc::clone(table), key.clone());

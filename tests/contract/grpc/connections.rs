@@ -58,9 +58,7 @@ async fn burst_of_cancelled_calls_does_not_end_the_connection() {
     let path = b"/rss.common.ShuffleServer/appHeartbeat";
     // POST and http of the static table, then a literal that is not indexed (RFC 7541 section 6.2.2).
     let head = [&[0x83, 0x86, 0x04, u8::try_from(path.len()).unwrap()], &path[..]].concat();
-    let call = |stream: u32| {
-        [frame(1, 4, stream, &head), frame(3, 0, stream, &8u32.to_be_bytes())].concat()
-    };
+    let call = |stream: u32| [frame(1, 4, stream, &head), frame(3, 0, stream, &8u32.to_be_bytes())].concat();
     let mut burst = BEGINNING.to_vec();
     burst.extend((0..CALLS).flat_map(|number| call(2 * number + 1)));
     let mut stream = said(fixture.worker.addresses().grpc, &burst).await;

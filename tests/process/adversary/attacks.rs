@@ -221,7 +221,7 @@ async fn forge_tickets(target: Target, block: &Block, random: &mut ChaCha8Rng) -
     stream.write_all(&frame(random.random(), block)).await
 }
 
-fn frame(ticket: i64, block: &Block) -> Bytes {
+pub(super) fn frame(ticket: i64, block: &Block) -> Bytes {
     let block = SendBlock {
         block_id: block.meta.block_id.0,
         crc: i64::from(block.meta.crc),

@@ -82,6 +82,11 @@ impl Connection {
         Ok(id)
     }
 
+    /// Asks whether the worker is there, and does not wait for the answer.
+    pub(super) async fn ping(&mut self) -> io::Result<()> {
+        self.frame(PING, 0, 0, &[0; 8]).await
+    }
+
     /// Takes frames for `time` and answers pings, so that the worker takes it for alive.
     pub(super) async fn pong(&mut self, time: Duration) -> io::Result<()> {
         match timeout(time, self.answer_pings()).await {

@@ -17,6 +17,7 @@ mod full_tmpfs;
 mod h2;
 mod honest;
 mod owed;
+mod slow_sends;
 
 use std::time::Duration;
 

@@ -1,0 +1,263 @@
+//! Sends whose bytes come slowly or not at all, and tickets that nobody uses: they hold nearly all of the memory that others wait
+//! for. After each attack the worker is upgraded and still has what the honest application wrote.
+
+use std::io;
+use std::time::Duration;
+
+use futures::future::{BoxFuture, FutureExt as _};
+use prost::Message as _;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::{Instant, sleep};
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::clients::{client_of, key, local};
+use uniffle_testkit::say;
+use uniffle_wire::types::{PartitionId, TaskAttemptId};
+use uniffle_worker::proto;
+
+use super::attacks::{APP, Attack, Target, again, client, frame};
+use super::h2::Connection;
+use super::honest::Health;
+use super::{ALONE, Siege};
+
+/// Sizes of sends: of each as many as are granted, until hardly anything is free.
+const SIZES: [i32; 4] = [4_000_000, 500_000, 60_000, 8_000];
+/// More sends of one size are never granted.
+const SENDS: usize = 80;
+/// Bytes of a send that come at once.
+const FIRST_BYTES: usize = 4 << 10;
+/// Bytes of a send that come one by one.
+const TRICKLED: usize = 50;
+const BETWEEN_BYTES: Duration = Duration::from_millis(100);
+/// Applications of the attack that uses many.
+const APPS: usize = 64;
+
+fn block(size: i32) -> Block {
+    let length = u32::try_from(size).expect("not negative");
+    BlockGenerator::new(3, IdLayout::SPARK).block(PartitionId(1), TaskAttemptId(1), 0, length)
+}
+
+/// A ticket of `app` for `size` bytes, if there is memory.
+async fn ticket(client: &ShuffleClient, app: &str, size: i32) -> io::Result<Option<i64>> {
+    let request = proto::RequireBufferRequest {
+        require_size: size,
+        app_id: app.to_owned(),
+        shuffle_id: 0,
+        partition_ids: vec![1],
+        ..Default::default()
+    };
+    let answer = client.require_raw(request).await.map_err(io::Error::other)?;
+    Ok((answer.status == i32::from(proto::StatusCode::Success)).then_some(answer.require_buffer_id))
+}
+
+/// Tickets for all memory that is free, and a block for each.
+async fn all_tickets(target: Target) -> io::Result<Vec<(i64, Block)>> {
+    let client = client(target).await?;
+    let mut granted = Vec::new();
+    for size in SIZES {
+        let block = block(size);
+        for _ in 0..SENDS {
+            let Some(ticket) = ticket(&client, APP, size).await? else { break };
+            granted.push((ticket, block.clone()));
+        }
+    }
+    Ok(granted)
+}
+
+fn message(ticket: i64, block: &Block) -> Vec<u8> {
+    let block = proto::ShuffleBlock {
+        block_id: block.meta.block_id.0,
+        length: i32::try_from(block.data.len()).expect("small"),
+        crc: i64::from(block.meta.crc),
+        data: block.data.clone(),
+        ..Default::default()
+    };
+    let request = proto::SendShuffleDataRequest {
+        app_id: APP.to_owned(),
+        shuffle_id: 0,
+        require_buffer_id: ticket,
+        shuffle_data: vec![proto::ShuffleData { partition_id: 1, block: vec![block] }],
+        ..Default::default()
+    };
+    let bytes = request.encode_to_vec();
+    let mut framed = vec![0];
+    framed.extend_from_slice(&u32::try_from(bytes.len()).expect("small").to_be_bytes());
+    framed.extend_from_slice(&bytes);
+    framed
+}
+
+/// A few connections whose calls bring a byte now and then, and pings between them.
+fn trickle_over_grpc(target: Target) -> BoxFuture<'static, io::Error> {
+    async move {
+        again(|| async {
+            let mut connections = Vec::new();
+            for some in all_tickets(target).await?.chunks(15) {
+                let mut connection = Connection::open(target.grpc, 1 << 20).await?;
+                let mut calls = Vec::new();
+                for (ticket, block) in some {
+                    let id = connection.begin("ShuffleServer/sendShuffleData").await?;
+                    connection.data(id, &message(*ticket, block)[..FIRST_BYTES], false).await?;
+                    calls.push(id);
+                }
+                connections.push((connection, calls));
+            }
+            for _ in 0..TRICKLED {
+                for (connection, calls) in &mut connections {
+                    connection.ping().await?;
+                    for id in calls {
+                        connection.data(*id, b"x", false).await?;
+                    }
+                }
+                sleep(BETWEEN_BYTES).await;
+            }
+            Ok(())
+        })
+        .await
+    }
+    .boxed()
+}
+
+/// A connection for each send.
+fn trickle_over_tcp(target: Target) -> BoxFuture<'static, io::Error> {
+    async move {
+        again(|| async {
+            let mut streams = Vec::new();
+            for (ticket, block) in all_tickets(target).await? {
+                let mut stream = TcpStream::connect(local(target.tcp)).await?;
+                stream.write_all(&frame(ticket, &block)[..FIRST_BYTES]).await?;
+                streams.push(stream);
+            }
+            for _ in 0..TRICKLED {
+                for stream in &mut streams {
+                    stream.write_all(b"x").await?;
+                }
+                sleep(BETWEEN_BYTES).await;
+            }
+            Ok(())
+        })
+        .await
+    }
+    .boxed()
+}
+
+/// Sends of which nothing more comes, over both transports.
+fn stalls(target: Target) -> BoxFuture<'static, io::Error> {
+    async move {
+        again(|| async {
+            let mut connection = Connection::open(target.grpc, 0).await?;
+            let mut streams = Vec::new();
+            for (at, (ticket, block)) in all_tickets(target).await?.into_iter().enumerate() {
+                if at % 2 == 0 {
+                    let id = connection.begin("ShuffleServer/sendShuffleData").await?;
+                    connection.data(id, &message(ticket, &block)[..FIRST_BYTES], false).await?;
+                } else {
+                    let mut stream = TcpStream::connect(local(target.tcp)).await?;
+                    stream.write_all(&frame(ticket, &block)[..FIRST_BYTES]).await?;
+                    streams.push(stream);
+                }
+            }
+            sleep(Duration::from_secs(10)).await;
+            Ok(())
+        })
+        .await
+    }
+    .boxed()
+}
+
+fn app(number: usize) -> String {
+    format!("{APP}-{number}")
+}
+
+/// Tickets of many applications, each within its share, which are never used.
+fn unused_tickets_of_many_apps(target: Target) -> BoxFuture<'static, io::Error> {
+    async move {
+        again(|| async {
+            let client = client(target).await?;
+            for number in 0..APPS {
+                // Known from the second round on.
+                let _ = client.register(&key(&app(number), 0), &[(0, 9)]).await;
+                for size in SIZES {
+                    ticket(&client, &app(number), size).await?;
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+    .boxed()
+}
+
+/// `attack` beside the honest application, then an upgrade.
+async fn upgraded_after(name: &'static str, attack: Attack) {
+    let mut siege = Siege::start(name).await;
+    let outcome = siege.run(&[attack], ALONE).await;
+    for number in 0..APPS {
+        let _unknown = siege.client.unregister_app(&app(number)).await;
+    }
+    block_in_place(|| {
+        siege.worker.begin_upgrade();
+        siege.worker.finish_upgrade();
+    });
+    siege.client = client_of(&siege.worker).await;
+    siege.honest.assert_readable(&siege.client).await;
+    siege.finish(outcome).await;
+}
+
+/// An upgrade while `attack` continues: no connection of it is waited for until the deadline of all.
+async fn upgraded_beside(name: &'static str, attack: Attack) {
+    let mut siege = Siege::start(name).await;
+    let mut attacking = JoinSet::new();
+    attacking.spawn(attack(siege.target()));
+    let figures = siege.honest.work(&siege.client, Instant::now() + ALONE).await;
+    block_in_place(|| {
+        siege.worker.begin_upgrade();
+        siege.worker.finish_upgrade();
+    });
+    attacking.shutdown().await;
+    let (log, gap_ms) = (siege.worker.log(), siege.worker.ready().upgrade_gap_ms);
+    say(&format!("adversary, {name}: nothing was accepted for {gap_ms:?} ms"));
+    for late in ["did not drain in time", "connections did not end in time"] {
+        assert!(!log.contains(late), "{log}");
+    }
+    siege.client = client_of(&siege.worker).await;
+    siege.honest.assert_readable(&siege.client).await;
+    siege.finish((figures, Health::default())).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trickling_sends_over_grpc_delay_no_upgrade() {
+    upgraded_beside("upgrade beside sends over gRPC", trickle_over_grpc).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trickling_sends_over_tcp_delay_no_upgrade() {
+    upgraded_beside("upgrade beside sends over TCP", trickle_over_tcp).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stalled_sends_delay_no_upgrade() {
+    upgraded_beside("upgrade beside stalled sends", stalls).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trickling_sends_over_grpc_keep_nobody_out() {
+    upgraded_after("trickling sends over gRPC", trickle_over_grpc).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trickling_sends_over_tcp_keep_nobody_out() {
+    upgraded_after("trickling sends over TCP", trickle_over_tcp).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stalled_sends_keep_nobody_out() {
+    upgraded_after("stalled sends", stalls).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unused_tickets_of_many_apps_keep_nobody_out() {
+    upgraded_after("unused tickets of many applications", unused_tickets_of_many_apps).await;
+}
