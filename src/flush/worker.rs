@@ -4,13 +4,13 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
+use fastrace::Span;
 use futures::FutureExt as _;
 use tokio::sync::SemaphorePermit;
 
 use crate::app::{Counted, Stage};
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
-use crate::telemetry::span::{InSpanExt as _, Span};
 use crate::tiers::{
     Backlog, ExtentData, ExtentWrite, InMemory, Released, StoreError, StoreErrorKind, TierBatch,
 };
@@ -33,8 +33,7 @@ impl Flusher {
                 () = &mut stopped => return,
                 next = next => next,
             };
-            let span = self.config.traces.begin("flush", None);
-            self.flush(batch, tier).in_span(span).await;
+            self.flush(batch, tier).await;
         }
     }
 
@@ -42,7 +41,9 @@ impl Flusher {
     async fn flush(self: &Arc<Self>, batch: Batch, tier: usize) {
         let bytes = batch.bytes();
         self.metrics.all.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
-        Span::add_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
+        let span = self.config.traces.begin("flush", None);
+        let span =
+            span.with_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
         let began = Instant::now();
         let app = self.app_of(&batch.key);
         if let Some(app) = &app {
@@ -53,7 +54,7 @@ impl Flusher {
         // Until this function ends: memory is released, or keeps the batch for another attempt.
         let (_in_memory, released) = InMemory::begin();
         // A panic must not take the batch with it: its blocks would stay in memory forever.
-        let written = AssertUnwindSafe(self.write(&batch, tier, released)).catch_unwind().await;
+        let written = AssertUnwindSafe(self.write(&batch, tier, released, &span)).catch_unwind().await;
         let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
         drop(writing);
         let Some(batch) = Arc::into_inner(batch) else { return };
@@ -92,20 +93,26 @@ impl Flusher {
         permits.acquire_many(blocks).await.ok()
     }
 
-    async fn write(&self, batch: &Arc<Batch>, tier: usize, released: Released) -> Result<(), StoreError> {
+    async fn write(
+        &self,
+        batch: &Arc<Batch>,
+        tier: usize,
+        released: Released,
+        span: &Span,
+    ) -> Result<(), StoreError> {
         let _room = self.room_for(batch).await;
         let extents = {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
             let batch = Arc::clone(batch);
-            let cut = tokio::task::spawn_blocking(move || extents_of(&batch));
-            cut.in_span(Span::child("sort and cut")).await
+            let _part = Span::enter_with_parent("sort and cut", span);
+            tokio::task::spawn_blocking(move || extents_of(&batch)).await
         };
         let extents = extents.map_err(|error| failed(batch, error))?;
         if extents.is_empty() {
             return Ok(());
         }
-        let store = self.store(batch, tier, extents, released);
-        store.in_span(Span::child("write and publish")).await
+        let _part = Span::enter_with_parent("write and publish", span);
+        self.store(batch, tier, extents, released).await
     }
 
     async fn store(

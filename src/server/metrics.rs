@@ -10,7 +10,7 @@ use crate::metrics::Description;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::metrics::ServiceMetrics;
-use crate::telemetry::PanicMetrics;
+use crate::telemetry::TelemetryMetrics;
 #[cfg(feature = "object")]
 use crate::tiers::offload;
 use crate::tiers::{hdfs, local, object};
@@ -42,7 +42,7 @@ pub fn metric_descriptions() -> Vec<Description> {
         UpgradeMetrics::described(),
         RuntimeMetrics::described(),
         AllocatorMetrics::described(),
-        PanicMetrics::described(),
+        TelemetryMetrics::described(),
     ]
     .concat()
 }

@@ -9,15 +9,13 @@ mod audit;
 pub(crate) mod captured;
 mod files;
 mod log_limiter;
+mod metrics;
 #[cfg(feature = "otlp")]
 pub mod otlp;
 mod panics;
-#[cfg(feature = "otlp")]
-mod recorded;
 mod refusals;
 mod settings;
-pub mod span;
-mod traceparent;
+mod spans;
 pub mod traces;
 
 use std::io::IsTerminal as _;
@@ -33,7 +31,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 use self::files::LogFile;
 pub use audit::AUDIT;
 pub use log_limiter::LogLimiter;
-pub(crate) use panics::PanicMetrics;
+pub(crate) use metrics::TelemetryMetrics;
 pub use panics::panic_count;
 pub use refusals::Refusals;
 pub use settings::{LogFormat, Rotation, TelemetryConfig, parse_filter};

@@ -23,13 +23,6 @@ pub fn panic_count() -> u64 {
     PANICS.load(Ordering::Relaxed)
 }
 
-metrics::table! {
-    /// Exports [`panic_count`] under the name that dashboards of riffle know.
-    pub(crate) struct PanicMetrics {
-        _panics: PanicCount = "panic_signal", "panics since the process started";
-    }
-}
-
 /// Reads the count when metrics are gathered.
 #[derive(Debug, Clone)]
 pub(crate) struct PanicCount(IntGauge);
@@ -97,13 +90,18 @@ mod tests {
     use prometheus::Registry;
 
     use super::*;
+    use crate::telemetry::TelemetryMetrics;
     use crate::telemetry::captured::CapturedLog;
 
     #[test]
     fn panics_are_counted_and_logged_by_addresses() {
         let registry = Registry::new();
-        let _panics = PanicMetrics::new(&registry).unwrap();
-        let exported = || registry.gather()[0].get_metric()[0].get_gauge().get_value();
+        let _metrics = TelemetryMetrics::new(&registry).unwrap();
+        let exported = || {
+            let families = registry.gather();
+            let family = families.iter().find(|family| family.name() == "panic_signal").unwrap();
+            family.get_metric()[0].get_gauge().get_value()
+        };
         let (before, log) = (exported(), CapturedLog::of_this_thread());
         install_panic_hook();
         std::panic::catch_unwind(|| panic!("counted by a test")).unwrap_err();

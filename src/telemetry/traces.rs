@@ -4,8 +4,10 @@
 //! worker's [`Traces`]; without a collector in the configuration that is one branch. Where spans go is the process's
 //! business, not a worker's: see `otlp`. In a build without that feature every span is a no-op.
 
-use super::span::Span;
-use super::traceparent::Traceparent;
+use fastrace::Span;
+use fastrace::collector::SpanContext;
+
+use super::spans::SPANS;
 use crate::schema::kind::{optional, parsed, ratio};
 use crate::schema::section;
 
@@ -76,14 +78,16 @@ impl Traces {
         Self { below: Some((ratio * u64::MAX as f64) as u64) }
     }
 
-    /// The span of one call or flush; of none when it is not traced. `parent` is the client's W3C traceparent, whose
-    /// word on sampling holds.
+    /// Begins the span of a call or flush; a no-op where it is not traced. `parent` is the client's W3C traceparent, whose
+    /// sampling decision is final.
     pub fn begin(&self, name: &'static str, parent: Option<&str>) -> Span {
         let Some(below) = self.below else { return Span::noop() };
-        match parent.and_then(Traceparent::parse) {
-            Some(parent) if parent.is_sampled => Span::begin(name, Some(parent)),
+        match parent.and_then(SpanContext::decode_w3c_traceparent) {
+            Some(parent) if parent.sampled => SPANS.begin_below(name, parent),
             Some(_) => Span::noop(),
-            None if rand::random::<u64>() < below || below == u64::MAX => Span::begin(name, None),
+            None if rand::random::<u64>() < below || below == u64::MAX => {
+                SPANS.begin(name, SpanContext::random())
+            }
             None => Span::noop(),
         }
     }
@@ -91,14 +95,13 @@ impl Traces {
 
 #[cfg(all(test, feature = "otlp"))]
 mod tests {
-    use super::super::recorded::tests::keep_spans;
     use super::*;
 
     const SAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
     const NOT_SAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00";
 
     fn is_traced(traces: Traces, parent: Option<&str>) -> bool {
-        traces.begin("test", parent).is_recorded()
+        SpanContext::from_span(&traces.begin("test", parent)).is_some()
     }
 
     #[test]
@@ -112,7 +115,7 @@ mod tests {
 
     #[test]
     fn the_client_decides_and_else_the_share() {
-        keep_spans(); // spans are begun only where they are taken
+        SPANS.set_exported(true);
         let (never, always) = (Traces::sampled(0.0), Traces::sampled(1.0));
         assert!(is_traced(never, Some(SAMPLED)) && !is_traced(never, None));
         assert!(is_traced(always, None) && !is_traced(always, Some(NOT_SAMPLED)));

@@ -7,6 +7,7 @@ use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use fastrace::Span;
 use futures::FutureExt as _;
 use http::{Request, Response};
 use http_body_util::BodyExt as _;
@@ -32,7 +33,6 @@ use crate::budget::Charge;
 use crate::clock::timeout;
 use crate::runtime::{Aside, Tasks};
 use crate::service::{ReadingOfConnection, Service};
-use crate::telemetry::span::{InSpanExt as _, Span};
 
 /// Calls that want to know who asks.
 const WHO_ASKS: [&str; 2] = ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];
@@ -88,13 +88,13 @@ impl Router {
         mut request: Request<Incoming>,
         caller: Arc<Caller>,
     ) -> Result<Response<Body>, Infallible> {
-        let span = self.span(&request);
+        let _span = self.span(&request);
         if WHO_ASKS.iter().any(|path| request.uri().path().starts_with(path)) {
             // As tonic's own server tells it.
             let remote_addr = Some(caller.peer);
             request.extensions_mut().insert(TcpConnectInfo { local_addr: None, remote_addr });
         }
-        self.counted(request, &caller).in_span(span).await
+        self.counted(request, &caller).await
     }
 
     /// The span of a call. Nothing is looked up when nothing is traced.

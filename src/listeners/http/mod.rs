@@ -137,7 +137,7 @@ impl HttpServer {
         pages: Pages,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        telemetry::PanicMetrics::new(&pages.registry)?;
+        telemetry::TelemetryMetrics::new(&pages.registry)?;
         let counts = (pages.metrics.connections.clone(), pages.metrics.closed.clone());
         let mounted = pages.mounted.clone();
         let router = router(pages).merge(mounted);

@@ -14,7 +14,6 @@ use crate::clock::timeout;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
-use crate::telemetry::span::InSpanExt as _;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
@@ -173,12 +172,13 @@ impl LocalRead {
         let span = self.shared.config.traces.begin(name, None);
         let (head, body) = tokio::select! {
             biased;
-            answer = self.answer().in_span(span) => match answer {
+            answer = self.answer() => match answer {
                 Ok(reply) => reply,
                 Err(error) => refused(&self.shared, self.kind, self.request_id, &error),
             },
             () = cancelled => return,
         };
+        drop(span);
         self.outbox.post(Outgoing { head, body, guard: self.guard });
     }
 

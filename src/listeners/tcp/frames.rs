@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use bytes::BufMut;
+use fastrace::Span;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::budget::heap::HeapFull;
@@ -15,7 +16,6 @@ use crate::clock::Instant;
 use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
 use crate::service::{AnswersOfConnection, Commit, Committing, Intake, ServiceError};
-use crate::telemetry::span::Span;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;

@@ -67,6 +67,7 @@ fn a_collector_that_is_away_is_told_once_and_does_no_harm() {
         let warnings = worker.log().matches("the collector does not take traces").count();
         if warnings == 1 { Ok(()) } else { Err(format!("{warnings} warnings")) }
     });
+    assert!(worker.metrics().total("trace_spans_lost_total").is_some_and(|lost| lost > 0.0));
     worker.assert_clean();
     worker.assert_no_error_logged();
     worker.stop();

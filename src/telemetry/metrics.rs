@@ -1,0 +1,95 @@
+//! Metrics of the process's telemetry. Each counts since the process started, whichever worker runs in it.
+
+use std::fmt::Debug;
+use std::marker::PhantomData;
+
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{HistogramOpts, IntCounter, Opts};
+
+use super::panics::PanicCount;
+use super::spans::SPANS;
+use crate::metrics::{self, Family};
+
+metrics::table! {
+    /// The names of `panic_signal` are those that dashboards of riffle know.
+    pub(crate) struct TelemetryMetrics {
+        _panics: PanicCount = "panic_signal", "panics since the process started";
+        _lost_spans: LostSpans =
+            "trace_spans_lost_total", "spans that the collector of traces did not get: it took none, or too many came at once";
+    }
+}
+
+/// A count that belongs to the process.
+pub(crate) trait Total: Debug + Clone + Send + Sync + 'static {
+    /// Returns the count.
+    fn total() -> u64;
+}
+
+/// Spans that were not exported.
+#[derive(Debug, Clone)]
+pub(crate) struct LostSpansTotal;
+
+impl Total for LostSpansTotal {
+    fn total() -> u64 {
+        SPANS.lost()
+    }
+}
+
+type LostSpans = ProcessCounter<LostSpansTotal>;
+
+/// A counter that reads its value when metrics are gathered.
+#[derive(Debug, Clone)]
+pub(crate) struct ProcessCounter<T> {
+    options: Opts,
+    described: IntCounter,
+    total: PhantomData<T>,
+}
+
+impl<T: Total> Family for ProcessCounter<T> {
+    const KIND: &'static str = IntCounter::KIND;
+
+    fn create(options: HistogramOpts, _labels: &[&str]) -> prometheus::Result<Self> {
+        let described = IntCounter::with_opts(options.common_opts.clone())?;
+        Ok(Self { options: options.common_opts, described, total: PhantomData })
+    }
+}
+
+impl<T: Total> Collector for ProcessCounter<T> {
+    fn desc(&self) -> Vec<&Desc> {
+        self.described.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        // A fresh one each time: gatherings may overlap, and a counter cannot be set.
+        let Ok(counter) = IntCounter::with_opts(self.options.clone()) else { return Vec::new() };
+        counter.inc_by(T::total());
+        counter.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus::Registry;
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    struct Seven;
+
+    impl Total for Seven {
+        fn total() -> u64 {
+            7
+        }
+    }
+
+    #[test]
+    fn process_counter_shows_the_total_of_each_gathering() {
+        let registry = Registry::new();
+        let options = HistogramOpts::new("lost_total", "lost");
+        registry.register(Box::new(ProcessCounter::<Seven>::create(options, &[]).unwrap())).unwrap();
+        for _ in 0..2 {
+            assert_eq!(registry.gather()[0].get_metric()[0].get_counter().get_value(), 7.0);
+        }
+    }
+}
