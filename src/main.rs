@@ -341,7 +341,7 @@ fn fail(code: u8, text: &str) -> ExitCode {
 
 /// On stderr.
 fn tell(text: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "uniffle-worker: {text}");
+    telemetry::print(std::io::stderr(), &format!("uniffle-worker: {text}\n"));
 }
 
 #[cfg(test)]

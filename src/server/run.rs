@@ -293,14 +293,15 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
     if config.is_embedded() && gap_ms.is_none() {
         let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
         let quorum: Vec<_> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
-        banner(&startup_banner(
+        let banner = startup_banner(
             host,
             addresses.grpc,
             addresses.http,
             addresses.tcp.is_some(),
             config.worker.store_type,
             &quorum.join(","),
-        ));
+        );
+        crate::telemetry::print(std::io::stdout(), &format!("{banner}\n"));
     }
     notify::ready(&worker.held);
     Ok(())
@@ -319,9 +320,4 @@ fn write_ready_file(path: &Path, addresses: Addresses, upgrade_gap_ms: Option<u6
     let beside = path.with_extension("tmp");
     std::fs::write(&beside, format!("{line}\n"))?;
     std::fs::rename(beside, path)
-}
-
-#[expect(clippy::print_stdout, reason = "the banner is for the person who started the worker")]
-fn banner(text: &str) {
-    println!("{text}");
 }

@@ -43,6 +43,13 @@ impl LogLimiter {
         Some(std::mem::take(&mut window.held_back))
     }
 
+    /// Returns how many events were held back in an interval that is over, or in any at the `end`. No line stands for them then.
+    pub(super) fn settle(&self, end: bool) -> u64 {
+        let mut window = self.window.lock();
+        let is_over = window.began.is_some_and(|began| began.elapsed() >= self.interval);
+        if is_over || end { std::mem::take(&mut window.held_back) } else { 0 }
+    }
+
     /// The cause is over: the next line passes. Whether any has passed since the last call.
     pub fn reset(&self) -> bool {
         std::mem::take(&mut *self.window.lock()).began.is_some()

@@ -9,6 +9,7 @@ use prometheus::{HistogramOpts, IntCounter, Opts};
 
 use super::panics::PanicCount;
 use super::spans::SPANS;
+use super::writer::dropped_lines;
 use crate::metrics::{self, Family};
 
 metrics::table! {
@@ -17,6 +18,8 @@ metrics::table! {
         _panics: PanicCount = "panic_signal", "panics since the process started";
         _lost_spans: LostSpans =
             "trace_spans_lost_total", "spans that the collector of traces did not get: it took none, or too many came at once";
+        _dropped_lines: DroppedLines =
+            "log_lines_dropped_total", "log lines that were not written: what reads the log was too slow, or its disk did not take them";
     }
 }
 
@@ -36,7 +39,18 @@ impl Total for LostSpansTotal {
     }
 }
 
+/// Log lines that were not written.
+#[derive(Debug, Clone)]
+pub(crate) struct DroppedLinesTotal;
+
+impl Total for DroppedLinesTotal {
+    fn total() -> u64 {
+        dropped_lines()
+    }
+}
+
 type LostSpans = ProcessCounter<LostSpansTotal>;
+type DroppedLines = ProcessCounter<DroppedLinesTotal>;
 
 /// A counter that reads its value when metrics are gathered.
 #[derive(Debug, Clone)]

@@ -14,40 +14,49 @@ mod metrics;
 pub mod otlp;
 mod panics;
 mod refusals;
+mod repeats;
 mod settings;
 mod spans;
 pub mod traces;
+mod writer;
 
 use std::io::IsTerminal as _;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use tracing::Subscriber;
-use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
-use self::files::LogFile;
+use self::repeats::{Limited, Repeats};
+use self::writer::LogThread;
 pub use audit::AUDIT;
 pub use log_limiter::LogLimiter;
 pub(crate) use metrics::TelemetryMetrics;
 pub use panics::panic_count;
 pub use refusals::Refusals;
 pub use settings::{LogFormat, Rotation, TelemetryConfig, parse_filter};
+pub use writer::print;
 
-/// Keeps the log writers alive; what is still queued is written when this is dropped.
+/// For log lines that wait when a successor follows in this process: calls wait meanwhile.
+const UPGRADE_WRITE_DEADLINE: Duration = Duration::from_millis(50);
+
+/// Keeps the threads alive that write the log. Lines that wait are written when this is dropped, within a deadline.
 #[derive(Debug)]
-#[must_use = "logs to files stop when this is dropped"]
+#[must_use = "the log ends when this is dropped"]
 pub struct Telemetry {
-    files: Vec<LogFile>,
+    threads: Vec<LogThread>,
     filter: LogFilter,
 }
 
 impl Telemetry {
-    /// Writes what is queued, before another program takes over the process.
+    /// Waits until the lines logged so far are written, before another program takes over the process. A reader that stands
+    /// still is not waited for.
     pub fn flush(&self) {
-        self.files.iter().for_each(LogFile::flush);
+        self.threads.iter().for_each(|thread| thread.flush(UPGRADE_WRITE_DEADLINE));
     }
 
     /// The handle by which the filter can be changed.
@@ -58,7 +67,10 @@ impl Telemetry {
 
 /// The process's log filter, which can be replaced while it runs. Clones share it.
 #[derive(Debug, Clone)]
-pub struct LogFilter(reload::Handle<EnvFilter, Registry>);
+pub struct LogFilter {
+    handle: reload::Handle<EnvFilter, Registry>,
+    repeats: Arc<Repeats>,
+}
 
 impl LogFilter {
     /// Filters by `text` from now on.
@@ -67,7 +79,8 @@ impl LogFilter {
     /// What is wrong with `text`; the filter stays then.
     pub fn set(&self, text: &str) -> Result<(), String> {
         let filter = parse_filter(text).map_err(|error| error.to_string())?;
-        self.0.reload(filter).map_err(|error| error.to_string())
+        self.repeats.follow(&filter);
+        self.handle.reload(filter).map_err(|error| error.to_string())
     }
 }
 
@@ -86,37 +99,46 @@ pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
 fn subscriber(
     config: &TelemetryConfig,
 ) -> anyhow::Result<(impl Subscriber + Send + Sync + 'static, Telemetry)> {
-    let (filter, handle) = reload::Layer::new(parse_filter(&config.filter)?);
-    let mut files = Vec::new();
+    let (filter, repeats) = (parse_filter(&config.filter)?, Arc::<Repeats>::default());
+    repeats.follow(&filter);
+    let (filter, handle) = reload::Layer::new(filter);
+    let start = |sink| LogThread::start(sink, Some(Arc::clone(&repeats)));
+    let mut threads = Vec::new();
     let mut layers: Vec<Box<dyn Layer<Registry> + Send + Sync>> = Vec::new();
     match &config.directory {
         None => {
-            let colours = std::io::stderr().is_terminal();
-            layers.push(lines(config.format, std::io::stderr, colours).with_filter(filter).boxed());
+            let (colours, thread) = (std::io::stderr().is_terminal(), start(writer::stderr())?);
+            layers.push(lines(config.format, &thread, colours).with_filter(filter).boxed());
+            threads.push(thread);
         }
         Some(directory) => {
-            let main = LogFile::open(config, directory, "uniffle-worker")?;
-            let audit = LogFile::open(config, directory, "uniffle-audit")?;
-            layers.push(lines(config.format, main.writer(), false).with_filter(filter).boxed());
-            layers.push(lines(config.format, audit.writer(), false).with_filter(audit::only()).boxed());
-            files.extend([main, audit]);
+            let main = start(Box::new(files::open(config, directory, "uniffle-worker")?))?;
+            let audit = Box::new(files::open(config, directory, "uniffle-audit")?);
+            let audit = LogThread::start(audit, None)?;
+            layers.push(lines(config.format, &main, false).with_filter(filter).boxed());
+            layers.push(lines(config.format, &audit, false).with_filter(audit::only()).boxed());
+            threads.extend([main, audit]);
         }
     }
     #[cfg(feature = "tokio-console")]
     layers.push(console());
-    Ok((tracing_subscriber::registry().with(layers), Telemetry { files, filter: LogFilter(handle) }))
+    let filter = LogFilter { handle, repeats };
+    Ok((tracing_subscriber::registry().with(layers), Telemetry { threads, filter }))
 }
 
-/// Lines of events into `writer`.
-fn lines<S, W>(format: LogFormat, writer: W, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
+/// Returns the layer that makes lines of events for `thread`.
+fn lines<S>(format: LogFormat, thread: &LogThread, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
 where
     S: Subscriber + for<'lookup> LookupSpan<'lookup>,
-    W: for<'writer> MakeWriter<'writer> + Send + Sync + 'static,
 {
-    let layer = tracing_subscriber::fmt::layer().with_writer(writer).with_ansi(colours);
+    let (writer, repeats) = (thread.writer(), thread.repeats());
+    let layer = tracing_subscriber::fmt::layer().with_writer(move || writer.clone()).with_ansi(colours);
     match format {
-        LogFormat::Text => layer.boxed(),
-        LogFormat::Json => layer.json().flatten_event(true).boxed(),
+        LogFormat::Text => layer.map_event_format(|format| Limited { format, repeats }).boxed(),
+        LogFormat::Json => {
+            let layer = layer.json().flatten_event(true);
+            layer.map_event_format(|format| Limited { format, repeats }).boxed()
+        }
     }
 }
 
@@ -221,7 +243,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("file");
         std::fs::write(&path, "").unwrap();
-        let error = LogFile::open(&config(None, LogFormat::Text), &path.join("logs"), "x").unwrap_err();
+        let error = files::open(&config(None, LogFormat::Text), &path.join("logs"), "x").unwrap_err();
         assert!(format!("{error:#}").contains("file/logs"), "{error:#}");
     }
 }

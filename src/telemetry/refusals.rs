@@ -10,6 +10,9 @@ use parking_lot::Mutex;
 
 use super::LogLimiter;
 
+/// Of these lines, which are limited here.
+pub(super) const TARGET: &str = module_path!();
+
 /// Lines of one kind in an interval.
 const LINES_MAX: u32 = 3;
 const INTERVAL: Duration = Duration::from_secs(60);

@@ -378,8 +378,11 @@ impl Worker {
         metrics::get(self.ready.http_port, path)
     }
 
-    /// What it has logged so far.
+    /// What it has logged so far, with the lines that it logged before this call.
     pub fn log(&self) -> String {
+        wait_until(&format!("worker {} writes its log", self.setup.name), START_DEADLINE, || {
+            if has_lines_to_write(self.child.id()) { Err("lines wait".to_owned()) } else { Ok(()) }
+        });
         std::fs::read_to_string(self.dir.path().join("worker.log")).unwrap_or_default()
     }
 
@@ -496,6 +499,15 @@ fn launch(setup: &Setup, dir: &Path) -> Child {
         .stderr(log)
         .spawn()
         .expect("the worker's binary was built with this test")
+}
+
+/// Whether the thread that writes the log of a process runs; without lines it sleeps.
+fn has_lines_to_write(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok()).any(|stat| {
+        let (name, rest) = stat.rsplit_once(')').unwrap_or_default();
+        name.ends_with("(uniffle-log") && matches!(rest.trim_start().chars().next(), Some('R' | 'D'))
+    })
 }
 
 impl Drop for Worker {

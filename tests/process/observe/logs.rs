@@ -1,8 +1,9 @@
 //! Log files of a worker process.
 
-use std::path::Path;
-
+use std::fs::File;
 use std::io::{Read as _, Write as _};
+use std::path::Path;
+use std::process::Command;
 
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_worker::proto::{AppHeartBeatRequest, ShuffleRegisterRequest, StatusCode};
@@ -79,4 +80,45 @@ fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
     assert_eq!(count("kind=\"invalid value\""), 3, "{log}");
     assert_eq!(count("kind=\"malformed request\""), 3, "{log}");
     assert_eq!(count("WARN"), 6, "{log}");
+}
+
+/// Loads `worker` until lines of its log are dropped.
+fn drop_lines(worker: &Worker) {
+    let dropped = || worker.metrics().total("log_lines_dropped_total").expect("a counter");
+    let before = dropped();
+    while dropped() == before {
+        Load::start(worker, "5MB", 1).finish();
+    }
+}
+
+/// Reads from a pipe until it has had `text`.
+fn read_until(pipe: &mut File, text: &str) {
+    let (mut read, mut chunk) = (Vec::new(), vec![0; 64 << 10]);
+    while !String::from_utf8_lossy(&read).contains(text) {
+        let length = pipe.read(&mut chunk).expect("a pipe");
+        read.extend_from_slice(&chunk[..length]);
+    }
+}
+
+/// As with a log driver or a journald that was stopped: stdout and stderr are one pipe, and it is full.
+#[test]
+fn worker_serves_upgrades_and_stops_while_nobody_reads_its_log() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let mut pipe = File::options().read(true).write(true).open(&path).unwrap();
+    let line = format!("exec \"$@\" > {} 2>&1", path.display());
+    let mut worker = Worker::start(&Setup {
+        wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
+        env: vec![("RUST_LOG", "trace".to_owned())],
+        ..Setup::default()
+    });
+    drop_lines(&worker);
+    assert!(worker.page("/health/live").is_ok());
+    worker.begin_upgrade();
+    worker.finish_upgrade();
+    drop_lines(&worker);
+    read_until(&mut pipe, "log lines were dropped");
+    drop_lines(&worker);
+    worker.stop();
 }

@@ -1,0 +1,207 @@
+//! Holds back log lines that repeat: few WARN and ERROR lines with one message, whatever their fields, pass in a minute.
+//!
+//! A full disk or a store that is away would cause a line per batch, partition or attempt otherwise. One line tells how many
+//! were held back once the minute is over. Lines of the audit log all pass, and so does everything while the log's filter lets
+//! DEBUG lines pass.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tracing::callsite::Identifier;
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
+
+use super::{AUDIT, LogLimiter, refusals};
+
+/// Lines of one kind that pass in [`INTERVAL`].
+const LINES_MAX: u32 = 5;
+const INTERVAL: Duration = Duration::from_secs(60);
+
+/// Bytes of a message that tell it from others.
+const MESSAGE_BYTES_MAX: usize = 200;
+
+/// Messages that are told from others. When there are more, those of one place in the code are one kind.
+const KINDS_MAX: usize = 1000;
+
+/// Limits the lines of each kind: one message of one place in the code.
+#[derive(Debug, Default)]
+pub(super) struct Repeats {
+    are_details_wanted: AtomicBool,
+    kinds: Mutex<HashMap<(Identifier, String), Kind>>,
+}
+
+#[derive(Debug)]
+struct Kind {
+    limiter: LogLimiter,
+    /// Lines that were held back in earlier minutes and not logged yet.
+    untold: u64,
+}
+
+impl Repeats {
+    /// Lets everything pass if `filter` lets DEBUG lines of some place pass.
+    pub(super) fn follow(&self, filter: &EnvFilter) {
+        let are_wanted = filter.max_level_hint().is_none_or(|level| level >= LevelFilter::DEBUG);
+        self.are_details_wanted.store(are_wanted, Ordering::Relaxed);
+    }
+
+    fn lets_pass(&self, event: &Event<'_>) -> bool {
+        let metadata = event.metadata();
+        let is_exempt = [AUDIT, refusals::TARGET, module_path!()].contains(&metadata.target());
+        if *metadata.level() > Level::WARN || is_exempt || self.are_details_wanted.load(Ordering::Relaxed) {
+            return true;
+        }
+        let mut key = (metadata.callsite(), message_of(event));
+        let mut kinds = self.kinds.lock();
+        if kinds.len() >= KINDS_MAX && !kinds.contains_key(&key) {
+            key.1 = "(many messages)".to_owned();
+        }
+        let new = || Kind { limiter: LogLimiter::new(LINES_MAX, INTERVAL), untold: 0 };
+        let kind = kinds.entry(key).or_insert_with(new);
+        let events = kind.limiter.pass();
+        kind.untold += events.map_or(0, |events| events - 1);
+        events.is_some()
+    }
+
+    /// Logs how many lines were held back, in a minute that is over or, at the `end` of the log, up to now.
+    pub(super) fn log_held_back(&self, end: bool) {
+        let take = |(key, kind): (&(Identifier, String), &mut Kind)| {
+            let lines = std::mem::take(&mut kind.untold) + kind.limiter.settle(end);
+            (lines > 0).then(|| (lines, key.1.clone()))
+        };
+        // Logged without the lock, which the lines take.
+        let held_back: Vec<_> = self.kinds.lock().iter_mut().filter_map(take).collect();
+        for (lines, like) in held_back {
+            tracing::warn!(
+                lines,
+                like,
+                "log lines that repeat were held back; log.filter = \"debug\" shows each"
+            );
+        }
+    }
+}
+
+fn message_of(event: &Event<'_>) -> String {
+    #[derive(Default)]
+    struct Message(String);
+    impl Visit for Message {
+        fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+            if field.name() == "message" {
+                self.0 = format!("{value:?}");
+            }
+        }
+    }
+    let mut message = Message::default();
+    event.record(&mut message);
+    message.0.truncate(message.0.floor_char_boundary(MESSAGE_BYTES_MAX));
+    message.0
+}
+
+/// Formats the events that [`Repeats`] lets pass, and nothing for those that it holds back.
+#[derive(Debug)]
+pub(super) struct Limited<F> {
+    pub(super) format: F,
+    pub(super) repeats: Option<Arc<Repeats>>,
+}
+
+impl<S, N, F> FormatEvent<S, N> for Limited<F>
+where
+    S: Subscriber + for<'lookup> LookupSpan<'lookup>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        match &self.repeats {
+            Some(repeats) if !repeats.lets_pass(event) => Ok(()),
+            _ => self.format.format_event(context, writer, event),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::subscriber::with_default;
+    use tracing_subscriber::layer::SubscriberExt as _;
+
+    use super::super::writer::tests::Written;
+    use super::*;
+
+    /// Runs `log` with a limited log at INFO. Returns the lines.
+    fn logged(repeats: &Arc<Repeats>, log: impl FnOnce()) -> Vec<String> {
+        let (written, repeats) = (Written::default(), Some(Arc::clone(repeats)));
+        let writer = written.clone();
+        let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || writer.clone());
+        let layer = layer.map_event_format(|format| Limited { format, repeats });
+        with_default(tracing_subscriber::registry().with(layer).with(LevelFilter::INFO), log);
+        written.text().lines().map(str::to_owned).collect()
+    }
+
+    fn fail(times: usize) {
+        (0..times).for_each(|disk| tracing::error!(disk, "write failed"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn repeated_errors_make_few_lines_and_a_count() {
+        let repeats = Arc::<Repeats>::default();
+        let lines = logged(&repeats, || {
+            fail(1000);
+            tracing::warn!("another place");
+            (0..10).for_each(|_| tracing::info!("no problem"));
+            (0..10).for_each(|_| tracing::error!(target: AUDIT, "lost"));
+            repeats.log_held_back(false);
+        });
+        let count = |text: &str| lines.iter().filter(|line| line.contains(text)).count();
+        assert_eq!(count("write failed"), LINES_MAX as usize, "{lines:?}");
+        assert_eq!((count("another place"), count("no problem"), count("lost")), (1, 10, 10), "{lines:?}");
+        tokio::time::advance(INTERVAL).await;
+        let lines = logged(&repeats, || {
+            repeats.log_held_back(false);
+            fail(1);
+        });
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(lines[0].contains("lines=995 like=\"write failed\""), "{lines:?}");
+        assert!(lines[1].contains("write failed disk=0"), "{lines:?}");
+    }
+
+    #[test]
+    fn other_messages_of_one_place_are_other_kinds_up_to_a_limit() {
+        let lines = logged(&Arc::default(), || {
+            (0..2 * KINDS_MAX).for_each(|key| tracing::warn!("key {key} is unknown"));
+        });
+        assert_eq!(lines.len(), KINDS_MAX + LINES_MAX as usize);
+    }
+
+    #[test]
+    fn all_lines_pass_while_details_are_wanted() {
+        let repeats = Arc::<Repeats>::default();
+        repeats.follow(&EnvFilter::new("info,uniffle_worker::flush=debug"));
+        assert_eq!(logged(&repeats, || fail(100)).len(), 100);
+        repeats.follow(&EnvFilter::new("info"));
+        assert_eq!(logged(&repeats, || fail(100)).len(), LINES_MAX as usize);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lines_held_back_at_the_end_are_counted() {
+        let repeats = Arc::<Repeats>::default();
+        let lines = logged(&repeats, || {
+            fail(7);
+            repeats.log_held_back(true);
+            repeats.log_held_back(true);
+        });
+        assert_eq!(lines.len(), LINES_MAX as usize + 1, "{lines:?}");
+        assert!(lines[5].contains("lines=2"), "{lines:?}");
+    }
+}

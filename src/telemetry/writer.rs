@@ -1,0 +1,354 @@
+//! Log lines, queued in memory and written by a thread of their own.
+//!
+//! A pipe that nobody reads and a disk that hangs stop that thread only. Lines that find the queue full are dropped and
+//! counted, and a line says so once lines are written again. Lines keep their order. Everything else that the process writes
+//! for people goes through [`print`], which waits for a moment at most.
+
+use std::fs::File;
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, Builder};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use parking_lot::{Condvar, Mutex};
+use tokio::time::Instant;
+
+use super::repeats::Repeats;
+
+/// Lines that wait to be written; the thread holds at most as much again.
+const QUEUE_BYTES_MAX: usize = 1 << 20;
+
+/// For the lines that wait when the process ends.
+const LAST_WRITE_DEADLINE: Duration = Duration::from_secs(2);
+
+/// For text that is no log line.
+const PRINT_DEADLINE: Duration = Duration::from_millis(500);
+
+/// Between two lines that say how many were dropped.
+const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Pause between two looks for lines that were held back.
+const REPEATS_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Pause before the next attempt on a descriptor that does not block and takes nothing.
+const FULL_PAUSE: Duration = Duration::from_millis(10);
+
+/// Lines that were not written since the process started.
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of lines that were not written since the process started.
+pub(super) fn dropped_lines() -> u64 {
+    DROPPED.load(Ordering::Relaxed)
+}
+
+/// Queues lines, each of which is one call of `write_all`. Never fails and never waits for the writer.
+#[derive(Debug, Clone)]
+pub(super) struct LogWriter(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// There are lines, or there will be none.
+    filled: Condvar,
+    /// The thread has written all that it took.
+    written: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    lines: Vec<u8>,
+    /// Since when the thread has been writing what it took.
+    writing_since: Option<Instant>,
+    /// Lines that found no room since the thread last took some.
+    dropped: u64,
+    is_closed: bool,
+}
+
+impl Write for LogWriter {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut queue = self.0.queue.lock();
+        if queue.is_closed || queue.lines.len() + line.len() > QUEUE_BYTES_MAX {
+            queue.dropped += 1;
+            DROPPED.fetch_add(1, Ordering::Relaxed);
+        } else {
+            queue.lines.extend_from_slice(line);
+            self.0.filled.notify_one();
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The thread that writes. Lines that wait when this is dropped are written, within a deadline.
+#[derive(Debug)]
+pub(super) struct LogThread {
+    shared: Arc<Shared>,
+    repeats: Option<Arc<Repeats>>,
+}
+
+impl LogThread {
+    /// Writes into `sink` from now on, and logs how many lines `repeats` holds back.
+    ///
+    /// # Errors
+    /// When no thread can be started.
+    pub(super) fn start(sink: Box<dyn Write + Send>, repeats: Option<Arc<Repeats>>) -> anyhow::Result<Self> {
+        let this = Self { shared: Arc::default(), repeats };
+        let (queue, repeats) = (Arc::clone(&this.shared), this.repeats());
+        // The test kit knows the thread by its name.
+        let thread = Builder::new()
+            .name("uniffle-log".to_owned())
+            .spawn(move || run(&queue, sink, repeats.as_deref()));
+        thread.context("cannot start the thread that writes the log")?;
+        Ok(this)
+    }
+
+    /// Returns what queues lines for this thread.
+    pub(super) fn writer(&self) -> LogWriter {
+        LogWriter(Arc::clone(&self.shared))
+    }
+
+    /// Returns what limits the lines for this thread.
+    pub(super) fn repeats(&self) -> Option<Arc<Repeats>> {
+        self.repeats.clone()
+    }
+
+    /// Waits until the lines logged so far are written, at most for `deadline`, and not at all where a write has taken that
+    /// long already.
+    pub(super) fn flush(&self, deadline: Duration) {
+        if let Some(repeats) = &self.repeats {
+            repeats.log_held_back(true);
+        }
+        let until = Instant::now() + deadline;
+        let mut queue = self.shared.queue.lock();
+        while !queue.lines.is_empty() || queue.writing_since.is_some() {
+            let is_stuck = queue.writing_since.is_some_and(|since| since.elapsed() >= deadline);
+            let left = until.saturating_duration_since(Instant::now());
+            if is_stuck || self.shared.written.wait_for(&mut queue, left).timed_out() {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for LogThread {
+    fn drop(&mut self) {
+        self.flush(LAST_WRITE_DEADLINE);
+        self.shared.queue.lock().is_closed = true;
+        self.shared.filled.notify_one();
+    }
+}
+
+/// Writes lines until the queue is closed and empty.
+fn run(shared: &Shared, mut sink: Box<dyn Write + Send>, repeats: Option<&Repeats>) {
+    let (mut lines, mut notice) = (Vec::new(), Notice::default());
+    while shared.take(&mut lines, &mut notice) {
+        let written = catch_unwind(AssertUnwindSafe(|| write(&mut sink, &lines)));
+        match written.unwrap_or_else(|_| Err(Unwritten::all(&lines, io::Error::other("the writer panicked"))))
+        {
+            Ok(()) => notice.log_if_due(),
+            Err(Unwritten { lines, error }) => {
+                DROPPED.fetch_add(lines, Ordering::Relaxed);
+                notice.lines += lines;
+                notice.error = Some(error);
+            }
+        }
+        lines.clear();
+        if let Some(repeats) = repeats {
+            repeats.log_held_back(false);
+        }
+    }
+}
+
+impl Shared {
+    /// Waits for lines and takes all of them; after a while none. Returns false once the queue is closed and empty.
+    fn take(&self, lines: &mut Vec<u8>, notice: &mut Notice) -> bool {
+        let mut queue = self.queue.lock();
+        queue.writing_since = None;
+        self.written.notify_all();
+        if queue.lines.is_empty() && !queue.is_closed {
+            self.filled.wait_for(&mut queue, REPEATS_INTERVAL);
+        }
+        if queue.lines.is_empty() {
+            return !queue.is_closed;
+        }
+        std::mem::swap(&mut queue.lines, lines);
+        queue.writing_since = Some(Instant::now());
+        notice.lines += std::mem::take(&mut queue.dropped);
+        true
+    }
+}
+
+/// Lines that a sink did not take, and why.
+#[derive(Debug)]
+struct Unwritten {
+    lines: u64,
+    error: io::Error,
+}
+
+impl Unwritten {
+    fn all(bytes: &[u8], error: io::Error) -> Self {
+        Self { lines: bytes.iter().filter(|byte| **byte == b'\n').count() as u64, error }
+    }
+}
+
+fn write(sink: &mut impl Write, mut bytes: &[u8]) -> Result<(), Unwritten> {
+    while !bytes.is_empty() {
+        let error = match sink.write(bytes) {
+            Ok(0) => ErrorKind::WriteZero.into(),
+            Ok(written) => {
+                bytes = bytes.get(written..).unwrap_or_default();
+                continue;
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                thread::park_timeout(FULL_PAUSE);
+                continue;
+            }
+            Err(error) => error,
+        };
+        return Err(Unwritten::all(bytes, error));
+    }
+    Ok(())
+}
+
+/// Dropped lines that no line has told of yet.
+#[derive(Debug, Default)]
+struct Notice {
+    lines: u64,
+    error: Option<io::Error>,
+    logged: Option<Instant>,
+}
+
+impl Notice {
+    /// Called after a write that succeeded, so that a sink that takes nothing causes no lines.
+    fn log_if_due(&mut self) {
+        let is_recent = self.logged.is_some_and(|at| at.elapsed() < NOTICE_INTERVAL);
+        if self.lines == 0 || is_recent {
+            return;
+        }
+        let error = self.error.take().map(|error| error.to_string());
+        let lines = std::mem::take(&mut self.lines);
+        tracing::warn!(
+            lines,
+            error,
+            "log lines were dropped; what reads the log is too slow, or its disk does not take it"
+        );
+        self.logged = Some(Instant::now());
+    }
+}
+
+/// Returns the process's stderr as a sink, which shares no lock with other writers.
+pub(super) fn stderr() -> Box<dyn Write + Send> {
+    match io::stderr().as_fd().try_clone_to_owned() {
+        Ok(stderr) => Box::new(File::from(stderr)),
+        Err(_) => Box::new(io::sink()),
+    }
+}
+
+/// Writes `text` to a `stream` for people, and gives up after a moment: the reader may stand still.
+pub fn print(stream: impl AsFd, text: &str) {
+    let Ok(stream) = stream.as_fd().try_clone_to_owned() else { return };
+    let (text, (done, printed)) = (text.as_bytes().to_vec(), mpsc::channel());
+    let print = move || {
+        // A reader that went away is no failure.
+        let _ = File::from(stream).write_all(&text);
+        let _ = done.send(());
+    };
+    if Builder::new().name("uniffle-print".to_owned()).spawn(print).is_ok() {
+        let _ = printed.recv_timeout(PRINT_DEADLINE);
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// Text that was written.
+    #[derive(Debug, Clone, Default)]
+    pub(in crate::telemetry) struct Written(Arc<Mutex<Vec<u8>>>);
+
+    impl Written {
+        pub(in crate::telemetry) fn text(&self) -> String {
+            String::from_utf8(self.0.lock().clone()).unwrap()
+        }
+    }
+
+    impl Write for Written {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Each write waits for a permit, which says whether it fails. Without a sender of permits all succeed.
+    #[derive(Debug)]
+    struct Sink {
+        permits: mpsc::Receiver<io::Result<()>>,
+        written: Written,
+    }
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.permits.recv().unwrap_or(Ok(()))?;
+            self.written.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn started() -> (LogThread, mpsc::Sender<io::Result<()>>, Written) {
+        let ((permit, permits), written) = (mpsc::channel(), Written::default());
+        let sink = Sink { permits, written: written.clone() };
+        (LogThread::start(Box::new(sink), None).unwrap(), permit, written)
+    }
+
+    #[test]
+    fn lines_are_written_in_order_before_the_end() {
+        let (thread, permit, written) = started();
+        drop(permit);
+        let lines: Vec<String> = (0..1000).map(|number| format!("line {number}\n")).collect();
+        lines.iter().for_each(|line| thread.writer().write_all(line.as_bytes()).unwrap());
+        drop(thread);
+        assert_eq!(written.text(), lines.concat());
+    }
+
+    #[test]
+    fn stuck_sink_delays_no_line_and_no_end() {
+        let ((thread, permit, written), before) = (started(), dropped_lines());
+        let line = [b'x'; 1023].into_iter().chain([b'\n']).collect::<Vec<u8>>();
+        let lines = 3 * QUEUE_BYTES_MAX / line.len();
+        (0..lines).for_each(|_| thread.writer().write_all(&line).unwrap());
+        assert!(dropped_lines() - before >= (lines / 3) as u64);
+        thread.flush(Duration::ZERO);
+        assert_eq!(written.text(), "");
+        drop(permit);
+        thread.flush(60 * LAST_WRITE_DEADLINE);
+        assert!(written.text().ends_with("x\n"), "the sink takes lines again");
+    }
+
+    #[test]
+    fn lines_of_a_failed_write_are_counted() {
+        let ((thread, permit, written), before) = (started(), dropped_lines());
+        permit.send(Err(ErrorKind::StorageFull.into())).unwrap();
+        drop(permit);
+        thread.writer().write_all(b"lost\n").unwrap();
+        thread.flush(LAST_WRITE_DEADLINE);
+        assert!(dropped_lines() > before);
+        thread.writer().write_all(b"written\n").unwrap();
+        drop(thread);
+        assert_eq!(written.text(), "written\n");
+    }
+}
