@@ -12,6 +12,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use croaring::Treemap;
+use parking_lot::RwLock;
 use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
@@ -136,9 +137,29 @@ pub(super) struct Losses {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) verifier: Arc<Verifier>,
     pub(super) metrics: Arc<ServiceMetrics>,
+    /// What happened to blocks of which no tier knows anything.
+    gone: RwLock<Arc<str>>,
 }
 
 impl Losses {
+    pub(super) fn new(apps: Arc<AppRegistry>, verifier: Arc<Verifier>, metrics: Arc<ServiceMetrics>) -> Self {
+        Self { apps, verifier, metrics, gone: RwLock::new(Arc::from(IN_MEMORY)) }
+    }
+
+    /// Blames data directories that are missing too: blocks of which nothing is known were there or in memory.
+    pub(super) fn blame_missing_directories(&self, paths: &[String]) {
+        let missing = match paths {
+            [] => return,
+            [path] => format!("data directory {path} is missing"),
+            paths => format!("data directories {} are missing", paths.join(", ")),
+        };
+        *self.gone.write() = Arc::from(format!("{missing}, or {IN_MEMORY}"));
+    }
+
+    fn gone(&self) -> Arc<str> {
+        Arc::clone(&self.gone.read())
+    }
+
     /// The ledger of all apps.
     pub(super) fn report(&self) -> LossReport {
         let mut report = LossReport::default();
@@ -228,7 +249,8 @@ impl Losses {
         }
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
-        let (blame, deadline) = (blame(Vec::new(), IN_MEMORY), Verifier::patience());
+        let (gone, deadline) = (self.gone(), Verifier::patience());
+        let blame = blame(Vec::new(), &gone);
         let unknown =
             partitions.iter().filter(|(id, ids)| ledger.with(*id, |it| it.question_unknown(&ids_of(ids))));
         let suspect = |partition| Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
@@ -239,7 +261,7 @@ impl Losses {
             let Err(missing) = acknowledged else { continue };
             if !resubmits {
                 self.metrics.reports_refused_for_loss.inc();
-                let text = describe(shuffle.key(), *partition, &missing, IN_MEMORY);
+                let text = describe(shuffle.key(), *partition, &missing, &gone);
                 return Err(ServiceError::Lost(format!("{text}; the task must run again")));
             }
             self.verifier.enter(shuffle, *partition, missing, &blame);
@@ -282,7 +304,8 @@ impl Losses {
         for extent in lost {
             extents.entry(extent.partition).or_default().push(extent);
         }
-        let reason = if reason.is_empty() { IN_MEMORY } else { reason };
+        let gone = self.gone();
+        let reason = if reason.is_empty() || *gone != *IN_MEMORY { &gone } else { reason };
         let mut suspects = Vec::new();
         for (partition, ids) in shuffle.block_ids().lock().by_partition() {
             let mut blame = || blame(extents.remove(&partition).unwrap_or_default(), reason);
@@ -301,7 +324,7 @@ impl Losses {
     pub(super) fn count_again(&self, shuffle: &Arc<ShuffleState>, partition: PartitionId) {
         let has_begun = |it: &mut Ledger| it.phase() != Phase::Known && it.question(None);
         if shuffle.ledger().with(partition, has_begun) {
-            let blame = blame(Vec::new(), IN_MEMORY);
+            let blame = blame(Vec::new(), &self.gone());
             self.verifier.verify(vec![Suspect { shuffle: Arc::clone(shuffle), partition, blame }]);
         }
     }

@@ -28,6 +28,7 @@ mod insight;
 mod intake;
 mod known;
 mod lifecycle;
+mod loss_log;
 mod losses;
 pub(crate) mod metrics;
 mod of_connection;
@@ -87,6 +88,7 @@ use explain::Gone;
 use fairness::Weights;
 use history::History;
 use known::Known;
+use loss_log::LossLog;
 use losses::Losses;
 use metrics::ServiceMetrics;
 use ticket_line::TicketLine;
@@ -311,9 +313,9 @@ fn verification(
     tiers: &Tiers,
     tasks: &Tasks,
 ) -> (Arc<Verifier>, Arc<Losses>) {
-    let (memory, metrics) = (memory.clone(), metrics.clone());
-    let verifier =
-        Arc::new(Verifier { memory, tiers: tiers.clone(), tasks: tasks.clone(), metrics: metrics.clone() });
-    let losses = Losses { apps: apps.clone(), verifier: verifier.clone(), metrics };
+    let (memory, metrics, loss_log) = (memory.clone(), metrics.clone(), LossLog::new(tasks));
+    let (tiers, tasks) = (tiers.clone(), tasks.clone());
+    let verifier = Arc::new(Verifier { memory, tiers, tasks, metrics: metrics.clone(), loss_log });
+    let losses = Losses::new(apps.clone(), verifier.clone(), metrics);
     (verifier, Arc::new(losses))
 }

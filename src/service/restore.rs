@@ -83,6 +83,7 @@ impl Lifecycle {
         self.metrics.recovered_bytes.set(clamped(bytes));
         self.metrics.recovered_blocks.set(clamped(blocks));
         self.metrics.recovery_ms.set(clamped(took.as_millis()));
+        self.losses.blame_missing_directories(&recovered.missing_disks);
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
         let (mut known, unread) = self.listen(&mut recovered.said, &mut unrestored).await;
         unrestored.from_memory.end();

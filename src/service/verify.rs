@@ -16,10 +16,10 @@ use crate::clock::{Instant, sleep, timeout_at};
 use crate::durability::{Blame, Ledger, Loss, LostExtent, OnDamage, Verdict, ranges};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::telemetry::AUDIT;
 use crate::tiers::{StoreError, StoreErrorKind, Tiers};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
+use super::loss_log::LossLog;
 use super::metrics::ServiceMetrics;
 
 /// Partitions that are looked at at a time, and the pause after a round in which some could not be; it doubles.
@@ -45,6 +45,7 @@ pub(super) struct Verifier {
     pub(super) tiers: Tiers,
     pub(super) tasks: Tasks,
     pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) loss_log: Arc<LossLog>,
 }
 
 impl Verifier {
@@ -123,11 +124,17 @@ impl Verifier {
     }
 
     fn tell(&self, shuffle: &ShuffleState, partition: PartitionId, losses: Vec<Loss>) {
-        for Loss { ids, bytes, reason, .. } in losses {
-            let (blocks, ranges) = (ids.cardinality(), ranges(&ids));
+        for loss in losses {
+            let Loss { ids, bytes, reason, .. } = &loss;
+            let blocks = ids.cardinality();
+            if blocks == 0 {
+                continue;
+            }
             self.metrics.lost_blocks.inc_by(blocks);
             self.metrics.lost_bytes.inc_by(bytes.unwrap_or(0));
-            tracing::error!(target: AUDIT, shuffle = %shuffle.key(), %partition, blocks, ?bytes, ?ranges, %reason, "blocks are lost");
+            let (shuffle, ranges) = (shuffle.key(), ranges(ids));
+            tracing::debug!(%shuffle, %partition, blocks, ?bytes, ?ranges, %reason, "blocks of a partition are lost");
+            self.loss_log.add(shuffle, partition, &loss);
         }
     }
 

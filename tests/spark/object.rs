@@ -183,7 +183,7 @@ fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str
             for text in [" lost (ids ", "/0 partition "] {
                 assert!(error.contains(text), "no {text:?} in what Spark says: {error}");
             }
-            assert!(worker.log().contains("blocks are lost shuffle="), "the worker names no loss");
+            worker.wait_log("blocks are lost shuffle=");
         }
     }
     worker.assert_clean();

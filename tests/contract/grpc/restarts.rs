@@ -375,7 +375,13 @@ fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
             fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
         assert!(results.contains(&format!("data directory {} is missing", gone.display())), "{results}");
         let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
-        assert!(refused.contains(&format!("data directory {} is missing", gone.display())), "{refused}");
+        let reason =
+            format!("data directory {} is missing, or the blocks were in memory when", gone.display());
+        assert!(refused.contains(&reason), "{refused}");
+        // A report of blocks that went with the process, or with the directory.
+        let late = blocks(0, 2, 0..3).iter().map(|block| block.meta.block_id).collect();
+        let late = fixture.client.report(&key, TaskAttemptId(2), &[(P, late)]).await.unwrap_err().to_string();
+        assert!(late.contains(&reason), "{late}");
         fixture.finish().await;
     });
 }

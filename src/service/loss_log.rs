@@ -1,0 +1,159 @@
+//! Log lines of lost blocks: one per shuffle, however many of its partitions are concerned.
+//!
+//! Which partitions and ids they are is in `/losses`, and in the log at DEBUG.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use croaring::Bitmap;
+use parking_lot::Mutex;
+use tokio::time::sleep;
+
+use crate::durability::Loss;
+use crate::runtime::Tasks;
+use crate::telemetry::AUDIT;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Losses of a shuffle that are found out within this time are one line ...
+const GATHER: Duration = Duration::from_secs(1);
+/// ... and so are those found out in each such interval after it.
+const GATHER_AGAIN: Duration = Duration::from_secs(60);
+
+/// Losses that are not logged yet, by shuffle.
+#[derive(Debug)]
+pub(super) struct LossLog {
+    gathered: Mutex<HashMap<ShuffleKey, Gathered>>,
+    tasks: Tasks,
+}
+
+#[derive(Debug, Default)]
+struct Gathered {
+    partitions: Bitmap,
+    blocks: u64,
+    /// Of those whose size is known.
+    bytes: u64,
+    reason: Option<Arc<str>>,
+    has_more_reasons: bool,
+}
+
+impl LossLog {
+    pub(super) fn new(tasks: &Tasks) -> Arc<Self> {
+        Arc::new(Self { gathered: Mutex::default(), tasks: tasks.clone() })
+    }
+
+    /// Logs `loss`, soon and with others of the shuffle.
+    pub(super) fn add(self: &Arc<Self>, key: &ShuffleKey, partition: PartitionId, loss: &Loss) {
+        let mut gathered = self.gathered.lock();
+        let is_first = !gathered.contains_key(key);
+        gathered.entry(key.clone()).or_default().add(partition, loss);
+        drop(gathered);
+        if is_first {
+            self.tasks.spawn("log losses", Arc::clone(self).log(key.clone()));
+        }
+    }
+
+    /// Logs the losses of a shuffle until there are no more, or the worker stops.
+    async fn log(self: Arc<Self>, key: ShuffleKey) {
+        let mut pause = GATHER;
+        loop {
+            let is_stopped = tokio::select! {
+                biased;
+                () = self.tasks.cancelled() => true,
+                () = sleep(pause) => false,
+            };
+            {
+                let mut gathered = self.gathered.lock();
+                let losses = gathered.get_mut(&key).map(std::mem::take).unwrap_or_default();
+                if losses.blocks == 0 || is_stopped {
+                    gathered.remove(&key);
+                }
+                if losses.blocks == 0 {
+                    return;
+                }
+                losses.log(&key);
+            }
+            if is_stopped {
+                return;
+            }
+            pause = GATHER_AGAIN;
+        }
+    }
+}
+
+impl Gathered {
+    fn add(&mut self, partition: PartitionId, loss: &Loss) {
+        self.partitions.add(partition.0.unsigned_abs());
+        self.blocks += loss.ids.cardinality();
+        self.bytes += loss.bytes.unwrap_or(0);
+        let reason = self.reason.get_or_insert_with(|| Arc::clone(&loss.reason));
+        self.has_more_reasons |= *reason != loss.reason;
+    }
+
+    fn log(&self, key: &ShuffleKey) {
+        let Self { partitions, blocks, bytes, reason, has_more_reasons } = self;
+        let reason = reason.as_deref().unwrap_or_default();
+        let (partitions, first) = (partitions.cardinality(), partitions.minimum());
+        tracing::error!(
+            target: AUDIT,
+            shuffle = %key, partitions, first, blocks, bytes, reason, has_more_reasons,
+            "blocks are lost"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use croaring::Treemap;
+    use uniffle_wire::types::{AppId, ShuffleId};
+
+    use super::*;
+    use crate::telemetry::captured::CapturedLog;
+
+    fn key(shuffle: i32) -> ShuffleKey {
+        ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(shuffle))
+    }
+
+    fn loss(ids: std::ops::Range<u64>, reason: &str) -> Loss {
+        let ids: Treemap = ids.collect();
+        Loss { bytes: Some(10), ids, reason: Arc::from(reason), at_ms: 0 }
+    }
+
+    fn lines(log: &CapturedLog) -> Vec<String> {
+        log.text().lines().map(str::to_owned).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn losses_of_many_partitions_are_one_line_per_shuffle() {
+        let (log, tasks) = (CapturedLog::of_this_thread(), Tasks::new());
+        let losses = LossLog::new(&tasks);
+        for partition in 0..1000 {
+            losses.add(&key(0), PartitionId(partition), &loss(0..3, "a disk is missing"));
+        }
+        losses.add(&key(1), PartitionId(7), &loss(0..1, "in memory"));
+        losses.add(&key(1), PartitionId(7), &loss(5..6, "a disk is missing"));
+        sleep(2 * GATHER).await;
+        let text = lines(&log);
+        let [one, other] = text.as_slice() else { panic!("{text:?}") };
+        let (first, second) = if one.contains("shuffle=app/0") { (one, other) } else { (other, one) };
+        assert!(first.contains("partitions=1000 first=0 blocks=3000 bytes=10000"), "{first}");
+        assert!(first.contains("reason=\"a disk is missing\" has_more_reasons=false"), "{first}");
+        assert!(second.contains("partitions=1 first=7 blocks=2"), "{second}");
+        assert!(second.contains("has_more_reasons=true"), "{second}");
+        losses.add(&key(0), PartitionId(1), &loss(9..10, "in memory"));
+        losses.add(&key(0), PartitionId(2), &loss(9..10, "in memory"));
+        sleep(GATHER_AGAIN).await;
+        assert_eq!(lines(&log).len(), 3);
+        sleep(2 * GATHER_AGAIN).await;
+        assert!(losses.gathered.lock().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn losses_are_logged_when_the_worker_stops() {
+        let (log, tasks) = (CapturedLog::of_this_thread(), Tasks::new());
+        LossLog::new(&tasks).add(&key(0), PartitionId(0), &loss(0..3, "a disk is missing"));
+        tasks.cancel();
+        tasks.drained().await;
+        assert_eq!(lines(&log).len(), 1);
+    }
+}
