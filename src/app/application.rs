@@ -8,7 +8,6 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 
 use super::account::Account;
-use super::reports::Reports;
 use super::shuffle::ShuffleState;
 use super::usage::Usage;
 use crate::budget::{Budget, Charge, Heap, HeapKind};
@@ -37,7 +36,6 @@ pub struct App {
     pub(super) reported_ids: Budget,
     partitions: Budget,
     unfinished_blocks: Budget,
-    reports: Reports,
     pub(super) charge: Mutex<Charge>,
     answers: Budget,
     answer_lists: Budget,
@@ -70,7 +68,6 @@ impl App {
             reported_ids: heap.of_one_app(HeapKind::ReportedIds),
             partitions: heap.of_one_app(HeapKind::Partitions),
             unfinished_blocks: heap.of_one_app(HeapKind::Blocks),
-            reports: Reports::default(),
             answers: answers.child(answers.capacity() / 2),
             answer_lists: heap.of_one_app(HeapKind::Answers),
             usage,
@@ -102,9 +99,9 @@ impl App {
         &self.unfinished_blocks
     }
 
-    /// Those of its reports that are on their way.
-    pub fn reports(&self) -> &Reports {
-        &self.reports
+    /// Heap of its reported block ids.
+    pub fn reported_ids(&self) -> &Budget {
+        &self.reported_ids
     }
 
     /// Its id.

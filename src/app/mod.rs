@@ -12,7 +12,6 @@ mod ranges;
 mod record_counts;
 mod registration;
 mod registry;
-mod reports;
 mod shuffle;
 mod sources;
 mod unproven;
@@ -25,14 +24,13 @@ use crate::schema::section;
 
 pub use account::{Account, STAGES, Stage, StageSum, Tally};
 pub use application::App;
-pub use block_ids::{BitmapCountChanged, BlockIds, PaidIds, ReportError};
+pub use block_ids::{BitmapCountChanged, BlockIds, PaidIds, Price, ReportError};
 pub use commits::Commits;
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};
 pub use record_counts::{PartitionRecords, RecordCounts};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
-pub use reports::{NotPaid, PaidReport, Reports};
 pub use shuffle::ShuffleState;
 pub use usage::{Counted, Kind, OverQuota, Quotas, Usage, Whose, quota_key};
 

@@ -9,8 +9,7 @@ use std::collections::hash_map::Entry;
 
 use uniffle_wire::types::PartitionId;
 
-use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, HeapKind};
+use crate::budget::{Budget, Charge};
 
 /// A partition's place in the table.
 const PARTITION_BYTES: u64 = 96;
@@ -35,29 +34,18 @@ impl RecordCounts {
         Self { partitions: HashMap::new(), charge: heap.nothing() }
     }
 
-    /// What a report would take more; none if it would change nothing.
+    /// Whether a report has a number that is not known.
     #[must_use]
-    pub fn cost_of(&self, reported: &[PartitionRecords]) -> Option<u64> {
+    pub fn would_change(&self, reported: &[PartitionRecords]) -> bool {
         let is_known = |partition: &PartitionId, entry: &(i64, i64)| {
             self.partitions.get(partition).is_some_and(|known| known.binary_search(entry).is_ok())
         };
-        let mut learnt = reported
-            .iter()
-            .filter(|(partition, tasks)| tasks.iter().any(|entry| !is_known(partition, entry)));
-        learnt.next().map(|_| self.cost(reported))
+        reported.iter().any(|(partition, tasks)| tasks.iter().any(|entry| !is_known(partition, entry)))
     }
 
-    /// Takes so many bytes for a report, before it is entered.
-    ///
-    /// # Errors
-    /// No heap for it.
-    pub fn pay(&self, bytes: u64) -> Result<Charge, HeapFull> {
-        let charge = self.charge.budget().try_charge(bytes);
-        charge.map_err(|refusal| HeapFull::of(HeapKind::ReportedIds, refusal))
-    }
-
-    /// What it takes more at most: repeated attempts count again.
-    fn cost(&self, reported: &[PartitionRecords]) -> u64 {
+    /// What a report takes more at most: repeated attempts count again.
+    #[must_use]
+    pub fn price_of(&self, reported: &[PartitionRecords]) -> u64 {
         let cost = |(partition, tasks): &PartitionRecords| match self.partitions.get(partition) {
             None => PARTITION_BYTES + ENTRY_BYTES * tasks.len() as u64,
             Some(known) => {
@@ -70,7 +58,7 @@ impl RecordCounts {
 
     /// Adds what a task attempt reported, of `paid`; what that lacks by now is charged beyond what there is.
     pub fn enter(&mut self, reported: &[PartitionRecords], mut paid: Charge) {
-        let bytes = self.cost(reported);
+        let bytes = self.price_of(reported);
         let charge = paid.split_up_to(bytes);
         let beyond = self.charge.budget().force_charge(bytes - charge.bytes());
         self.charge.merge(charge);
@@ -113,12 +101,13 @@ impl RecordCounts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::budget::NoCapacity;
 
     const P0: PartitionId = PartitionId(0);
     const P1: PartitionId = PartitionId(1);
 
-    fn report(counts: &mut RecordCounts, reported: &[PartitionRecords]) -> Result<(), HeapFull> {
-        let paid = counts.pay(counts.cost_of(reported).unwrap_or(0))?;
+    fn report(counts: &mut RecordCounts, reported: &[PartitionRecords]) -> Result<(), NoCapacity> {
+        let paid = counts.charge.budget().try_charge(counts.price_of(reported))?;
         counts.enter(reported, paid);
         Ok(())
     }
@@ -128,14 +117,14 @@ mod tests {
         let heap = Budget::new(1 << 20);
         let mut counts = RecordCounts::new(&heap);
         let first = [(P0, vec![(7, 100), (3, 5)]), (P1, Vec::new())];
-        assert!(counts.cost_of(&first).is_some());
+        assert!(counts.would_change(&first));
         report(&mut counts, &first).unwrap();
         let charged = heap.used();
         assert!(charged >= PARTITION_BYTES + 2 * ENTRY_BYTES);
-        assert_eq!(counts.cost_of(&first), None);
+        assert!(!counts.would_change(&first));
         assert_eq!(counts.of(&[P0, P1, PartitionId(9)]), [(P0, vec![(3, 5), (7, 100)])]);
         let again = [(P0, vec![(7, 101)])];
-        assert_eq!(counts.cost_of(&again), Some(0), "one number is replaced by another");
+        assert_eq!((counts.would_change(&again), counts.price_of(&again)), (true, 0), "a number is replaced");
         report(&mut counts, &again).unwrap();
         assert_eq!((counts.of(&[P0]), counts.count(&[P0])), (vec![(P0, vec![(3, 5), (7, 101)])], 2));
         drop(counts);

@@ -1,263 +1,433 @@
-//! Block ids of one partition, reported or found: a sorted list while they are few, a bitmap from then on.
+//! A set of block ids in at most 8 bytes each, whatever the layout of the ids: compressed chunks, and a list of late arrivals.
 //!
-//! A bitmap of a few ids takes most of a KiB, mostly for the ids to come; most partitions of a large shuffle have few.
-//! Invariant: what a set takes is known before it grows, from above and never below ([`IdSet::cost`]).
+//! Ids are added to the list, which is merged into the chunks when it has become long for the size of the set. Few ids, and ids that
+//! do not compress, stay a list. Until the list is merged it may repeat ids of the chunks, which [`IdSet::len`] counts twice; no other
+//! function shows that. Pure.
 
-use std::sync::Arc;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::iter::Peekable;
 
-use croaring::Treemap;
+use super::id_chunk::{CHUNK_IDS_MAX, IdChunk};
 
-/// Up to so many ids are a list.
-const FEW_MAX: usize = 128;
+/// Fewer ids than this stay a list.
+const LISTED_MAX: usize = 32;
 
-/// An id of a list, with the room that the list grows by.
-const LISTED_BYTES: u64 = 16;
-/// A bitmap of 64-bit ids, its first node included.
-const BITMAP_BYTES: u64 = 600;
-/// One of its high words: an entry and a bitmap of 32-bit ids.
-const HIGH_BYTES: u64 = 160;
-/// A container of 65,536 ids.
-const CONTAINER_BYTES: u64 = 64;
-/// An id in a container, with the room that it grows by; from [`CONTAINER_IDS_LISTED`] on it is one of 65,536 bits.
-const CONTAINED_BYTES: u64 = 4;
-/// Ids of a container that are a list there.
-const CONTAINER_IDS_LISTED: u64 = 4096;
+/// The list is merged when it has more than this part of the set, within [`LISTED_MAX`] and [`LATE_MAX`].
+const LATE_PART: u64 = 8;
+const LATE_MAX: usize = 2048;
 
-/// A set of block ids. A copy of a bitmap is shared until one of the two changes.
-#[derive(Debug, Clone)]
-pub enum IdSet {
-    /// Sorted.
-    Few(Vec<u64>),
-    /// Many, or such that once were.
-    Many(Arc<Treemap>),
+/// As many ids as this at once are merged with the list, fewer are inserted.
+const MERGED_MIN: usize = 16;
+
+/// An id of a list.
+const ID_BYTES: u64 = size_of::<u64>() as u64;
+
+/// A set of block ids. A clone shares the chunks until one of the two changes.
+#[derive(Debug, Clone, Default)]
+pub struct IdSet {
+    /// Ascending.
+    late: Vec<u64>,
+    chunks: Option<Box<Chunks>>,
 }
 
-impl Default for IdSet {
-    fn default() -> Self {
-        Self::Few(Vec::new())
+/// Chunks in the order of their ids; ranges do not overlap, none is empty.
+#[derive(Debug, Clone, Default)]
+struct Chunks {
+    list: Vec<IdChunk>,
+    ids: u64,
+    payload_bytes: u64,
+}
+
+impl Chunks {
+    fn of(list: Vec<IdChunk>) -> Self {
+        let ids = list.iter().map(IdChunk::count).sum();
+        let payload_bytes = list.iter().map(IdChunk::heap_bytes).sum();
+        Self { list, ids, payload_bytes }
     }
-}
 
-/// What ids would add to a set.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Cost {
-    /// Ids that are not in it; repeated ones may count again.
-    pub new: u64,
-    /// Heap, at most.
-    pub bytes: u64,
+    fn heap_bytes(&self) -> u64 {
+        (size_of::<Self>() + self.list.capacity() * size_of::<IdChunk>()) as u64 + self.payload_bytes
+    }
+
+    /// The chunk whose range has `id`.
+    fn find(&self, id: u64) -> Option<usize> {
+        let at = self.list.partition_point(|chunk| chunk.first() <= id).checked_sub(1)?;
+        self.list.get(at).is_some_and(|chunk| id <= chunk.last()).then_some(at)
+    }
+
+    /// Adds ascending ids. Only chunks that get some are encoded again.
+    fn insert(&mut self, mut ids: &[u64]) {
+        let old = std::mem::take(&mut self.list);
+        let mut list = Vec::with_capacity(old.len() + ids.len() / CHUNK_IDS_MAX + 1);
+        let (mut known, mut merged) = (Vec::new(), Vec::new());
+        let mut old = old.into_iter().peekable();
+        while let Some(chunk) = old.next() {
+            let next = old.peek().map(IdChunk::first);
+            let end = next.map_or(ids.len(), |next| ids.partition_point(|id| *id < next));
+            let (here, others) = ids.split_at(end);
+            ids = others;
+            let appends = next.is_none() && here.first().is_some_and(|id| *id > chunk.last());
+            if here.is_empty() || (appends && chunk.is_full()) {
+                list.push(chunk);
+                list.extend(here.chunks(CHUNK_IDS_MAX).filter_map(IdChunk::encode));
+                continue;
+            }
+            chunk.decode(&mut known);
+            merge(&known, here, &mut merged);
+            // A chunk that is divided in its middle gets room in both halves.
+            let parts = merged.len().div_ceil(CHUNK_IDS_MAX).max(1);
+            let size = if appends { CHUNK_IDS_MAX } else { merged.len().div_ceil(parts) };
+            list.extend(merged.chunks(size).filter_map(IdChunk::encode));
+        }
+        list.shrink_to_fit();
+        *self = Self::of(list);
+    }
 }
 
 impl IdSet {
-    /// Whether `id` is in it.
-    pub fn contains(&self, id: u64) -> bool {
-        match self {
-            Self::Few(ids) => ids.binary_search(&id).is_ok(),
-            Self::Many(set) => set.contains(id),
+    /// The set of strictly ascending ids.
+    pub fn from_ascending(ids: impl Iterator<Item = u64>) -> Self {
+        let (mut list, mut part) = (Vec::new(), Vec::with_capacity(LISTED_MAX));
+        for id in ids {
+            if part.len() == CHUNK_IDS_MAX {
+                list.extend(IdChunk::encode(&part));
+                part.clear();
+            }
+            part.push(id);
         }
+        if list.is_empty() {
+            let mut set = Self::default();
+            set.merge_late(part);
+            return set;
+        }
+        list.extend(IdChunk::encode(&part));
+        list.shrink_to_fit();
+        Self { late: Vec::new(), chunks: Some(Box::new(Chunks::of(list))) }
     }
 
-    /// How many there are.
+    /// The set of ids in any order.
+    pub fn from_unsorted(mut ids: Vec<u64>) -> Self {
+        ids.sort_unstable();
+        ids.dedup();
+        Self::from_ascending(ids.into_iter())
+    }
+
+    /// Whether `id` is in it.
+    #[must_use]
+    pub fn contains(&self, id: u64) -> bool {
+        self.lookup().contains(id)
+    }
+
+    /// How many ids there are; ids that arrived twice may be counted twice until the list is merged.
     #[must_use]
     pub fn len(&self) -> u64 {
-        match self {
-            Self::Few(ids) => ids.len() as u64,
-            Self::Many(set) => set.cardinality(),
-        }
+        self.late.len() as u64 + self.chunks.as_ref().map_or(0, |chunks| chunks.ids)
     }
 
     /// Whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.late.is_empty() && self.chunks.is_none()
     }
 
-    /// What adding `ids` costs.
-    #[must_use]
-    pub fn cost(&self, ids: &[i64]) -> Cost {
-        let new = ids.iter().map(|id| id.unsigned_abs()).filter(|id| !self.contains(*id));
-        match self {
-            Self::Few(few) => {
-                // Most reports name a few ids of each of many partitions: nothing is allocated for those.
-                let count = new.clone().count();
-                if few.len() + count <= FEW_MAX {
-                    return Cost { new: count as u64, bytes: LISTED_BYTES * count as u64 };
-                }
-                let count = count as u64;
-                let mut all: Vec<u64> = few.iter().copied().chain(new).collect();
-                all.sort_unstable();
-                let bytes = BITMAP_BYTES
-                    + HIGH_BYTES * distinct(&all, 32)
-                    + CONTAINER_BYTES * distinct(&all, 16)
-                    + CONTAINED_BYTES * (few.len() as u64 + count);
-                Cost { new: count, bytes }
-            }
-            Self::Many(set) => {
-                let mut cost = Cost::default();
-                let mut last = None;
-                for id in new {
-                    let is_neighbour = last.replace(id >> 16) == Some(id >> 16);
-                    cost.new += 1;
-                    cost.bytes += if is_neighbour { CONTAINED_BYTES } else { cost_in(set, id) };
-                }
-                cost
-            }
-        }
-    }
-
-    /// Adds `id`; false if it was there.
-    pub fn add(&mut self, id: u64) -> bool {
-        match self {
-            Self::Few(ids) => {
-                let Err(at) = ids.binary_search(&id) else { return false };
-                if ids.len() < FEW_MAX {
-                    ids.insert(at, id);
-                    return true;
-                }
-                let mut set = Treemap::of(ids);
-                set.add(id);
-                *self = Self::Many(Arc::new(set));
-                true
-            }
-            Self::Many(set) => Arc::make_mut(set).add_checked(id),
-        }
-    }
-
-    /// Adds `ids`, which are sorted; how many were not there.
-    pub fn add_sorted(&mut self, ids: &[u64]) -> u64 {
-        debug_assert!(ids.is_sorted(), "neighbours are added together");
-        if let Self::Few(few) = self {
-            if few.len() + ids.len() <= FEW_MAX {
-                return ids.iter().filter(|id| self.add(**id)).count() as u64;
-            }
-            *self = Self::Many(Arc::new(Treemap::of(few)));
-        }
-        let Self::Many(set) = self else { return 0 };
-        let (set, mut added, mut lows) = (Arc::make_mut(set), 0, Vec::new());
-        for ids in ids.chunk_by(|a, b| a >> 32 == b >> 32) {
-            let Some([high, _]) = ids.first().map(|id| halves(*id)) else { continue };
-            lows.clear();
-            lows.extend(ids.iter().map(|id| halves(*id)[1]));
-            let bitmap = set.map.entry(high).or_default();
-            let before = bitmap.cardinality();
-            bitmap.add_many(&lows);
-            added += bitmap.cardinality() - before;
-        }
-        added
-    }
-
-    /// Takes `ids` out.
-    pub fn remove_all(&mut self, ids: &Treemap) {
-        match self {
-            Self::Few(few) => few.retain(|id| !ids.contains(*id)),
-            Self::Many(set) => Arc::make_mut(set).andnot_inplace(ids),
-        }
-    }
-
-    /// Those of `ids` that are not in it.
-    #[must_use]
-    pub fn lacking(&self, ids: &Treemap) -> Treemap {
-        match self {
-            Self::Few(_) => ids.iter().filter(|id| !self.contains(*id)).collect(),
-            Self::Many(set) => ids.andnot(set),
-        }
-    }
-
-    /// Adds all of it to `all`.
-    pub fn add_to(&self, all: &mut Treemap) {
-        match self {
-            Self::Few(ids) => ids.iter().for_each(|id| all.add(*id)),
-            Self::Many(set) => all.or_inplace(set),
-        }
-    }
-
-    /// As a bitmap.
-    pub fn to_bitmap(&self) -> Treemap {
-        let mut all = Treemap::new();
-        self.add_to(&mut all);
-        all
-    }
-
-    /// Those that are among `ids`.
-    pub fn among(&self, ids: &Treemap) -> Treemap {
-        match self {
-            Self::Few(few) => few.iter().copied().filter(|id| ids.contains(*id)).collect(),
-            Self::Many(set) => set.and(ids),
-        }
-    }
-
-    /// About what it takes.
+    /// What was allocated for it.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
-        match self {
-            Self::Few(ids) => LISTED_BYTES * ids.len() as u64,
-            Self::Many(set) => {
-                let encoded = set.get_serialized_size_in_bytes::<croaring::JvmLegacy>() as u64;
-                BITMAP_BYTES + encoded + HIGH_BYTES * set.map.len() as u64
+        let chunks = self.chunks.as_ref().map_or(0, |chunks| chunks.heap_bytes());
+        ID_BYTES * self.late.capacity() as u64 + chunks
+    }
+
+    /// What a clone allocates for itself.
+    #[must_use]
+    pub fn clone_bytes(&self) -> u64 {
+        let chunks = |chunks: &Chunks| size_of::<Chunks>() + chunks.list.len() * size_of::<IdChunk>();
+        ID_BYTES * self.late.len() as u64 + self.chunks.as_ref().map_or(0, |it| chunks(it) as u64)
+    }
+
+    /// Ids of the list before it is merged.
+    fn late_max(&self) -> usize {
+        match &self.chunks {
+            Some(chunks) => {
+                let part = usize::try_from(chunks.ids / LATE_PART).unwrap_or(LATE_MAX);
+                part.clamp(LISTED_MAX, LATE_MAX)
+            }
+            // It did not compress when it was half as long.
+            None => self.late.len().next_power_of_two().max(LISTED_MAX),
+        }
+    }
+
+    /// Adds one id.
+    pub fn add(&mut self, id: u64) {
+        self.add_sorted(&[id]);
+    }
+
+    /// Adds ascending ids, which may repeat.
+    pub fn add_sorted(&mut self, ids: &[u64]) {
+        debug_assert!(ids.is_sorted(), "ascending ids");
+        let is_due = self.late.len() + ids.len() > self.late_max();
+        if is_due || ids.len() >= MERGED_MIN {
+            let mut all = Vec::with_capacity(self.late.len() + ids.len());
+            merge(&std::mem::take(&mut self.late), ids, &mut all);
+            if is_due {
+                self.merge_late(all);
+            } else {
+                self.late = all;
+            }
+            return;
+        }
+        for id in ids {
+            let Err(at) = self.late.binary_search(id) else { continue };
+            if self.late.len() == self.late.capacity() {
+                self.late.reserve_exact((1 + self.late.len() / 16).min(8));
+            }
+            self.late.insert(at, *id);
+        }
+    }
+
+    /// Puts ascending ids into the chunks, or into the list if that takes less.
+    fn merge_late(&mut self, mut ids: Vec<u64>) {
+        match &mut self.chunks {
+            Some(chunks) => chunks.insert(&ids),
+            None => {
+                let chunks = || Chunks::of(ids.chunks(CHUNK_IDS_MAX).filter_map(IdChunk::encode).collect());
+                let chunks = (ids.len() > LISTED_MAX).then(chunks);
+                match chunks.filter(|it| it.heap_bytes() < ID_BYTES * ids.len() as u64) {
+                    Some(mut chunks) => {
+                        chunks.list.shrink_to_fit();
+                        self.chunks = Some(Box::new(chunks));
+                    }
+                    None => {
+                        ids.shrink_to_fit();
+                        self.late = ids;
+                    }
+                }
             }
         }
     }
 
-    /// About what a bitmap of it takes, in the heap and on the wire together.
-    pub fn bitmap_bytes(&self) -> u64 {
-        match self {
-            Self::Few(ids) => {
-                HIGH_BYTES * distinct(ids, 32)
-                    + CONTAINER_BYTES * distinct(ids, 16)
-                    + 2 * CONTAINED_BYTES * ids.len() as u64
+    /// Adds all ids of `other`.
+    pub fn add_all(&mut self, other: &Self) {
+        if self.is_empty() {
+            *self = other.clone();
+        } else if other.len() < self.len() / LATE_PART {
+            self.add_sorted(&other.iter().collect::<Vec<_>>());
+        } else {
+            *self = Self::from_ascending(union([&*self, other]));
+        }
+    }
+
+    /// Takes `ids` out. Returns how many of them were there.
+    pub fn remove_all(&mut self, ids: &Self) -> u64 {
+        if ids.is_empty() {
+            return 0;
+        }
+        let late = std::mem::take(&mut self.late);
+        if !late.is_empty() {
+            self.merge_late(late);
+        }
+        let mut gone = ids.lookup();
+        let before = self.len();
+        self.late.retain(|id| !gone.contains(*id));
+        if let Some(chunks) = &mut self.chunks {
+            let (mut list, mut left) = (Vec::with_capacity(chunks.list.len()), Vec::new());
+            for chunk in std::mem::take(&mut chunks.list) {
+                if !ids.has_any_within(chunk.first(), chunk.last()) {
+                    list.push(chunk);
+                    continue;
+                }
+                chunk.decode(&mut left);
+                left.retain(|id| !gone.contains(*id));
+                list.extend(IdChunk::encode(&left));
             }
-            Self::Many(set) => {
-                let encoded = set.get_serialized_size_in_bytes::<croaring::JvmLegacy>() as u64;
-                2 * encoded + HIGH_BYTES * set.map.len() as u64
+            list.shrink_to_fit();
+            **chunks = Chunks::of(list);
+        }
+        self.chunks.take_if(|chunks| chunks.list.is_empty());
+        before - self.len()
+    }
+
+    /// Whether a chunk or the list may have an id from `first` to `last`.
+    fn has_any_within(&self, first: u64, last: u64) -> bool {
+        let listed = self.late.partition_point(|id| *id < first);
+        let is_listed = self.late.get(listed).is_some_and(|id| *id <= last);
+        is_listed
+            || self.chunks.as_ref().is_some_and(|chunks| {
+                let at = chunks.list.partition_point(|chunk| chunk.last() < first);
+                chunks.list.get(at).is_some_and(|chunk| chunk.first() <= last)
+            })
+    }
+
+    /// The ids that are not in `other`.
+    #[must_use]
+    pub fn minus(&self, other: &Self) -> Self {
+        let mut others = other.lookup();
+        Self::from_ascending(self.iter().filter(|id| !others.contains(*id)))
+    }
+
+    /// The ids that are in `other` too.
+    #[must_use]
+    pub fn and(&self, other: &Self) -> Self {
+        let mut others = other.lookup();
+        Self::from_ascending(self.iter().filter(|id| others.contains(*id)))
+    }
+
+    /// The ids, ascending, each once.
+    #[must_use]
+    pub fn iter(&self) -> Ids<'_> {
+        let chunks = self.chunks.as_ref().map_or(&[][..], |chunks| &chunks.list);
+        Ids { late: &self.late, chunks: chunks.iter(), decoded: Vec::new(), at: 0 }
+    }
+
+    /// Looks ids up, fastest in ascending order.
+    #[must_use]
+    pub fn lookup(&self) -> Lookup<'_> {
+        Lookup { set: self, decoded: Vec::new(), chunk: None }
+    }
+}
+
+/// Replaces `all` by the ids of two ascending lists, each once.
+fn merge(mut a: &[u64], mut b: &[u64], all: &mut Vec<u64>) {
+    all.clear();
+    loop {
+        let id = match (a.split_first(), b.split_first()) {
+            (Some((x, rest)), Some((y, _))) if x <= y => {
+                a = rest;
+                *x
             }
+            (Some((x, rest)), None) => {
+                a = rest;
+                *x
+            }
+            (_, Some((y, rest))) => {
+                b = rest;
+                *y
+            }
+            (None, None) => break,
+        };
+        if all.last() != Some(&id) {
+            all.push(id);
         }
     }
 }
 
-impl From<Treemap> for IdSet {
-    fn from(ids: Treemap) -> Self {
-        match ids.cardinality() <= FEW_MAX as u64 {
-            true => Self::Few(ids.iter().collect()),
-            false => Self::Many(Arc::new(ids)),
+/// Ids of a set in ascending order.
+#[derive(Debug, Clone)]
+pub struct Ids<'a> {
+    late: &'a [u64],
+    chunks: std::slice::Iter<'a, IdChunk>,
+    decoded: Vec<u64>,
+    at: usize,
+}
+
+impl Iterator for Ids<'_> {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        if self.at == self.decoded.len() {
+            self.at = 0;
+            match self.chunks.next() {
+                Some(chunk) => chunk.decode(&mut self.decoded),
+                None => self.decoded.clear(),
+            }
         }
+        let (chunked, late) = (self.decoded.get(self.at).copied(), self.late.first().copied());
+        let next = chunked.into_iter().chain(late).min()?;
+        self.at += usize::from(chunked == Some(next));
+        if late == Some(next) {
+            self.late = &self.late[1..];
+        }
+        Some(next)
     }
 }
+
+/// Looks up ids in a set. The chunk that was looked at last stays decoded.
+#[derive(Debug)]
+pub struct Lookup<'a> {
+    set: &'a IdSet,
+    decoded: Vec<u64>,
+    chunk: Option<usize>,
+}
+
+impl Lookup<'_> {
+    /// Whether `id` is in the set.
+    pub fn contains(&mut self, id: u64) -> bool {
+        if self.set.late.binary_search(&id).is_ok() {
+            return true;
+        }
+        let Some(chunks) = &self.set.chunks else { return false };
+        let Some(at) = chunks.find(id) else { return false };
+        if self.chunk.replace(at) != Some(at)
+            && let Some(chunk) = chunks.list.get(at)
+        {
+            chunk.decode(&mut self.decoded);
+        }
+        self.decoded.binary_search(&id).is_ok()
+    }
+}
+
+/// The ids of several sets in ascending order, each once.
+pub fn union<'a>(sets: impl IntoIterator<Item = &'a IdSet>) -> Union<'a> {
+    let sets: Vec<_> = sets.into_iter().map(|set| set.iter().peekable()).collect();
+    let mut union = Union { sets, next: BinaryHeap::new() };
+    for (at, ids) in union.sets.iter_mut().enumerate() {
+        union.next.extend(ids.peek().map(|id| Reverse((*id, at))));
+    }
+    union
+}
+
+/// See [`union`].
+#[derive(Debug, Clone)]
+pub struct Union<'a> {
+    sets: Vec<Peekable<Ids<'a>>>,
+    /// The next id of each set.
+    next: BinaryHeap<Reverse<(u64, usize)>>,
+}
+
+impl Iterator for Union<'_> {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        let Reverse((id, _)) = *self.next.peek()?;
+        while let Some(mut top) = self.next.peek_mut() {
+            let Reverse((same, at)) = *top;
+            if same != id {
+                break;
+            }
+            let ids = &mut self.sets[at];
+            ids.next();
+            match ids.peek() {
+                Some(next) => *top = Reverse((*next, at)),
+                None => drop(std::collections::binary_heap::PeekMut::pop(top)),
+            }
+        }
+        Some(id)
+    }
+}
+
+impl PartialEq for IdSet {
+    fn eq(&self, other: &Self) -> bool {
+        self.iter().eq(other.iter())
+    }
+}
+
+impl Eq for IdSet {}
 
 impl Extend<u64> for IdSet {
     fn extend<I: IntoIterator<Item = u64>>(&mut self, ids: I) {
-        for id in ids {
-            self.add(id);
-        }
+        self.add_all(&ids.into_iter().collect());
     }
 }
 
 impl FromIterator<u64> for IdSet {
     fn from_iter<I: IntoIterator<Item = u64>>(ids: I) -> Self {
-        let mut set = Self::default();
-        set.extend(ids);
-        set
+        Self::from_unsorted(ids.into_iter().collect())
     }
 }
 
-/// How many different numbers sorted `ids` have above their lowest `bits`.
-fn distinct(ids: &[u64], bits: u32) -> u64 {
-    ids.chunk_by(|a, b| a >> bits == b >> bits).count() as u64
-}
-
-/// The upper and the lower half.
-#[expect(clippy::cast_possible_truncation, reason = "the halves")]
-fn halves(id: u64) -> [u32; 2] {
-    [(id >> 32) as u32, id as u32]
-}
-
-/// What one id that is not in `set` adds to it.
-fn cost_in(set: &Treemap, id: u64) -> u64 {
-    let [high, low] = halves(id);
-    let Some(bitmap) = set.map.get(&high) else { return HIGH_BYTES + CONTAINER_BYTES + CONTAINED_BYTES };
-    match bitmap.range_cardinality(low & !0xFFFF..=low | 0xFFFF) {
-        0 => CONTAINER_BYTES + CONTAINED_BYTES,
-        listed if listed < CONTAINER_IDS_LISTED => CONTAINED_BYTES,
-        // The list becomes a bitmap of 8 KiB, which is what its ids were charged.
-        _ => 0,
+impl<const N: usize> From<[u64; N]> for IdSet {
+    fn from(ids: [u64; N]) -> Self {
+        ids.into_iter().collect()
     }
 }
 
@@ -269,57 +439,74 @@ mod tests {
 
     use super::*;
 
+    fn listed(set: &IdSet) -> Vec<u64> {
+        set.iter().collect()
+    }
+
     proptest! {
         #[test]
-        fn a_set_is_a_set_however_large(
-            reports in prop::collection::vec(prop::collection::vec(0i64..700, 0..90), 1..9),
-            spread in 0u32..40,
+        fn set_holds_what_was_added_and_not_removed(
+            steps in prop::collection::vec((any::<bool>(), prop::collection::vec(0u64..3000, 0..300)), 1..20),
+            spread in 0u32..50,
         ) {
-            let mut set = IdSet::default();
-            let mut model = BTreeSet::new();
-            for ids in reports {
-                let ids: Vec<i64> = ids.into_iter().map(|id| id << spread).collect();
-                let cost = set.cost(&ids);
-                let before = model.len();
-                let mut sorted: Vec<u64> = ids.iter().map(|id| id.unsigned_abs()).collect();
-                sorted.sort_unstable();
-                let mut at_once = set.clone();
-                let added_at_once = at_once.add_sorted(&sorted);
-                let added = ids.iter().filter(|id| set.add(id.unsigned_abs())).count();
-                prop_assert_eq!((added_at_once, at_once.to_bitmap()), (added as u64, set.to_bitmap()));
-                model.extend(ids.iter().map(|id| id.unsigned_abs()));
-                prop_assert_eq!(added, model.len() - before);
-                prop_assert!(cost.new >= added as u64, "{:?} for {}", cost, added);
-                prop_assert_eq!(cost.new == 0, added == 0);
+            let (mut set, mut model) = (IdSet::default(), BTreeSet::new());
+            for (adds, ids) in steps {
+                let mut ids: Vec<u64> = ids.into_iter().map(|id| id << spread).collect();
+                ids.sort_unstable();
+                if adds {
+                    set.add_sorted(&ids);
+                    model.extend(ids);
+                } else {
+                    let there = ids.iter().filter(|id| model.remove(id)).count() as u64;
+                    prop_assert_eq!(set.remove_all(&ids.into_iter().collect()), there);
+                    prop_assert_eq!(set.len(), model.len() as u64);
+                }
+                prop_assert!(set.len() >= model.len() as u64);
+                prop_assert_eq!(set.is_empty(), model.is_empty());
+                prop_assert_eq!(listed(&set), model.iter().copied().collect::<Vec<_>>());
+                let mut lookup = set.lookup();
+                prop_assert!((0..3000).all(|id| lookup.contains(id << spread) == model.contains(&(id << spread))));
             }
-            prop_assert_eq!(set.to_bitmap().to_vec(), model.iter().copied().collect::<Vec<_>>());
-            prop_assert!(model.iter().all(|id| set.contains(*id)) && !set.contains(u64::MAX));
-            let some: Treemap = model.iter().copied().step_by(3).chain([u64::MAX]).collect();
-            prop_assert_eq!(set.among(&some).to_vec(), model.iter().copied().step_by(3).collect::<Vec<_>>());
-            prop_assert_eq!(set.lacking(&some).to_vec(), [u64::MAX]);
-            let (held, bitmap) = (set.len(), set.to_bitmap());
-            prop_assert_eq!((held, IdSet::from(bitmap.clone()).to_bitmap()), (model.len() as u64, bitmap));
-            set.remove_all(&some);
-            prop_assert_eq!(set.lacking(&some), some.clone());
-            prop_assert_eq!(set.len(), held + 1 - some.cardinality());
+        }
+
+        #[test]
+        fn operations_of_sets_are_those_of_the_model(
+            a in prop::collection::btree_set(0u64..2000, 0..900),
+            b in prop::collection::btree_set(0u64..2000, 0..900),
+            some in prop::collection::btree_set(0u64..2000, 0..20),
+            spread in 0u32..50,
+        ) {
+            let wide = |ids: &BTreeSet<u64>| ids.iter().map(|id| id << spread).collect::<BTreeSet<u64>>();
+            let [a, b, some] = [&a, &b, &some].map(wide);
+            let [x, y, z] = [&a, &b, &some].map(|ids| ids.iter().copied().collect::<IdSet>());
+            prop_assert_eq!(x.len(), a.len() as u64);
+            prop_assert_eq!(listed(&x.minus(&y)), a.difference(&b).copied().collect::<Vec<_>>());
+            prop_assert_eq!(listed(&x.and(&y)), a.intersection(&b).copied().collect::<Vec<_>>());
+            let all: BTreeSet<u64> = a.iter().chain(&b).chain(&some).copied().collect();
+            let mut sum = x.clone();
+            sum.add_all(&y);
+            sum.add_all(&z);
+            prop_assert_eq!(listed(&sum), all.iter().copied().collect::<Vec<_>>());
+            prop_assert!(union([&x, &y, &z]).eq(all));
+            prop_assert_eq!(x == y, a == b);
         }
     }
 
     #[test]
-    fn what_a_set_is_charged_follows_its_shape() {
-        let charged = |ids: &mut dyn Iterator<Item = i64>| {
-            let mut set = IdSet::default();
-            ids.map(|id| {
-                let bytes = set.cost(&[id]).bytes;
-                set.add(id.unsigned_abs());
-                bytes
-            })
-            .sum::<u64>()
-        };
-        let dense = charged(&mut (0..65_536));
-        assert!((8 << 10..64 << 10).contains(&dense), "{dense}");
-        let scattered = charged(&mut (0..10_000).map(|id| id << 33));
-        assert!((150 * 10_000..300 * 10_000).contains(&scattered), "{scattered}");
-        assert_eq!(charged(&mut [7].into_iter()), LISTED_BYTES);
+    fn clone_shares_chunks_and_changes_alone() {
+        let set: IdSet = (0..100_000).map(|id| id << 20).collect();
+        let mut copy = set.clone();
+        copy.add(1);
+        assert_eq!((set.len(), copy.len(), set.contains(1)), (100_000, 100_001, false));
+        assert!(set.clone_bytes() < set.heap_bytes(), "{} of {}", set.clone_bytes(), set.heap_bytes());
+        assert!(set.heap_bytes() < 100_000, "one step, however wide: {}", set.heap_bytes());
+    }
+
+    #[test]
+    fn set_of_few_ids_takes_little() {
+        for ids in 0..400 {
+            let far: IdSet = (0..ids).map(|id: u64| (id * 7919).pow(2) << 20).collect();
+            assert!(far.heap_bytes() <= 8 * ids, "{} bytes of {ids} ids", far.heap_bytes());
+        }
     }
 }

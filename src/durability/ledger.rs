@@ -13,7 +13,6 @@
 
 use std::sync::Arc;
 
-use croaring::Treemap;
 use uniffle_wire::types::{BlockId, PartitionId};
 
 use super::id_set::IdSet;
@@ -60,9 +59,9 @@ struct Verifying {
     /// Something that was there cannot be read any more: every block is in question.
     is_all: bool,
     /// Acknowledged blocks that are not known to be there.
-    asked: Treemap,
+    asked: IdSet,
     /// Committed since the look began.
-    meanwhile: Treemap,
+    meanwhile: IdSet,
     /// More could not be read since the look began.
     is_stale: bool,
     /// The last look came to nothing; it is repeated later.
@@ -73,7 +72,7 @@ struct Verifying {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Loss {
     /// Those that are still lost.
-    pub ids: Treemap,
+    pub ids: IdSet,
     /// Their bytes when they were lost, if known.
     pub bytes: Option<u64>,
     /// The disk or the event.
@@ -112,7 +111,7 @@ pub enum Verdict {
     /// It is not known yet whether so many blocks are there; none = any of them.
     Wait(Option<u64>),
     /// It wants these, which are lost for this reason.
-    Lost(Treemap, Arc<str>),
+    Lost(IdSet, Arc<str>),
 }
 
 impl Ledger {
@@ -136,11 +135,11 @@ impl Ledger {
 
     /// These acknowledged blocks, or all, are in question. True for the caller that has to look; false when another does,
     /// who looks once more if all are in question.
-    pub fn question(&mut self, ids: Option<&Treemap>) -> bool {
+    pub fn question(&mut self, ids: Option<&IdSet>) -> bool {
         let is_first = self.verifying.is_none();
         let verifying = self.verifying.get_or_insert_default();
         match ids {
-            Some(ids) => verifying.asked.or_inplace(ids),
+            Some(ids) => verifying.asked.add_all(ids),
             None => (verifying.is_all, verifying.is_stale) = (true, true),
         }
         is_first
@@ -149,7 +148,7 @@ impl Ledger {
     /// The tiers are looked at from now on: what is committed meanwhile is there.
     pub fn begin_look(&mut self) {
         let verifying = self.verifying.get_or_insert_default();
-        verifying.meanwhile.clear();
+        verifying.meanwhile = IdSet::default();
         (verifying.is_stale, verifying.has_failed) = (false, false);
     }
 
@@ -168,31 +167,32 @@ impl Ledger {
 
     /// The look has `found` these blocks: those of `reported` and of what is in question that are nowhere are lost. What
     /// was not lost before, or none when it has to be looked again.
-    pub fn settle(&mut self, mut found: Treemap, reported: &Treemap, blame: &Blame) -> Option<Vec<Loss>> {
+    pub fn settle(&mut self, mut found: IdSet, reported: &IdSet, blame: &Blame) -> Option<Vec<Loss>> {
         let Verifying { is_all, asked, meanwhile, .. } = self.verifying.take_if(|it| !it.is_stale)?;
-        found.or_inplace(&meanwhile);
+        found.add_all(&meanwhile);
         if let (There::AtLeast(known) | There::Exactly(known), false) = (&self.there, is_all) {
-            known.add_to(&mut found);
+            found.add_all(known);
         }
-        let missing = reported.or(&asked).andnot(&found);
-        self.there = There::Exactly(found.into());
+        let mut missing = reported.minus(&found);
+        missing.add_all(&asked.minus(&found));
+        self.there = There::Exactly(found);
         Some(self.enter(missing, blame))
     }
 
     /// Those of `ids` that are not known to be there, and whether it is known that they are nowhere.
-    fn absent(&self, ids: &Treemap) -> (Treemap, bool) {
+    fn absent(&self, ids: &IdSet) -> (IdSet, bool) {
         match (&self.there, &self.verifying) {
             (_, Some(Verifying { is_all: true, .. })) => (ids.clone(), false),
-            (There::All, _) => (Treemap::new(), true),
-            (There::AtLeast(there), _) => (there.lacking(ids), false),
-            (There::Exactly(there), _) => (there.lacking(ids), true),
+            (There::All, _) => (IdSet::default(), true),
+            (There::AtLeast(there), _) => (ids.minus(there), false),
+            (There::Exactly(there), _) => (ids.minus(there), true),
         }
     }
 
     /// Begins to verify if it is not known whether `ids` are there; as [`Ledger::question`].
-    pub fn question_unknown(&mut self, ids: &Treemap) -> bool {
+    pub fn question_unknown(&mut self, ids: &IdSet) -> bool {
         let (absent, is_known) = self.absent(ids);
-        !is_known && !absent.is_empty() && self.question(Some(&Treemap::new()))
+        !is_known && !absent.is_empty() && self.question(Some(&IdSet::default()))
     }
 
     /// `ids` are acknowledged, and in question from now on as far as they are not known to be there; as
@@ -200,7 +200,7 @@ impl Ledger {
     ///
     /// # Errors
     /// Those of `ids` that are nowhere; nothing is acknowledged then.
-    pub fn acknowledge(&mut self, ids: &Treemap) -> Result<bool, Treemap> {
+    pub fn acknowledge(&mut self, ids: &IdSet) -> Result<bool, IdSet> {
         match self.absent(ids) {
             (absent, _) if absent.is_empty() => Ok(false),
             (absent, true) => Err(absent),
@@ -209,18 +209,22 @@ impl Ledger {
     }
 
     /// Enters blocks as lost; what was not lost before.
-    pub fn enter(&mut self, ids: Treemap, blame: &Blame) -> Vec<Loss> {
-        let mut left = self.losses.iter().fold(ids, |left, loss| left.andnot(&loss.ids));
+    pub fn enter(&mut self, ids: IdSet, blame: &Blame) -> Vec<Loss> {
+        let mut left = ids;
+        for loss in &self.losses {
+            left.remove_all(&loss.ids);
+        }
         if let There::AtLeast(there) | There::Exactly(there) = &mut self.there {
             there.remove_all(&left);
         }
         let mut new = Vec::new();
         let at_ms = blame.at_ms;
         for LostExtent { blocks, reason, .. } in &blame.extents {
-            let here = || blocks.iter().filter(|(id, _)| left.contains(id.0.unsigned_abs()));
-            let bytes = Some(here().map(|(_, length)| u64::from(*length)).sum());
-            let ids: Treemap = here().map(|(id, _)| id.0.unsigned_abs()).collect();
-            left.andnot_inplace(&ids);
+            let mut lost = left.lookup();
+            let here: Vec<_> = blocks.iter().filter(|(id, _)| lost.contains(id.0.unsigned_abs())).collect();
+            let bytes = Some(here.iter().map(|(_, length)| u64::from(*length)).sum());
+            let ids: IdSet = here.iter().map(|(id, _)| id.0.unsigned_abs()).collect();
+            left.remove_all(&ids);
             new.push(Loss { ids, bytes, reason: Arc::clone(reason), at_ms });
         }
         new.push(Loss { ids: left, bytes: None, reason: Arc::clone(&blame.reason), at_ms });
@@ -232,7 +236,7 @@ impl Ledger {
     fn add(&mut self, loss: &Loss) {
         match self.losses.iter_mut().find(|known| known.reason == loss.reason) {
             Some(known) => {
-                known.ids.or_inplace(&loss.ids);
+                known.ids.add_all(&loss.ids);
                 known.bytes = known.bytes.zip(loss.bytes).map(|(known, more)| known + more);
             }
             None => self.losses.push(loss.clone()),
@@ -245,36 +249,36 @@ impl Ledger {
             There::All => None,
             There::AtLeast(there) | There::Exactly(there) => Some(there),
         };
+        let ids: IdSet = ids.iter().copied().collect();
         if let Some(there) = there {
-            there.extend(ids.iter().copied());
+            there.add_all(&ids);
         }
         if let Some(verifying) = &mut self.verifying {
-            ids.iter().for_each(|id| verifying.meanwhile.add(*id));
+            verifying.meanwhile.add_all(&ids);
         }
-        let mut heal = |id: &u64| self.losses.iter_mut().any(|loss| loss.ids.remove_checked(*id));
-        let healed = ids.iter().filter(|id| heal(id)).count();
+        let healed = self.losses.iter_mut().map(|loss| loss.ids.remove_all(&ids)).sum();
         self.losses.retain(|loss| !loss.ids.is_empty());
-        healed as u64
+        healed
     }
 
     /// How a read is answered that wants those blocks which `wanted` chooses.
-    pub fn verdict(&self, wanted: impl Fn(&Treemap) -> Treemap) -> Verdict {
+    pub fn verdict(&self, wanted: impl Fn(&IdSet) -> IdSet) -> Verdict {
         if self.verifying.as_ref().is_some_and(|verifying| verifying.is_all) {
             return Verdict::Wait(None);
         }
-        let mut lost = Treemap::new();
+        let mut lost = IdSet::default();
         let mut reason = None;
         for loss in &self.losses {
             let ids = wanted(&loss.ids);
             if !ids.is_empty() {
-                lost.or_inplace(&ids);
+                lost.add_all(&ids);
                 reason.get_or_insert(&loss.reason);
             }
         }
         if let Some(reason) = reason {
             return Verdict::Lost(lost, Arc::clone(reason));
         }
-        match self.verifying.as_ref().map_or(0, |verifying| wanted(&verifying.asked).cardinality()) {
+        match self.verifying.as_ref().map_or(0, |verifying| wanted(&verifying.asked).len()) {
             0 => Verdict::Serve,
             unknown => Verdict::Wait(Some(unknown)),
         }
@@ -289,13 +293,13 @@ impl Ledger {
     /// How many blocks that is.
     #[must_use]
     pub fn lost_blocks(&self) -> u64 {
-        self.losses.iter().map(|loss| loss.ids.cardinality()).sum()
+        self.losses.iter().map(|loss| loss.ids.len()).sum()
     }
 }
 
 /// The first ranges of consecutive ids.
 #[must_use]
-pub fn ranges(ids: &Treemap) -> Vec<(i64, i64)> {
+pub fn ranges(ids: &IdSet) -> Vec<(i64, i64)> {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     for id in ids.iter() {
         let full = ranges.len() == RANGES_MAX;
@@ -345,7 +349,7 @@ mod tests {
         prop::collection::vec(step, 0..30)
     }
 
-    fn set(ids: &Ids) -> Treemap {
+    fn set(ids: &Ids) -> IdSet {
         ids.iter().copied().collect()
     }
 
@@ -371,7 +375,7 @@ mod tests {
                 let ledger = Ledger::default();
                 return Self { ledger, there: none(), acknowledged: none(), look: None, has_looker: false };
             };
-            let mut ledger = Ledger::left(set(&local).into(), !has_remote);
+            let mut ledger = Ledger::left(set(&local), !has_remote);
             let remote = if has_remote { remote } else { Ids::new() };
             let has_looker = ledger.acknowledge(&set(&acknowledged)).unwrap_or_else(|missing| {
                 ledger.enter(missing, &blame("killed"));
@@ -380,7 +384,7 @@ mod tests {
             Self { ledger, there: &local | &remote, acknowledged, look: None, has_looker }
         }
 
-        fn question(&mut self, ids: Option<&Treemap>) {
+        fn question(&mut self, ids: Option<&IdSet>) {
             assert_eq!(self.ledger.question(ids), !self.has_looker, "exactly one looks");
             self.has_looker = true;
         }
@@ -429,7 +433,7 @@ mod tests {
             match self.ledger.settle(set(&found), &set(&self.acknowledged), &blame("disk")) {
                 None => self.look = None,
                 Some(new) => {
-                    let new: u64 = new.iter().map(|loss| loss.ids.cardinality()).sum();
+                    let new: u64 = new.iter().map(|loss| loss.ids.len()).sum();
                     assert_eq!(self.ledger.lost_blocks(), before + new);
                     assert_ne!(self.ledger.phase(), Phase::Verifying);
                     self.has_looker = false;
@@ -444,7 +448,7 @@ mod tests {
                 !self.has_looker && self.ledger.lost_blocks() > 0
             );
             for id in &self.acknowledged {
-                let verdict = self.ledger.verdict(|ids| ids.and(&Treemap::of(&[*id])));
+                let verdict = self.ledger.verdict(|ids| ids.and(&IdSet::from([*id])));
                 match (self.there.contains(id), self.has_looker, &verdict) {
                     (false, _, Verdict::Serve) => panic!("{id} is not there, and no read hears of it"),
                     (false, false, Verdict::Wait(_)) => panic!("no one looks for {id}"),
@@ -489,7 +493,7 @@ mod tests {
         let mut ledger = Ledger::left(IdSet::default(), true);
         let why =
             Blame { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
-        let new = ledger.enter(Treemap::of(&[1, 2, 3, 9]), &why);
+        let new = ledger.enter(IdSet::from([1, 2, 3, 9]), &why);
         let told: Vec<_> = new.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
         assert_eq!(
             told,
@@ -498,10 +502,10 @@ mod tests {
         let listed: Vec<_> =
             ledger.losses().iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
         assert_eq!(listed, [(vec![(1, 3)], Some(40), "/a"), (vec![(9, 9)], None, "killed")]);
-        assert!(ledger.enter(Treemap::of(&[1, 9]), &why).is_empty(), "known already");
-        let wants_9 = ledger.verdict(|ids| ids.and(&Treemap::of(&[9, 10])));
-        assert_eq!(wants_9, Verdict::Lost(Treemap::of(&[9]), Arc::from("killed")));
-        assert_eq!(ledger.verdict(|ids| ids.and(&Treemap::of(&[4]))), Verdict::Serve);
+        assert!(ledger.enter(IdSet::from([1, 9]), &why).is_empty(), "known already");
+        let wants_9 = ledger.verdict(|ids| ids.and(&IdSet::from([9, 10])));
+        assert_eq!(wants_9, Verdict::Lost(IdSet::from([9]), Arc::from("killed")));
+        assert_eq!(ledger.verdict(|ids| ids.and(&IdSet::from([4]))), Verdict::Serve);
         assert_eq!((ledger.commit(&[3, 4, 9]), ledger.losses().len(), ledger.lost_blocks()), (2, 1, 2));
     }
 }

@@ -19,7 +19,7 @@
 //! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
 //! | `on_damage` | who hears of blocks that are gone |
-//! | `id_set` | block ids of one partition (pure) |
+//! | `id_chunk`, `id_set` | block ids in at most 8 bytes each (pure) |
 //! | `shuffle_ledger` | those of all partitions of a shuffle, shared |
 //!
 //! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
@@ -29,6 +29,7 @@ pub mod frame;
 mod generation;
 mod go_on;
 mod history;
+mod id_chunk;
 mod id_set;
 mod ledger;
 mod left;
@@ -49,7 +50,7 @@ mod writer;
 
 pub use self::frame::{Epoch, Incarnation, Member};
 pub use self::history::{Heard, History, HistoryReader};
-pub use self::id_set::{Cost, IdSet};
+pub use self::id_set::{IdSet, union};
 pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
 pub use self::log::{MetadataLog, Said};

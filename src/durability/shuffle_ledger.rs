@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use croaring::Treemap;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use uniffle_wire::types::PartitionId;
@@ -95,7 +94,7 @@ impl ShuffleLedger {
     }
 
     /// See [`Ledger::verdict`]; `wanted` runs under the lock.
-    pub fn verdict(&self, partition: PartitionId, wanted: impl Fn(&Treemap) -> Treemap) -> Verdict {
+    pub fn verdict(&self, partition: PartitionId, wanted: impl Fn(&IdSet) -> IdSet) -> Verdict {
         if self.lost_blocks() == 0 && self.verifying() == 0 {
             return Verdict::Serve;
         }
@@ -146,13 +145,13 @@ mod tests {
         let commit = |id, ids: &[u64]| shuffle.with(id, |it| it.commit(ids));
         assert_eq!((commit(P, &[1]), shuffle.is_watched()), (0, false), "nothing is kept of it");
         assert!(shuffle.state.lock().partitions.is_empty());
-        assert_eq!(shuffle.with(P, |it| it.enter(Treemap::of(&[1, 2, 9]), &blame())).len(), 1);
+        assert_eq!(shuffle.with(P, |it| it.enter(IdSet::from([1, 2, 9]), &blame())).len(), 1);
         assert!(shuffle.with(OTHER, |it| it.question(None) && !it.question(None)));
         assert_eq!((shuffle.lost_blocks(), shuffle.verifying(), shuffle.losses().len()), (3, 1, 1));
-        assert_eq!(shuffle.verdict(OTHER, Treemap::clone), Verdict::Wait(None));
+        assert_eq!(shuffle.verdict(OTHER, IdSet::clone), Verdict::Wait(None));
         let new = shuffle.with(OTHER, |it| {
             it.begin_look();
-            it.settle(Treemap::new(), &Treemap::of(&[7]), &blame())
+            it.settle(IdSet::default(), &IdSet::from([7]), &blame())
         });
         assert_eq!((new.unwrap().len(), shuffle.lost_blocks(), shuffle.verifying()), (1, 4, 0));
         assert_eq!((commit(P, &[1, 2, 9]), commit(OTHER, &[1, 7])), (3, 1));
@@ -163,10 +162,10 @@ mod tests {
     async fn what_may_be_in_remote_files_is_in_question_until_it_was_looked_for() {
         let shuffle = ShuffleLedger::default();
         shuffle.take_over(HashMap::from([(P, IdSet::from_iter([1, 2]))]), false);
-        let ids = Treemap::of(&[1, 3, 4]);
-        let question = |id, ids: &Treemap| shuffle.with(id, |it| it.question_unknown(ids));
-        assert!(!question(P, &Treemap::of(&[1])) && question(P, &ids));
-        assert_eq!(shuffle.verdict(P, Treemap::clone), Verdict::Serve, "the report may still be refused");
+        let ids = IdSet::from([1, 3, 4]);
+        let question = |id, ids: &IdSet| shuffle.with(id, |it| it.question_unknown(ids));
+        assert!(!question(P, &IdSet::from([1])) && question(P, &ids));
+        assert_eq!(shuffle.verdict(P, IdSet::clone), Verdict::Serve, "the report may still be refused");
         shuffle.with(P, Ledger::begin_look);
         let mut waiting = std::pin::pin!(shuffle.looked(P));
         assert!(futures::poll!(&mut waiting).is_pending());
@@ -174,13 +173,13 @@ mod tests {
         shuffle.with(P, Ledger::fail_look);
         waiting.await;
         assert_eq!(shuffle.with(P, |it| it.acknowledge(&ids)), Ok(false));
-        assert_eq!(shuffle.verdict(P, Treemap::clone), Verdict::Wait(Some(2)));
+        assert_eq!(shuffle.verdict(P, IdSet::clone), Verdict::Wait(Some(2)));
         let new = shuffle.with(P, |it| {
             it.begin_look();
-            it.settle(Treemap::of(&[3]), &Treemap::new(), &blame())
+            it.settle(IdSet::from([3]), &IdSet::default(), &blame())
         });
-        assert_eq!(new.unwrap()[0].ids, Treemap::of(&[4]));
-        assert_eq!(shuffle.with(P, |it| it.acknowledge(&Treemap::of(&[2, 3, 5]))), Err(Treemap::of(&[5])));
+        assert_eq!(new.unwrap()[0].ids, IdSet::from([4]));
+        assert_eq!(shuffle.with(P, |it| it.acknowledge(&IdSet::from([2, 3, 5]))), Err(IdSet::from([5])));
         assert!(question(OTHER, &ids), "nothing is known of it either");
     }
 }

@@ -32,6 +32,7 @@ pub struct Ingest {
     pub(super) commits: CommitGate,
     pub(super) line: TicketLine,
     pub(super) ticket_wait: Duration,
+    pub(super) heap_wait: Duration,
     pub(super) partitions_max: usize,
     pub(super) verify_crc: bool,
     /// For commits of large sends ...

@@ -84,7 +84,7 @@ impl LossLog {
 impl Gathered {
     fn add(&mut self, partition: PartitionId, loss: &Loss) {
         self.partitions.add(partition.0.unsigned_abs());
-        self.blocks += loss.ids.cardinality();
+        self.blocks += loss.ids.len();
         self.bytes += loss.bytes.unwrap_or(0);
         let reason = self.reason.get_or_insert_with(|| Arc::clone(&loss.reason));
         self.has_more_reasons |= *reason != loss.reason;
@@ -104,7 +104,7 @@ impl Gathered {
 
 #[cfg(test)]
 mod tests {
-    use croaring::Treemap;
+    use crate::durability::IdSet;
     use uniffle_wire::types::{AppId, ShuffleId};
 
     use super::*;
@@ -115,7 +115,7 @@ mod tests {
     }
 
     fn loss(ids: std::ops::Range<u64>, reason: &str) -> Loss {
-        let ids: Treemap = ids.collect();
+        let ids: IdSet = ids.collect();
         Loss { bytes: Some(10), ids, reason: Arc::from(reason), at_ms: 0 }
     }
 

@@ -115,7 +115,7 @@ pub(super) fn losses_of(app: &App, max: usize) -> Vec<ShuffleLoss> {
                 app: key.app.to_string(),
                 shuffle: key.shuffle.0,
                 partition: partition.0,
-                blocks: loss.ids.cardinality(),
+                blocks: loss.ids.len(),
                 ranges: ranges(&loss.ids),
                 bytes: loss.bytes,
                 reason: loss.reason.to_string(),
@@ -223,11 +223,12 @@ impl Losses {
         partition: PartitionId,
         filter: Option<&Treemap>,
     ) -> Result<(), ServiceError> {
-        let wanted = |ids: &Treemap| {
-            let reported = shuffle.block_ids().lock().among(partition, ids);
+        let wanted = |ids: &IdSet| {
+            let reported =
+                shuffle.block_ids().lock().set(partition).map(|set| ids.and(set)).unwrap_or_default();
             let Some(filter) = filter else { return reported };
             let passes = |id: &u64| app.task_of(*id).is_none_or(|task| filter.contains(task));
-            reported.iter().filter(passes).collect()
+            IdSet::from_ascending(reported.iter().filter(passes))
         };
         let refused = answer(shuffle, partition, shuffle.ledger().verdict(partition, wanted));
         if let Err(ServiceError::Lost(_)) = &refused {
@@ -309,7 +310,7 @@ impl Losses {
         let mut suspects = Vec::new();
         for (partition, ids) in shuffle.block_ids().lock().by_partition() {
             let mut blame = || blame(extents.remove(&partition).unwrap_or_default(), reason);
-            match ledger.with(partition, |it| it.acknowledge(&ids.to_bitmap())) {
+            match ledger.with(partition, |it| it.acknowledge(ids)) {
                 Ok(false) => {}
                 Ok(true) => {
                     suspects.push(Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame() })
@@ -339,13 +340,13 @@ impl Losses {
     }
 }
 
-fn ids_of(ids: &[i64]) -> Treemap {
+fn ids_of(ids: &[i64]) -> IdSet {
     ids.iter().map(|id| id.unsigned_abs()).collect()
 }
 
 /// Refuses a read of a partition of which it is not known yet what a disk has lost.
 pub(super) fn refuse_unknown(shuffle: &ShuffleState, partition: PartitionId) -> Result<(), ServiceError> {
-    answer(shuffle, partition, shuffle.ledger().verdict(partition, |_| Treemap::new()))
+    answer(shuffle, partition, shuffle.ledger().verdict(partition, |_| IdSet::default()))
 }
 
 fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> Result<(), ServiceError> {
@@ -364,8 +365,8 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> R
 }
 
 /// What a user reads in the stack trace of a failed job.
-fn describe(key: &ShuffleKey, partition: PartitionId, ids: &Treemap, reason: &str) -> String {
-    let count = ids.cardinality();
+fn describe(key: &ShuffleKey, partition: PartitionId, ids: &IdSet, reason: &str) -> String {
+    let count = ids.len();
     let noun = if count == 1 { "block" } else { "blocks" };
     let mut text = format!("{count} {noun} of shuffle {key} partition {partition} are lost (ids");
     for (first, last) in ranges(ids).into_iter().take(4) {

@@ -201,6 +201,7 @@ impl Service {
             commits: CommitGate::default(),
             line: TicketLine::default(),
             ticket_wait: config.ticket_wait,
+            heap_wait: config.heap_wait,
             partitions_max: config.partitions_per_request_max,
             verify_crc: config.verify_crc,
             committing: Aside::of_cores(),

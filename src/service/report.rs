@@ -7,14 +7,16 @@
 //! (`ShuffleBlockIdManager.addFinishedBlockIds` looks at no range): who reports some is told them again, and nothing else. They
 //! are paid for like all, from the heap and the quotas of ids.
 //!
-//! A report is taken as a whole or not at all: what it costs is paid before it is written down ([`ReportCost::pay`]),
-//! and entering what is paid for is refused by nothing.
+//! A report is taken as a whole or not at all: what it may take is reserved before it is written down ([`Ingest::pay`]), and nothing
+//! refuses to enter what has a reservation.
 
 use std::sync::Arc;
 
-use crate::app::{App, Counted, PaidIds, PartitionRecords, ReportError, ShuffleState};
-use crate::budget::Charge;
-use crate::durability::{Cost, Record, Report};
+use crate::app::{App, Counted, PaidIds, PartitionRecords, Price, ReportError, ShuffleState};
+use crate::budget::heap::HeapFull;
+use crate::budget::{Charge, HeapKind, NoCapacity};
+use crate::clock::timeout;
+use crate::durability::{Record, Report};
 use crate::runtime::Aside;
 use crate::tiers::{MetadataLog, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
@@ -71,28 +73,18 @@ impl Ingest {
             (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
         let mut reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
         let log = self.log_of(&app, &key, &shuffle)?;
-        let mut turn = None;
-        let (paid, _on_its_way) = loop {
-            let ended = app.reports().ended();
-            let asked = Arc::clone(&shuffle);
-            let (cost, costed) = aside(&self.known.aside, is_small, move || reported.costed(&asked)).await?;
-            reported = costed;
-            let cost = cost?;
-            // What is known was written down before, and is on the device unless an earlier process left it and nothing
-            // could be written since.
-            if cost.learns_nothing() && log.as_ref().is_none_or(|log| log.is_recovered_durable()) {
-                return Ok(());
-            }
-            match app.reports().pay(|| cost.pay(&app, &shuffle, reported.bitmap_count)) {
-                Ok(paid) => break paid,
-                Err(refused) if refused.others == 0 || !refused.error.is_no_heap() => {
-                    return Err(refused.error);
-                }
-                Err(_) if turn.is_none() => turn = app.reports().turn().await,
-                Err(_) => ended.await,
-            }
+        let asked = Arc::clone(&shuffle);
+        let look = move || {
+            name_once(&mut reported.partitions);
+            (reported.changes(&asked), reported)
         };
-        drop(turn);
+        let (changes, reported) = aside(&self.known.aside, is_small, look).await?;
+        // A known report was written down before, and is on the device unless an earlier process left it and nothing could be
+        // written since.
+        if !changes? && log.as_ref().is_none_or(|log| log.is_recovered_durable()) {
+            return Ok(());
+        }
+        let paid = self.pay(&app, &shuffle, &reported).await?;
         self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match log {
             Some(log) => {
@@ -108,6 +100,26 @@ impl Ingest {
         let reported = aside(&self.known.aside, is_small, enter).await?;
         self.losses.note_reported(&shuffle, &reported.partitions);
         Ok(())
+    }
+
+    /// Reserves what a report may take before a byte of it is written down or entered: reports that come at once would each find the
+    /// quotas as they were before the others. Waits for the heap, which others return when they have entered theirs.
+    async fn pay(&self, app: &App, shuffle: &ShuffleState, report: &Reported) -> Result<Paid, ServiceError> {
+        let Price { ids, bytes } = Price::of(&report.partitions);
+        let counted = app.usage().take(Counted::ReportedIds, ids)?;
+        let record_bytes = shuffle.records().lock().price_of(&report.records);
+        let heap = app.reported_ids();
+        let charge = match timeout(self.heap_wait, heap.charge(bytes + record_bytes)).await {
+            Ok(charge) => charge,
+            Err(_elapsed) => heap.try_charge(bytes + record_bytes),
+        };
+        let mut charge = charge.map_err(no_heap)?;
+        let records = charge.split_up_to(record_bytes);
+        let mut block_ids = shuffle.block_ids().lock();
+        let ids = block_ids.pay(ids, charge, counted).map_err(ReportError::from)?;
+        block_ids.begin(report.bitmap_count).map_err(ReportError::from)?;
+        drop(block_ids);
+        Ok(Paid { ids, records })
     }
 
     /// Where reports of `shuffle` are written down, if anywhere: its own log, and not that of one that has its name by now.
@@ -134,60 +146,23 @@ struct Reported {
     records: Vec<PartitionRecords>,
 }
 
-/// What a report would add.
-#[derive(Debug)]
-struct ReportCost {
-    /// None if all ids are known.
-    ids: Option<Cost>,
-    /// None if all record numbers are.
-    record_bytes: Option<u64>,
-}
-
-/// What a whole report takes; what is not entered goes back.
+/// What a whole report has reserved. Dropped, it returns what was not used.
 #[derive(Debug)]
 struct Paid {
     ids: PaidIds,
     records: Charge,
 }
 
-impl ReportCost {
-    fn learns_nothing(&self) -> bool {
-        self.ids.is_none() && self.record_bytes.is_none()
-    }
-
-    /// Takes it before a byte is written down or entered. Quotas count it from here on: reports that come at once would
-    /// each find them as they were before the others. So does the first report's number of bitmaps.
-    fn pay(&self, app: &App, shuffle: &ShuffleState, bitmap_count: i32) -> Result<Paid, ServiceError> {
-        let counted = match self.ids {
-            Some(cost) => app.usage().take(Counted::ReportedIds, cost.new)?,
-            None => app.usage().count(Counted::ReportedIds, 0),
-        };
-        let records = shuffle.records().lock().pay(self.record_bytes.unwrap_or(0));
-        let records = records.map_err(ReportError::from)?;
-        let mut block_ids = shuffle.block_ids().lock();
-        let ids = block_ids.pay(self.ids.unwrap_or_default(), counted)?;
-        block_ids.begin(bitmap_count).map_err(ReportError::from)?;
-        drop(block_ids);
-        Ok(Paid { ids, records })
-    }
-}
-
 impl Reported {
-    /// What it would add to `shuffle`, and itself.
-    fn costed(mut self, shuffle: &ShuffleState) -> (Result<ReportCost, ReportError>, Self) {
-        name_once(&mut self.partitions);
-        (self.cost(shuffle), self)
-    }
-
-    fn cost(&self, shuffle: &ShuffleState) -> Result<ReportCost, ReportError> {
-        let mut ids: Option<Cost> = None;
-        for piece in pieces(&self.partitions) {
-            if let Some(cost) = shuffle.block_ids().lock().cost_of(self.bitmap_count, &piece)? {
-                let sum = ids.unwrap_or_default();
-                ids = Some(Cost { new: sum.new + cost.new, bytes: sum.bytes + cost.bytes });
-            }
-        }
-        Ok(ReportCost { ids, record_bytes: shuffle.records().lock().cost_of(&self.records) })
+    /// Whether `shuffle` does not have all of it.
+    ///
+    /// # Errors
+    /// The report must be refused.
+    fn changes(&self, shuffle: &ShuffleState) -> Result<bool, ReportError> {
+        shuffle.block_ids().lock().check(self.bitmap_count, &self.partitions)?;
+        let are_known =
+            pieces(&self.partitions).iter().all(|piece| shuffle.block_ids().lock().has_all(piece));
+        Ok(!are_known || shuffle.records().lock().would_change(&self.records))
     }
 
     /// Enters it. Record numbers first: who sees the ids sees those too.
@@ -197,6 +172,10 @@ impl Reported {
             shuffle.block_ids().lock().enter(&piece, &mut paid.ids);
         }
     }
+}
+
+fn no_heap(refusal: NoCapacity) -> ServiceError {
+    ReportError::NoHeap(HeapFull::of(HeapKind::ReportedIds, refusal)).into()
 }
 
 fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecords]) -> u64 {
@@ -220,8 +199,7 @@ fn name_once(partitions: &mut Vec<(PartitionId, Vec<i64>)>) {
     }
 }
 
-/// The report in pieces small enough for one hold of the shuffle's lock. Of a partition that is divided no piece has
-/// few ids: what they add is judged piece by piece, and few are a list, but not beside many.
+/// The report in pieces small enough for one hold of the shuffle's lock.
 fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64])>> {
     let (mut pieces, mut room) = (vec![Vec::new()], IDS_AT_ONCE);
     for (partition, ids) in partitions {

@@ -2,19 +2,18 @@
 //!
 //! A request names any number of partitions, repeated at will, and an answer is as large as what was reported; so
 //! partitions are bounded and each is asked once, sets are shared out of the lock a few at a time, and whatever takes
-//! more than about a millisecond is done on a blocking thread. Memory for the merged set and the answer is charged
-//! before either is made.
+//! more than about a millisecond is done on a blocking thread. The answer is written from the sets as they are merged, without a set of
+//! all; memory for both is charged before they are made.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
-use croaring::Treemap;
 
 use crate::app::{PartitionRecords, ShuffleState};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
-use crate::durability::IdSet;
+use crate::durability::{IdSet, union};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
 
@@ -33,8 +32,8 @@ const INLINE_PARTITIONS_MAX: usize = 1000;
 /// A record number on its way: copied, in a message, and encoded.
 const RECORD_BYTES: u64 = 64;
 
-/// A set that is copied, beside its ids: its place, and what an allocator rounds up to.
-const COPY_BYTES: u64 = 64;
+/// A set that is copied and read, beside its ids: its place, and the ids that are decoded at a time.
+const COPY_BYTES: u64 = 2304;
 
 /// Sets shared under one hold of the shuffle's lock.
 const SETS_AT_ONCE: usize = 1024;
@@ -161,7 +160,8 @@ impl Weight {
         let sets = Sets::of(shuffle, &self.partitions);
         let more = (sets.bytes() + RECORD_BYTES * self.numbers).saturating_sub(held.bytes());
         held.try_grow(more).map_err(full)?;
-        let bitmap = bitmap::encode(&sets.merged());
+        let bytes = bitmap::encoded_bytes(union(&sets.0));
+        let bitmap = bitmap::encode_ascending(union(&sets.0), usize::try_from(bytes).unwrap_or(usize::MAX));
         let records = shuffle.records().lock().of(&self.partitions);
         let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * self.numbers);
         drop(held.split_up_to(unused));
@@ -173,7 +173,7 @@ fn full(refusal: NoCapacity) -> ServiceError {
     ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal))
 }
 
-/// The sets of some partitions: bitmaps are shared with the shuffle, the ids of others copied.
+/// The sets of some partitions, which share most of their ids with the shuffle.
 struct Sets(Vec<IdSet>);
 
 impl Sets {
@@ -181,41 +181,20 @@ impl Sets {
         let mut sets = Vec::new();
         for some in partitions.chunks(SETS_AT_ONCE) {
             let ids = shuffle.block_ids().lock();
-            sets.extend(some.iter().filter_map(|partition| ids.set(*partition)));
+            sets.extend(some.iter().filter_map(|partition| ids.set(*partition)).cloned());
         }
         Self(sets)
     }
 
     /// How many of `left` ids these leave; none if they are more.
-    fn leave_of(&self, mut left: u64) -> Option<u64> {
-        for set in &self.0 {
-            match set {
-                IdSet::Few(ids) => left = left.checked_sub(ids.len() as u64)?,
-                IdSet::Many(ids) => {
-                    for part in ids.map.values() {
-                        left = left.checked_sub(part.cardinality())?;
-                    }
-                }
-            }
-        }
-        Some(left)
+    fn leave_of(&self, left: u64) -> Option<u64> {
+        self.0.iter().try_fold(left, |left, set| left.checked_sub(set.len()))
     }
 
-    /// What they, the merged set and the answer take at most.
+    /// What they and the answer take at most.
     fn bytes(&self) -> u64 {
-        let copied = |set: &IdSet| match set {
-            IdSet::Few(ids) => COPY_BYTES + 8 * ids.len() as u64,
-            IdSet::Many(_) => COPY_BYTES,
-        };
-        self.0.iter().map(|set| copied(set) + set.bitmap_bytes()).sum()
-    }
-
-    fn merged(self) -> Treemap {
-        let mut all = Treemap::new();
-        for set in self.0 {
-            set.add_to(&mut all);
-        }
-        all
+        let bytes = |set: &IdSet| COPY_BYTES + set.clone_bytes() + bitmap::encoded_bytes(set.iter());
+        self.0.iter().map(bytes).sum()
     }
 }
 
@@ -248,10 +227,9 @@ mod tests {
     }
 
     #[test]
-    fn few_ids_are_answered_at_once_however_they_are_kept() {
-        let many =
-            |ids: std::ops::Range<u64>| IdSet::Many(std::sync::Arc::new(ids.map(|id| id << 31).collect()));
-        let (few, most) = (IdSet::Few(vec![1, 2, 3]), INLINE_IDS_MAX);
+    fn small_answer_is_made_inline() {
+        let many = |ids: std::ops::Range<u64>| ids.map(|id| id << 31).collect::<IdSet>();
+        let (few, most) = (IdSet::from([1, 2, 3]), INLINE_IDS_MAX);
         let left = |sets: Vec<IdSet>| Sets(sets).leave_of(most);
         assert_eq!(left(Vec::new()), Some(most));
         assert_eq!(left(vec![few.clone(), many(0..most - 3)]), Some(0));

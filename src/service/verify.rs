@@ -8,12 +8,11 @@ use std::future::ready;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use croaring::Treemap;
 use futures::stream::{self, StreamExt as _};
 
 use crate::app::{AppRegistry, ShuffleState};
 use crate::clock::{Instant, sleep, timeout_at};
-use crate::durability::{Blame, Ledger, Loss, LostExtent, OnDamage, Verdict, ranges};
+use crate::durability::{Blame, IdSet, Ledger, Loss, LostExtent, OnDamage, Verdict, ranges};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind, Tiers};
@@ -119,14 +118,14 @@ impl Verifier {
     }
 
     /// Enters blocks as lost, and tells it.
-    pub(super) fn enter(&self, shuffle: &ShuffleState, partition: PartitionId, ids: Treemap, blame: &Blame) {
+    pub(super) fn enter(&self, shuffle: &ShuffleState, partition: PartitionId, ids: IdSet, blame: &Blame) {
         self.tell(shuffle, partition, shuffle.ledger().with(partition, |it| it.enter(ids, blame)));
     }
 
     fn tell(&self, shuffle: &ShuffleState, partition: PartitionId, losses: Vec<Loss>) {
         for loss in losses {
             let Loss { ids, bytes, reason, .. } = &loss;
-            let blocks = ids.cardinality();
+            let blocks = ids.len();
             if blocks == 0 {
                 continue;
             }
@@ -163,7 +162,7 @@ impl Verifier {
         let (ledger, key, partition) = (shuffle.ledger(), shuffle.key(), *partition);
         loop {
             // Reads are refused from before there is a hole: they would take its zeros for data.
-            let is_damaged = ledger.verdict(partition, |_| Treemap::new()) == Verdict::Wait(None);
+            let is_damaged = ledger.verdict(partition, |_| IdSet::default()) == Verdict::Wait(None);
             if let Some(tier) = self.tiers.served().filter(|_| is_damaged)
                 && let Some(error) = tier.mark_damaged_lost(key, partition).await
             {
@@ -183,7 +182,7 @@ impl Verifier {
                     return if is_gone { Ok(()) } else { Err(error) };
                 }
             };
-            let reported = shuffle.block_ids().lock().of(&[partition]);
+            let reported = shuffle.block_ids().lock().set(partition).cloned().unwrap_or_default();
             if let Some(new) = ledger.with(partition, |it| it.settle(found, &reported, blame)) {
                 self.tell(shuffle, partition, new);
                 return Ok(());
@@ -197,16 +196,16 @@ impl Verifier {
 
     /// The blocks of a partition that can be read. Memory is looked at first, as blocks only move downwards. With an error,
     /// whether it is of the tier that is read through this worker.
-    async fn count(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, (StoreError, bool)> {
+    async fn count(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, (StoreError, bool)> {
         let mut found = self.ids_in_memory(key, partition);
         for tier in self.tiers.iter() {
             let present = tier.present(key, partition).await;
-            found.or_inplace(&present.map_err(|error| (error, tier.served().is_some()))?);
+            found.add_all(&present.map_err(|error| (error, tier.served().is_some()))?);
         }
         Ok(found)
     }
 
-    fn ids_in_memory(&self, key: &ShuffleKey, partition: PartitionId) -> Treemap {
+    fn ids_in_memory(&self, key: &ShuffleKey, partition: PartitionId) -> IdSet {
         let buffer = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition));
         buffer.map(|buffer| buffer.ids()).unwrap_or_default()
     }

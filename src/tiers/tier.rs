@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use croaring::Treemap;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
@@ -22,7 +21,7 @@ use super::recovered::Recovered;
 use super::released::Released;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
-use crate::durability::OnDamage;
+use crate::durability::{IdSet, OnDamage};
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 
@@ -68,7 +67,7 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<Treemap, StoreError>>;
+    ) -> BoxFuture<'a, Result<IdSet, StoreError>>;
 
     /// What a shuffle has here; nothing when it is not known.
     fn usage(&self, key: &ShuffleKey) -> TierUsage;

@@ -6,7 +6,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use croaring::Treemap;
 use futures::future::join_all;
 use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
@@ -17,6 +16,7 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::durability::IdSet;
 use uniffle_worker::memory::{Budget, ReadPool};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::tiers::hdfs::Connector;
@@ -91,7 +91,7 @@ impl Subject {
         let present = self.tier.present(key, PartitionId(partition)).await.unwrap();
         assert_eq!(
             present,
-            blocks.iter().map(|block| block.meta.block_id.0.unsigned_abs()).collect::<Treemap>()
+            blocks.iter().map(|block| block.meta.block_id.0.unsigned_abs()).collect::<IdSet>()
         );
     }
 }

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use croaring::Treemap;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
+use uniffle_worker::durability::IdSet;
 use uniffle_worker::tiers::{
     Admission, Capability, ChunkRead, ExtentWrite, Purge, RemoteStorage, ServedData, ServedIndex, ServedTier,
     StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
@@ -155,7 +155,7 @@ impl Tier for ThirdTier {
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
         let ids = |partition: &Partition| partition.ids.iter().map(|id| id.0.unsigned_abs()).collect();
         ready(self.look(key, partition, ids)).boxed()
     }

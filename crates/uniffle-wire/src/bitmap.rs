@@ -4,6 +4,8 @@
 //! One flag byte, an i32 BE count, then per 32-bit high word its i32 BE value and a portable 32-bit Roaring bitmap.
 //! Not the portable 64-bit format. Empty input is the empty set, as for every Java reader.
 
+use std::iter::Peekable;
+
 use bytes::Bytes;
 use croaring::{Bitmap, JvmLegacy, Portable, Treemap};
 
@@ -11,10 +13,111 @@ use croaring::{Bitmap, JvmLegacy, Portable, Treemap};
 const HEADER_BYTES: usize = 5;
 /// The value of one high word.
 const HIGH_BYTES: usize = 4;
+/// First word of a portable bitmap without runs.
+const COOKIE: u32 = 0x303a;
+/// The cookie and the number of containers.
+const BITMAP_HEAD_BYTES: usize = 8;
+/// Key and count of a container, and its offset.
+const CONTAINER_HEAD_BYTES: usize = 8;
+/// Ids of a container that are listed, two bytes each; more are [`BITS_BYTES`] of bits.
+const ARRAY_IDS_MAX: u64 = 4096;
+const BITS_BYTES: u32 = 8192;
 
 /// Serialises `set`; the empty set has its five header bytes.
 pub fn encode(set: &Treemap) -> Bytes {
     Bytes::from(set.serialize::<JvmLegacy>())
+}
+
+/// Bytes of [`encode_ascending`] of the same ids.
+pub fn encoded_bytes(ids: impl Iterator<Item = u64>) -> u64 {
+    let (mut bytes, mut in_container, mut last) = (HEADER_BYTES as u64, 0, None::<u64>);
+    for id in ids {
+        let differs = |bits: u32| last.is_none_or(|last| last >> bits != id >> bits);
+        if differs(32) {
+            bytes += (HIGH_BYTES + BITMAP_HEAD_BYTES) as u64;
+        }
+        if differs(16) {
+            (bytes, in_container) = (bytes + CONTAINER_HEAD_BYTES as u64, 0);
+        }
+        // An array, until it is as long as the bits.
+        in_container += 1;
+        bytes += if in_container <= ARRAY_IDS_MAX { 2 } else { 0 };
+        last = Some(id);
+    }
+    bytes
+}
+
+/// Serialises ascending ids, each of which is named once, with no memory but the result and one container.
+pub fn encode_ascending(ids: impl Iterator<Item = u64>, capacity: usize) -> Bytes {
+    let mut out = Vec::with_capacity(capacity.max(HEADER_BYTES));
+    out.extend_from_slice(&[0; HEADER_BYTES]);
+    let mut ids = ids.peekable();
+    let mut highs = 0u32;
+    while let Some(first) = ids.peek().copied() {
+        highs += 1;
+        let high = u32::try_from(first >> 32).unwrap_or(u32::MAX);
+        out.extend_from_slice(&high.to_be_bytes());
+        encode_high(&mut ids, high, &mut out);
+    }
+    out[1..HEADER_BYTES].copy_from_slice(&highs.to_be_bytes());
+    Bytes::from(out)
+}
+
+/// Appends the portable 32-bit bitmap of the ids with this high word. Containers are written first and moved behind their heads.
+fn encode_high(ids: &mut Peekable<impl Iterator<Item = u64>>, high: u32, out: &mut Vec<u8>) {
+    let start = out.len();
+    let (mut heads, mut lows): (Vec<(u16, u32)>, Vec<u16>) = (Vec::new(), Vec::new());
+    while let Some(first) = ids.peek().copied().filter(|id| *id >> 32 == u64::from(high)) {
+        lows.clear();
+        let mut bits = None;
+        let mut count = 0u32;
+        while let Some(id) = ids.next_if(|id| *id >> 16 == first >> 16) {
+            count += 1;
+            match &mut bits {
+                None if lows.len() < ARRAY_IDS_MAX as usize => lows.push(lowest(id)),
+                bits => set_bit(bits.get_or_insert_with(|| bits_of(&lows)), lowest(id)),
+            }
+        }
+        heads.push((lowest(first >> 16), count));
+        match bits {
+            Some(bits) => bits.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes())),
+            None => lows.iter().for_each(|low| out.extend_from_slice(&low.to_le_bytes())),
+        }
+    }
+    let bodies = out.len() - start;
+    let head_bytes = BITMAP_HEAD_BYTES + CONTAINER_HEAD_BYTES * heads.len();
+    out.resize(out.len() + head_bytes, 0);
+    out.copy_within(start..start + bodies, start + head_bytes);
+    let mut head = Vec::with_capacity(head_bytes);
+    head.extend_from_slice(&COOKIE.to_le_bytes());
+    head.extend_from_slice(&u32::try_from(heads.len()).unwrap_or(u32::MAX).to_le_bytes());
+    for (key, count) in &heads {
+        head.extend_from_slice(&key.to_le_bytes());
+        head.extend_from_slice(&u16::try_from(count - 1).unwrap_or(u16::MAX).to_le_bytes());
+    }
+    let mut offset = u32::try_from(head_bytes).unwrap_or(u32::MAX);
+    for (_, count) in &heads {
+        head.extend_from_slice(&offset.to_le_bytes());
+        offset += if u64::from(*count) <= ARRAY_IDS_MAX { 2 * count } else { BITS_BYTES };
+    }
+    out[start..start + head_bytes].copy_from_slice(&head);
+}
+
+type Bits = Box<[u64; BITS_BYTES as usize / 8]>;
+
+fn bits_of(lows: &[u16]) -> Bits {
+    let mut bits = Box::new([0; BITS_BYTES as usize / 8]);
+    lows.iter().for_each(|low| set_bit(&mut bits, *low));
+    bits
+}
+
+fn set_bit(bits: &mut Bits, low: u16) {
+    bits[usize::from(low >> 6)] |= 1 << (low & 63);
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the lowest bits")]
+fn lowest(id: u64) -> u16 {
+    id as u16
 }
 
 /// Reads a set; `None` if the bytes are not one whole, valid bitmap.
@@ -37,6 +140,10 @@ pub fn decode(bytes: &[u8]) -> Option<Treemap> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
     use super::*;
 
     fn hex(text: &str) -> Vec<u8> {
@@ -66,6 +173,22 @@ mod tests {
         let run_optimised = decode(&hex("00 00000001 00000000 3b3000000100000f27010000000f27"));
         assert_eq!(run_optimised.map(|set| set.cardinality()), Some(10_000));
         assert_eq!(decode(&[]).map(|set| set.cardinality()), Some(0));
+    }
+
+    proptest! {
+        #[test]
+        fn ascending_ids_are_encoded_as_the_set_is(
+            groups in prop::collection::vec((0u64..1 << 34, 1u64..6000, 1u64..40), 0..8), spread in 0u32..29,
+        ) {
+            let groups = groups.into_iter();
+            let ids: BTreeSet<u64> = groups.flat_map(|(first, count, step)| {
+                (0..count).map(move |n| (first << spread).wrapping_add(n * step) >> 1)
+            }).collect();
+            let set: Treemap = ids.iter().copied().collect();
+            let expected = encode(&set);
+            prop_assert_eq!(encoded_bytes(ids.iter().copied()), expected.len() as u64);
+            prop_assert_eq!(encode_ascending(ids.iter().copied(), 0), expected);
+        }
     }
 
     #[test]

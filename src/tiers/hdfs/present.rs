@@ -11,12 +11,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use croaring::Treemap;
-
 use super::fs::{RemoteEntry, RemoteFs};
 use super::writer::Writers;
 use super::{Core, HdfsStore, Shuffle, layout};
 use crate::clock::{Instant, sleep, timeout};
+use crate::durability::IdSet;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -34,8 +33,8 @@ impl HdfsStore {
     ///
     /// # Errors
     /// The file system's; then nothing is known. `Purged` when the shuffle is gone meanwhile.
-    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, StoreError> {
-        let Some(handle) = self.handle(key) else { return Ok(Treemap::new()) };
+    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, StoreError> {
+        let Some(handle) = self.handle(key) else { return Ok(IdSet::default()) };
         let shuffle = &handle.shuffle;
         if !shuffle.remote.is_available() {
             return Err(shuffle.remote.suspended());
@@ -52,13 +51,9 @@ impl HdfsStore {
 }
 
 impl Core {
-    async fn find_blocks(
-        &self,
-        shuffle: &Arc<Shuffle>,
-        writers: &Arc<Writers>,
-    ) -> Result<Treemap, StoreError> {
+    async fn find_blocks(&self, shuffle: &Arc<Shuffle>, writers: &Arc<Writers>) -> Result<IdSet, StoreError> {
         let (fs, directory) = (&*shuffle.remote.fs, writers.directory());
-        let mut present = Treemap::new();
+        let mut present = IdSet::default();
         let unused = {
             let held = timeout(self.config.write_timeout, writers.hold()).await;
             let held = held.map_err(|late| StoreError::io(directory, late.into()))?;
@@ -105,7 +100,7 @@ impl Core {
         &self,
         fs: &dyn RemoteFs,
         (directory, listing, name): (&str, &Listing, &str),
-        present: &mut Treemap,
+        present: &mut IdSet,
     ) -> Result<(), StoreError> {
         let path = format!("{directory}/{name}");
         let data_bytes = listing.bytes_of(&layout::data_of(name));

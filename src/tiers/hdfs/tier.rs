@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use croaring::Treemap;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use super::{Core, HdfsStore, RemoteHandle};
+use crate::durability::IdSet;
 use crate::tiers::{
     Admission, Capability, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch, TierNames,
     TierShuffle, TierState, TierUsage,
@@ -83,7 +83,7 @@ impl Tier for HdfsStore {
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
         HdfsStore::present(self, key, partition).boxed()
     }
 

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use croaring::Treemap;
 use dashmap::DashMap;
 use futures::future::join_all;
 use parking_lot::Mutex;
@@ -21,7 +20,7 @@ use super::disk::within;
 use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
-use crate::durability::MetadataLog;
+use crate::durability::{IdSet, MetadataLog};
 use crate::runtime::Tasks;
 use crate::tiers::{Backlog, DiskInfo, ExtentWrite, Recovered, Released, StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;
@@ -162,9 +161,9 @@ impl LocalStore {
     ///
     /// # Errors
     /// `NotFound` when the shuffle is not known; what the disk says.
-    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, StoreError> {
+    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, StoreError> {
         let shuffle = self.find(key)?;
-        let mut present = Treemap::new();
+        let mut present = IdSet::default();
         for extent in shuffle.extents(partition).iter().filter(|extent| !extent.is_lost()) {
             let add = |record: &IndexRecord| {
                 let start = extent.base + record.offset.unsigned_abs();

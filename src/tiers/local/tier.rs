@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use croaring::Treemap;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
@@ -16,7 +15,7 @@ use super::read::{DataRead, IndexRead};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
-use crate::durability::{self, OnDamage};
+use crate::durability::{self, IdSet, OnDamage};
 use crate::tiers::{
     Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
     ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
@@ -109,7 +108,7 @@ impl Tier for LocalStore {
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
         LocalStore::present(self, key, partition).boxed()
     }
 

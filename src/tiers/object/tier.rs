@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use croaring::Treemap;
 use dashmap::DashMap;
 use futures::future::BoxFuture;
 use futures::{FutureExt as _, StreamExt as _};
@@ -37,6 +36,7 @@ use super::workers::{self, Removed, WorkerObjects};
 use super::{purge, reads, upload};
 use crate::budget::Budget;
 use crate::clock::Instant;
+use crate::durability::IdSet;
 use crate::runtime::Tasks;
 use crate::tiers::numbers::numbers_from;
 use crate::tiers::{
@@ -337,12 +337,12 @@ impl Tier for ObjectTier {
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
         let read = async move {
             let shuffle = self.find(key)?;
             let stream = shuffle.stream(partition);
             let mut index = IndexRead::new(&self.core, shuffle, stream);
-            let mut present = Treemap::new();
+            let mut present = IdSet::default();
             while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
                 records(&chunk).for_each(|record| present.add(record.block_id.unsigned_abs()));
             }

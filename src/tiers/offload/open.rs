@@ -159,7 +159,7 @@ impl OffloadTier {
 fn united(here: RecoveredShuffle, there: RecoveredShuffle) -> RecoveredShuffle {
     let mut present = here.present;
     for (partition, ids) in there.present {
-        present.entry(partition).or_default().extend(ids.to_bitmap().iter());
+        present.entry(partition).or_default().add_all(&ids);
     }
     let reason = if here.reason.is_empty() { there.reason } else { here.reason };
     let incomplete = here.incomplete.and(there.incomplete);

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use croaring::Treemap;
 use dashmap::DashMap;
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, join};
@@ -17,7 +16,7 @@ use super::policy::Watermarks;
 use super::read::Both;
 use super::shuffle::{BothLogs, Handle, Shuffle};
 use crate::budget::Budget;
-use crate::durability::OnDamage;
+use crate::durability::{IdSet, OnDamage};
 use crate::runtime::Tasks;
 use crate::tiers::object::ObjectTier;
 use crate::tiers::{
@@ -122,12 +121,12 @@ impl Tier for OffloadTier {
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
         let read = async move {
             // The disks first: what goes from there meanwhile is in the store.
             let mut present = Tier::present(&*self.local, key, partition).await?;
             if self.object.uploads(key).is_some() {
-                present |= self.object.present(key, partition).await?;
+                present.add_all(&self.object.present(key, partition).await?);
             }
             Ok(present)
         };
