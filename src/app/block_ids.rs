@@ -5,13 +5,14 @@
 //! alone; when its ids are added the charge is settled to what the sets allocated, and the rest is returned.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use uniffle_wire::types::PartitionId;
 
 use super::quota::{Quota, QuotaExceeded, Share};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge};
-use crate::durability::IdSet;
+use crate::durability::{IdRun, IdSet};
 
 /// A partition's place in the table, and what its list may grow by at once.
 const PARTITION_BYTES: u64 = 96;
@@ -72,11 +73,18 @@ pub struct PaidIds {
     counted: Charge,
 }
 
+/// Ids in memory, by partition.
+pub type IdTable = HashMap<PartitionId, IdSet>;
+
 /// Reported ids of one shuffle.
 #[derive(Debug)]
 pub struct BlockIds {
     bitmap_count: Option<i32>,
-    partitions: HashMap<PartitionId, IdSet>,
+    partitions: IdTable,
+    /// What is being written to a run, and is read here until that is complete.
+    leaving: Option<Arc<IdTable>>,
+    /// Ids on disk, the oldest first, with what quotas count of the disk.
+    runs: Vec<(Arc<IdRun>, Charge)>,
     share: Share,
     charge: Charge,
     /// As quotas count them.
@@ -88,7 +96,15 @@ impl BlockIds {
     #[must_use]
     pub fn new(quota: &Quota, heap: &Budget, counted: Charge) -> Self {
         let charge = heap.nothing();
-        Self { bitmap_count: None, partitions: HashMap::new(), share: quota.share(), charge, counted }
+        Self {
+            bitmap_count: None,
+            partitions: IdTable::new(),
+            leaving: None,
+            runs: Vec::new(),
+            share: quota.share(),
+            charge,
+            counted,
+        }
     }
 
     /// Checks a report whose partitions have sorted ids.
@@ -111,14 +127,13 @@ impl BlockIds {
         }
     }
 
-    /// Whether a report with these sorted ids would change nothing. Ends at the first id that is new.
+    /// Whether a report with these sorted ids would change nothing in memory. Ends at the first id that is new.
     #[must_use]
     pub fn has_all(&self, partitions: &[(PartitionId, impl AsRef<[i64]>)]) -> bool {
         let is_known = |(partition, ids): &(PartitionId, _)| {
             let ids: &[i64] = AsRef::as_ref(ids);
-            let Some(set) = self.partitions.get(partition) else { return ids.is_empty() };
-            let mut known = set.lookup();
-            ids.iter().all(|id| known.contains(id.unsigned_abs()))
+            let mut known: Vec<_> = self.sets(*partition).map(IdSet::lookup).collect();
+            ids.iter().all(|id| known.iter_mut().any(|known| known.contains(id.unsigned_abs())))
         };
         self.bitmap_count.is_some() && partitions.iter().all(is_known)
     }
@@ -200,15 +215,74 @@ impl BlockIds {
         self.charge.merge(more);
     }
 
-    /// The ids of `partition`, as they are now; a clone shares most of them.
-    #[must_use]
-    pub fn set(&self, partition: PartitionId) -> Option<&IdSet> {
-        self.partitions.get(&partition)
+    /// The sets that `partition` has in memory; a clone shares most of their ids.
+    pub fn sets(&self, partition: PartitionId) -> impl Iterator<Item = &IdSet> {
+        self.tables().filter_map(move |table| table.get(&partition))
     }
 
-    /// All partitions with their ids.
+    /// The sets of all partitions in memory.
     pub fn by_partition(&self) -> impl Iterator<Item = (PartitionId, &IdSet)> {
-        self.partitions.iter().map(|(partition, ids)| (*partition, ids))
+        self.tables().flatten().map(|(partition, ids)| (*partition, ids))
+    }
+
+    fn tables(&self) -> impl Iterator<Item = &IdTable> {
+        self.leaving.as_deref().into_iter().chain([&self.partitions])
+    }
+
+    /// Ids on disk, the oldest first.
+    #[must_use]
+    pub fn runs(&self) -> Vec<Arc<IdRun>> {
+        self.runs.iter().map(|(run, _)| Arc::clone(run)).collect()
+    }
+
+    /// Whether ids are on disk.
+    #[must_use]
+    pub fn has_runs(&self) -> bool {
+        !self.runs.is_empty()
+    }
+
+    /// Heap of the ids in memory.
+    #[must_use]
+    pub fn table_bytes(&self) -> u64 {
+        self.tables().map(heap_bytes).sum()
+    }
+
+    /// The ids that are to be written to a run: those in memory, or those of a run that was not completed. They are read here until
+    /// [`BlockIds::end_spill`].
+    pub fn begin_spill(&mut self) -> Option<Arc<IdTable>> {
+        if self.leaving.is_none() && !self.partitions.is_empty() {
+            self.leaving = Some(Arc::new(std::mem::take(&mut self.partitions)));
+        }
+        self.leaving.clone()
+    }
+
+    /// The ids of [`BlockIds::begin_spill`] are in `run`. Returns whether it is the first one.
+    pub fn end_spill(&mut self, run: IdRun, on_disk: Charge) -> bool {
+        let bytes = self.leaving.take().map_or(0, |table| heap_bytes(&table));
+        let is_first = self.runs.is_empty();
+        self.add_run(run, on_disk);
+        drop(self.charge.split_up_to(bytes));
+        is_first
+    }
+
+    fn add_run(&mut self, run: IdRun, on_disk: Charge) {
+        self.hold(run.heap_bytes());
+        self.runs.push((Arc::new(run), on_disk));
+    }
+
+    /// Enters a report that was written as a run of its own, of `paid`.
+    pub fn enter_run(&mut self, run: IdRun, on_disk: Charge, ids: u64, paid: &mut PaidIds) {
+        self.add_run(run, on_disk);
+        self.settle_count((0, ids), paid);
+    }
+
+    /// Puts `run`, which has their ids, in the place of `old` ones.
+    pub fn replace_runs(&mut self, old: &[Arc<IdRun>], run: IdRun, on_disk: Charge) {
+        let is_old = |run: &Arc<IdRun>| old.iter().any(|old| Arc::ptr_eq(old, run));
+        let freed = old.iter().map(|run| run.heap_bytes()).sum();
+        self.runs.retain(|(run, _)| !is_old(run));
+        self.add_run(run, on_disk);
+        drop(self.charge.split_up_to(freed));
     }
 
     /// How many ids there are.
@@ -216,6 +290,10 @@ impl BlockIds {
     pub fn count(&self) -> u64 {
         self.share.held()
     }
+}
+
+fn heap_bytes(table: &IdTable) -> u64 {
+    table.values().map(|set| PARTITION_BYTES + set.heap_bytes()).sum()
 }
 
 /// Moves the difference between two amounts to or from `held`; growth comes out of `paid`, and what that lacks is charged beyond the
@@ -266,7 +344,7 @@ mod tests {
     }
 
     fn listed(ids: &BlockIds, partition: PartitionId) -> Vec<u64> {
-        ids.set(partition).map(|set| set.iter().collect()).unwrap_or_default()
+        ids.sets(partition).flat_map(IdSet::iter).collect()
     }
 
     #[test]
@@ -322,7 +400,7 @@ mod tests {
                 }
                 let bytes = heap.used();
                 assert!(bytes <= 8 * 50_000, "layout {number} by {reported_together}: {bytes} bytes");
-                assert_eq!(ids.set(P0).unwrap().iter().count(), 50_000);
+                assert_eq!(listed(&ids, P0).len(), 50_000);
             }
         }
     }
@@ -371,7 +449,7 @@ mod tests {
         ids.enter(&others, &mut second);
         drop((first, second));
         assert_eq!((quota.used(), ids.count(), ids.counted.bytes()), (200, 200, 200));
-        assert_eq!(heap.used(), PARTITION_BYTES + ids.set(P0).unwrap().heap_bytes());
+        assert_eq!(heap.used(), PARTITION_BYTES + ids.sets(P0).map(IdSet::heap_bytes).sum::<u64>());
         drop(ids);
         assert_eq!((quota.used(), heap.used()), (0, 0));
     }

@@ -24,7 +24,7 @@ use crate::schema::section;
 
 pub use account::{Account, STAGES, Stage, StageSum, Tally};
 pub use application::App;
-pub use block_ids::{BitmapCountChanged, BlockIds, PaidIds, Price, ReportError};
+pub use block_ids::{BitmapCountChanged, BlockIds, IdTable, PaidIds, Price, ReportError};
 pub use commits::Commits;
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};

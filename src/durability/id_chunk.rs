@@ -53,7 +53,7 @@ impl IdChunk {
     /// Replaces `ids` by those of the chunk.
     pub(super) fn decode(&self, ids: &mut Vec<u64>) {
         let is_whole = self.try_decode(ids);
-        debug_assert!(is_whole, "encoded by this process");
+        debug_assert!(is_whole, "encoded by this process, or checked when it was read");
     }
 
     /// As [`IdChunk::decode`]. False if the payload is not what [`IdChunk::encode`] writes.
@@ -95,6 +95,33 @@ impl IdChunk {
     pub(super) fn heap_bytes(&self) -> u64 {
         SHARED_BYTES + self.payload.len() as u64
     }
+
+    /// Appends count, first and last id, length and payload, as [`IdChunk::read_from`] reads them.
+    pub(super) fn write_to(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.count.to_be_bytes());
+        out.extend_from_slice(&self.first.to_be_bytes());
+        out.extend_from_slice(&self.last.to_be_bytes());
+        out.extend_from_slice(&u16::try_from(self.payload.len()).unwrap_or(u16::MAX).to_be_bytes());
+        out.extend_from_slice(&self.payload);
+    }
+
+    /// Reads a chunk and advances past it; none if no whole chunk is there.
+    pub(super) fn read_from(bytes: &mut &[u8]) -> Option<Self> {
+        let count = u16::from_be_bytes(*take(bytes)?);
+        let (first, last) = (u64::from_be_bytes(*take(bytes)?), u64::from_be_bytes(*take(bytes)?));
+        let length = u16::from_be_bytes(*take(bytes)?);
+        let (payload, rest) = bytes.split_at_checked(usize::from(length))?;
+        *bytes = rest;
+        let chunk = Self { first, last, count, payload: payload.into() };
+        chunk.try_decode(&mut Vec::new()).then_some(chunk)
+    }
+}
+
+/// Takes `N` bytes off the front.
+pub(super) fn take<'a, const N: usize>(bytes: &mut &'a [u8]) -> Option<&'a [u8; N]> {
+    let (head, rest) = bytes.split_first_chunk::<N>()?;
+    *bytes = rest;
+    Some(head)
 }
 
 fn bits(value: u64) -> u32 {
@@ -205,11 +232,18 @@ mod tests {
         fn chunk_returns_the_ids_it_was_made_of(
             ids in prop::collection::btree_set(any::<u64>(), 1..=CHUNK_IDS_MAX),
             shift in 0u32..64,
+            cut: prop::sample::Index,
         ) {
             let ids: BTreeSet<u64> = ids.into_iter().map(|id| id >> shift).collect();
             let ids: Vec<u64> = ids.into_iter().collect();
             let chunk = IdChunk::encode(&ids).unwrap();
             prop_assert_eq!(decoded(&chunk), Some(ids.clone()));
+            let mut written = Vec::new();
+            chunk.write_to(&mut written);
+            let mut rest = &written[..];
+            prop_assert_eq!(decoded(&IdChunk::read_from(&mut rest).unwrap()), Some(ids.clone()));
+            prop_assert!(rest.is_empty());
+            prop_assert!(IdChunk::read_from(&mut &written[..cut.index(written.len())]).is_none());
             prop_assert!(chunk.payload.len() <= 8 * ids.len() + 3, "{} bytes", chunk.payload.len());
         }
 

@@ -113,6 +113,24 @@ impl IdSet {
         Self::from_ascending(ids.into_iter())
     }
 
+    /// The set of chunks whose ids ascend.
+    pub(super) fn from_chunks(list: Vec<IdChunk>) -> Self {
+        let chunks = (!list.is_empty()).then(|| Box::new(Chunks::of(list)));
+        Self { late: Vec::new(), chunks }
+    }
+
+    /// All ids in chunks, as they are written to a file.
+    pub(super) fn into_chunks(self) -> Vec<IdChunk> {
+        match self.chunks {
+            None => self.late.chunks(CHUNK_IDS_MAX).filter_map(IdChunk::encode).collect(),
+            Some(chunks) if self.late.is_empty() => chunks.list,
+            Some(mut chunks) => {
+                chunks.insert(&self.late);
+                chunks.list
+            }
+        }
+    }
+
     /// Whether `id` is in it.
     #[must_use]
     pub fn contains(&self, id: u64) -> bool {

@@ -20,6 +20,7 @@
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
 //! | `on_damage` | who hears of blocks that are gone |
 //! | `id_chunk`, `id_set` | block ids in at most 8 bytes each (pure) |
+//! | `id_run`, `scratch` | block ids in files without a name |
 //! | `shuffle_ledger` | those of all partitions of a shuffle, shared |
 //!
 //! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
@@ -30,6 +31,7 @@ mod generation;
 mod go_on;
 mod history;
 mod id_chunk;
+mod id_run;
 mod id_set;
 mod ledger;
 mod left;
@@ -43,6 +45,7 @@ mod plain;
 pub mod proof;
 mod read;
 mod record;
+mod scratch;
 mod shuffle_ledger;
 mod take_over;
 mod vouch;
@@ -50,6 +53,7 @@ mod writer;
 
 pub use self::frame::{Epoch, Incarnation, Member};
 pub use self::history::{Heard, History, HistoryReader};
+pub use self::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::id_set::{IdSet, union};
 pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
@@ -58,6 +62,7 @@ pub use self::on_damage::{Hearer, OnDamage};
 pub use self::plain::plain_ids;
 pub use self::read::{Directory, Health, METADATA, Survey, newest_epoch};
 pub use self::record::{Record, RecordError, Registration, Report};
+pub use self::scratch::Scratch;
 pub use self::shuffle_ledger::ShuffleLedger;
 pub use self::take_over::{Found, FoundShuffle};
 pub use self::vouch::Vouch;

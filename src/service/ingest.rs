@@ -15,6 +15,7 @@ use super::known::Known;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::partition_limit::PartitionLimits;
+use super::spill::Spill;
 use super::status::WorkerStatus;
 use super::ticket_line::TicketLine;
 
@@ -33,6 +34,7 @@ pub struct Ingest {
     pub(super) line: TicketLine,
     pub(super) ticket_wait: Duration,
     pub(super) heap_wait: Duration,
+    pub(super) spill: Arc<Spill>,
     pub(super) partitions_max: usize,
     pub(super) verify_crc: bool,
     /// For commits of large sends ...

@@ -33,6 +33,7 @@ use super::known::Known;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::quota::{self, QuotaConfig};
+use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
 use super::verify::Verifier;
 
@@ -79,6 +80,7 @@ pub struct Lifecycle {
     pub(super) weights: Weights,
     pub(super) losses: Arc<Losses>,
     pub(super) verifier: Arc<Verifier>,
+    pub(super) spill: Arc<Spill>,
     pub(super) insight: Arc<Insight>,
     pub(super) tasks: Tasks,
     pub(super) metrics: Arc<ServiceMetrics>,

@@ -23,6 +23,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::ServiceError;
 use super::metrics::ServiceMetrics;
+use super::spill::Stored;
 use super::verify::{Suspect, Verifier, blame};
 
 /// By these properties Spark computes a stage again whose shuffle data cannot be fetched; the first that is set counts.
@@ -224,8 +225,15 @@ impl Losses {
         filter: Option<&Treemap>,
     ) -> Result<(), ServiceError> {
         let wanted = |ids: &IdSet| {
-            let reported =
-                shuffle.block_ids().lock().set(partition).map(|set| ids.and(set)).unwrap_or_default();
+            let stored = Stored::of(shuffle, &[partition]);
+            // Blocks are only lost of ids that were reported: ids on disk are not looked up.
+            let reported = match stored.runs.is_empty() {
+                true => stored.sets.iter().fold(IdSet::default(), |mut all, set| {
+                    all.add_all(&ids.and(set));
+                    all
+                }),
+                false => ids.clone(),
+            };
             let Some(filter) = filter else { return reported };
             let passes = |id: &u64| app.task_of(*id).is_none_or(|task| filter.contains(task));
             IdSet::from_ascending(reported.iter().filter(passes))
@@ -292,7 +300,7 @@ impl Losses {
     }
 
     /// After a restart: what was reported and is not there is lost, or, where there are remote files, to be verified.
-    pub(super) fn take_over(
+    pub(super) async fn take_over(
         &self,
         shuffle: &Arc<ShuffleState>,
         present: HashMap<PartitionId, IdSet>,
@@ -308,14 +316,29 @@ impl Losses {
         let gone = self.gone();
         let reason = if reason.is_empty() || *gone != *IN_MEMORY { &gone } else { reason };
         let mut suspects = Vec::new();
-        for (partition, ids) in shuffle.block_ids().lock().by_partition() {
-            let mut blame = || blame(extents.remove(&partition).unwrap_or_default(), reason);
+        let mut acknowledge = |partition: PartitionId, ids: &IdSet| {
+            let blame = || blame(extents.get(&partition).cloned().unwrap_or_default(), reason);
             match ledger.with(partition, |it| it.acknowledge(ids)) {
                 Ok(false) => {}
                 Ok(true) => {
-                    suspects.push(Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame() })
+                    suspects.push(Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame() });
                 }
                 Err(missing) => self.verifier.enter(shuffle, partition, missing, &blame()),
+            }
+        };
+        shuffle.block_ids().lock().by_partition().for_each(|(partition, ids)| acknowledge(partition, ids));
+        let runs = shuffle.block_ids().lock().runs();
+        for run in runs {
+            let mut partitions = run.partitions();
+            loop {
+                match partitions.next().await {
+                    Ok(Some((partition, ids))) => acknowledge(partition, &ids),
+                    Ok(None) => break,
+                    Err(error) => {
+                        ledger.mark_incomplete(format!("reported block ids cannot be read: {error}"));
+                        break;
+                    }
+                }
             }
         }
         suspects

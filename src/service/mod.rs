@@ -42,6 +42,7 @@ mod report;
 mod require;
 mod restore;
 mod results;
+mod spill;
 pub mod statistics;
 mod status;
 mod ticket_line;
@@ -189,6 +190,7 @@ impl Service {
             history: History::default(),
             gone: Gone::default(),
         });
+        let spill = Arc::new(spill::Spill::new(&tiers));
         let ingest = Arc::new(Ingest {
             known: known.clone(),
             memory: memory.clone(),
@@ -202,6 +204,7 @@ impl Service {
             line: TicketLine::default(),
             ticket_wait: config.ticket_wait,
             heap_wait: config.heap_wait,
+            spill: spill.clone(),
             partitions_max: config.partitions_per_request_max,
             verify_crc: config.verify_crc,
             committing: Aside::of_cores(),
@@ -232,6 +235,7 @@ impl Service {
             weights: Weights { config: RwLock::new(config.fairness), memory: memory.clone() },
             losses,
             verifier,
+            spill,
             insight: insight.clone(),
             tasks,
             metrics,

@@ -16,7 +16,7 @@ use crate::app::{App, Counted, PaidIds, PartitionRecords, Price, ReportError, Sh
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
-use crate::durability::{Record, Report};
+use crate::durability::{IdRun, Record, Report};
 use crate::runtime::Aside;
 use crate::tiers::{MetadataLog, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey};
@@ -25,6 +25,7 @@ use super::ServiceError;
 use super::aside::aside;
 use super::ingest::Ingest;
 use super::known::shuffle_of;
+use super::spill::{self, Room};
 
 /// Above this many ids a report is compared, encoded and entered on blocking threads (docs/protocol.md §11 bitmap-on-runtime).
 const INLINE_IDS_MAX: u64 = 10_000;
@@ -79,9 +80,16 @@ impl Ingest {
             (reported.changes(&asked), reported)
         };
         let (changes, reported) = aside(&self.known.aside, is_small, look).await?;
+        let changes = match changes? {
+            Changes::Nothing => false,
+            Changes::Ids if shuffle.block_ids().lock().has_runs() => {
+                !spill::runs_have_rest(&shuffle, &reported.partitions).await
+            }
+            Changes::Ids | Changes::Records => true,
+        };
         // A known report was written down before, and is on the device unless an earlier process left it and nothing could be
         // written since.
-        if !changes? && log.as_ref().is_none_or(|log| log.is_recovered_durable()) {
+        if !changes && log.as_ref().is_none_or(|log| log.is_recovered_durable()) {
             return Ok(());
         }
         let paid = self.pay(&app, &shuffle, &reported).await?;
@@ -108,18 +116,34 @@ impl Ingest {
         let Price { ids, bytes } = Price::of(&report.partitions);
         let counted = app.usage().take(Counted::ReportedIds, ids)?;
         let record_bytes = shuffle.records().lock().price_of(&report.records);
-        let heap = app.reported_ids();
-        let charge = match timeout(self.heap_wait, heap.charge(bytes + record_bytes)).await {
-            Ok(charge) => charge,
-            Err(_elapsed) => heap.try_charge(bytes + record_bytes),
+        let mut on_disk = None;
+        let mut charge = match self.spill.charge(app, bytes + record_bytes).await {
+            Room::Charged(charge) => charge,
+            Room::OnlyOnDisk => {
+                let records = self.wait_for_heap(app, record_bytes).await?;
+                on_disk = self.spill.write(app, &report.partitions).await;
+                match &on_disk {
+                    Some(_) => records,
+                    None => self.wait_for_heap(app, bytes + record_bytes).await?,
+                }
+            }
+            Room::None => self.wait_for_heap(app, bytes + record_bytes).await?,
         };
-        let mut charge = charge.map_err(no_heap)?;
         let records = charge.split_up_to(record_bytes);
         let mut block_ids = shuffle.block_ids().lock();
         let ids = block_ids.pay(ids, charge, counted).map_err(ReportError::from)?;
         block_ids.begin(report.bitmap_count).map_err(ReportError::from)?;
         drop(block_ids);
-        Ok(Paid { ids, records })
+        Ok(Paid { ids, records, on_disk })
+    }
+
+    async fn wait_for_heap(&self, app: &App, bytes: u64) -> Result<Charge, ServiceError> {
+        let heap = app.reported_ids();
+        let charge = match timeout(self.heap_wait, heap.charge(bytes)).await {
+            Ok(charge) => charge,
+            Err(_elapsed) => heap.try_charge(bytes),
+        };
+        charge.map_err(no_heap)
     }
 
     /// Where reports of `shuffle` are written down, if anywhere: its own log, and not that of one that has its name by now.
@@ -151,23 +175,43 @@ struct Reported {
 struct Paid {
     ids: PaidIds,
     records: Charge,
+    /// Its ids, where there was no heap for them.
+    on_disk: Option<(IdRun, Charge)>,
+}
+
+/// What a report would change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Changes {
+    Nothing,
+    /// The ids in memory, but no record numbers.
+    Ids,
+    Records,
 }
 
 impl Reported {
-    /// Whether `shuffle` does not have all of it.
+    /// What it would change of `shuffle`.
     ///
     /// # Errors
     /// The report must be refused.
-    fn changes(&self, shuffle: &ShuffleState) -> Result<bool, ReportError> {
+    fn changes(&self, shuffle: &ShuffleState) -> Result<Changes, ReportError> {
         shuffle.block_ids().lock().check(self.bitmap_count, &self.partitions)?;
         let are_known =
             pieces(&self.partitions).iter().all(|piece| shuffle.block_ids().lock().has_all(piece));
-        Ok(!are_known || shuffle.records().lock().would_change(&self.records))
+        Ok(match shuffle.records().lock().would_change(&self.records) {
+            true => Changes::Records,
+            false if are_known => Changes::Nothing,
+            false => Changes::Ids,
+        })
     }
 
     /// Enters it. Record numbers first: who sees the ids sees those too.
     fn enter(&self, shuffle: &ShuffleState, mut paid: Paid) {
         shuffle.records().lock().enter(&self.records, paid.records);
+        if let Some((run, counted)) = paid.on_disk {
+            let ids = Price::of(&self.partitions).ids;
+            shuffle.block_ids().lock().enter_run(run, counted, ids, &mut paid.ids);
+            return;
+        }
         for piece in pieces(&self.partitions) {
             shuffle.block_ids().lock().enter(&piece, &mut paid.ids);
         }

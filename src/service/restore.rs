@@ -101,7 +101,7 @@ impl Lifecycle {
             }
             // Without all that was ever said, that nothing was said of it proves nothing; damage to its data alone has no say in that.
             let may_be_registered = is_uncertain || (shuffle.incomplete.is_some() && !reason.is_empty());
-            match self.restore_shuffle(known.remove(&key).unwrap_or_default(), shuffle) {
+            match self.restore_shuffle(known.remove(&key).unwrap_or_default(), shuffle).await {
                 Ok(Some(unverified)) => {
                     restored.shuffles += 1;
                     suspects.extend(unverified);
@@ -225,11 +225,21 @@ impl Lifecycle {
             }
             if gathered >= GATHERED_MAX {
                 known.iter_mut().for_each(|(key, restoring)| restoring.enter_gathered(key));
+                self.settle_ids().await;
                 gathered = 0;
             }
         };
         known.iter_mut().for_each(|(key, restoring)| restoring.enter_gathered(key));
+        self.settle_ids().await;
         (known, unread)
+    }
+
+    /// Moves ids to disk of applications that have more than their part of the heap: what the run could hold a start can.
+    async fn settle_ids(&self) {
+        for app in self.apps.apps() {
+            // Without a disk for them they stay, beyond the heap: they are acknowledged.
+            let _room = self.spill.charge(&app, 1).await;
+        }
     }
 
     /// How many ids were gathered of it.
@@ -263,7 +273,7 @@ impl Lifecycle {
     }
 
     /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.
-    fn restore_shuffle(
+    async fn restore_shuffle(
         &self,
         restoring: Restoring,
         mut shuffle: RecoveredShuffle,
@@ -280,7 +290,8 @@ impl Lifecycle {
             return Ok(Some(Vec::new()));
         }
         let lost = (shuffle.lost, shuffle.reason.as_str());
-        Ok(Some(self.losses.take_over(&state, shuffle.present, lost, restoring.remote == Remote::Known)))
+        let has_remote = restoring.remote == Remote::Known;
+        Ok(Some(self.losses.take_over(&state, shuffle.present, lost, has_remote).await))
     }
 
     /// Blocks that the earlier process had in memory, where that outlives a process: what no disk has will be there again. Once the

@@ -11,9 +11,9 @@ use bytes::Bytes;
 
 use crate::app::{PartitionRecords, ShuffleState};
 use crate::budget::heap::HeapFull;
-use crate::budget::{Charge, HeapKind, NoCapacity};
+use crate::budget::{Budget, Charge, HeapKind, NoCapacity};
 use crate::clock::timeout;
-use crate::durability::{IdSet, union};
+use crate::durability::{IdSet, RUN_WINDOW_BYTES, union};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
 
@@ -21,6 +21,7 @@ use super::ServiceError;
 use super::aside::aside;
 use super::known::shuffle_of;
 use super::read::Reads;
+use super::spill::{Stored, refused};
 
 /// Above this many ids a result is built on a blocking thread: about a millisecond when no two are neighbours. What is asked
 /// for counts and not what else the shuffle has: every reducer asks, and a hop to another thread takes longer than its ids.
@@ -91,15 +92,52 @@ impl Reads {
             let text = format!("results of shuffle {key} are refused, reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
         }
-        let weight = self.weigh(&shuffle, partitions).await?;
-        let charged = timeout(self.heap_wait, answers.charge(weight.bytes));
-        let held = match charged.await {
-            Ok(charged) => charged.map_err(full)?,
-            Err(_elapsed) => answers.try_charge(weight.bytes).map_err(full)?,
-        };
-        // The charge goes along: a caller that goes does not end what is begun.
-        let is_small = weight.is_small;
-        aside(&self.known.aside, is_small, move || weight.answer(&shuffle, held)).await?
+        if !shuffle.block_ids().lock().has_runs() {
+            let weight = self.weigh(&shuffle, partitions).await?;
+            let held = self.charged(answers, weight.bytes).await?;
+            // The charge goes along: a caller that goes does not end what is begun.
+            let (is_small, of) = (weight.is_small, Arc::clone(&shuffle));
+            let answer = aside(&self.known.aside, is_small, move || weight.answer(&of, held)).await?;
+            // Ids that were moved to disk meanwhile may be missing in it.
+            if !shuffle.block_ids().lock().has_runs() {
+                return answer;
+            }
+        }
+        self.from_runs(shuffle, distinct(partitions.to_vec()), answers).await
+    }
+
+    /// An answer of a shuffle that has ids on disk. Each set is charged when it has been read: what they take is not known before.
+    async fn from_runs(
+        &self,
+        shuffle: Arc<ShuffleState>,
+        partitions: Vec<PartitionId>,
+        answers: &Budget,
+    ) -> Result<Results, ServiceError> {
+        let numbers = shuffle.records().lock().count(&partitions) as u64;
+        let mut held = self.charged(answers, RUN_WINDOW_BYTES + RECORD_BYTES * numbers).await?;
+        let mut sets = Vec::new();
+        for some in partitions.chunks(SETS_AT_ONCE) {
+            let Stored { sets: in_memory, runs } = Stored::of(&shuffle, some);
+            held.merge(self.charged(answers, in_memory.iter().map(answer_bytes).sum()).await?);
+            sets.extend(in_memory);
+            for run in runs {
+                for partition in some {
+                    let set = run.ids(*partition).await.map_err(refused)?;
+                    held.merge(self.charged(answers, answer_bytes(&set) + set.heap_bytes()).await?);
+                    sets.push(set);
+                }
+            }
+        }
+        let weight = Weight { partitions, numbers, bytes: held.bytes(), is_small: false };
+        aside(&self.known.aside, false, move || weight.encoded(&shuffle, &Sets(sets), held)).await
+    }
+
+    /// Waits for the heap of an answer, for as long as a request may.
+    async fn charged(&self, answers: &Budget, bytes: u64) -> Result<Charge, ServiceError> {
+        match timeout(self.heap_wait, answers.charge(bytes)).await {
+            Ok(charged) => charged.map_err(full),
+            Err(_elapsed) => answers.try_charge(bytes).map_err(full),
+        }
     }
 
     /// What an answer takes; what is more than a few ids is looked at on a blocking thread.
@@ -160,12 +198,17 @@ impl Weight {
         let sets = Sets::of(shuffle, &self.partitions);
         let more = (sets.bytes() + RECORD_BYTES * self.numbers).saturating_sub(held.bytes());
         held.try_grow(more).map_err(full)?;
+        Ok(self.encoded(shuffle, &sets, held))
+    }
+
+    /// The answer of these sets, for which `held` is charged.
+    fn encoded(self, shuffle: &ShuffleState, sets: &Sets, mut held: Charge) -> Results {
         let bytes = bitmap::encoded_bytes(union(&sets.0));
         let bitmap = bitmap::encode_ascending(union(&sets.0), usize::try_from(bytes).unwrap_or(usize::MAX));
         let records = shuffle.records().lock().of(&self.partitions);
         let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * self.numbers);
         drop(held.split_up_to(unused));
-        Ok(Results { bitmap, records, held })
+        Results { bitmap, records, held }
     }
 }
 
@@ -178,12 +221,7 @@ struct Sets(Vec<IdSet>);
 
 impl Sets {
     fn of(shuffle: &ShuffleState, partitions: &[PartitionId]) -> Self {
-        let mut sets = Vec::new();
-        for some in partitions.chunks(SETS_AT_ONCE) {
-            let ids = shuffle.block_ids().lock();
-            sets.extend(some.iter().filter_map(|partition| ids.set(*partition)).cloned());
-        }
-        Self(sets)
+        Self(partitions.chunks(SETS_AT_ONCE).flat_map(|some| Stored::of(shuffle, some).sets).collect())
     }
 
     /// How many of `left` ids these leave; none if they are more.
@@ -193,9 +231,13 @@ impl Sets {
 
     /// What they and the answer take at most.
     fn bytes(&self) -> u64 {
-        let bytes = |set: &IdSet| COPY_BYTES + set.clone_bytes() + bitmap::encoded_bytes(set.iter());
-        self.0.iter().map(bytes).sum()
+        self.0.iter().map(answer_bytes).sum()
     }
+}
+
+/// What a clone of a set and its part of an answer take at most.
+fn answer_bytes(set: &IdSet) -> u64 {
+    COPY_BYTES + set.clone_bytes() + bitmap::encoded_bytes(set.iter())
 }
 
 fn check_layout((sequence, partition, task): (i32, i32, i32)) -> Result<(), ServiceError> {

@@ -20,6 +20,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::loss_log::LossLog;
 use super::metrics::ServiceMetrics;
+use super::spill;
 
 /// Partitions that are looked at at a time, and the pause after a round in which some could not be; it doubles.
 const LOOKS: usize = 8;
@@ -182,7 +183,13 @@ impl Verifier {
                     return if is_gone { Ok(()) } else { Err(error) };
                 }
             };
-            let reported = shuffle.block_ids().lock().set(partition).cloned().unwrap_or_default();
+            let reported = match spill::reported(shuffle, partition).await {
+                Ok(reported) => reported,
+                Err(error) => {
+                    ledger.with(partition, Ledger::fail_look);
+                    return Err(error);
+                }
+            };
             if let Some(new) = ledger.with(partition, |it| it.settle(found, &reported, blame)) {
                 self.tell(shuffle, partition, new);
                 return Ok(());

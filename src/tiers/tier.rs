@@ -21,7 +21,7 @@ use super::recovered::Recovered;
 use super::released::Released;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
-use crate::durability::{IdSet, OnDamage};
+use crate::durability::{IdSet, OnDamage, Scratch};
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 
@@ -54,6 +54,11 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
 
     /// Where the metadata of a shuffle is written, in a tier that [keeps it](Capability::keeps_metadata).
     fn metadata_log(&self, _: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        None
+    }
+
+    /// Where files without a name can be made, in a tier that has local disks.
+    fn scratch(&self) -> Option<Arc<Scratch>> {
         None
     }
 

@@ -16,6 +16,7 @@ mod many_partitions;
 mod network;
 mod observe;
 mod operations;
+mod reported_ids;
 mod rss;
 mod systemd;
 mod tcp_rss;

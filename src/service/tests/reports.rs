@@ -1,6 +1,9 @@
 //! Reports whose shuffle does not stay what it was.
 
+use super::super::spill::{merge_runs, move_table};
 use super::*;
+use crate::app::{Counted, Whose};
+use uniffle_testkit::fault::ENOSPC;
 use uniffle_wire::types::ShuffleId;
 
 #[tokio::test(start_paused = true)]
@@ -26,5 +29,79 @@ async fn a_report_is_not_written_down_for_a_shuffle_that_has_its_name_by_now() {
     let (reported, ()) = tokio::join!(fixture.service.ingest.report(report), again);
     assert!(matches!(reported, Err(ServiceError::NotRegisteredPart(_))), "{reported:?}");
     drop((before, app));
+    fixture.stop().await;
+}
+
+/// Ids of a partition that are near to nothing.
+fn far_ids(partition: i32, count: i64) -> Vec<i64> {
+    let spread =
+        |n: i64| (n + 1_000_000 * i64::from(partition)).wrapping_mul(0x61c8_8646_80b5_83eb) & i64::MAX;
+    (0..count).map(spread).collect()
+}
+
+async fn report_far(fixture: &Fixture, partitions: std::ops::Range<i32>, count: i64) {
+    let report = ReportRequest {
+        app: APP,
+        shuffle: 0,
+        task_attempt: 0,
+        bitmap_count: 1,
+        partitions: partitions.map(|id| (PartitionId(id), far_ids(id, count))).collect(),
+        records: Vec::new(),
+    };
+    fixture.service.ingest.report(report).await.unwrap();
+}
+
+async fn assert_told(fixture: &Fixture, partitions: std::ops::Range<i32>, count: i64) {
+    let asked: Vec<i32> = partitions.collect();
+    let told = fixture.service.reads.results(APP, 0, &asked, None).await.unwrap();
+    let ids = asked.iter().flat_map(|id| far_ids(*id, count)).map(i64::unsigned_abs);
+    assert!(told.bitmap == uniffle_wire::bitmap::encode(&ids.collect()), "ids of partitions {asked:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn spilled_ids_are_answered_with_those_in_memory() {
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let app = fixture.service.lifecycle.known.app(APP).unwrap();
+    let shuffle = app.shuffle(ShuffleId(0)).unwrap();
+    let scratch = fixture.service.tiers().metadata().unwrap().scratch().unwrap();
+    let on_disk = || app.usage().used((Whose::App, Counted::DiskBytes));
+    for round in 1..10 {
+        // Each time some ids are known, in memory and on disk, and some partitions are new.
+        report_far(&fixture, 0..20 * round, 40 * i64::from(round)).await;
+        assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
+        move_table(&scratch, &app, &shuffle).await.unwrap();
+        assert_eq!(shuffle.block_ids().lock().table_bytes(), 0);
+        assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
+        merge_runs(&scratch, &app, &shuffle).await.unwrap();
+        assert!(shuffle.block_ids().lock().runs().len() < 4, "in round {round}");
+        assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
+    }
+    assert!(app.reported_ids().used() < 4000, "{} bytes of heap", app.reported_ids().used());
+    assert!(on_disk() > 0);
+    // A report that is known changes nothing, wherever its ids are.
+    report_far(&fixture, 0..180, 360).await;
+    assert_eq!(shuffle.block_ids().lock().table_bytes(), 0);
+    assert_told(&fixture, 170..180, 360).await;
+    fixture.service.lifecycle.unregister_shuffle(APP, 0).unwrap();
+    drop(shuffle);
+    assert_eq!((app.reported_ids().used(), on_disk()), (0, 0));
+    drop(app);
+    fixture.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn ids_stay_readable_when_the_disk_refuses_them() {
+    let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
+    let app = fixture.service.lifecycle.known.app(APP).unwrap();
+    let shuffle = app.shuffle(ShuffleId(0)).unwrap();
+    let scratch = fixture.service.tiers().metadata().unwrap().scratch().unwrap();
+    report_far(&fixture, 0..9, 300).await;
+    fixture.faults.add(Rule::once(Operation::Write, Fault::Errno(ENOSPC)));
+    move_table(&scratch, &app, &shuffle).await.unwrap_err();
+    assert_told(&fixture, 0..9, 300).await;
+    report_far(&fixture, 5..12, 300).await;
+    move_table(&scratch, &app, &shuffle).await.unwrap();
+    assert_told(&fixture, 0..12, 300).await;
+    drop((shuffle, app));
     fixture.stop().await;
 }

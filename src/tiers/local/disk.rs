@@ -6,8 +6,8 @@
 use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -23,7 +23,7 @@ use super::pace::Paces;
 use super::placement::Candidate;
 use super::share::ReadShare;
 use crate::clock::Instant;
-use crate::durability::METADATA;
+use crate::durability::{self, Directory, METADATA};
 use crate::tiers::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Lane, Mount, ReadTarget, Space, WriteOpen};
@@ -118,6 +118,12 @@ impl LocalDisk {
             deadline: config.name_timeout,
             lock: Mutex::new(Some(lock)),
         }
+    }
+
+    /// The directory as files beside the data see it.
+    pub(super) fn directory(self: &Arc<Self>) -> Directory {
+        let health: Weak<dyn durability::Health> = Arc::downgrade(self) as Weak<dyn durability::Health>;
+        Directory { uuid: self.uuid, label: self.label.clone(), io: Arc::clone(&self.io), health }
     }
 
     /// Makes the directories in which everything is.

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::ops::{ControlFlow, Range};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -16,11 +17,11 @@ use super::batch::Published;
 use super::config::SyncWrites;
 use super::core::Core;
 use super::deletes::Deletes;
-use super::disk::within;
+use super::disk::{LocalDisk, TRASH, within};
 use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
-use crate::durability::{IdSet, MetadataLog};
+use crate::durability::{IdSet, MetadataLog, Scratch};
 use crate::runtime::Tasks;
 use crate::tiers::{Backlog, DiskInfo, ExtentWrite, Recovered, Released, StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;
@@ -71,6 +72,7 @@ pub struct LocalStore {
     /// What is to be deleted, by disk.
     pub(super) deletes: Vec<Deletes>,
     pub(super) metadata: MetadataLog,
+    pub(super) scratch: Arc<Scratch>,
     /// Shuffles that are gone, of which the metadata log does not know it yet.
     pub(super) pending_purges: PurgeNotes,
     pub(super) recovered: Mutex<Recovered>,
@@ -91,7 +93,10 @@ impl Drop for LocalStore {
 impl LocalStore {
     pub(super) fn new(core: Core, metadata: MetadataLog, tasks: Tasks) -> Arc<Self> {
         let core = Arc::new(core);
+        let directories = core.disks.iter().map(LocalDisk::directory).collect();
+        let scratch = Scratch::new(directories, Path::new(TRASH), core.config.metadata_timeout);
         Arc::new(Self {
+            scratch: Arc::new(scratch),
             writer: Writer::new(&core),
             reader: Reader::new(&core),
             shuffles: DashMap::new(),

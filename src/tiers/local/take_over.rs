@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::future::join_all;
@@ -55,12 +55,7 @@ impl Before {
     pub(super) async fn look(core: &Core, tasks: &Tasks) -> (Self, MetadataLog) {
         let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
         let scans = join_all(scans).await;
-        let directory = |disk: &Arc<LocalDisk>| {
-            let (uuid, label, io) = (disk.uuid, disk.label.clone(), Arc::clone(&disk.io));
-            let health: Weak<dyn Health> = Arc::downgrade(disk) as Weak<dyn Health>;
-            Directory { uuid, label, io, health }
-        };
-        let directories: Vec<Directory> = core.disks.iter().map(directory).collect();
+        let directories: Vec<Directory> = core.disks.iter().map(LocalDisk::directory).collect();
         let (write, name) = (core.config.metadata_timeout, core.config.name_timeout);
         let survey = Survey::take(&directories, name).await.vouched(core.config.let_go.vouch.clone());
         let legacy = if survey.is_fresh() { core.read_legacy(&scans).await } else { None };

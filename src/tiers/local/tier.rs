@@ -15,7 +15,7 @@ use super::read::{DataRead, IndexRead};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
-use crate::durability::{self, IdSet, OnDamage};
+use crate::durability::{self, IdSet, OnDamage, Scratch};
 use crate::tiers::{
     Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
     ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
@@ -156,6 +156,10 @@ impl Tier for LocalStore {
 
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         LocalStore::maintain(self, stop).boxed()
+    }
+
+    fn scratch(&self) -> Option<Arc<Scratch>> {
+        Some(Arc::clone(&self.scratch))
     }
 
     fn metadata_gap(&self) -> Option<Arc<str>> {

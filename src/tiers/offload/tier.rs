@@ -16,7 +16,7 @@ use super::policy::Watermarks;
 use super::read::Both;
 use super::shuffle::{BothLogs, Handle, Shuffle};
 use crate::budget::Budget;
-use crate::durability::{IdSet, OnDamage};
+use crate::durability::{IdSet, OnDamage, Scratch};
 use crate::runtime::Tasks;
 use crate::tiers::object::ObjectTier;
 use crate::tiers::{
@@ -111,6 +111,10 @@ impl Tier for OffloadTier {
         let shuffle = self.find(key)?;
         let (local, object) = (self.local.metadata_log(key)?, Arc::clone(&self.object));
         Some(Arc::new(BothLogs { local, object, shuffle }))
+    }
+
+    fn scratch(&self) -> Option<Arc<Scratch>> {
+        Tier::scratch(&*self.local)
     }
 
     fn metadata_gap(&self) -> Option<Arc<str>> {

@@ -74,20 +74,19 @@ async fn fill_registrations(fixture: &WorkerFixture, app: &str) {
     }
 }
 
-/// Reports scattered ids until not even a single one of another partition is taken any more.
+/// Ids that are near to nothing.
+fn far(ids: std::ops::Range<i64>) -> Vec<i64> {
+    ids.map(|id| id.wrapping_mul(0x61c8_8646_80b5_83eb) & i64::MAX).collect()
+}
+
+/// Reports ids of twice the heap that an application has for them: all are taken.
 async fn fill_reported_ids(fixture: &WorkerFixture, key: &ShuffleKey) {
-    let (mut next, mut partition) = (0, 0);
-    for count in [4_000, 200, 10, 1] {
-        let refused = loop {
-            let ids = (next..next + count).map(|id| id << 33).collect();
-            let (status, text) = report(fixture, key, vec![(partition, ids)]).await;
-            if status != StatusCode::Success {
-                break text;
-            }
-            (next, partition) = (next + count, partition + 1);
-        };
-        assert!(refused.contains("no heap left for reported_ids"), "{refused}");
-        assert!(refused.contains("memory_store.heap_capacity"), "{refused}");
+    for partition in 0..20 {
+        let first = i64::from(partition) * 100_000;
+        let (status, text) = report(fixture, key, vec![(partition, far(first..first + 100_000))]).await;
+        assert_eq!(status, StatusCode::Success, "{text}");
+        let reported = fixture.memory().heap().of(HeapKind::ReportedIds);
+        assert!(reported.used() <= reported.capacity(), "{} bytes of heap", reported.used());
     }
 }
 
@@ -138,29 +137,8 @@ async fn reports_that_come_at_once_wait_for_heap_that_those_before_will_not_need
     for (status, text) in futures::future::join_all(reports).await {
         assert_eq!(status, StatusCode::Success, "{text}");
     }
-    assert_eq!(told(&fixture, &key).await.len(), 96_000);
+    assert_eq!(told(&fixture, &key, 0).await.len(), 96_000);
     fixture.finish().await;
-}
-
-/// What the heap has no room for as a whole; any twentieth of it would fit.
-fn too_large() -> Vec<(i32, Vec<i64>)> {
-    let ids = |partition: i32| (0..2_000).map(|n| (i64::from(partition) * 2_000 + n) << 33).collect();
-    (0..40).map(|partition| (partition, ids(partition))).collect()
-}
-
-async fn assert_refused_whole(fixture: &WorkerFixture, key: &ShuffleKey, expected: &[u64]) {
-    let before = (held(fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count());
-    for _again in 0..2 {
-        let (status, text) = report(fixture, key, too_large()).await;
-        assert_eq!(status, StatusCode::InternalError);
-        assert!(
-            text.contains("no heap left for reported_ids") && text.contains("memory_store.heap_capacity"),
-            "{text}"
-        );
-        let after = (held(fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count());
-        assert_eq!(after, before, "nothing of it was kept");
-    }
-    assert_eq!(told(fixture, key).await, expected);
 }
 
 /// Opens sends of blocks of a byte that lack their last bytes, until one is refused; those that wait for them stay open.
@@ -201,47 +179,47 @@ async fn n2_applications_that_do_not_finish_their_sends_leave_heap_for_those_of_
     fixture.finish().await;
 }
 
-async fn told(fixture: &WorkerFixture, key: &ShuffleKey) -> Vec<u64> {
-    let all: Vec<PartitionId> = (0..40).map(PartitionId).collect();
-    fixture.client.results(key, &all, None).await.unwrap().to_vec()
+async fn told(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) -> Vec<u64> {
+    fixture.client.results(key, &[PartitionId(partition)], None).await.unwrap().to_vec()
 }
 
 #[test]
-fn a_report_that_the_heap_has_no_room_for_changes_nothing_now_or_after_a_restart() {
+fn report_beyond_the_heap_is_answered_before_and_after_a_restart() {
     use super::restarts::{crashed, process};
-    let (fresh, known) = (key("app-1", 1), key("app-1", 2));
-    let part: Vec<i64> = (0..500).map(|n| n << 33).collect();
-    let expected: Vec<u64> = part.iter().map(|id| id.unsigned_abs()).collect();
+    let (large, small) = (key("app-1", 1), key("app-1", 2));
+    let ids = |partition: i32| far(i64::from(partition) * 3_500..(i64::from(partition) + 1) * 3_500);
+    let assert_told = async |fixture: &WorkerFixture| {
+        for partition in 0..40 {
+            let mut expected: Vec<u64> = ids(partition).into_iter().map(i64::unsigned_abs).collect();
+            expected.sort_unstable();
+            assert!(told(fixture, &large, partition).await == expected, "partition {partition}");
+        }
+        assert_eq!(told(fixture, &small, 0).await, [7]);
+    };
     let home = process(async {
         let fixture = small_heap().await;
-        for key in [&fresh, &known] {
+        for key in [&large, &small] {
             fixture.client.register(key, &[(0, 39)]).await.unwrap();
         }
-        assert_refused_whole(&fixture, &fresh, &[]).await;
-        // Part of what is refused is known, in a partition that is in it.
-        assert_eq!(report(&fixture, &known, vec![(0, part.clone())]).await.0, StatusCode::Success);
-        assert_refused_whole(&fixture, &known, &expected).await;
-        // The next one is taken as ever, and what it repeats counts once.
-        let before = held(&fixture, HeapKind::ReportedIds);
-        let repeated = vec![(0, part.clone()), (0, part.clone())];
-        assert_eq!(report(&fixture, &known, repeated.clone()).await.0, StatusCode::Success);
-        assert_eq!(
-            (held(&fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count()),
-            (before, 500)
-        );
-        assert_eq!(report(&fixture, &fresh, repeated).await.0, StatusCode::Success);
-        assert_eq!(
-            (held(&fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count()),
-            (2 * before, 1000)
-        );
+        // Others leave less than the report takes.
+        let reported = fixture.memory().heap().of(HeapKind::ReportedIds).clone();
+        let others = reported.force_charge(reported.free() - (1 << 20));
+        for _retried in 0..2 {
+            let whole = (0..40).map(|partition| (partition, ids(partition))).collect();
+            let (status, text) = report(&fixture, &large, whole).await;
+            assert_eq!(status, StatusCode::Success, "{text}");
+        }
+        assert_eq!(report(&fixture, &small, vec![(0, vec![7])]).await.0, StatusCode::Success);
+        assert!(reported.used() - others.bytes() < 64 << 10, "it is on disk");
+        assert_eq!(fixture.worker.apps().block_id_count(), 140_001, "a retry adds nothing");
+        assert_told(&fixture).await;
+        drop(others);
         crashed(fixture)
     });
     process(async {
         let setup = Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() };
         let fixture = WorkerFixture::on(setup, home.0, home.1).await;
-        for key in [&fresh, &known] {
-            assert_eq!(told(&fixture, key).await, expected);
-        }
+        assert_told(&fixture).await;
         fixture.finish().await;
     });
 }

@@ -1,0 +1,367 @@
+//! A sorted run of block ids with their partitions, in a file: what does not fit into the heap.
+//!
+//! The file has blocks of about [`BLOCK_BYTES`], each with its length u32, the CRC-32 of what follows u32, and entries in ascending
+//! order: a partition i32 and a chunk of its ids. The heap has the first partition of each block. Runs are merged
+//! ([`IdRun::merged`]), so that a look-up reads few of them. Not here: which ids leave the heap, and when.
+
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::task::coop::consume_budget;
+
+use super::id_chunk::{CHUNK_IDS_MAX, IdChunk, take};
+use super::id_set::IdSet;
+use super::scratch::{Scratch, ScratchFile};
+use uniffle_wire::types::PartitionId;
+
+/// A block is closed when it is longer.
+const BLOCK_BYTES: usize = 16 << 10;
+/// Length and checksum.
+const HEAD_BYTES: usize = 8;
+/// Written and read at a time.
+const WINDOW_BYTES: usize = 256 << 10;
+
+/// Runs are merged when so many of the newest are of like size.
+const MERGED_MIN: usize = 4;
+/// What the next older run may have more than all newer ones, to be of like size.
+const LIKE_SIZE: u64 = 4;
+
+/// Heap of a merge or a look-up: a window of each run, and one that is written.
+pub const RUN_WINDOW_BYTES: u64 = 2 * WINDOW_BYTES as u64;
+
+/// A run that is complete.
+#[derive(Debug)]
+pub struct IdRun {
+    file: ScratchFile,
+    /// First partition and offset of each block.
+    blocks: Vec<(PartitionId, u64)>,
+    bytes: u64,
+}
+
+impl IdRun {
+    /// Writes what is in any of `runs`.
+    ///
+    /// # Errors
+    /// A run cannot be read, or no data directory takes the new one.
+    pub async fn merged(scratch: &Scratch, runs: &[Arc<Self>]) -> io::Result<Self> {
+        let mut writer = RunWriter::new(scratch).await?;
+        let mut cursors: Vec<_> = runs.iter().map(|run| Cursor::new(run)).collect();
+        loop {
+            let mut next = None::<(PartitionId, u64)>;
+            for cursor in &mut cursors {
+                let first = cursor.peek().await?;
+                next = next.into_iter().chain(first).min();
+            }
+            let Some(next) = next else { return writer.finish().await };
+            cursors.iter_mut().for_each(|cursor| cursor.pass(next));
+            writer.push(next).await?;
+        }
+    }
+
+    /// The ids of a partition.
+    ///
+    /// # Errors
+    /// The run cannot be read, or is damaged.
+    pub async fn ids(&self, partition: PartitionId) -> io::Result<IdSet> {
+        let from = self.blocks.partition_point(|(first, _)| *first < partition).saturating_sub(1);
+        let to = self.blocks.partition_point(|(first, _)| *first <= partition);
+        let mut chunks = Vec::new();
+        let mut reader = Reader { run: self, next: from, end: to };
+        while let Some(window) = reader.window().await? {
+            for_each_entry(&window, |of, chunk| {
+                if of == partition {
+                    chunks.push(chunk);
+                }
+            })?;
+        }
+        Ok(IdSet::from_chunks(chunks))
+    }
+
+    /// Reads all partitions one after another.
+    #[must_use]
+    pub fn partitions(&self) -> Partitions<'_> {
+        Partitions {
+            reader: Reader { run: self, next: 0, end: self.blocks.len() },
+            read: Vec::new().into_iter(),
+        }
+    }
+
+    /// Bytes of the file.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Heap that it takes.
+    #[must_use]
+    pub fn heap_bytes(&self) -> u64 {
+        (size_of::<Self>() + self.blocks.capacity() * size_of::<(PartitionId, u64)>()) as u64
+    }
+}
+
+/// How many of the newest runs are to be merged, by their sizes from the oldest to the newest; 0 for none.
+#[must_use]
+pub fn runs_to_merge(sizes: &[u64]) -> usize {
+    let (mut count, mut sum) = (0, 0u64);
+    for size in sizes.iter().rev() {
+        if count > 0 && *size > sum.saturating_mul(LIKE_SIZE) {
+            break;
+        }
+        (count, sum) = (count + 1, sum.saturating_add(*size));
+    }
+    if count >= MERGED_MIN { count } else { 0 }
+}
+
+/// Writes a run in order.
+#[derive(Debug)]
+pub struct RunWriter {
+    file: ScratchFile,
+    blocks: Vec<(PartitionId, u64)>,
+    /// Blocks that are not written yet, the last not complete.
+    pending: Vec<u8>,
+    /// Where the block that is filled begins in `pending`; none when a new one begins.
+    block: Option<usize>,
+    written: u64,
+    partition: PartitionId,
+    ids: Vec<u64>,
+}
+
+impl RunWriter {
+    /// Begins a run.
+    ///
+    /// # Errors
+    /// No data directory takes it.
+    pub async fn new(scratch: &Scratch) -> io::Result<Self> {
+        Ok(Self {
+            file: scratch.file().await?,
+            blocks: Vec::new(),
+            pending: Vec::new(),
+            block: None,
+            written: 0,
+            partition: PartitionId(0),
+            ids: Vec::with_capacity(CHUNK_IDS_MAX),
+        })
+    }
+
+    /// Appends the ids of a partition, which is greater than those before.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub async fn push_set(&mut self, partition: PartitionId, set: IdSet) -> io::Result<()> {
+        for chunk in set.into_chunks() {
+            self.push_chunk(partition, &chunk).await?;
+        }
+        Ok(())
+    }
+
+    async fn push(&mut self, (partition, id): (PartitionId, u64)) -> io::Result<()> {
+        if partition != self.partition || self.ids.len() == CHUNK_IDS_MAX {
+            self.push_ids().await?;
+            self.partition = partition;
+        }
+        self.ids.push(id);
+        Ok(())
+    }
+
+    async fn push_ids(&mut self) -> io::Result<()> {
+        let Some(chunk) = IdChunk::encode(&self.ids) else { return Ok(()) };
+        self.ids.clear();
+        self.push_chunk(self.partition, &chunk).await
+    }
+
+    async fn push_chunk(&mut self, partition: PartitionId, chunk: &IdChunk) -> io::Result<()> {
+        let start = *self.block.get_or_insert_with(|| {
+            self.blocks.push((partition, self.written + self.pending.len() as u64));
+            self.pending.extend_from_slice(&[0; HEAD_BYTES]);
+            self.pending.len() - HEAD_BYTES
+        });
+        self.pending.extend_from_slice(&partition.0.to_be_bytes());
+        chunk.write_to(&mut self.pending);
+        if self.pending.len() - start >= BLOCK_BYTES {
+            self.close_block();
+        }
+        if self.block.is_none() && self.pending.len() >= WINDOW_BYTES {
+            self.write().await?;
+        }
+        Ok(())
+    }
+
+    fn close_block(&mut self) {
+        let Some(start) = self.block.take() else { return };
+        let content = &self.pending[start + HEAD_BYTES..];
+        let length = u32::try_from(content.len()).unwrap_or(u32::MAX);
+        let crc = crc32fast::hash(content);
+        self.pending[start..start + 4].copy_from_slice(&length.to_be_bytes());
+        self.pending[start + 4..start + HEAD_BYTES].copy_from_slice(&crc.to_be_bytes());
+    }
+
+    async fn write(&mut self) -> io::Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let (bytes, offset) = (std::mem::take(&mut self.pending), self.written);
+        self.written += bytes.len() as u64;
+        self.file.write(bytes, offset).await
+    }
+
+    /// Ends the run.
+    ///
+    /// # Errors
+    /// As [`RunWriter::push_set`].
+    pub async fn finish(mut self) -> io::Result<IdRun> {
+        self.push_ids().await?;
+        self.close_block();
+        self.write().await?;
+        self.blocks.shrink_to_fit();
+        Ok(IdRun { file: self.file, blocks: self.blocks, bytes: self.written })
+    }
+}
+
+/// Reads blocks of a run, some at a time.
+struct Reader<'a> {
+    run: &'a IdRun,
+    next: usize,
+    end: usize,
+}
+
+impl Reader<'_> {
+    /// The next blocks; none at the end.
+    async fn window(&mut self) -> io::Result<Option<Bytes>> {
+        let blocks = &self.run.blocks;
+        let offset_of = |block: usize| blocks.get(block).map_or(self.run.bytes, |(_, offset)| *offset);
+        if self.next >= self.end {
+            return Ok(None);
+        }
+        let start = offset_of(self.next);
+        let fits = |block: usize| offset_of(block) - start <= WINDOW_BYTES as u64;
+        let last = (self.next + 2..=self.end).take_while(|block| fits(*block)).last();
+        self.next = last.unwrap_or(self.next + 1);
+        let length = usize::try_from(offset_of(self.next) - start).map_err(io::Error::other)?;
+        consume_budget().await;
+        self.run.file.read(length, start).await.map(Some)
+    }
+}
+
+/// Calls `act` for each entry of whole blocks.
+fn for_each_entry(mut window: &[u8], mut act: impl FnMut(PartitionId, IdChunk)) -> io::Result<()> {
+    let damaged = || io::Error::new(io::ErrorKind::InvalidData, "block ids on disk are damaged");
+    while !window.is_empty() {
+        let length = u32::from_be_bytes(*take(&mut window).ok_or_else(damaged)?);
+        let crc = u32::from_be_bytes(*take(&mut window).ok_or_else(damaged)?);
+        let (mut content, rest) = window.split_at_checked(length as usize).ok_or_else(damaged)?;
+        if crc32fast::hash(content) != crc {
+            return Err(damaged());
+        }
+        while !content.is_empty() {
+            let partition = i32::from_be_bytes(*take(&mut content).ok_or_else(damaged)?);
+            act(PartitionId(partition), IdChunk::read_from(&mut content).ok_or_else(damaged)?);
+        }
+        window = rest;
+    }
+    Ok(())
+}
+
+/// Where a merge is in a run.
+struct Cursor<'a> {
+    reader: Reader<'a>,
+    entries: std::vec::IntoIter<(PartitionId, IdChunk)>,
+    partition: PartitionId,
+    ids: Vec<u64>,
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn new(run: &'a IdRun) -> Self {
+        let reader = Reader { run, next: 0, end: run.blocks.len() };
+        Self { reader, entries: Vec::new().into_iter(), partition: PartitionId(0), ids: Vec::new(), at: 0 }
+    }
+
+    /// The next id with its partition.
+    async fn peek(&mut self) -> io::Result<Option<(PartitionId, u64)>> {
+        loop {
+            if let Some(id) = self.ids.get(self.at) {
+                return Ok(Some((self.partition, *id)));
+            }
+            if let Some((partition, chunk)) = self.entries.next() {
+                chunk.decode(&mut self.ids);
+                (self.partition, self.at) = (partition, 0);
+                continue;
+            }
+            let Some(window) = self.reader.window().await? else { return Ok(None) };
+            let mut entries = Vec::new();
+            for_each_entry(&window, |partition, chunk| entries.push((partition, chunk)))?;
+            self.entries = entries.into_iter();
+        }
+    }
+
+    /// Passes the next id if it is this one.
+    fn pass(&mut self, (partition, id): (PartitionId, u64)) {
+        if self.partition == partition && self.ids.get(self.at) == Some(&id) {
+            self.at += 1;
+        }
+    }
+}
+
+/// See [`IdRun::partitions`].
+pub struct Partitions<'a> {
+    reader: Reader<'a>,
+    read: std::vec::IntoIter<(PartitionId, IdChunk)>,
+}
+
+impl std::fmt::Debug for Partitions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Partitions").field("next_block", &self.reader.next).finish_non_exhaustive()
+    }
+}
+
+impl Partitions<'_> {
+    /// The next partition with its ids.
+    ///
+    /// # Errors
+    /// As [`IdRun::ids`].
+    pub async fn next(&mut self) -> io::Result<Option<(PartitionId, IdSet)>> {
+        let mut of = None;
+        let mut chunks = Vec::new();
+        loop {
+            while let Some((partition, chunk)) = self.read.as_slice().first() {
+                if *of.get_or_insert(*partition) != *partition {
+                    return Ok(of.map(|of| (of, IdSet::from_chunks(chunks))));
+                }
+                chunks.push(chunk.clone());
+                self.read.next();
+            }
+            let Some(window) = self.reader.window().await? else {
+                return Ok(of.map(|of| (of, IdSet::from_chunks(chunks))));
+            };
+            let mut entries = Vec::new();
+            for_each_entry(&window, |partition, chunk| entries.push((partition, chunk)))?;
+            self.read = entries.into_iter();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newest_runs_of_like_size_are_merged() {
+        assert_eq!(runs_to_merge(&[]), 0);
+        assert_eq!(runs_to_merge(&[10, 10, 10]), 0);
+        assert_eq!(runs_to_merge(&[10, 10, 10, 10]), 4);
+        assert_eq!(runs_to_merge(&[1000, 10, 10, 10, 10]), 4, "the large one stays");
+        assert_eq!(runs_to_merge(&[100, 10, 10, 10, 10]), 5);
+        assert_eq!(runs_to_merge(&[1000, 100, 10]), 0);
+        // However many runs are written, a look-up reads few.
+        let mut sizes = Vec::new();
+        for _ in 0..10_000 {
+            sizes.push(1);
+            while let count @ 1.. = runs_to_merge(&sizes) {
+                let merged = sizes.drain(sizes.len() - count..).sum();
+                sizes.push(merged);
+            }
+            assert!(sizes.len() <= 24, "{sizes:?}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Reported block ids for which an application has no heap: they are moved to files without a name, the largest shuffle first.
+//!
+//! The metadata log has every report, so a start finds all ids again and moves them anew. Invariant: at any moment each acknowledged id
+//! is in a table in memory or in a run, and [`Stored`] sees both as of one moment.
+
+use std::cmp::Reverse;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::app::{App, Counted, ShuffleState};
+use crate::budget::Charge;
+use crate::durability::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
+use crate::telemetry::LogLimiter;
+use crate::tiers::{StoreError, StoreErrorKind, Tiers};
+use uniffle_wire::types::PartitionId;
+
+use super::ServiceError;
+
+/// Where ids go that have no heap.
+#[derive(Debug)]
+pub(super) struct Spill {
+    scratch: Option<Arc<Scratch>>,
+    failures: LogLimiter,
+}
+
+/// What became of a wish for heap.
+pub(super) enum Room {
+    /// It is charged.
+    Charged(Charge),
+    /// All that could be moved is on disk, and there is still no room.
+    OnlyOnDisk,
+    /// No data directory takes ids, or there is none.
+    None,
+}
+
+impl Spill {
+    pub(super) fn new(tiers: &Tiers) -> Self {
+        let scratch = tiers.iter().find_map(|tier| tier.scratch());
+        Self { scratch, failures: LogLimiter::new(1, Duration::from_secs(60)) }
+    }
+
+    /// Charges `bytes` to the ids of an application, and moves ids to disk as long as there is no room.
+    pub(super) async fn charge(&self, app: &App, bytes: u64) -> Room {
+        if let Ok(charge) = app.reported_ids().try_charge(bytes) {
+            return Room::Charged(charge);
+        }
+        let Some(scratch) = &self.scratch else { return Room::None };
+        let _turn = scratch.turn().await;
+        let mut shuffles = app.shuffles();
+        shuffles.sort_by_cached_key(|shuffle| Reverse(shuffle.block_ids().lock().table_bytes()));
+        for shuffle in shuffles {
+            if let Ok(charge) = app.reported_ids().try_charge(bytes) {
+                return Room::Charged(charge);
+            }
+            if let Err(error) = move_table(scratch, app, &shuffle).await {
+                self.tell(app, &error);
+                return Room::None;
+            }
+            // Without a merge reads take longer, and nothing else.
+            merge_runs(scratch, app, &shuffle).await.unwrap_or_else(|error| self.tell(app, &error));
+        }
+        app.reported_ids().try_charge(bytes).map_or(Room::OnlyOnDisk, Room::Charged)
+    }
+
+    /// Writes the ids of a report as a run of its own: it is larger than what the application may have of the heap.
+    pub(super) async fn write(
+        &self,
+        app: &App,
+        partitions: &[(PartitionId, Vec<i64>)],
+    ) -> Option<(IdRun, Charge)> {
+        let scratch = self.scratch.as_ref()?;
+        let _turn = scratch.turn().await;
+        match written(scratch, partitions).await {
+            Ok(run) => {
+                let counted = app.usage().count(Counted::DiskBytes, run.bytes());
+                Some((run, counted))
+            }
+            Err(error) => {
+                self.tell(app, &error);
+                None
+            }
+        }
+    }
+
+    fn tell(&self, app: &App, error: &io::Error) {
+        if let Some(times) = self.failures.pass() {
+            tracing::warn!(
+                app = app.id().as_str(), %error, times,
+                "reported block ids that exceed the heap cannot be moved to disk; free a data directory"
+            );
+        }
+    }
+}
+
+pub(super) async fn move_table(scratch: &Scratch, app: &App, shuffle: &ShuffleState) -> io::Result<()> {
+    let Some(table) = shuffle.block_ids().lock().begin_spill() else { return Ok(()) };
+    let mut partitions: Vec<PartitionId> = table.keys().copied().collect();
+    partitions.sort_unstable();
+    let mut writer = RunWriter::new(scratch).await?;
+    for partition in partitions {
+        // A clone shares the chunks.
+        let set = table.get(&partition).cloned().unwrap_or_default();
+        writer.push_set(partition, set).await?;
+    }
+    let run = writer.finish().await?;
+    let (bytes, counted) = (run.bytes(), app.usage().count(Counted::DiskBytes, run.bytes()));
+    let is_first = shuffle.block_ids().lock().end_spill(run, counted);
+    if is_first {
+        tracing::info!(shuffle = %shuffle.key(), bytes, "reported block ids exceed the heap, they are read from disk from now on");
+    }
+    Ok(())
+}
+
+async fn written(scratch: &Scratch, report: &[(PartitionId, Vec<i64>)]) -> io::Result<IdRun> {
+    let mut writer = RunWriter::new(scratch).await?;
+    for (partition, ids) in report {
+        let set = IdSet::from_ascending(ids.iter().map(|id| id.unsigned_abs()));
+        writer.push_set(*partition, set).await?;
+    }
+    writer.finish().await
+}
+
+pub(super) async fn merge_runs(scratch: &Scratch, app: &App, shuffle: &ShuffleState) -> io::Result<()> {
+    loop {
+        let runs = shuffle.block_ids().lock().runs();
+        let sizes: Vec<u64> = runs.iter().map(|run| run.bytes()).collect();
+        let newest = &runs[runs.len() - runs_to_merge(&sizes)..];
+        if newest.is_empty() {
+            return Ok(());
+        }
+        let run = IdRun::merged(scratch, newest).await?;
+        let counted = app.usage().count(Counted::DiskBytes, run.bytes());
+        shuffle.block_ids().lock().replace_runs(newest, run, counted);
+    }
+}
+
+/// The ids of some partitions as of one moment: in memory, and the runs that may have more.
+pub(super) struct Stored {
+    /// Sets of any of the partitions.
+    pub(super) sets: Vec<IdSet>,
+    pub(super) runs: Vec<Arc<IdRun>>,
+}
+
+impl Stored {
+    pub(super) fn of(shuffle: &ShuffleState, partitions: &[PartitionId]) -> Self {
+        let ids = shuffle.block_ids().lock();
+        let sets = partitions.iter().flat_map(|partition| ids.sets(*partition)).cloned().collect();
+        Self { sets, runs: ids.runs() }
+    }
+}
+
+/// All reported ids of a partition.
+///
+/// # Errors
+/// A run cannot be read.
+pub(super) async fn reported(shuffle: &ShuffleState, partition: PartitionId) -> Result<IdSet, StoreError> {
+    let Stored { sets, runs } = Stored::of(shuffle, &[partition]);
+    let mut all = IdSet::default();
+    sets.iter().for_each(|set| all.add_all(set));
+    for run in runs {
+        all.add_all(&run.ids(partition).await.map_err(unreadable)?);
+    }
+    Ok(all)
+}
+
+/// Whether runs have what memory lacks of a report; ends at the first id that is new.
+pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(PartitionId, Vec<i64>)]) -> bool {
+    for (partition, ids) in partitions {
+        let Stored { sets, runs } = Stored::of(shuffle, &[*partition]);
+        if runs.is_empty() {
+            return false;
+        }
+        let mut missing: Vec<u64> = ids.iter().map(|id| id.unsigned_abs()).collect();
+        for set in sets {
+            let mut known = set.lookup();
+            missing.retain(|id| !known.contains(*id));
+        }
+        for run in runs {
+            if missing.is_empty() {
+                break;
+            }
+            // What cannot be read is new: it is written down once more.
+            let Ok(set) = run.ids(*partition).await else { return false };
+            let mut known = set.lookup();
+            missing.retain(|id| !known.contains(*id));
+        }
+        if !missing.is_empty() {
+            return false;
+        }
+    }
+    true
+}
+
+pub(super) fn unreadable(error: io::Error) -> StoreError {
+    StoreError::io("reported block ids", error)
+}
+
+/// Results that need a run which cannot be read: of a disk that hangs clients wait, for others see the error.
+pub(super) fn refused(error: io::Error) -> ServiceError {
+    match unreadable(error) {
+        error if error.kind == StoreErrorKind::Unhealthy => ServiceError::DiskHangs(error),
+        error => ServiceError::Store(error),
+    }
+}
