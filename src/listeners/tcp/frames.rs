@@ -203,10 +203,10 @@ impl Frames {
         free < self.requests_max
     }
 
-    /// Charges bytes that were read and cannot be walked yet.
-    pub(super) fn charge_left_over(&self, bytes: usize) -> Result<Charge, HeapFull> {
-        let charged = self.heap.try_charge(bytes as u64);
-        charged.map_err(|refusal| HeapFull::of(HeapKind::Requests, refusal))
+    /// Charges bytes that were read and cannot be walked yet, even if others have taken the heap that was free before the read:
+    /// a connection that is closed fails all its requests.
+    pub(super) fn charge_left_over(&self, bytes: usize) -> Charge {
+        self.heap.force_charge(bytes as u64)
     }
 
     /// From here on no more is taken from the socket than the current frame needs.
@@ -220,16 +220,17 @@ impl Frames {
     }
 
     /// Bytes to take from the socket next. Between frames few, so that little is left over when the requests in
-    /// them cannot go on; in a send up to a whole chunk.
+    /// them cannot go on, and nothing if there is no heap for it; in a send up to a whole chunk.
     pub(super) fn bytes_wanted(&self) -> usize {
+        let is_exact = self.aligned || self.heap.free() < u64::from(SMALL_REQUEST_BYTES);
         let in_frame = match &self.phase {
             Phase::Send { .. } => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
             Phase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
-            Phase::Header { have, .. } if self.aligned => HEADER_BYTES - have,
-            Phase::Read(read) if self.aligned => read.message_bytes - read.message.len(),
+            Phase::Header { have, .. } if is_exact => HEADER_BYTES - have,
+            Phase::Read(read) if is_exact => read.message_bytes - read.message.len(),
             Phase::Header { .. } | Phase::Read(_) => 0,
         };
-        if self.aligned {
+        if is_exact {
             return in_frame.clamp(1, self.shared.config.chunk_bytes);
         }
         in_frame.saturating_add(SMALL_REQUEST_BYTES as usize).min(self.shared.config.chunk_bytes)

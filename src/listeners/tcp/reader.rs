@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::time::Duration;
 
-use crate::budget::{Charge, HeapFull};
+use crate::budget::Charge;
 use crate::clock::{Instant, Sleep, sleep_until};
 use crate::listeners::places::Seat;
 use crate::listeners::{CLOSING_PAUSE, CLOSING_REQUEST};
@@ -48,9 +48,6 @@ enum End {
     Broken(#[from] DecodeError),
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// It has more requests in progress than it may, sends on, and there is no memory for what it sent.
-    #[error("{0}")]
-    NoHeap(#[from] HeapFull),
 }
 
 /// The receiving half of a connection: reads into the thread's chunk, keeps nothing of it.
@@ -148,7 +145,7 @@ impl Reader {
                 connection.cancel();
                 shared.metrics.all.exceptions.inc();
             }
-            End::Cut | End::Io(_) | End::NoHeap(_) => shared.metrics.all.exceptions.inc(),
+            End::Cut | End::Io(_) => shared.metrics.all.exceptions.inc(),
             End::Broken(error) => {
                 shared.metrics.all.exceptions.inc();
                 shared.service.note_malformed(LISTENER, error);
@@ -225,7 +222,7 @@ impl Reader {
             }
             let walked = self.frames.walk(filled)?;
             if walked < filled.len() {
-                self.left_over_charge = Some(self.frames.charge_left_over(filled.len() - walked)?);
+                self.left_over_charge = Some(self.frames.charge_left_over(filled.len() - walked));
                 self.left_over.extend_from_slice(&filled[walked..]);
             }
             Poll::Ready(Ok(()))

@@ -345,6 +345,45 @@ async fn a_pipe_full_of_reads_in_one_write_is_answered_in_order_of_readiness() {
     fixture.finish().await;
 }
 
+/// What waits behind requests in progress had no heap, and the connection was closed with all that was in progress on it.
+#[tokio::test]
+async fn refusals_for_want_of_heap_disturb_no_read_of_the_connection() {
+    let config = TcpConfig { requests_in_flight_per_connection_max: 3, ..TcpConfig::default() };
+    let fixture = TcpFixture::with(config).await;
+    let client = fixture.client().await;
+    fixture.send(&client, &[(PARTITION, vec![block(0, 1000)])]).await;
+    let mut peer = fixture.raw().await;
+    let requests = fixture.memory.heap().of(HeapKind::Requests).clone();
+    let filter = vec![0; 1000];
+    let mut frames = BytesMut::new();
+    for request_id in 0..300 {
+        let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+        // Every second one needs heap for its filter.
+        let task_filter = (request_id % 2 == 1).then_some(&filter[..]);
+        let (last_block_id, read_buffer_size, timestamp_ms) = (-1, 1 << 20, 0);
+        let request = MemoryRequest { target, last_block_id, read_buffer_size, timestamp_ms, task_filter };
+        ReadRequest::Memory(request).encode_frame(&mut frames);
+    }
+    let held = requests.force_charge(requests.free());
+    // A connection that is not read for a while sends all of them in one piece.
+    peer.say(&frames).await;
+    for request_id in 0..300 {
+        let reply = peer.hear().await;
+        let (status, bytes) = match request_id % 2 {
+            0 => (StatusCode::Success, 1000),
+            _ => (StatusCode::NoBuffer, 0),
+        };
+        assert_eq!((reply.request_id, reply.status), (request_id, i32::from(status)));
+        assert!(matches!(reply.answer, Answer::Memory(_)), "in the type of its answer");
+        assert_eq!(reply.body.len(), bytes);
+    }
+    assert_eq!(requests.used(), held.bytes());
+    drop(held);
+    peer.expect_works(&fixture).await;
+    drop((peer, client));
+    fixture.finish().await;
+}
+
 #[tokio::test]
 async fn reads_of_an_unknown_app_are_refused_in_the_type_of_their_answer() {
     let fixture = TcpFixture::new().await;
