@@ -1,5 +1,6 @@
 //! Choosing what to flush among 100,000 partitions: runs on a runtime thread, so it has to stay at a few
-//! milliseconds (the scan of the buffers that fills the list comes on top and is measured by `memory`).
+//! milliseconds (the scan of the buffers that fills the list comes on top and is measured by `memory`). And reserving, entering
+//! and settling the ids that tasks report.
 //!
 //! `cargo bench --bench policy`
 //!
@@ -18,6 +19,9 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use uniffle_wire::types::PartitionId;
+use uniffle_worker::app::{BlockIds, Price, Quota};
+use uniffle_worker::budget::Budget;
 use uniffle_worker::flush::policy::{Candidate, Goal, Limits, Usage, flush_goal, victims};
 use uniffle_worker::memory::Claimant;
 
@@ -77,5 +81,32 @@ fn policy(c: &mut Criterion) {
     c.bench_function("flush_goal", |b| b.iter(|| flush_goal(black_box(usage), &LIMITS)));
 }
 
-criterion_group!(benches, policy);
+/// A Spark job of 1,000 × 1,000 partitions, of which each task reports one block per partition.
+fn reports(c: &mut Criterion) {
+    let report = |task: i64| -> Vec<(PartitionId, Vec<i64>)> {
+        (0..1000).map(|id| (PartitionId(id), vec![i64::from(id) << 22 | task << 2])).collect()
+    };
+    let reports: Vec<_> = (0..1000).map(report).collect();
+    let mut group = c.benchmark_group("reported_ids");
+    group.throughput(Throughput::Elements(1_000_000));
+    group.sample_size(10);
+    group.bench_function("1000_reports_of_1000_partitions", |b| {
+        b.iter(|| {
+            let (heap, counted) = (Budget::new(1 << 30), Budget::new(u64::MAX));
+            let mut ids = BlockIds::new(&Quota::new(u64::MAX), &heap, counted.nothing());
+            for report in &reports {
+                assert!(!ids.has_all(report));
+                let Price { ids: count, bytes } = Price::of(report);
+                let charge = heap.try_charge(bytes).expect("a GiB is enough");
+                let mut paid = ids.pay(count, charge, counted.force_charge(count)).expect("no bound");
+                ids.begin(1).expect("always one bitmap");
+                ids.enter(report, &mut paid);
+            }
+            ids
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, policy, reports);
 criterion_main!(benches);
