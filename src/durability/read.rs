@@ -165,7 +165,7 @@ impl Survey {
                 directory: *directory,
                 path: self.files[*directory][*copy].clone(),
                 generation: seen.generation,
-                epoch: seen.epoch.unwrap_or(0),
+                epoch: seen.epoch,
                 frames: if is_proven { seen.frames } else { u64::MAX },
             }
         };
@@ -457,7 +457,8 @@ pub(super) struct Part {
     pub(super) directory: usize,
     pub(super) path: PathBuf,
     pub(super) generation: u64,
-    pub(super) epoch: u64,
+    /// None where the beginning of the copy is damaged.
+    pub(super) epoch: Option<u64>,
     /// So many frames from the beginning; all that can be read if it is [`u64::MAX`].
     pub(super) frames: u64,
 }
@@ -476,14 +477,30 @@ impl Source {
     }
 }
 
+/// A generation: each counts its records from 0. A copy whose beginning is damaged is taken for one of its own.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Written {
+    Known { epoch: u64, generation: u64 },
+    Unknown { directory: usize, path: PathBuf },
+}
+
+impl Written {
+    fn of(part: &Part) -> Self {
+        match part.epoch {
+            Some(epoch) => Self::Known { epoch, generation: part.generation },
+            None => Self::Unknown { directory: part.directory, path: part.path.clone() },
+        }
+    }
+}
+
 /// See [`Source::read`].
 pub(super) struct SourceReader<'a> {
     directories: &'a [Directory],
     deadline: Duration,
     parts: std::vec::IntoIter<Part>,
     open: Option<(Part, CopyReader)>,
-    /// Sequences by epoch: two copies say the same.
-    seen: HashMap<u64, Treemap>,
+    /// Sequences by generation: its copies say the same.
+    seen: HashMap<Written, Treemap>,
     /// Of the entry that was read last.
     entry_bytes: u64,
 }
@@ -524,10 +541,13 @@ impl SourceReader<'_> {
                 self.open = None;
                 continue;
             };
-            let is_new = self.seen.entry(part.epoch).or_default().add_checked(frame.sequence);
+            let is_new = self.seen.entry(Written::of(part)).or_default().add_checked(frame.sequence);
             if is_new && !matches!(frame.entry, Entry::Epoch(_)) {
                 return Ok(Some(frame.entry));
             }
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -366,7 +366,7 @@ impl Writer {
         let (epoch, frames) = (self.epoch.id, self.encoder.count());
         let source = |copy: &Copy| {
             let (directory, path, generation) = (copy.directory, copy.path.clone(), copy.generation);
-            Source { parts: vec![Part { directory, path, generation, epoch, frames }] }
+            Source { parts: vec![Part { directory, path, generation, epoch: Some(epoch), frames }] }
         };
         self.others = self.copies.iter().skip(1).map(source).collect();
         self.source = self.copies.first().map(source).expect("a generation has a copy");

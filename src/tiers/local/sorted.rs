@@ -21,8 +21,8 @@ pub(super) fn take_once(extents: &mut Vec<(u64, Extent)>, mut tell: impl FnMut(&
     });
 }
 
-/// Puts extents (with their sequences) into a stream that begins at `start`; true when some had to be left out because others, published
-/// later, have their place.
+/// Puts extents (with their sequences) into a stream that begins at `start`. Returns whether some had to be left out: others, published
+/// later, have their place, or they begin before the stream does.
 pub(super) fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
     // The later published first, so that it is met when it claims its place.
     extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
@@ -43,7 +43,11 @@ pub(super) fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Part
         }
     }
     let mut partition = Partition::beginning_at(start);
-    for (_, extent) in kept.into_iter().filter(|(_, extent)| extent.base >= start) {
+    for (_, extent) in kept {
+        if extent.base < start {
+            left_out |= extent.base + extent.length > start;
+            continue;
+        }
         partition.extend_to(extent.base);
         partition.push(extent);
     }
@@ -73,6 +77,19 @@ mod tests {
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
         assert!(left_out);
+    }
+
+    #[test]
+    fn extent_across_the_start_of_a_stream_is_left_out_and_told() {
+        let places = |start, at: u64| {
+            let (partition, left_out) = sort_extents(start, vec![(0, extent(at, 100)), (1, extent(300, 50))]);
+            let places: Vec<_> =
+                partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.base).collect();
+            (places, left_out)
+        };
+        assert_eq!(places(200, 150), (vec![300], true));
+        assert_eq!(places(200, 100), (vec![300], false), "all of it is elsewhere");
+        assert_eq!(places(200, 200), (vec![200, 300], false));
     }
 
     #[test]
