@@ -44,6 +44,7 @@ mod persistent;
 mod protection;
 mod shuffle;
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -82,7 +83,7 @@ use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
 use persistent::names::ShuffleName;
-use persistent::restore::Search;
+use persistent::restore::{LeftShuffle, Search};
 use persistent::table::Table;
 use region::Region;
 
@@ -118,6 +119,8 @@ struct KeptMemory {
     table: Arc<Table>,
     /// Until the start is over.
     leftover: Mutex<Search>,
+    /// What an earlier process left of shuffles that only a later start may know, until they are registered or end.
+    for_later: Mutex<HashMap<ShuffleKey, LeftShuffle>>,
     file: Held,
 }
 
@@ -161,6 +164,7 @@ impl Memory {
         let blocks = Budget::new(blocks_max(config).min(rows_max));
         let kept = opened.map(|(table, file)| KeptMemory {
             leftover: Mutex::new(Search::begin(&table)),
+            for_later: Mutex::default(),
             table,
             file,
         });
@@ -260,6 +264,7 @@ impl Memory {
     pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
         let budget = self.tickets.budget_of(&key.app);
         let fresh = || {
+            self.drop_left_for_later(|left| left == key);
             let (name, shared) = (self.name_of(key), Arc::clone(&self.shared));
             Arc::new(ShuffleBuffers::new(key.clone(), distribution, shared, name, budget))
         };
@@ -304,6 +309,7 @@ impl Memory {
     /// Forgets a shuffle at once; its buffers are evicted when the returned value is dropped, and sends under way find them
     /// so.
     pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
+        self.drop_left_for_later(|left| left == key);
         let (_, buffers) = self.shuffles.remove(key)?;
         // Before the shuffle can be registered again: its blocks must not be found as those of its successor.
         buffers.name.iter().for_each(|name| name.disown());

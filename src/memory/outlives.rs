@@ -5,12 +5,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
+use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
 
 use super::buffer::Buffer;
 use super::config::{MemoryConfig, region_size};
 use super::parts::{on_threads, threads_for};
 use super::persistent::file::{self, Owner, Refusal};
+use super::persistent::restore::LeftShuffle;
 use super::{IsElsewhere, KeptMemory, Memory};
 use crate::budget::Budget;
 use crate::durability::OnDamage;
@@ -98,7 +99,41 @@ impl Memory {
         self.kept.as_ref().is_some_and(|kept| kept.table.was_used())
     }
 
-    /// The start is over: what was not restored is free. Blocks that an earlier process left, and those of them restored.
+    /// Shuffles that an earlier process left in a region that outlives it. To be asked before any is registered.
+    #[must_use]
+    pub fn left_shuffles(&self) -> usize {
+        self.kept.as_ref().map_or(0, |kept| kept.table.found_names().len())
+    }
+
+    /// Keeps what an earlier process left of shuffles that are not registered and that a later start may know (`is_left`). It is charged
+    /// and stays in the region until its shuffle is registered or its application ends. Returns how many blocks that are.
+    pub fn keep_for_later(&self, is_left: impl Fn(&ShuffleKey) -> bool) -> usize {
+        let Some(kept) = &self.kept else { return 0 };
+        let Some(leftover) = kept.leftover.lock().found() else { return 0 };
+        let is_left = |key: &ShuffleKey| self.shuffle(key).is_none() && is_left(key);
+        let left = leftover.take_left(is_left, &self.shared.budget, &self.shared.supply.blocks);
+        let blocks = left.values().map(LeftShuffle::blocks).sum();
+        kept.for_later.lock().extend(left);
+        blocks
+    }
+
+    /// Frees what is kept for a later start of these shuffles.
+    pub(super) fn drop_left_for_later(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
+        let Some(kept) = &self.kept else { return };
+        let mut for_later = kept.for_later.lock();
+        if !for_later.is_empty() {
+            for_later.retain(|key, _| !is_over(key));
+        }
+    }
+
+    /// Frees what is kept for a later start of an application, which has ended.
+    pub fn forget_app(&self, app: &AppId) {
+        self.tickets().forget_app(app);
+        self.drop_left_for_later(|key| key.app == *app);
+    }
+
+    /// The start is over: what was neither restored nor [kept](Memory::keep_for_later) is free. Blocks that an earlier process left, and
+    /// those of them restored.
     pub fn finish_restore(&self) -> (u64, u64) {
         let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().end());
         let Some(left) = left else { return (0, 0) };
@@ -132,11 +167,11 @@ impl Memory {
     /// From now on memory is the next process's: what is dropped here stays there, and nothing more is committed. If nothing
     /// is in it, nothing is left of it.
     pub fn let_go(&self) {
-        let Some(KeptMemory { table, file, .. }) = &self.kept else { return };
+        let Some(KeptMemory { table, file, for_later, .. }) = &self.kept else { return };
         table.let_go();
         self.shared.supply.region.let_go();
         let mut left = Ok(());
-        if self.block_count() == 0 {
+        if self.block_count() == 0 && for_later.lock().is_empty() {
             table.end();
             left = file.remove();
         }

@@ -354,7 +354,7 @@ impl Lifecycle {
         let removal = match purge {
             Purge::Shuffles => &self.metrics.shuffle_removal,
             Purge::App(_) => {
-                self.memory.tickets().forget_app(app);
+                self.memory.forget_app(app);
                 &self.metrics.app_removal
             }
         };

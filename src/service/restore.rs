@@ -2,7 +2,7 @@
 //!
 //! A shuffle without a registration was never registered and is removed, unless something is missing that may have it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -87,7 +87,7 @@ impl Lifecycle {
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
         let (mut known, unread) = self.listen(&mut recovered.said, &mut unrestored).await;
         unrestored.from_memory.end();
-        let (mut suspects, mut left) = (Vec::new(), Vec::new());
+        let (mut suspects, mut left, mut failed) = (Vec::new(), Vec::new(), HashSet::new());
         let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let is_uncertain = unread.is_some() || gap.is_some() || !recovered.missing_disks.is_empty();
         for mut shuffle in recovered.shuffles {
@@ -122,9 +122,11 @@ impl Lifecycle {
                     restored.unregistered += 1;
                     self.apps.left_unproven(&key, &Arc::from(format!("it cannot be taken over: {error}")));
                     self.leave(&key);
+                    failed.insert(key);
                 }
             }
         }
+        self.keep_memory(is_uncertain, left.iter().chain(&failed).collect());
         self.question(&left, unread);
         self.apps.touch_all();
         for app in self.apps.apps() {
@@ -170,6 +172,18 @@ impl Lifecycle {
         let known = self.apps.apps().into_iter().flat_map(|app| app.shuffles());
         known.for_each(|shuffle| self.apps.found_unproven(shuffle.key(), &reason));
         left.iter().for_each(|key| self.apps.left_unproven(key, &reason));
+    }
+
+    /// Keeps blocks in memory of shuffles that a later start may know: where anything may be missing of what was said, of all that are not
+    /// known now, as their files are.
+    fn keep_memory(&self, is_uncertain: bool, left: HashSet<&ShuffleKey>) {
+        let blocks = self.memory.keep_for_later(|key| is_uncertain || left.contains(key));
+        if blocks > 0 {
+            tracing::error!(
+                blocks,
+                "blocks in memory are of shuffles that cannot be taken over; they are kept for a later start"
+            );
+        }
     }
 
     /// What was found of an application, as quotas count it.

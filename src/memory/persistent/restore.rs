@@ -23,7 +23,7 @@ use super::layout::{Extent, Row};
 use super::names::Named;
 use super::rows::{Further, Kept};
 use super::table::Table;
-use crate::budget::Budget;
+use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
 
 /// Numbers of rows of each partition, by the number of their shuffle's name.
@@ -172,6 +172,27 @@ pub(in crate::memory) struct Partition {
     pub(in crate::memory) last_chain: u64,
 }
 
+/// A shuffle that is kept for a later start: its rows, and the segments that they point into.
+#[derive(Debug)]
+pub(in crate::memory) struct LeftShuffle {
+    named: Arc<Named>,
+    partitions: Vec<Partition>,
+    _blocks: Charge,
+}
+
+impl LeftShuffle {
+    pub(in crate::memory) fn blocks(&self) -> usize {
+        self.partitions.iter().map(|partition| partition.blocks.len()).sum()
+    }
+}
+
+impl Drop for LeftShuffle {
+    fn drop(&mut self) {
+        // First: a registration that follows must not be given its blocks.
+        self.named.disown();
+    }
+}
+
 impl Leftover {
     /// What is in the region.
     pub(in crate::memory) fn of(table: Arc<Table>) -> Self {
@@ -279,6 +300,26 @@ impl Leftover {
         let is_its_own =
             self.taken_rows.take(at) && further.rows.iter().all(|row| self.taken_rows.take(*row));
         is_its_own.then_some(Wanted { meta: row.meta, row: at, first, further })
+    }
+
+    /// Takes all shuffles that nobody has and that `is_left` wants, charged to `budget` and their rows to `rows`.
+    pub(in crate::memory) fn take_left(
+        &self,
+        is_left: impl Fn(&ShuffleKey) -> bool,
+        budget: &Budget,
+        rows: &Budget,
+    ) -> HashMap<ShuffleKey, LeftShuffle> {
+        let mut all = HashMap::new();
+        for key in self.names.keys().filter(|key| is_left(key)) {
+            let Some(named) = self.name(key) else { continue };
+            let ids = self.partitions(key).into_iter();
+            let taken = ids.filter_map(|(id, _)| self.take(key, (id, &named), |_| false, budget));
+            let partitions: Vec<_> = taken.collect();
+            let count: usize = partitions.iter().map(|partition| partition.rows).sum();
+            let _blocks = rows.force_charge(count as u64);
+            all.insert(key.clone(), LeftShuffle { named, partitions, _blocks });
+        }
+        all
     }
 
     /// What was not taken is free. Once, when nobody restores any more.

@@ -134,6 +134,28 @@ async fn damage_that_is_found_while_a_start_still_restores_is_named() {
     next.stop().await;
 }
 
+/// Its files are left for a later start, and so is what it has in memory.
+#[tokio::test]
+async fn memory_of_a_shuffle_that_is_not_understood_is_kept() {
+    let file = left_in_memory().unwrap();
+    let memory = memory_of(Some(file.try_clone().unwrap()));
+    let disk = left_on_disk(&[b"of a later version".to_vec()], 0).await;
+    let next = Next::on(&disk, &memory).await;
+    assert_eq!(next.restore().await.unregistered, 1);
+    memory.finish_restore();
+    next.stop().await;
+    memory.let_go();
+    drop(memory);
+
+    let memory = memory_of(Some(file));
+    let disk = left_on_disk(&[registration(), report()], 0).await;
+    let next = Next::on(&disk, &memory).await;
+    next.restore().await;
+    let blocks = u64::from(PARTITIONS.unsigned_abs());
+    assert_eq!(memory.finish_restore(), (blocks, blocks));
+    next.stop().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_shuffle_whose_registration_is_not_understood_is_left_for_a_later_start() {
     let disk = left_on_disk(&[b"of a later version".to_vec()], 3).await;

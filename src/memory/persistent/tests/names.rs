@@ -101,3 +101,50 @@ fn purged_shuffle_gets_no_place() {
     assert_eq!(memory.unprotected_shuffles(), 0);
     assert!(table(&memory).found_names().is_empty());
 }
+
+/// A process after one that had a block of shuffle 0 and one of shuffle 1, of which it knows the first.
+fn knows_the_first(file: &OwnedFd) -> Arc<Memory> {
+    let memory = open(Some(file.try_clone().unwrap()));
+    memory.register(&key(0), Distribution::Normal);
+    let heap = memory.heap().of(HeapKind::Partitions);
+    assert_eq!(memory.restore(&key(0), |_| Box::new(|_| false), heap, |_, ids| ids.len()).len(), 1);
+    assert_eq!(memory.keep_for_later(|left| *left == key(1)), 1);
+    memory.finish_restore();
+    memory
+}
+
+#[test]
+fn an_unknown_shuffle_is_kept_for_later_starts_until_it_ends() {
+    let memory = open(None);
+    assert!(taken_over(&memory, 0..0).is_empty());
+    let file = memory.handed_over().unwrap().unwrap();
+    send_one(&memory, 0, 7);
+    send_one(&memory, 1, 8);
+    memory.let_go();
+    drop(memory);
+    // Also where nothing else is in memory any more.
+    for _ in 0..2 {
+        let memory = knows_the_first(&file);
+        assert!(memory.used_bytes() >= 10_000, "both are charged: {}", memory.used_bytes());
+        assert_eq!(rows_left(&memory), 2);
+        memory.let_go();
+        drop(memory);
+    }
+    let memory = open(Some(file.try_clone().unwrap()));
+    assert_eq!(taken_over(&memory, 0..2), BTreeMap::from([(0, vec![BlockId(7)]), (1, vec![BlockId(8)])]));
+    memory.let_go();
+    drop(memory);
+
+    let ends: [fn(&Memory); 3] = [
+        |memory| memory.forget_app(&key(1).app),
+        |memory| drop(memory.register(&key(1), Distribution::Normal)),
+        |memory| drop(memory.forget(&key(1))),
+    ];
+    for end in ends {
+        let memory = knows_the_first(&copy(&file));
+        end(&memory);
+        assert_eq!(rows_left(&memory), 1, "that of the shuffle that is known");
+        drop(memory.forget(&key(0)));
+        assert_eq!((memory.used_bytes(), rows_left(&memory)), (0, 0));
+    }
+}
