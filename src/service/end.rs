@@ -1,7 +1,8 @@
 //! Calls whose work grows with what an application has, away from the runtime's threads: its end, which anybody may call for, and
 //! looks at all that is in memory. Memory, extents and ids of one application may be millions.
 //!
-//! An application that is unknown is refused here, at once.
+//! An application that is unknown is refused here, at once. An end that a client asked for is acknowledged once no later start can
+//! find what ended: a client that registers the same shuffle again would be given what the one before had.
 
 use std::sync::Arc;
 
@@ -9,31 +10,41 @@ use super::ServiceError;
 use super::aside::{aside, own_aside};
 use super::drain::Draining;
 use super::lifecycle::Lifecycle;
-use uniffle_wire::types::AppId;
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 impl Lifecycle {
-    /// [`Lifecycle::unregister_app`] on a blocking thread.
+    /// [`Lifecycle::unregister_app`] on a blocking thread, and waits until it is durable.
     ///
     /// # Errors
-    /// As there.
+    /// As there; a tier cannot write it down now.
     pub async fn end_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
         if self.apps.find(&id).is_none() {
             return Err(ServiceError::NotRegistered);
         }
-        let lifecycle = Arc::clone(self);
-        aside(&self.ends, false, move || lifecycle.unregister_app(id.as_str())).await?
+        let (lifecycle, app) = (Arc::clone(self), id.clone());
+        aside(&self.ends, false, move || lifecycle.unregister_app(app.as_str())).await??;
+        self.ended_durably(&id, None).await
     }
 
-    /// [`Lifecycle::unregister_shuffle`] on a blocking thread.
+    /// [`Lifecycle::unregister_shuffle`] on a blocking thread, and waits until it is durable.
     ///
     /// # Errors
-    /// As there.
+    /// As there; a tier cannot write it down now.
     pub async fn end_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         let app = self.known.app(app)?;
+        let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let lifecycle = Arc::clone(self);
         let end = move || lifecycle.unregister_shuffle(app.id().as_str(), shuffle);
-        aside(&self.ends, false, end).await?
+        aside(&self.ends, false, end).await??;
+        self.ended_durably(&key.app, Some(&key)).await
+    }
+
+    async fn ended_durably(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), ServiceError> {
+        for tier in self.tiers.iter() {
+            tier.forgotten_durable(app, key).await?;
+        }
+        Ok(())
     }
 
     /// [`Lifecycle::expire_apps`] on a blocking thread.

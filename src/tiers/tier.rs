@@ -90,6 +90,18 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         purge: Purge,
     ) -> Option<BoxFuture<'static, ()>>;
 
+    /// Waits until no later start can find what was forgotten before the call: of one shuffle of `app`, or of all without a `key`.
+    ///
+    /// # Errors
+    /// That could not be written down: a later start may know it again.
+    fn forgotten_durable<'a>(
+        &'a self,
+        _app: &'a AppId,
+        _key: Option<&'a ShuffleKey>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        ready(Ok(())).boxed()
+    }
+
     /// Forgets a shuffle whose data stays for a later process.
     fn leave(&self, _: &ShuffleKey) {}
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::shuffle::Shuffle;
+use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// The purges of a store that are not noted yet.
 #[derive(Debug, Default)]
@@ -35,6 +36,18 @@ impl PurgeNotes {
     /// A shuffle is gone.
     pub(super) fn add(&self, shuffle: Arc<Shuffle>) {
         self.pending.lock().shuffles.push(shuffle);
+    }
+
+    /// The registrations of which the purge is not noted.
+    pub(super) fn incarnations(&self) -> Vec<u64> {
+        let pending = self.pending.lock();
+        pending.shuffles.iter().filter(|it| !it.purge_is_noted()).map(|it| it.incarnation).collect()
+    }
+
+    /// Whether the purge of a shuffle of `app`, or of `key` if that is given, is not noted.
+    pub(super) fn has(&self, app: &AppId, key: Option<&ShuffleKey>) -> bool {
+        let is_of = |it: &Arc<Shuffle>| it.key.app == *app && key.is_none_or(|key| it.key == *key);
+        self.pending.lock().shuffles.iter().any(|it| is_of(it) && !it.purge_is_noted())
     }
 
     /// Whether all purges are noted.

@@ -129,12 +129,16 @@ impl LocalStore {
     /// returned is dropped. Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere, and that a
     /// cancelled purge has happened or has not.
     pub fn forget_shuffle(&self, key: &ShuffleKey) -> Option<Forgotten> {
-        let (_, shuffle) = self.shuffles.remove(key)?;
+        // Noted as pending while it is still known: a sweep looks at those that are known first, and must find it in one of the two.
+        let pending = |_: &ShuffleKey, shuffle: &Arc<Shuffle>| {
+            self.pending_purges.add(Arc::clone(shuffle));
+            true
+        };
+        let (_, shuffle) = self.shuffles.remove_if(key, pending)?;
         let forgotten = Forgotten::new(&self.core, Arc::clone(&shuffle));
         for disk in shuffle.touched_disks() {
             self.deletes[disk].add(Arc::clone(&shuffle));
         }
-        self.pending_purges.add(shuffle);
         Some(forgotten)
     }
 
@@ -247,8 +251,10 @@ impl LocalStore {
             }
         }
         // Listed first, looked up second: a directory is only made for a shuffle that is registered, so one without
-        // a shuffle now will never have one again. What was left for a later process is not for this one to remove.
+        // a shuffle now will never have one again. What was left for a later process is not for this one to remove, and what is purged
+        // goes once the log knows that: until then a start would miss the files of a shuffle that it knows.
         let mut alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
+        alive.extend(self.pending_purges.incarnations());
         alive.extend(self.left.lock().iter());
         for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
             // A file by such a name is nobody's, and is left alone.

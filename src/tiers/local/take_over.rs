@@ -20,6 +20,7 @@ use crate::durability::{
 use crate::runtime::Tasks;
 use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
 use uniffle_io::ReadTarget;
+use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// A journal of an earlier version that is longer is not read.
 const JOURNAL_BYTES_MAX: u64 = 1 << 30;
@@ -108,6 +109,23 @@ impl LocalStore {
     /// Writes down that the shuffles forgotten before the call are purged; of those for which that fails the files stay.
     pub(super) async fn note_purges(&self) {
         self.pending_purges.cover(|purged| self.note_round(purged)).await;
+    }
+
+    /// Waits until the purges of an application, or of one of its shuffles, are in the metadata log.
+    ///
+    /// # Errors
+    /// One cannot be written down now. It is tried again from time to time.
+    pub(super) async fn purges_noted(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), StoreError> {
+        if !self.pending_purges.has(app, key) {
+            return Ok(());
+        }
+        self.note_purges().await;
+        if !self.pending_purges.has(app, key) {
+            return Ok(());
+        }
+        let what = "its end cannot be written to the metadata log now, and a start may find it again";
+        let of = key.map_or_else(|| app.to_string(), ToString::to_string);
+        Err(StoreError::remote(StoreErrorKind::Unhealthy, of, what))
     }
 
     /// Of a round that is dropped the next one says some again, which does no harm.

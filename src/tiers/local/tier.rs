@@ -130,6 +130,14 @@ impl Tier for LocalStore {
         Some(remove.boxed())
     }
 
+    fn forgotten_durable<'a>(
+        &'a self,
+        app: &'a AppId,
+        key: Option<&'a ShuffleKey>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.purges_noted(app, key).boxed()
+    }
+
     fn leave(&self, key: &ShuffleKey) {
         LocalStore::leave(self, key);
     }

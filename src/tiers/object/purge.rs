@@ -6,10 +6,13 @@
 //!
 //! Who has a later registration of a shuffle elsewhere does not wait for that, but for the pages alone ([`end_earlier`]).
 
+use std::collections::HashSet;
 use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use futures::stream::{StreamExt as _, TryStreamExt as _};
 use object_store::{Error, ObjectStore as _};
 
@@ -100,21 +103,55 @@ pub(super) async fn purge(
 pub(super) async fn end_earlier(core: &Core, earlier: &Earlier, key: &ShuffleKey) -> Result<(), StoreError> {
     let deadline = Instant::now() + EARLIER_WAIT;
     for over in earlier.of(key) {
-        loop {
-            let silent =
-                || StoreError::remote(StoreErrorKind::Unreachable, &over.prefix, "it does not answer");
-            let ended = timeout_at(deadline, end_one(core, earlier, &over)).await;
-            let Err(error) = ended.unwrap_or_else(|_| Err(silent())) else { break };
-            let is_late = Instant::now() + PAUSE >= deadline;
-            if is_late || error.kind != StoreErrorKind::Unreachable {
-                let what =
-                    "what the object store has of an earlier registration of the shuffle is not deleted";
-                return Err(StoreError::remote(error.kind, &over.prefix, format!("{what}: {error}")));
-            }
-            sleep(PAUSE).await;
-        }
+        until(deadline, &over.prefix, || end_one(core, earlier, &over).boxed()).await?;
     }
     Ok(())
+}
+
+/// The same for all shuffles of an application.
+///
+/// # Errors
+/// As [`end_earlier`].
+pub(super) async fn end_earlier_of(core: &Core, earlier: &Earlier, app: &AppId) -> Result<(), StoreError> {
+    let over = earlier.of_app(app);
+    if over.is_empty() {
+        return Ok(());
+    }
+    let prefix = app_prefix(&core.settings.root, app);
+    let names: HashSet<Registered> = over.iter().map(|over| over.name.clone()).collect();
+    let filter = Arc::new(move |name: &Registered| names.contains(name));
+    let going = Going { prefix: prefix.clone(), filter, over };
+    until(Instant::now() + EARLIER_WAIT, &prefix, || end_all(core, earlier, &going).boxed()).await
+}
+
+async fn end_all(core: &Core, earlier: &Earlier, going: &Going) -> Result<(), StoreError> {
+    for over in &going.over {
+        over.close().await;
+    }
+    if !going.over.iter().any(|over| earlier.has(over)) {
+        return Ok(());
+    }
+    core.require_claim().await?;
+    delete_pages(core, earlier, going).await
+}
+
+/// Tries to `end` what is over below `prefix` until a deadline.
+async fn until<'a>(
+    deadline: Instant,
+    prefix: &str,
+    end: impl Fn() -> BoxFuture<'a, Result<(), StoreError>>,
+) -> Result<(), StoreError> {
+    loop {
+        let silent = || StoreError::remote(StoreErrorKind::Unreachable, prefix, "it does not answer");
+        let ended = timeout_at(deadline, end()).await;
+        let Err(error) = ended.unwrap_or_else(|_| Err(silent())) else { return Ok(()) };
+        let is_late = Instant::now() + PAUSE >= deadline;
+        if is_late || error.kind != StoreErrorKind::Unreachable {
+            let what = "what the object store has of an earlier registration of the shuffle is not deleted";
+            return Err(StoreError::remote(error.kind, prefix, format!("{what}: {error}")));
+        }
+        sleep(PAUSE).await;
+    }
 }
 
 async fn end_one(core: &Core, earlier: &Earlier, over: &Arc<Over>) -> Result<(), StoreError> {

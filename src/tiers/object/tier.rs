@@ -109,6 +109,20 @@ impl ObjectTier {
         std::mem::take(&mut *self.bound.lock())
     }
 
+    /// Whether the process before left nothing on its local disks that is not here.
+    #[must_use]
+    pub fn is_drained(&self) -> bool {
+        self.core.is_drained()
+    }
+
+    /// Writes down whether local disks have nothing that is not here, for a start from empty disks. Asks nothing if that is known.
+    ///
+    /// # Errors
+    /// The store's, or another process has the prefix.
+    pub async fn set_drained(&self, is_drained: bool) -> Result<(), StoreError> {
+        self.core.set_drained(is_drained).await
+    }
+
     /// Registers a shuffle that is moved here; again is fine.
     ///
     /// # Errors
@@ -261,6 +275,14 @@ struct Handle {
     shuffle: Arc<Shuffle>,
 }
 
+impl Handle {
+    async fn note(&self, noted: Noted) -> Result<(), StoreError> {
+        // First: what is not answered may be there, and its end is durable once it is not.
+        self.shuffle.begin_to_be_believed()?;
+        self.shuffle.notes.append(&self.core, &noted).await
+    }
+}
+
 impl TierShuffle for Handle {
     fn is_accepting(&self) -> bool {
         self.core.condition.is_worth_trying() && !self.core.has_lost_claim()
@@ -290,12 +312,11 @@ impl TierShuffle for Handle {
 
 impl MetadataLog for Handle {
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { self.shuffle.notes.append(&self.core, &Noted::Said(record)).await }.boxed()
+        self.note(Noted::Said(record)).boxed()
     }
 
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
-        let noted = Noted::Incomplete(reason.to_owned());
-        async move { self.shuffle.notes.append(&self.core, &noted).await }.boxed()
+        self.note(Noted::Incomplete(reason.to_owned())).boxed()
     }
 }
 
@@ -385,6 +406,20 @@ impl Tier for ObjectTier {
             drop(counted);
         };
         Some(purge.boxed())
+    }
+
+    fn forgotten_durable<'a>(
+        &'a self,
+        app: &'a AppId,
+        key: Option<&'a ShuffleKey>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let ended = async move {
+            match key {
+                Some(key) => self.end_earlier(key).await,
+                None => purge::end_earlier_of(&self.core, &self.earlier, app).await,
+            }
+        };
+        ended.boxed()
     }
 
     fn leave(&self, key: &ShuffleKey) {

@@ -165,6 +165,19 @@ impl Tier for OffloadTier {
         Some(join(local.unwrap_or_else(none), object.unwrap_or_else(none)).map(|_| ()).boxed())
     }
 
+    fn forgotten_durable<'a>(
+        &'a self,
+        app: &'a AppId,
+        key: Option<&'a ShuffleKey>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let local = Tier::forgotten_durable(&*self.local, app, key);
+        let both = async move {
+            let (local, object) = join(local, self.object.forgotten_durable(app, key)).await;
+            local.and(object)
+        };
+        both.boxed()
+    }
+
     fn leave(&self, key: &ShuffleKey) {
         self.shuffles.remove(key);
         Tier::leave(&*self.local, key);

@@ -8,7 +8,8 @@ use tokio::time::Instant;
 
 use super::super::disk::InFlight;
 use super::*;
-use uniffle_testkit::fault::{Fault, Operation, Rule};
+use crate::tiers::Tier;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 const MIB: usize = 1 << 20;
 
@@ -139,4 +140,56 @@ async fn a_process_that_makes_way_leaves_the_rest_of_a_removal_to_its_successor(
     assert_eq!(left(&disk), 0, "it empties the trash");
     successor.purge_app(&key.app).await;
     assert_nothing_left(&successor, &[disk]).await;
+}
+
+/// A shuffle with a record and a file.
+async fn registered(disk: &TestDisk) -> (Arc<LocalStore>, ShuffleKey) {
+    let store = open(vec![disk.disk()]).await.unwrap();
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+    (store, key)
+}
+
+/// A start would know the shuffle and miss its files.
+#[tokio::test(start_paused = true)]
+async fn a_sweep_spares_files_of_a_purge_that_is_not_in_the_log() {
+    let disk = TestDisk::new("/a");
+    let (store, key) = registered(&disk).await;
+    let files = disk.app_files();
+    drop(store.forget_shuffle(&key));
+    store.sweep().await;
+    assert_eq!(disk.app_files(), files);
+    store.purges_noted(&key.app, None).await.unwrap();
+    store.sweep().await;
+    assert_eq!(disk.app_files(), Vec::<PathBuf>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_forgotten_shuffle_stays_gone_once_that_is_durable() {
+    let disk = TestDisk::new("/a");
+    let (store, key) = registered(&disk).await;
+    drop(store.forget_shuffle(&key));
+    let other = ShuffleKey::new(key.app.clone(), ShuffleId(2));
+    for of in [Some(&other), Some(&key), None] {
+        Tier::forgotten_durable(&*store, &key.app, of).await.unwrap();
+    }
+    drop(store);
+    let store = open(vec![disk.disk()]).await.unwrap();
+    let mut recovered = store.take_recovered();
+    assert!(recovered.said.next().await.unwrap().is_none(), "its files are nobody's");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_end_that_cannot_be_logged_is_refused_until_it_can() {
+    let disk = TestDisk::new("/a");
+    let (store, key) = registered(&disk).await;
+    disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
+    drop(store.forget_shuffle(&key));
+    let error = Tier::forgotten_durable(&*store, &key.app, Some(&key)).await.unwrap_err();
+    assert!(error.to_string().contains("cannot be written to the metadata log"), "{error}");
+    disk.faults.clear();
+    store.probe().await;
+    Tier::forgotten_durable(&*store, &key.app, Some(&key)).await.unwrap();
 }

@@ -104,6 +104,28 @@ async fn a_store_that_deletes_nothing_lets_no_shuffle_be_registered_again_and_sa
     }
 }
 
+/// On an empty machine it would be found again.
+#[tokio::test(start_paused = true)]
+async fn an_end_is_durable_once_the_store_has_no_page_of_it() {
+    for of_app in [false, true] {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.left_in_the_store(&key).await;
+        let ended = async || process.tier.forgotten_durable(&key.app, Some(&key).filter(|_| !of_app)).await;
+        process.fixture.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
+        let began = Instant::now();
+        let error = ended().await.unwrap_err();
+        assert!(began.elapsed() <= Duration::from_secs(20), "{:?}", began.elapsed());
+        assert_eq!(error.kind, StoreErrorKind::Unreachable, "{error}");
+        process.fixture.store.heal();
+        ended().await.unwrap();
+        assert_eq!(process.pages().await, 0);
+        let before = process.fixture.store.calls();
+        ended().await.unwrap();
+        assert_eq!(process.fixture.store.calls(), before, "it asks nothing more");
+    }
+}
+
 /// A store that is back within a while costs the client nothing but that.
 #[tokio::test(start_paused = true)]
 async fn a_shuffle_is_registered_again_as_soon_as_the_store_is_back() {
