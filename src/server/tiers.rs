@@ -44,7 +44,8 @@ pub(super) async fn start(
     let server_id = beside.server_id;
     let store_type = config.worker.store_type;
     if store_type.has_local() && !store_type.has_object() {
-        tiers.push(start_local(config, beside.let_go.clone(), memory, registry).await?);
+        let settings = local_config(config, beside.let_go.clone(), memory);
+        tiers.push(start_local(settings, memory, registry).await?);
     }
     if store_type.has_hdfs() {
         tiers.push(start_hdfs(config, server_id.clone(), beside.precheck, tasks, registry).await?);
@@ -65,18 +66,19 @@ pub(super) async fn start(
     Ok(Some(flusher))
 }
 
-fn local_config(config: &Config, let_go: LetGo) -> LocalConfig {
+/// Memory that an earlier process left has blocks of shuffles that its data directories know.
+fn local_config(config: &Config, let_go: LetGo, memory: &Memory) -> LocalConfig {
     let read_memory_bytes = config.memory.read_capacity_bytes;
-    LocalConfig { read_memory_bytes, let_go, ..config.local.clone() }
+    let left = memory.left_shuffles();
+    let in_memory = || format!("memory_store.backing has {left} shuffles of this worker");
+    LocalConfig { read_memory_bytes, let_go, had_data: (left > 0).then(in_memory), ..config.local.clone() }
 }
 
 async fn start_local(
-    config: &Config,
-    let_go: LetGo,
+    settings: LocalConfig,
     memory: &Memory,
     registry: &Registry,
 ) -> anyhow::Result<Arc<LocalStore>> {
-    let settings = local_config(config, let_go);
     let disks = settings.real_disks();
     LocalStore::open(settings, disks, memory.extents(), registry).await.context("localfile_store.data_paths")
 }
@@ -160,12 +162,7 @@ async fn start_object(
     if section.precheck && precheck == Precheck::Asked {
         client.probe(&root).await.context("object_store.precheck_enable")?;
     }
-    let left = client.abort_uploads(&object_store::path::Path::from(root.as_str()), SystemTime::now()).await;
-    match left {
-        Ok(0) => {}
-        Ok(uploads) => tracing::info!(uploads, "uploads that an earlier process did not end were given up"),
-        Err(error) => tracing::warn!(%error, "uploads that an earlier process did not end are not given up"),
-    }
+    let (prefix, began) = (object_store::path::Path::from(root.as_str()), SystemTime::now());
     let settings = ObjectSettings {
         segment_bytes: section.segment_bytes,
         part_bytes: section.part_bytes,
@@ -178,6 +175,12 @@ async fn start_object(
     let (store, extents) = (client.store(), memory.extents());
     let opened = ObjectTier::open(store, settings, extents, tasks.clone(), registry).await;
     let object = opened.with_context(|| client.url().to_string())?;
+    // Once the claim is taken: before, they may be those of a process that goes on.
+    match client.abort_uploads(&prefix, began).await {
+        Ok(0) => {}
+        Ok(uploads) => tracing::info!(uploads, "uploads that an earlier process did not end were aborted"),
+        Err(error) => tracing::warn!(%error, "uploads that an earlier process did not end are not aborted"),
+    }
     if !config.worker.store_type.has_local() {
         return Ok(object);
     }
@@ -187,7 +190,7 @@ async fn start_object(
         cold_bytes: config.flush.cold_bytes,
         pass_bytes,
     };
-    let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, let_go) };
+    let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, let_go, memory) };
     let disks = local.real_disks();
     let opened =
         OffloadTier::open(settings, (local, disks), object, (extents, tasks.clone()), registry).await;

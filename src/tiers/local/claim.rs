@@ -71,6 +71,12 @@ pub(super) async fn claim_all(
         return Err(unclaimed_error(disk.root(), flaw, &identity));
     }
     refuse_copies(&identities)?;
+    if ours.is_empty()
+        && config.let_go.paths.is_empty()
+        && let Some((_, disk)) = empty.first()
+    {
+        require_known_data(&**disk, config)?;
+    }
     claims.take(ours).await?;
     claims.claimed.values_mut().for_each(|disk| disk.was_used = true);
     let mut known = mounts::recall(claims.claimed.values(), deadline).await;
@@ -156,13 +162,27 @@ pub(super) fn unclaimed_error(root: &Path, flaw: Flaw, identity: &Identity) -> S
     StoreError::remote(StoreErrorKind::Unclaimed, root, content::told(root, flaw, identity))
 }
 
+/// Refuses a start from empty directories alone, the first of which is `disk`, where something else knows that they had data. They are not
+/// claimed: a claim would make them look used at the next start.
+fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
+    let Some(who) = config.had_data.as_ref().filter(|_| config.recovery && config.require_mounted.is_none())
+    else {
+        return Ok(());
+    };
+    let text = format!(
+        "no data directory has anything of this worker, and {who}: mount the disks; if they are gone for good, start with \
+         localfile_store.require_mounted = false"
+    );
+    Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text))
+}
+
 /// An empty directory on the root file system may be one whose disk is not mounted.
 async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let is_on_root = |mount: Mount| mount.point == Path::new("/");
     if !within(config.name_timeout, disk.mount()).await.is_ok_and(is_on_root) {
         return Ok(());
     }
-    if config.require_mounted {
+    if config.require_mounted == Some(true) {
         let text = "it is on the root file system, and localfile_store.require_mounted = true asks for a mount point: mount its \
                     disk";
         return Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text));

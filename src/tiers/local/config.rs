@@ -7,7 +7,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::durability::Vouch;
-use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
+use crate::schema::kind::{
+    DAY, GIB, MIB, SECOND, Word, count, flag, list, optional, path, ratio, seconds, size, word,
+};
 use crate::schema::{SpareMemory, section, words};
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -96,10 +98,11 @@ section! {
         /// Take over at the start what an earlier process left in the data paths; false deletes it.
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
-        /// An empty data directory must be on a mount point other than /: else the start is refused, since its disk may not be
-        /// mounted, and what it has would not be asked. false takes it for a new one, and the log says so.
-        #[key("localfile_store.require_mounted", flag(), Restart)]
-        pub require_mounted: bool = false,
+        /// What an empty data directory is at a start. true: a new one if it is on a mount point other than /, else the start is
+        /// refused. false: a new one. Default: a new one, but a start is refused where all are empty and the object store or
+        /// memory_store.backing knows that this worker's had data, since their disks may not be mounted.
+        #[key("localfile_store.require_mounted", optional(flag()), Restart, example "true")]
+        pub require_mounted: Option<bool> = None,
         /// Who reads and writes: blocking = threads that wait, io_uring = one ring per disk (blocking where the kernel
         /// refuses it).
         #[key("localfile_store.io_engine", word(), Restart)]
@@ -152,6 +155,8 @@ section! {
         pub data_log_bytes: u64 = u64::MAX,
         /// What the process before let go of.
         pub let_go: LetGo = LetGo::default(),
+        /// Who knows that this worker's data directories had data, if somebody does.
+        pub had_data: Option<String> = None,
         /// Memory of the machine that the page cache may have.
         pub spare_memory: SpareMemory = SpareMemory::OfMachine,
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.

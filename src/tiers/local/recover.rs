@@ -21,7 +21,7 @@ use uuid::Uuid;
 use super::core::Core;
 use super::disk::LocalDisk;
 use super::extent::Extent;
-use super::index::IndexGroup;
+use super::index::{GroupEntry, IndexGroup};
 use super::log::{Log, LogKind};
 use super::retire::Retired;
 use super::scan::{DiskScan, FoundDirectory, LogReader};
@@ -178,6 +178,8 @@ struct Rebuild<'a> {
     incomplete: Option<String>,
     /// What of it lies elsewhere.
     elsewhere: Option<Prefixes>,
+    /// Data logs with blocks that stand where another store has others: they are not served, and stay.
+    only_here: HashSet<(Uuid, u32)>,
 }
 
 impl<'a> Rebuild<'a> {
@@ -213,6 +215,7 @@ impl<'a> Rebuild<'a> {
             reasons: HashMap::new(),
             incomplete,
             elsewhere: None,
+            only_here: HashSet::new(),
         }
     }
 
@@ -274,6 +277,9 @@ impl<'a> Rebuild<'a> {
         let source = (group.header.disk, group.header.file_number);
         for entry in &group.entries {
             if entry.base + entry.length <= self.start_of(entry.partition) {
+                if !self.is_elsewhere(source, entry) {
+                    self.only_here.insert(source);
+                }
                 continue;
             }
             let end = entry.data_offset + entry.length;
@@ -311,6 +317,13 @@ impl<'a> Rebuild<'a> {
         Ok(())
     }
 
+    /// Whether each block of an extent is elsewhere, or its file is gone.
+    fn is_elsewhere(&self, source: (Uuid, u32), entry: &GroupEntry) -> bool {
+        let has =
+            |id: i64| self.elsewhere.as_ref().is_some_and(|it| it.has(entry.partition, id.unsigned_abs()));
+        !self.sources.contains_key(&source) || entry.records.iter().all(|record| has(record.block_id))
+    }
+
     /// Where a partition's stream begins on the disks.
     fn start_of(&self, partition: PartitionId) -> u64 {
         self.elsewhere.as_ref().map_or(0, |elsewhere| elsewhere.end(partition))
@@ -321,7 +334,15 @@ impl<'a> Rebuild<'a> {
         if self.elsewhere.is_none() || self.incomplete.is_some() {
             return;
         }
-        for ((_, number), source) in self.sources.iter().filter(|(_, source)| source.log.is_none()) {
+        if !self.only_here.is_empty() {
+            let (shuffle, files) = (&self.shuffle.key, self.only_here.len());
+            tracing::warn!(%shuffle, files, "files have blocks that the object store does not have in their place; they stay");
+        }
+        let unused = self
+            .sources
+            .iter()
+            .filter(|(name, source)| source.log.is_none() && !self.only_here.contains(name));
+        for ((_, number), source) in unused {
             let adopted =
                 adopt_log(self.core, self.shuffle, &source.disk, LogKind::Data, (*number, source.bytes));
             let removed = match adopted {

@@ -3,22 +3,31 @@
 //! A start is told of them before it reads the disks. Below such a place nothing is missing, and what is still there goes.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
+use crate::durability::IdSet;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Where the streams of a registration's partitions begin on the disks.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct Prefixes {
-    /// The registration.
-    pub incarnation: u64,
+    /// The numbers by which disks knew the registration.
+    pub incarnations: Vec<u64>,
     /// By partition.
     pub ends: HashMap<PartitionId, u64>,
+    /// Blocks that are there. A file is deleted because of what is elsewhere only if each of its blocks is.
+    pub present: Arc<HashMap<PartitionId, IdSet>>,
 }
 
 impl Prefixes {
     /// Where a partition's stream begins.
     pub(super) fn end(&self, partition: PartitionId) -> u64 {
         self.ends.get(&partition).copied().unwrap_or(0)
+    }
+
+    /// Whether a block is there.
+    pub(super) fn has(&self, partition: PartitionId, id: u64) -> bool {
+        self.present.get(&partition).is_some_and(|ids| ids.contains(id))
     }
 }
 
@@ -39,6 +48,6 @@ impl Uploaded {
 
     /// Those of one registration.
     pub(super) fn of(&self, key: &ShuffleKey, incarnation: u64) -> Option<&Prefixes> {
-        self.shuffles.get(key).filter(|prefixes| prefixes.incarnation == incarnation)
+        self.shuffles.get(key).filter(|prefixes| prefixes.incarnations.contains(&incarnation))
     }
 }

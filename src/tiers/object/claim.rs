@@ -12,6 +12,7 @@ use std::sync::OnceLock;
 use bytes::Bytes;
 use object_store::path::Path;
 use object_store::{Error, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode, UpdateVersion};
+use parking_lot::Mutex;
 use uuid::Uuid;
 
 use super::client::{Failure, Refusal};
@@ -30,11 +31,17 @@ pub fn claim_key(root: &str) -> String {
     format!("{root}/{CLAIM}")
 }
 
+/// Last line of the claim of a worker whose local disks have nothing that the store does not have.
+const DRAINED: &str = "drained\n";
+
 /// This process's claim.
 #[derive(Debug)]
 pub(super) struct Claim {
     key: String,
+    /// Without the line that says that the worker is drained.
     text: String,
+    /// Whether the claim in the store has that line; none after a write of unknown outcome.
+    is_drained: Mutex<Option<bool>>,
     /// Whose it is, if it is not ours any more.
     lost: OnceLock<String>,
 }
@@ -42,8 +49,15 @@ pub(super) struct Claim {
 /// What is in the claim's place.
 enum Found {
     Nothing,
-    Ours,
-    Another(String, UpdateVersion),
+    Ours { version: UpdateVersion, is_drained: bool },
+    Another(Other),
+}
+
+/// The claim of another process.
+struct Other {
+    holder: String,
+    version: UpdateVersion,
+    is_drained: bool,
 }
 
 impl Claim {
@@ -52,14 +66,45 @@ impl Claim {
     /// # Errors
     /// The store's, or another process took it at the same moment.
     pub(super) async fn take(store: &dyn ObjectStore, root: &str) -> Result<Self, StoreError> {
-        let claim = Self { key: claim_key(root), text: text(), lost: OnceLock::new() };
+        let (text, is_drained) = (text(), Mutex::new(Some(false)));
+        let claim = Self { key: claim_key(root), text, is_drained, lost: OnceLock::new() };
         let mode = match claim.find(store).await? {
-            Found::Another(_, version) if version.e_tag.is_some() => PutMode::Update(version),
-            Found::Another(..) => PutMode::Overwrite,
-            Found::Nothing | Found::Ours => PutMode::Create,
+            Found::Another(other) => {
+                *claim.is_drained.lock() = Some(other.is_drained);
+                update(other.version)
+            }
+            Found::Nothing | Found::Ours { .. } => PutMode::Create,
         };
-        claim.put(store, mode).await?;
+        claim.put(store, mode, claim.is_drained()).await?;
         Ok(claim)
+    }
+
+    /// Whether local disks had nothing that the store does not have when this was last written. A start takes that over from the process
+    /// before.
+    pub(super) fn is_drained(&self) -> bool {
+        *self.is_drained.lock() == Some(true)
+    }
+
+    /// Writes whether local disks have nothing that the store does not have. One caller at a time.
+    ///
+    /// # Errors
+    /// The store's, or another process has the prefix.
+    pub(super) async fn set_drained(
+        &self,
+        store: &dyn ObjectStore,
+        is_drained: bool,
+    ) -> Result<(), StoreError> {
+        if *self.is_drained.lock() == Some(is_drained) {
+            return Ok(());
+        }
+        self.require(store).await?;
+        let Found::Ours { version, .. } = self.find(store).await? else {
+            return Err(StoreError::new(StoreErrorKind::InUse, &self.key));
+        };
+        *self.is_drained.lock() = None;
+        self.put(store, update(version), is_drained).await?;
+        *self.is_drained.lock() = Some(is_drained);
+        Ok(())
     }
 
     /// Nothing that was written before can be missing in what another process has found at its start.
@@ -71,10 +116,10 @@ impl Claim {
             return Err(self.in_use(holder));
         }
         match self.find(store).await? {
-            Found::Ours => Ok(()),
+            Found::Ours { .. } => Ok(()),
             // A rule of the bucket may delete what is old.
-            Found::Nothing => self.put(store, PutMode::Create).await,
-            Found::Another(holder, _) => {
+            Found::Nothing => self.put(store, PutMode::Create, self.is_drained()).await,
+            Found::Another(Other { holder, .. }) => {
                 let error = self.in_use(&holder);
                 if self.lost.set(holder).is_ok() {
                     tracing::error!(%error, "another process has claimed this worker's prefix, nothing is written any more");
@@ -105,15 +150,22 @@ impl Claim {
             Ok((answer.bytes().await?, version))
         };
         match got.await {
-            Ok((bytes, _)) if bytes == self.text => Ok(Found::Ours),
-            Ok((bytes, version)) => Ok(Found::Another(holder_of(&bytes), version)),
+            Ok((bytes, version)) => {
+                let text = bytes.strip_suffix(DRAINED.as_bytes());
+                let (text, is_drained) = (text.unwrap_or(&bytes), text.is_some());
+                match text == self.text.as_bytes() {
+                    true => Ok(Found::Ours { version, is_drained }),
+                    false => Ok(Found::Another(Other { holder: holder_of(&bytes), version, is_drained })),
+                }
+            }
             Err(Error::NotFound { .. }) => Ok(Found::Nothing),
             Err(error) => Err(failed(&self.key, &error)),
         }
     }
 
-    async fn put(&self, store: &dyn ObjectStore, mode: PutMode) -> Result<(), StoreError> {
-        let bytes = Bytes::from(self.text.clone());
+    async fn put(&self, store: &dyn ObjectStore, mode: PutMode, is_drained: bool) -> Result<(), StoreError> {
+        let drained = if is_drained { DRAINED } else { "" };
+        let bytes = Bytes::from(format!("{}{drained}", self.text));
         let path = self.path();
         let error = match store.put_opts(&path, bytes.clone().into(), mode.into()).await {
             Ok(_) => return Ok(()),
@@ -127,11 +179,16 @@ impl Claim {
         }
         // The answer to an attempt that was carried out may have been lost.
         match self.find(store).await? {
-            Found::Ours => Ok(()),
-            Found::Another(holder, _) if is_condition(&error) => Err(self.in_use(&holder)),
-            Found::Another(..) | Found::Nothing => Err(failed(&self.key, &error)),
+            Found::Ours { is_drained: written, .. } if written == is_drained => Ok(()),
+            Found::Another(other) if is_condition(&error) => Err(self.in_use(&other.holder)),
+            Found::Another(_) | Found::Ours { .. } | Found::Nothing => Err(failed(&self.key, &error)),
         }
     }
+}
+
+/// Replaces that version, where the store gives versions.
+fn update(version: UpdateVersion) -> PutMode {
+    if version.e_tag.is_some() { PutMode::Update(version) } else { PutMode::Overwrite }
 }
 
 fn is_condition(error: &Error) -> bool {

@@ -83,6 +83,21 @@ impl Core {
         claimed
     }
 
+    /// [`Claim::is_drained`].
+    pub(super) fn is_drained(&self) -> bool {
+        self.claim.is_drained()
+    }
+
+    /// [`Claim::set_drained`].
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) async fn set_drained(&self, is_drained: bool) -> Result<(), StoreError> {
+        let written = self.claim.set_drained(&*self.store, is_drained).await;
+        self.condition.note(&written);
+        written
+    }
+
     /// Whether another process has the prefix, as far as was looked.
     pub(super) fn has_lost_claim(&self) -> bool {
         self.claim.is_lost()

@@ -22,6 +22,12 @@ pub struct Bound {
     pub key: ShuffleKey,
     /// By which number local disks knew the registration last, if any did.
     pub local: Option<u64>,
+    /// All numbers by which local disks knew it, in the order in which they were written.
+    pub locals: Vec<u64>,
+    /// Whether it has segments: then everything that it had said on local disks was here once.
+    pub has_segments: bool,
+    /// Whether the page with its registration is lost: it is neither being deleted nor was it given up.
+    pub has_lost_registration: bool,
     /// Whether all is here that it had said on local disks.
     pub is_whole: bool,
     /// Whether some of its pages are gone.

@@ -24,6 +24,7 @@
 //! | `fetch`, `body`, `reads`, `turns` | ranges of objects, and what is answered; whether they are of the cache or of the store; whose turn it is |
 //! | `index_read`, `data_read`, `answer`, `verify` | reads of clients |
 //! | `purge`, `recover` | deletion by prefix; what an earlier process left |
+//! | `indexes` | which segments and blocks of a shuffle are there |
 //! | `earlier` | registrations that are over, of which pages may be left |
 //! | `workers` | what workers have below the URL, also those that are gone |
 //! | `tier` | the tier |
@@ -56,6 +57,8 @@ mod fetch;
 mod group;
 #[cfg(feature = "object")]
 mod index_read;
+#[cfg(feature = "object")]
+mod indexes;
 #[cfg(feature = "object")]
 mod intake;
 #[cfg(feature = "object")]

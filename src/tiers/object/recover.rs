@@ -3,8 +3,10 @@
 //! A shuffle is there if a page says that it was registered; without one it was being deleted, or its registration was
 //! never acknowledged. Its segments are those of the chain from the newest backwards; others are uploads whose outcome was
 //! never known. What of a stream cannot be had, and what stands behind it, is not there, and so its blocks are lost by name.
+//!
+//! Requests go out many at a time, each kind with a bound, and what their answers hold is charged.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,30 +18,30 @@ use tokio::sync::mpsc;
 
 use super::claim::claim_key;
 use super::core::Core;
-use super::fetch;
+use super::indexes::{IndexMemory, Indexes};
 use super::intake::Bound;
 use super::lane::Lane;
-use super::layout::{
-    Entry, FOOTER_BYTES, Footer, Name, Registered, object_key, parse_key, path_of, shuffle_prefix,
-};
+use super::layout::{Name, Registered, object_key, parse_key, path_of, shuffle_prefix};
 use super::notes;
 use super::page::{self, Noted, PageError, Reading};
 use super::shuffle::Shuffle;
-use super::streams::{Extent, Streams};
+use crate::budget::Charge;
 use crate::clock::sleep;
-use crate::durability::{IdSet, LogError, Record, Said};
+use crate::durability::{LogError, Record, Said};
 use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
-use uniffle_wire::index::{RECORD_BYTES, records};
-use uniffle_wire::types::{PartitionId, ShuffleKey};
+use uniffle_wire::types::ShuffleKey;
 
 /// Shuffles that are read at a time.
 const AT_ONCE: usize = 8;
 
+/// Pages of a shuffle that are read at a time, each with its copy.
+const PAGES_AT_ONCE: usize = 8;
+
+/// Shuffles whose pages are read ahead while what one said is told.
+const TOLD_AHEAD: usize = 4;
+
 /// Numbers that are left out: a request of the earlier process may still arrive.
 const NUMBERS_LEFT_OUT: u32 = 1000;
-
-/// Bytes of records that are read at a time.
-const WINDOW_BYTES: u64 = 1 << 20;
 
 /// Records on their way to whom they are told.
 const TOLD_MAX: usize = 16;
@@ -99,7 +101,8 @@ pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
             survey.abandoned.push((before, true));
         }
     }
-    let reads = newest.into_values().map(|(name, objects)| read(core, name, objects));
+    let memory = IndexMemory::default();
+    let reads = newest.into_values().map(|found| read(core, found, &memory));
     survey.found = stream::iter(reads).buffered(AT_ONCE).try_collect().await?;
     Ok(survey)
 }
@@ -126,9 +129,14 @@ async fn list(core: &Core) -> Result<BTreeMap<Registered, Objects>, StoreError> 
     Ok(all)
 }
 
-async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Found, StoreError> {
+async fn read(
+    core: &Arc<Core>,
+    (name, objects): (Registered, Objects),
+    memory: &IndexMemory,
+) -> Result<Found, StoreError> {
     let prefix = shuffle_prefix(&core.settings.root, &name);
-    let (notes, unequal) = read_pages(core, &prefix, &name, &objects.pages).await?;
+    let ReadPages { reading: notes, unequal, _charge } =
+        read_pages(core, &prefix, &name, &objects.pages).await?;
     let mut single = Pages::new();
     for (number, page) in unequal {
         if !write_again(core, &prefix, number, &page).await {
@@ -136,14 +144,14 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
         }
     }
     let incomplete = page::incomplete(&notes.records);
-    let mut bound = bound(&name, &notes);
+    let mut bound = bound(&name, &notes, !objects.segments.is_empty());
     bound.is_called_incomplete = !bound.has_gap && incomplete.is_some();
     let unfinished = || "what it had said on local disks was not brought up to its end".to_owned();
     let unfinished = (!bound.is_whole).then(unfinished);
-    let mut data = Data::new(core, &prefix);
-    let chain = chain(core, (&prefix, name.incarnation), &objects.segments, &mut data.reason).await?;
-    for (number, (footer, entries)) in &chain {
-        data.take(core, (*number, footer), entries).await?;
+    let indexes = Indexes { core, prefix: &prefix, memory };
+    let (chain, mut data) = indexes.read((name.incarnation, &objects.segments)).await?;
+    if bound.has_lost_registration && data.reason.is_empty() {
+        data.reason = "the page of its metadata with its registration is lost".to_owned();
     }
     let last = |number: Option<u32>| number.unwrap_or(0).saturating_add(NUMBERS_LEFT_OUT);
     let lane = Lane {
@@ -171,7 +179,7 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
     let is_stray = |number: &&u32| !chain.contains_key(number) && told.reason.is_empty();
     let strays =
         objects.segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();
-    for (number, (footer, _)) in &chain {
+    for (number, footer) in &chain {
         shuffle.count(core, footer.payload_bytes, objects.segments.get(number).copied().unwrap_or(0));
     }
     let (bytes, blocks) = (data.bytes, data.blocks);
@@ -179,7 +187,7 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
 }
 
 /// What ties a registration to one on local disks.
-fn bound(name: &Registered, Reading { records, gap, .. }: &Reading) -> Bound {
+fn bound(name: &Registered, Reading { records, gap, .. }: &Reading, has_segments: bool) -> Bound {
     let numbers = records.iter().filter_map(|noted| match noted {
         Noted::Local(number) => Some(*number),
         Noted::Said(_) | Noted::Incomplete(_) => None,
@@ -188,10 +196,17 @@ fn bound(name: &Registered, Reading { records, gap, .. }: &Reading) -> Bound {
         Noted::Said(record) if Record::is_registration(record) => Some(record.clone()),
         Noted::Said(_) | Noted::Incomplete(_) | Noted::Local(_) => None,
     };
-    let local = numbers.clone().filter(|number| *number > 0).last();
+    let locals: Vec<u64> = numbers.clone().filter(|number| *number > 0).collect();
+    let local = locals.last().copied();
     Bound {
         key: name.key.clone(),
         local,
+        locals,
+        has_segments,
+        // A deletion begins with the first page.
+        has_lost_registration: has_segments
+            && records.first() == Some(&Noted::Local(0))
+            && !records.iter().any(|noted| registration(noted).is_some()),
         // Of one without its beginning nothing says that no disks knew it.
         is_whole: local.is_some() || (gap.is_none() && numbers.count() == 0),
         has_gap: gap.is_some(),
@@ -201,30 +216,44 @@ fn bound(name: &Registered, Reading { records, gap, .. }: &Reading) -> Bound {
     }
 }
 
-/// What pages say, by the rule of reading; and those of which the two objects are not the same, as they should be. Of two the
-/// longer one counts: what an earlier version of it has not was written later.
+/// What pages say.
+struct ReadPages {
+    reading: Reading,
+    /// Those of which the two objects are not the same, as they should be.
+    unequal: Vec<(u32, Bytes)>,
+    /// For their bytes, of which records are slices.
+    _charge: Charge,
+}
+
+/// Reads pages by the rule of reading. Of the two objects of a page the longer one counts: what an earlier version of it has not was
+/// written later.
 async fn read_pages(
     core: &Core,
     prefix: &str,
     name: &Registered,
     pages: &Pages,
-) -> Result<(Reading, Vec<(u32, Bytes)>), StoreError> {
-    let (mut reading, mut unequal) = (Reading::default(), Vec::new());
-    for (number, objects) in pages {
-        let reads = objects.iter().map(|object| read_page(core, object_key(prefix, *object)));
-        let objects = try_join_all(reads).await?;
+) -> Result<ReadPages, StoreError> {
+    let mut read =
+        ReadPages { reading: Reading::default(), unequal: Vec::new(), _charge: core.extents.nothing() };
+    let reads = pages.clone().into_iter().map(|(number, objects)| async move {
+        let reads = objects.into_iter().map(|object| read_page(core, object_key(prefix, object)));
+        Ok::<_, StoreError>((number, try_join_all(reads.collect::<Vec<_>>()).await?))
+    });
+    let mut reads = stream::iter(reads).buffered(PAGES_AT_ONCE);
+    while let Some((number, objects)) = reads.try_next().await? {
         let decode = |bytes: &Bytes| page::decode(bytes, name.incarnation);
         let intact = objects.iter().flatten().filter(|bytes| decode(bytes).is_ok());
         let best = intact.max_by_key(|bytes| bytes.len()).or_else(|| objects.iter().flatten().next());
         let page = best.map_or(Err(PageError::Damaged), decode);
-        if let (Some(bytes), Ok(_)) = (best, &page)
-            && objects != [Some(bytes.clone()), Some(bytes.clone())]
-        {
-            unequal.push((*number, bytes.clone()));
+        if let (Some(bytes), Ok(_)) = (best, &page) {
+            read._charge.merge(core.extents.force_charge(bytes.len() as u64));
+            if objects != [Some(bytes.clone()), Some(bytes.clone())] {
+                read.unequal.push((number, bytes.clone()));
+            }
         }
-        reading.take(*number, page);
+        read.reading.take(number, page);
     }
-    Ok((reading, unequal))
+    Ok(read)
 }
 
 /// None if it is not there any more.
@@ -289,168 +318,11 @@ async fn mend_all(core: &Core, mut left: VecDeque<(Arc<Shuffle>, Pages)>) {
 }
 
 async fn mend_one(core: &Core, shuffle: &Shuffle, pages: &Pages) -> Result<(), StoreError> {
-    let (_, unequal) = read_pages(core, &shuffle.prefix, &shuffle.name, pages).await?;
-    for (number, page) in unequal {
+    let read = read_pages(core, &shuffle.prefix, &shuffle.name, pages).await?;
+    for (number, page) in read.unequal {
         shuffle.notes.write_again(core, number, &page).await?;
     }
     Ok(())
-}
-
-type Segments = BTreeMap<u32, (Footer, Vec<Entry>)>;
-
-/// The segments that were published, from the newest backwards. One that cannot be read hides which was before it: then the
-/// next older one is taken.
-async fn chain(
-    core: &Core,
-    (prefix, incarnation): (&str, u64),
-    segments: &BTreeMap<u32, u64>,
-    reason: &mut String,
-) -> Result<Segments, StoreError> {
-    let mut chain = Segments::new();
-    let mut next = segments.keys().next_back().copied();
-    while let Some(number) = next {
-        let key = object_key(prefix, Name::Segment(number));
-        let read = match segments.get(&number) {
-            // What was damaged on its way is whole the second time.
-            Some(bytes) => match read_index(core, &key, *bytes).await? {
-                Ok(read) => Ok(read),
-                Err(_) => read_index(core, &key, *bytes).await?,
-            },
-            None => Err("it is missing".to_owned()),
-        };
-        let read = read.and_then(|read| match (read.0.number, read.0.incarnation) == (number, incarnation) {
-            true => Ok(read),
-            false => Err("it is another one".to_owned()),
-        });
-        next = match read {
-            Ok(read) => {
-                let previous = read.0.previous;
-                chain.insert(number, read);
-                (previous != 0).then_some(previous)
-            }
-            Err(what) => {
-                tracing::error!(key, what, "a segment cannot be read, its blocks are lost");
-                if reason.is_empty() {
-                    *reason = format!("object {key}: {what}");
-                }
-                segments.range(..number).next_back().map(|(number, _)| *number)
-            }
-        };
-    }
-    Ok(chain)
-}
-
-/// Footer and table of a segment, or what is wrong with it.
-async fn read_index(
-    core: &Core,
-    key: &str,
-    bytes: u64,
-) -> Result<Result<(Footer, Vec<Entry>), String>, StoreError> {
-    let Some(at) = bytes.checked_sub(FOOTER_BYTES as u64) else {
-        return Ok(Err("it is too short".to_owned()));
-    };
-    let footer = fetch::read(core, key, at..bytes).await?;
-    let footer = footer.first_chunk().ok_or_else(|| StoreError::new(StoreErrorKind::Corrupt, key))?;
-    let footer = match Footer::decode(footer, bytes) {
-        Ok(footer) => footer,
-        Err(error) => return Ok(Err(error.to_string())),
-    };
-    let table = footer.payload_bytes..footer.payload_bytes + footer.table_bytes();
-    let table = fetch::read(core, key, table).await?;
-    Ok(footer.table(&table).map(|entries| (footer, entries)).map_err(|error| error.to_string()))
-}
-
-/// What of a shuffle's data is there.
-struct Data {
-    prefix: String,
-    streams: Streams,
-    present: HashMap<PartitionId, IdSet>,
-    reason: String,
-    bytes: u64,
-    blocks: u64,
-}
-
-impl Data {
-    fn new(core: &Core, prefix: &str) -> Self {
-        let (present, reason) = (HashMap::new(), String::new());
-        let streams = Streams::new(&core.extents);
-        Self { prefix: prefix.to_owned(), streams, present, reason, bytes: 0, blocks: 0 }
-    }
-
-    /// Takes what a segment has.
-    async fn take(
-        &mut self,
-        core: &Core,
-        (number, footer): (u32, &Footer),
-        entries: &[Entry],
-    ) -> Result<(), StoreError> {
-        let key = object_key(&self.prefix, Name::Segment(number));
-        let mut records = RecordStream::new(core, &key, footer);
-        for entry in entries {
-            let (mut ids, mut is_sound) = records.ids_of(entry).await?;
-            if !is_sound {
-                records.go_back_to(entry);
-                (ids, is_sound) = records.ids_of(entry).await?;
-            }
-            if is_sound && self.streams.push(entry.partition, Extent::of(number, entry)) {
-                self.present.entry(entry.partition).or_default().extend(ids);
-                self.bytes += entry.length;
-                self.blocks += u64::from(entry.blocks);
-            } else if self.reason.is_empty() {
-                let what = if is_sound { "what was before it is missing" } else { "its index is damaged" };
-                self.reason = format!("object {key}: {what}");
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The records of a segment, read in order.
-struct RecordStream<'a> {
-    core: &'a Core,
-    key: &'a str,
-    window: Bytes,
-    /// Where in the object the window ends, and the records do.
-    at: u64,
-    end: u64,
-}
-
-impl<'a> RecordStream<'a> {
-    fn new(core: &'a Core, key: &'a str, footer: &Footer) -> Self {
-        let at = footer.payload_bytes + footer.table_bytes();
-        Self { core, key, window: Bytes::new(), at, end: footer.payload_bytes + footer.index_bytes }
-    }
-
-    /// The next extent is `entry`, of which the bytes are asked for again.
-    fn go_back_to(&mut self, entry: &Entry) {
-        (self.window, self.at) = (Bytes::new(), entry.records);
-    }
-
-    /// Block ids of the next extent, and whether its records are what was written.
-    async fn ids_of(&mut self, entry: &Entry) -> Result<(Vec<u64>, bool), StoreError> {
-        let mut left = entry.blocks as usize * RECORD_BYTES;
-        let (mut ids, mut length) = (Vec::with_capacity(entry.blocks as usize), 0);
-        let mut crc = crc32fast::Hasher::new();
-        while left > 0 {
-            if self.window.is_empty() {
-                let window = WINDOW_BYTES / RECORD_BYTES as u64 * RECORD_BYTES as u64;
-                let until = self.end.min(self.at + window);
-                self.window = fetch::read(self.core, self.key, self.at..until).await?;
-                self.at = until;
-            }
-            let some = self.window.split_to(left.min(self.window.len()));
-            if some.is_empty() {
-                return Err(StoreError::new(StoreErrorKind::Corrupt, self.key));
-            }
-            left -= some.len();
-            crc.update(&some);
-            for record in records(&some) {
-                ids.push(record.block_id.unsigned_abs());
-                length += u64::from(record.length.unsigned_abs());
-            }
-        }
-        Ok((ids, crc.finalize() == entry.records_crc && length == entry.length))
-    }
 }
 
 /// What the found shuffles said. It is read when it is asked for, a page at a time.
@@ -471,16 +343,21 @@ pub(super) fn said(core: &Arc<Core>, found: &[Found]) -> Said {
 type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
 async fn tell_all(core: &Core, all: VecDeque<(Arc<Shuffle>, Pages)>, told: &mpsc::Sender<Told>) {
-    for (shuffle, pages) in all {
-        let records = match read_pages(core, &shuffle.prefix, &shuffle.name, &pages).await {
-            Ok((reading, _)) => reading.records,
+    let reads = all.into_iter().map(|(shuffle, pages)| async move {
+        let read = read_pages(core, &shuffle.prefix, &shuffle.name, &pages).await;
+        read.map(|read| (shuffle, read))
+    });
+    let mut reads = stream::iter(reads).buffered(TOLD_AHEAD);
+    while let Some(read) = reads.next().await {
+        let (shuffle, ReadPages { reading, _charge, .. }) = match read {
+            Ok(read) => read,
             Err(error) => {
                 // Who listens may be gone.
                 let _ = told.send(Err(LogError::told(&error.to_string()))).await;
                 return;
             }
         };
-        for record in records {
+        for record in reading.records {
             let Noted::Said(record) = record else { continue };
             if told.send(Ok(Some((shuffle.name.key.clone(), record)))).await.is_err() {
                 return;

@@ -1,13 +1,15 @@
-//! What a shuffle said before its first move is brought into the store.
+//! The records of a shuffle are copied into the store before its first move.
 //!
-//! First what it says from now on goes to both; then what the disks' log has of it follows. So the store has all once that
-//! has ended, some of it perhaps twice, which says nothing new.
+//! The copy has two phases. In the first the disks' log is copied while new records are acknowledged without the store and collected
+//! ([`Arrived`]), so a store that does not answer delays no report. In the second, which is one request, the collected records and the
+//! number of the registration follow; records wait meanwhile. A start believes the copy once it has that number. A record that is
+//! copied twice says nothing new.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::shuffle::Shuffle;
+use super::shuffle::{Arrived, InStore, Shuffle};
 use super::tier::OffloadTier;
 use crate::clock::Instant;
 use crate::durability::{Heard, LogError};
@@ -36,59 +38,79 @@ impl Default for Again {
 }
 
 impl OffloadTier {
-    /// Makes sure that the store knows a shuffle and all that it said.
+    /// Makes sure that the store has all records of a shuffle. One caller at a time.
     ///
     /// # Errors
     /// The store's, or that the metadata log cannot be read: then the store has nothing of the shuffle.
     pub(super) async fn make_known(&self, shuffle: &Arc<Shuffle>) -> Result<Uploads, StoreError> {
-        let begun = {
-            let mut uploads = shuffle.uploads.write().await;
-            match &*uploads {
-                Some(uploads) if shuffle.is_known_there.load(Ordering::Acquire) => return Ok(uploads.clone()),
-                _ => {}
-            }
+        if shuffle.is_known_there.load(Ordering::Acquire)
+            && let InStore::Everything(uploads) = &*shuffle.in_store.read().await
+        {
+            return Ok(uploads.clone());
+        }
+        let arrived = Arc::new(Arrived::new(&self.memory));
+        let uploads = {
+            let mut in_store = shuffle.in_store.write().await;
             let begun = self.object.begin(&shuffle.key)?;
             // What is forgotten is forgotten here first: one that is still known here goes from the store as well.
             if !self.is_present(shuffle) {
                 self.discard_object(&shuffle.key);
                 return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
             }
-            uploads.insert(begun).clone()
+            // A call that was dropped in its second phase may have written the number: then every record still waits for the store.
+            if !matches!(&*in_store, InStore::Everything(_)) {
+                *in_store = InStore::Copying(Arc::clone(&arrived));
+            }
+            begun
         };
-        let told = async {
-            begun.begin_to_tell().await?;
-            self.tell_history(shuffle, &begun).await
-        };
-        let told = told.await;
-        match told {
+        match self.copy_history(shuffle, &uploads, &arrived).await {
             Ok(()) => {
                 shuffle.is_known_there.store(true, Ordering::Release);
-                Ok(begun)
+                Ok(uploads)
             }
             Err(error) => {
                 // Together: what is said next finds that the store may have all but that.
-                let mut uploads = shuffle.uploads.write().await;
-                *uploads = None;
+                let mut in_store = shuffle.in_store.write().await;
+                *in_store = InStore::Nothing;
                 self.discard_object(&shuffle.key);
                 Err(error)
             }
         }
     }
 
-    /// Tells all that the disks' log has, and that it was all.
+    async fn copy_history(
+        &self,
+        shuffle: &Shuffle,
+        uploads: &Uploads,
+        arrived: &Arrived,
+    ) -> Result<(), StoreError> {
+        uploads.begin_to_tell().await?;
+        self.tell_history(shuffle, uploads).await?;
+        let (records, charge) = arrived.take()?;
+        uploads.note(&records).await?;
+        drop((records, charge));
+        // Every record that was acknowledged without the store is in it before the number is.
+        let mut in_store = shuffle.in_store.write().await;
+        let (mut records, _charge) = arrived.take()?;
+        records.push(Noted::Local(shuffle.local.incarnation()));
+        // First: a start may believe the copy from here on, also where the answer is lost or this call is dropped.
+        *in_store = InStore::Everything(uploads.clone());
+        uploads.note(&records).await
+    }
+
+    /// Tells all that the disks' log has.
     async fn tell_history(&self, shuffle: &Shuffle, uploads: &Uploads) -> Result<(), StoreError> {
         let mut source = 0;
         loop {
             match self.tell_from(shuffle, uploads, source).await? {
-                Ok(()) => break,
+                Ok(()) => return Ok(()),
                 // What was told twice says nothing new.
                 Err(error) => {
-                    tracing::warn!(shuffle = %shuffle.key, %error, "the metadata log cannot be read here, it is read again");
+                    tracing::warn!(shuffle = %shuffle.key, %error, "this copy of the metadata log cannot be read; reading the other one");
                     source += 1;
                 }
             }
         }
-        uploads.note(&[Noted::Local(shuffle.local.incarnation())]).await
     }
 
     /// Tells what one source of the log has; an error of the log in what is returned, others at once.
@@ -137,10 +159,14 @@ impl OffloadTier {
             return false;
         }
         let shuffle = &shuffles[again.failed % shuffles.len()];
-        let Some(uploads) = shuffle.uploads.read().await.clone() else { return false };
+        let uploads = match &*shuffle.in_store.read().await {
+            InStore::Everything(uploads) => uploads.clone(),
+            InStore::Nothing | InStore::Copying(_) => return false,
+        };
         let told = async {
             uploads.note(&[Noted::Local(0)]).await?;
-            self.tell_history(shuffle, &uploads).await
+            self.tell_history(shuffle, &uploads).await?;
+            uploads.note(&[Noted::Local(shuffle.local.incarnation())]).await
         };
         match told.await {
             Ok(()) => {

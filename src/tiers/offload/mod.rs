@@ -11,6 +11,7 @@
 //! | --- | --- |
 //! | `tier` | both as one tier |
 //! | `open` | what an earlier process left in both, put together |
+//! | `relation` | how the two halves of a shuffle belong together (pure) |
 //! | `mover` | moves what the policy says; how far a drain is |
 //! | `policy` | whether something is moved, and what (pure) |
 //! | `pass` | one object's worth of a shuffle after the other |
@@ -25,6 +26,7 @@ mod open;
 mod pass;
 pub mod policy;
 mod read;
+mod relation;
 mod shuffle;
 #[cfg(test)]
 mod tests;

@@ -28,6 +28,7 @@ impl OffloadTier {
                 _ => false,
             };
             let has_told = self.object.is_worth_trying() && self.tell_again(&mut again).await;
+            self.tell_drained().await;
             if !has_moved && !has_told {
                 tokio::select! {
                     () = sleep(LOOK_INTERVAL) => {}
@@ -40,7 +41,8 @@ impl OffloadTier {
     /// What is to be moved now.
     pub(super) fn next(&self) -> Option<(Wanted, Arc<Shuffle>)> {
         let relieved = self.look_at_disks();
-        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let movable = self.shuffles.iter().filter(|it| !it.is_disputed);
+        let shuffles: Vec<Arc<Shuffle>> = movable.map(|it| Arc::clone(&*it)).collect();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         if !is_draining
             && !relieved.contains(&true)
@@ -139,7 +141,27 @@ impl OffloadTier {
         self.how_far()
     }
 
+    /// What another machine would not find; also that this is nothing, as long as the store does not say so.
     pub(super) fn how_far(&self) -> Drained {
+        let mut left = self.left();
+        let is_draining = self.is_draining.load(Ordering::Acquire);
+        let is_untold = left == Drained::default() && !self.shuffles.is_empty() && !self.object.is_drained();
+        left.shuffles_left += usize::from(is_draining && is_untold);
+        left
+    }
+
+    /// Tells the store whether these disks have anything that it has not: another machine begins with empty ones only if not.
+    pub(super) async fn tell_drained(&self) {
+        let is_drained = self.is_draining.load(Ordering::Acquire) && self.left() == Drained::default();
+        if !self.object.is_worth_trying() {
+            return;
+        }
+        if let Err(error) = self.object.set_drained(is_drained).await {
+            tracing::warn!(%error, is_drained, "the object store is not told yet whether the local disks are drained");
+        }
+    }
+
+    fn left(&self) -> Drained {
         let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let mut drained = Drained::default();
         for shuffle in &shuffles {

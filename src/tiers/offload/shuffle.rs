@@ -11,29 +11,102 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::{RwLock, RwLockReadGuard};
 
+use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
 use crate::tiers::local::Stops;
 use crate::tiers::object::{Noted, ObjectTier, Uploads};
-use crate::tiers::{ExtentWrite, MetadataLog, ShuffleHandle, StoreError, TierBatch, TierShuffle};
+use crate::tiers::{
+    ExtentWrite, MetadataLog, ShuffleHandle, StoreError, StoreErrorKind, TierBatch, TierShuffle,
+};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// A read that failed may succeed later: so long nothing is tried that stands behind.
 pub(super) const STOPS_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
+
+/// Bytes of records that may arrive while the history of a shuffle is copied. With more the copy is given up and tried again later:
+/// the store is slower than the shuffle's reports.
+const ARRIVED_BYTES_MAX: u64 = 8 << 20;
+
+/// How much the store has of the records of a shuffle.
+#[derive(Debug, Default)]
+pub(super) enum InStore {
+    /// Nothing that a start believes.
+    #[default]
+    Nothing,
+    /// Its history is being copied. New records are acknowledged without the store, and wait here for the copy.
+    Copying(Arc<Arrived>),
+    /// Everything. New records are acknowledged once the store has them, too.
+    Everything(Uploads),
+}
+
+/// Records that were acknowledged since the copy of a shuffle's history began.
+#[derive(Debug)]
+pub(super) struct Arrived(Mutex<Records>);
+
+#[derive(Debug)]
+struct Records {
+    noted: Vec<Noted>,
+    charge: Charge,
+    has_too_many: bool,
+}
+
+impl Arrived {
+    /// None yet. Those that arrive are charged to `memory`.
+    pub(super) fn new(memory: &Budget) -> Self {
+        Self(Mutex::new(Records { noted: Vec::new(), charge: memory.nothing(), has_too_many: false }))
+    }
+
+    fn add(&self, noted: Noted) {
+        let mut records = self.0.lock();
+        let bytes = match &noted {
+            Noted::Said(record) => record.len() as u64,
+            Noted::Incomplete(reason) => reason.len() as u64,
+            Noted::Local(_) => 0,
+        };
+        records.has_too_many |= records.charge.bytes() + bytes > ARRIVED_BYTES_MAX;
+        if records.has_too_many {
+            records.noted.clear();
+            drop(records.charge.split_up_to(u64::MAX));
+            return;
+        }
+        let charge = records.charge.budget().force_charge(bytes);
+        records.charge.merge(charge);
+        records.noted.push(noted);
+    }
+
+    /// Takes the records that arrived since the last call, with their charge.
+    ///
+    /// # Errors
+    /// There were too many of them to be kept.
+    pub(super) fn take(&self) -> Result<(Vec<Noted>, Charge), StoreError> {
+        let mut records = self.0.lock();
+        if records.has_too_many {
+            let what =
+                "reports arrive faster than the object store takes them; the move is tried again later";
+            return Err(StoreError::remote(StoreErrorKind::Unhealthy, "copy of the metadata", what));
+        }
+        let charge = records.charge.split_up_to(u64::MAX);
+        Ok((std::mem::take(&mut records.noted), charge))
+    }
+}
 
 /// Both halves of a registration, and where each partition is cut between them.
 #[derive(Debug)]
 pub(super) struct Shuffle {
     pub(super) key: ShuffleKey,
     pub(super) local: ShuffleHandle,
-    /// Its registration in the store. Who appends what it says holds this shared, who begins or ends to have it in both alone.
-    pub(super) uploads: RwLock<Option<Uploads>>,
-    /// The store has all that it said.
+    /// Held shared while a record is appended, exclusively while this changes.
+    pub(super) in_store: RwLock<InStore>,
+    /// The store has all its records.
     pub(super) is_known_there: AtomicBool,
     /// The store says that records of it may be missing, and the disks have proven that none is.
     pub(super) is_called_incomplete: AtomicBool,
     /// A start found it in both. What the process before said on the disks and could not say in the store was acknowledged to nobody,
     /// and is known all the same.
     was_in_both: bool,
+    /// The store has a registration of the same shuffle that these disks know nothing of. Neither is changed: nothing is moved, and results
+    /// are refused until the shuffle is unregistered.
+    pub(super) is_disputed: bool,
     /// Partitions that are cold, with bytes of which some are on the disks.
     cold: Mutex<HashSet<PartitionId>>,
     pub(super) cold_bytes: AtomicU64,
@@ -49,10 +122,11 @@ impl Shuffle {
         Self {
             key,
             local,
-            uploads: RwLock::new(uploads),
+            in_store: RwLock::new(uploads.map_or(InStore::Nothing, InStore::Everything)),
             is_known_there,
             is_called_incomplete: AtomicBool::new(false),
             was_in_both: false,
+            is_disputed: false,
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
@@ -64,6 +138,11 @@ impl Shuffle {
     pub(super) fn found(key: ShuffleKey, local: ShuffleHandle, uploads: Option<Uploads>) -> Self {
         let was_in_both = uploads.is_some();
         Self { was_in_both, ..Self::new(key, local, uploads) }
+    }
+
+    /// One that a start found on the disks, while the store has another registration of it.
+    pub(super) fn disputed(key: ShuffleKey, local: ShuffleHandle) -> Self {
+        Self { is_disputed: true, ..Self::new(key, local, None) }
     }
 
     /// What a partition has from this place of its stream on cannot be read, and is not moved for now.
@@ -173,13 +252,28 @@ pub(super) struct BothLogs {
 }
 
 impl BothLogs {
-    /// Where a record goes beside the disks. Nothing goes anywhere while a start could believe an earlier registration that is over
-    /// in the store: where this one's disks are not there, it would give what that one said for what this one did.
-    async fn uploads(&self) -> Result<RwLockReadGuard<'_, Option<Uploads>>, StoreError> {
-        // A move that begins and fails makes such a one: not between the two.
-        let uploads = self.shuffle.uploads.read().await;
-        self.object.end_earlier(&self.shuffle.key).await?;
-        Ok(uploads)
+    /// Appends a record to the disks' log, by `append`, and hands it to the store as far as that has the shuffle's records. No record is
+    /// acknowledged while a start could believe an earlier registration that is over: where this one's disks are missing, it would take that
+    /// one's records for this one's.
+    async fn append_to_both(
+        &self,
+        noted: Noted,
+        append: BoxFuture<'_, Result<(), StoreError>>,
+    ) -> Result<(), StoreError> {
+        // A move that begins and fails makes such a registration: not between the two.
+        let in_store: RwLockReadGuard<'_, InStore> = self.shuffle.in_store.read().await;
+        if !self.shuffle.is_disputed {
+            self.object.end_earlier(&self.shuffle.key).await?;
+        }
+        append.await?;
+        match &*in_store {
+            InStore::Nothing => Ok(()),
+            InStore::Copying(arrived) => {
+                arrived.add(noted);
+                Ok(())
+            }
+            InStore::Everything(uploads) => uploads.note(&[noted]).await,
+        }
     }
 }
 
@@ -190,26 +284,10 @@ impl MetadataLog for BothLogs {
     }
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
-        let append = async move {
-            let uploads = self.uploads().await?;
-            self.local.append(record.clone()).await?;
-            match &*uploads {
-                Some(uploads) => uploads.note(&[Noted::Said(record)]).await,
-                None => Ok(()),
-            }
-        };
-        append.boxed()
+        self.append_to_both(Noted::Said(record.clone()), self.local.append(record)).boxed()
     }
 
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
-        let mark = async move {
-            let uploads = self.uploads().await?;
-            self.local.mark_incomplete(reason).await?;
-            match &*uploads {
-                Some(uploads) => uploads.note(&[Noted::Incomplete(reason.to_owned())]).await,
-                None => Ok(()),
-            }
-        };
-        mark.boxed()
+        self.append_to_both(Noted::Incomplete(reason.to_owned()), self.local.mark_incomplete(reason)).boxed()
     }
 }

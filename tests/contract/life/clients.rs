@@ -13,6 +13,7 @@ use uniffle_worker::service::{
     BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, ServiceError,
 };
 
+use super::Mutation;
 use super::history::{APPS, History, Key, LAYOUT};
 use super::promises::{PARTITIONS, Promised};
 
@@ -48,6 +49,7 @@ impl History {
         let key = self.key();
         // Also by one that is refused: it may have been written.
         let is_again = !self.registered.insert(key);
+        self.ended.remove(&key);
         let local_order = match self.promised.get(&key) {
             Some(promised) => promised.local_order,
             None => self.rng.random(),
@@ -200,21 +202,36 @@ impl History {
         }
     }
 
-    pub(super) fn purge_one(&mut self) {
+    pub(super) async fn purge_one(&mut self) {
         let Some(key) = self.known_key() else { return };
-        tracing::info!(target: "life", ?key, "unregistered");
-        if self.rng.random_bool(0.5) {
-            self.service().lifecycle.unregister_shuffle(key.0, key.1).expect("the app is known");
-            self.promised.remove(&key);
-        } else {
-            self.service().lifecycle.unregister_app(key.0).expect("the app is known");
-            self.promised.retain(|other, _| other.0 != key.0);
+        let is_of_app = self.rng.random_bool(0.5);
+        let lifecycle = &self.service().lifecycle;
+        let ended = match (self.mutation == Mutation::NoEndLog, is_of_app) {
+            (false, false) => lifecycle.end_shuffle(key.0, key.1).await,
+            (false, true) => lifecycle.end_app(key.0).await,
+            (true, false) => lifecycle.unregister_shuffle(key.0, key.1),
+            (true, true) => lifecycle.unregister_app(key.0),
+        };
+        tracing::info!(target: "life", ?key, is_of_app, ?ended, "unregistered");
+        if let Err(error) = &ended {
+            assert!(matches!(error, ServiceError::Store(_)), "the end of what is known was refused: {error}");
+        }
+        let has_ended = |other: &Key| if is_of_app { other.0 == key.0 } else { *other == key };
+        let keys: Vec<Key> = self.promised.keys().copied().filter(has_ended).collect();
+        self.promised.retain(|other, _| !has_ended(other));
+        if ended.is_ok() {
+            self.ended.extend(keys);
         }
     }
 
     /// A task reports what of its blocks was acknowledged.
     pub(super) async fn report_some(&mut self, wait: bool) {
         let Some(key) = self.known_key() else { return };
+        self.report_of(key, wait).await;
+    }
+
+    /// A task of a shuffle does.
+    pub(super) async fn report_of(&mut self, key: Key, wait: bool) {
         let now = self.now();
         let promised = self.promised.get_mut(&key).expect("a known key");
         let mut partitions = promised.unreported();

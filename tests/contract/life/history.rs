@@ -18,7 +18,7 @@ use uniffle_worker::clock;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::offload::Watermarks;
-use uniffle_worker::tiers::{LetGo, StoreError, SyncWrites};
+use uniffle_worker::tiers::{LetGo, LocalConfig, StoreError, SyncWrites};
 
 use super::Mutation;
 use super::clients::OpenSend;
@@ -82,9 +82,13 @@ pub(crate) struct History {
     pub(super) excused: bool,
     /// The machine went down while not everything was synced: what an index names may have other bytes.
     torn: bool,
-    sync: SyncWrites,
+    pub(super) sync: SyncWrites,
     /// Disks with something that is not on the device: the last life that had them did not end with a sync.
     pub(super) unsynced: BTreeSet<usize>,
+    /// The worker runs on empty directories, as none of its disks is mounted.
+    pub(super) is_unmounted: bool,
+    /// Shuffles whose end was acknowledged and that were not registered since.
+    pub(super) ended: BTreeSet<Key>,
     /// In this life.
     pub(super) reads_fail: bool,
     pub(crate) promised: HashMap<Key, Promised>,
@@ -131,6 +135,8 @@ impl History {
             claim: None,
             excused: false,
             torn: false,
+            is_unmounted: false,
+            ended: BTreeSet::new(),
             reads_fail: false,
             promised: HashMap::new(),
             registered: BTreeSet::new(),
@@ -157,7 +163,7 @@ impl History {
 
     pub(crate) fn now(&self) -> Now {
         let (life, reads_fail) = (self.life, self.reads_fail || self.torn);
-        let disk_is_missing = self.missing.is_some() || self.unlisted.is_some();
+        let disk_is_missing = self.missing.is_some() || self.unlisted.is_some() || self.is_unmounted;
         Now { life, disk_is_missing, reads_fail }
     }
 
@@ -204,6 +210,9 @@ impl History {
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
         (self.missing, self.unlisted, self.claim, self.is_troubled) = (None, None, None, false);
         let let_go = self.let_go.take().filter(|_| !all_disks);
+        if let_go.is_none() && !all_disks && self.rng.random_bool(0.1) {
+            self.start_unmounted().await;
+        }
         match &let_go {
             // Its results are complete all the same.
             Some((Some(disk), _)) => self.missing = Some(*disk),
@@ -248,7 +257,7 @@ impl History {
     }
 
     /// The object store, where there is one.
-    fn store(&self) -> Option<FaultyObjects> {
+    pub(super) fn store(&self) -> Option<FaultyObjects> {
         self.objects.as_ref().map(|objects| objects.store.clone())
     }
 
@@ -276,11 +285,20 @@ impl History {
         let there = |(index, _): &(usize, _)| self.missing != Some(*index);
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
-        self.process = Some(match self.store() {
-            None => Process::start(&disks, self.sync, let_go).await?,
-            Some(store) => Process::moving(&disks, (self.sync, let_go), (&store, self.watermarks)).await?,
-        });
+        let local = LocalConfig { sync: self.sync, let_go, ..LocalConfig::default() };
+        self.process = Some(self.process_on(&disks, local).await?);
         Ok(())
+    }
+
+    pub(super) async fn process_on(
+        &self,
+        disks: &[(Arc<MemoryDisk>, Faults)],
+        local: LocalConfig,
+    ) -> Result<Process, StoreError> {
+        match self.store() {
+            None => Process::start(disks, local).await,
+            Some(store) => Process::moving(disks, local, (&store, self.watermarks)).await,
+        }
     }
 
     /// A shuffle that was promised to no one is known when its removal did not get through before the end, or did not
@@ -292,6 +310,15 @@ impl History {
                 let id = shuffle.key().shuffle.0;
                 let known = self.promised.keys().any(|key| key.0 == app.id().as_str() && key.1 == id);
                 if !known {
+                    let has_ended = APPS
+                        .iter()
+                        .any(|app| self.ended.contains(&(*app, id)) && *app == shuffle.key().app.as_str());
+                    let may_be_back = self.excused || self.damages_objects();
+                    assert!(
+                        !has_ended || may_be_back,
+                        "{} is known, and its end was acknowledged",
+                        shuffle.key()
+                    );
                     service.lifecycle.unregister_shuffle(app.id().as_str(), id).expect("the app is known");
                 }
             }
@@ -437,13 +464,14 @@ impl History {
             32..44 => self.feed_some().await,
             44..49 => self.abort_one(),
             49..55 => self.process().flusher.flush_all(),
-            55..57 => self.purge_one(),
+            55..57 => self.purge_one().await,
             57..61 => self.break_a_disk().await,
             61..65 => self.heal_the_disks().await,
             65..72 => self.sleep_a_while().await,
             72..79 => self.report_some(true).await,
             79..86 => self.start_reader(),
-            86..90 => self.rewrite_one(),
+            86..89 => self.rewrite_one(),
+            89 => self.hang_the_store().await,
             _ => self.step_readers().await,
         }
         if self.rng.random_bool(0.3) {

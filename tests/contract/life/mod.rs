@@ -6,7 +6,7 @@
 //! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file or claim. It may end
 //! with an upgrade beside a disk that hangs, which the next life then does without. The process may be paused for longer than every
 //! timeout. Small extents are copied together at any time
-//! (`localfile_store.rewrite_below`).
+//! (`localfile_store.rewrite_below`). Before a life all disks may be unmounted, so that a worker is started on empty directories in between.
 //!
 //! Invariants, checked at every read and at the end:
 //! - **every acknowledged and reported block is readable byte-exact or reported lost**, whatever happened; and no loss is
@@ -18,6 +18,9 @@
 //!   machine went down with something unsynced, the results are refused instead, never short;
 //! - nothing that was not acknowledged is ever visible, except blocks of a send that failed after some partitions;
 //! - what an orderly stop has flushed outlives power, too;
+//! - a shuffle whose end was acknowledged does not come back;
+//! - empty directories are refused while the object store has a part of what is on the disks, and cost nothing where they are taken;
+//! - a store that hangs delays no report of a shuffle of which it has nothing;
 //! - when everything is unregistered, every counter is zero and no file is left.
 //!
 //! The same histories run above an object store instead of disks ([`objects`]), and on disks from which data is moved to a store
@@ -37,11 +40,12 @@ mod reader;
 mod recovered;
 mod tally;
 mod troubles;
+mod unmounted;
 
 use uniffle_testkit::{say, seeds};
 
 use self::history::History;
-use self::tally::{OF_DAMAGED_MOVES, OF_DISKS, OF_MOVES, OF_OBJECTS, Tally};
+use self::tally::{OF_DAMAGED_MOVES, OF_DISKS, OF_MOVES, OF_OBJECTS, Tally, UNMOUNTED};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
@@ -81,6 +85,10 @@ enum Mutation {
     NoCopies,
     /// Deadlines count the time in which the process is paused.
     PausesCount,
+    /// The end of a shuffle is acknowledged before it is in the metadata log.
+    NoEndLog,
+    /// Empty directories are taken for new ones, whatever the object store knows.
+    NoMountGuard,
 }
 
 fn run_history(seed: u64, below: Below, mutation: Mutation) -> Tally {
@@ -124,7 +132,7 @@ fn with_moves_to_an_object_store_every_acknowledged_and_reported_block_is_readab
 #[test]
 fn with_moves_to_objects_that_are_damaged_every_acknowledged_and_reported_block_is_readable_or_reported_lost()
 {
-    run_seeds(("DAMAGED_LIFE", DAMAGED_SEEDS_DEFAULT), Below::BothDamaged, &[&["refused_starts"]]);
+    run_seeds(("DAMAGED_LIFE", DAMAGED_SEEDS_DEFAULT), Below::BothDamaged, &[&["refused_starts"], UNMOUNTED]);
 }
 
 /// The results of the registration before were given, which the store still had: of the first in nearly every run.
@@ -193,6 +201,16 @@ fn a_stop_that_does_not_sync_fails_the_model() {
 #[test]
 fn deadlines_that_count_pauses_fail_the_model() {
     must_be_noticed(Below::Disks, Mutation::PausesCount);
+}
+
+#[test]
+fn an_end_that_is_acknowledged_before_it_is_logged_fails_the_model() {
+    must_be_noticed(Below::Disks, Mutation::NoEndLog);
+}
+
+#[test]
+fn empty_directories_that_are_taken_for_new_ones_fail_the_model() {
+    must_be_noticed(Below::Both, Mutation::NoMountGuard);
 }
 
 #[test]

@@ -19,7 +19,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
 use uniffle_worker::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
-use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrites, Tier};
+use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier};
 
 use super::history::Key;
 
@@ -41,10 +41,8 @@ impl Process {
     /// Starts on `disks`, with faults that begin with the first operation.
     pub(crate) async fn start(
         disks: &[(Arc<MemoryDisk>, Faults)],
-        sync: SyncWrites,
-        let_go: LetGo,
+        local: LocalConfig,
     ) -> Result<Self, StoreError> {
-        let local = LocalConfig { sync, let_go, ..LocalConfig::default() };
         Self::of(ServiceBuilder { local, disks: disks.to_vec(), ..ServiceBuilder::default() }).await
     }
 
@@ -58,14 +56,14 @@ impl Process {
     /// Starts on `disks`, from which what is beyond `watermarks` is moved to an object store.
     pub(crate) async fn moving(
         disks: &[(Arc<MemoryDisk>, Faults)],
-        (sync, let_go): (SyncWrites, LetGo),
+        local: LocalConfig,
         (store, watermarks): (&FaultyObjects, Watermarks),
     ) -> Result<Self, StoreError> {
         let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
         let opened = async {
             let object = objects(store, (&extents, &tasks), &registry).await?;
             let settings = OffloadSettings { watermarks, cold_bytes: 30_000, pass_bytes: 60_000 };
-            let local = LocalConfig { sync, let_go, data_log_bytes: 50_000, ..LocalConfig::default() };
+            let local = LocalConfig { data_log_bytes: 50_000, ..local };
             let faulty = |(disk, faults): &(Arc<MemoryDisk>, Faults)| {
                 Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
             };

@@ -67,6 +67,9 @@ tally!(
     machines_left,
     late_requests,
     pauses,
+    unmounted_starts,
+    unmounted_refusals,
+    hung_stores,
 );
 
 /// What happens above object stores only.
@@ -74,8 +77,15 @@ pub(crate) const OF_OBJECTS: &[&str] =
     &["refused_starts", "missing_objects", "damaged_objects", "earlier_objects"];
 
 /// What happens where data is moved from disks to a store only.
-pub(crate) const OF_MOVES: &[&str] =
-    &["moved_bytes", "failed_moves", "divided_shuffles", "whole_disks_moved", "machines_left"];
+pub(crate) const OF_MOVES: &[&str] = &[
+    "moved_bytes",
+    "failed_moves",
+    "divided_shuffles",
+    "whole_disks_moved",
+    "machines_left",
+    "unmounted_refusals",
+    "hung_stores",
+];
 
 /// What happens where data is moved to a store that does things late only.
 pub(crate) const OF_DAMAGED_MOVES: &[&str] = &["late_requests"];
@@ -94,4 +104,8 @@ pub(crate) const OF_DISKS: &[&str] = &[
     "claims_written",
     "extents_given_up",
     "rewritten_extents",
+    "unmounted_starts",
 ];
+
+/// What does not happen where objects are damaged: which directories the store knows is not certain then.
+pub(crate) const UNMOUNTED: &[&str] = &["unmounted_starts", "unmounted_refusals"];

@@ -108,6 +108,11 @@ impl History {
         if error.kind == StoreErrorKind::Unclaimed {
             return self.write_claim(&text);
         }
+        if error.kind == StoreErrorKind::NotMounted {
+            // Those that are there were never used.
+            assert!(self.missing.take().is_some(), "a start on all disks is refused: {text}");
+            return;
+        }
         assert!(self.is_troubled, "a start on healthy disks is refused: {text}");
         self.faults.iter().for_each(|faults| {
             faults.clear();

@@ -53,7 +53,7 @@ async fn a_directory_that_is_configured_by_two_paths_is_refused_by_name() {
 async fn an_empty_directory_on_the_root_file_system_is_refused_where_mounts_are_required() {
     let disk = TestDisk::new("/data");
     disk.memory.set_mount_point("/");
-    let config = LocalConfig { require_mounted: true, ..LocalConfig::default() };
+    let config = LocalConfig { require_mounted: Some(true), ..LocalConfig::default() };
     let open = |config: &LocalConfig, disk: &TestDisk| {
         let (config, disks) = (config.clone(), vec![disk.disk()]);
         async move { open_with(config, disks).await }

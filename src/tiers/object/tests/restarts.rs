@@ -81,6 +81,31 @@ async fn a_segment_that_is_gone_is_lost_by_name_with_what_stood_behind_it() {
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
 }
 
+/// Listeners are closed until it has the answers.
+#[tokio::test(start_paused = true)]
+async fn a_start_asks_for_many_segments_at_a_time() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register_noted(&key(1)).await;
+    for n in 0..96 {
+        shuffle.write(vec![extent(0, n..n + 1, 50)].into()).await.unwrap();
+    }
+    let store = process.kill().await;
+    assert_eq!(segments(&store).await.len(), 96);
+    store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
+    let held = store.clone();
+    let starting = tokio::spawn(async move { Process::start(&held).await });
+    let mut rounds = 0;
+    while !starting.is_finished() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        rounds += u64::from(store.held() > 0);
+        store.let_go();
+    }
+    let process = starting.await.unwrap();
+    store.heal();
+    assert!(rounds <= 20, "{rounds} round trips");
+    assert_eq!(present(&process.tier.take_recovered(), 1, 0), (0..96).collect::<Vec<_>>());
+}
+
 #[tokio::test]
 async fn an_unverified_upload_is_in_no_chain_once_another_has_its_place() {
     let process = Process::start(&FaultyObjects::default()).await;

@@ -2,6 +2,7 @@
 
 mod damaged;
 mod earlier;
+mod guards;
 mod moves;
 mod restarts;
 
@@ -32,17 +33,24 @@ use crate::tiers::{ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, Store
 struct Fixture {
     disks: Vec<MemoryDisk>,
     store: FaultyObjects,
+    /// `localfile_store.require_mounted`.
+    require_mounted: Option<bool>,
 }
 
 impl Fixture {
     fn new() -> Self {
         let disks = ["/a", "/b"].map(|name| MemoryDisk::new(name, None)).to_vec();
-        Self { disks, store: FaultyObjects::default() }
+        Self { disks, store: FaultyObjects::default(), require_mounted: None }
     }
 
-    /// The same store, and disks on which nothing was ever.
+    /// The same store, and disks on which nothing was ever, as the operator says.
     fn on_an_empty_machine(&self) -> Self {
-        Self { store: self.store.clone(), ..Self::new() }
+        Self { store: self.store.clone(), require_mounted: Some(false), ..Self::new() }
+    }
+
+    /// The same store and configuration, and disks that are not mounted.
+    fn unmounted(&self) -> Self {
+        Self { disks: Self::new().disks, ..self.clone() }
     }
 
     async fn start(&self) -> Process {
@@ -62,7 +70,12 @@ impl Fixture {
             cold_bytes: 30_000,
             pass_bytes: 100_000,
         };
-        let config = LocalConfig { index_cache_bytes: 0, data_log_bytes: 50_000, ..LocalConfig::default() };
+        let config = LocalConfig {
+            index_cache_bytes: 0,
+            data_log_bytes: 50_000,
+            require_mounted: self.require_mounted,
+            ..LocalConfig::default()
+        };
         let disks = self.disks.iter().map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>).collect();
         let memory = (&memory, tasks.clone());
         let tier = OffloadTier::open(settings, (config, disks), object, memory, &registry).await?;
@@ -125,6 +138,7 @@ impl Process {
             let Some((wanted, shuffle)) = self.tier.next() else {
                 let mut again = Again::default();
                 while self.tier.tell_again(&mut again).await {}
+                self.tier.tell_drained().await;
                 return failed;
             };
             failed += usize::from(self.tier.move_some(wanted, &shuffle).await.is_err());

@@ -1,0 +1,289 @@
+//! Nothing is deleted because of what another place says, and a store that hangs delays nobody who does not need it.
+
+use uniffle_testkit::eventually;
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::tiers::{Drained, StoreErrorKind};
+
+async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
+    for id in ids {
+        process.write(key, vec![extent(0, id..id + 1, 3000)]).await;
+    }
+}
+
+/// A process that ended: of one shuffle the first blocks are in the store, and the last are on the disks alone.
+async fn divided(key: &ShuffleKey) -> Fixture {
+    let process = Fixture::new().start().await;
+    process.register(key).await;
+    fill(&process, key, 0..20).await;
+    process.move_all(key).await.unwrap();
+    process.say(key, b"report").await.unwrap();
+    fill(&process, key, 20..23).await;
+    process.kill().await
+}
+
+fn is_page(object: &str, number: u32) -> bool {
+    ["m", "c"].iter().any(|kind| object.ends_with(&format!("/{kind}{number:010}")))
+}
+
+async fn lose_page(fixture: &Fixture, number: u32) {
+    let objects = fixture.store.objects().await.into_iter().map(|(object, _)| object);
+    let pages: Vec<_> = objects.filter(|object| is_page(object, number)).collect();
+    assert_eq!(pages.len(), 2, "page {number}");
+    for page in pages {
+        fixture.store.remove(&page).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn reports_do_not_wait_for_a_store_that_hangs_at_the_first_move() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+    let moving = tokio::spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
+    eventually("the first page is on its way", held).await;
+    let began = tokio::time::Instant::now();
+    process.say(&key, b"meanwhile").await.unwrap();
+    assert_eq!(began.elapsed(), std::time::Duration::ZERO);
+    assert!(process.fixture.store.held() > 0, "it still hangs");
+
+    process.fixture.store.heal();
+    assert!(moving.await.unwrap().unwrap());
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn copy_is_given_up_when_reports_outrun_the_store() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+    let moving = tokio::spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
+    eventually("the first page is on its way", held).await;
+    for number in 0..10_u8 {
+        process.say(&key, &[number].repeat(1 << 20)).await.unwrap();
+    }
+    process.fixture.store.heal();
+    let error = moving.await.unwrap().unwrap_err().to_string();
+    assert!(error.contains("faster than the object store takes them"), "{error}");
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+    process.move_all(&key).await.unwrap();
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert_eq!(heard(&process).await.1[&key].len(), 11);
+}
+
+/// The process ends at each write of the copy, while a report is acknowledged.
+#[tokio::test(start_paused = true)]
+async fn a_report_during_the_copy_costs_the_disks_nothing() {
+    for at in 0..8 {
+        let process = Fixture::new().start().await;
+        let key = key(1);
+        process.register(&key).await;
+        fill(&process, &key, 0..10).await;
+        let mut puts = 0;
+        process.fixture.store.set(move |call, _| {
+            puts += usize::from(call == Call::Put);
+            if call == Call::Put && puts > at { Fault::Hold } else { Fault::None }
+        });
+        let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+        let moving = tokio::spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+        let log = process.tier.metadata_log(&key).unwrap();
+        let saying = tokio::spawn(async move { log.append(Bytes::from_static(b"report")).await.is_ok() });
+        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+        let is_acknowledged = saying.is_finished() && saying.await.unwrap();
+        moving.abort();
+        let fixture = process.kill().await;
+        fixture.store.heal();
+        let process = fixture.start().await;
+        let (recovered, said) = heard(&process).await;
+        assert!(said[&key].len() == 2 || !is_acknowledged, "write {at}");
+        assert_eq!(recovered.shuffles[0].incomplete, None, "write {at}");
+        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000), "write {at}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_start_from_unmounted_disks_is_refused_and_costs_nothing() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    let unmounted = fixture.unmounted();
+    let error = unmounted.try_start().await.map(drop).unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("the object store has") && text.contains("require_mounted = false"), "{text}");
+    let left: Vec<_> = unmounted.disks.iter().flat_map(|disk| disk.files()).collect();
+    assert!(left.is_empty(), "a claim would make it look used: {left:?}");
+
+    let process = fixture.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&key].len(), present(&recovered, &key, 0).len()), (2, 23));
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn disks_that_return_after_others_went_on_are_served() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    let elsewhere = fixture.on_an_empty_machine();
+    let process = elsewhere.start().await;
+    process.say(&key, b"elsewhere").await.unwrap();
+    fill(&process, &key, 50..52).await;
+    process.kill().await;
+
+    let mut back = fixture;
+    for _ in 0..2 {
+        let process = back.start().await;
+        let (recovered, said) = heard(&process).await;
+        assert_eq!((recovered.shuffles.len(), said[&key].len()), (1, 3));
+        assert_eq!(recovered.shuffles[0].incomplete, None, "the store has all that was said");
+        assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>());
+        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+        back = process.kill().await;
+    }
+    // What was said elsewhere is proven by the store alone.
+    let fixture = Fixture { store: FaultyObjects::default(), ..back };
+    let process = fixture.start().await;
+    assert!(heard(&process).await.0.shuffles[0].incomplete.is_some());
+}
+
+/// Other disks gave the same places of the stream to other blocks, and moved these.
+#[tokio::test(start_paused = true)]
+async fn blocks_that_the_store_does_not_have_keep_their_file() {
+    let key = key(1);
+    let fixture = divided(&key).await;
+    let files = fixture.data_files();
+    assert!(files > 0);
+    let process = fixture.on_an_empty_machine().start().await;
+    fill(&process, &key, 50..54).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+
+    let mut back = fixture;
+    for _ in 0..2 {
+        let process = back.start().await;
+        let (recovered, _) = heard(&process).await;
+        let all: Vec<u64> = (0..20).chain(50..54).collect();
+        assert_eq!(present(&recovered, &key, 0), all);
+        back = process.kill().await;
+        assert_eq!(back.data_files(), files);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drained_worker_begins_on_empty_disks_until_the_drain_is_cancelled() {
+    let key = key(1);
+    let process = divided(&key).await.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.tier.how_far().shuffles_left, 1);
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let drained = process.kill().await.unmounted();
+    let process = drained.start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+    // It has disks again.
+    let fixture = process.kill().await;
+    assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
+
+    let process = fixture.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    Tier::stay(&*process.tier);
+    process.tier.tell_drained().await;
+    let fixture = process.kill().await;
+    assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
+}
+
+/// A refused start must not take back that the worker is drained.
+#[tokio::test(start_paused = true)]
+async fn a_drained_worker_stays_so_through_a_start_that_fails() {
+    let key = key(1);
+    let process = divided(&key).await.start().await;
+    process.tier.begin_drain();
+    assert_eq!(process.move_what_is_wanted().await, 0);
+    let drained = process.kill().await.unmounted();
+    let nowhere = Fixture { disks: Vec::new(), ..drained.clone() };
+    nowhere.try_start().await.map(drop).unwrap_err();
+    let process = drained.start().await;
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn segments_stay_when_the_page_with_their_number_is_lost() {
+    for is_elsewhere in [false, true] {
+        let key = key(1);
+        let mut fixture = divided(&key).await;
+        let segments = fixture.segments().await;
+        lose_page(&fixture, 2).await;
+        if is_elsewhere {
+            fixture = fixture.on_an_empty_machine();
+        }
+        for start in 0..3 {
+            let process = fixture.start().await;
+            let (recovered, _) = heard(&process).await;
+            let told = &recovered.shuffles[0];
+            assert_eq!(told.incomplete.is_some(), is_elsewhere, "start {start}: {told:?}");
+            assert_eq!(process.fixture.segments().await, segments, "start {start}");
+            if is_elsewhere {
+                assert!(
+                    !told.reason.is_empty(),
+                    "its registration is lost, too: it is left for a later start"
+                );
+            } else {
+                assert_eq!(present(&recovered, &key, 0), (0..23).collect::<Vec<_>>(), "start {start}");
+                assert!(told.lost.is_empty(), "start {start}: {told:?}");
+                assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..23, 3000), "start {start}");
+            }
+            fixture = process.kill().await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_registrations_that_do_not_know_each_other_both_stay() {
+    let here = Fixture::new();
+    let process = here.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    let number = process.tier.local.handle(&key).unwrap().incarnation();
+    process.kill().await;
+
+    let process = here.on_an_empty_machine().start().await;
+    process.tier.local.count_from(number + 100);
+    process.register(&key).await;
+    fill(&process, &key, 50..60).await;
+    process.move_all(&key).await.unwrap();
+    process.kill().await;
+    let segments = here.segments().await;
+
+    let mut fixture = here.clone();
+    for _ in 0..2 {
+        let process = fixture.start().await;
+        let (recovered, _) = heard(&process).await;
+        assert!(recovered.shuffles[0].incomplete.is_some(), "{recovered:?}");
+        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+        process.say(&key, b"more").await.unwrap();
+        process.tier.begin_drain();
+        assert_eq!(process.move_what_is_wanted().await, 0);
+        assert_eq!(process.tier.how_far().shuffles_left, 1, "another machine would not find it");
+        fixture = process.kill().await;
+        assert_eq!(fixture.segments().await, segments);
+    }
+    let process = fixture.start().await;
+    process.purge(&key).await;
+    process.register(&key).await;
+    fill(&process, &key, 70..73).await;
+    let process = process.kill().await.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!((present(&recovered, &key, 0), &recovered.shuffles[0].incomplete), (vec![70, 71, 72], &None));
+}

@@ -1,0 +1,113 @@
+//! Disks that are not mounted at one start and are at the next, and a store that hangs while tasks report.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use rand::RngExt;
+
+use uniffle_testkit::fault::Faults;
+use uniffle_testkit::object_fault::{Call, Fault};
+use uniffle_worker::tiers::object::layout::parse_key;
+use uniffle_worker::tiers::{LocalConfig, StoreErrorKind};
+
+use super::Mutation;
+use super::history::{APPS, History, Key, new_disks};
+use super::process::ROOT;
+
+/// A report of a shuffle of which the store has nothing takes less.
+const REPORT_DEADLINE: Duration = Duration::from_secs(5);
+
+impl History {
+    /// A worker starts on empty directories, between two lives on the disks. What it is told there costs the disks nothing. Where the store has a
+    /// part of what is on the disks, it starts only if the operator insists.
+    pub(super) async fn start_unmounted(&mut self) {
+        let is_used = self.disks.iter().any(|disk| !disk.files().is_empty());
+        if !is_used || self.damages_objects() {
+            return;
+        }
+        if let Some(store) = self.store() {
+            self.heal_the_store(&store);
+        }
+        let directories = new_disks(self.disks.len());
+        let disks: Vec<_> = directories.into_iter().map(|disk| (disk, Faults::default())).collect();
+        let is_unguarded = self.mutation == Mutation::NoMountGuard;
+        let local = LocalConfig { require_mounted: is_unguarded.then_some(false), ..LocalConfig::default() };
+        let started = self.process_on(&disks, local.clone()).await;
+        let process = match started {
+            Ok(process) => {
+                let known = process.service.apps().apps().len();
+                assert_eq!(
+                    known, 0,
+                    "a worker on empty directories goes on with what is on disks that are not there"
+                );
+                process
+            }
+            Err(error) => {
+                assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
+                self.tally.unmounted_refusals += 1;
+                if self.rng.random() {
+                    return;
+                }
+                let insisted = LocalConfig { require_mounted: Some(false), ..local };
+                self.process_on(&disks, insisted).await.expect("the operator says so")
+            }
+        };
+        self.tally.unmounted_starts += 1;
+        self.process = Some(process);
+        self.live_unmounted().await;
+        let process = self.process.take().expect("it has just lived");
+        process.tasks.cancel();
+        process.tasks.drained().await;
+    }
+
+    /// Tasks report to it, of shuffles that it knows.
+    async fn live_unmounted(&mut self) {
+        self.is_unmounted = true;
+        let service = self.service();
+        let knows = |key: &Key| {
+            let app = service.apps().apps().into_iter().find(|app| app.id().as_str() == key.0);
+            app.is_some_and(|app| app.shuffles().iter().any(|shuffle| shuffle.key().shuffle.0 == key.1))
+        };
+        let all = std::mem::take(&mut self.promised);
+        let (here, away) = all.into_iter().partition(|(key, _)| knows(key));
+        self.promised = here;
+        tracing::info!(target: "life", known = self.promised.len(), "a worker begins on empty directories");
+        for _ in 0..self.rng.random_range(0..4) {
+            self.heartbeat();
+            self.report_some(true).await;
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        self.promised.extend(away);
+        self.is_unmounted = false;
+    }
+
+    /// The store hangs while tasks of all shuffles report. Those of which it has nothing do not wait for it.
+    pub(super) async fn hang_the_store(&mut self) {
+        let Some(store) = self.store().filter(|_| self.has_disks()) else { return };
+        self.heal_the_disks().await;
+        let objects = store.objects().await;
+        let moved: BTreeSet<(String, i32)> = objects
+            .iter()
+            .filter_map(|(key, _)| parse_key(ROOT, key))
+            .map(|(name, _)| (name.key.app.as_str().to_owned(), name.key.shuffle.0))
+            .collect();
+        store.set(|call, _| if call == Call::Get { Fault::None } else { Fault::Hold });
+        // Moves begin meanwhile.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        let mut unmoved: Vec<Key> = self.promised.keys().copied().collect();
+        unmoved.sort_unstable();
+        unmoved
+            .retain(|(app, shuffle)| APPS.contains(app) && !moved.contains(&((*app).to_owned(), *shuffle)));
+        // Of an earlier registration something may be there.
+        unmoved.retain(|key| !self.promised[key].is_again);
+        for key in unmoved {
+            let reported = tokio::time::timeout(REPORT_DEADLINE, self.report_of(key, true)).await;
+            assert!(
+                reported.is_ok(),
+                "a report of {key:?}, of which the store has nothing, waits for the store"
+            );
+            self.tally.hung_stores += 1;
+        }
+        self.heal_the_store(&store);
+    }
+}
