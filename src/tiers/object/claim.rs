@@ -76,7 +76,23 @@ impl Claim {
             Found::Nothing | Found::Ours { .. } => PutMode::Create,
         };
         claim.put(store, mode, claim.is_drained()).await?;
+        if !claim.has_conditions(store).await {
+            tracing::warn!(
+                key = claim.key,
+                "the object store ignores If-None-Match: of two processes of this worker that start at once, neither is refused; \
+                 start only one"
+            );
+        }
         Ok(claim)
+    }
+
+    /// Whether the store refuses to create the claim, which is there, once more. True if it does not say.
+    async fn has_conditions(&self, store: &dyn ObjectStore) -> bool {
+        let bytes = self.content(self.is_drained());
+        match store.put_opts(&self.path(), bytes.into(), PutMode::Create.into()).await {
+            Ok(_) => false,
+            Err(error) => !knows_no_conditions(&error),
+        }
     }
 
     /// Whether local disks had nothing that the store does not have when this was last written. A start takes that over from the process
@@ -138,6 +154,11 @@ impl Claim {
         StoreError::remote(StoreErrorKind::InUse, &self.key, format!("claimed by {holder}"))
     }
 
+    fn content(&self, is_drained: bool) -> Bytes {
+        let drained = if is_drained { DRAINED } else { "" };
+        Bytes::from(format!("{}{drained}", self.text))
+    }
+
     fn path(&self) -> Path {
         path_of(&self.key)
     }
@@ -164,16 +185,12 @@ impl Claim {
     }
 
     async fn put(&self, store: &dyn ObjectStore, mode: PutMode, is_drained: bool) -> Result<(), StoreError> {
-        let drained = if is_drained { DRAINED } else { "" };
-        let bytes = Bytes::from(format!("{}{drained}", self.text));
-        let path = self.path();
+        let (bytes, path) = (self.content(is_drained), self.path());
         let error = match store.put_opts(&path, bytes.clone().into(), mode.into()).await {
             Ok(_) => return Ok(()),
             Err(error) => error,
         };
-        let knows_no_conditions = matches!(error, Error::NotImplemented { .. } | Error::NotSupported { .. })
-            || Failure::of(&error) == Failure::Refused(Refusal::NotUnderstood);
-        if knows_no_conditions {
+        if knows_no_conditions(&error) {
             let put = store.put(&path, bytes.into()).await;
             return put.map(drop).map_err(|error| failed(&self.key, &error));
         }
@@ -189,6 +206,12 @@ impl Claim {
 /// Replaces that version, where the store gives versions.
 fn update(version: UpdateVersion) -> PutMode {
     if version.e_tag.is_some() { PutMode::Update(version) } else { PutMode::Overwrite }
+}
+
+/// Whether the store says that it supports no conditions.
+fn knows_no_conditions(error: &Error) -> bool {
+    matches!(error, Error::NotImplemented { .. } | Error::NotSupported { .. })
+        || Failure::of(error) == Failure::Refused(Refusal::NotUnderstood)
 }
 
 fn is_condition(error: &Error) -> bool {
