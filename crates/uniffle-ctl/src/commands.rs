@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::http::{Client, TlsFiles, segment};
 use crate::merged::Merged;
 use crate::workers::{Target, targets, token};
-use crate::{complain, orphans, say, text, top, wait};
+use crate::{complain, lost, orphans, say, text, top, wait};
 
 /// What a worker that is busy may need to put a profile together, beside the time it samples.
 const PROFILE_SLACK: Duration = Duration::from_secs(30);
@@ -44,6 +44,10 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         }
         _ => {}
     }
+    let targets = match &arguments.call {
+        Call::Status { .. } => lost::with_lost(&client, arguments, targets).await,
+        _ => targets,
+    };
     let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call)).await;
     forget_strangers(&arguments.call, &mut answers);
     if arguments.coordinator.is_empty() {
@@ -76,6 +80,7 @@ async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
     };
     match call {
         Call::Status { ready } => {
+            lost::require_known(target)?;
             let status = get("/api/v1/status".to_owned()).await?;
             match status["node"]["not_ready"].as_str() {
                 Some(why) if *ready => Err(Failure::NotReached(format!("not ready: {why}"))),

@@ -13,6 +13,7 @@ mod commands;
 mod everywhere;
 mod failure;
 mod http;
+mod lost;
 mod manual;
 mod merged;
 mod orphans;

@@ -15,7 +15,7 @@ use crate::arguments::Arguments;
 use crate::failure::Failure;
 use crate::http::Client;
 use crate::workers::{Target, targets};
-use crate::{say, text};
+use crate::{lost, say, text};
 
 /// Applications shown, of each worker and in all.
 const APPS: usize = 20;
@@ -34,6 +34,7 @@ pub(crate) async fn run(
     pace: Option<Duration>,
     is_json: bool,
 ) -> Result<u8, Failure> {
+    let targets = lost::with_lost(client, arguments, targets).await;
     let pace = pace.filter(|_| std::io::stdout().is_terminal());
     let Some(pace) = pace else {
         let looked = look(client, &targets).await;
@@ -104,7 +105,7 @@ async fn redraw(
         text.push_str("\x1b[J");
         draw(&text);
         tokio::time::sleep(pace).await;
-        targets = latest(arguments, targets).await;
+        targets = lost::with_lost(client, arguments, latest(arguments, targets).await).await;
     }
 }
 
@@ -124,6 +125,7 @@ async fn look<'t>(client: &Client, targets: &'t [Target]) -> Vec<(&'t Target, An
 }
 
 async fn look_at(client: &Client, target: &Target) -> Answer {
+    lost::require_known(target)?;
     let status = client.get(&target.http, "/api/v1/status").await?;
     let apps = client.get(&target.http, &format!("/api/v1/apps?limit={APPS}")).await?;
     // Of the worker's clock, which need not be this one's.
@@ -203,7 +205,7 @@ mod tests {
 
     fn target() -> Target {
         let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
-        Target { name: "w-1".to_owned(), http: base.clone(), admin: base }
+        Target { name: "w-1".to_owned(), http: base.clone(), admin: base, is_lost: false }
     }
 
     #[tokio::test]
@@ -241,7 +243,7 @@ mod tests {
     #[test]
     fn a_worker_that_is_named_by_its_url_is_named_once() {
         let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
-        let target = Target { name: base.to_string(), http: base.clone(), admin: base };
+        let target = Target { name: base.to_string(), http: base.clone(), admin: base, is_lost: false };
         let text = screen(&[(&target, Err(Failure::Unreachable("http://w:1: refused".to_owned())))]);
         assert!(text.starts_with("1 worker, 0 answer; 0 %"), "{text}");
         assert_eq!(text.matches("http://w:1").count(), 1, "{text}");

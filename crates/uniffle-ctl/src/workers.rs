@@ -26,6 +26,8 @@ pub(crate) struct Target {
     pub(crate) http: Base,
     /// The administration.
     pub(crate) admin: Base,
+    /// A coordinator has lost it: it is not asked.
+    pub(crate) is_lost: bool,
 }
 
 /// Whom `arguments` mean.
@@ -38,7 +40,7 @@ pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<Target>, Failur
             Some(admin) => Base::parse(admin, arguments.admin_port)?,
             None => Base { port: arguments.admin_port, ..http.clone() },
         };
-        return Ok(vec![Target { name: http.to_string(), http, admin }]);
+        return Ok(vec![Target { name: http.to_string(), http, admin, is_lost: false }]);
     }
     let mut targets = known(arguments).await?;
     targets.sort_by(|left, right| left.name.cmp(&right.name));
@@ -91,7 +93,7 @@ async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
         let port = server.http_port.unwrap_or(0);
         let http = Base { is_tls: arguments.ca_file.is_some(), host, port };
         let admin = Base { port: arguments.admin_port, ..http.clone() };
-        Target { name: server.id, http, admin }
+        Target { name: server.id, http, admin, is_lost: false }
     };
     Ok(servers.into_iter().map(target).collect())
 }

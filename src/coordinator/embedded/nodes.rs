@@ -18,8 +18,10 @@ use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId}
 pub const NODES_MAX: usize = 10_000;
 /// Ids, addresses and tags of all nodes: of an honest one they take 600 bytes.
 pub(super) const BYTES_MAX: usize = 8 << 20;
-/// Ids of nodes that fell silent. They last until the node is back, which made-up ones never are: 10,000 honest ones take 730 KB.
-const LOST_BYTES_MAX: usize = 1 << 20;
+/// Ids of nodes that fell silent: 10,000 honest ones take 1.1 MB.
+const LOST_BYTES_MAX: usize = 3 << 19;
+/// A node that is not back after this time is not listed as lost any more: it was replaced, or made up.
+const LOST_KEPT: Duration = Duration::from_secs(24 * 3600);
 /// Workers of this machine that no network of `worker_networks` names, beside the own one: any program that runs here can make
 /// them up. Several workers on one machine are for trying out.
 pub(super) const UNNAMED_MAX: usize = 16;
@@ -137,7 +139,7 @@ pub(super) struct NodeTable {
     nodes: HashMap<String, Node>,
     /// The coordinator's own worker, once it has reported.
     own: Option<ShuffleServerId>,
-    lost: HashSet<String>,
+    lost: HashMap<String, Instant>,
     lost_bytes: usize,
     excluded: HashSet<String>,
     /// Of all nodes.
@@ -158,7 +160,7 @@ pub(super) struct NodeCounts {
 
 impl NodeTable {
     pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
-        let (nodes, lost) = (HashMap::new(), HashSet::new());
+        let (nodes, lost) = (HashMap::new(), HashMap::new());
         Self { timeout, nodes, own: None, lost, lost_bytes: 0, excluded, bytes: 0, detail_bytes: 0 }
     }
 
@@ -243,7 +245,7 @@ impl NodeTable {
         let status = status_of(&heartbeat);
         let server = heartbeat.server_id.take().ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
         check(&server, &heartbeat.tags)?;
-        if self.lost.remove(&server.id) {
+        if self.lost.remove(&server.id).is_some() {
             self.lost_bytes -= lost_bytes(&server.id);
             tracing::info!(node = %server.id, "node is back");
         }
@@ -270,17 +272,26 @@ impl NodeTable {
         Ok(())
     }
 
-    /// Drops nodes that were silent for longer than the timeout.
+    /// Drops nodes that were silent for longer than the timeout. One that was leaving is not lost.
     pub(super) fn expire(&mut self, now: Instant) {
         let Self { nodes, lost, lost_bytes: lost_all, timeout, bytes, detail_bytes, .. } = self;
+        lost.retain(|id, since| {
+            let is_kept = now.saturating_duration_since(*since) < LOST_KEPT;
+            *lost_all -= if is_kept { 0 } else { lost_bytes(id) };
+            is_kept
+        });
         nodes.retain(|id, node| {
             let alive = now.saturating_duration_since(node.seen) <= *timeout;
             if !alive {
-                tracing::warn!(node = %id, "no heartbeat, node is lost");
                 *bytes -= node.bytes();
                 *detail_bytes -= node.details.bytes();
+                if node.is_leaving() {
+                    tracing::info!(node = %id, "node has left");
+                    return false;
+                }
+                tracing::warn!(node = %id, "no heartbeat, node is lost");
                 let with_it = *lost_all + lost_bytes(id);
-                if with_it <= LOST_BYTES_MAX && lost.insert(id.clone()) {
+                if with_it <= LOST_BYTES_MAX && lost.insert(id.clone(), now).is_none() {
                     *lost_all = with_it;
                 }
             }
@@ -307,7 +318,7 @@ impl NodeTable {
         };
         let mut view = ClusterView {
             nodes: self.live().map(known).collect(),
-            lost: self.lost.iter().cloned().collect(),
+            lost: self.lost.keys().cloned().collect(),
         };
         view.nodes.sort_by(|left, right| left.node.server.id.cmp(&right.node.server.id));
         view.lost.sort();
@@ -360,6 +371,11 @@ impl Node {
     fn bytes(&self) -> usize {
         bytes(&self.server, &self.tags)
     }
+
+    /// Whether it said that it stops or is decommissioned.
+    fn is_leaving(&self) -> bool {
+        matches!(self.status, ServerStatus::Decommissioning | ServerStatus::Decommissioned)
+    }
 }
 
 fn bytes(server: &ShuffleServerId, tags: &[String]) -> usize {
@@ -377,7 +393,7 @@ fn is_one_address(left: &str, right: &str) -> bool {
 
 /// What an id takes of [`LOST_BYTES_MAX`]: a table that has just grown is half empty.
 fn lost_bytes(id: &str) -> usize {
-    2 * size_of::<String>() + id.len()
+    2 * size_of::<(String, Instant)>() + id.len()
 }
 
 /// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (docs/protocol.md §8.2).

@@ -218,6 +218,24 @@ fn a_silent_node_is_lost_until_it_reports_again() {
 }
 
 #[test]
+fn lost_node_is_forgotten_after_a_day_and_one_that_left_is_not_lost() {
+    let start = Instant::now();
+    let mut table = table();
+    table.accept(heartbeat("n"), Joins::Named, start).unwrap();
+    let leaving = ShuffleServerHeartBeatRequest {
+        status: Some(ServerStatus::Decommissioned.into()),
+        is_healthy: None,
+        ..heartbeat("leaving")
+    };
+    table.accept(leaving, Joins::Named, start).unwrap();
+    let lost = start + Duration::from_secs(31);
+    table.expire(lost);
+    assert_eq!(table.view(lost).lost, ["n"]);
+    table.expire(lost + LOST_KEPT);
+    assert_eq!((table.counts().lost, table.lost_bytes), (0, 0));
+}
+
+#[test]
 fn n14_ids_of_lost_nodes_are_bounded_in_bytes() {
     let mut now = Instant::now();
     let mut table = table();
@@ -232,7 +250,7 @@ fn n14_ids_of_lost_nodes_are_bounded_in_bytes() {
     assert_eq!(table.counts().lost, NODES_MAX, "there is room for all of a large cluster");
     let made_up: Vec<String> = (0..4000).map(|n| format!("{n:0255}")).collect();
     come_and_go(&mut table, &made_up);
-    let bytes = |table: &NodeTable| table.lost.iter().map(|id| lost_bytes(id)).sum::<usize>();
+    let bytes = |table: &NodeTable| table.lost.keys().map(|id| lost_bytes(id)).sum::<usize>();
     assert_eq!(table.lost_bytes, bytes(&table));
     assert!((LOST_BYTES_MAX - 400..=LOST_BYTES_MAX).contains(&table.lost_bytes), "{}", table.lost_bytes);
     // Those that are back make room for others.
