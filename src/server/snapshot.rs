@@ -105,6 +105,10 @@ impl http::Node for Inspector {
         self.snapshot(AGE_MAX).incomplete.clone()
     }
 
+    fn is_stopping_for_good(&self) -> bool {
+        self.service.status().is_stopping_for_good()
+    }
+
     fn risks(&self) -> Vec<String> {
         health::risks(&self.service)
     }

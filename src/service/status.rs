@@ -168,6 +168,11 @@ impl WorkerStatus {
         self.inputs.borrow().stopping.is_some()
     }
 
+    /// Whether the worker stops without a successor.
+    pub fn is_stopping_for_good(&self) -> bool {
+        self.inputs.borrow().stopping == Some(Stopping::ForGood)
+    }
+
     /// Wakes those who wait when `change` changes anything, and says whether it did.
     fn update(&self, change: impl FnOnce(&mut Inputs)) -> bool {
         self.inputs.send_if_modified(|inputs| {

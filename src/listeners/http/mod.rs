@@ -52,6 +52,9 @@ pub trait Node: std::fmt::Debug + Send + Sync {
     /// What is not proven to be complete, with figures that are at most a second old.
     fn incomplete(&self) -> Incompleteness;
 
+    /// Whether the worker stops without a successor.
+    fn is_stopping_for_good(&self) -> bool;
+
     /// What may be lost although the worker is ready, one line each.
     fn risks(&self) -> Vec<String>;
 

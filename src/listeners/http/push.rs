@@ -1,7 +1,8 @@
 //! Metrics to a Prometheus pushgateway, for workers that no Prometheus can reach.
 //!
 //! Each push replaces the group `job="uniffle-worker"`, `instance=<server id>` and the configured labels. A gateway that
-//! is away costs nothing but a warning now and then; the last push is made when the worker stops.
+//! is away costs nothing but a warning now and then. A worker that stops deletes its group; one that hands over to a successor pushes
+//! once more.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -175,7 +176,10 @@ impl Pusher {
                 result = self.push(PUSH_DEADLINE) => self.tell(result, &warnings),
             }
         }
-        let last = self.push(LAST_PUSH_DEADLINE).await;
+        let last = match self.node.is_stopping_for_good() {
+            true => self.exchange(Method::DELETE, Vec::new(), LAST_PUSH_DEADLINE).await,
+            false => self.push(LAST_PUSH_DEADLINE).await,
+        };
         self.tell(last, &warnings);
     }
 
@@ -202,8 +206,12 @@ impl Pusher {
         // As for a scrape: gauges are sums over everything that the worker holds.
         let gathered = tokio::task::spawn_blocking(move || gathered(&*node, &registry));
         let text = gathered.await.map_err(|error| error.to_string())??;
-        let put = put(&self.gateway.authority, &self.path, text);
-        timeout(deadline, put).await.unwrap_or_else(|_| Err(format!("no answer within {deadline:?}")))
+        self.exchange(Method::PUT, text, deadline).await
+    }
+
+    async fn exchange(&self, method: Method, body: Vec<u8>, deadline: Duration) -> Result<(), String> {
+        let answer = exchange(method, &self.gateway.authority, &self.path, body);
+        timeout(deadline, answer).await.unwrap_or_else(|_| Err(format!("no answer within {deadline:?}")))
     }
 }
 
@@ -223,13 +231,13 @@ fn group_path(gateway: &Endpoint, labels: &BTreeMap<String, String>, instance: &
     path
 }
 
-/// One PUT on a connection of its own: pushes are seconds apart.
-async fn put(authority: &str, path: &str, body: Vec<u8>) -> Result<(), String> {
+/// One request on a connection of its own: pushes are seconds apart.
+async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) -> Result<(), String> {
     let stream = TcpStream::connect(authority).await.map_err(|error| format!("{authority}: {error}"))?;
     let text = |error: hyper::Error| error.to_string();
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(text)?;
     let request = Request::builder()
-        .method(Method::PUT)
+        .method(method)
         .uri(path)
         .header(HOST, authority)
         .header(CONTENT_TYPE, TEXT_FORMAT)

@@ -49,6 +49,10 @@ impl Node for TestNode {
         self.gauge.inc();
     }
 
+    fn is_stopping_for_good(&self) -> bool {
+        false
+    }
+
     fn risks(&self) -> Vec<String> {
         Vec::new()
     }

@@ -221,15 +221,14 @@ fn a_real_prometheus_scrapes_and_answers_the_dashboard() {
 }
 
 #[test]
-fn a_real_pushgateway_is_waited_for_and_gets_the_last_word() {
+fn pushgateway_is_waited_for_and_has_no_group_after_a_stop() {
     if !available("pushed metrics", &["prometheus-pushgateway"]) {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
     let port = free_port();
-    // Far apart, so that of the two pushes one is the first, to a closed port, and the other the last.
     let more = format!(
-        "[metrics]\npush_gateway_endpoint = \"http://127.0.0.1:{port}/behind/proxy/\"\npush_interval_sec = 3600\n\
+        "[metrics]\npush_gateway_endpoint = \"http://127.0.0.1:{port}/behind/proxy/\"\npush_interval_sec = 1\n\
          labels = {{ env = \"test\" }}"
     );
     let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
@@ -250,13 +249,20 @@ fn a_real_pushgateway_is_waited_for_and_gets_the_last_word() {
         worker.ready().grpc_port,
         worker.ready().urpc_port.expect("the TCP listener is open")
     );
-    worker.stop();
-    let (status, text) = ask_text(port, "GET", "/behind/proxy/metrics");
-    assert_eq!(status, 200);
-    let pushed = Metrics::parse(&text);
     let group = format!("instance=\"{instance}\"");
-    let received = pushed.total_of("total_received_data", &group);
-    assert!(received.is_some_and(|bytes| bytes > 4e6), "{received:?} in {text}");
+    let gathered = || {
+        let (status, text) = ask_text(port, "GET", "/behind/proxy/metrics");
+        assert_eq!(status, 200);
+        text
+    };
+    wait_until("all is pushed", PATIENCE, || {
+        let received = Metrics::parse(&gathered()).total_of("total_received_data", &group);
+        if received.is_some_and(|bytes| bytes > 4e6) { Ok(()) } else { Err(format!("{received:?}")) }
+    });
+    let text = gathered();
     let line = text.lines().find(|line| line.starts_with("total_received_data{")).unwrap();
     assert!(line.contains("env=\"test\"") && line.contains("job=\"uniffle-worker\""), "{line}");
+    worker.stop();
+    let text = gathered();
+    assert!(!text.contains(&group), "{text}");
 }
