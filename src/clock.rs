@@ -31,6 +31,9 @@ pub const STEP_MAX: Duration = Duration::from_millis(200);
 /// A shorter pause is only counted: a busy machine makes those.
 const LOGGED_MIN: Duration = Duration::from_secs(1);
 
+/// Pauses within this time after a line in the log are summed up in the next one.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
 /// `limit_ns` of a clock that nobody ticks.
 const NO_LIMIT: u64 = u64::MAX;
 
@@ -92,14 +95,20 @@ pub async fn run() {
     clock.tick();
     let mut ticks = time::interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (mut pauses, mut untold, mut told) = (0_u32, Duration::ZERO, None::<Instant>);
     loop {
         ticks.tick().await;
         let paused = clock.tick();
         if paused >= LOGGED_MIN {
+            (pauses, untold) = (pauses + 1, untold + paused);
+        }
+        if pauses > 0 && told.is_none_or(|told| told.elapsed() >= LOG_INTERVAL) {
             tracing::warn!(
-                ?paused,
-                "this process did not run (stopped, swapped out, or its machine was paused); all deadlines are extended by as much"
+                pauses,
+                paused = ?untold,
+                "this process did not run (stopped, swapped out, or its machine was paused); deadlines are extended by as much"
             );
+            (pauses, untold, told) = (0, Duration::ZERO, Some(Instant::now()));
         }
     }
 }
@@ -415,21 +424,22 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn timers_wait_for_the_time_that_a_pause_took() {
-        ticked(async {
-            for paused_after in [0, 5, 9] {
-                let (ours, tokios) = (Instant::now(), time::Instant::now());
-                let pausing = async {
-                    pass(paused_after * SECOND).await;
-                    advance(60 * SECOND).await;
-                };
-                let waiting = timeout(10 * SECOND, std::future::pending::<()>());
-                assert_eq!(tokio::join!(waiting, pausing).0, Err(Elapsed(())));
-                let (took, in_all) = (ours.elapsed(), tokios.elapsed());
-                assert!((10 * SECOND..=10 * SECOND + TICK).contains(&took), "{took:?}");
-                assert!(in_all > 69 * SECOND, "paused after {paused_after} s: {in_all:?}");
-            }
-        })
-        .await;
+        for paused_after in [0, 5, 9] {
+            ticked(ten_seconds_with_a_pause(paused_after * SECOND)).await;
+        }
+    }
+
+    async fn ten_seconds_with_a_pause(paused_after: Duration) {
+        let (ours, tokios) = (Instant::now(), time::Instant::now());
+        let pausing = async {
+            pass(paused_after).await;
+            advance(60 * SECOND).await;
+        };
+        let waiting = timeout(10 * SECOND, std::future::pending::<()>());
+        assert_eq!(tokio::join!(waiting, pausing).0, Err(Elapsed(())));
+        let (took, in_all) = (ours.elapsed(), tokios.elapsed());
+        assert!((10 * SECOND..=10 * SECOND + TICK).contains(&took), "{took:?}");
+        assert!(in_all > 69 * SECOND, "paused after {paused_after:?}: {in_all:?}");
     }
 
     #[tokio::test(start_paused = true)]

@@ -28,9 +28,9 @@ const CONNECTIONS_LEAVING: u64 = 16;
 const DESCRIPTORS_MIN: u64 = 128;
 
 /// Threads that every worker has: the main one, logs, signals, profiles.
-const THREADS_BASE: u64 = 8;
+const THREADS_BASE: usize = 8;
 /// Threads for disk calls without which a worker stands still.
-const BLOCKING_MIN: u64 = 8;
+const BLOCKING_MIN: usize = 8;
 /// Threads for work that is too long for the runtime, at most.
 const BLOCKING_WORK: u64 = 64;
 /// Threads for calls on names and for removals of one disk, at most.
@@ -120,11 +120,15 @@ impl Config {
             }
         };
         let danger = if is_fatal { "" } else { "the kernel may kill it, " };
+        let remedy = match fits {
+            0 => "raise the limit".to_owned(),
+            _ => format!("set at most {}", ByteSize(fits)),
+        };
         Some(Finding {
             key: "memory_store.capacity",
             need,
             limit: format!("{} is {}", limit.name, ByteSize(limit.value)),
-            remedy: format!("{danger}set at most {}", ByteSize(fits)),
+            remedy: format!("{danger}{remedy}"),
             is_fatal,
         })
     }
@@ -133,8 +137,8 @@ impl Config {
     #[must_use]
     pub fn threads_min(&self) -> usize {
         let rings = if self.worker.store_type.has_local() { self.local.own_threads() } else { 0 };
-        let blocking = self.worker.blocking_threads.min(BLOCKING_MIN as usize);
-        self.worker.threads + self.tcp_threads() + rings + blocking + THREADS_BASE as usize
+        let blocking = self.worker.blocking_threads.min(BLOCKING_MIN);
+        self.worker.threads + self.tcp_threads() + rings + blocking + THREADS_BASE
     }
 
     fn tcp_threads(&self) -> usize {
@@ -209,7 +213,7 @@ impl Config {
         ];
         Descriptors {
             base: own.iter().sum(),
-            http: (self.http.max_connections + self.http.spare_connections) as u64,
+            http: self.http.connections_max.unwrap_or(self.http.connections_wanted()) as u64,
             files: if disks > 0 { self.local.descriptors_max as u64 } else { 0 },
             grpc: self.grpc.connections_max as u64,
             tcp: if has_tcp { self.tcp.connections_max as u64 } else { 0 },
@@ -218,8 +222,7 @@ impl Config {
 
     fn take(&mut self, fitting: Descriptors) {
         let count = |count: u64| usize::try_from(count).unwrap_or(usize::MAX).max(1);
-        self.http.max_connections = self.http.max_connections.min(count(fitting.http / 2));
-        self.http.spare_connections = count(fitting.http).saturating_sub(self.http.max_connections).max(1);
+        self.http.connections_max = Some(count(fitting.http));
         self.local.descriptors_max = count(fitting.files);
         self.grpc.connections_max = count(fitting.grpc);
         self.tcp.connections_max = count(fitting.tcp);
@@ -242,8 +245,9 @@ impl Config {
             key: "localfile_store.data_paths",
             need: format!("a batch takes up to {}, a shuffle any number of them", ByteSize(batch)),
             limit: allowed,
-            remedy: raise.to_owned(),
-            is_fatal: batch > limit.value,
+            // What does not fit stays in memory, readable, so the worker is of use all the same.
+            remedy: format!("what does not fit is not written, {raise}"),
+            is_fatal: false,
         })
     }
 }
@@ -391,7 +395,8 @@ mod tests {
         let before = private.warnings.len();
         assert_eq!(private.fit(&with(GIB)), Ok(()));
         assert!(private.warnings[before].contains("RLIMIT_FSIZE is 1.0 GiB"), "{:?}", private.warnings);
-        assert!(refusal(&mut private, &with(MIB)).contains("localfile_store.data_paths"));
+        assert_eq!(private.fit(&with(MIB)), Ok(()));
+        assert!(private.warnings.last().unwrap().starts_with("localfile_store.data_paths: "));
         let mut kept = config("[memory_store]\ncapacity = \"2GiB\"\nbacking = \"memfd\"");
         assert!(refusal(&mut kept, &with(GIB)).contains("memory_store.backing"));
     }

@@ -16,7 +16,7 @@ use tokio::time::Duration;
 use crate::clock::{sleep, timeout};
 
 /// Time for whoever started a child to take its exit status.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Time between two looks at most.
 const LOOK_INTERVAL: Duration = Duration::from_secs(60);

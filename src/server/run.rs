@@ -60,14 +60,35 @@ pub enum Ended {
 pub async fn run(
     config: &Config,
     environment: Environment,
+    inherited: Inherited,
+    commands: mpsc::Receiver<Command>,
+) -> anyhow::Result<Ended> {
+    // Around the worker: a start and a stop have deadlines and children, too.
+    let process = Tasks::new();
+    process.spawn("clock", until(process.cancelled(), clock::run()));
+    process.spawn("reaper", until(process.cancelled(), reap::run()));
+    let ended = run_worker(config, environment, inherited, commands).await;
+    // What comes after has no task that ticks the clock.
+    process.cancel();
+    process.drained().await;
+    ended
+}
+
+async fn until(stopped: impl Future<Output = ()>, work: impl Future<Output = ()>) {
+    tokio::select! {
+        biased;
+        () = stopped => {}
+        () = work => {}
+    }
+}
+
+async fn run_worker(
+    config: &Config,
+    environment: Environment,
     mut inherited: Inherited,
     mut commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
     let (gap_began_ms, is_returned) = (inherited.gap_began_ms, inherited.is_returned);
-    // They end with the runtime: a start and a stop have deadlines and children, too.
-    let process = Tasks::new();
-    process.spawn("clock", clock::run());
-    process.spawn("reaper", reap::run());
     // Held as long as this process lives, whatever worker runs in it.
     let (kept, keeper) = (std::mem::take(&mut inherited.kept), inherited.keeper.take());
     let worker = Worker::start_in(environment, inherited, config).await?;

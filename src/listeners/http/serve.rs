@@ -7,8 +7,8 @@
 //! What hyper cannot parse it answers itself, with 400, 414 or 431 and no body: it offers no hook for a text (hyper 1.12,
 //! `on_error` of `proto/h1/role.rs`), and why is in the log at debug.
 //!
-//! Invariant: requests hold all places but [`HttpConfig::spare_connections`]; these are for heads that are being read and for questions
-//! after the health, which wait for nothing. So a full listener still says that the worker lives.
+//! Invariant: requests never hold all places; the others are for heads that are being read and for questions after the
+//! health, which wait for nothing. So a full listener still says that the worker lives.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -66,8 +66,26 @@ section! {
         /// A request is answered, from accept to the last byte, within this time.
         #[key("http.request_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
         pub request_timeout: Duration = 30 * SECOND,
-        /// Connections beside those whose requests are served.
-        pub spare_connections: usize = 256,
+        /// Connections at once, where descriptors allow fewer than [`HttpConfig::connections_wanted`].
+        pub connections_max: Option<usize> = None,
+    }
+}
+
+/// Connections beside those whose requests are served.
+const SPARE_PLACES: usize = 256;
+
+impl HttpConfig {
+    /// Connections at once, if there are descriptors for all.
+    pub(crate) const fn connections_wanted(&self) -> usize {
+        self.max_connections + SPARE_PLACES
+    }
+
+    /// Connections at once, and those of them that hold a request.
+    fn places(&self) -> (usize, usize) {
+        match self.connections_max.filter(|max| *max < self.connections_wanted()) {
+            Some(max) => (max.max(2), self.max_connections.min((max / 2).max(1))),
+            None => (self.connections_wanted(), self.max_connections),
+        }
     }
 }
 
@@ -84,10 +102,11 @@ pub(super) fn start(
     (open, closed): (IntGauge, IntCounter),
     tasks: &Tasks,
 ) {
+    let (connections_max, requests_max) = config.places();
     let acceptor = Acceptor {
         names,
         binding,
-        connections_max: config.max_connections + config.spare_connections,
+        connections_max,
         closed,
         open: vec![open],
         opening_deadline: config.opening_timeout,
@@ -95,7 +114,7 @@ pub(super) fn start(
         cores: None,
         tasks: tasks.clone(),
     };
-    let (places, tasks) = (Arc::new(Semaphore::new(config.max_connections)), tasks.clone());
+    let (places, tasks) = (Arc::new(Semaphore::new(requests_max)), tasks.clone());
     acceptor.start(move |Connection { stream, peer, place }| {
         let router = router.clone().layer(Extension(Peer(peer)));
         let exchange = Exchange {

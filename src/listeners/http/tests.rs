@@ -19,7 +19,7 @@ const CONFIG: HttpConfig = HttpConfig {
     opening_timeout: Duration::from_secs(10),
     profiles: false,
     request_timeout: Duration::from_secs(30),
-    spare_connections: 256,
+    connections_max: None,
 };
 
 struct TestServer {

@@ -40,11 +40,11 @@ const CONFIG: HttpConfig = HttpConfig {
     opening_timeout: Duration::from_secs(10),
     profiles: true,
     request_timeout: Duration::from_secs(30),
-    spare_connections: 48,
+    connections_max: Some(CONNECTIONS_MAX),
 };
 
 /// Connections of the listener, with those whose head is being read.
-pub(crate) const CONNECTIONS_MAX: usize = CONFIG.max_connections + CONFIG.spare_connections;
+pub(crate) const CONNECTIONS_MAX: usize = 64;
 
 /// The administration's listener.
 #[derive(Debug)]
