@@ -103,11 +103,11 @@ impl Reads {
                 return answer;
             }
         }
-        self.from_runs(shuffle, distinct(partitions.to_vec()), answers).await
+        self.read_runs(shuffle, distinct(partitions.to_vec()), answers).await
     }
 
     /// An answer of a shuffle that has ids on disk. Each set is charged when it has been read: what they take is not known before.
-    async fn from_runs(
+    async fn read_runs(
         &self,
         shuffle: Arc<ShuffleState>,
         partitions: Vec<PartitionId>,

@@ -8,7 +8,7 @@ use uniffle_testkit::clients::client_of;
 use uniffle_testkit::say;
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_wire::bitmap;
-use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::proto::{
     GetShuffleResultForMultiPartRequest, GetShuffleResultRequest, PartitionToBlockIds,
     ReportShuffleResultRequest, StatusCode,
@@ -19,7 +19,7 @@ const PARTITIONS: i32 = 2000;
 const TASKS: i64 = 10;
 const SEQUENCES: i64 = 500;
 /// Tasks of the shuffle whose ids are near to nothing.
-const FAR_TASKS: i64 = 5;
+const FAR_TASKS: i64 = 3;
 /// Partitions of one report: 100,000 ids.
 const PARTITIONS_REPORTED: i32 = 200;
 

@@ -14,8 +14,8 @@ use crate::ports::free_port;
 use crate::tools::binary;
 use crate::wait_until;
 
-/// Start-up claims directories and maps memory, but moves no data; a debug build on a busy machine gets time.
-const START_DEADLINE: Duration = Duration::from_secs(30);
+/// Start-up claims directories, maps memory and reads the metadata log; a debug build on a busy machine gets time.
+const START_DEADLINE: Duration = Duration::from_secs(120);
 /// An orderly stop waits for tasks that are given up after a few seconds.
 const STOP_DEADLINE: Duration = Duration::from_secs(30);
 /// Purges run behind the answer to an unregistration.

@@ -20,7 +20,7 @@ const BITMAP_HEAD_BYTES: usize = 8;
 /// Key and count of a container, and its offset.
 const CONTAINER_HEAD_BYTES: usize = 8;
 /// Ids of a container that are listed, two bytes each; more are [`BITS_BYTES`] of bits.
-const ARRAY_IDS_MAX: u64 = 4096;
+const ARRAY_IDS_MAX: usize = 4096;
 const BITS_BYTES: u32 = 8192;
 
 /// Serialises `set`; the empty set has its five header bytes.
@@ -30,7 +30,7 @@ pub fn encode(set: &Treemap) -> Bytes {
 
 /// Bytes of [`encode_ascending`] of the same ids.
 pub fn encoded_bytes(ids: impl Iterator<Item = u64>) -> u64 {
-    let (mut bytes, mut in_container, mut last) = (HEADER_BYTES as u64, 0, None::<u64>);
+    let (mut bytes, mut in_container, mut last) = (HEADER_BYTES as u64, 0_usize, None::<u64>);
     for id in ids {
         let differs = |bits: u32| last.is_none_or(|last| last >> bits != id >> bits);
         if differs(32) {
@@ -74,7 +74,7 @@ fn encode_high(ids: &mut Peekable<impl Iterator<Item = u64>>, high: u32, out: &m
         while let Some(id) = ids.next_if(|id| *id >> 16 == first >> 16) {
             count += 1;
             match &mut bits {
-                None if lows.len() < ARRAY_IDS_MAX as usize => lows.push(lowest(id)),
+                None if lows.len() < ARRAY_IDS_MAX => lows.push(lowest(id)),
                 bits => set_bit(bits.get_or_insert_with(|| bits_of(&lows)), lowest(id)),
             }
         }
@@ -98,7 +98,7 @@ fn encode_high(ids: &mut Peekable<impl Iterator<Item = u64>>, high: u32, out: &m
     let mut offset = u32::try_from(head_bytes).unwrap_or(u32::MAX);
     for (_, count) in &heads {
         head.extend_from_slice(&offset.to_le_bytes());
-        offset += if u64::from(*count) <= ARRAY_IDS_MAX { 2 * count } else { BITS_BYTES };
+        offset += if *count as usize <= ARRAY_IDS_MAX { 2 * count } else { BITS_BYTES };
     }
     out[start..start + head_bytes].copy_from_slice(&head);
 }
