@@ -145,7 +145,8 @@ impl OffloadTier {
     pub(super) fn how_far(&self) -> Drained {
         let mut left = self.left();
         let is_draining = self.is_draining.load(Ordering::Acquire);
-        let is_untold = left == Drained::default() && !self.shuffles.is_empty() && !self.object.is_drained();
+        // Also without a shuffle: the store may have pages of one that was not deleted yet.
+        let is_untold = left == Drained::default() && !self.object.is_drained();
         left.shuffles_left += usize::from(is_draining && is_untold);
         left
     }

@@ -74,6 +74,32 @@ async fn an_empty_directory_on_the_root_file_system_is_refused_where_mounts_are_
 }
 
 #[tokio::test]
+async fn empty_directories_are_refused_while_something_knows_of_their_data() {
+    let open = async |disks: &[TestDisk], had_data: Option<&str>, require_mounted, recovery| {
+        let had_data = had_data.map(str::to_owned);
+        let config = LocalConfig { had_data, require_mounted, recovery, ..LocalConfig::default() };
+        open_with(config, disks.iter().map(TestDisk::disk).collect()).await.map(drop)
+    };
+    let empty = || [TestDisk::new("/a"), TestDisk::new("/b")];
+    let (disks, known) = (empty(), Some("memory_store.backing has 3 shuffles of this worker"));
+    let error = open(&disks, known, None, true).await.unwrap_err();
+    assert_eq!((error.kind, error.path.as_path()), (StoreErrorKind::NotMounted, Path::new("/a")));
+    let text = error.to_string();
+    assert!(text.contains("has 3 shuffles") && text.contains("require_mounted = false"), "{text}");
+    assert!(disks.iter().all(|disk| content(disk).is_empty()), "a claim would make them look used");
+    // The operator says that they are new, or that nothing is kept.
+    for (had_data, require_mounted, recovery) in
+        [(known, Some(false), true), (known, Some(true), true), (known, None, false), (None, None, true)]
+    {
+        open(&empty(), had_data, require_mounted, recovery).await.unwrap();
+    }
+    // One that was used knows the others.
+    let [used, new] = empty();
+    open(std::slice::from_ref(&used), None, None, true).await.unwrap();
+    open(&[used, new], known, None, true).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_directory_that_goes_away_while_the_worker_runs_takes_nothing_until_it_is_back() {
     let (disks, store, key, handle) = two_disks_with_blocks(8).await;
     let marker = disks[0].memory.content(Path::new(MARKER));

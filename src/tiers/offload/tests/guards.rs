@@ -203,6 +203,22 @@ async fn a_drained_worker_begins_on_empty_disks_until_the_drain_is_cancelled() {
     assert_eq!(fixture.unmounted().try_start().await.map(drop).unwrap_err().kind, StoreErrorKind::NotMounted);
 }
 
+/// What the store has of a shuffle that ended is no part of what is on the disks.
+#[tokio::test(start_paused = true)]
+async fn a_drain_without_shuffles_ends_once_the_store_knows_of_it() {
+    let key = key(1);
+    let process = divided(&key).await.start().await;
+    process.fixture.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
+    drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
+    process.tier.begin_drain();
+    assert_eq!(process.tier.how_far().shuffles_left, 1);
+    process.tier.tell_drained().await;
+    assert_eq!(process.tier.how_far(), Drained::default());
+    let fixture = process.kill().await;
+    fixture.store.heal();
+    fixture.unmounted().start().await;
+}
+
 /// A refused start must not take back that the worker is drained.
 #[tokio::test(start_paused = true)]
 async fn a_drained_worker_stays_so_through_a_start_that_fails() {
