@@ -36,6 +36,25 @@ impl PartitionRanges {
         self.0 = merge(all);
     }
 
+    /// Returns the partitions that are not in `other`.
+    #[must_use]
+    pub fn minus(&self, other: &Self) -> Self {
+        let mut left = Vec::new();
+        for &(start, end) in &self.0 {
+            let mut from = Some(start);
+            let first = other.0.partition_point(|(_, last)| *last < start);
+            for &(taken, until) in other.0[first..].iter().take_while(|(taken, _)| *taken <= end) {
+                let Some(begins) = from else { break };
+                if begins < taken {
+                    left.push((begins, taken - 1));
+                }
+                from = until.checked_add(1).filter(|next| *next <= end);
+            }
+            left.extend(from.map(|begins| (begins, end)));
+        }
+        Self(left)
+    }
+
     /// Whether `partition` is in one of the ranges.
     pub fn contains(&self, partition: i32) -> bool {
         let after = self.0.partition_point(|(start, _)| *start <= partition);
@@ -87,6 +106,26 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn difference_has_what_the_other_lacks(
+            some in proptest::collection::vec((0i32..50, 0i32..9), 0..12),
+            others in proptest::collection::vec((0i32..50, 0i32..9), 0..12),
+        ) {
+            let parse = |ranges: Vec<(i32, i32)>| {
+                let ranges: Vec<_> = ranges.into_iter().map(|(start, more)| (start, start + more)).collect();
+                PartitionRanges::parse(&ranges).unwrap()
+            };
+            let (some, others) = (parse(some), parse(others));
+            let left = some.minus(&others);
+            for partition in 0..60 {
+                let is_left = some.contains(partition) && !others.contains(partition);
+                prop_assert_eq!(left.contains(partition), is_left, "{}", partition);
+            }
+            let mut all = left.clone();
+            all.extend(&others);
+            prop_assert_eq!(all.count(), left.count() + others.count());
+        }
+
         #[test]
         fn ranges_are_a_set(first in proptest::collection::vec((0i32..50, 0i32..9), 0..12),
                             second in proptest::collection::vec((0i32..50, 0i32..9), 0..12)) {

@@ -43,14 +43,15 @@ impl RecordCounts {
         reported.iter().any(|(partition, tasks)| tasks.iter().any(|entry| !is_known(partition, entry)))
     }
 
-    /// What a report takes more at most: repeated attempts count again.
+    /// What a report takes more at most: repeated attempts count again, and so does a number that replaces another, for the
+    /// metadata log has both.
     #[must_use]
     pub fn price_of(&self, reported: &[PartitionRecords]) -> u64 {
         let cost = |(partition, tasks): &PartitionRecords| match self.partitions.get(partition) {
             None => PARTITION_BYTES + ENTRY_BYTES * tasks.len() as u64,
             Some(known) => {
-                let is_new = |task: i64| known.binary_search_by_key(&task, |(task, _)| *task).is_err();
-                ENTRY_BYTES * tasks.iter().filter(|(task, _)| is_new(*task)).count() as u64
+                let is_new = |entry: &&(i64, i64)| known.binary_search(entry).is_err();
+                ENTRY_BYTES * tasks.iter().filter(is_new).count() as u64
             }
         };
         reported.iter().map(cost).sum()
@@ -84,6 +85,17 @@ impl RecordCounts {
                 }
             }
         }
+    }
+
+    /// Returns the numbers of a report that are not known.
+    #[must_use]
+    pub fn unknown(&self, reported: &[PartitionRecords]) -> Vec<PartitionRecords> {
+        let unknown = |(partition, tasks): &PartitionRecords| {
+            let known = self.partitions.get(partition);
+            let is_new = |entry: &&(i64, i64)| known.is_none_or(|known| known.binary_search(entry).is_err());
+            (*partition, tasks.iter().filter(is_new).copied().collect::<Vec<_>>())
+        };
+        reported.iter().map(unknown).filter(|(_, tasks)| !tasks.is_empty()).collect()
     }
 
     /// How many numbers there are of `partitions`.
@@ -124,7 +136,12 @@ mod tests {
         assert!(!counts.would_change(&first));
         assert_eq!(counts.of(&[P0, P1, PartitionId(9)]), [(P0, vec![(3, 5), (7, 100)])]);
         let again = [(P0, vec![(7, 101)])];
-        assert_eq!((counts.would_change(&again), counts.price_of(&again)), (true, 0), "a number is replaced");
+        assert_eq!(
+            (counts.would_change(&again), counts.price_of(&again)),
+            (true, ENTRY_BYTES),
+            "a number is replaced"
+        );
+        assert_eq!(counts.unknown(&[(P0, vec![(3, 5), (7, 101)]), (P1, Vec::new())]), again);
         report(&mut counts, &again).unwrap();
         assert_eq!((counts.of(&[P0]), counts.count(&[P0])), (vec![(P0, vec![(3, 5), (7, 101)])], 2));
         drop(counts);

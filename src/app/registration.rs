@@ -17,8 +17,8 @@ pub(super) const RANGES_MAX: usize = 1 << 18;
 const APP_BYTES: u64 = 4096;
 /// ... of a shuffle.
 pub(super) const SHUFFLE_BYTES: u64 = 2048;
-/// ... of a range, which tiers keep too.
-pub(super) const RANGE_BYTES: u64 = 24;
+/// ... of a range, which tiers keep too, and once more as far as it is written down.
+pub(super) const RANGE_BYTES: u64 = 32;
 /// ... of a string, beside its bytes.
 const STRING_BYTES: u64 = 48;
 

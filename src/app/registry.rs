@@ -24,6 +24,7 @@ use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::Instant;
+use crate::durability::ShuffleLedger;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// All applications.
@@ -183,7 +184,8 @@ impl AppRegistry {
             let counted = app.usage().count(Counted::ReportedIds, 0);
             let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids, counted);
             let on_disk = app.usage().count(Counted::DiskBytes, 0);
-            let reported = (block_ids, RecordCounts::new(&app.reported_ids));
+            let records = RecordCounts::new(&app.reported_ids);
+            let reported = (block_ids, records, ShuffleLedger::new(&app.reported_ids));
             let mut fresh = ShuffleState::new(key.clone(), (all, charge), reported, (partitions, on_disk));
             if let Some(reason) = unproven.reason(key) {
                 fresh.mark_unproven(reason);

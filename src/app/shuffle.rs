@@ -1,12 +1,13 @@
 //! One shuffle: its partitions, reported blocks and losses.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
 use super::block_ids::BlockIds;
 use super::commits::Commits;
+use super::noted::NotedRegistrations;
 use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use crate::budget::Charge;
@@ -28,8 +29,8 @@ pub struct ShuffleState {
     commits: Commits,
     ledger: ShuffleLedger,
     is_unproven: bool,
-    /// Digest of the registration that was written down last; 0 = none was.
-    noted_registration: AtomicU64,
+    repeats_reports: AtomicBool,
+    noted: tokio::sync::Mutex<NotedRegistrations>,
     /// Touched by sends to partitions beyond the threshold only.
     huge_partitions: Mutex<HashSet<PartitionId>>,
 }
@@ -38,7 +39,7 @@ impl ShuffleState {
     pub(super) fn new(
         key: ShuffleKey,
         (ranges, charge): (PartitionRanges, Charge),
-        (block_ids, records): (BlockIds, RecordCounts),
+        (block_ids, records, ledger): (BlockIds, RecordCounts, ShuffleLedger),
         (partitions, on_disk): (Charge, Charge),
     ) -> Self {
         Self {
@@ -50,9 +51,10 @@ impl ShuffleState {
             block_ids: Mutex::new(block_ids),
             records: Mutex::new(records),
             commits: Commits::default(),
-            ledger: ShuffleLedger::default(),
+            ledger,
             is_unproven: false,
-            noted_registration: AtomicU64::new(0),
+            repeats_reports: AtomicBool::new(false),
+            noted: tokio::sync::Mutex::default(),
             huge_partitions: Mutex::default(),
         }
     }
@@ -72,9 +74,14 @@ impl ShuffleState {
         self.ranges.read().count()
     }
 
-    /// So much more of it is on local disks, as its application's usage counts it.
-    pub fn count_on_disk(&self, counted: Charge) {
-        self.on_disk.lock().merge(counted);
+    /// Counts it with what `occupied` returns as its bytes on local disks. That is called under a lock, so that the last one counts.
+    pub fn count_on_disk(&self, occupied: impl FnOnce() -> u64) {
+        let mut counted = self.on_disk.lock();
+        let bytes = occupied();
+        let more = counted.budget().force_charge(bytes.saturating_sub(counted.bytes()));
+        counted.merge(more);
+        let surplus = counted.bytes() - bytes;
+        drop(counted.split_up_to(surplus));
     }
 
     /// Reported block ids.
@@ -109,14 +116,26 @@ impl ShuffleState {
         self.is_unproven
     }
 
-    /// Digest of the registration that was written down last; 0 = none was.
-    pub fn noted_registration(&self) -> u64 {
-        self.noted_registration.load(Ordering::Relaxed)
+    /// Its registrations as far as the metadata log has them. Locked while more is written.
+    pub fn noted(&self) -> &tokio::sync::Mutex<NotedRegistrations> {
+        &self.noted
     }
 
-    /// See [`ShuffleState::noted_registration`].
-    pub fn set_noted_registration(&self, digest: u64) {
-        self.noted_registration.store(digest, Ordering::Relaxed);
+    /// All of its ranges.
+    pub fn ranges(&self) -> PartitionRanges {
+        self.ranges.read().clone()
+    }
+
+    /// Whether its reports are to be written without the ids that they repeat.
+    pub fn repeats_reports(&self) -> bool {
+        self.repeats_reports.load(Ordering::Relaxed)
+    }
+
+    /// A report named `new` ids of `all` for the first time.
+    pub fn note_repetition(&self, new: u64, all: u64) {
+        if new < all / 2 {
+            self.repeats_reports.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Marks a partition as huge, for good; true the first time.

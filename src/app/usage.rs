@@ -13,7 +13,7 @@ use crate::budget::{Budget, Charge};
 /// What quotas count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Counted {
-    /// Payload on local disks.
+    /// Bytes on local disks: payload, what aligns it, index groups and records of the metadata log.
     DiskBytes,
     /// Block ids of finished task attempts.
     ReportedIds,

@@ -1,19 +1,48 @@
-//! What the metadata log holds, as far as its writer has to know: how much of it is dead, and which shuffles are incomplete.
-//! Pure: no I/O.
+//! What the metadata log has, as far as its writer has to know: how much of it is dead, what each shuffle takes, and which
+//! shuffles are incomplete. Pure: no I/O.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use croaring::Treemap;
+use parking_lot::Mutex;
 
 use super::frame::{Entry, Gap, Incarnation};
+use super::record::Record;
 
-/// What the log holds.
+/// Bytes of one living shuffle.
+#[derive(Debug, Default, Clone, Copy)]
+struct Living {
+    all: u64,
+    /// Of those, registrations.
+    registrations: u64,
+}
+
+/// Bytes of living shuffles in one copy of the log, by incarnation. Clones share them.
+#[derive(Debug, Default, Clone)]
+pub(super) struct LogShares(Arc<Mutex<HashMap<u64, Living>>>);
+
+impl LogShares {
+    /// Returns the bytes of an incarnation.
+    pub(super) fn of(&self, number: u64) -> u64 {
+        self.0.lock().get(&number).map_or(0, |living| living.all)
+    }
+
+    /// Replaces what clones see by what `other` has.
+    pub(super) fn become_like(&self, other: &Self) {
+        let others = other.0.lock().clone();
+        *self.0.lock() = others;
+    }
+}
+
+/// What the log has.
 #[derive(Debug, Default)]
 pub(super) struct Contents {
-    /// Bytes of living shuffles, by incarnation.
-    pub(super) living: HashMap<u64, u64>,
+    pub(super) living: LogShares,
     pub(super) living_bytes: u64,
     pub(super) dead_bytes: u64,
+    /// Shuffles of which some registrations were replaced by a later one.
+    pub(super) replaced: HashSet<u64>,
     /// Shuffles that are gone.
     pub(super) purged: Treemap,
     pub(super) incomplete: HashMap<u64, (Incarnation, Gap)>,
@@ -25,7 +54,7 @@ impl Contents {
         self.purged.contains(incarnation)
     }
 
-    /// An entry of so many bytes is in the log.
+    /// Takes note of an entry of `bytes` bytes that is in the log.
     pub(super) fn took(&mut self, entry: &Entry, bytes: u64) {
         let Some(shuffle) = entry.shuffle() else { return };
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
@@ -34,8 +63,7 @@ impl Contents {
                 if let Entry::Incomplete(_, gap) = entry {
                     self.incomplete.insert(shuffle.number, (shuffle.clone(), gap.clone()));
                 }
-                *self.living.entry(shuffle.number).or_default() += bytes;
-                self.living_bytes += bytes;
+                self.add(entry, shuffle.number, bytes);
             }
             Entry::Purged(_) => {
                 self.incomplete.remove(&shuffle.number);
@@ -46,24 +74,116 @@ impl Contents {
         }
     }
 
+    fn add(&mut self, entry: &Entry, number: u64, bytes: u64) {
+        let mut all = self.living.0.lock();
+        let living = all.entry(number).or_default();
+        if let Entry::Said(_, record) = entry
+            && Record::is_registration(record)
+        {
+            let replaced = match Record::replaces_registrations(record) {
+                true => std::mem::take(&mut living.registrations),
+                false => 0,
+            };
+            living.all -= replaced;
+            living.registrations += bytes;
+            self.living_bytes -= replaced;
+            self.dead_bytes += replaced;
+            if replaced > 0 {
+                self.replaced.insert(number);
+            }
+        }
+        living.all += bytes;
+        self.living_bytes += bytes;
+    }
+
     /// Incarnations that are not `kept`, since a later one has replaced them, are as good as purged.
     pub(super) fn keep(&mut self, kept: &Treemap) {
-        let others: Vec<u64> = self.living.keys().copied().filter(|number| !kept.contains(*number)).collect();
-        for number in others {
+        let all: Vec<u64> = self.living.0.lock().keys().copied().collect();
+        for number in all.into_iter().filter(|number| !kept.contains(*number)) {
             self.purge(number);
         }
     }
 
     fn purge(&mut self, number: u64) {
         self.purged.add(number);
-        let freed = self.living.remove(&number).unwrap_or(0);
+        self.replaced.remove(&number);
+        let freed = self.living.0.lock().remove(&number).map_or(0, |living| living.all);
         self.living_bytes -= freed;
         self.dead_bytes += freed;
     }
 
     /// Nothing is in the generation that begins.
     pub(super) fn begin(&mut self) {
-        self.living.clear();
+        self.living.0.lock().clear();
+        self.replaced.clear();
         (self.living_bytes, self.dead_bytes) = (0, 0);
+    }
+}
+
+/// The last registration of each shuffle that replaces those before it, by its place among the entries of the log.
+#[derive(Debug, Default)]
+pub(super) struct Replacing(HashMap<u64, u64>);
+
+impl Replacing {
+    /// Takes note of an entry at a place.
+    pub(super) fn see(&mut self, entry: &Entry, at: u64) {
+        if let Entry::Said(shuffle, record) = entry
+            && Record::replaces_registrations(record)
+        {
+            self.0.insert(shuffle.number, at);
+        }
+    }
+
+    /// Returns whether a later registration replaces an entry at a place.
+    pub(super) fn replaces(&self, entry: &Entry, at: u64) -> bool {
+        match entry {
+            Entry::Said(shuffle, record) if Record::is_registration(record) => {
+                self.0.get(&shuffle.number).is_some_and(|last| at < *last)
+            }
+            Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Epoch(_) => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::record::Registration;
+    use super::*;
+    use bytes::Bytes;
+    use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+    fn said(number: u64, record: Vec<u8>) -> Entry {
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+        Entry::Said(Incarnation { key, number }, Bytes::from(record))
+    }
+
+    #[test]
+    fn registrations_that_were_replaced_are_dead() {
+        let registration = Registration::default();
+        let plain = || Record::Registration(registration.clone()).encode();
+        let entries = [
+            said(1, plain()),
+            said(1, vec![2, 1]),
+            said(2, plain()),
+            said(1, plain()),
+            said(1, Record::encode_replacing(&registration)),
+            said(1, plain()),
+        ];
+        let (mut contents, mut replacing) = (Contents::default(), Replacing::default());
+        for (entry, at) in entries.iter().zip(0..) {
+            contents.took(entry, 10);
+            replacing.see(entry, at);
+        }
+        assert_eq!((contents.living.of(1), contents.living.of(2), contents.living_bytes), (30, 10, 40));
+        assert_eq!((contents.dead_bytes, contents.replaced.contains(&1)), (20, true));
+        let dropped: Vec<u64> = entries
+            .iter()
+            .zip(0..)
+            .filter(|(entry, at)| replacing.replaces(entry, *at))
+            .map(|it| it.1)
+            .collect();
+        assert_eq!(dropped, [0, 3]);
+        contents.took(&Entry::Purged(entries[0].shuffle().unwrap().clone()), 5);
+        assert_eq!((contents.living.of(1), contents.living_bytes, contents.dead_bytes), (0, 10, 55));
     }
 }

@@ -15,15 +15,17 @@ use futures::future::join_all;
 use rand::RngExt as _;
 use uuid::Uuid;
 
+use super::contents::Replacing;
 use super::frame::{Encoder, Entry, Epoch, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::legacy::LIST;
 use super::proof::members_after;
-use super::read::{MEMBERS, METADATA, copy_directory, copy_file, generation_of, within};
+use super::read::{Directory, MEMBERS, METADATA, Source, copy_directory, copy_file, generation_of, within};
+use super::record::Record;
 use super::writer::{Copy, LogError, Writer};
 use uniffle_io::{File, Lane, WriteOpen};
 
 /// Copies of the log.
-const COPIES: usize = 2;
+pub(super) const COPIES: usize = 2;
 /// Bytes encoded before they are written.
 const CHUNK_BYTES: usize = 1 << 20;
 /// A directory that failed gets no copy for so long, unless there is no other.
@@ -183,6 +185,7 @@ impl Writer {
     async fn fill(&mut self, epoch: &Epoch, copies: &[Copy]) -> Result<(Encoder, u64), Failed> {
         let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0 };
         fill.put(&Entry::Epoch(Box::new(epoch.clone())));
+        let has_replaced = !self.contents.replaced.is_empty();
         self.contents.begin();
         let marks: Vec<_> = self.contents.incomplete.values().cloned().collect();
         for (shuffle, gap) in marks {
@@ -192,16 +195,43 @@ impl Writer {
             self.put_if_it_lives(&mut fill, &entry, copies).await?;
         }
         let (source, directories) = (self.source.clone(), self.directories.clone());
+        let replacing = self.replacing(has_replaced, &source, &directories).await?;
         let mut reader = source.read(&directories, self.deadlines.name);
-        loop {
+        for at in 0.. {
             match reader.next().await {
-                Ok(Some(entry)) => self.put_if_it_lives(&mut fill, &entry, copies).await?,
+                Ok(Some(entry)) if replacing.replaces(&entry, at) => {}
+                Ok(Some(entry)) => {
+                    let entry = if source.parts.len() == 1 { entry } else { without_replacing(entry) };
+                    self.put_if_it_lives(&mut fill, &entry, copies).await?;
+                }
                 Ok(None) => break,
                 Err(error) => return Err(Failed::Source(LogError::new(METADATA, &error))),
             }
         }
         self.write_chunk(&mut fill, copies).await?;
         Ok((fill.encoder, fill.end))
+    }
+
+    /// Finds the registrations that replace others. Of copies that say different things no entry is before another.
+    async fn replacing(
+        &self,
+        has_replaced: bool,
+        source: &Source,
+        directories: &[Directory],
+    ) -> Result<Replacing, Failed> {
+        let mut replacing = Replacing::default();
+        if !has_replaced || source.parts.len() != 1 {
+            return Ok(replacing);
+        }
+        let mut reader = source.read(directories, self.deadlines.name);
+        for at in 0.. {
+            match reader.next().await {
+                Ok(Some(entry)) => replacing.see(&entry, at),
+                Ok(None) => break,
+                Err(error) => return Err(Failed::Source(LogError::new(METADATA, &error))),
+            }
+        }
+        Ok(replacing)
     }
 
     async fn put_if_it_lives(
@@ -355,6 +385,14 @@ impl Failed {
             Self::At { directory, error, .. } => Self::At { directory, error, may_be_known: true },
             Self::Source(_) => self,
         }
+    }
+}
+
+/// Returns an entry whose registration replaces nothing.
+fn without_replacing(entry: Entry) -> Entry {
+    match entry {
+        Entry::Said(shuffle, record) => Entry::Said(shuffle, Record::without_replacing(&record)),
+        Entry::Purged(_) | Entry::Incomplete(..) | Entry::Epoch(_) => entry,
     }
 }
 

@@ -8,6 +8,7 @@
 //!
 //! While it is *verifying* one caller looks which blocks there are ([`Ledger::question`] says who), and what is in question
 //! is neither served nor called lost. A block that is committed (again) is there from then on, whatever the look has found.
+//! Ids are charged to the application; where there is no heap for them the ledger holds none, and the tiers are asked.
 //! Pure: no lock, no clock, no I/O. [`super::ShuffleLedger`] shares those of a shuffle; who looks, and how reads are
 //! answered, is `service`'s.
 
@@ -16,9 +17,17 @@ use std::sync::Arc;
 use uniffle_wire::types::{BlockId, PartitionId};
 
 use super::id_set::IdSet;
+use super::present::HeldIds;
+use crate::budget::{Budget, Charge};
 
 /// Ranges of ids listed of one loss.
 const RANGES_MAX: usize = 16;
+
+/// Heap of a lost id, at most, with a copy that is made while a read is refused.
+const LOST_ID_BYTES: u64 = 16;
+
+/// Heap of an id that is in question.
+const ASKED_ID_BYTES: u64 = 8;
 
 /// How much is known of a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,36 +42,43 @@ pub enum Phase {
     Lossy,
 }
 
-/// Where a partition stands in the picture above. The default is a partition of which nothing was ever in question.
-#[derive(Debug, Default)]
+/// State of a partition in the picture above.
+#[derive(Debug)]
 pub struct Ledger {
+    heap: Budget,
     there: There,
     verifying: Option<Verifying>,
     losses: Vec<Loss>,
+    /// Of the losses.
+    charge: Charge,
+    /// Blocks were lost that found no room in the losses: why, and how many.
+    unlisted: Option<(Arc<str>, u64)>,
 }
 
 /// Blocks that can be read.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 enum There {
     /// Whatever was acknowledged.
-    #[default]
     All,
     /// These, and perhaps more that an earlier process left in remote files.
-    AtLeast(IdSet),
+    AtLeast(HeldIds),
     /// These.
-    Exactly(IdSet),
+    Exactly(HeldIds),
+    /// What memory and tiers have: there is no heap for the ids.
+    InTiers,
 }
 
 /// A look at the tiers, under way or to be repeated.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Verifying {
     /// Something that was there cannot be read any more: every block is in question.
     is_all: bool,
-    /// Acknowledged blocks that are not known to be there.
-    asked: IdSet,
+    /// Acknowledged blocks that are not known to be there, sorted.
+    asked: Vec<u64>,
+    asked_charge: Charge,
     /// Committed since the look began.
-    meanwhile: IdSet,
-    /// More could not be read since the look began.
+    meanwhile: HeldIds,
+    /// More could not be read, or has come in question, since the look began.
     is_stale: bool,
     /// The last look came to nothing; it is repeated later.
     has_failed: bool,
@@ -112,95 +128,158 @@ pub enum Verdict {
     Wait(Option<u64>),
     /// It wants these, which are lost for this reason.
     Lost(IdSet, Arc<str>),
+    /// So many blocks are lost for this reason, too many to say which.
+    LostUnlisted(u64, Arc<str>),
+}
+
+/// Blocks that were entered as lost and were not before.
+#[derive(Debug, Default, PartialEq)]
+pub struct Entered {
+    /// By reason.
+    pub losses: Vec<Loss>,
+    /// How many more there are, for which there is no heap.
+    pub unlisted: u64,
+}
+
+/// What a look at memory and the tiers has shown.
+#[derive(Debug)]
+pub struct Look {
+    /// All blocks that are there; none if there is no heap for their ids.
+    pub found: Option<HeldIds>,
+    /// Blocks that were sought and are nowhere.
+    pub missing: Vec<u64>,
+    /// How many more there are of those.
+    pub more_missing: u64,
 }
 
 impl Ledger {
-    /// One of which an earlier process left these blocks: all that there are, or there may be more in remote files.
+    /// Returns the ledger of a partition of which nothing was ever in question; its ids are charged to `heap`.
     #[must_use]
-    pub fn left(blocks: IdSet, is_all: bool) -> Self {
-        let there = if is_all { There::Exactly(blocks) } else { There::AtLeast(blocks) };
-        Self { there, ..Self::default() }
+    pub fn new(heap: &Budget) -> Self {
+        let heap = heap.clone();
+        let charge = heap.nothing();
+        Self { heap, there: There::All, verifying: None, losses: Vec::new(), charge, unlisted: None }
     }
 
-    /// How much is known.
+    /// Returns the ledger of a partition that an earlier process left with these blocks. There may be more in remote files,
+    /// unless `is_all`. None: there is no heap for their ids.
+    #[must_use]
+    pub fn left(heap: &Budget, blocks: Option<HeldIds>, is_all: bool) -> Self {
+        let there = match blocks {
+            None => There::InTiers,
+            Some(blocks) if is_all => There::Exactly(blocks),
+            Some(blocks) => There::AtLeast(blocks),
+        };
+        Self { there, ..Self::new(heap) }
+    }
+
+    /// Returns how much is known.
     #[must_use]
     pub fn phase(&self) -> Phase {
-        match (&self.verifying, self.losses.is_empty(), &self.there) {
+        match (&self.verifying, self.lost_blocks() == 0, &self.there) {
             (Some(_), ..) => Phase::Verifying,
             (None, false, _) => Phase::Lossy,
             (None, true, There::All) => Phase::Known,
-            (None, true, There::AtLeast(_) | There::Exactly(_)) => Phase::Complete,
+            (None, true, There::AtLeast(_) | There::Exactly(_) | There::InTiers) => Phase::Complete,
         }
     }
 
-    /// These acknowledged blocks, or all, are in question. True for the caller that has to look; false when another does,
-    /// who looks once more if all are in question.
-    pub fn question(&mut self, ids: Option<&IdSet>) -> bool {
+    /// Returns whether the tiers have to be asked which blocks are there.
+    #[must_use]
+    pub fn is_in_tiers(&self) -> bool {
+        matches!(self.there, There::InTiers)
+    }
+
+    /// Acknowledged blocks, sorted, or all of them are in question. Returns true for the caller that has to look, and false if
+    /// another one does, which looks once more.
+    pub fn question(&mut self, ids: Option<&[u64]>) -> bool {
         let is_first = self.verifying.is_none();
-        let verifying = self.verifying.get_or_insert_default();
-        match ids {
-            Some(ids) => verifying.asked.add_all(ids),
-            None => (verifying.is_all, verifying.is_stale) = (true, true),
+        let (heap, is_in_tiers) = (&self.heap, self.is_in_tiers());
+        let verifying = self.verifying.get_or_insert_with(|| Verifying::new(heap));
+        if !ids.is_some_and(|ids| verifying.ask(ids, is_in_tiers)) {
+            (verifying.is_all, verifying.is_stale) = (true, true);
         }
         is_first
     }
 
-    /// The tiers are looked at from now on: what is committed meanwhile is there.
-    pub fn begin_look(&mut self) {
-        let verifying = self.verifying.get_or_insert_default();
-        verifying.meanwhile = IdSet::default();
+    /// Begins a look at the tiers: what is committed from now on is there. Returns the blocks in question, sorted.
+    pub fn begin_look(&mut self) -> Vec<u64> {
+        let heap = &self.heap;
+        let verifying = self.verifying.get_or_insert_with(|| Verifying::new(heap));
+        verifying.meanwhile = HeldIds::new(heap);
         (verifying.is_stale, verifying.has_failed) = (false, false);
+        verifying.asked.clone()
     }
 
-    /// The look came to nothing. What is in question stays so until the next one.
+    /// Ends a look that came to nothing. What is in question stays so until the next one.
     pub fn fail_look(&mut self) {
         if let Some(verifying) = &mut self.verifying {
             verifying.has_failed = true;
         }
     }
 
-    /// Whether a look is under way, or about to be.
+    /// Returns whether a look is under way, or about to be.
     #[must_use]
     pub fn is_looking(&self) -> bool {
         self.verifying.as_ref().is_some_and(|verifying| !verifying.has_failed)
     }
 
-    /// The look has `found` these blocks: those of `reported` and of what is in question that are nowhere are lost. What
-    /// was not lost before, or none when it has to be looked again.
-    pub fn settle(&mut self, mut found: IdSet, reported: &IdSet, blame: &Blame) -> Option<Vec<Loss>> {
+    /// Ends a look that sought all reported blocks and what was in question: what is nowhere is lost. Returns what was not
+    /// lost before, or none when it has to be looked again.
+    pub fn settle(&mut self, look: Look, blame: &Blame) -> Option<Entered> {
         let Verifying { is_all, asked, meanwhile, .. } = self.verifying.take_if(|it| !it.is_stale)?;
-        found.add_all(&meanwhile);
-        if let (There::AtLeast(known) | There::Exactly(known), false) = (&self.there, is_all) {
-            found.add_all(known);
+        let known = match &self.there {
+            There::AtLeast(known) | There::Exactly(known) if !is_all => Some(known),
+            There::All | There::AtLeast(_) | There::Exactly(_) | There::InTiers => None,
+        };
+        let is_there =
+            |id: u64| meanwhile.ids().contains(id) || known.is_some_and(|it| it.ids().contains(id));
+        let mut missing: Vec<u64> = look.missing.into_iter().filter(|id| !is_there(*id)).collect();
+        if let Some(found) = &look.found {
+            missing.extend(asked.iter().filter(|id| !found.ids().contains(**id) && !is_there(**id)));
         }
-        let mut missing = reported.minus(&found);
-        missing.add_all(&asked.minus(&found));
-        self.there = There::Exactly(found);
-        Some(self.enter(missing, blame))
+        missing.sort_unstable();
+        missing.dedup();
+        self.there = match look.found {
+            None => There::InTiers,
+            Some(mut found) => {
+                let more = [Some(&meanwhile), known].into_iter().flatten();
+                let all: Vec<u64> = more.flat_map(|it| it.ids().iter()).collect();
+                if found.add(&all) { There::Exactly(found) } else { There::InTiers }
+            }
+        };
+        let mut entered = self.enter(&missing, blame);
+        entered.unlisted += look.more_missing;
+        self.add_unlisted(look.more_missing, &blame.reason);
+        Some(entered)
     }
 
-    /// Those of `ids` that are not known to be there, and whether it is known that they are nowhere.
-    fn absent(&self, ids: &IdSet) -> (IdSet, bool) {
+    /// Returns those of `ids` that are not known to be there, and whether it is known that they are nowhere.
+    fn absent(&self, ids: &[u64]) -> (Vec<u64>, bool) {
+        let lacking = |there: &HeldIds| {
+            let mut there = there.ids().lookup();
+            ids.iter().copied().filter(|id| !there.contains(*id)).collect()
+        };
         match (&self.there, &self.verifying) {
-            (_, Some(Verifying { is_all: true, .. })) => (ids.clone(), false),
-            (There::All, _) => (IdSet::default(), true),
-            (There::AtLeast(there), _) => (ids.minus(there), false),
-            (There::Exactly(there), _) => (ids.minus(there), true),
+            (_, Some(Verifying { is_all: true, .. })) | (There::InTiers, _) => (ids.to_vec(), false),
+            (There::All, _) => (Vec::new(), true),
+            (There::AtLeast(there), _) => (lacking(there), false),
+            (There::Exactly(there), _) => (lacking(there), true),
         }
     }
 
     /// Begins to verify if it is not known whether `ids` are there; as [`Ledger::question`].
-    pub fn question_unknown(&mut self, ids: &IdSet) -> bool {
+    pub fn question_unknown(&mut self, ids: &[u64]) -> bool {
         let (absent, is_known) = self.absent(ids);
-        !is_known && !absent.is_empty() && self.question(Some(&IdSet::default()))
+        !is_known && !absent.is_empty() && self.question(Some(&[]))
     }
 
-    /// `ids` are acknowledged, and in question from now on as far as they are not known to be there; as
+    /// Acknowledges `ids`, which are sorted. Those that are not known to be there are in question from now on; as
     /// [`Ledger::question`].
     ///
     /// # Errors
     /// Those of `ids` that are nowhere; nothing is acknowledged then.
-    pub fn acknowledge(&mut self, ids: &IdSet) -> Result<bool, IdSet> {
+    pub fn acknowledge(&mut self, ids: &[u64]) -> Result<bool, Vec<u64>> {
         match self.absent(ids) {
             (absent, _) if absent.is_empty() => Ok(false),
             (absent, true) => Err(absent),
@@ -208,12 +287,15 @@ impl Ledger {
         }
     }
 
-    /// Enters blocks as lost; what was not lost before.
-    pub fn enter(&mut self, ids: IdSet, blame: &Blame) -> Vec<Loss> {
-        let mut left = ids;
-        for loss in &self.losses {
-            left.remove_all(&loss.ids);
+    /// Enters blocks as lost. Returns what was not lost before.
+    pub fn enter(&mut self, ids: &[u64], blame: &Blame) -> Entered {
+        let is_new = |id: &u64| !self.losses.iter().any(|loss| loss.ids.contains(*id));
+        let new: Vec<u64> = ids.iter().copied().filter(is_new).collect();
+        if self.charge.try_grow(LOST_ID_BYTES * new.len() as u64).is_err() {
+            self.add_unlisted(new.len() as u64, &blame.reason);
+            return Entered { losses: Vec::new(), unlisted: new.len() as u64 };
         }
+        let mut left = IdSet::from_unsorted(new);
         if let There::AtLeast(there) | There::Exactly(there) = &mut self.there {
             there.remove_all(&left);
         }
@@ -230,7 +312,13 @@ impl Ledger {
         new.push(Loss { ids: left, bytes: None, reason: Arc::clone(&blame.reason), at_ms });
         new.retain(|loss| !loss.ids.is_empty());
         new.iter().for_each(|loss| self.add(loss));
-        new
+        Entered { losses: new, unlisted: 0 }
+    }
+
+    fn add_unlisted(&mut self, count: u64, reason: &Arc<str>) {
+        if count > 0 {
+            self.unlisted.get_or_insert_with(|| (Arc::clone(reason), 0)).1 += count;
+        }
     }
 
     fn add(&mut self, loss: &Loss) {
@@ -243,25 +331,28 @@ impl Ledger {
         }
     }
 
-    /// Blocks are in a tier (again); returns how many were lost until now.
+    /// Blocks are in a tier (again). Returns how many were lost until now.
     pub fn commit(&mut self, ids: &[u64]) -> u64 {
-        let there = match &mut self.there {
-            There::All => None,
-            There::AtLeast(there) | There::Exactly(there) => Some(there),
-        };
-        let ids: IdSet = ids.iter().copied().collect();
-        if let Some(there) = there {
-            there.add_all(&ids);
+        if let There::AtLeast(there) | There::Exactly(there) = &mut self.there
+            && !there.add(ids)
+        {
+            self.there = There::InTiers;
         }
-        if let Some(verifying) = &mut self.verifying {
-            verifying.meanwhile.add_all(&ids);
+        if let Some(verifying) = &mut self.verifying
+            && !verifying.meanwhile.add(ids)
+        {
+            // It is looked again, and finds them.
+            verifying.is_stale = true;
         }
-        let healed = self.losses.iter_mut().map(|loss| loss.ids.remove_all(&ids)).sum();
+        let committed =
+            if self.losses.is_empty() { IdSet::default() } else { IdSet::from_unsorted(ids.to_vec()) };
+        let healed: u64 = self.losses.iter_mut().map(|loss| loss.ids.remove_all(&committed)).sum();
         self.losses.retain(|loss| !loss.ids.is_empty());
+        drop(self.charge.split_up_to(LOST_ID_BYTES * healed));
         healed
     }
 
-    /// How a read is answered that wants those blocks which `wanted` chooses.
+    /// Returns how a read is answered that wants those blocks which `wanted` chooses.
     pub fn verdict(&self, wanted: impl Fn(&IdSet) -> IdSet) -> Verdict {
         if self.verifying.as_ref().is_some_and(|verifying| verifying.is_all) {
             return Verdict::Wait(None);
@@ -278,26 +369,57 @@ impl Ledger {
         if let Some(reason) = reason {
             return Verdict::Lost(lost, Arc::clone(reason));
         }
-        match self.verifying.as_ref().map_or(0, |verifying| wanted(&verifying.asked).len()) {
+        if let Some((reason, count)) = &self.unlisted {
+            return Verdict::LostUnlisted(*count, Arc::clone(reason));
+        }
+        let asked = self.verifying.as_ref().map_or(&[][..], |verifying| &verifying.asked);
+        match wanted(&IdSet::from_ascending(asked.iter().copied())).len() {
             0 => Verdict::Serve,
             unknown => Verdict::Wait(Some(unknown)),
         }
     }
 
-    /// What is lost, by reason.
+    /// Returns what is lost, by reason.
     #[must_use]
     pub fn losses(&self) -> &[Loss] {
         &self.losses
     }
 
-    /// How many blocks that is.
+    /// Returns how many blocks are lost, listed or not.
     #[must_use]
     pub fn lost_blocks(&self) -> u64 {
-        self.losses.iter().map(|loss| loss.ids.len()).sum()
+        let unlisted = self.unlisted.as_ref().map_or(0, |(_, count)| *count);
+        unlisted + self.losses.iter().map(|loss| loss.ids.len()).sum::<u64>()
     }
 }
 
-/// The first ranges of consecutive ids.
+impl Verifying {
+    fn new(heap: &Budget) -> Self {
+        Self {
+            is_all: false,
+            asked: Vec::new(),
+            asked_charge: heap.nothing(),
+            meanwhile: HeldIds::new(heap),
+            is_stale: false,
+            has_failed: false,
+        }
+    }
+
+    /// Adds blocks that are in question. A look that does not find all that is there (`is_sought`) seeks only those that were
+    /// in question before it began. Returns false if there is no heap for them.
+    fn ask(&mut self, ids: &[u64], is_sought: bool) -> bool {
+        let is_paid = self.asked_charge.try_grow(ASKED_ID_BYTES * ids.len() as u64).is_ok();
+        if is_paid {
+            self.is_stale |= is_sought && !ids.is_empty();
+            self.asked.extend_from_slice(ids);
+            self.asked.sort_unstable();
+            self.asked.dedup();
+        }
+        is_paid
+    }
+}
+
+/// Returns the first ranges of consecutive ids.
 #[must_use]
 pub fn ranges(ids: &IdSet) -> Vec<(i64, i64)> {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
@@ -349,42 +471,48 @@ mod tests {
         prop::collection::vec(step, 0..30)
     }
 
-    fn set(ids: &Ids) -> IdSet {
-        ids.iter().copied().collect()
-    }
-
     fn blame(reason: &str) -> Blame {
         Blame { extents: Vec::new(), reason: Arc::from(reason), at_ms: 7 }
     }
 
+    fn list(ids: &Ids) -> Vec<u64> {
+        ids.iter().copied().collect()
+    }
+
+    fn held(heap: &Budget, ids: &Ids) -> Option<HeldIds> {
+        let mut held = HeldIds::new(heap);
+        held.add(&list(ids)).then_some(held)
+    }
+
     /// The ledger beside what is true, and a caller that looks as it is told.
     struct Model {
+        heap: Budget,
         ledger: Ledger,
         there: Ids,
         acknowledged: Ids,
-        /// What the look under way has found.
-        look: Option<Ids>,
+        /// What is there when the look under way began, and what it seeks.
+        look: Option<(Ids, Ids)>,
         has_looker: bool,
     }
 
     impl Model {
         /// `left` by an earlier process: acknowledged blocks, those on local disks and those in remote files.
-        fn new(left: Option<(Ids, Ids, Ids)>, has_remote: bool) -> Self {
+        fn new(heap: Budget, left: Option<(Ids, Ids, Ids)>, has_remote: bool) -> Self {
             let Some((acknowledged, local, remote)) = left else {
-                let none = Ids::new;
-                let ledger = Ledger::default();
-                return Self { ledger, there: none(), acknowledged: none(), look: None, has_looker: false };
+                let (ledger, none) = (Ledger::new(&heap), Ids::new);
+                let (there, acknowledged) = (none(), none());
+                return Self { heap, ledger, there, acknowledged, look: None, has_looker: false };
             };
-            let mut ledger = Ledger::left(set(&local), !has_remote);
+            let mut ledger = Ledger::left(&heap, held(&heap, &local), !has_remote);
             let remote = if has_remote { remote } else { Ids::new() };
-            let has_looker = ledger.acknowledge(&set(&acknowledged)).unwrap_or_else(|missing| {
-                ledger.enter(missing, &blame("killed"));
+            let has_looker = ledger.acknowledge(&list(&acknowledged)).unwrap_or_else(|missing| {
+                ledger.enter(&missing, &blame("killed"));
                 false
             });
-            Self { ledger, there: &local | &remote, acknowledged, look: None, has_looker }
+            Self { heap, ledger, there: &local | &remote, acknowledged, look: None, has_looker }
         }
 
-        fn question(&mut self, ids: Option<&IdSet>) {
+        fn question(&mut self, ids: Option<&[u64]>) {
             assert_eq!(self.ledger.question(ids), !self.has_looker, "exactly one looks");
             self.has_looker = true;
         }
@@ -392,8 +520,9 @@ mod tests {
         fn step(&mut self, step: Step) {
             match step {
                 Step::Look if self.has_looker => {
-                    self.ledger.begin_look();
-                    self.look = Some(self.there.clone());
+                    let asked = self.ledger.begin_look();
+                    let sought: Ids = asked.into_iter().chain(self.acknowledged.iter().copied()).collect();
+                    self.look = Some((self.there.clone(), sought));
                 }
                 Step::Fail if self.look.take().is_some() => {
                     self.ledger.fail_look();
@@ -403,13 +532,12 @@ mod tests {
                 Step::Look | Step::Fail => {}
                 Step::Commit(ids) => {
                     let before = self.ledger.lost_blocks();
-                    let list: Vec<u64> = ids.iter().copied().collect();
-                    assert_eq!(self.ledger.commit(&list), before - self.ledger.lost_blocks());
+                    assert_eq!(self.ledger.commit(&list(&ids)), before - self.ledger.lost_blocks());
                     self.there.extend(ids);
                 }
-                Step::Report(ids) => match self.ledger.acknowledge(&set(&ids)) {
+                Step::Report(ids) => match self.ledger.acknowledge(&list(&ids)) {
                     Err(missing) => {
-                        assert!(missing.iter().all(|id| ids.contains(&id) && !self.there.contains(&id)));
+                        assert!(missing.iter().all(|id| ids.contains(id) && !self.there.contains(id)));
                     }
                     Ok(is_first) => {
                         assert!(!(is_first && self.has_looker), "exactly one looks");
@@ -428,13 +556,15 @@ mod tests {
         }
 
         fn settle(&mut self) {
-            let Some(found) = self.look.take() else { return };
+            let Some((there, sought)) = self.look.take() else { return };
             let before = self.ledger.lost_blocks();
-            match self.ledger.settle(set(&found), &set(&self.acknowledged), &blame("disk")) {
+            let found = held(&self.heap, &there).filter(|_| !self.ledger.is_in_tiers());
+            let look = Look { found, missing: list(&(&sought - &there)), more_missing: 0 };
+            match self.ledger.settle(look, &blame("disk")) {
                 None => self.look = None,
                 Some(new) => {
-                    let new: u64 = new.iter().map(|loss| loss.ids.len()).sum();
-                    assert_eq!(self.ledger.lost_blocks(), before + new);
+                    let listed: u64 = new.losses.iter().map(|loss| loss.ids.len()).sum();
+                    assert_eq!(self.ledger.lost_blocks(), before + listed + new.unlisted);
                     assert_ne!(self.ledger.phase(), Phase::Verifying);
                     self.has_looker = false;
                 }
@@ -464,11 +594,11 @@ mod tests {
         /// No acknowledged block that is gone is ever served as if it were there, and none that is there is called lost.
         #[test]
         fn what_is_gone_is_told_and_what_is_there_is_served(
-            left: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(),
+            left: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(), heap in prop_oneof![Just(u64::MAX), 0u64..400],
         ) {
             let ids = |bits: u16| (0..12).filter(|n| bits >> n & 1 == 1).collect::<Ids>();
             let left = left.map(|(acknowledged, local, remote)| (ids(acknowledged), ids(local), ids(remote)));
-            let mut model = Model::new(left, has_remote);
+            let mut model = Model::new(Budget::new(heap), left, has_remote);
             model.check();
             for step in steps {
                 model.step(step);
@@ -490,11 +620,12 @@ mod tests {
             blocks: vec![(BlockId(id), 10), (BlockId(id + 1), 20)],
             reason: Arc::from(reason),
         };
-        let mut ledger = Ledger::left(IdSet::default(), true);
+        let heap = Budget::new(u64::MAX);
+        let mut ledger = Ledger::left(&heap, Some(HeldIds::new(&heap)), true);
         let why =
             Blame { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
-        let new = ledger.enter(IdSet::from([1, 2, 3, 9]), &why);
-        let told: Vec<_> = new.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
+        let new = ledger.enter(&[1, 2, 3, 9], &why);
+        let told: Vec<_> = new.losses.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
         assert_eq!(
             told,
             [(vec![(1, 2)], Some(30), "/a"), (vec![(3, 3)], Some(10), "/a"), (vec![(9, 9)], None, "killed")]
@@ -502,7 +633,7 @@ mod tests {
         let listed: Vec<_> =
             ledger.losses().iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
         assert_eq!(listed, [(vec![(1, 3)], Some(40), "/a"), (vec![(9, 9)], None, "killed")]);
-        assert!(ledger.enter(IdSet::from([1, 9]), &why).is_empty(), "known already");
+        assert!(ledger.enter(&[1, 9], &why).losses.is_empty(), "known already");
         let wants_9 = ledger.verdict(|ids| ids.and(&IdSet::from([9, 10])));
         assert_eq!(wants_9, Verdict::Lost(IdSet::from([9]), Arc::from("killed")));
         assert_eq!(ledger.verdict(|ids| ids.and(&IdSet::from([4]))), Verdict::Serve);

@@ -11,7 +11,9 @@ use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
+use super::contents::LogShares;
 use super::frame::{Entry, Gap, Incarnation};
+use super::generation::COPIES;
 use super::history::History;
 use super::legacy::Legacy;
 use super::read::{Directory, Survey};
@@ -33,6 +35,7 @@ pub struct MetadataLog {
     gap: Option<Arc<str>>,
     is_begun: Arc<AtomicBool>,
     was_tried: watch::Receiver<bool>,
+    living: LogShares,
 }
 
 impl MetadataLog {
@@ -53,6 +56,7 @@ impl MetadataLog {
         }
         let gap = found.gap.as_deref().map(Arc::from);
         let (is_begun, was_tried) = (Arc::clone(&writer.is_begun), writer.was_tried.subscribe());
+        let living = writer.contents.living.clone();
         let (requests, receiver) = mpsc::channel(WAITING_MAX);
         let cancelled = tasks.cancelled();
         tasks.spawn("metadata log", async move {
@@ -62,7 +66,7 @@ impl MetadataLog {
                 () = writer.run(receiver) => {}
             }
         });
-        (Self { requests, gap, is_begun, was_tried }, found)
+        (Self { requests, gap, is_begun, was_tried, living }, found)
     }
 
     /// Whether what an earlier process left is on the device: it may have ended between a write and its sync, and only a new
@@ -136,6 +140,12 @@ impl MetadataLog {
         if self.requests.send(Request::Blind(done)).await.is_ok() {
             let _: Result<(), _> = counted.await;
         }
+    }
+
+    /// Returns the bytes that a shuffle takes in all copies of the log.
+    #[must_use]
+    pub fn disk_bytes(&self, incarnation: u64) -> u64 {
+        COPIES as u64 * self.living.of(incarnation)
     }
 
     /// What a shuffle has said so far, to be read while the log goes on.

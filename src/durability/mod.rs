@@ -21,6 +21,7 @@
 //! | `on_damage` | who hears of blocks that are gone |
 //! | `id_chunk`, `id_set` | block ids in at most 8 bytes each (pure) |
 //! | `id_run`, `scratch` | block ids in files without a name |
+//! | `present` | ids that are in the tiers, charged to their application (pure) |
 //! | `shuffle_ledger` | those of all partitions of a shuffle, shared |
 //!
 //! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
@@ -42,6 +43,7 @@ mod mark;
 mod measure;
 mod on_damage;
 mod plain;
+mod present;
 pub mod proof;
 mod read;
 mod record;
@@ -55,11 +57,12 @@ pub use self::frame::{Epoch, Incarnation, Member};
 pub use self::history::{Heard, History, HistoryReader};
 pub use self::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::id_set::{IdSet, union};
-pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
+pub use self::ledger::{Blame, Entered, Ledger, Look, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
 pub use self::log::{MetadataLog, Said};
 pub use self::on_damage::{Hearer, OnDamage};
 pub use self::plain::plain_ids;
+pub use self::present::{HeldIds, PresentIds, SLICE_IDS, slices};
 pub use self::read::{Directory, Health, METADATA, Survey, newest_epoch};
 pub use self::record::{Record, RecordError, Registration, Report};
 pub use self::scratch::Scratch;

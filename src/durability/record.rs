@@ -1,5 +1,6 @@
 //! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Versions 1 and 2 are FROZEN (see
-//! the golden tests). Only a report that has record numbers is written as version 2: earlier programs do not know it.
+//! the golden tests). Earlier programs do not know version 2: it is written only of a report that has record numbers, and of
+//! a registration that repeats all that was said before, so that the records before it can be dropped.
 //!
 //! A record is one byte kind, one byte version, then the fields in postcard's format: integers as LEB128 (signed ones
 //! zigzag), text and lists with their length before them. Not prost, which the rest of the worker has: version 1 was written
@@ -7,6 +8,7 @@
 //! field, which a program that finds older directories would have to read beside this one. Block ids are sorted and
 //! written as differences. Not here: how records reach a disk (`tiers`), what they do (`service`). Pure: no I/O.
 
+use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uniffle_wire::types::{Distribution, PartitionId};
@@ -14,6 +16,8 @@ use uniffle_wire::types::{Distribution, PartitionId};
 pub(super) const VERSION: u8 = 1;
 /// Of a report with record numbers.
 const WITH_RECORDS: u8 = 2;
+/// Of a registration that replaces those before it; the fields are the same.
+const REPLACES: u8 = 2;
 const REGISTRATION: u8 = 1;
 pub(super) const REPORT: u8 = 2;
 
@@ -86,6 +90,27 @@ impl Record {
         }
     }
 
+    /// Returns the bytes of a registration that says all that those of its shuffle before it said.
+    #[must_use]
+    pub fn encode_replacing(registration: &Registration) -> Vec<u8> {
+        record((REGISTRATION, REPLACES), registration)
+    }
+
+    /// Whether bytes of a record are a registration that replaces those before it.
+    #[must_use]
+    pub fn replaces_registrations(bytes: &[u8]) -> bool {
+        bytes.starts_with(&[REGISTRATION, REPLACES])
+    }
+
+    /// Returns the record that says the same and replaces nothing.
+    #[must_use]
+    pub fn without_replacing(bytes: &Bytes) -> Bytes {
+        match bytes.strip_prefix(&[REGISTRATION, REPLACES]) {
+            Some(fields) => [&[REGISTRATION, VERSION], fields].concat().into(),
+            None => bytes.clone(),
+        }
+    }
+
     /// Whether bytes of a record are a registration.
     #[must_use]
     pub fn is_registration(bytes: &[u8]) -> bool {
@@ -99,7 +124,7 @@ impl Record {
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
         let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(RecordError::Malformed)?;
         let record = match (kind, version) {
-            (REGISTRATION, VERSION) => whole(fields).map(Self::Registration),
+            (REGISTRATION, VERSION | REPLACES) => whole(fields).map(Self::Registration),
             (REPORT, VERSION) => {
                 whole(fields).and_then(|fields| Report::from_fields(fields, Vec::new())).map(Self::Report)
             }
@@ -220,6 +245,20 @@ mod tests {
             records: vec![],
         };
         assert_eq!(hex(&Record::Report(report)), "020102d804020a020280010c00");
+    }
+
+    #[test]
+    fn registration_of_version_2_is_frozen() {
+        let registration =
+            Registration { ranges: vec![(0, 63)], user: "ann".into(), ..Registration::default() };
+        let replacing = Record::encode_replacing(&registration);
+        let hex: String = replacing.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, "010201007e0003616e6e0000000000");
+        assert!(Record::is_registration(&replacing) && Record::replaces_registrations(&replacing));
+        let record = Record::Registration(registration);
+        assert_eq!(Record::decode(&replacing).as_ref(), Ok(&record));
+        assert_eq!(Record::without_replacing(&replacing.into()), record.encode());
+        assert!(!Record::replaces_registrations(&record.encode()));
     }
 
     /// Version 1 with a list behind it: partitions, each with attempts and numbers.

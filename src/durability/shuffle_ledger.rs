@@ -10,10 +10,14 @@ use uniffle_wire::types::PartitionId;
 
 use super::id_set::IdSet;
 use super::ledger::{Ledger, Loss, Phase, Verdict};
+use super::present::{HeldIds, PresentIds};
+use crate::budget::Budget;
 
 /// A ledger for each partition that was ever in question, under one lock.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ShuffleLedger {
+    /// Ids are charged to it.
+    heap: Budget,
     state: Mutex<State>,
     /// Some partition has a ledger. Once it is true it stays so.
     is_watched: AtomicBool,
@@ -22,6 +26,8 @@ pub struct ShuffleLedger {
     /// A look has ended.
     looked: Notify,
     incomplete: OnceLock<String>,
+    /// How often everything in a partition was in question.
+    alarms: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -33,12 +39,32 @@ struct State {
 }
 
 impl ShuffleLedger {
+    /// Returns a table of no partitions, whose ids are charged to `heap`.
+    #[must_use]
+    pub fn new(heap: &Budget) -> Self {
+        Self {
+            heap: heap.clone(),
+            state: Mutex::default(),
+            is_watched: AtomicBool::default(),
+            lost_blocks: AtomicU64::default(),
+            verifying: AtomicU64::default(),
+            looked: Notify::default(),
+            incomplete: OnceLock::default(),
+            alarms: AtomicU64::default(),
+        }
+    }
+
+    /// Returns what ids are charged to.
+    pub fn heap(&self) -> &Budget {
+        &self.heap
+    }
+
     /// An earlier process left these blocks: all that there are, or there may be more in remote files.
-    pub fn take_over(&self, blocks: HashMap<PartitionId, IdSet>, is_all: bool) {
+    pub fn take_over(&self, blocks: PresentIds, is_all: bool) {
         let mut state = self.state.lock();
         state.others_are_empty = Some(is_all);
-        state.partitions =
-            blocks.into_iter().map(|(id, blocks)| (id, Ledger::left(blocks, is_all))).collect();
+        let left = |(id, blocks)| (id, Ledger::left(&self.heap, blocks, is_all));
+        state.partitions = blocks.charged_to(&self.heap).map(left).collect();
         self.is_watched.store(true, Ordering::Release);
     }
 
@@ -48,8 +74,9 @@ impl ShuffleLedger {
             |it: &Ledger| (it.lost_blocks(), u64::from(it.phase() == Phase::Verifying), it.is_looking());
         let mut state = self.state.lock();
         let known = state.partitions.remove(&partition);
-        let left = |is_all| Ledger::left(IdSet::default(), is_all);
-        let mut ledger = known.or_else(|| state.others_are_empty.map(left)).unwrap_or_default();
+        let left = |is_all| Ledger::left(&self.heap, Some(HeldIds::new(&self.heap)), is_all);
+        let unknown = || state.others_are_empty.map_or_else(|| Ledger::new(&self.heap), left);
+        let mut ledger = known.unwrap_or_else(unknown);
         let before = sizes(&ledger);
         let done = act(&mut ledger);
         let after = sizes(&ledger);
@@ -64,6 +91,17 @@ impl ShuffleLedger {
             self.looked.notify_waiters();
         }
         done
+    }
+
+    /// Everything in a partition is in question; as [`Ledger::question`].
+    pub fn question_all(&self, partition: PartitionId) -> bool {
+        self.alarms.fetch_add(1, Ordering::AcqRel);
+        self.with(partition, |it| it.question(None))
+    }
+
+    /// How often everything in a partition was in question.
+    pub fn alarms(&self) -> u64 {
+        self.alarms.load(Ordering::Acquire)
     }
 
     /// Whether ledgers must hear of commits and reports.
@@ -129,11 +167,17 @@ impl ShuffleLedger {
 mod tests {
     use std::sync::Arc;
 
-    use super::super::ledger::Blame;
+    use super::super::ledger::{Blame, Look};
     use super::*;
 
     const P: PartitionId = PartitionId(3);
     const OTHER: PartitionId = PartitionId(4);
+
+    fn look(heap: &Budget, found: &[u64], missing: &[u64]) -> Look {
+        let mut held = HeldIds::new(heap);
+        assert!(held.add(found));
+        Look { found: Some(held), missing: missing.to_vec(), more_missing: 0 }
+    }
 
     fn blame() -> Blame {
         Blame { extents: Vec::new(), reason: Arc::from("disk /a is missing"), at_ms: 7 }
@@ -141,32 +185,36 @@ mod tests {
 
     #[test]
     fn what_is_counted_follows_the_ledgers() {
-        let shuffle = ShuffleLedger::default();
+        let heap = Budget::new(1 << 20);
+        let shuffle = ShuffleLedger::new(&heap);
         let commit = |id, ids: &[u64]| shuffle.with(id, |it| it.commit(ids));
         assert_eq!((commit(P, &[1]), shuffle.is_watched()), (0, false), "nothing is kept of it");
         assert!(shuffle.state.lock().partitions.is_empty());
-        assert_eq!(shuffle.with(P, |it| it.enter(IdSet::from([1, 2, 9]), &blame())).len(), 1);
+        assert_eq!(shuffle.with(P, |it| it.enter(&[1, 2, 9], &blame())).losses.len(), 1);
         assert!(shuffle.with(OTHER, |it| it.question(None) && !it.question(None)));
         assert_eq!((shuffle.lost_blocks(), shuffle.verifying(), shuffle.losses().len()), (3, 1, 1));
         assert_eq!(shuffle.verdict(OTHER, IdSet::clone), Verdict::Wait(None));
         let new = shuffle.with(OTHER, |it| {
             it.begin_look();
-            it.settle(IdSet::default(), &IdSet::from([7]), &blame())
+            it.settle(look(&heap, &[], &[7]), &blame())
         });
-        assert_eq!((new.unwrap().len(), shuffle.lost_blocks(), shuffle.verifying()), (1, 4, 0));
+        assert_eq!((new.unwrap().losses.len(), shuffle.lost_blocks(), shuffle.verifying()), (1, 4, 0));
         assert_eq!((commit(P, &[1, 2, 9]), commit(OTHER, &[1, 7])), (3, 1));
         assert_eq!((shuffle.lost_blocks(), shuffle.losses()), (0, Vec::new()));
     }
 
     #[tokio::test]
     async fn what_may_be_in_remote_files_is_in_question_until_it_was_looked_for() {
-        let shuffle = ShuffleLedger::default();
-        shuffle.take_over(HashMap::from([(P, IdSet::from_iter([1, 2]))]), false);
-        let ids = IdSet::from([1, 3, 4]);
-        let question = |id, ids: &IdSet| shuffle.with(id, |it| it.question_unknown(ids));
-        assert!(!question(P, &IdSet::from([1])) && question(P, &ids));
+        let heap = Budget::new(1 << 20);
+        let shuffle = ShuffleLedger::new(&heap);
+        let mut left = PresentIds::new(&heap);
+        left.add(P, &[1, 2]);
+        shuffle.take_over(left, false);
+        let ids = [1, 3, 4];
+        let question = |id, ids: &[u64]| shuffle.with(id, |it| it.question_unknown(ids));
+        assert!(!question(P, &[1]) && question(P, &ids));
         assert_eq!(shuffle.verdict(P, IdSet::clone), Verdict::Serve, "the report may still be refused");
-        shuffle.with(P, Ledger::begin_look);
+        drop(shuffle.with(P, Ledger::begin_look));
         let mut waiting = std::pin::pin!(shuffle.looked(P));
         assert!(futures::poll!(&mut waiting).is_pending());
         shuffle.looked(OTHER).await;
@@ -176,10 +224,10 @@ mod tests {
         assert_eq!(shuffle.verdict(P, IdSet::clone), Verdict::Wait(Some(2)));
         let new = shuffle.with(P, |it| {
             it.begin_look();
-            it.settle(IdSet::from([3]), &IdSet::default(), &blame())
+            it.settle(look(&heap, &[3], &[]), &blame())
         });
-        assert_eq!(new.unwrap()[0].ids, IdSet::from([4]));
-        assert_eq!(shuffle.with(P, |it| it.acknowledge(&IdSet::from([2, 3, 5]))), Err(IdSet::from([5])));
+        assert_eq!(new.unwrap().losses[0].ids, IdSet::from([4]));
+        assert_eq!(shuffle.with(P, |it| it.acknowledge(&[2, 3, 5])), Err(vec![5]));
         assert!(question(OTHER, &ids), "nothing is known of it either");
     }
 }

@@ -89,7 +89,10 @@ impl Writer {
         let (next, found) = Self::on(self.directories.clone(), self.deadlines, &survey, None).await;
         let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
         let (is_begun, was_tried) = (Arc::clone(&self.is_begun), self.was_tried.clone());
+        let living = self.contents.living.clone();
         *self = Self { is_blind, generation, is_told: true, is_begun, was_tried, ..next };
+        living.become_like(&self.contents.living);
+        self.contents.living = living;
         tracing::warn!(
             shuffles = found.shuffles.len(),
             "the metadata log can be read: start again to take its shuffles over"

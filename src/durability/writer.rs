@@ -28,7 +28,7 @@ use uniffle_wire::types::ShuffleKey;
 
 /// Entries written together.
 const BATCH_MAX: usize = 1024;
-/// Less dead than this is not worth a new generation.
+/// Fewer dead bytes than this are not worth a new generation.
 const DEAD_BYTES_MIN: u64 = 8 << 20;
 
 /// How long things may take.

@@ -8,7 +8,7 @@ use fastrace::Span;
 use futures::FutureExt as _;
 use tokio::sync::SemaphorePermit;
 
-use crate::app::{Counted, Stage};
+use crate::app::Stage;
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
 use crate::tiers::{
@@ -65,7 +65,7 @@ impl Flusher {
                     app.account().enter(Stage::FlushWrite, bytes, began.elapsed());
                     let is_local = self.tiers.at(tier).served().is_some();
                     if let Some(shuffle) = app.shuffle(batch.key.shuffle).filter(|_| is_local) {
-                        shuffle.count_on_disk(app.usage().count(Counted::DiskBytes, bytes));
+                        shuffle.count_on_disk(|| self.tiers.occupied_bytes(&batch.key));
                     }
                 }
                 self.publish(&batch, bytes, tier);

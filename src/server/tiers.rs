@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::tiers::{HdfsStore, LetGo, LocalConfig, LocalStore, Tier, Tiers};
+use crate::tiers::{HdfsStore, LetGo, LocalConfig, LocalStore, Tier, TierHeap, Tiers};
 
 /// What the tiers get beside the configuration.
 pub(super) struct Beside {
@@ -66,6 +66,11 @@ pub(super) async fn start(
     Ok(Some(flusher))
 }
 
+/// What tiers hold in the heap is charged to.
+fn heap_of(memory: &Memory) -> TierHeap {
+    TierHeap { extents: memory.extents().clone(), heap: Some(memory.heap().clone()) }
+}
+
 /// Memory that an earlier process left has blocks of shuffles that its data directories know.
 fn local_config(config: &Config, let_go: LetGo, memory: &Memory) -> LocalConfig {
     let read_memory_bytes = config.memory.read_capacity_bytes;
@@ -80,7 +85,7 @@ async fn start_local(
     registry: &Registry,
 ) -> anyhow::Result<Arc<LocalStore>> {
     let disks = settings.real_disks();
-    LocalStore::open(settings, disks, memory.extents(), registry).await.context("localfile_store.data_paths")
+    LocalStore::open(settings, disks, heap_of(memory), registry).await.context("localfile_store.data_paths")
 }
 
 #[cfg(feature = "hdfs")]
@@ -193,7 +198,7 @@ async fn start_object(
     let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, let_go, memory) };
     let disks = local.real_disks();
     let opened =
-        OffloadTier::open(settings, (local, disks), object, (extents, tasks.clone()), registry).await;
+        OffloadTier::open(settings, (local, disks), object, (heap_of(memory), tasks.clone()), registry).await;
     Ok(opened.context("localfile_store.data_paths, object_store.url")?)
 }
 

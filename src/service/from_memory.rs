@@ -4,52 +4,54 @@
 //! Invariants: a shuffle's blocks are restored after it is registered and once; nobody else touches what was found of it
 //! meanwhile ([`Restoring::present`] waits); shuffles are restored one after the other, each on as many cores as it is worth.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use crate::budget::Budget;
-use crate::durability::IdSet;
+use crate::durability::PresentIds;
 use crate::memory::{IsElsewhere, Memory};
+use crate::tiers::Tiers;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
-
-/// Ids of the blocks that are there, by partition.
-pub(super) type Present = HashMap<PartitionId, IdSet>;
 
 /// A shuffle whose blocks in memory are to be restored.
 struct Job {
     key: ShuffleKey,
-    present: Present,
+    present: PresentIds,
     /// What its partitions are charged to.
     heap: Budget,
-    done: oneshot::Sender<Present>,
+    done: oneshot::Sender<PresentIds>,
 }
 
 /// What is there of a shuffle, when its blocks in memory are restored.
-pub(super) type Awaited = oneshot::Receiver<Present>;
+pub(super) type Awaited = oneshot::Receiver<PresentIds>;
 
 /// Restores shuffles one after the other, on a thread of its own.
 pub(super) struct FromMemory {
     memory: Arc<Memory>,
+    tiers: TierIds,
     /// A thread that was begun with the first shuffle.
     begun: Option<(mpsc::Sender<Job>, JoinHandle<()>)>,
 }
 
 impl FromMemory {
-    pub(super) fn new(memory: &Arc<Memory>) -> Self {
-        Self { memory: Arc::clone(memory), begun: None }
+    /// To be called on a runtime.
+    pub(super) fn new(memory: &Arc<Memory>, tiers: &Tiers) -> Self {
+        let tiers = TierIds { tiers: tiers.clone(), runtime: Handle::current() };
+        Self { memory: Arc::clone(memory), tiers, begun: None }
     }
 
     /// Begins to restore what an earlier process had of `key` in memory, of which `present` is elsewhere.
-    pub(super) fn begin(&mut self, key: ShuffleKey, present: Present, heap: Budget) -> Awaited {
+    pub(super) fn begin(&mut self, key: ShuffleKey, present: PresentIds, heap: Budget) -> Awaited {
         let (done, awaited) = oneshot::channel();
         let mut job = Job { key, present, heap, done };
         if self.begun.is_none() {
             let (jobs, begun) = mpsc::channel::<Job>();
-            let memory = Arc::clone(&self.memory);
-            let work = move || begun.iter().for_each(|job| job.run(&memory));
+            let (memory, tiers) = (Arc::clone(&self.memory), self.tiers.clone());
+            let work = move || begun.iter().for_each(|job| job.run(&memory, &tiers));
             let thread = std::thread::Builder::new().name("memory restore".to_owned()).spawn(work);
             self.begun = thread.ok().map(|thread| (jobs, thread));
         }
@@ -60,7 +62,7 @@ impl FromMemory {
                 Err(mpsc::SendError(back)) => job = back,
             }
         }
-        job.run(&self.memory);
+        job.run(&self.memory, &self.tiers);
         awaited
     }
 
@@ -74,24 +76,53 @@ impl FromMemory {
 }
 
 impl Job {
-    fn run(self, memory: &Memory) {
+    fn run(self, memory: &Memory, tiers: &TierIds) {
         let Self { key, mut present, heap, done } = self;
+        let in_tier: HashSet<PartitionId> = present.in_tier().collect();
         let on_disk = |partition: PartitionId| -> IsElsewhere<'_> {
-            match present.get(&partition) {
+            match present.held(partition) {
                 Some(ids) => Box::new(|id: BlockId| ids.contains(id.0.unsigned_abs())),
+                None if in_tier.contains(&partition) => {
+                    let ids = tiers.sorted(&key, partition);
+                    Box::new(move |id: BlockId| ids.binary_search(&id.0.unsigned_abs()).is_ok())
+                }
                 None => Box::new(|_| false),
             }
         };
-        let all_of = |partition: PartitionId, in_memory: Vec<BlockId>| {
-            let mut ids: Vec<u64> = in_memory.iter().map(|id| id.0.unsigned_abs()).collect();
-            ids.sort_unstable();
-            let mut all = present.get(&partition).cloned().unwrap_or_default();
-            all.add_sorted(&ids);
-            all
+        let ids_of = |_, in_memory: Vec<BlockId>| -> Vec<u64> {
+            in_memory.iter().map(|id| id.0.unsigned_abs()).collect()
         };
-        let restored = memory.restore(&key, on_disk, &heap, all_of);
-        present.extend(restored);
+        let restored = memory.restore(&key, on_disk, &heap, ids_of);
+        restored.into_iter().for_each(|(partition, ids)| present.add(partition, &ids));
         // The start may have failed meanwhile.
         let _ = done.send(present);
+    }
+}
+
+/// Reads ids of blocks from the tiers, for partitions whose ids are not held.
+#[derive(Clone)]
+struct TierIds {
+    tiers: Tiers,
+    runtime: Handle,
+}
+
+impl TierIds {
+    /// Returns the ids of the blocks of a partition that are in the tiers, sorted. Without those that cannot be read: their
+    /// blocks are then in memory and in a tier.
+    fn sorted(&self, key: &ShuffleKey, partition: PartitionId) -> Vec<u64> {
+        let (found, ids) = mpsc::channel();
+        let (tiers, key) = (self.tiers.clone(), key.clone());
+        self.runtime.spawn(async move {
+            let mut ids = Vec::new();
+            for tier in tiers.iter() {
+                if let Err(error) = tier.visit_present(&key, partition, &mut |id| ids.push(id)).await {
+                    tracing::error!(shuffle = %key, %partition, %error, "the ids of its blocks cannot be read");
+                }
+            }
+            ids.sort_unstable();
+            // Its receiver waits below.
+            let _ = found.send(ids);
+        });
+        ids.recv().unwrap_or_default()
     }
 }

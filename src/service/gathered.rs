@@ -14,6 +14,9 @@ use crate::durability::{Record, Report, plain_ids};
 /// Ids of all shuffles that wait: some 20 bytes each, with the records that they are from.
 pub(super) const GATHERED_MAX: usize = 1 << 18;
 
+/// A record counts as an id for so many bytes at least.
+const RECORD_BYTES_PER_ID: usize = 20;
+
 /// Of one shuffle.
 #[derive(Debug, Default)]
 pub(super) struct Gathered {
@@ -26,8 +29,8 @@ pub(super) struct Gathered {
 }
 
 impl Gathered {
-    /// Takes a report that may be entered together with those before it, and says how many ids it names; none if it has to be
-    /// entered alone.
+    /// Takes a report that may be entered together with those before it. Returns how many ids it counts for; none if it has to
+    /// be entered alone.
     pub(super) fn take(&mut self, report: &Report, record: &Bytes) -> Option<usize> {
         let fits = self.records.is_empty() || self.bitmap_count == report.bitmap_count;
         if !fits || report.partitions.iter().any(|(_, ids)| ids.iter().any(|id| *id < 0)) {
@@ -40,7 +43,7 @@ impl Gathered {
             self.ids.entry(*partition).or_default().extend_from_slice(ids);
             count += ids.len();
         }
-        Some(count)
+        Some(count.max(record.len() / RECORD_BYTES_PER_ID))
     }
 
     /// The same of a report as it was written, if it has nothing but ids; none of any other record.
@@ -55,7 +58,7 @@ impl Gathered {
             let of_one = ids.first().map(|(partition, _)| self.ids.entry(*partition).or_default());
             of_one.into_iter().for_each(|of_one| of_one.extend(ids.iter().map(|(_, id)| *id)));
         }
-        Some(self.read.len())
+        Some(self.read.len().max(record.len() / RECORD_BYTES_PER_ID))
     }
 
     /// Enters what was gathered; why not all of it could be, if so.

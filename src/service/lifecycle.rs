@@ -5,7 +5,6 @@
 //! registration that follows at once meets clean ground. Deleting files comes after, in tasks (`deletions`).
 
 use std::collections::HashMap;
-use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,12 +14,11 @@ use prometheus::HistogramTimer;
 
 use crate::app::{AppRegistry, PartitionRanges, Registration};
 use crate::clock::Instant;
-use crate::durability::{self, Record};
 use crate::flush::Flusher;
 use crate::memory::{Evicted, Memory};
 use crate::runtime::{Aside, Tasks};
 use crate::telemetry::AUDIT;
-use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier, Tiers};
+use crate::tiers::{Admission, Cause, Purge, RemoteStorage, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
@@ -32,6 +30,7 @@ use super::insight::Insight;
 use super::known::Known;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
+use super::noted::Noting;
 use super::quota::{self, QuotaConfig};
 use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
@@ -138,10 +137,8 @@ impl Lifecycle {
             kept_elsewhere_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
             from: request.from,
         };
-        let metadata = self.tiers.metadata().map(|tier| {
-            let remote_storage = is_remote.then(|| remote_note(wanted_storage, &request.ranges));
-            (tier, registration_note(&registration, remote_storage.unwrap_or_default()))
-        });
+        let remote = is_remote.then(|| (wanted_storage.cloned(), &*request.ranges));
+        let noted = self.tiers.metadata().map(|tier| (tier, Noting::of(&registration, remote)));
         self.apps.register(registration, || {
             self.memory.register(&key, request.distribution);
             admissions.iter().for_each(|admit| admit(&key, &request.ranges));
@@ -149,8 +146,8 @@ impl Lifecycle {
         if let Some(app) = self.apps.find(&key.app) {
             self.weights.weigh(&app);
         }
-        if let Some((tier, note)) = metadata {
-            self.note_registration(&key, &**tier, note).await?;
+        if let Some((tier, noting)) = noted {
+            self.note_registration(&key, &**tier, noting).await?;
         }
         self.metrics.apps_registered.inc_by(u64::from(new_app));
         self.metrics.partitions_registered.inc_by(partitions);
@@ -159,39 +156,6 @@ impl Lifecycle {
         }
         tracing::debug!(shuffle = %key, partitions, "registered");
         Ok(())
-    }
-
-    /// Makes a registration survive the process, once for each that says something else.
-    async fn note_registration(
-        &self,
-        key: &ShuffleKey,
-        tier: &dyn Tier,
-        note: Vec<u8>,
-    ) -> Result<(), ServiceError> {
-        let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
-        // Unregistered in the meantime: nothing is left to survive.
-        let (Some(log), Some(state)) = (tier.metadata_log(key), state) else { return Ok(()) };
-        let digest = digest(&note);
-        if state.noted_registration() == digest {
-            return Ok(());
-        }
-        // First: a start that finds the registration finds why its results are refused.
-        let marked = match state.ledger().incomplete() {
-            Some(reason) if state.is_unproven() => log.mark_incomplete(reason).await,
-            _ => Ok(()),
-        };
-        let appended = match marked {
-            Ok(()) => log.append(note.into()).await,
-            error => error,
-        };
-        match appended {
-            Err(error) if error.kind == StoreErrorKind::Purged => Ok(()),
-            Err(error) => Err(error.into()),
-            Ok(()) => {
-                state.set_noted_registration(digest);
-                Ok(())
-            }
-        }
     }
 
     /// The app is alive.
@@ -406,38 +370,6 @@ fn check_sizes(request: &RegisterRequest<'_>) -> Result<(), ServiceError> {
 
 fn remote_bytes(storage: &RemoteStorage) -> usize {
     storage.conf.iter().map(|(key, value)| key.len() + value.len()).sum()
-}
-
-/// What has to be known of a remote storage to register it again: as the client said it, and the ranges, which name
-/// directories.
-fn remote_note(storage: Option<&RemoteStorage>, ranges: &[(i32, i32)]) -> Vec<u8> {
-    let wide: Vec<_> = ranges.iter().filter(|(start, end)| start < end).collect();
-    serde_json::to_vec(&(storage, wide)).unwrap_or_default()
-}
-
-fn registration_note(registration: &Registration, remote_storage: Vec<u8>) -> Vec<u8> {
-    let mut properties: Vec<(String, String)> =
-        registration.properties.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
-    properties.sort();
-    let timeout = registration.heartbeat_timeout;
-    let note = durability::Registration {
-        ranges: registration.ranges.to_vec(),
-        distribution: registration.distribution,
-        user: registration.user.clone(),
-        properties,
-        sent_properties: registration.sent_properties,
-        heartbeat_timeout_ms: timeout.map(|it| u64::try_from(it.as_millis()).unwrap_or(u64::MAX)),
-        stage_attempt: 0,
-        remote_storage,
-    };
-    Record::Registration(note).encode()
-}
-
-/// Tells one note from another; 0 is none.
-fn digest(note: &[u8]) -> u64 {
-    let mut hasher = std::hash::DefaultHasher::new();
-    note.hash(&mut hasher);
-    hasher.finish().max(1)
 }
 
 /// What an app wants instead of `app_heartbeat_timeout_min`; text that is no number of minutes is as good as nothing.

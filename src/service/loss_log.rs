@@ -44,9 +44,24 @@ impl LossLog {
 
     /// Logs `loss`, soon and with others of the shuffle.
     pub(super) fn add(self: &Arc<Self>, key: &ShuffleKey, partition: PartitionId, loss: &Loss) {
+        self.add_blocks(key, partition, loss.ids.len(), loss.bytes.unwrap_or(0), &loss.reason);
+    }
+
+    /// Logs lost blocks, soon and with others of the shuffle; `bytes` of those whose size is known.
+    pub(super) fn add_blocks(
+        self: &Arc<Self>,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        blocks: u64,
+        bytes: u64,
+        reason: &Arc<str>,
+    ) {
         let mut gathered = self.gathered.lock();
         let is_first = !gathered.contains_key(key);
-        gathered.entry(key.clone()).or_default().add(partition, loss);
+        let of_shuffle = gathered.entry(key.clone()).or_default();
+        of_shuffle.blocks += blocks;
+        of_shuffle.bytes += bytes;
+        of_shuffle.add(partition, reason);
         drop(gathered);
         if is_first {
             self.tasks.spawn("log losses", Arc::clone(self).log(key.clone()));
@@ -82,12 +97,10 @@ impl LossLog {
 }
 
 impl Gathered {
-    fn add(&mut self, partition: PartitionId, loss: &Loss) {
+    fn add(&mut self, partition: PartitionId, reason: &Arc<str>) {
         self.partitions.add(partition.0.unsigned_abs());
-        self.blocks += loss.ids.len();
-        self.bytes += loss.bytes.unwrap_or(0);
-        let reason = self.reason.get_or_insert_with(|| Arc::clone(&loss.reason));
-        self.has_more_reasons |= *reason != loss.reason;
+        let first = self.reason.get_or_insert_with(|| Arc::clone(reason));
+        self.has_more_reasons |= first != reason;
     }
 
     fn log(&self, key: &ShuffleKey) {

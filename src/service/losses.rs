@@ -16,7 +16,7 @@ use parking_lot::RwLock;
 use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
-use crate::durability::{IdSet, Ledger, LostExtent, Phase, Verdict, ranges};
+use crate::durability::{IdSet, Ledger, LostExtent, Phase, PresentIds, SLICE_IDS, Verdict, ranges, slices};
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -245,48 +245,79 @@ impl Losses {
         refused
     }
 
-    /// Whether a report may be taken although some of its blocks are gone; enters them if so.
+    /// Decides whether a report may be taken although some of its blocks are gone, and enters them if so. Returns how often
+    /// everything of a partition was in question before ([`Losses::note_reported`]).
     pub(super) async fn judge_report(
         &self,
         app: &App,
         shuffle: &Arc<ShuffleState>,
         partitions: &[(PartitionId, Vec<i64>)],
-    ) -> Result<(), ServiceError> {
+    ) -> Result<u64, ServiceError> {
         let ledger = shuffle.ledger();
+        let alarms = ledger.alarms();
         if !ledger.is_watched() {
-            return Ok(());
+            return Ok(alarms);
         }
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
         let (gone, deadline) = (self.gone(), Verifier::patience());
         let blame = blame(Vec::new(), &gone);
-        let unknown =
-            partitions.iter().filter(|(id, ids)| ledger.with(*id, |it| it.question_unknown(&ids_of(ids))));
+        let unknown = partitions.iter().filter(|(id, ids)| {
+            ledger.with(*id, |it| !it.is_in_tiers() && it.question_unknown(&ids_of(ids)))
+        });
         let suspect = |partition| Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
         self.verifier.verify(unknown.map(|(partition, _)| suspect(*partition)).collect());
         for (partition, ids) in partitions {
             self.verifier.looked(shuffle, *partition, deadline).await;
-            let acknowledged = ledger.with(*partition, |it| it.acknowledge(&ids_of(ids)));
-            let Err(missing) = acknowledged else { continue };
+            let missing = match self.sought(shuffle, *partition, ids).await {
+                Some(missing) => missing,
+                None => ledger.with(*partition, |it| it.acknowledge(&ids_of(ids))).err().unwrap_or_default(),
+            };
+            if missing.is_empty() {
+                continue;
+            }
             if !resubmits {
                 self.metrics.reports_refused_for_loss.inc();
-                let text = describe(shuffle.key(), *partition, &missing, &gone);
+                let ids = IdSet::from_ascending(missing.iter().copied());
+                let text = describe(shuffle.key(), *partition, &ids, &gone);
                 return Err(ServiceError::Lost(format!("{text}; the task must run again")));
             }
-            self.verifier.enter(shuffle, *partition, missing, &blame);
+            self.verifier.enter(shuffle, *partition, &missing, &blame);
         }
-        Ok(())
+        Ok(alarms)
+    }
+
+    /// Returns those of `ids` that are nowhere, for a partition whose ids are not held. None if they are held, or if that
+    /// cannot be said now.
+    async fn sought(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[i64]) -> Option<Vec<u64>> {
+        let is_in_tiers = |it: &mut Ledger| it.is_in_tiers() && it.phase() != Phase::Verifying;
+        if !shuffle.ledger().with(partition, is_in_tiers) {
+            return None;
+        }
+        let missing = self.verifier.missing(shuffle.key(), partition, &ids_of(ids)).await;
+        let told = |error| tracing::warn!(shuffle = %shuffle.key(), %partition, %error, "reported blocks cannot be looked up");
+        missing.map_err(told).ok()
     }
 
     /// A report was taken after it was judged. What was found to be gone meanwhile was looked for without it: it is lost, or in
-    /// question.
-    pub(super) fn note_reported(&self, shuffle: &Arc<ShuffleState>, partitions: &[(PartitionId, Vec<i64>)]) {
+    /// question. `alarms` is what judging it returned.
+    pub(super) fn note_reported(
+        &self,
+        shuffle: &Arc<ShuffleState>,
+        partitions: &[(PartitionId, Vec<i64>)],
+        alarms: u64,
+    ) {
         let ledger = shuffle.ledger();
         if !ledger.is_watched() {
             return;
         }
+        let is_calm = ledger.alarms() == alarms;
         let blame = blame(Vec::new(), GONE_MEANWHILE);
         for (partition, ids) in partitions {
+            // The tiers were asked when the report was judged.
+            if is_calm && ledger.with(*partition, |it| it.is_in_tiers()) {
+                continue;
+            }
             match ledger.with(*partition, |it| it.acknowledge(&ids_of(ids))) {
                 Ok(false) => {}
                 Ok(true) => {
@@ -294,7 +325,7 @@ impl Losses {
                     let suspect = Suspect { shuffle, partition: *partition, blame: blame.clone() };
                     self.verifier.verify(vec![suspect]);
                 }
-                Err(missing) => self.verifier.enter(shuffle, *partition, missing, &blame),
+                Err(missing) => self.verifier.enter(shuffle, *partition, &missing, &blame),
             }
         }
     }
@@ -303,7 +334,7 @@ impl Losses {
     pub(super) async fn take_over(
         &self,
         shuffle: &Arc<ShuffleState>,
-        present: HashMap<PartitionId, IdSet>,
+        present: PresentIds,
         (lost, reason): (Vec<LostExtent>, &str),
         has_remote: bool,
     ) -> Vec<Suspect> {
@@ -317,13 +348,22 @@ impl Losses {
         let reason = if reason.is_empty() || *gone != *IN_MEMORY { &gone } else { reason };
         let mut suspects = Vec::new();
         let mut acknowledge = |partition: PartitionId, ids: &IdSet| {
-            let blame = || blame(extents.get(&partition).cloned().unwrap_or_default(), reason);
-            match ledger.with(partition, |it| it.acknowledge(ids)) {
-                Ok(false) => {}
-                Ok(true) => {
-                    suspects.push(Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame() });
+            let suspect = || {
+                let blame = blame(extents.get(&partition).cloned().unwrap_or_default(), reason);
+                Suspect { shuffle: Arc::clone(shuffle), partition, blame }
+            };
+            if ledger.with(partition, |it| it.is_in_tiers()) {
+                if ledger.question_all(partition) {
+                    suspects.push(suspect());
                 }
-                Err(missing) => self.verifier.enter(shuffle, partition, missing, &blame()),
+                return;
+            }
+            for ids in slices(ids, SLICE_IDS) {
+                match ledger.with(partition, |it| it.acknowledge(&ids)) {
+                    Ok(false) => {}
+                    Ok(true) => suspects.push(suspect()),
+                    Err(missing) => self.verifier.enter(shuffle, partition, &missing, &suspect().blame),
+                }
             }
         };
         shuffle.block_ids().lock().by_partition().for_each(|(partition, ids)| acknowledge(partition, ids));
@@ -363,7 +403,8 @@ impl Losses {
     }
 }
 
-fn ids_of(ids: &[i64]) -> IdSet {
+/// Returns reported ids, which are sorted.
+fn ids_of(ids: &[i64]) -> Vec<u64> {
     ids.iter().map(|id| id.unsigned_abs()).collect()
 }
 
@@ -376,6 +417,10 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> R
     let key = shuffle.key();
     match verdict {
         Verdict::Serve => Ok(()),
+        Verdict::LostUnlisted(count, reason) => Err(ServiceError::Lost(format!(
+            "{count} blocks of shuffle {key} partition {partition} are lost, and there is no heap to list them \
+             (see memory_store.heap_capacity): {reason}"
+        ))),
         Verdict::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
         Verdict::Wait(None) => Err(ServiceError::Unverified(format!(
             "a disk has failed, what is left of shuffle {key} partition {partition} is being counted"

@@ -31,6 +31,7 @@ mod lifecycle;
 mod loss_log;
 mod losses;
 pub(crate) mod metrics;
+mod noted;
 mod of_connection;
 mod pace;
 pub mod partition_limit;
@@ -319,8 +320,8 @@ fn verification(
     tasks: &Tasks,
 ) -> (Arc<Verifier>, Arc<Losses>) {
     let (memory, metrics, loss_log) = (memory.clone(), metrics.clone(), LossLog::new(tasks));
-    let (tiers, tasks) = (tiers.clone(), tasks.clone());
-    let verifier = Arc::new(Verifier { memory, tiers, tasks, metrics: metrics.clone(), loss_log });
+    let places = (memory, tiers.clone());
+    let verifier = Arc::new(Verifier::new(places, tasks.clone(), metrics.clone(), loss_log));
     let losses = Losses::new(apps.clone(), verifier.clone(), metrics);
     (verifier, Arc::new(losses))
 }

@@ -24,8 +24,8 @@ section! {
     #[table("quota", "What one application and one user may have of this worker; 0 = any. A user is the one that an application \
                       first registered with. What is over is refused with the key's name, and what is there stays.")]
     pub struct QuotaConfig {
-        /// Payload of an application on local disks. Over it tickets and sends are refused; what is in memory is still
-        /// brought to disks.
+        /// Bytes of an application on local disks: payload, what aligns it, index and metadata. Over it tickets, sends and
+        /// registrations that change something are refused; what is in memory is still brought to disks.
         #[key("quota.app_disk", size(0..=1024 * TIB), AtOnce)]
         pub app_disk: u64 = 0,
         /// Reported block ids of an application.

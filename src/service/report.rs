@@ -93,20 +93,26 @@ impl Ingest {
             return Ok(());
         }
         let paid = self.pay(&app, &shuffle, &reported).await?;
-        self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
+        let alarms = self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match log {
+            Some(log) if shuffle.repeats_reports() || !reported.records.is_empty() => {
+                let unknown = reported.unknown(&shuffle).await;
+                note_report(&self.known.aside, &*log, key.shuffle, request.task_attempt, unknown).await?;
+                reported
+            }
             Some(log) => {
                 note_report(&self.known.aside, &*log, key.shuffle, request.task_attempt, reported).await?
             }
             None => reported,
         };
+        shuffle.count_on_disk(|| self.tiers.occupied_bytes(&key));
         let state = Arc::clone(&shuffle);
         let enter = move || {
             reported.enter(&state, paid);
             reported
         };
         let reported = aside(&self.known.aside, is_small, enter).await?;
-        self.losses.note_reported(&shuffle, &reported.partitions);
+        self.losses.note_reported(&shuffle, &reported.partitions, alarms);
         Ok(())
     }
 
@@ -212,9 +218,23 @@ impl Reported {
             shuffle.block_ids().lock().enter_run(run, counted, ids, &mut paid.ids);
             return;
         }
+        let before = shuffle.block_ids().lock().count();
         for piece in pieces(&self.partitions) {
             shuffle.block_ids().lock().enter(&piece, &mut paid.ids);
         }
+        let new = shuffle.block_ids().lock().count().saturating_sub(before);
+        shuffle.note_repetition(new, self.partitions.iter().map(|(_, ids)| ids.len() as u64).sum());
+    }
+
+    /// Returns what `shuffle` does not know of it: the rest was written down before. The ids of an honest task are all new, and
+    /// are not looked up.
+    async fn unknown(&self, shuffle: &ShuffleState) -> Self {
+        let partitions = match shuffle.repeats_reports() {
+            true => spill::unknown(shuffle, &self.partitions).await,
+            false => self.partitions.clone(),
+        };
+        let records = shuffle.records().lock().unknown(&self.records);
+        Self { bitmap_count: self.bitmap_count, partitions, records }
     }
 }
 
@@ -227,7 +247,8 @@ fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecord
     ids + records.iter().map(|(_, tasks)| tasks.len() as u64).sum::<u64>()
 }
 
-/// Sorts partitions and their ids, and drops what is repeated: neither quotas nor the heap count it then.
+/// Sorts partitions and their ids, and drops what is repeated or empty: neither quotas nor the heap count it then, and it is not
+/// written down.
 fn name_once(partitions: &mut Vec<(PartitionId, Vec<i64>)>) {
     partitions.sort_unstable_by_key(|(partition, _)| *partition);
     partitions.dedup_by(|(repeated, more), (partition, ids)| {
@@ -237,6 +258,7 @@ fn name_once(partitions: &mut Vec<(PartitionId, Vec<i64>)>) {
         }
         is_repeated
     });
+    partitions.retain(|(_, ids)| !ids.is_empty());
     for (_, ids) in partitions {
         ids.sort_unstable();
         ids.dedup();
@@ -312,8 +334,14 @@ mod tests {
     #[test]
     fn what_a_report_repeats_is_named_once() {
         let (p, q) = (PartitionId(1), PartitionId(2));
-        let mut report =
-            vec![(q, vec![3, 1, 3]), (p, vec![9]), (q, vec![2, 1]), (p, Vec::new()), (p, vec![9, 8])];
+        let mut report = vec![
+            (q, vec![3, 1, 3]),
+            (p, vec![9]),
+            (q, vec![2, 1]),
+            (p, Vec::new()),
+            (p, vec![9, 8]),
+            (PartitionId(0), vec![]),
+        ];
         name_once(&mut report);
         assert_eq!(report, [(p, vec![8, 9]), (q, vec![1, 2, 3])]);
     }

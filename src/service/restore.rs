@@ -8,14 +8,15 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use crate::app::{App, Counted, PartitionRanges, Registration, ReportError, ShuffleState};
+use crate::app::{App, PartitionRanges, Registration, ReportError, ShuffleState};
+use crate::budget::Budget;
 use crate::clock::Instant;
-use crate::durability::{self, Record, Report, Said};
+use crate::durability::{self, PresentIds, Record, Report, Said};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
-use super::from_memory::{Awaited, FromMemory, Present};
+use super::from_memory::{Awaited, FromMemory};
 use super::gathered::{GATHERED_MAX, Gathered, enter_alone};
 use super::lifecycle::Lifecycle;
 use super::verify::Suspect;
@@ -71,7 +72,7 @@ struct Restoring {
 }
 
 /// About what a found partition takes beside its ids: its place in a table and its ledger.
-const FOUND_PARTITION_BYTES: u64 = 192;
+const FOUND_PARTITION_BYTES: u64 = 384;
 
 impl Lifecycle {
     /// Makes known what was found on the disks, be it nothing: first what shuffles said, record by record, then what of it is
@@ -95,6 +96,13 @@ impl Lifecycle {
             let there = known.get_mut(&key).and_then(|it| it.present.take()?.try_recv().ok());
             if let Some(present) = there.or_else(|| unrestored.present.remove(&key)) {
                 shuffle.present = present;
+            }
+            let in_tier = shuffle.present.in_tier().count();
+            if in_tier > 0 {
+                tracing::warn!(
+                    shuffle = %key, partitions = in_tier,
+                    "the application's part of memory_store.heap_capacity has no room for the ids of its blocks: they stay on disk"
+                );
             }
             if shuffle.incomplete.is_none() {
                 shuffle.incomplete.clone_from(&unread);
@@ -189,9 +197,7 @@ impl Lifecycle {
     /// What was found of an application, as quotas count it.
     fn count_on_disk(&self, app: &App) {
         for shuffle in app.shuffles() {
-            let local = self.tiers.iter().filter(|tier| tier.served().is_some());
-            let found = local.map(|tier| tier.usage(shuffle.key()).bytes).sum();
-            shuffle.count_on_disk(app.usage().count(Counted::DiskBytes, found));
+            shuffle.count_on_disk(|| self.tiers.occupied_bytes(shuffle.key()));
         }
     }
 
@@ -206,8 +212,10 @@ impl Lifecycle {
     /// What is found of shuffles whose blocks in memory are to be restored: taken out of `shuffles`.
     fn take_unrestored(&self, shuffles: &mut [RecoveredShuffle]) -> Unrestored {
         let shuffles = shuffles.iter_mut().filter(|_| self.memory.has_leftover());
-        let present = shuffles.map(|it| (it.key.clone(), std::mem::take(&mut it.present))).collect();
-        Unrestored { present, from_memory: FromMemory::new(&self.memory) }
+        let empty = Budget::new(0);
+        let taken = |it: &mut RecoveredShuffle| std::mem::replace(&mut it.present, PresentIds::new(&empty));
+        let present = shuffles.map(|it| (it.key.clone(), taken(it))).collect();
+        Unrestored { present, from_memory: FromMemory::new(&self.memory, &self.tiers) }
     }
 
     /// Registers what is told, begins to restore what is in memory of it, and enters reports. Why not everything could be read, if so:
@@ -298,8 +306,7 @@ impl Lifecycle {
             tracing::error!(target: AUDIT, shuffle = %shuffle.key, reason, "reports may be missing, its results are refused");
             state.ledger().mark_incomplete(reason);
         }
-        let held = shuffle.present.values().map(|ids| ids.heap_bytes() + FOUND_PARTITION_BYTES).sum();
-        state.block_ids().lock().hold(held);
+        state.block_ids().lock().hold(shuffle.present.len() as u64 * FOUND_PARTITION_BYTES);
         if restoring.remote == Remote::Unusable {
             return Ok(Some(Vec::new()));
         }
@@ -325,7 +332,7 @@ impl Lifecycle {
 /// Shuffles whose blocks in memory are not restored yet.
 struct Unrestored {
     /// What is elsewhere of those that are not registered.
-    present: HashMap<ShuffleKey, Present>,
+    present: HashMap<ShuffleKey, PresentIds>,
     from_memory: FromMemory,
 }
 

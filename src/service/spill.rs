@@ -8,6 +8,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::task::coop::consume_budget;
+
 use crate::app::{App, Counted, ShuffleState};
 use crate::budget::Charge;
 use crate::durability::{IdRun, IdSet, RunWriter, Scratch, runs_to_merge};
@@ -190,6 +192,35 @@ pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(Partit
         }
     }
     true
+}
+
+/// Returns the ids of a report that are neither in memory nor in a run. What cannot be read is new.
+pub(super) async fn unknown(
+    shuffle: &ShuffleState,
+    partitions: &[(PartitionId, Vec<i64>)],
+) -> Vec<(PartitionId, Vec<i64>)> {
+    let mut unknown = Vec::new();
+    for (partition, ids) in partitions {
+        consume_budget().await;
+        let Stored { sets, runs } = Stored::of(shuffle, &[*partition]);
+        let mut new = ids.clone();
+        for set in sets {
+            let mut known = set.lookup();
+            new.retain(|id| !known.contains(id.unsigned_abs()));
+        }
+        for run in runs {
+            if new.is_empty() {
+                break;
+            }
+            let Ok(set) = run.ids(*partition).await else { continue };
+            let mut known = set.lookup();
+            new.retain(|id| !known.contains(id.unsigned_abs()));
+        }
+        if !new.is_empty() {
+            unknown.push((*partition, new));
+        }
+    }
+    unknown
 }
 
 pub(super) fn unreadable(error: io::Error) -> StoreError {

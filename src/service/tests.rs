@@ -1,6 +1,7 @@
 //! The service's rules over real memory, flusher and store, on an in-memory disk that can be held up.
 
 mod answers;
+mod crowded_start;
 mod damage;
 mod fairness;
 mod places;

@@ -1,5 +1,8 @@
 //! Which blocks of a partition are there at all: memory and all tiers looked at together, what is nowhere entered as lost.
 //!
+//! A look holds the ids that it finds if the application's share of the heap has room for them. Otherwise it seeks some ids
+//! at a time, and reads the index records as often as that takes.
+//!
 //! A partition is verified after a start, if blocks may be in remote files, and when a device does not give back what it
 //! had. One task looks until it has succeeded; reads that want what is in question are answered with NO_BUFFER
 //! meanwhile, for which clients wait.
@@ -9,10 +12,14 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures::stream::{self, StreamExt as _};
+use tokio::sync::Semaphore;
 
 use crate::app::{AppRegistry, ShuffleState};
 use crate::clock::{Instant, sleep, timeout_at};
-use crate::durability::{Blame, IdSet, Ledger, Loss, LostExtent, OnDamage, Verdict, ranges};
+use crate::durability::{
+    Blame, Entered, HeldIds, IdSet, Ledger, Look, Loss, LostExtent, OnDamage, SLICE_IDS, Verdict, ranges,
+    slices,
+};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind, Tiers};
@@ -22,10 +29,16 @@ use super::loss_log::LossLog;
 use super::metrics::ServiceMetrics;
 use super::spill;
 
-/// Partitions that are looked at at a time, and the pause after a round in which some could not be; it doubles.
+/// Partitions that are looked at at a time, in all; and the pause after a round in which some could not be; it doubles.
 const LOOKS: usize = 8;
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
+
+/// Ids that are found before they are added to a set together.
+const FOUND_TOGETHER: usize = 1 << 14;
+
+/// Blocks that a look lists as missing; more are counted.
+const MISSING_MAX: usize = SLICE_IDS;
 
 /// How long a call waits for a look: clients give one a minute.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -45,10 +58,23 @@ pub(super) struct Verifier {
     pub(super) tiers: Tiers,
     pub(super) tasks: Tasks,
     pub(super) metrics: Arc<ServiceMetrics>,
-    pub(super) loss_log: Arc<LossLog>,
+    loss_log: Arc<LossLog>,
+    looks: Semaphore,
 }
 
+/// An error of a tier, and whether it is the one that is read through this worker.
+type TierError = (StoreError, bool);
+
 impl Verifier {
+    pub(super) fn new(
+        (memory, tiers): (Arc<Memory>, Tiers),
+        tasks: Tasks,
+        metrics: Arc<ServiceMetrics>,
+        loss_log: Arc<LossLog>,
+    ) -> Self {
+        Self { memory, tiers, tasks, metrics, loss_log, looks: Semaphore::new(LOOKS) }
+    }
+
     /// A read shows that something of a partition is gone, or may be. Returns when it is known, or has to be looked again;
     /// that goes on when the caller is dropped.
     pub(super) async fn verify_partition(
@@ -68,7 +94,7 @@ impl Verifier {
         partition: PartitionId,
         reason: &str,
     ) {
-        if shuffle.ledger().with(partition, |it| it.question(None)) {
+        if shuffle.ledger().question_all(partition) {
             let blame = blame(Vec::new(), reason);
             self.verify(vec![Suspect { shuffle: Arc::clone(shuffle), partition, blame }]);
         }
@@ -119,11 +145,22 @@ impl Verifier {
     }
 
     /// Enters blocks as lost, and tells it.
-    pub(super) fn enter(&self, shuffle: &ShuffleState, partition: PartitionId, ids: IdSet, blame: &Blame) {
-        self.tell(shuffle, partition, shuffle.ledger().with(partition, |it| it.enter(ids, blame)));
+    pub(super) fn enter(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[u64], blame: &Blame) {
+        let entered = shuffle.ledger().with(partition, |it| it.enter(ids, blame));
+        self.tell(shuffle, partition, entered, &blame.reason);
     }
 
-    fn tell(&self, shuffle: &ShuffleState, partition: PartitionId, losses: Vec<Loss>) {
+    fn tell(
+        &self,
+        shuffle: &ShuffleState,
+        partition: PartitionId,
+        Entered { losses, unlisted }: Entered,
+        unlisted_reason: &Arc<str>,
+    ) {
+        if unlisted > 0 {
+            self.metrics.lost_blocks.inc_by(unlisted);
+            self.loss_log.add_blocks(shuffle.key(), partition, unlisted, 0, unlisted_reason);
+        }
         for loss in losses {
             let Loss { ids, bytes, reason, .. } = &loss;
             let blocks = ids.len();
@@ -169,13 +206,13 @@ impl Verifier {
             {
                 blame.reason = Arc::from(error.to_string());
             }
-            ledger.with(partition, Ledger::begin_look);
-            let found = match self.count(key, partition).await {
-                Ok(found) => found,
+            let asked = ledger.with(partition, Ledger::begin_look);
+            let look = match self.look(shuffle, partition, asked).await {
+                Ok(look) => look,
                 Err((error, is_served)) => {
                     let is_unread = is_served && error.kind != StoreErrorKind::Unhealthy;
                     if is_unread {
-                        ledger.with(partition, |it| it.question(None));
+                        ledger.question_all(partition);
                     }
                     ledger.with(partition, Ledger::fail_look);
                     // Of a shuffle that is gone no reader is left.
@@ -183,15 +220,8 @@ impl Verifier {
                     return if is_gone { Ok(()) } else { Err(error) };
                 }
             };
-            let reported = match spill::reported(shuffle, partition).await {
-                Ok(reported) => reported,
-                Err(error) => {
-                    ledger.with(partition, Ledger::fail_look);
-                    return Err(error);
-                }
-            };
-            if let Some(new) = ledger.with(partition, |it| it.settle(found, &reported, blame)) {
-                self.tell(shuffle, partition, new);
+            if let Some(new) = ledger.with(partition, |it| it.settle(look, blame)) {
+                self.tell(shuffle, partition, new, &blame.reason);
                 return Ok(());
             }
         }
@@ -201,20 +231,107 @@ impl Verifier {
         self.tiers.iter().all(|tier| tier.shuffle(key).is_none())
     }
 
-    /// The blocks of a partition that can be read. Memory is looked at first, as blocks only move downwards. With an error,
-    /// whether it is of the tier that is read through this worker.
-    async fn count(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, (StoreError, bool)> {
-        let mut found = self.ids_in_memory(key, partition);
-        for tier in self.tiers.iter() {
-            let present = tier.present(key, partition).await;
-            found.add_all(&present.map_err(|error| (error, tier.served().is_some()))?);
+    /// Looks which of the reported and `asked` blocks of a partition can be read.
+    async fn look(
+        &self,
+        shuffle: &ShuffleState,
+        partition: PartitionId,
+        asked: Vec<u64>,
+    ) -> Result<Look, TierError> {
+        // Never closed.
+        let _looking = self.looks.acquire().await;
+        let (key, ledger) = (shuffle.key(), shuffle.ledger());
+        let reported = spill::reported(shuffle, partition).await.map_err(|error| (error, false))?;
+        let found = match ledger.with(partition, |it| it.is_in_tiers()) {
+            true => None,
+            false => self.find_all(key, partition, HeldIds::new(ledger.heap())).await?,
+        };
+        let (mut missing, mut more_missing) = (Vec::new(), 0);
+        let mut add = |ids: Vec<u64>| {
+            let listed = ids.len().min(MISSING_MAX - missing.len());
+            missing.extend_from_slice(&ids[..listed]);
+            more_missing += (ids.len() - listed) as u64;
+        };
+        let of_asked = asked.chunks(SLICE_IDS).map(<[u64]>::to_vec);
+        for ids in slices(&reported, SLICE_IDS).chain(of_asked) {
+            match &found {
+                Some(found) => {
+                    let mut found = found.ids().lookup();
+                    add(ids.into_iter().filter(|id| !found.contains(*id)).collect());
+                }
+                None => add(self.seek(key, partition, ids).await?),
+            }
         }
-        Ok(found)
+        Ok(Look { found, missing, more_missing })
     }
 
-    fn ids_in_memory(&self, key: &ShuffleKey, partition: PartitionId) -> IdSet {
+    /// Returns those of `ids`, which are sorted, that cannot be read.
+    pub(super) async fn missing(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        ids: &[u64],
+    ) -> Result<Vec<u64>, StoreError> {
+        let _looking = self.looks.acquire().await;
+        let mut missing = Vec::new();
+        for ids in ids.chunks(SLICE_IDS) {
+            let sought = self.seek(key, partition, ids.to_vec()).await;
+            missing.append(&mut sought.map_err(|(error, _)| error)?);
+        }
+        Ok(missing)
+    }
+
+    async fn seek(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        ids: Vec<u64>,
+    ) -> Result<Vec<u64>, TierError> {
+        let mut is_found = vec![false; ids.len()];
+        let mut note = |id: u64| {
+            if let Ok(at) = ids.binary_search(&id) {
+                is_found[at] = true;
+            }
+        };
+        self.visit(key, partition, &mut note).await?;
+        let all = ids.into_iter().zip(is_found);
+        Ok(all.filter(|(_, is_found)| !is_found).map(|(id, _)| id).collect())
+    }
+
+    /// Adds the ids of all blocks of a partition that can be read to `held`. Returns none if there is no heap for them.
+    async fn find_all(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        held: HeldIds,
+    ) -> Result<Option<HeldIds>, TierError> {
+        let (mut held, mut found) = (Some(held), Vec::new());
+        let mut note = |id: u64| {
+            found.push(id);
+            if found.len() == FOUND_TOGETHER {
+                held.take_if(|held| !held.add(&found));
+                found.clear();
+            }
+        };
+        self.visit(key, partition, &mut note).await?;
+        held.take_if(|held| !held.add(&found));
+        Ok(held)
+    }
+
+    /// Visits the blocks of a partition that can be read. Memory is looked at first, as blocks only move downwards.
+    async fn visit(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        visit: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<(), TierError> {
         let buffer = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition));
-        buffer.map(|buffer| buffer.ids()).unwrap_or_default()
+        buffer.iter().flat_map(|buffer| buffer.ids()).for_each(&mut *visit);
+        for tier in self.tiers.iter() {
+            let visited = tier.visit_present(key, partition, visit).await;
+            visited.map_err(|error| (error, tier.served().is_some()))?;
+        }
+        Ok(())
     }
 }
 

@@ -28,7 +28,7 @@ pub use self::local::{
     SyncWrites, VerifyReads,
 };
 pub use self::object::ObjectConfig;
-pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
+pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};
 pub use self::released::{InMemory, Released};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
 pub use self::tier::{

@@ -21,7 +21,7 @@ use super::recovered::Recovered;
 use super::released::Released;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
-use crate::durability::{IdSet, OnDamage, Scratch};
+use crate::durability::{OnDamage, Scratch};
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 
@@ -67,12 +67,14 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Ids of the blocks of a partition that readers find here. For rare paths: may read all index records.
-    fn present<'a>(
+    /// Calls `visit` with the id of each block of a partition that readers find here, in any order. For rare paths: may read
+    /// all index records.
+    fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<IdSet, StoreError>>;
+        visit: &'a mut (dyn FnMut(u64) + Send),
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
 
     /// What a shuffle has here; nothing when it is not known.
     fn usage(&self, key: &ShuffleKey) -> TierUsage;
@@ -312,6 +314,8 @@ pub struct TierUsage {
     pub bytes: u64,
     /// Of those, in an object store.
     pub object_bytes: u64,
+    /// What it occupies: payload, what aligns it, index groups, and on disks its records in the metadata log.
+    pub occupied_bytes: u64,
 }
 
 /// Why shuffles are forgotten.
@@ -481,6 +485,12 @@ impl Tiers {
     #[must_use]
     pub fn served(&self) -> Option<&dyn ServedTier> {
         self.iter().find_map(|tier| tier.served())
+    }
+
+    /// Returns what a shuffle occupies in the tier that is read through this worker.
+    #[must_use]
+    pub fn occupied_bytes(&self, key: &ShuffleKey) -> u64 {
+        self.iter().filter(|tier| tier.served().is_some()).map(|tier| tier.usage(key).occupied_bytes).sum()
     }
 
     /// The tier that keeps registrations and reports.

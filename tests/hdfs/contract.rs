@@ -88,7 +88,8 @@ impl Subject {
     /// What is read, what is present and what is used are the same.
     async fn assert_holds(&self, key: &ShuffleKey, partition: i32, blocks: &[Block]) {
         assert_eq!(self.read(key, partition).await, expected(blocks));
-        let present = self.tier.present(key, PartitionId(partition)).await.unwrap();
+        let mut present = IdSet::default();
+        self.tier.visit_present(key, PartitionId(partition), &mut |id| present.add(id)).await.unwrap();
         assert_eq!(
             present,
             blocks.iter().map(|block| block.meta.block_id.0.unsigned_abs()).collect::<IdSet>()

@@ -15,7 +15,6 @@ use parking_lot::Mutex;
 use uniffle_io::ReadBuffers;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
-use uniffle_worker::durability::IdSet;
 use uniffle_worker::tiers::{
     Admission, Capability, ChunkRead, ExtentWrite, Purge, RemoteStorage, ServedData, ServedIndex, ServedTier,
     StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
@@ -151,13 +150,14 @@ impl Tier for ThirdTier {
         Some(self.find(key).ok()?)
     }
 
-    fn present<'a>(
+    fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
-        let ids = |partition: &Partition| partition.ids.iter().map(|id| id.0.unsigned_abs()).collect();
-        ready(self.look(key, partition, ids)).boxed()
+        visit: &'a mut (dyn FnMut(u64) + Send),
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let visited = |partition: &Partition| partition.ids.iter().for_each(|id| visit(id.0.unsigned_abs()));
+        ready(self.look(key, partition, visited)).boxed()
     }
 
     fn sync(&self, _: Duration) -> BoxFuture<'_, ()> {
@@ -172,6 +172,7 @@ impl Tier for ThirdTier {
         TierUsage {
             files: all().count() as u64,
             bytes: all().map(|partition| partition.data.len() as u64).sum(),
+            occupied_bytes: all().map(|partition| partition.data.len() as u64).sum(),
             ..TierUsage::default()
         }
     }

@@ -36,7 +36,6 @@ use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
 use super::sealed::SealedBatch;
 use crate::budget::{Budget, Charge};
-use crate::durability::IdSet;
 pub use sealing::{Before, Mark};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use unverified::Unverified;
@@ -323,7 +322,7 @@ impl Buffer {
     /// Ids of all blocks that are there at one moment. A reader that goes on from its cursor may miss some: where that is released
     /// before what is older, it begins at the head again.
     #[must_use]
-    pub fn ids(&self) -> IdSet {
+    pub fn ids(&self) -> Vec<u64> {
         let state = self.state.lock();
         let lists = state.lists.as_deref();
         let active: Vec<BlockId> = lists.iter().flat_map(|lists| lists.active.shown_ids()).collect();

@@ -6,7 +6,6 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use super::{Core, HdfsStore, RemoteHandle};
-use crate::durability::IdSet;
 use crate::tiers::{
     Admission, Capability, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch, TierNames,
     TierShuffle, TierState, TierUsage,
@@ -79,12 +78,17 @@ impl Tier for HdfsStore {
         Some(Arc::new(RemoteShuffle { core, handle }))
     }
 
-    fn present<'a>(
+    fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
-        HdfsStore::present(self, key, partition).boxed()
+        visit: &'a mut (dyn FnMut(u64) + Send),
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let read = async move {
+            HdfsStore::present(self, key, partition).await?.iter().for_each(visit);
+            Ok(())
+        };
+        read.boxed()
     }
 
     fn usage(&self, key: &ShuffleKey) -> TierUsage {

@@ -14,6 +14,7 @@ use super::overflow::Overflow;
 use crate::budget::Budget;
 use crate::durability::Hearer;
 use crate::tiers::record_cache::RecordCache;
+use crate::tiers::recovered::FoundIds;
 use crate::tiers::{DiskCondition, StoreError};
 
 /// What writing, reading and maintenance share.
@@ -29,6 +30,8 @@ pub(super) struct Core {
     pub(super) records: RecordCache,
     /// What the lists of extents of all shuffles are charged to.
     pub(super) extents: Budget,
+    /// What block ids that a start finds are charged to.
+    pub(super) found_ids: FoundIds,
     /// Of all disks.
     pub(super) overflow: Overflow,
     /// Who hears that blocks are gone.

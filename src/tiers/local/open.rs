@@ -16,27 +16,26 @@ use super::share::ReadShare;
 use super::store::LocalStore;
 use super::take_over::Before;
 use super::uploaded::Uploaded;
-use crate::budget::Budget;
 use crate::durability::Hearer;
 use crate::runtime::Tasks;
-use crate::tiers::StoreError;
 use crate::tiers::record_cache::RecordCache;
+use crate::tiers::{StoreError, TierHeap};
 use uniffle_io::Disk;
 
 impl LocalStore {
     /// Claims the disks and takes over what an earlier process left there ([`LocalStore::take_recovered`]), or discards it
     /// (deleted later, by [`LocalStore::maintain`]). A directory that does not answer is left out as long as another one
-    /// does. What is remembered of published extents is charged to `extents`, whether there is room for it or not.
+    /// does. Lists of published extents are charged to `heap` whether there is room for them or not, block ids only if there is.
     ///
     /// # Errors
     /// `NotOurs` or `InUse` for any directory; any failure when no disk is left.
     pub async fn open(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
-        extents: &Budget,
+        heap: impl Into<TierHeap>,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
-        Self::open_beside(config, disks, Uploaded::default(), extents, registry).await
+        Self::open_beside(config, disks, Uploaded::default(), heap, registry).await
     }
 
     /// The same where the beginnings of streams lie elsewhere.
@@ -47,12 +46,12 @@ impl LocalStore {
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
         uploaded: Uploaded,
-        extents: &Budget,
+        heap: impl Into<TierHeap>,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
         let metrics =
             Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
-        let roots = disks.len() as u64;
+        let (roots, heap) = (disks.len() as u64, heap.into());
         let changes = Arc::new(watch::Sender::new(()));
         let read_share_bytes = config.read_share_bytes(disks.len());
         let mut claimed = claim::claim_all(disks, &config, &changes).await?;
@@ -66,7 +65,8 @@ impl LocalStore {
             files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
             disks: claimed.into_iter().map(Arc::new).collect(),
             changes,
-            extents: extents.clone(),
+            found_ids: heap.found_ids(),
+            extents: heap.extents,
             overflow: Overflow::new(&config),
             hearer: Hearer::default(),
             metrics,

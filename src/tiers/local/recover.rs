@@ -31,7 +31,7 @@ use super::store::LocalStore;
 use super::streams::{Partition, Partitions};
 use super::uploaded::{Prefixes, Uploaded};
 use crate::clock::Instant;
-use crate::durability::{Found, FoundShuffle, IdSet};
+use crate::durability::{Found, FoundShuffle, PresentIds};
 use crate::metrics::clamped;
 use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};
 use uniffle_io::BLOCK_ALIGN;
@@ -98,11 +98,12 @@ impl LocalStore {
             .map(|(key, (logged, directories))| self.rebuild(key, (logged, directories), known, uploaded));
         let mut recovered = Recovered { said: self.metadata.said(), ..Recovered::default() };
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
-        while let Some((shuffle, bytes)) = rebuilds.next().await {
+        while let Some((shuffle, bytes, blocks)) = rebuilds.next().await {
             recovered.bytes += bytes;
-            recovered.blocks += shuffle.present.values().map(IdSet::len).sum::<u64>();
+            recovered.blocks += blocks;
             recovered.shuffles.push(shuffle);
         }
+        core.found_ids.end();
         recovered.missing_disks = absent.iter().map(|(_, path)| path.clone()).collect();
         recovered.took = started.elapsed();
         recovered
@@ -114,7 +115,7 @@ impl LocalStore {
         (logged, directories): (Option<FoundShuffle>, Vec<FoundDirectory>),
         known: &Known,
         uploaded: &Uploaded,
-    ) -> (RecoveredShuffle, u64) {
+    ) -> (RecoveredShuffle, u64, u64) {
         let core = &self.core;
         let incarnation = match &logged {
             None => directories.iter().map(|found| found.incarnation).max().unwrap_or(0),
@@ -143,9 +144,9 @@ impl LocalStore {
         if known.has_unread || !known.absent.is_empty() {
             shuffle.set_out_of_reach();
         }
-        let (recovered, bytes) = rebuild.finish(logged.and_then(|logged| logged.incomplete)).await;
+        let found = rebuild.finish(logged.and_then(|logged| logged.incomplete)).await;
         self.shuffles.insert(key, shuffle);
-        (recovered, bytes)
+        found
     }
 }
 
@@ -168,7 +169,7 @@ struct Rebuild<'a> {
     /// The first number of a file that no group names, by disk.
     unnamed: HashMap<Uuid, u32>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
-    present: HashMap<PartitionId, IdSet>,
+    present: PresentIds,
     /// With their places.
     lost: Vec<(Extent, LostExtent)>,
     /// By slot of a data log, extents that it has.
@@ -209,7 +210,7 @@ impl<'a> Rebuild<'a> {
             sequences: HashSet::new(),
             unnamed: HashMap::new(),
             extents: HashMap::new(),
-            present: HashMap::new(),
+            present: core.found_ids.of(&shuffle.key),
             lost: Vec::new(),
             named: HashMap::new(),
             reasons: HashMap::new(),
@@ -288,8 +289,8 @@ impl<'a> Rebuild<'a> {
             let extent = match data_log.zip(page) {
                 Some((data_log, data_page)) => {
                     *self.named.entry(data_log).or_default() += 1;
-                    let set = self.present.entry(entry.partition).or_default();
-                    set.extend(entry.records.iter().map(|record| record.block_id.unsigned_abs()));
+                    let ids = entry.records.iter().map(|record| record.block_id.unsigned_abs());
+                    self.present.add(entry.partition, &ids.collect::<Vec<_>>());
                     Extent {
                         base: entry.base,
                         length: entry.length,
@@ -425,7 +426,8 @@ impl<'a> Rebuild<'a> {
         self.incomplete.get_or_insert_with(|| format!("{} could not be read back", path.display()));
     }
 
-    async fn finish(mut self, incomplete: Option<String>) -> (RecoveredShuffle, u64) {
+    /// What was found, its bytes and its blocks.
+    async fn finish(mut self, incomplete: Option<String>) -> (RecoveredShuffle, u64, u64) {
         let highest = self.sequences.iter().max().copied();
         if has_gap(self.sequences.iter().copied()) {
             self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
@@ -437,7 +439,7 @@ impl<'a> Rebuild<'a> {
         let first_base = epoch.map_or(0, |epoch| (u64::from(epoch) + 1).saturating_mul(TAIL_GAP_BYTES));
         let mut partitions = Partitions::new();
         let mut overlapped = Vec::new();
-        let mut bytes = 0;
+        let (mut bytes, mut blocks) = (0, 0);
         let mut found = std::mem::take(&mut self.extents);
         for id in self.elsewhere.iter().flat_map(|elsewhere| elsewhere.ends.keys()) {
             found.entry(*id).or_default();
@@ -447,6 +449,7 @@ impl<'a> Rebuild<'a> {
             take_once(&mut extents, |original| *copied.entry(original.data_log).or_default() += 1);
             let (mut partition, left_out) = sort_extents(self.start_of(id), extents);
             bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
+            blocks += partition.blocks;
             if left_out {
                 overlapped.push(id);
             }
@@ -472,22 +475,23 @@ impl<'a> Rebuild<'a> {
             lost: self.lost.into_iter().map(|(_, lost)| lost).collect(),
             reason: self.incomplete.unwrap_or_default(),
         };
-        (recovered, bytes)
+        (recovered, bytes, blocks)
     }
 
     /// Which blocks are there when some extents of a partition were left out.
     async fn reread_present(&mut self, id: PartitionId, partition: &Partition) {
-        let mut present = IdSet::default();
+        self.present.clear(id);
         for extent in partition.extents.iter().filter(|extent| !extent.is_lost()) {
+            let mut ids = Vec::new();
             let add = |record: &IndexRecord| {
-                present.add(record.block_id.unsigned_abs());
+                ids.push(record.block_id.unsigned_abs());
                 ControlFlow::Continue(())
             };
             if let Err(error) = self.core.visit_records(self.shuffle, extent, 0, add).await {
                 tracing::error!(%error, "an extent's records cannot be read back");
             }
+            self.present.add(id, &ids);
         }
-        self.present.insert(id, present);
     }
 }
 

@@ -313,7 +313,8 @@ impl Shuffle {
     pub(super) fn usage(&self) -> TierUsage {
         let files = self.logs.read().iter().filter(|log| !log.is_released()).count() as u64;
         let bytes = self.published_bytes.load(Ordering::Relaxed);
-        TierUsage { files, bytes, ..TierUsage::default() }
+        let on_disks = self.disks.iter().filter_map(OnceLock::get).map(|here| here.occupied.bytes());
+        TierUsage { files, bytes, object_bytes: 0, occupied_bytes: on_disks.sum() }
     }
 
     /// Length of a partition's stream.

@@ -21,7 +21,7 @@ use super::disk::{LocalDisk, TRASH, within};
 use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
-use crate::durability::{IdSet, MetadataLog, Scratch};
+use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
 use crate::tiers::{Backlog, DiskInfo, ExtentWrite, Recovered, Released, StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;
@@ -162,19 +162,20 @@ impl LocalStore {
         Ok(IndexRead::new(&self.reader, shuffle, partition))
     }
 
-    /// Ids of the blocks of a partition that can be read, by their index records. For rare paths: reads all of them.
-    ///
-    /// # Errors
-    /// `NotFound` when the shuffle is not known; what the disk says.
-    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, StoreError> {
+    /// Visits the blocks of a partition that can be read, by their index records.
+    pub(super) async fn visit_records_of(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        visit: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<(), StoreError> {
         let shuffle = self.find(key)?;
-        let mut present = IdSet::default();
         for extent in shuffle.extents(partition).iter().filter(|extent| !extent.is_lost()) {
             let add = |record: &IndexRecord| {
                 let start = extent.base + record.offset.unsigned_abs();
                 let place = start..start + u64::from(record.length.unsigned_abs());
                 if !shuffle.damaged.touches(partition, &place) {
-                    present.add(record.block_id.unsigned_abs());
+                    visit(record.block_id.unsigned_abs());
                 }
                 ControlFlow::Continue(())
             };
@@ -182,7 +183,7 @@ impl LocalStore {
             let disk = shuffle.log_at(extent.index_log).disk.index;
             visited.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?;
         }
-        Ok(present)
+        Ok(())
     }
 
     /// A range of a partition's data stream.

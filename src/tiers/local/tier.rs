@@ -15,7 +15,7 @@ use super::read::{DataRead, IndexRead};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
-use crate::durability::{self, IdSet, OnDamage, Scratch};
+use crate::durability::{self, OnDamage, Scratch};
 use crate::tiers::{
     Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
     ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
@@ -104,16 +104,20 @@ impl Tier for LocalStore {
         Some(Arc::new(ShuffleMetadata { log: self.metadata.clone(), shuffle: self.find(key).ok()? }))
     }
 
-    fn present<'a>(
+    fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
-        LocalStore::present(self, key, partition).boxed()
+        visit: &'a mut (dyn FnMut(u64) + Send),
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.visit_records_of(key, partition, visit).boxed()
     }
 
     fn usage(&self, key: &ShuffleKey) -> TierUsage {
-        self.find(key).map_or_else(|_| TierUsage::default(), |shuffle| shuffle.usage())
+        let Ok(shuffle) = self.find(key) else { return TierUsage::default() };
+        let mut usage = shuffle.usage();
+        usage.occupied_bytes += self.metadata.disk_bytes(shuffle.incarnation);
+        usage
     }
 
     fn served(&self) -> Option<&dyn ServedTier> {

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::durability::IdSet;
+use crate::durability::PresentIds;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Where the streams of a registration's partitions begin on the disks.
@@ -16,7 +16,7 @@ pub struct Prefixes {
     /// By partition.
     pub ends: HashMap<PartitionId, u64>,
     /// Blocks that are there. A file is deleted because of what is elsewhere only if each of its blocks is.
-    pub present: Arc<HashMap<PartitionId, IdSet>>,
+    pub present: Arc<PresentIds>,
 }
 
 impl Prefixes {
@@ -27,7 +27,7 @@ impl Prefixes {
 
     /// Whether a block is there.
     pub(super) fn has(&self, partition: PartitionId, id: u64) -> bool {
-        self.present.get(&partition).is_some_and(|ids| ids.contains(id))
+        self.present.held(partition).is_some_and(|ids| ids.contains(id))
     }
 }
 

@@ -3,7 +3,7 @@
 //! All footers are read first, many at a time, and say which segments were published. Then their indexes are read ahead in the order of
 //! the segments. All shuffles together hold at most [`INDEX_BYTES`] of indexes, or the largest one; that is charged.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
@@ -14,10 +14,9 @@ use super::fetch;
 use super::layout::{Entry, FOOTER_BYTES, Footer, Name, object_key};
 use super::streams::{Extent, Streams};
 use crate::budget::Charge;
-use crate::durability::IdSet;
+use crate::durability::PresentIds;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
-use uniffle_wire::types::PartitionId;
 
 /// Footers of a shuffle that are read at a time.
 const FOOTERS_AT_ONCE: usize = 32;
@@ -62,7 +61,7 @@ type Chain = BTreeMap<u32, Footer>;
 pub(super) struct Data {
     prefix: String,
     pub(super) streams: Streams,
-    pub(super) present: HashMap<PartitionId, IdSet>,
+    pub(super) present: PresentIds,
     /// Why some of it is not; empty if all is.
     pub(super) reason: String,
     pub(super) bytes: u64,
@@ -183,7 +182,7 @@ fn table_of(footer: &Footer, window: &Bytes) -> Result<Vec<Entry>, String> {
 
 impl Data {
     fn new(core: &Core, prefix: &str) -> Self {
-        let (present, reason) = (HashMap::new(), String::new());
+        let (present, reason) = (PresentIds::default(), String::new());
         let streams = Streams::new(&core.extents);
         Self { prefix: prefix.to_owned(), streams, present, reason, bytes: 0, blocks: 0 }
     }
@@ -226,7 +225,7 @@ impl Data {
             let is_sound = ids.is_some();
             match ids {
                 Some(ids) if self.streams.push(entry.partition, Extent::of(number, &entry)) => {
-                    self.present.entry(entry.partition).or_default().extend(ids);
+                    self.present.add(entry.partition, &ids);
                     self.bytes += entry.length;
                     self.blocks += u64::from(entry.blocks);
                 }

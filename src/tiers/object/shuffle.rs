@@ -149,7 +149,8 @@ impl Shuffle {
     pub(super) fn usage(&self) -> TierUsage {
         let (files, bytes) =
             (self.segments.load(Ordering::Relaxed), self.payload_bytes.load(Ordering::Relaxed));
-        TierUsage { files, bytes, object_bytes: bytes }
+        let occupied_bytes = self.stored_bytes.load(Ordering::Relaxed);
+        TierUsage { files, bytes, object_bytes: bytes, occupied_bytes }
     }
 
     /// From now on writes end with `Purged`, and nothing is found. What it had, for [`Shuffle::leave_caches`].

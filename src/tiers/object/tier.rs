@@ -36,7 +36,6 @@ use super::workers::{self, Removed, WorkerObjects};
 use super::{purge, reads, upload};
 use crate::budget::Budget;
 use crate::clock::Instant;
-use crate::durability::IdSet;
 use crate::runtime::Tasks;
 use crate::tiers::numbers::numbers_from;
 use crate::tiers::{
@@ -354,20 +353,20 @@ impl Tier for ObjectTier {
         Some(Arc::new(Handle { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? }))
     }
 
-    fn present<'a>(
+    fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
+        visit: &'a mut (dyn FnMut(u64) + Send),
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
         let read = async move {
             let shuffle = self.find(key)?;
             let stream = shuffle.stream(partition);
             let mut index = IndexRead::new(&self.core, shuffle, stream);
-            let mut present = IdSet::default();
             while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
-                records(&chunk).for_each(|record| present.add(record.block_id.unsigned_abs()));
+                records(&chunk).for_each(|record| visit(record.block_id.unsigned_abs()));
             }
-            Ok(present)
+            Ok(())
         };
         read.boxed()
     }

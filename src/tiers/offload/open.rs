@@ -29,18 +29,17 @@ use super::metrics::Metrics;
 use super::relation::{Relation, relation, remove_found};
 use super::shuffle::Shuffle;
 use super::tier::{OffloadSettings, OffloadTier};
-use crate::budget::Budget;
-use crate::durability::IdSet;
+use crate::durability::PresentIds;
 use crate::runtime::Tasks;
 use crate::tiers::local::{Prefixes, Uploaded};
 use crate::tiers::numbers::numbers_from;
 use crate::tiers::object::{Bound, Noted, ObjectTier, Uploads};
 use crate::tiers::{
     LocalConfig, LocalStore, Recovered, RecoveredShuffle, ShuffleHandle, StoreError, StoreErrorKind,
-    Tier as _,
+    Tier as _, TierHeap,
 };
 use uniffle_io::Disk;
-use uniffle_wire::types::{PartitionId, ShuffleKey};
+use uniffle_wire::types::ShuffleKey;
 
 /// Why the disks' log of a registration that was taken over proves nothing alone.
 const SAID_BEFORE: &str = "what it said before it was taken over is in the object store alone";
@@ -58,7 +57,7 @@ impl OffloadTier {
         settings: OffloadSettings,
         (mut config, disks): (LocalConfig, Vec<Arc<dyn Disk>>),
         object: Arc<ObjectTier>,
-        (memory, tasks): (&Budget, Tasks),
+        (heap, tasks): (impl Into<TierHeap>, Tasks),
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
         let metrics = Metrics::new(registry);
@@ -74,14 +73,16 @@ impl OffloadTier {
             config.had_data.get_or_insert_with(|| HALF_OF_IT.to_owned());
         }
         let uploaded = Uploaded::new(prefixes, numbers_from(above_all(bound.values())));
-        let local = LocalStore::open_beside(config, disks, uploaded, memory, registry).await?;
+        let heap = heap.into();
+        let memory = heap.extents.clone();
+        let local = LocalStore::open_beside(config, disks, uploaded, heap, registry).await?;
         let present: HashMap<_, _> =
             present.into_iter().map(|(key, it)| (key, Arc::unwrap_or_clone(it))).collect();
         give_back(&mut there, present);
         let tier = Self {
             settings,
             metrics,
-            memory: memory.clone(),
+            memory,
             tasks,
             shuffles: DashMap::new(),
             recovered: Mutex::default(),
@@ -222,9 +223,7 @@ impl OffloadTier {
 /// What both have of one registration. What is proven by one of them is proven; disks that took it over prove nothing.
 fn united(here: RecoveredShuffle, there: RecoveredShuffle) -> RecoveredShuffle {
     let mut present = here.present;
-    for (partition, ids) in there.present {
-        present.entry(partition).or_default().add_all(&ids);
-    }
+    present.merge(there.present);
     let reason = if here.reason.is_empty() { there.reason } else { here.reason };
     let incomplete = here.incomplete.and(there.incomplete);
     RecoveredShuffle { key: here.key, incomplete, present, lost: here.lost, reason }
@@ -245,7 +244,7 @@ fn prefixes(
     prefixes.collect()
 }
 
-fn give_back(there: &mut Recovered, mut present: HashMap<ShuffleKey, HashMap<PartitionId, IdSet>>) {
+fn give_back(there: &mut Recovered, mut present: HashMap<ShuffleKey, PresentIds>) {
     for told in &mut there.shuffles {
         if let Some(present) = present.remove(&told.key) {
             told.present = present;

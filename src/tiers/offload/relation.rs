@@ -1,11 +1,8 @@
 //! How a shuffle on the disks and one of the same name in the store belong together. Pure.
 
-use std::collections::HashMap;
-
-use crate::durability::{IdSet, LostExtent};
+use crate::durability::{LostExtent, PresentIds};
 use crate::tiers::RecoveredShuffle;
 use crate::tiers::object::Bound;
-use uniffle_wire::types::PartitionId;
 
 /// What the one is to the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,23 +39,23 @@ pub(super) fn relation(
 }
 
 /// Forgets losses of blocks that are `present` elsewhere.
-pub(super) fn remove_found(lost: &mut Vec<LostExtent>, present: &HashMap<PartitionId, IdSet>) {
+pub(super) fn remove_found(lost: &mut Vec<LostExtent>, present: &PresentIds) {
     for extent in &mut *lost {
-        let Some(ids) = present.get(&extent.partition) else { continue };
+        let Some(ids) = present.held(extent.partition) else { continue };
         extent.blocks.retain(|(id, _)| !ids.contains(id.0.unsigned_abs()));
     }
     lost.retain(|extent| !extent.blocks.is_empty());
 }
 
-fn is_found(lost: &LostExtent, present: &HashMap<PartitionId, IdSet>) -> bool {
-    let ids = present.get(&lost.partition);
+fn is_found(lost: &LostExtent, present: &PresentIds) -> bool {
+    let ids = present.held(lost.partition);
     ids.is_some_and(|ids| lost.blocks.iter().any(|(id, _)| ids.contains(id.0.unsigned_abs())))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
+    use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
     fn key() -> ShuffleKey {
         ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1))
@@ -80,14 +77,14 @@ mod tests {
     }
 
     fn shuffle(present: &[u64], lost: &[i64]) -> RecoveredShuffle {
-        let mut ids = IdSet::default();
-        ids.extend(present.iter().copied());
+        let mut ids = PresentIds::default();
+        ids.add(PartitionId(0), present);
         let blocks: Vec<_> = lost.iter().map(|id| (BlockId(*id), 10)).collect();
         let lost = LostExtent { partition: PartitionId(0), blocks, reason: "gone".into() };
         RecoveredShuffle {
             key: key(),
             incomplete: None,
-            present: [(PartitionId(0), ids)].into(),
+            present: ids,
             lost: vec![lost],
             reason: String::new(),
         }

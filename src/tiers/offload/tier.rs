@@ -16,7 +16,7 @@ use super::policy::Watermarks;
 use super::read::Both;
 use super::shuffle::{BothLogs, Handle, Shuffle};
 use crate::budget::Budget;
-use crate::durability::{IdSet, OnDamage, Scratch};
+use crate::durability::{OnDamage, Scratch};
 use crate::runtime::Tasks;
 use crate::tiers::object::ObjectTier;
 use crate::tiers::{
@@ -121,18 +121,19 @@ impl Tier for OffloadTier {
         self.local.metadata_gap()
     }
 
-    fn present<'a>(
+    fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-    ) -> BoxFuture<'a, Result<IdSet, StoreError>> {
+        visit: &'a mut (dyn FnMut(u64) + Send),
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
         let read = async move {
             // The disks first: what goes from there meanwhile is in the store.
-            let mut present = Tier::present(&*self.local, key, partition).await?;
+            self.local.visit_present(key, partition, visit).await?;
             if self.object.uploads(key).is_some() {
-                present.add_all(&self.object.present(key, partition).await?);
+                self.object.visit_present(key, partition, visit).await?;
             }
-            Ok(present)
+            Ok(())
         };
         read.boxed()
     }
@@ -143,6 +144,7 @@ impl Tier for OffloadTier {
             files: local.files + object.files,
             bytes: local.bytes + object.bytes,
             object_bytes: object.object_bytes,
+            occupied_bytes: local.occupied_bytes + object.occupied_bytes,
         }
     }
 

@@ -82,6 +82,13 @@ impl Honest {
         }
     }
 
+    /// Begins a new shuffle: what was in memory of the old one is gone.
+    pub(super) async fn begin_again(&mut self, client: &ShuffleClient) {
+        self.sends = (self.sends / SENDS_PER_SHUFFLE + 1) * SENDS_PER_SHUFFLE;
+        let shuffle = i32::try_from(self.sends / SENDS_PER_SHUFFLE).expect("not so many");
+        self.written = Written::register(client, key(APP, shuffle), 1).await;
+    }
+
     /// Every byte is there.
     pub(super) async fn assert_readable(&self, client: &ShuffleClient) {
         self.written.assert_readable(client).await;

@@ -13,6 +13,7 @@
 mod attacks;
 mod cancelled;
 mod cgroup;
+mod costs;
 mod full_tmpfs;
 mod h2;
 mod honest;
@@ -64,6 +65,11 @@ struct Siege {
 
 impl Siege {
     async fn start(name: &'static str) -> Self {
+        Self::start_with(name, "").await
+    }
+
+    /// As [`Siege::start`], with further tables in the configuration.
+    async fn start_with(name: &'static str, tables: &str) -> Self {
         let group = Group::with_limit(CAPACITY_BYTES + ALLOWANCE_BYTES);
         let seed = number("ADVERSARY_SEED").unwrap_or(1);
         say(&format!("adversary, {name}: seed {seed}"));
@@ -75,6 +81,7 @@ impl Siege {
             // Fewer than the attacks open: those that do nothing make room. More than they keep a call on (some 260 over gRPC, and
             // on a busy machine those of the round before): when all have one, the honest one, which pauses, is the one to go.
             tables: "[grpc]\nmax_connections = 600\n[tcp]\nmax_connections = 256",
+            made_tables: tables.to_owned(),
             disks: 2,
             wrapper: group.as_ref().map(Group::wrapper).unwrap_or_default(),
             ..Setup::default()
@@ -109,7 +116,16 @@ impl Siege {
     }
 
     /// It lives, has lost nothing, still takes data, and nothing is left of the attack.
-    async fn finish(mut self, (figures, health): (Figures, Health)) {
+    async fn finish(mut self, outcome: (Figures, Health)) {
+        self.assert_bounds(&outcome);
+        self.honest.work(&self.client, Instant::now() + Duration::from_millis(1)).await;
+        self.honest.assert_readable(&self.client).await;
+        block_in_place(|| self.worker.assert_no_error_logged());
+        self.end().await;
+    }
+
+    /// The honest application was served, within the bounds of the process.
+    fn assert_bounds(&self, (figures, health): &(Figures, Health)) {
         let name = self.name;
         assert!(figures.sends > 0, "{name}: the honest application sent nothing");
         let peak = self.worker.peak_resident_bytes();
@@ -118,18 +134,25 @@ impl Siege {
         let poll = format!("the longest poll took {:.1} ms ({of})", poll_seconds * 1000.0);
         say(&format!("adversary, {name}: at most {} MiB resident; {figures}; {health}; {poll}", peak >> 20));
         assert!(poll_seconds <= POLL_SECONDS_MAX, "{name}: {poll}");
-        let promised = promised(CAPACITY_BYTES);
-        assert!(peak <= promised, "{} MiB resident, {} MiB are promised", peak >> 20, promised >> 20);
+        self.assert_within_memory();
         assert!(health.longest <= HEALTH_MAX, "{name}: /health/live took {:?}", health.longest);
-        self.honest.work(&self.client, Instant::now() + Duration::from_millis(1)).await;
-        self.honest.assert_readable(&self.client).await;
+    }
+
+    /// The process has stayed within its memory since it began.
+    fn assert_within_memory(&self) {
+        let (peak, promised) = (self.worker.peak_resident_bytes(), promised(CAPACITY_BYTES));
+        let name = self.name;
+        assert!(peak <= promised, "{name}: {} MiB resident, {} MiB are promised", peak >> 20, promised >> 20);
+    }
+
+    /// Nothing is left of the applications.
+    async fn end(self) {
         for app in [honest::APP, APP] {
             self.client.unregister_app(app).await.expect("known");
         }
         block_in_place(|| {
             self.worker.assert_clean();
             assert_eq!(self.group.as_ref().map_or(0, Group::kills), 0, "killed by the kernel");
-            self.worker.assert_no_error_logged();
             self.worker.stop();
         });
     }

@@ -32,6 +32,7 @@ use tokio::sync::Semaphore;
 use super::*;
 use crate::budget::Budget;
 use crate::durability::METADATA;
+use crate::tiers::Tier as _;
 use crate::tiers::{
     Backlog, DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage,
     by_mount,
@@ -111,6 +112,14 @@ pub(super) async fn open_with(
     disks: Vec<Arc<dyn Disk>>,
 ) -> Result<Arc<LocalStore>, StoreError> {
     LocalStore::open(config, disks, &Budget::new(u64::MAX), &Registry::new()).await
+}
+
+/// Ids of the blocks of a partition that can be read, sorted.
+pub(super) async fn present(store: &LocalStore, key: &ShuffleKey, partition: PartitionId) -> Vec<u64> {
+    let mut ids = Vec::new();
+    store.visit_present(key, partition, &mut |id| ids.push(id)).await.unwrap();
+    ids.sort_unstable();
+    ids
 }
 
 /// What a start found, with what shuffles had said.

@@ -47,7 +47,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     for shuffle in &recovered.shuffles {
         assert_eq!(recovered.said[&shuffle.key], [&b"first"[..], b"second"]);
         assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && shuffle.incomplete.is_none());
-        assert_eq!(shuffle.present[&P1].iter().collect::<Vec<_>>(), (0..20).collect::<Vec<_>>());
+        assert_eq!(shuffle.present.held(P1).unwrap().iter().collect::<Vec<_>>(), (0..20).collect::<Vec<_>>());
     }
     assert_eq!((recovered.blocks, recovered.missing_disks.len()), (120, 0));
     assert_eq!(stream_of(&store, &keys[1], 1).await, before);
@@ -143,7 +143,7 @@ async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
     assert!(shuffle.incomplete.as_ref().unwrap().contains("/b is missing"), "{:?}", shuffle.incomplete);
     assert!(shuffle.reason.contains("/b is missing"), "{}", shuffle.reason);
     let there: Vec<u64> = (0..12).filter(|id| !on_second.contains(id)).map(|id| id as u64).collect();
-    assert_eq!(shuffle.present[&P1].iter().collect::<Vec<_>>(), there);
+    assert_eq!(shuffle.present.held(P1).unwrap().iter().collect::<Vec<_>>(), there);
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     for record in records.iter().filter(|record| record.block_id != FILLER_BLOCK_ID) {
         let place = before.1.iter().find(|it| it.block_id == record.block_id).unwrap();
@@ -169,7 +169,7 @@ async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
     let store = store_on(&disks).await;
     let recovered = hear(&store).await;
     assert!(recovered.missing_disks.is_empty());
-    assert_eq!(recovered.shuffles[0].present[&P1].len(), 13);
+    assert_eq!(recovered.shuffles[0].present.held(P1).unwrap().len(), 13);
     assert_eq!(recovered.shuffles[0].incomplete, None, "it has not gone on alone");
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     assert_eq!(ids(&records[..12]), ids(&before.1));
@@ -239,13 +239,13 @@ async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
     let store = store_on(&disks).await;
     let shuffle = store.take_recovered().shuffles.remove(0);
     assert!(!shuffle.reason.is_empty());
-    assert_eq!(shuffle.present[&P1].len(), 12 - on_second.len() as u64);
+    assert_eq!(shuffle.present.held(P1).unwrap().len(), 12 - on_second.len() as u64);
     disks[1].faults.clear();
     store.probe().await;
     store.sweep().await;
     drop(store);
     let store = store_on(&disks).await;
-    assert_eq!(store.take_recovered().shuffles[0].present[&P1].len(), 12);
+    assert_eq!(store.take_recovered().shuffles[0].present.held(P1).unwrap().len(), 12);
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     assert_eq!(records[..12], before.1);
 }

@@ -17,7 +17,7 @@ async fn told(recovered: &mut Recovered) -> Vec<(ShuffleKey, Bytes)> {
 
 fn present(recovered: &Recovered, shuffle: i32, partition: i32) -> Vec<u64> {
     let found = recovered.shuffles.iter().find(|it| it.key == key(shuffle)).expect("it was found");
-    found.present.get(&PartitionId(partition)).map_or_else(Vec::new, |ids| ids.iter().collect())
+    found.present.held(PartitionId(partition)).map_or_else(Vec::new, |ids| ids.iter().collect())
 }
 
 #[tokio::test]

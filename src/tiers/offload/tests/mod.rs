@@ -189,7 +189,7 @@ async fn heard(process: &Process) -> (Recovered, BTreeMap<ShuffleKey, Vec<Bytes>
 
 fn present(recovered: &Recovered, key: &ShuffleKey, partition: i32) -> Vec<u64> {
     let found = recovered.shuffles.iter().find(|it| it.key == *key).expect("it was found");
-    found.present.get(&PartitionId(partition)).map_or_else(Vec::new, |ids| ids.iter().collect())
+    found.present.held(PartitionId(partition)).map_or_else(Vec::new, |ids| ids.iter().collect())
 }
 
 fn key(shuffle: i32) -> ShuffleKey {

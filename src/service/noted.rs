@@ -1,0 +1,142 @@
+//! Registrations are written to the metadata log before they are acknowledged, each once.
+//!
+//! Those of one shuffle are written one after the other: a record that replaces others has what they have. What is repeated is not
+//! written again, whoever repeats it.
+
+use std::hash::{Hash, Hasher};
+
+use crate::app::{App, Counted, NextNote, NotedRegistrations, Registration, ShuffleState};
+use crate::durability::{self, Record};
+use crate::tiers::{MetadataLog, RemoteStorage, StoreErrorKind, Tier};
+use uniffle_wire::types::ShuffleKey;
+
+use super::ServiceError;
+use super::lifecycle::Lifecycle;
+
+/// Ranges of remote directories that are remembered of one shuffle.
+const REMOTE_RANGES_MAX: usize = 1 << 18;
+
+/// A registration that is to be written down.
+pub(super) struct Noting {
+    /// Without ranges and remote storage.
+    fields: durability::Registration,
+    /// As the client said it, and the ranges that name directories.
+    remote: Option<(Option<RemoteStorage>, Vec<(i32, i32)>)>,
+}
+
+impl Noting {
+    /// Returns what a registration says; `remote` with the ranges as they were sent.
+    pub(super) fn of(
+        registration: &Registration,
+        remote: Option<(Option<RemoteStorage>, &[(i32, i32)])>,
+    ) -> Self {
+        let properties = registration.properties.iter();
+        let mut properties: Vec<_> = properties.map(|(key, value)| (key.clone(), value.clone())).collect();
+        properties.sort();
+        let timeout = registration.heartbeat_timeout;
+        let fields = durability::Registration {
+            ranges: Vec::new(),
+            distribution: registration.distribution,
+            user: registration.user.clone(),
+            properties,
+            sent_properties: registration.sent_properties,
+            heartbeat_timeout_ms: timeout.map(|it| u64::try_from(it.as_millis()).unwrap_or(u64::MAX)),
+            stage_attempt: 0,
+            remote_storage: Vec::new(),
+        };
+        let wide =
+            |ranges: &[(i32, i32)]| ranges.iter().filter(|(start, end)| start < end).copied().collect();
+        Self { fields, remote: remote.map(|(storage, ranges)| (storage, wide(ranges))) }
+    }
+
+    /// Returns the record of all that is to be written, and what it says beside ranges, as a digest and in bytes.
+    fn next(&self, shuffle: &ShuffleState, noted: &NotedRegistrations) -> Option<(NextNote, Vec<u8>, u64)> {
+        let storage = self.remote.as_ref().map(|(storage, _)| storage);
+        let storage = storage.and_then(|it| serde_json::to_vec(it).ok()).unwrap_or_default();
+        let fields = Record::Registration(self.fields.clone()).encode();
+        let digest = digest(&fields, &storage);
+        let remote_ranges = self.remote.as_ref().map_or(&[][..], |(_, ranges)| ranges);
+        let bytes = (fields.len() + storage.len()) as u64;
+        let next = noted.next(&shuffle.ranges(), remote_ranges, (digest, bytes))?;
+        let remote = self.remote.as_ref().map(|(storage, _)| (storage, &next.remote_ranges));
+        let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
+        let registration =
+            durability::Registration { ranges: next.ranges.to_vec(), remote_storage, ..self.fields.clone() };
+        let record = match next.replaces {
+            true => Record::encode_replacing(&registration),
+            false => Record::Registration(registration).encode(),
+        };
+        Some((next, record, digest))
+    }
+}
+
+impl Lifecycle {
+    /// Makes a registration survive the process.
+    pub(super) async fn note_registration(
+        &self,
+        key: &ShuffleKey,
+        tier: &dyn Tier,
+        noting: Noting,
+    ) -> Result<(), ServiceError> {
+        let app = self.apps.find(&key.app);
+        let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
+        // Unregistered in the meantime: nothing is left to survive.
+        let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
+        let mut noted = state.noted().lock().await;
+        let Some((next, record, digest)) = noting.next(&state, &noted) else { return Ok(()) };
+        check(&app, &noted, &next, record.len())?;
+        let bytes = record.len() as u64;
+        match write(&*log, &state, &mut noted, record).await {
+            Err(error) if is_gone(&error) => return Ok(()),
+            written => written?,
+        }
+        noted.written(next, digest, bytes);
+        drop(noted);
+        state.count_on_disk(|| self.tiers.occupied_bytes(key));
+        Ok(())
+    }
+}
+
+/// A registration that changes another one is refused where it makes the log grow beyond what its application may have.
+fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -> Result<(), ServiceError> {
+    if next.remote_ranges.len() > REMOTE_RANGES_MAX {
+        return Err(ServiceError::FieldTooLarge {
+            field: "partitionRanges",
+            size: next.remote_ranges.len(),
+            unit: "ranges, with those registered before",
+            max: REMOTE_RANGES_MAX,
+        });
+    }
+    if !noted.is_empty() {
+        app.usage().check(Counted::DiskBytes, bytes as u64)?;
+    }
+    Ok(())
+}
+
+async fn write(
+    log: &dyn MetadataLog,
+    state: &ShuffleState,
+    noted: &mut NotedRegistrations,
+    record: Vec<u8>,
+) -> Result<(), ServiceError> {
+    // First: a start that finds the registration finds why its results are refused.
+    if let Some(reason) = state.ledger().incomplete()
+        && state.is_unproven()
+        && !noted.is_marked()
+    {
+        log.mark_incomplete(reason).await?;
+        noted.mark();
+    }
+    Ok(log.append(record.into()).await?)
+}
+
+fn is_gone(error: &ServiceError) -> bool {
+    matches!(error, ServiceError::Store(error) if error.kind == StoreErrorKind::Purged)
+}
+
+/// Tells what one registration says from another, beside ranges; 0 is none.
+fn digest(fields: &[u8], storage: &[u8]) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    (fields, storage).hash(&mut hasher);
+    hasher.finish().max(1)
+}
