@@ -76,6 +76,8 @@ struct Verifying {
     /// Acknowledged blocks that are not known to be there, sorted.
     asked: Vec<u64>,
     asked_charge: Charge,
+    /// Some of these came in question since the look began.
+    has_more_asked: bool,
     /// Committed since the look began.
     meanwhile: HeldIds,
     /// More could not be read, or has come in question, since the look began.
@@ -194,9 +196,9 @@ impl Ledger {
     /// another one does, which looks once more.
     pub fn question(&mut self, ids: Option<&[u64]>) -> bool {
         let is_first = self.verifying.is_none();
-        let (heap, is_in_tiers) = (&self.heap, self.is_in_tiers());
+        let heap = &self.heap;
         let verifying = self.verifying.get_or_insert_with(|| Verifying::new(heap));
-        if !ids.is_some_and(|ids| verifying.ask(ids, is_in_tiers)) {
+        if !ids.is_some_and(|ids| verifying.ask(ids)) {
             (verifying.is_all, verifying.is_stale) = (true, true);
         }
         is_first
@@ -207,7 +209,7 @@ impl Ledger {
         let heap = &self.heap;
         let verifying = self.verifying.get_or_insert_with(|| Verifying::new(heap));
         verifying.meanwhile = HeldIds::new(heap);
-        (verifying.is_stale, verifying.has_failed) = (false, false);
+        (verifying.is_stale, verifying.has_failed, verifying.has_more_asked) = (false, false, false);
         verifying.asked.clone()
     }
 
@@ -227,7 +229,11 @@ impl Ledger {
     /// Ends a look that sought all reported blocks and what was in question: what is nowhere is lost. Returns what was not
     /// lost before, or none when it has to be looked again.
     pub fn settle(&mut self, look: Look, blame: &Blame) -> Option<Entered> {
-        let Verifying { is_all, asked, meanwhile, .. } = self.verifying.take_if(|it| !it.is_stale)?;
+        let Verifying { is_all, asked, meanwhile, .. } = {
+            // A look that does not find all that is there seeks only what was in question before it began.
+            let seeks_all = look.found.is_some();
+            self.verifying.take_if(|it| !it.is_stale && (seeks_all || !it.has_more_asked))?
+        };
         let known = match &self.there {
             There::AtLeast(known) | There::Exactly(known) if !is_all => Some(known),
             There::All | There::AtLeast(_) | There::Exactly(_) | There::InTiers => None,
@@ -399,18 +405,18 @@ impl Verifying {
             is_all: false,
             asked: Vec::new(),
             asked_charge: heap.nothing(),
+            has_more_asked: false,
             meanwhile: HeldIds::new(heap),
             is_stale: false,
             has_failed: false,
         }
     }
 
-    /// Adds blocks that are in question. A look that does not find all that is there (`is_sought`) seeks only those that were
-    /// in question before it began. Returns false if there is no heap for them.
-    fn ask(&mut self, ids: &[u64], is_sought: bool) -> bool {
+    /// Adds blocks that are in question. Returns false if there is no heap for them.
+    fn ask(&mut self, ids: &[u64]) -> bool {
         let is_paid = self.asked_charge.try_grow(ASKED_ID_BYTES * ids.len() as u64).is_ok();
         if is_paid {
-            self.is_stale |= is_sought && !ids.is_empty();
+            self.has_more_asked |= !ids.is_empty();
             self.asked.extend_from_slice(ids);
             self.asked.sort_unstable();
             self.asked.dedup();
