@@ -1,10 +1,10 @@
 //! Which node gets which partition range (docs/protocol.md §9.3), as pure functions: values in, decision out.
 //!
 //! Not here: the node table, the clock, messages. Invariants: every range has one answer of `replicas` servers, the
-//! servers of one range are distinct, and nothing is allocated per range (a placement is computed by index).
+//! servers of one range are distinct and on different hosts where there are enough, and nothing is allocated per range.
 
 use std::cmp::Ordering;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use crate::schema::words;
 
@@ -69,37 +69,50 @@ fn tie(a: &Candidate, b: &Candidate) -> Ordering {
     a.id.cmp(&b.id)
 }
 
-/// Takes the first `wanted` of the ordered candidates, those on a new host first (Java's `PREFER_DIFF`).
-/// Returns indexes into `ordered`.
+/// Chooses `wanted` of the ordered candidates and returns their indexes into `ordered`: the best candidate of each host
+/// first (Java's `PREFER_DIFF`), then the second best of each host, and so on, so that neighbours are on different hosts.
 pub fn take_prefer_different_hosts(ordered: &[Candidate], wanted: usize) -> Vec<usize> {
-    let mut hosts = HashSet::new();
-    let (first_on_host, others): (Vec<usize>, Vec<usize>) =
-        (0..ordered.len()).partition(|&at| hosts.insert(ordered[at].host.as_str()));
-    first_on_host.into_iter().chain(others).take(wanted).collect()
+    let mut seen: HashMap<&str, usize> = HashMap::new();
+    let mut ranks = Vec::with_capacity(ordered.len());
+    for node in ordered {
+        let of_host = seen.entry(node.host.as_str()).or_insert(0);
+        *of_host += 1;
+        ranks.push(*of_host);
+    }
+    let mut indexes: Vec<usize> = (0..ordered.len()).collect();
+    // The sort is stable, so equal ranks stay in the order of preference.
+    indexes.sort_by_key(|&at| ranks[at]);
+    indexes.truncate(wanted);
+    indexes
 }
 
 /// Everything that decides where range k goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     selection: PartitionSelection,
     ranges: usize,
     servers: usize,
     replicas: usize,
+    /// For each server as the primary, all servers of a range: `replicas` indexes, the primary first.
+    groups: Vec<usize>,
     /// Ranges per group while whole rounds last (continuous selection only).
     per_group: usize,
 }
 
 impl Placement {
-    /// A plan for `ranges` ranges; `concurrency` is min(partitionNum, estimateTaskConcurrency), 0 if unknown.
+    /// A plan for `ranges` ranges over the servers on `hosts`; `concurrency` is
+    /// min(partitionNum, estimateTaskConcurrency), 0 if unknown.
     /// `None` unless `1 <= replicas <= servers` and there is a range.
-    pub fn plan(selection: PartitionSelection, shape: Shape) -> Option<Self> {
-        let Shape { ranges, servers, replicas, partitions_per_range, concurrency } = shape;
+    pub fn plan(selection: PartitionSelection, hosts: &[&str], shape: Shape) -> Option<Self> {
+        let Shape { ranges, replicas, partitions_per_range, concurrency } = shape;
+        let servers = hosts.len();
         if ranges == 0 || replicas == 0 || replicas > servers {
             return None;
         }
         let slots = servers.saturating_mul(partitions_per_range.max(1));
         let per_group = if concurrency > slots { concurrency / slots } else { 1 };
-        Some(Self { selection, ranges, servers, replicas, per_group })
+        let groups = (0..servers).flat_map(|primary| group(hosts, primary, replicas)).collect();
+        Some(Self { selection, ranges, servers, replicas, groups, per_group })
     }
 
     /// Number of ranges.
@@ -108,13 +121,13 @@ impl Placement {
     }
 
     /// The servers of range `k` (indexes into the chosen list), the primary first; all distinct.
-    pub fn servers_of(&self, k: usize) -> impl Iterator<Item = usize> + use<> {
+    pub fn servers_of(&self, k: usize) -> impl Iterator<Item = usize> + '_ {
         let first = match self.selection {
             PartitionSelection::Continuous => self.group_of(k),
             PartitionSelection::Round => k.wrapping_mul(self.replicas),
         };
-        let servers = self.servers;
-        (0..self.replicas).map(move |replica| (first % servers + replica) % servers)
+        let at = first % self.servers * self.replicas;
+        self.groups[at..at + self.replicas].iter().copied()
     }
 
     /// Whole rounds of `servers` groups of `per_group` ranges each; what is left is spread evenly over the servers, the
@@ -138,13 +151,22 @@ impl Placement {
     }
 }
 
+/// Returns the servers of a range whose primary is `primary`: the next servers in rotation that are on hosts of their own,
+/// then, with fewer hosts than replicas, the next others.
+fn group(hosts: &[&str], primary: usize, replicas: usize) -> Vec<usize> {
+    let in_rotation = || (0..hosts.len()).map(|step| (primary + step) % hosts.len());
+    let mut used = HashSet::new();
+    let mut chosen: Vec<usize> = in_rotation().filter(|&at| used.insert(hosts[at])).take(replicas).collect();
+    let others: Vec<usize> = in_rotation().filter(|at| !chosen.contains(at)).collect();
+    chosen.extend(others.into_iter().take(replicas - chosen.len()));
+    chosen
+}
+
 /// Size of an assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Ranges to place.
     pub ranges: usize,
-    /// Servers chosen.
-    pub servers: usize,
     /// Distinct servers per range.
     pub replicas: usize,
     pub partitions_per_range: usize,
@@ -172,8 +194,17 @@ mod tests {
         nodes.iter().map(|n| n.id.as_str()).collect()
     }
 
-    fn shape(ranges: usize, servers: usize, replicas: usize, concurrency: usize) -> Shape {
-        Shape { ranges, servers, replicas, partitions_per_range: 1, concurrency }
+    fn shape(ranges: usize, replicas: usize, concurrency: usize) -> Shape {
+        Shape { ranges, replicas, partitions_per_range: 1, concurrency }
+    }
+
+    fn on_own_hosts(servers: usize) -> Vec<String> {
+        (0..servers).map(|n| format!("h{n}")).collect()
+    }
+
+    fn plan(selection: PartitionSelection, hosts: &[String], shape: Shape) -> Option<Placement> {
+        let hosts: Vec<&str> = hosts.iter().map(String::as_str).collect();
+        Placement::plan(selection, &hosts, shape)
     }
 
     fn primaries(placement: &Placement) -> Vec<usize> {
@@ -201,31 +232,44 @@ mod tests {
         let nodes = [node("a1", "a", 9, 0), node("a2", "a", 8, 0), node("b1", "b", 1, 0)];
         assert_eq!(take_prefer_different_hosts(&nodes, 2), [0, 2]);
         assert_eq!(take_prefer_different_hosts(&nodes, 9), [0, 2, 1]);
+        let cluster: Vec<Candidate> =
+            (0..9).map(|n| node(&format!("n{n}"), &format!("h{}", n / 3), 9, 0)).collect();
+        assert_eq!(take_prefer_different_hosts(&cluster, 9), [0, 3, 6, 1, 4, 7, 2, 5, 8]);
+    }
+
+    #[test]
+    fn replicas_share_a_host_only_with_too_few_hosts() {
+        let hosts = ["a", "b", "a", "a", "a"].map(str::to_owned);
+        let placement = plan(PartitionSelection::Round, &hosts, shape(5, 2, 0)).unwrap();
+        let all: Vec<Vec<usize>> = (0..5).map(|k| placement.servers_of(k).collect()).collect();
+        assert_eq!(all, [[0, 1], [2, 1], [4, 1], [1, 2], [3, 1]]);
+        let placement = plan(PartitionSelection::Continuous, &hosts, shape(1, 3, 0)).unwrap();
+        assert_eq!(placement.servers_of(0).collect::<Vec<_>>(), [0, 1, 2]);
     }
 
     #[test]
     fn continuous_cuts_groups_and_spreads_the_rest() {
         // c = 8 > S = 2 → groups of 4; 11 = one round of 8 + 3 left, of which the first server gets two.
-        let placement = Placement::plan(PartitionSelection::Continuous, shape(11, 2, 1, 8)).unwrap();
+        let placement = plan(PartitionSelection::Continuous, &on_own_hosts(2), shape(11, 1, 8)).unwrap();
         assert_eq!(primaries(&placement), [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1]);
         // No estimate: one by one.
-        let placement = Placement::plan(PartitionSelection::Continuous, shape(5, 3, 2, 0)).unwrap();
+        let placement = plan(PartitionSelection::Continuous, &on_own_hosts(3), shape(5, 2, 0)).unwrap();
         assert_eq!(primaries(&placement), [0, 1, 2, 0, 1]);
         assert_eq!(placement.servers_of(2).collect::<Vec<_>>(), [2, 0]);
     }
 
     #[test]
     fn round_goes_on_where_the_last_replica_was() {
-        let placement = Placement::plan(PartitionSelection::Round, shape(3, 3, 2, 0)).unwrap();
+        let placement = plan(PartitionSelection::Round, &on_own_hosts(3), shape(3, 2, 0)).unwrap();
         let all: Vec<Vec<usize>> = (0..3).map(|k| placement.servers_of(k).collect()).collect();
         assert_eq!(all, [[0, 1], [2, 0], [1, 2]]);
     }
 
     #[test]
     fn more_replicas_than_servers_have_no_plan() {
-        assert_eq!(Placement::plan(PartitionSelection::Continuous, shape(1, 1, 2, 0)), None);
-        assert_eq!(Placement::plan(PartitionSelection::Continuous, shape(1, 1, 0, 0)), None);
-        assert_eq!(Placement::plan(PartitionSelection::Continuous, shape(0, 1, 1, 0)), None);
+        assert_eq!(plan(PartitionSelection::Continuous, &on_own_hosts(1), shape(1, 2, 0)), None);
+        assert_eq!(plan(PartitionSelection::Continuous, &on_own_hosts(1), shape(1, 0, 0)), None);
+        assert_eq!(plan(PartitionSelection::Continuous, &on_own_hosts(1), shape(0, 1, 0)), None);
     }
 
     proptest! {
@@ -240,8 +284,8 @@ mod tests {
         ) {
             prop_assume!(replicas <= servers);
             let selection = if round { PartitionSelection::Round } else { PartitionSelection::Continuous };
-            let shape = Shape { ranges, servers, replicas, partitions_per_range, concurrency };
-            let placement = Placement::plan(selection, shape).unwrap();
+            let shape = Shape { ranges, replicas, partitions_per_range, concurrency };
+            let placement = plan(selection, &on_own_hosts(servers), shape).unwrap();
             let mut load = vec![0usize; servers];
             for k in 0..ranges {
                 let chosen: Vec<usize> = placement.servers_of(k).collect();
@@ -258,10 +302,31 @@ mod tests {
         }
 
         #[test]
+        fn replicas_are_on_different_hosts_where_there_are_enough(
+            hosts in prop::collection::vec(0usize..5, 1..12),
+            replicas in 1usize..4,
+            ranges in 1usize..60,
+            round in any::<bool>(),
+        ) {
+            prop_assume!(replicas <= hosts.len());
+            let nodes: Vec<Candidate> =
+                hosts.iter().enumerate().map(|(n, host)| node(&format!("n{n}"), &format!("h{host}"), 1, 0)).collect();
+            let chosen = take_prefer_different_hosts(&nodes, nodes.len());
+            let hosts: Vec<String> = chosen.into_iter().map(|at| nodes[at].host.clone()).collect();
+            let distinct = hosts.iter().collect::<HashSet<_>>().len();
+            let selection = if round { PartitionSelection::Round } else { PartitionSelection::Continuous };
+            let placement = plan(selection, &hosts, shape(ranges, replicas, 0)).unwrap();
+            for k in 0..ranges {
+                let of_range: HashSet<&String> = placement.servers_of(k).map(|at| &hosts[at]).collect();
+                prop_assert_eq!(of_range.len(), replicas.min(distinct));
+            }
+        }
+
+        #[test]
         fn continuous_groups_are_contiguous(ranges in 1usize..300, servers in 1usize..9, concurrency in 0usize..300) {
             let concurrency = concurrency.min(ranges);
-            let placement = Placement::plan(
-                PartitionSelection::Continuous, shape(ranges, servers, 1, concurrency)).unwrap();
+            let hosts = on_own_hosts(servers);
+            let placement = plan(PartitionSelection::Continuous, &hosts, shape(ranges, 1, concurrency)).unwrap();
             let primaries = primaries(&placement);
             // The server changes only to its successor in rotation.
             for pair in primaries.windows(2) {

@@ -104,12 +104,13 @@ impl Plan {
     ) -> Result<Self, AssignmentError> {
         let shape = Shape {
             ranges: index(wanted.ranges),
-            servers: servers.len(),
             replicas: wanted.replicas,
             partitions_per_range: index(wanted.per_range),
             concurrency: index(wanted.concurrency),
         };
-        let placement = Placement::plan(selection, shape).ok_or(AssignmentError::Invalid("no placement"))?;
+        let hosts: Vec<&str> = servers.iter().map(|server| server.ip.as_str()).collect();
+        let placement =
+            Placement::plan(selection, &hosts, shape).ok_or(AssignmentError::Invalid("no placement"))?;
         Ok(Self { wanted, servers, candidates, placement })
     }
 
