@@ -5,14 +5,16 @@
 //! stays through rescheduling.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::str::FromStr;
 use std::time::Duration;
 
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use nix::net::if_::InterfaceFlags;
 
-/// The variable with which Java's server is told its address.
+/// The variable that sets the announced address of this worker.
+const WORKER_VARIABLE: &str = "WORKER_IP";
+/// The variable that sets that of the Java server.
 const JAVA_VARIABLE: &str = "RSS_IP";
 /// How long a name server may take.
 const RESOLVED_WITHIN: Duration = Duration::from_secs(20);
@@ -20,7 +22,7 @@ const RESOLVED_WITHIN: Duration = Duration::from_secs(20);
 const NAME_CHARS_MAX: usize = 253;
 const LABEL_CHARS_MAX: usize = 63;
 
-/// Why the worker has no address to tell.
+/// Why there is no address to announce.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     /// The variable of Java's server holds something else.
@@ -33,6 +35,19 @@ pub enum AddressError {
         name: String,
         /// What the resolver said.
         reason: String,
+    },
+    /// No listener accepts connections to the address.
+    #[error(
+        "{variable} = {ip} is an address of this machine on which nothing listens: bind_address = {bind_address}; \
+         set bind_address to it, or to \"::\" for all addresses"
+    )]
+    NotBound {
+        /// Variable that names the address.
+        variable: &'static str,
+        /// The address.
+        ip: IpAddr,
+        /// As configured.
+        bind_address: IpAddr,
     },
     /// Which one the id is made of would be left to chance.
     #[error("WORKER_IP: the name {name} stands for several addresses, {found:?}; name one that has one")]
@@ -95,18 +110,41 @@ fn is_reachable(ip: &IpAddr) -> bool {
     !ip.is_unspecified() && !ip.is_multicast()
 }
 
-/// The address that this worker reports to the cluster: the one that is configured, else that of [`worker_ip`].
+/// Returns the address that this worker announces: the configured one, else that of [`RSS_IP`](JAVA_VARIABLE), else one
+/// on which the listeners at `bind_address` accept connections.
 ///
 /// # Errors
 /// See [`AddressError`].
-pub async fn resolve(advertised: Option<&Advertised>) -> Result<IpAddr, AddressError> {
-    let name = match advertised {
-        None => return worker_ip(),
-        Some(Advertised::Ip(ip)) => return Ok(*ip),
-        Some(Advertised::Name(name)) => name,
+pub async fn resolve(advertised: Option<&Advertised>, bind_address: IpAddr) -> Result<IpAddr, AddressError> {
+    let local = local_addresses();
+    let (variable, ip) = match advertised {
+        Some(Advertised::Ip(ip)) => (WORKER_VARIABLE, *ip),
+        Some(Advertised::Name(name)) => (WORKER_VARIABLE, look_up(name).await?),
+        None => match ip_for_java(std::env::var(JAVA_VARIABLE).ok())? {
+            Some(ip) => (JAVA_VARIABLE, ip),
+            None => return Ok(own_address(bind_address, &local, route_source)),
+        },
     };
-    let unresolved = |reason: String| AddressError::Unresolved { name: name.clone(), reason };
-    let lookup = tokio::net::lookup_host((name.as_str(), 0));
+    if local.iter().any(|address| address.ip == ip) && !accepts(bind_address, ip) {
+        return Err(AddressError::NotBound { variable, ip, bind_address });
+    }
+    // An address of another machine is one that is translated to this one, as that of a Service of Kubernetes.
+    Ok(ip)
+}
+
+/// Returns whether a listener at `bind_address` accepts connections to `ip`, an address of this machine.
+fn accepts(bind_address: IpAddr, ip: IpAddr) -> bool {
+    match bind_address {
+        IpAddr::V4(any) if any.is_unspecified() => ip.is_ipv4(),
+        // Listeners at `::` are opened for both families.
+        IpAddr::V6(any) if any.is_unspecified() => true,
+        one => one == ip,
+    }
+}
+
+async fn look_up(name: &str) -> Result<IpAddr, AddressError> {
+    let unresolved = |reason: String| AddressError::Unresolved { name: name.to_owned(), reason };
+    let lookup = tokio::net::lookup_host((name, 0));
     let found = crate::clock::timeout(RESOLVED_WITHIN, lookup).await;
     let found = found.map_err(|_| unresolved(format!("no answer within {} s", RESOLVED_WITHIN.as_secs())))?;
     let found = found.map_err(|error| unresolved(error.to_string()))?;
@@ -131,19 +169,61 @@ fn one_of(name: &str, mut found: Vec<IpAddr>) -> Result<IpAddr, AddressError> {
     }
 }
 
-/// The address of [`JAVA_VARIABLE`], else the best interface's, else the source address of the default route, else
-/// 127.0.0.1.
-fn worker_ip() -> Result<IpAddr, AddressError> {
-    if let Some(ip) = ip_for_java(std::env::var(JAVA_VARIABLE).ok())? {
-        return Ok(ip);
+/// Returns the address to announce where none is configured: the one of `bind_address`; where that is all of them, the
+/// source address of the default route, else the best address of an interface, IPv4 before IPv6, else a loopback address.
+fn own_address(
+    bind_address: IpAddr,
+    local: &[LocalAddress],
+    route_source: impl Fn(Family) -> Option<IpAddr>,
+) -> IpAddr {
+    if !bind_address.is_unspecified() {
+        return bind_address;
     }
-    let interfaces = getifaddrs().into_iter().flatten();
-    let candidates: Vec<Ipv4Addr> = interfaces.filter_map(|it| candidate(&it)).collect();
-    let found = best(&candidates).or_else(route_source);
-    if found.is_none() {
-        tracing::warn!("no usable network interface found, reporting 127.0.0.1 to the cluster");
+    let families: &[Family] = if bind_address.is_ipv4() { &[Family::V4] } else { &[Family::V4, Family::V6] };
+    let found = families.iter().find_map(|family| {
+        let candidates: Vec<IpAddr> =
+            local.iter().filter(|it| it.is_candidate && family.has(it.ip)).map(|it| it.ip).collect();
+        route_source(*family).or_else(|| best(&candidates))
+    });
+    found.unwrap_or_else(|| {
+        let loopback: IpAddr = match bind_address.is_ipv4() {
+            true => Ipv4Addr::LOCALHOST.into(),
+            false => Ipv6Addr::LOCALHOST.into(),
+        };
+        let addresses: Vec<String> =
+            local.iter().filter(|it| is_usable(&it.ip)).map(|it| it.ip.to_string()).collect();
+        tracing::warn!(
+            %bind_address, announced = %loopback, addresses = addresses.join(", "),
+            "no address of this machine is usable by other machines and accepted by bind_address; set bind_address \
+             (\"::\" for IPv6) or WORKER_IP"
+        );
+        loopback
+    })
+}
+
+/// A family of addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Family {
+    V4,
+    V6,
+}
+
+impl Family {
+    fn has(self, ip: IpAddr) -> bool {
+        (self == Self::V4) == ip.is_ipv4()
     }
-    Ok(found.unwrap_or(Ipv4Addr::LOCALHOST).into())
+}
+
+/// An address of an interface of this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct LocalAddress {
+    ip: IpAddr,
+    /// Other machines may reach it.
+    is_candidate: bool,
+}
+
+fn local_addresses() -> Vec<LocalAddress> {
+    getifaddrs().into_iter().flatten().filter_map(|interface| local_address(&interface)).collect()
 }
 
 fn ip_for_java(value: Option<String>) -> Result<Option<IpAddr>, AddressError> {
@@ -153,41 +233,49 @@ fn ip_for_java(value: Option<String>) -> Result<Option<IpAddr>, AddressError> {
     }
 }
 
-/// An interface's IPv4 address, as the Java server chooses among them: the interface is up, not loopback, not
-/// point-to-point and not virtual (`eth0:1`), and the address has a broadcast address.
-fn candidate(interface: &InterfaceAddress) -> Option<Ipv4Addr> {
+/// Returns the address of `interface`. It is a candidate as for the Java server: the interface is up, not loopback, not
+/// point-to-point and not virtual (`eth0:1`), and an IPv4 address has a broadcast address.
+fn local_address(interface: &InterfaceAddress) -> Option<LocalAddress> {
+    let address = interface.address.as_ref()?;
+    let v4 = address.as_sockaddr_in().map(|it| IpAddr::from(it.ip()));
+    let ip = v4.or_else(|| address.as_sockaddr_in6().map(|it| it.ip().into()))?;
     let relevant = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_LOOPBACK | InterfaceFlags::IFF_POINTOPOINT;
     let is_real = interface.flags.intersection(relevant) == InterfaceFlags::IFF_UP;
     let is_alias = interface.interface_name.contains(':');
-    if !is_real || is_alias || interface.broadcast.is_none() {
-        return None;
-    }
-    Some(interface.address?.as_sockaddr_in()?.ip())
+    let has_broadcast = ip.is_ipv6() || interface.broadcast.is_some();
+    Some(LocalAddress { ip, is_candidate: is_real && !is_alias && has_broadcast && is_usable(&ip) })
 }
 
-/// The first public address, else the first one.
-fn best(addresses: &[Ipv4Addr]) -> Option<Ipv4Addr> {
-    let mut usable = addresses.iter().copied().filter(is_usable);
-    let first = usable.next()?;
-    if !first.is_private() {
-        return Some(first);
-    }
-    Some(usable.find(|ip| !ip.is_private()).unwrap_or(first))
+/// Returns the first public address, else the first one.
+fn best(addresses: &[IpAddr]) -> Option<IpAddr> {
+    addresses.iter().find(|ip| !is_private(ip)).or_else(|| addresses.first()).copied()
 }
 
-fn is_usable(ip: &Ipv4Addr) -> bool {
-    !(ip.is_loopback() || ip.is_unspecified() || ip.is_link_local() || ip.is_multicast() || ip.is_broadcast())
+fn is_private(ip: &IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(ip) => ip.is_private(),
+        IpAddr::V6(ip) => ip.is_unique_local(),
+    }
 }
 
-/// The source address that the kernel would choose. Connecting a UDP socket sends nothing; the destination is from
-/// the documentation range (RFC 5737), which no host has.
-fn route_source() -> Option<Ipv4Addr> {
-    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
-    socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
-    match socket.local_addr().ok()? {
-        SocketAddr::V4(address) if is_usable(address.ip()) => Some(*address.ip()),
-        _ => None,
-    }
+fn is_usable(ip: &IpAddr) -> bool {
+    let is_of_one_link = match ip {
+        IpAddr::V4(ip) => ip.is_link_local() || ip.is_broadcast(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    };
+    !(ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() || is_of_one_link)
+}
+
+/// Returns the source address of the default route. Connecting a UDP socket sends nothing; the destinations are of the
+/// documentation ranges (RFC 5737, RFC 3849), which no host has.
+fn route_source(family: Family) -> Option<IpAddr> {
+    let (any, destination): (IpAddr, IpAddr) = match family {
+        Family::V4 => (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into()),
+        Family::V6 => (Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into()),
+    };
+    let socket = UdpSocket::bind((any, 0)).ok()?;
+    socket.connect((destination, 9)).ok()?;
+    Some(socket.local_addr().ok()?.ip()).filter(is_usable)
 }
 
 /// `<ip>-<grpc>` or `<ip>-<grpc>-<netty>`; ports as bound.
@@ -266,16 +354,35 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_is_told_as_the_address_that_it_stands_for() {
+    async fn host_name_is_resolved_once() {
+        let any = Ipv4Addr::UNSPECIFIED.into();
         let name = |text: &str| Some(Advertised::Name(text.into()));
-        assert_eq!(resolve(name("localhost").as_ref()).await, Ok(Ipv4Addr::LOCALHOST.into()));
+        assert_eq!(resolve(name("localhost").as_ref(), any).await, Ok(Ipv4Addr::LOCALHOST.into()));
         // Never registered (RFC 6761).
-        let error = resolve(name("worker-0.invalid").as_ref()).await.unwrap_err();
+        let error = resolve(name("worker-0.invalid").as_ref(), any).await.unwrap_err();
         assert!(error.to_string().contains("worker-0.invalid"), "{error}");
     }
 
+    #[tokio::test]
+    async fn configured_address_without_listener_is_refused() {
+        let loopback = Some(Advertised::Ip(Ipv4Addr::LOCALHOST.into()));
+        let refused = resolve(loopback.as_ref(), "::1".parse().unwrap()).await.unwrap_err().to_string();
+        assert!(
+            refused.contains("WORKER_IP = 127.0.0.1") && refused.contains("bind_address = ::1"),
+            "{refused}"
+        );
+        for bound in ["0.0.0.0", "::", "127.0.0.1"] {
+            let ip = resolve(loopback.as_ref(), bound.parse().unwrap()).await;
+            assert_eq!(ip, Ok(Ipv4Addr::LOCALHOST.into()), "{bound}");
+        }
+        // Of no interface: translated on the way.
+        let elsewhere: IpAddr = "192.0.2.7".parse().unwrap();
+        let ip = resolve(Some(&Advertised::Ip(elsewhere)), Ipv4Addr::LOCALHOST.into()).await;
+        assert_eq!(ip, Ok(elsewhere));
+    }
+
     #[test]
-    fn only_real_interfaces_that_are_up_count() {
+    fn only_real_interfaces_that_are_up_are_candidates() {
         let address = |last, name: &str, flags, has_broadcast: bool| InterfaceAddress {
             interface_name: name.to_owned(),
             flags,
@@ -294,16 +401,40 @@ mod tests {
             address(6, "ppp0", InterfaceFlags::IFF_UP | InterfaceFlags::IFF_POINTOPOINT, true),
             InterfaceAddress { address: None, ..address(7, "eth0", up, true) },
         ];
-        let found: Vec<Ipv4Addr> = interfaces.iter().filter_map(candidate).collect();
-        assert_eq!(found, [Ipv4Addr::new(10, 0, 0, 3)]);
+        let found: Vec<LocalAddress> = interfaces.iter().filter_map(local_address).collect();
+        assert_eq!(found.len(), 6);
+        let candidates: Vec<IpAddr> = found.iter().filter(|it| it.is_candidate).map(|it| it.ip).collect();
+        assert_eq!(candidates, [IpAddr::from([10, 0, 0, 3])]);
     }
 
+    /// (addresses of the machine, of its default routes, `bind_address`, announced).
+    type Case<'a> = (&'a [&'a str], &'a [&'a str], &'a str, &'a str);
+
     #[test]
-    fn public_addresses_are_preferred() {
-        let ips = |texts: &[&str]| texts.iter().map(|t| t.parse().unwrap()).collect::<Vec<Ipv4Addr>>();
-        assert_eq!(best(&ips(&["10.0.0.1", "8.8.4.4", "9.9.9.9"])), Some([8, 8, 4, 4].into()));
-        assert_eq!(best(&ips(&["127.0.0.1", "169.254.1.1", "192.168.0.5"])), Some([192, 168, 0, 5].into()));
-        assert_eq!(best(&ips(&["127.0.0.1"])), None);
+    fn announced_address_is_one_that_is_bound() {
+        const BOTH: [&str; 2] = ["fd00:1::5", "10.9.0.5"];
+        let cases: [Case<'_>; 11] = [
+            (&["fd00:1::5"], &[], "0.0.0.0", "127.0.0.1"),
+            (&["fd00:1::5"], &[], "::", "fd00:1::5"),
+            (&BOTH, &[], "::", "10.9.0.5"),
+            (&BOTH, &["fd00:1::5"], "::", "10.9.0.5"),
+            (&BOTH, &[], "fd00:1::5", "fd00:1::5"),
+            (&BOTH, &[], "127.0.0.1", "127.0.0.1"),
+            (&["10.9.0.5", "10.8.0.5"], &[], "10.8.0.5", "10.8.0.5"),
+            (&["fe80::1", "169.254.1.1"], &[], "::", "::1"),
+            // A bridge of containers before the interface of the default route.
+            (&["172.17.0.1", "192.168.7.5"], &["192.168.7.5"], "0.0.0.0", "192.168.7.5"),
+            (&["10.0.0.1", "8.8.4.4", "9.9.9.9"], &[], "0.0.0.0", "8.8.4.4"),
+            (&[], &[], "0.0.0.0", "127.0.0.1"),
+        ];
+        for (addresses, routes, bind_address, announced) in cases {
+            let parse = |text: &&str| -> IpAddr { text.parse().unwrap() };
+            let local = |ip: IpAddr| LocalAddress { ip, is_candidate: is_usable(&ip) };
+            let local: Vec<LocalAddress> = addresses.iter().map(parse).map(local).collect();
+            let route = |family: Family| routes.iter().map(parse).find(|ip| family.has(*ip));
+            let found = own_address(parse(&bind_address), &local, route);
+            assert_eq!(found, parse(&announced), "{addresses:?} at {bind_address}");
+        }
     }
 
     #[test]
@@ -321,9 +452,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_an_address() {
-        if std::env::var_os(JAVA_VARIABLE).is_some() {
-            return;
-        }
-        assert!(!worker_ip().unwrap().is_unspecified());
+        let any = Ipv4Addr::UNSPECIFIED.into();
+        assert!(!own_address(any, &local_addresses(), route_source).is_unspecified());
     }
 }

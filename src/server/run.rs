@@ -1,7 +1,6 @@
 //! A worker as a process: started, told to stop or to be upgraded, and what follows.
 
 use std::io::Write as _;
-use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -312,10 +311,9 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
         write_ready_file(path.as_ref(), addresses, gap_ms).context("WORKER_READY_FILE")?;
     }
     if config.is_embedded() && gap_ms.is_none() {
-        let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
         let quorum: Vec<_> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
         let banner = startup_banner(
-            host,
+            worker.ip(),
             addresses.grpc,
             addresses.http,
             addresses.tcp.is_some(),

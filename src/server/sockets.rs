@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -284,6 +284,10 @@ fn bind(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking().cloexec(), None)?;
         // A restart must not wait for the connections of before to time out.
         socket.set_reuse_address(true)?;
+        if matches!(address.ip(), IpAddr::V6(any) if any.is_unspecified()) {
+            // Whatever the system's default: clients of both families connect.
+            socket.set_only_v6(false)?;
+        }
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
         io::Result::Ok(socket.into())
