@@ -252,6 +252,12 @@ impl Config {
         self.embedded.enable.unwrap_or(!self.has_quorum())
     }
 
+    /// Returns whether workers of other processes report to the embedded coordinator.
+    #[must_use]
+    pub fn expects_workers(&self) -> bool {
+        self.is_embedded() && (self.has_quorum() || !self.embedded.worker_networks.is_empty())
+    }
+
     /// True when coordinators are configured, the own one among them or not.
     #[must_use]
     pub fn has_quorum(&self) -> bool {

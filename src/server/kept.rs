@@ -113,7 +113,7 @@ pub(super) async fn note(config: &Config, silent: &[PathBuf]) {
         Backing::Directory(directory) => Some(directory.clone()),
         Backing::Auto | Backing::Private | Backing::Memfd => None,
     };
-    let notes = note_paths(config, silent).map(|path| {
+    let notes = beside_log(config, silent, NOTE).map(|path| {
         let (directory, shown) = (directory.clone(), path.display().to_string());
         async move {
             let written = within(move || write_note(&path, directory.as_deref())).await;
@@ -147,13 +147,19 @@ fn read_note(path: &Path) -> io::Result<Option<PathBuf>> {
     }
 }
 
-fn note_paths(config: &Config, silent: &[PathBuf]) -> impl Iterator<Item = PathBuf> {
+/// Returns the path of the file `name` beside each copy of the metadata log, without the directories in `silent`.
+pub(super) fn beside_log<'a>(
+    config: &'a Config,
+    silent: &'a [PathBuf],
+    name: &'a str,
+) -> impl Iterator<Item = PathBuf> + 'a {
     let has_log = config.worker.store_type.has_local() && config.local.recovery;
     let paths = config.local.paths.iter().filter(move |path| has_log && !silent.contains(path));
-    paths.map(|path| path.join(METADATA).join(NOTE))
+    paths.map(move |path| path.join(METADATA).join(name))
 }
 
-async fn within<T: Send + 'static>(
+/// Runs `operation` on a blocking thread. A disk that does not answer within two seconds is an error.
+pub(super) async fn within<T: Send + 'static>(
     operation: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     match timeout(NOTE_DEADLINE, spawn_blocking(operation)).await {
@@ -165,7 +171,7 @@ async fn within<T: Send + 'static>(
 
 /// Directories that are noted, but for that of `config`.
 async fn noted(config: &Config, silent: &[PathBuf]) -> BTreeSet<PathBuf> {
-    let reads = note_paths(config, silent).map(|path| within(move || read_note(&path)));
+    let reads = beside_log(config, silent, NOTE).map(|path| within(move || read_note(&path)));
     let read = join_all(reads.collect::<Vec<_>>()).await;
     let mut noted: BTreeSet<PathBuf> = read.into_iter().filter_map(|read| read.ok().flatten()).collect();
     if let Backing::Directory(directory) = &config.memory.backing {

@@ -17,6 +17,7 @@ mod rehearsal;
 mod reload;
 mod report;
 mod run;
+mod runtime_state;
 mod settings;
 mod signals;
 mod snapshot;
@@ -41,6 +42,7 @@ use prometheus::{IntGauge, Registry};
 use tonic::service::RoutesBuilder;
 
 use crate::app::AppRegistry;
+use crate::budget::Heap;
 use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
@@ -66,6 +68,7 @@ use self::cluster::ClusterPage;
 use self::health::Watch;
 use self::kept::Outlives;
 use self::reload::Reloader;
+use self::runtime_state::{RuntimeState, StateWriter};
 use self::settings::{Pace, RuntimeSettings};
 use self::snapshot::{Inspector, OpenConnections, ProcessGauges};
 use self::sockets::{Sockets, accepting};
@@ -94,6 +97,9 @@ pub struct Worker {
     service: Arc<Service>,
     registry: Registry,
     live: Arc<RuntimeSettings>,
+    /// The coordinator of this process, if it has one.
+    embedded: Option<EmbeddedCoordinator>,
+    state: Arc<StateWriter>,
     reloader: Arc<Reloader>,
     started_ms: i64,
     listeners: Tasks,
@@ -160,6 +166,7 @@ impl Worker {
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
         // Before the first block is acknowledged, and when the directories are this worker's.
         kept::note(config, &silent).await;
+        let state = RuntimeState::read(config, &silent).await;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
         let service = Service::new(
             config.service.clone(),
@@ -173,6 +180,10 @@ impl Worker {
         promised.into_iter().for_each(|promised| tickets::take_over(&memory, promised));
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
+        let embedded = embedded_coordinator(config, memory.heap(), &registry)?;
+        resume(&state, config, (&service, &live, embedded.as_ref()));
+        let parts = (Arc::clone(&service), Arc::clone(&live), embedded.clone());
+        let state = Arc::new(StateWriter::new(config, &silent, state, parts));
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
@@ -187,6 +198,8 @@ impl Worker {
             service,
             registry,
             live,
+            embedded,
+            state,
             reloader: Arc::new(reloader),
             started_ms: unix_ms(),
             listeners,
@@ -227,6 +240,18 @@ impl Worker {
         self.background.spawn_again("configuration watch", watch);
         let service = Arc::clone(&self.service);
         self.background.spawn_again("sampling", move || Arc::clone(&service.insight).run_sampling());
+        let (state, tasks) = (Arc::clone(&self.state), self.background.clone());
+        let writer = move || {
+            let (writing, stopped) = (Arc::clone(&state).run(), tasks.cancelled());
+            async move {
+                tokio::select! {
+                    biased;
+                    () = stopped => {}
+                    () = writing => {}
+                }
+            }
+        };
+        self.background.spawn_again("state writer", writer);
     }
 
     fn open_listeners(
@@ -236,13 +261,8 @@ impl Worker {
         tls: Tls,
         gauges: ProcessGauges,
     ) -> anyhow::Result<()> {
-        let embedded = if config.is_embedded() {
-            Some(EmbeddedCoordinator::new(config.embedded.clone(), self.memory.heap(), &self.registry)?)
-        } else {
-            None
-        };
         let mut routes = RoutesBuilder::default();
-        if let Some(embedded) = &embedded {
+        if let Some(embedded) = &self.embedded {
             routes.add_service(CoordinatorServerServer::new(embedded.clone()));
         }
         let service = Arc::clone(&self.service);
@@ -267,7 +287,7 @@ impl Worker {
             gauges,
             connections,
             latest: Mutex::new(None),
-            cluster: embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.others)),
+            cluster: self.embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.others)),
         });
         let source = report::source(Arc::clone(&inspector));
         let node: Arc<dyn Node> = inspector;
@@ -283,7 +303,7 @@ impl Worker {
             let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
             self.open_admin(config, binding, profiles)?;
         }
-        self.announce(config, embedded, source)
+        self.announce(config, source)
     }
 
     /// Pages, the API and metrics. Not with the other listeners: the last flush is to be seen too.
@@ -407,12 +427,8 @@ impl Worker {
     }
 
     /// The listeners are open: from now on coordinators hear of this worker, and at once of every change of its state.
-    fn announce(
-        &self,
-        config: &Config,
-        embedded: Option<EmbeddedCoordinator>,
-        source: ReportSource,
-    ) -> anyhow::Result<()> {
+    fn announce(&self, config: &Config, source: ReportSource) -> anyhow::Result<()> {
+        let (embedded, state) = (self.embedded.clone(), Arc::clone(&self.state));
         let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
         let stop = self.background.cancelled();
         let interval = config.heartbeat.interval;
@@ -425,8 +441,12 @@ impl Worker {
             }
             false => None,
         };
+        if let Some(embedded) = embedded.as_ref().filter(|_| config.expects_workers()) {
+            embedded.wait_for_workers(interval);
+        }
         self.live.beating(Pace { embedded: pace, quorum: quorum.clone() });
         let tell = move || {
+            state.notify();
             if let Some(embedded) = &embedded {
                 embedded.report_now();
             }
@@ -436,6 +456,38 @@ impl Worker {
         };
         self.background.spawn("state watch", watch.run(tell, stop));
         Ok(())
+    }
+}
+
+/// Returns the coordinator of this process, if it is to have one.
+fn embedded_coordinator(
+    config: &Config,
+    heap: &Heap,
+    registry: &Registry,
+) -> anyhow::Result<Option<EmbeddedCoordinator>> {
+    let made =
+        config.is_embedded().then(|| EmbeddedCoordinator::new(config.embedded.clone(), heap, registry));
+    Ok(made.transpose()?)
+}
+
+/// Applies the settings that an earlier process was given at run time.
+fn resume(
+    state: &RuntimeState,
+    config: &Config,
+    (service, live, embedded): (&Service, &RuntimeSettings, Option<&EmbeddedCoordinator>),
+) {
+    if state.decommission {
+        tracing::info!(
+            "decommissioning continues from before the restart; POST /admin/decommission/cancel ends it"
+        );
+        service.lifecycle.decommission();
+    }
+    if let Some(tags) = state.tags(&config.worker.tags) {
+        tracing::info!(?tags, "tags set by a call before the restart stay in effect");
+        live.set_tags(tags);
+    }
+    if let Some(embedded) = embedded {
+        embedded.restore_apps(&state.apps);
     }
 }
 
@@ -513,10 +565,11 @@ pub fn check_files(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The address that clients are told.
+/// Returns the address that coordinators and clients are told.
 async fn advertised_ip(config: &Config) -> anyhow::Result<IpAddr> {
-    let ip = identity::resolve(config.worker.advertised.as_ref()).await;
-    ip.context("no usable address of this machine; set WORKER_IP")
+    let worker = &config.worker;
+    let ip = identity::resolve(worker.advertised.as_ref(), worker.bind_address).await;
+    ip.context("no address to announce to coordinators and clients")
 }
 
 /// By this id coordinators and clients know the worker, and its remote files begin with it.

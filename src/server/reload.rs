@@ -177,7 +177,7 @@ impl Reloader {
     fn apply(&self, config: &Config, changed: &[String]) {
         let has_changed = |prefix: &str| changed.iter().any(|key| key.starts_with(prefix));
         if has_changed("tags") {
-            self.live.set_tags(config.worker.tags.clone());
+            self.live.reload_tags(config.worker.tags.clone());
         }
         if has_changed("log.filter")
             && let Err(error) = self.live.set_log_filter(&config.log.filter)

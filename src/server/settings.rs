@@ -13,11 +13,20 @@ use crate::telemetry::LogFilter;
 /// What can be changed while the worker runs, shared by those who change it and those who use it.
 #[derive(Debug)]
 pub(super) struct RuntimeSettings {
-    tags: RwLock<Vec<String>>,
+    tags: RwLock<Tags>,
     /// The coordinators are to hear of a change now.
     changed: Notify,
     log: Option<LogFilter>,
     pace: OnceLock<Pace>,
+}
+
+/// The worker's own tags, beside those of its listeners.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Tags {
+    /// In effect.
+    pub(super) current: Vec<String>,
+    /// In the configuration file. They differ from the current ones after a call replaced those.
+    pub(super) configured: Vec<String>,
 }
 
 /// Who sends heartbeats, at least one of the two.
@@ -31,7 +40,10 @@ pub(super) struct Pace {
 impl RuntimeSettings {
     pub(super) fn new(config: &Config, log: Option<LogFilter>) -> Self {
         Self {
-            tags: RwLock::new(config.worker.tags.clone()),
+            tags: RwLock::new(Tags {
+                current: config.worker.tags.clone(),
+                configured: config.worker.tags.clone(),
+            }),
             changed: Notify::new(),
             log,
             pace: OnceLock::new(),
@@ -59,14 +71,25 @@ impl RuntimeSettings {
         }
     }
 
-    /// The configured tags as they are now.
+    /// Returns the worker's own tags in effect.
     pub(super) fn tags(&self) -> Vec<String> {
+        self.tags.read().current.clone()
+    }
+
+    /// Returns the tags in effect and those of the configuration file.
+    pub(super) fn tags_and_configured(&self) -> Tags {
         self.tags.read().clone()
     }
 
-    /// Replaces the tags; the coordinators hear of it at once.
+    /// Replaces the tags in effect and notifies the coordinators.
     pub(super) fn set_tags(&self, tags: Vec<String>) {
-        *self.tags.write() = tags;
+        self.tags.write().current = tags;
+        self.changed.notify_one();
+    }
+
+    /// Puts the new tags of the configuration file into effect and notifies the coordinators.
+    pub(super) fn reload_tags(&self, tags: Vec<String>) {
+        *self.tags.write() = Tags { current: tags.clone(), configured: tags };
         self.changed.notify_one();
     }
 

@@ -62,6 +62,7 @@ impl Worker {
     /// Stops in order and waits until no task is left. Returns how many tasks had to be left behind.
     pub async fn stop(mut self) -> usize {
         self.service.status().stop(Stopping::ForGood);
+        self.state.save_for_stop().await;
         // An upgrade may have been under way.
         if let Some(flusher) = self.service.flusher() {
             flusher.go_on();
@@ -130,7 +131,7 @@ impl Worker {
     /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before, or
     /// [`Worker::prepare_to_pass_on`] where it takes over `memory`.
     pub(super) async fn hand_over(self, memory: LeftMemory) -> Stopped {
-        tokio::join!(self.end_http(), self.cease_removals());
+        tokio::join!(self.end_http(), self.cease_removals(), self.state.save());
         if memory == LeftMemory::PassedOn {
             // Meanwhile data was served, out of pages and into them.
             self.unlink_pages().await;

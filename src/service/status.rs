@@ -87,6 +87,11 @@ impl WorkerStatus {
         }
     }
 
+    /// Whether an operator or a coordinator asked for decommissioning.
+    pub fn is_decommission_wanted(&self) -> bool {
+        self.inputs.borrow().decommission
+    }
+
     /// Back to what the health checker says.
     pub fn cancel_decommission(&self) {
         self.update(|inputs| {

@@ -18,6 +18,7 @@ mod observe;
 mod operations;
 mod reported_ids;
 mod rss;
+mod runtime_state;
 mod systemd;
 mod tcp_rss;
 mod upgrade_flush;

@@ -23,6 +23,17 @@ const USERS_MAX: usize = 64;
 /// Label of users beyond [`USERS_MAX`].
 const OTHER_USERS: &str = "(others)";
 
+/// An application of the table as it is saved for the next process.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct SavedApp {
+    /// Id of the application.
+    pub id: String,
+    /// User that registered it; empty while unknown.
+    pub user: String,
+    /// Path of its remote storage, once one was chosen.
+    pub storage: Option<String>,
+}
+
 #[derive(Debug, Clone)]
 struct App {
     user: String,
@@ -39,11 +50,13 @@ pub(super) struct AppTable {
     bytes: usize,
     /// Next full sweep; between two sweeps an expired application may still be counted.
     sweep_at: Option<Instant>,
+    /// Increases with each change that is to be saved.
+    version: u64,
 }
 
 impl AppTable {
     pub(super) fn new(timeout: Duration) -> Self {
-        Self { timeout, apps: HashMap::new(), bytes: 0, sweep_at: None }
+        Self { timeout, apps: HashMap::new(), bytes: 0, sweep_at: None, version: 0 }
     }
 
     /// Registers or refreshes; true if the application is new. A name replaces the one known.
@@ -51,8 +64,9 @@ impl AppTable {
         self.sweep_if_due(now);
         if let Some(app) = self.apps.get_mut(id) {
             app.touched = now;
-            if let Some(user) = user {
-                app.user = cut(user);
+            if let Some(user) = user.map(cut).filter(|user| *user != app.user) {
+                app.user = user;
+                self.version += 1;
             }
             return false;
         }
@@ -62,6 +76,7 @@ impl AppTable {
         }
         let user = cut(user.unwrap_or_default());
         self.bytes += bytes;
+        self.version += 1;
         self.apps.insert(id.clone(), App { user, touched: now, storage: None });
         true
     }
@@ -81,7 +96,37 @@ impl AppTable {
             return usize::try_from(crc32fast::hash(id.as_str().as_bytes())).ok().map(|hash| hash % storages);
         };
         app.storage = (0..storages).min_by_key(|&at| uses[at]);
+        self.version += 1;
         app.storage
+    }
+
+    /// Enters the applications of an earlier process as if each had just sent a heartbeat. `storages` are the paths of
+    /// the remote storages in the order of their indexes.
+    pub(super) fn restore(&mut self, saved: &[SavedApp], storages: &[&str], now: Instant) {
+        for saved in saved {
+            let Ok(id) = AppId::parse(&saved.id) else { continue };
+            self.touch(&id, Some(&saved.user), now);
+            let storage = saved.storage.as_deref();
+            if let Some(app) = self.apps.get_mut(&id) {
+                app.storage = storages.iter().position(|path| Some(*path) == storage);
+            }
+        }
+    }
+
+    /// Returns the applications as [`AppTable::restore`] takes them.
+    pub(super) fn saved(&self, storages: &[&str]) -> Vec<SavedApp> {
+        let path = |app: &App| app.storage.and_then(|at| storages.get(at)).map(|&path| path.to_owned());
+        let saved = |(id, app): (&AppId, &App)| SavedApp {
+            id: id.as_str().to_owned(),
+            user: app.user.clone(),
+            storage: path(app),
+        };
+        self.apps.iter().map(saved).collect()
+    }
+
+    /// Returns a number that increases whenever [`AppTable::saved`] changes.
+    pub(super) fn version(&self) -> u64 {
+        self.version
     }
 
     /// Applications per storage.
@@ -97,12 +142,14 @@ impl AppTable {
 
     /// Drops applications that were silent for longer than the timeout.
     pub(super) fn expire(&mut self, now: Instant) {
-        let Self { timeout, apps, bytes, .. } = self;
+        let Self { timeout, apps, bytes, version, .. } = self;
+        let before = apps.len();
         apps.retain(|id, app| {
             let is_kept = now.saturating_duration_since(app.touched) <= *timeout;
             *bytes -= if is_kept { 0 } else { cost(id) };
             is_kept
         });
+        *version += u64::from(apps.len() != before);
         if apps.is_empty() {
             // What the table grew to under many goes too.
             apps.shrink_to_fit();
@@ -201,6 +248,43 @@ mod tests {
         assert!(users.len() <= USERS_MAX + 1);
         assert_eq!(users.values().sum::<u64>(), (USERS_MAX + 10) as u64);
         assert!(users.keys().all(|user| user.len() <= USER_BYTES_MAX));
+    }
+
+    #[test]
+    fn restored_apps_keep_user_and_storage() {
+        let now = Instant::now();
+        let mut before = AppTable::new(Duration::from_secs(60));
+        for (id, user) in [("a", "anna"), ("b", "anna"), ("c", "carl")] {
+            before.touch(&app(id), Some(user), now);
+        }
+        assert_eq!(before.storage(&app("a"), 2, now), Some(0));
+        assert_eq!(before.storage(&app("b"), 2, now), Some(1));
+        let saved = before.saved(&["hdfs://one", "hdfs://two"]);
+        let mut after = AppTable::new(Duration::from_secs(60));
+        // The order of the paths in the configuration has changed.
+        after.restore(&saved, &["hdfs://two", "hdfs://one"], now);
+        assert_eq!((after.count_of("anna", now), after.count_of("carl", now)), (2, 1));
+        assert_eq!(after.storage(&app("a"), 2, now), Some(1));
+        assert_eq!(after.storage(&app("b"), 2, now), Some(0));
+        after.expire(now + Duration::from_secs(61));
+        assert_eq!(after.len(), 0);
+    }
+
+    #[test]
+    fn version_changes_with_what_is_saved_only() {
+        let now = Instant::now();
+        let mut table = AppTable::new(Duration::from_secs(60));
+        table.touch(&app("a"), Some("anna"), now);
+        let version = table.version();
+        table.touch(&app("a"), None, now);
+        table.touch(&app("a"), Some("anna"), now);
+        table.expire(now);
+        assert_eq!(table.version(), version);
+        table.touch(&app("a"), Some("berta"), now);
+        assert!(table.version() > version);
+        let version = table.version();
+        table.expire(now + Duration::from_secs(61));
+        assert!(table.version() > version);
     }
 
     #[test]

@@ -19,7 +19,7 @@ mod rpc;
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -35,7 +35,7 @@ use self::nodes::{Joins, NodeTable, TAGS_MAX};
 use self::plan::{Bounds, Plan, Wanted};
 use super::{NodeReport, ReportSource};
 use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
-use crate::clock::{Instant, timeout};
+use crate::clock::{Instant, sleep_until, timeout};
 use crate::proto;
 use crate::runtime::{Aside, Tasks};
 use crate::schema::kind::{
@@ -46,7 +46,7 @@ use crate::schema::section;
 use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
-pub use self::apps::APPS_MAX;
+pub use self::apps::{APPS_MAX, SavedApp};
 pub use self::details::Details;
 pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node};
 pub use self::plan::AssignmentError;
@@ -225,6 +225,8 @@ struct Inner {
     aside: Aside,
     /// The own worker's state has changed.
     report_wanted: Notify,
+    /// Assignments wait until then for the first heartbeats of the other workers.
+    serving_from: OnceLock<Instant>,
 }
 
 impl EmbeddedCoordinator {
@@ -247,6 +249,7 @@ impl EmbeddedCoordinator {
             answers: heap.of(HeapKind::Answers).clone(),
             aside: Aside::of_cores(),
             report_wanted: Notify::new(),
+            serving_from: OnceLock::new(),
             config,
         })))
     }
@@ -297,6 +300,39 @@ impl EmbeddedCoordinator {
             }
         });
         pace
+    }
+
+    /// Holds back assignments and access checks for `interval`, in which every other worker sends its first heartbeat.
+    /// Without it a coordinator that has just started would assign everything to its own worker.
+    pub fn wait_for_workers(&self, interval: Duration) {
+        // Only the first call counts.
+        let _ = self.0.serving_from.set(Instant::now() + interval);
+    }
+
+    /// Waits until the other workers had time for a heartbeat.
+    async fn workers_known(&self) {
+        if let Some(from) = self.0.serving_from.get().filter(|from| **from > Instant::now()) {
+            sleep_until(*from).await;
+        }
+    }
+
+    /// Enters the applications that an earlier process saved, so that the number of applications per user and their
+    /// remote storages outlive it.
+    pub fn restore_apps(&self, saved: &[SavedApp]) {
+        self.0.apps.lock().restore(saved, &self.storage_paths(), Instant::now());
+    }
+
+    /// Returns the applications to be saved for the next process if they have changed since `version`, with the version
+    /// to pass next time.
+    #[must_use]
+    pub fn saved_apps(&self, version: Option<u64>) -> Option<(u64, Vec<SavedApp>)> {
+        let apps = self.0.apps.lock();
+        let now = apps.version();
+        (version != Some(now)).then(|| (now, apps.saved(&self.storage_paths())))
+    }
+
+    fn storage_paths(&self) -> Vec<&str> {
+        self.0.storages.iter().map(|storage| storage.path.as_str()).collect()
     }
 
     /// Has the own worker's state reported now, besides the regular reports, because it has changed.

@@ -56,6 +56,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
         if let Ok(app) = AppId::parse(&request.application_id) {
             self.touch_app(&app, None);
         }
+        self.workers_known().await;
         let status = StatusCode::Success.into();
         match self.assign(&request).await {
             Ok((assignments, charge)) => {
@@ -133,6 +134,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
         &self,
         request: Request<proto::AccessClusterRequest>,
     ) -> Answer<proto::AccessClusterResponse> {
+        self.workers_known().await;
         let (metrics, verdict) = (&self.0.metrics, self.access(&request.into_inner()));
         metrics.counts.access_requests_total.inc();
         let response = match verdict {

@@ -70,6 +70,42 @@ async fn one_node_gets_one_assignment_per_range() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn assignment_waits_for_first_heartbeats_of_other_workers() {
+    let coordinator = with_nodes(1..2);
+    coordinator.wait_for_workers(Duration::from_secs(10));
+    let began = tokio::time::Instant::now();
+    let others = async {
+        tokio::time::sleep(Duration::from_secs(8)).await;
+        coordinator.report(node(2, true)).unwrap();
+    };
+    let (answer, ()) = tokio::join!(assignments(&coordinator, request(2, 1, &["ss_v5"])), others);
+    assert_eq!(began.elapsed(), Duration::from_secs(10));
+    let hosts: HashSet<&str> = answer.assignments.iter().map(|it| it.server[0].ip.as_str()).collect();
+    assert_eq!(hosts, HashSet::from(["10.0.0.1", "10.0.0.2"]));
+    let _ = assignments(&coordinator, request(2, 1, &["ss_v5"])).await;
+    assert_eq!(began.elapsed(), Duration::from_secs(10), "waits once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn replicas_are_on_different_hosts() {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    for host in 1..4 {
+        for port in [21100, 21101, 21102] {
+            let mut report = node(host, false);
+            report.grpc_port = port;
+            report.id = identity::server_id(report.ip, port, None);
+            coordinator.report(report).unwrap();
+        }
+    }
+    let answer = assignments(&coordinator, request(100, 3, &["ss_v5"])).await;
+    assert_eq!(answer.assignments.len(), 100);
+    for range in answer.assignments {
+        let hosts: HashSet<String> = range.server.into_iter().map(|server| server.ip).collect();
+        assert_eq!(hosts.len(), 3);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_netty_client_is_refused_while_there_is_no_tcp_listener() {
     let coordinator = coordinator(EmbeddedConfig::default());
     coordinator.report(node(1, false)).unwrap();
