@@ -143,13 +143,14 @@ impl Writer {
         let (writer, generation) = (&*self, self.generation);
         let finishing = copies.iter().enumerate().map(|(number, copy)| async move {
             let directory = copy_directory(generation, number);
-            writer.finish(copy, &directory).await.map(|()| copy_file(&directory))
+            let file = writer.finish(copy, &directory).await?;
+            Ok((copy_file(&directory), file))
         });
         // Together: a start waits for their syncs.
-        let finished = join_all(finishing.collect::<Vec<_>>()).await;
+        let finished: Vec<io::Result<_>> = join_all(finishing.collect::<Vec<_>>()).await;
         for (copy, finished) in copies.iter_mut().zip(finished) {
             match finished {
-                Ok(path) => copy.path = path,
+                Ok((path, file)) => (copy.path, copy.file) = (path, file),
                 Err(error) => return Err(self.fail(copy.directory, &copy.path, &error).known()),
             }
         }
@@ -270,8 +271,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Brings a copy to the device and gives it its name.
-    async fn finish(&self, copy: &Copy, directory: &Path) -> io::Result<()> {
+    /// Brings a copy to the device and gives it its name. Returns it opened by that name, at which a start looks for it.
+    async fn finish(&self, copy: &Copy, directory: &Path) -> io::Result<Arc<dyn File>> {
         let io = &self.directories[copy.directory].io;
         within(self.deadlines.write, copy.file.sync()).await?;
         within(self.deadlines.name, async {
@@ -280,7 +281,9 @@ impl Writer {
             io.sync_dir(Path::new(METADATA)).await?;
             io.rename(&unfinished, directory).await?;
             io.sync_dir(Path::new(METADATA)).await?;
-            io.sync_dir(Path::new("")).await
+            io.sync_dir(Path::new("")).await?;
+            let how = WriteOpen { lane: Lane::Metadata, is_named: true, ..WriteOpen::default() };
+            io.open_write(&copy_file(directory), how).await
         })
         .await
     }

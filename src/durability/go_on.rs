@@ -23,7 +23,7 @@ impl Writer {
             return false;
         }
         let opened = left.copies.iter().map(|(directory, path)| {
-            let how = WriteOpen { lane: Lane::Metadata, ..WriteOpen::default() };
+            let how = WriteOpen { lane: Lane::Metadata, is_named: true, ..WriteOpen::default() };
             within(self.deadlines.name, self.directories[*directory].io.open_write(path, how))
         });
         let mut copies = Vec::new();

@@ -15,7 +15,7 @@ use futures::future::join_all;
 use super::frame::encode_mark;
 use super::read::{Directory, MARK, within};
 use crate::clock::Instant;
-use uniffle_io::{File, Lane, WriteOpen};
+use uniffle_io::{File, Lane, Vanished, WriteOpen};
 
 /// So long nothing was to be written before it is.
 pub(super) const MARK_PAUSE: Duration = Duration::from_millis(10);
@@ -54,8 +54,13 @@ impl Marks {
         let mark = encode_mark(generation, frames);
         let files = self.files.iter().flatten();
         let writes = files.map(|file| within(MARK_DEADLINE, file.write_at(vec![mark.clone()], 0)));
+        let mut has_vanished = false;
         for error in join_all(writes.collect::<Vec<_>>()).await.into_iter().filter_map(Result::err) {
             tracing::debug!(%error, "what is acknowledged cannot be marked");
+            has_vanished |= Vanished::of(&error).is_some();
+        }
+        if has_vanished {
+            self.files.clear();
         }
         (self.generation, self.frames, self.written) = (generation, frames, Some(Instant::now()));
     }
@@ -65,6 +70,6 @@ async fn create(directory: &Directory, log: &Path) -> io::Result<Arc<dyn File>> 
     let path = log.with_file_name(MARK);
     directory
         .io
-        .open_write(&path, WriteOpen { create: true, lane: Lane::Metadata, ..WriteOpen::default() })
+        .open_write(&path, WriteOpen { create: true, direct: false, lane: Lane::Metadata, is_named: true })
         .await
 }

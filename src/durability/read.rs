@@ -167,6 +167,7 @@ impl Survey {
                 generation: seen.generation,
                 epoch: seen.epoch,
                 frames: if is_proven { seen.frames } else { u64::MAX },
+                file: None,
             }
         };
         Source { parts: places.iter().map(part).collect() }
@@ -327,7 +328,10 @@ struct CopyReader {
 
 impl CopyReader {
     async fn open(io: &dyn Disk, path: &Path, generation: u64, deadline: Duration) -> io::Result<Self> {
-        let file = within(deadline, io.open_read(path)).await?;
+        Self::of(within(deadline, io.open_read(path)).await?, generation, deadline).await
+    }
+
+    async fn of(file: Arc<dyn File>, generation: u64, deadline: Duration) -> io::Result<Self> {
         let size = within(deadline, file.size()).await?;
         Ok(Self {
             file,
@@ -461,6 +465,8 @@ pub(super) struct Part {
     pub(super) epoch: Option<u64>,
     /// So many frames from the beginning; all that can be read if it is [`u64::MAX`].
     pub(super) frames: u64,
+    /// The open file, if this process writes it: it can be read when its name is gone.
+    pub(super) file: Option<Arc<dyn File>>,
 }
 
 /// Where the present contents of the log can be read.
@@ -520,8 +526,12 @@ impl SourceReader<'_> {
             let Some((part, reader)) = &mut self.open else {
                 let Some(part) = self.parts.next() else { return Ok(None) };
                 let directory = &self.directories[part.directory];
-                let opened =
-                    CopyReader::open(&*directory.io, &part.path, part.generation, self.deadline).await;
+                let opened = match &part.file {
+                    Some(file) => CopyReader::of(Arc::clone(file), part.generation, self.deadline).await,
+                    None => {
+                        CopyReader::open(&*directory.io, &part.path, part.generation, self.deadline).await
+                    }
+                };
                 match opened {
                     Ok(reader) => self.open = Some((part, reader)),
                     Err(error) if part.frames != u64::MAX => return Err(error),

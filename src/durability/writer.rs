@@ -20,16 +20,21 @@ use super::frame::{Encoder, Entry, Epoch};
 use super::left::Left;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
-use super::read::{Directory, METADATA, Part, Places, Source, within};
+use super::read::{Directory, MEMBERS, METADATA, Part, Places, Source, within};
 use super::vouch::Vouch;
 use crate::clock::Instant;
-use uniffle_io::File;
+use uniffle_io::{File, Vanished};
 use uniffle_wire::types::ShuffleKey;
 
 /// Entries written together.
 const BATCH_MAX: usize = 1024;
 /// Fewer dead bytes than this are not worth a new generation.
 const DEAD_BYTES_MIN: u64 = 8 << 20;
+
+/// Whether an error concerns a file and not its directory.
+fn wants_new_file(error: &io::Error) -> bool {
+    Vanished::of(error) == Some(Vanished::File) || error.kind() == io::ErrorKind::FileTooLarge
+}
 
 /// How long things may take.
 #[derive(Debug, Clone, Copy)]
@@ -276,11 +281,11 @@ impl Writer {
 
     /// Writes entries, on other directories when those that have the copies fail.
     async fn append(&mut self, entries: &[Entry]) -> Vec<Result<(), LogError>> {
-        let mut excluded = BTreeSet::new();
+        let (mut excluded, mut renewed) = (BTreeSet::new(), BTreeSet::new());
         if entries.is_empty() {
             return Vec::new();
         }
-        // Every turn but the last leaves out a directory more.
+        // Every turn but the last leaves out a directory more, or gives one a new file for the first time.
         loop {
             if !self.is_open
                 && let Err(error) = self.open(&mut excluded).await
@@ -291,7 +296,11 @@ impl Writer {
             let (bytes, sizes) = self.encode(entries);
             let all = std::mem::take(&mut self.copies);
             let (kept, failed) = self.write_all(all, bytes).await;
-            excluded.extend(failed.iter().map(|copy| copy.directory));
+            let is_out =
+                |(copy, wants_new_file): &&(Copy, bool)| !wants_new_file || renewed.contains(&copy.directory);
+            excluded.extend(failed.iter().filter(is_out).map(|(copy, _)| copy.directory));
+            renewed.extend(failed.iter().map(|(copy, _)| copy.directory));
+            let failed: Vec<Copy> = failed.into_iter().map(|(copy, _)| copy).collect();
             excluded.retain(|at| kept.iter().all(|copy| copy.directory != *at));
             if kept.is_empty() {
                 // No copy has it; what the files hold behind the last acknowledged frame is never read.
@@ -329,8 +338,8 @@ impl Writer {
         (out.freeze(), sizes)
     }
 
-    /// Appends to all copies; those that have it, and those that failed.
-    async fn write_all(&mut self, copies: Vec<Copy>, bytes: Bytes) -> (Vec<Copy>, Vec<Copy>) {
+    /// Appends to all copies; those that have it, and those that failed, each with whether a new file may do there.
+    async fn write_all(&mut self, copies: Vec<Copy>, bytes: Bytes) -> (Vec<Copy>, Vec<(Copy, bool)>) {
         let (end, deadline) = (self.end, self.deadlines.write);
         let length = bytes.len() as u64;
         let writes = copies
@@ -344,7 +353,7 @@ impl Writer {
                 Ok(()) => kept.push(copy),
                 Err(error) => {
                     self.blame(copy.directory, &copy.path, &error);
-                    failed.push(copy);
+                    failed.push((copy, wants_new_file(&error)));
                 }
             }
         }
@@ -355,6 +364,9 @@ impl Writer {
     pub(super) fn blame(&mut self, directory: usize, path: &Path, error: &io::Error) {
         let disk = &self.directories[directory];
         let path = disk.io.root().join(path);
+        if wants_new_file(error) {
+            return tracing::error!(path = %path.display(), %error, "a copy of the metadata log is written anew");
+        }
         tracing::warn!(path = %path.display(), %error, "a copy of the metadata log cannot be written, it goes elsewhere");
         if let Some(health) = disk.health.upgrade() {
             health.failed(error);
@@ -366,16 +378,45 @@ impl Writer {
         let (epoch, frames) = (self.epoch.id, self.encoder.count());
         let source = |copy: &Copy| {
             let (directory, path, generation) = (copy.directory, copy.path.clone(), copy.generation);
-            Source { parts: vec![Part { directory, path, generation, epoch: Some(epoch), frames }] }
+            let (epoch, file) = (Some(epoch), Some(Arc::clone(&copy.file)));
+            Source { parts: vec![Part { directory, path, generation, epoch, frames, file }] }
         };
         self.others = self.copies.iter().skip(1).map(source).collect();
         self.source = self.copies.first().map(source).expect("a generation has a copy");
+    }
+
+    /// Looks whether the files of the log are where a start looks for them. What other programs have removed is written anew.
+    async fn look_for_files(&mut self) {
+        if !self.is_open {
+            return;
+        }
+        let deadline = self.deadlines.name;
+        for copy in self.copies.clone() {
+            let verified = within(deadline, copy.file.verify()).await;
+            if let Some(error) = verified.err().filter(wants_new_file) {
+                self.blame(copy.directory, &copy.path, &error);
+                self.is_open = false;
+            }
+        }
+        let members = Path::new(METADATA).join(MEMBERS);
+        for directory in self.usable.iter().map(|at| &self.directories[*at]) {
+            let read = within(deadline, directory.io.read_small(&members)).await;
+            if read.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) && directory.rank().is_some()
+            {
+                tracing::error!(
+                    disk = directory.label,
+                    "the list of data directories was removed, it is written anew"
+                );
+                self.is_open = false;
+            }
+        }
     }
 
     /// After a batch: a better place for the copies, or less of what is dead.
     async fn tidy(&mut self, is_asked: bool) {
         if is_asked {
             self.look_again().await;
+            self.look_for_files().await;
         }
         let is_mostly_dead = self.contents.dead_bytes > DEAD_BYTES_MIN.max(self.contents.living_bytes);
         let is_misplaced = is_asked && (self.places(&BTreeSet::new()) != self.held() || self.has_changed());

@@ -45,6 +45,20 @@ impl Batch {
         self.parts.iter().map(|(_, sealed)| sealed.bytes()).sum()
     }
 
+    /// Takes out the second half of its partitions, for a batch of their own; none of a batch of one partition.
+    pub(super) fn cut(&mut self) -> Option<Self> {
+        let kept = self.parts.len().div_ceil(2);
+        let parts = self.parts.split_off(kept);
+        (!parts.is_empty()).then(|| Self {
+            key: self.key.clone(),
+            handles: Arc::clone(&self.handles),
+            parts,
+            in_flight: None,
+            _token: Arc::clone(&self._token),
+            ..*self
+        })
+    }
+
     /// Blocks.
     pub(super) fn blocks(&self) -> usize {
         self.parts.iter().map(|(_, sealed)| sealed.blocks()).sum()

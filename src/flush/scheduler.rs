@@ -58,7 +58,8 @@ pub struct Flusher {
     /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
-    /// True while memory is to be emptied: batches that failed do not wait long for their next try.
+    /// True while memory is to be emptied before the process ends: batches that failed do not wait long for their next try, and
+    /// every tier is tried.
     pub(super) hurry: watch::Sender<bool>,
     /// Passed by every batch that is written.
     pub(super) gate: Arc<Gate<()>>,
@@ -421,9 +422,11 @@ impl Flusher {
 
     /// Queues a batch for the tier that is to take it.
     pub(super) fn enqueue(&self, batch: Batch) {
+        // In the last flush a tier that takes nothing has to say so itself, whatever it said before.
+        let is_last = *self.hurry.borrow();
         let takes = |index: usize, shuffle: &dyn TierShuffle| {
             let in_flight_max = self.tiers.at(index).capability().in_flight_max;
-            shuffle.is_accepting() && self.queues[index].in_flight() < in_flight_max
+            is_last || (shuffle.is_accepting() && self.queues[index].in_flight() < in_flight_max)
         };
         match placement::select(&self.views(&batch.handles, takes), batch.is_cold, batch.failed) {
             Some(index) => {

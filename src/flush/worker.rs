@@ -129,6 +129,7 @@ impl Flusher {
         let backlog = Backlog {
             bytes: self.memory.in_flight_bytes(),
             is_waited_for: self.memory.tickets().are_waited_for(),
+            is_last: *self.hurry.borrow(),
         };
         let is_retry = batch.failures > 0;
         shuffle.write(TierBatch { extents, is_retry, huge_bytes, backlog, released }).await
@@ -166,10 +167,19 @@ impl Flusher {
             "a batch was not written, it stays in memory and is tried again"
         );
         batch.queued = Instant::now() + if others_are_left { Duration::ZERO } else { pause };
-        if others_are_left {
-            self.enqueue(batch);
-            return;
+        // What no disk has room for as a whole may fit in parts.
+        let is_last = *self.hurry.borrow();
+        let half = if is_last && error.kind == StoreErrorKind::NoSpace { batch.cut() } else { None };
+        for batch in half.into_iter().chain([batch]) {
+            match others_are_left {
+                true => self.enqueue(batch),
+                false => self.retry(batch, pause),
+            }
         }
+    }
+
+    /// Queues a batch again after a pause.
+    fn retry(self: &Arc<Self>, batch: Batch, pause: Duration) {
         let flusher = Arc::clone(self);
         let mut hurry = self.hurry.subscribe();
         self.tasks.spawn("flush retry", async move {

@@ -65,7 +65,7 @@ pub struct DiskInfo {
     pub uuid: Uuid,
     /// Whether it takes batches, and why not.
     pub condition: DiskCondition,
-    /// What is wrong when it is read-only, detached, hung or broken.
+    /// What is wrong when it is not healthy; of a full disk with what it lacks and what to do.
     pub fault: Option<String>,
     /// Errors that were held against it.
     pub failures: u64,

@@ -374,6 +374,8 @@ pub struct Backlog {
     pub bytes: u64,
     /// Whether writers wait for memory meanwhile.
     pub is_waited_for: bool,
+    /// Whether the process ends: what no tier takes now is lost, so watermarks and earlier refusals do not count.
+    pub is_last: bool,
 }
 
 impl From<Vec<ExtentWrite>> for TierBatch {

@@ -17,6 +17,7 @@ mod mount;
 mod progress;
 #[cfg(feature = "io-uring")]
 pub mod uring;
+mod vanished;
 
 use std::fmt;
 use std::io;
@@ -29,6 +30,7 @@ pub use futures::future::BoxFuture;
 
 pub use self::buffers::{HeldTurn, ReadBuffer, ReadBuffers, ReadPart, ReadTarget, Turn};
 pub use self::mount::{Media, Mount};
+pub use self::vanished::{FileId, Place, Vanished};
 
 /// Alignment of memory, file offset and length of a direct write. Devices ask for 512 or 4,096.
 pub const BLOCK_ALIGN: usize = 4096;
@@ -42,6 +44,7 @@ pub const SMALL_FILE_BYTES_MAX: u64 = 64 << 10;
 pub trait File: Send + Sync + fmt::Debug {
     /// Writes all `pieces` one behind the other from `offset`, or fails. After an error any part may have been written.
     /// On a direct file every piece's address and length, and `offset`, are multiples of [`BLOCK_ALIGN`].
+    /// Fails as [`File::verify`] does if nobody would find the bytes.
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>;
 
     /// Fills every part of the target exactly; `UnexpectedEof` when the file ends before. Gives the target back, with
@@ -77,6 +80,17 @@ pub trait File: Send + Sync + fmt::Debug {
 
     /// Present size in bytes.
     fn size(&self) -> BoxFuture<'static, io::Result<u64>>;
+
+    /// Identity of a named file that is open for writing; none where the disk has no such thing.
+    fn id(&self) -> Option<FileId> {
+        None
+    }
+
+    /// Checks that a file that is open for writing, and [named](WriteOpen::is_named), is still found at its path, with everything that was written to it.
+    /// Fails with [`Vanished`] as its source if it is not.
+    fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
 }
 
 /// Which writes and syncs of a disk a file's own wait for: those of its lane and no others.
@@ -100,6 +114,8 @@ pub struct WriteOpen {
     pub direct: bool,
     /// Where its writes and syncs queue.
     pub lane: Lane,
+    /// Others will look for the file by its path: writes fail with [`Vanished`] as their source once it is not there.
+    pub is_named: bool,
 }
 
 /// Space of the file system that holds a disk's root.
@@ -109,6 +125,10 @@ pub struct Space {
     pub total_bytes: u64,
     /// Bytes that we may still write.
     pub free_bytes: u64,
+    /// Files that it can hold; 0 where it has no such limit.
+    pub total_inodes: u64,
+    /// Files that we may still create.
+    pub free_inodes: u64,
     /// Tells file systems apart, so that two roots on one are not counted twice.
     pub file_system: u64,
 }
@@ -158,6 +178,20 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
     /// Where the root is mounted, or will be once it is made.
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
+    /// Remembers which directory the root is. From then on nothing is created or renamed in another one at the same path:
+    /// that fails with [`Vanished::Root`] as its source.
+    fn anchor(&self) -> BoxFuture<'static, io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+    /// Returns whether the root is the directory that was anchored last; false where that cannot be told.
+    fn is_anchored(&self) -> BoxFuture<'static, io::Result<bool>> {
+        Box::pin(std::future::ready(Ok(false)))
+    }
+    /// Where the root's path leads. The root need not exist.
+    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
+        let place = Place { existing: None, rest: self.root().to_path_buf() };
+        Box::pin(std::future::ready(Ok(place)))
+    }
 }
 
 /// Inside `impl Disk`: what is not written out here goes to the disk in the named field. Files are opened by the
@@ -184,6 +218,9 @@ macro_rules! pass_on {
             lock_existing(path: &std::path::Path) -> Box<dyn $crate::DiskLock>;
             space() -> $crate::Space;
             mount() -> $crate::Mount;
+            anchor() -> ();
+            is_anchored() -> bool;
+            place() -> $crate::Place;
         }
     };
     ($disk:ident; $($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {

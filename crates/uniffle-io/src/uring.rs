@@ -28,7 +28,7 @@ use tokio::sync::oneshot;
 
 use super::blocking::{BlockingDisk, Gate, OpenFile, Permits};
 use super::progress::{Detour, ReadProgress, WriteProgress};
-use super::{BLOCK_ALIGN, BoxFuture, Disk, File, Lane, ReadTarget, WriteOpen};
+use super::{BLOCK_ALIGN, BoxFuture, Disk, File, FileId, Lane, ReadTarget, WriteOpen};
 
 /// Entries that are handed over at once; more follow at once.
 const ENTRIES: u32 = 256;
@@ -99,12 +99,17 @@ struct UringFile {
 impl File for UringFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         let (open, ring, gate) = (self.open.clone(), Arc::clone(&self.ring), self.writes.clone());
+        let (written, reads) = (self.open.clone(), self.reads.clone());
+        let end = pieces.iter().fold(offset, |end, piece| end + piece.len() as u64);
         Box::pin(async move {
             let permits = gate.enter().await;
             let (done, answer) = oneshot::channel();
             let progress = WriteProgress::new(pieces, offset, open.direct);
             ring.post(Job { open, work: Work::Write(progress, done), _permits: permits })?;
-            answer.await.unwrap_or_else(|_| Err(ended()))
+            answer.await.unwrap_or_else(|_| Err(ended()))?;
+            written.wrote(end);
+            // Not by the ring, whose thread must not wait for a path.
+            written.verify(reads).await
         })
     }
 
@@ -135,6 +140,14 @@ impl File for UringFile {
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
         self.open.size(self.reads.clone())
+    }
+
+    fn id(&self) -> Option<FileId> {
+        self.open.id()
+    }
+
+    fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.open.verify(self.reads.clone())
     }
 }
 

@@ -13,6 +13,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -20,8 +21,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_io::{
-    BoxFuture, Disk, DiskLock, File, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,
-    require_inside,
+    BoxFuture, Disk, DiskLock, File, FileId, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, Vanished,
+    WriteOpen, require_inside,
 };
 
 use self::tree::{Content, Stored, Tree, not_found};
@@ -48,6 +49,23 @@ impl MemoryDisk {
     /// Changes the capacity; what is stored stays.
     pub fn set_capacity(&self, capacity_bytes: Option<u64>) {
         self.tree.lock().capacity_bytes = capacity_bytes;
+    }
+
+    /// Changes how many files and directories it can hold; what is stored stays.
+    pub fn set_inodes(&self, inodes: Option<u64>) {
+        self.tree.lock().inodes = inodes;
+    }
+
+    /// Removes files and directories while the disk is in use; open handles stay.
+    pub fn remove(&self, path: &Path) {
+        self.tree.lock().remove_below(path);
+    }
+
+    /// Cuts a file short while the disk is in use.
+    pub fn cut(&self, path: &Path, bytes: usize) {
+        if let Some(content) = self.tree.lock().files.get(path) {
+            content.lock().bytes.truncate(bytes);
+        }
     }
 
     /// Makes the file system read-only, as Linux does after errors, or writable again.
@@ -128,6 +146,11 @@ impl MemoryDisk {
         self.tree.lock().lies = true;
     }
 
+    /// Writes to files that were removed succeed from now on: what a model of removed files must notice.
+    pub fn lie_about_files(&self) {
+        self.tree.lock().lies_about_files = true;
+    }
+
     /// Flips bits of one byte of a file, as a bad disk would.
     pub fn corrupt(&self, path: &Path, at: usize, mask: u8) {
         let content = self.tree.lock().files.get(path).cloned();
@@ -151,7 +174,13 @@ impl MemoryDisk {
     }
 
     fn file(&self, content: Content) -> Arc<dyn File> {
-        Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false })
+        Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false, expected: None })
+    }
+
+    fn file_to_write(&self, (path, is_named): (PathBuf, bool), content: Content) -> Arc<dyn File> {
+        let end = AtomicUsize::new(content.lock().bytes.len());
+        let expected = is_named.then(|| Arc::new(Expected { path, end }));
+        Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false, expected })
     }
 }
 
@@ -165,12 +194,14 @@ impl Disk for MemoryDisk {
         self.run(path, move |tree, path| {
             tree.require_writable()?;
             if !how.create {
-                return Ok(disk.file(tree.find(&path)?));
+                let content = tree.find(&path)?;
+                return Ok(disk.file_to_write((path, how.is_named), content));
             }
             if tree.files.contains_key(&path) {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
-            Ok(disk.file(tree.create(path)?))
+            let content = tree.create(path.clone())?;
+            Ok(disk.file_to_write((path, how.is_named), content))
         })
     }
 
@@ -183,7 +214,8 @@ impl Disk for MemoryDisk {
         let shared = Arc::clone(&self.tree);
         self.run(path, move |tree, path| {
             let content = tree.find(&path)?;
-            let file: Arc<dyn File> = Arc::new(MemoryFile { tree: shared, content, direct: true });
+            let file: Arc<dyn File> =
+                Arc::new(MemoryFile { tree: shared, content, direct: true, expected: None });
             Ok(file)
         })
     }
@@ -193,6 +225,7 @@ impl Disk for MemoryDisk {
             for directory in path.ancestors().map(Path::to_path_buf) {
                 if !tree.directories.contains(&directory) {
                     tree.require_writable()?;
+                    tree.require_inode()?;
                 }
                 if tree.directories.insert(directory.clone()) {
                     tree.unsynced.insert(directory);
@@ -327,7 +360,9 @@ impl Disk for MemoryDisk {
         self.run(Path::new(""), move |tree, _| {
             let total_bytes = tree.capacity_bytes.unwrap_or(UNLIMITED_BYTES);
             let free_bytes = total_bytes.saturating_sub(tree.used_bytes());
-            Ok(Space { total_bytes, free_bytes, file_system })
+            let total_inodes = tree.inodes.unwrap_or(0);
+            let free_inodes = total_inodes.saturating_sub(tree.used_inodes());
+            Ok(Space { total_bytes, free_bytes, total_inodes, free_inodes, file_system })
         })
     }
 
@@ -344,6 +379,26 @@ struct MemoryFile {
     content: Content,
     /// Reads what the device has, which is what was written unless a sync failed.
     direct: bool,
+    /// Where it must be found, if it is open for writing.
+    expected: Option<Arc<Expected>>,
+}
+
+#[derive(Debug)]
+struct Expected {
+    path: PathBuf,
+    end: AtomicUsize,
+}
+
+impl Expected {
+    /// Fails if the file is elsewhere, or shorter than it was.
+    fn require(&self, tree: &Tree, content: &Content) -> io::Result<()> {
+        if tree.lies_about_files {
+            return Ok(());
+        }
+        let is_there = tree.files.get(&self.path).is_some_and(|it| Arc::ptr_eq(it, content));
+        let is_whole = content.lock().bytes.len() >= self.end.load(Ordering::Relaxed);
+        if is_there && is_whole { Ok(()) } else { Err(Vanished::File.into()) }
+    }
 }
 
 /// Writes as much as the capacity allows.
@@ -389,7 +444,18 @@ fn read(content: &[u8], target: &mut ReadTarget) -> io::Result<()> {
 impl File for MemoryFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
-        Box::pin(async move { write(&tree.lock(), &content, &pieces, offset) })
+        let expected = self.expected.clone();
+        Box::pin(async move {
+            let tree = tree.lock();
+            if let Some(expected) = &expected {
+                expected.require(&tree, &content)?;
+            }
+            let written = write(&tree, &content, &pieces, offset);
+            if let Some(expected) = &expected {
+                expected.end.fetch_max(content.lock().bytes.len(), Ordering::Relaxed);
+            }
+            written
+        })
     }
 
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
@@ -440,5 +506,15 @@ impl File for MemoryFile {
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
         let size = self.content.lock().bytes.len() as u64;
         Box::pin(std::future::ready(Ok(size)))
+    }
+
+    fn id(&self) -> Option<FileId> {
+        self.expected.as_ref()?;
+        Some(FileId { device: 0, inode: Arc::as_ptr(&self.content).addr() as u64 })
+    }
+
+    fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
+        let there = self.expected.as_ref().map_or(Ok(()), |it| it.require(&self.tree.lock(), &self.content));
+        Box::pin(std::future::ready(there))
     }
 }

@@ -14,7 +14,7 @@ const PARTITION: i32 = 3;
 const BLOCK: u32 = 1 << 20;
 const BYTE: u8 = 7;
 /// What goes by way of the page cache.
-const LONG: Backlog = Backlog { bytes: 64 << 20, is_waited_for: true };
+const LONG: Backlog = Backlog { bytes: 64 << 20, is_waited_for: true, is_last: false };
 
 fn key() -> ShuffleKey {
     ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(0))

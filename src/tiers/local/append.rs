@@ -19,7 +19,7 @@ use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedPool;
-use uniffle_io::{File, WriteOpen};
+use uniffle_io::{File, Vanished};
 
 /// What writing needs.
 #[derive(Debug)]
@@ -28,6 +28,13 @@ pub(super) struct Writer {
     pub(super) staging: Arc<AlignedPool>,
     pub(super) damage: Arc<Damage>,
     pub(super) tasks: Tasks,
+}
+
+/// Whether an error is still to be held against its disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Counts {
+    Now,
+    Already,
 }
 
 /// Where a write call goes.
@@ -50,8 +57,9 @@ impl Writer {
         disk.candidate().pace.map(|pace| pace.seconds_per_mib / f64::from(disks))
     }
 
-    /// The disk for a batch. Before this fails, space is measured again: it may have been freed since.
-    pub(super) async fn choose(&self, bytes: u64, tried: &[usize]) -> Option<usize> {
+    /// The disk for a batch. Before this fails, space is measured again: it may have been freed since. In the last flush any
+    /// disk that works is as good as none.
+    pub(super) async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
         let disks = &self.core.disks;
         let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
         if let Some(index) = placement::choose(&candidates(), bytes, tried) {
@@ -59,7 +67,8 @@ impl Writer {
         }
         let healthy = disks.iter().filter(|disk| disk.is_healthy() && !tried.contains(&disk.index));
         join_all(healthy.map(|disk| disk.measure()).collect::<Vec<_>>()).await;
-        placement::choose(&candidates(), bytes, tried)
+        let chosen = placement::choose(&candidates(), bytes, tried);
+        chosen.or_else(|| if is_last { placement::choose_any(&candidates(), tried) } else { None })
     }
 
     pub(super) fn no_disk(&self) -> StoreError {
@@ -99,9 +108,10 @@ impl Writer {
 
     /// Length after which a log is continued in a new file.
     pub(super) fn log_bytes(&self, kind: LogKind) -> u64 {
+        let most = self.core.config.file_bytes_max.min(LOG_BYTES_MAX);
         match kind {
-            LogKind::Data => self.core.config.data_log_bytes.min(LOG_BYTES_MAX),
-            LogKind::Index => LOG_BYTES_MAX,
+            LogKind::Data => self.core.config.data_log_bytes.min(most),
+            LogKind::Index => most,
         }
     }
 
@@ -121,11 +131,14 @@ impl Writer {
             // The app's empty directory may just have been removed by a purge of its earlier registration.
             made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
         }
-        made.map_err(|error| core.failed(disk, &directory, error))?;
+        if let Err(error) = made {
+            return Err(core.failed_measured(disk, &directory, error).await);
+        }
         let number = shuffle.on(disk).next_number();
         let log = shuffle.add_log(core.files.next_id(), disk, kind, number)?;
-        let created = core.files.create(&log).await;
-        created.map_err(|error| core.failed(disk, log.full_path(), error))?;
+        if let Err(error) = core.files.create(&log).await {
+            return Err(core.failed_measured(disk, &log.full_path(), error).await);
+        }
         if shuffle.is_purged() {
             // The purge may have listed the logs before this one was among them.
             core.files.forget(&log);
@@ -139,20 +152,33 @@ impl Writer {
     /// The log's file for writing; a failure closes the log.
     pub(super) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
         let opened = self.core.files.writer(log).await;
-        opened.map_err(|error| {
-            log.close();
-            self.core.failed(&log.disk, log.full_path(), error)
-        })
+        opened.map_err(|error| self.failed_log(log, error, Counts::Now))
     }
 
     /// The same by way of the page cache. It is open for one batch only.
     pub(super) async fn cached_writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
-        let how = WriteOpen { create: false, direct: false, lane: log.kind.lane() };
-        let opened = within(self.core.config.name_timeout, log.disk.io.open_write(&log.path, how)).await;
-        opened.map_err(|error| {
-            log.close();
-            self.core.failed(&log.disk, log.full_path(), error)
-        })
+        let opened = self.core.files.cached_writer(log).await;
+        opened.map_err(|error| self.failed_log(log, error, Counts::Now))
+    }
+
+    /// Closes a log that saw an error, which is held against its disk unless it was already.
+    fn failed_log(&self, log: &Log, error: io::Error, counts: Counts) -> StoreError {
+        log.close();
+        if Vanished::of(&error) == Some(Vanished::File) {
+            log.set_vanished();
+        }
+        match counts {
+            Counts::Now => self.core.failed(&log.disk, log.full_path(), error),
+            Counts::Already => StoreError::io(log.full_path(), error),
+        }
+    }
+
+    /// Has what was in files that have vanished found to be lost. Goes on when the caller is dropped.
+    pub(super) fn lose_vanished(&self, shuffle: &Arc<Shuffle>) {
+        for log in shuffle.logs().into_iter().filter(|log| log.begin_loss()) {
+            let (damage, shuffle) = (Arc::clone(&self.damage), Arc::clone(shuffle));
+            self.tasks.spawn("vanished file", async move { damage.lose_log(&shuffle, &log).await });
+        }
     }
 
     /// One write call with its deadline; a failure closes the log.
@@ -177,10 +203,7 @@ impl Writer {
                 self.core.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
                 Ok(())
             }
-            Err(error) => {
-                log.close();
-                Err(StoreError::io(log.full_path(), error))
-            }
+            Err(error) => Err(self.failed_log(log, error, Counts::Already)),
         }
     }
 
@@ -224,7 +247,8 @@ impl Writer {
     /// Waits until the names of what stands in a shuffle's directory are on the device.
     pub(super) async fn bring_names_to_device(&self, disk: &LocalDisk, directory: &Path) -> io::Result<()> {
         let below_apps = directory.ancestors().take_while(|path| path.starts_with(APPS));
-        for path in below_apps {
+        // The name of `APPS` too: another program may have removed it since the claim.
+        for path in below_apps.chain([Path::new("")]) {
             within(self.core.config.name_timeout, disk.io.sync_dir(path)).await?;
         }
         Ok(())

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::append::Writer;
+use super::failures::wants_new_file;
 use super::metrics::ALL_DISKS;
 use super::shuffle::Shuffle;
 use super::write::validate;
@@ -53,11 +54,11 @@ impl Writer {
         (bytes, backlog): (u64, Backlog),
         released: Released,
     ) -> Result<Published, StoreError> {
-        let mut tried = Vec::new();
+        let (mut tried, mut renewed) = (Vec::new(), Vec::new());
         let mut last_error = None;
         let mut batch = loop {
             shuffle.require_present()?;
-            let Some(index) = self.choose(bytes, &tried).await else {
+            let Some(index) = self.choose(bytes, &tried, backlog.is_last).await else {
                 return Err(last_error.unwrap_or_else(|| self.no_disk()));
             };
             if !tried.is_empty() {
@@ -67,14 +68,20 @@ impl Writer {
                 Ok(batch) => break batch,
                 Err(error) => {
                     shuffle.require_present()?;
-                    tracing::warn!(shuffle = %shuffle.key, error = %error, "write failed, trying next disk");
                     self.core.metrics.write_exceptions.inc();
+                    // A file that takes no more is closed by now: the same disk takes a new one.
+                    if wants_new_file(&error) && !renewed.contains(&index) {
+                        self.lose_vanished(shuffle);
+                        renewed.push(index);
+                        continue;
+                    }
+                    tracing::warn!(shuffle = %shuffle.key, error = %error, "write failed, trying next disk");
                     tried.push(index);
                     last_error = Some(error);
                 }
             }
         };
-        let published = self.publish(shuffle, &batch, extents).await;
+        let published = self.publish(shuffle, &batch, extents, backlog.is_last).await;
         let disk = batch.log.disk.index;
         if let Some(passing) = batch.passing.take() {
             // Also what was not published: the page cache has it, and a later batch may publish it.

@@ -5,7 +5,7 @@
 //! unless it stands where a mount point should be. A directory on a read-only file system is claimed without a change to
 //! it: what is there is served.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::marker::{MARKER, marker_of};
 use super::mounts;
 use crate::durability::newest_epoch;
 use crate::tiers::{StoreError, StoreErrorKind};
-use uniffle_io::{Disk, Media, Mount};
+use uniffle_io::{Disk, Media, Mount, Place};
 
 /// Directories that are being claimed, by their places in the configuration.
 struct Claims<'a> {
@@ -32,7 +32,8 @@ struct Claims<'a> {
     last_error: Option<StoreError>,
 }
 
-/// Claims the directories that can be used, in their order. Every change of a disk's condition is told through `changes`.
+/// Claims the directories that can be used, in their order. Every change of a disk's condition is told through `changes`. A
+/// start that is refused leaves no claim where there was none.
 ///
 /// # Errors
 /// One that [`is_refused`], for any directory; any failure when no disk is left.
@@ -41,79 +42,121 @@ pub(super) async fn claim_all(
     config: &LocalConfig,
     changes: &Arc<watch::Sender<()>>,
 ) -> Result<Vec<LocalDisk>, StoreError> {
-    let deadline = config.name_timeout;
-    let paths: Vec<String> = disks.iter().map(|disk| disk.root().display().to_string()).collect();
+    refuse_same_places(disks.iter().map(|disk| &**disk), config.name_timeout).await?;
     let mut claims = Claims { config, changes, claimed: BTreeMap::new(), last_error: None };
-    let (let_go, disks): (Vec<_>, Vec<_>) =
-        disks.into_iter().enumerate().partition(|(_, disk)| config.let_go.has(disk.root()));
-    for (_, disk) in let_go {
-        let text = "it did not answer, and the process before holds it: it takes part again after a stop and a start";
-        claims.leave_out(StoreError::remote(StoreErrorKind::Unhealthy, disk.root(), text.to_owned()))?;
+    if let Err(error) = claims.take_all(disks).await {
+        let new = claims.claimed.values().filter(|disk| !disk.was_used);
+        join_all(new.map(|disk| disk.abandon()).collect::<Vec<_>>()).await;
+        return Err(error);
     }
-    let looks = disks.iter().map(|(_, disk)| look(&**disk, deadline));
-    let contents = join_all(looks.collect::<Vec<_>>()).await;
-    let (mut ours, mut empty, mut identities, mut unclaimed) = (Vec::new(), Vec::new(), Vec::new(), None);
-    for ((place, disk), content) in disks.into_iter().zip(contents) {
-        match content {
-            Ok(Content::Ours(uuid)) => {
-                identities.push((disk.root().to_path_buf(), uuid));
-                ours.push((place, disk));
-            }
-            Ok(Content::Nothing) => empty.push((place, disk)),
-            Ok(Content::Foreign) => return Err(StoreError::new(StoreErrorKind::NotOurs, disk.root())),
-            Ok(Content::Unclaimed(flaw)) => drop(unclaimed.get_or_insert((disk, flaw))),
-            Err(error) => claims.leave_out(error)?,
+    Ok(claims.claimed.into_values().collect())
+}
+
+/// Refuses two paths that lead to one directory.
+pub(super) async fn refuse_same_places(
+    disks: impl Iterator<Item = &dyn Disk>,
+    deadline: Duration,
+) -> Result<(), StoreError> {
+    let places = disks.map(async |disk| (disk.root(), within(deadline, disk.place()).await));
+    let mut known: HashMap<Place, &Path> = HashMap::new();
+    for (root, place) in join_all(places.collect::<Vec<_>>()).await {
+        // One that does not answer is left out later.
+        let Ok(place) = place else { continue };
+        if let Some(other) = known.insert(place, root) {
+            let text = format!(
+                "it is the same directory as {} by another path: leave one of them out",
+                other.display()
+            );
+            return Err(StoreError::remote(StoreErrorKind::Copied, root, text));
         }
     }
-    if let Some((disk, flaw)) = unclaimed {
-        let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
-        let identity = identity_of(&*disk, &others, deadline).await;
-        return Err(unclaimed_error(disk.root(), flaw, &identity));
-    }
-    refuse_copies(&identities)?;
-    if ours.is_empty()
-        && config.let_go.paths.is_empty()
-        && let Some((_, disk)) = empty.first()
-    {
-        require_known_data(&**disk, config)?;
-    }
-    claims.take(ours).await?;
-    claims.claimed.values_mut().for_each(|disk| disk.was_used = true);
-    let mut known = mounts::recall(claims.claimed.values(), deadline).await;
-    let mut mounted = Vec::new();
-    for (place, disk) in empty {
-        match known.require_mounted(&*disk, deadline).await {
-            Ok(()) => {
-                require_own_disk(&*disk, config).await?;
-                mounted.push((place, disk));
-            }
-            Err(error) => claims.leave_out(error)?,
-        }
-    }
-    claims.take(mounted).await?;
-    known.update(&paths, claims.claimed.values());
-    known.remember(claims.claimed.values(), deadline).await;
-    let Claims { claimed, last_error, .. } = claims;
-    if claimed.is_empty() {
-        let none = || StoreError::new(StoreErrorKind::Unhealthy, "no data directory");
-        return Err(last_error.unwrap_or_else(none));
-    }
-    Ok(claimed.into_values().collect())
+    Ok(())
 }
 
 impl Claims<'_> {
+    async fn take_all(&mut self, disks: Vec<Arc<dyn Disk>>) -> Result<(), StoreError> {
+        let (config, deadline) = (self.config, self.config.name_timeout);
+        let paths: Vec<String> = disks.iter().map(|disk| disk.root().display().to_string()).collect();
+        let (let_go, disks): (Vec<_>, Vec<_>) =
+            disks.into_iter().enumerate().partition(|(_, disk)| config.let_go.has(disk.root()));
+        for (_, disk) in let_go {
+            let text = "it did not answer, and the process before holds it: it takes part again after a stop and a start";
+            self.leave_out(StoreError::remote(StoreErrorKind::Unhealthy, disk.root(), text.to_owned()))?;
+        }
+        let looks = disks.iter().map(|(_, disk)| look(&**disk, deadline));
+        let contents = join_all(looks.collect::<Vec<_>>()).await;
+        let (mut ours, mut empty, mut identities, mut unclaimed) = (Vec::new(), Vec::new(), Vec::new(), None);
+        for ((place, disk), content) in disks.into_iter().zip(contents) {
+            match content {
+                Ok(Content::Ours(uuid)) => {
+                    identities.push((disk.root().to_path_buf(), uuid));
+                    ours.push((place, disk));
+                }
+                Ok(Content::Nothing) => empty.push((place, disk)),
+                Ok(Content::Foreign) => return Err(StoreError::new(StoreErrorKind::NotOurs, disk.root())),
+                Ok(Content::Unclaimed(flaw)) => drop(unclaimed.get_or_insert((disk, flaw))),
+                Err(error) => self.leave_out(error)?,
+            }
+        }
+        if let Some((disk, flaw)) = unclaimed {
+            let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
+            let identity = identity_of(&*disk, &others, deadline).await;
+            return Err(unclaimed_error(disk.root(), flaw, &identity));
+        }
+        refuse_copies(&identities)?;
+        if ours.is_empty()
+            && config.let_go.paths.is_empty()
+            && let Some((_, disk)) = empty.first()
+        {
+            require_known_data(&**disk, config)?;
+        }
+        let taken = self.take(ours).await;
+        self.claimed.values_mut().for_each(|disk| disk.was_used = true);
+        taken?;
+        self.take_empty(empty, &paths).await
+    }
+
+    /// Claims empty directories that are where they should be, and writes down where all are.
+    async fn take_empty(
+        &mut self,
+        empty: Vec<(usize, Arc<dyn Disk>)>,
+        paths: &[String],
+    ) -> Result<(), StoreError> {
+        let deadline = self.config.name_timeout;
+        let mut known = mounts::recall(self.claimed.values(), deadline).await;
+        let mut mounted = Vec::new();
+        for (place, disk) in empty {
+            match known.require_mounted(&*disk, deadline).await {
+                Ok(()) => {
+                    require_own_disk(&*disk, self.config).await?;
+                    mounted.push((place, disk));
+                }
+                Err(error) => self.leave_out(error)?,
+            }
+        }
+        self.take(mounted).await?;
+        known.update(paths, self.claimed.values());
+        known.remember(self.claimed.values(), deadline).await;
+        if self.claimed.is_empty() {
+            let none = || StoreError::new(StoreErrorKind::Unhealthy, "no data directory");
+            return Err(self.last_error.take().unwrap_or_else(none));
+        }
+        Ok(())
+    }
+
     async fn take(&mut self, disks: Vec<(usize, Arc<dyn Disk>)>) -> Result<(), StoreError> {
         let claims = disks.into_iter().map(async |(place, disk)| {
             let claimed = claim(disk, self.config, Arc::clone(self.changes)).await;
             (place, claimed)
         });
+        let mut refused = Ok(());
         for (place, claimed) in join_all(claims.collect::<Vec<_>>()).await {
             match claimed {
                 Ok(disk) => drop(self.claimed.insert(place, disk)),
-                Err(error) => self.leave_out(error)?,
+                Err(error) => refused = refused.and(self.leave_out(error)),
             }
         }
-        Ok(())
+        refused
     }
 
     /// Goes on without a directory, unless the configuration must be wrong.
@@ -231,6 +274,7 @@ async fn claim(
     };
     let lock = lock.map_err(failed)?;
     let uuid = identify(io.as_ref(), &root, deadline).await?;
+    within(deadline, io.anchor()).await.map_err(failed)?;
     let unknown = || Mount { point: root.clone(), media: Media::Unknown };
     let mount = within(deadline, io.mount()).await.unwrap_or_else(|_| unknown());
     let disk = LocalDisk::new((io, uuid, lock), mount, config, changes);

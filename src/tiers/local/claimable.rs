@@ -109,8 +109,11 @@ async fn confusions(config: &LocalConfig, disks: &[Arc<dyn Disk>], held: HeldBy<
     };
     let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&peeked).filter_map(of).collect();
     let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
-    let mut told: Vec<String> =
-        claim::refuse_copies(&identities).err().iter().map(ToString::to_string).collect();
+    let deadline = config.name_timeout;
+    let same =
+        claim::refuse_same_places(disks.iter().filter(|it| !is_given_up(it)).map(|it| &**it), deadline);
+    let confused = same.await.and(claim::refuse_copies(&identities));
+    let mut told: Vec<String> = confused.err().iter().map(ToString::to_string).collect();
     for (disk, content) in disks.iter().zip(peeked) {
         told.extend(match content {
             Ok(Content::Ours(now)) => replaced(disk.root(), now, held),

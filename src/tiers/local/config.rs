@@ -153,6 +153,8 @@ section! {
         pub metadata_timeout: Duration = 10 * SECOND,
         /// Length after which the data of a shuffle on a disk goes to a new file.
         pub data_log_bytes: u64 = u64::MAX,
+        /// Largest file that the process may write (RLIMIT_FSIZE).
+        pub file_bytes_max: u64 = u64::MAX,
         /// What the process before let go of.
         pub let_go: LetGo = LetGo::default(),
         /// Who knows that this worker's data directories had data, if somebody does.

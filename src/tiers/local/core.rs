@@ -49,4 +49,15 @@ impl Core {
         disk.note(&error);
         StoreError::io(path, error)
     }
+
+    /// The same of an operation that takes space.
+    pub(super) async fn failed_measured(
+        &self,
+        disk: &LocalDisk,
+        path: &Path,
+        error: io::Error,
+    ) -> StoreError {
+        disk.note_measured(&error).await;
+        StoreError::io(path, error)
+    }
 }

@@ -16,10 +16,13 @@ use tokio::sync::Semaphore;
 use super::core::Core;
 use super::extent::{Extent, NO_LOG};
 use super::failures::is_damage;
+use super::log::Log;
 use super::shuffle::Shuffle;
+use super::walk::{partitions_of, turn};
 use crate::clock::sleep;
 use crate::tiers::block_checks::Check;
 use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_io::Vanished;
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::PartitionId;
 
@@ -29,6 +32,14 @@ const TRIES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(250);
 /// Partitions that are tried at a time, each with one chunk of memory.
 const PROBED_AT_ONCE: usize = 2;
+
+/// What was in a file that has vanished.
+#[derive(Debug, Default)]
+struct Lost {
+    extents: u64,
+    blocks: u64,
+    bytes: u64,
+}
 
 /// Finds out what of the stored data is damaged, and marks it.
 #[derive(Debug)]
@@ -140,6 +151,65 @@ impl Damage {
         }
         let mark = || extents.iter().for_each(|extent| self.make_hole(shuffle, partition, extent));
         self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
+    }
+
+    /// Makes holes of all extents of which data or records were in a file that has vanished.
+    pub(super) async fn lose_log(&self, shuffle: &Shuffle, log: &Log) {
+        self.core.files.forget(log);
+        if let Some(here) = shuffle.found(&log.disk) {
+            here.occupied.take(log.bytes());
+        }
+        let is_here = |it: &&Extent| !it.is_lost() && (it.data_log == log.slot || it.index_log == log.slot);
+        let (mut lost, mut looked) = (Lost::default(), 0);
+        for partition in partitions_of(shuffle).await {
+            let here: Vec<_> = shuffle.extents(partition).iter().filter(is_here).copied().collect();
+            turn(&mut looked, 1 + here.len()).await;
+            self.lose_some(shuffle, log, (partition, &here), &mut lost);
+        }
+        self.tell_vanished(shuffle, log, lost);
+    }
+
+    /// The same of extents that have only just become visible.
+    pub(super) fn lose_extents(&self, shuffle: &Shuffle, log: &Log, extents: &[(PartitionId, Extent)]) {
+        let mut lost = Lost::default();
+        for (partition, extent) in extents {
+            self.lose_some(shuffle, log, (*partition, std::slice::from_ref(extent)), &mut lost);
+        }
+        self.tell_vanished(shuffle, log, lost);
+    }
+
+    fn lose_some(
+        &self,
+        shuffle: &Shuffle,
+        log: &Log,
+        (partition, extents): (PartitionId, &[Extent]),
+        lost: &mut Lost,
+    ) {
+        if extents.is_empty() {
+            return;
+        }
+        let error = StoreError::io(log.full_path(), Vanished::File.into());
+        let mark = || {
+            for extent in extents.iter().filter_map(|extent| self.mark_lost(shuffle, partition, extent)) {
+                lost.extents += 1;
+                lost.blocks += u64::from(extent.blocks);
+                lost.bytes += extent.length;
+            }
+        };
+        self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
+    }
+
+    fn tell_vanished(&self, shuffle: &Shuffle, log: &Log, lost: Lost) {
+        if shuffle.is_purged() {
+            return;
+        }
+        let Lost { extents, blocks, bytes } = lost;
+        self.core.metrics.files_vanished.inc();
+        self.core.metrics.extents_lost.inc_by(extents);
+        tracing::error!(
+            shuffle = %shuffle.key, path = %log.full_path().display(), extents, blocks, bytes,
+            "a file was removed, replaced or cut short by another program: its blocks are lost, new data goes to a new file"
+        );
     }
 
     fn make_hole(&self, shuffle: &Shuffle, partition: PartitionId, extent: &Extent) {

@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use super::config::LocalConfig;
 use super::health::{Health, Verdict, judge};
-use super::marker::{MARKER, uuid_of};
+use super::marker::{MARKER, marker_of, uuid_of};
 use super::pace::Paces;
 use super::placement::Candidate;
 use super::share::ReadShare;
@@ -26,7 +26,7 @@ use crate::clock::Instant;
 use crate::durability::{self, Directory, METADATA};
 use crate::tiers::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
-use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Lane, Mount, ReadTarget, Space, WriteOpen};
+use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Mount, ReadTarget, Space, Vanished, WriteOpen};
 
 /// Directory of everything that apps wrote.
 pub(super) const APPS: &str = "apps";
@@ -34,6 +34,8 @@ pub(super) const APPS: &str = "apps";
 pub(super) const TRASH: &str = "trash";
 /// Directory of the probe's files.
 const PROBE: &str = "probe";
+/// Bytes of a probe of a disk that refused a write: one with room for less than that is as good as full.
+const ROOM_PROBE_BYTES: usize = 1 << 20;
 
 /// A claimed data directory.
 #[derive(Debug)]
@@ -144,6 +146,17 @@ impl LocalDisk {
         self.make_directories().await
     }
 
+    /// Takes back the claim of a directory in which nothing is: the start that made it is refused.
+    pub(super) async fn abandon(&self) {
+        for directory in [TRASH, APPS] {
+            let _ = within(self.deadline, self.io.remove_dir(Path::new(directory))).await;
+        }
+        let removed = within(self.deadline, self.io.remove_part(Path::new(MARKER), u64::MAX)).await;
+        if let Err(error) = removed {
+            tracing::warn!(disk = %self.label, %error, "the claim of a new data directory cannot be taken back");
+        }
+    }
+
     /// What keeps it ours; none a second time.
     pub(super) fn unlock(&self) -> Option<Box<dyn DiskLock>> {
         self.lock.lock().take()
@@ -202,12 +215,12 @@ impl LocalDisk {
         result
     }
 
-    /// Lets a disk that answered "no space" be tried again when its time is over.
-    pub(super) fn forgive_refusal(&self) {
-        self.update(|state| state.health.forgive(Instant::now()));
+    /// Whether a write found no space, and no probe has succeeded since.
+    pub(super) fn refuses(&self) -> bool {
+        self.state.lock().health.refuses()
     }
 
-    /// Files were removed: the space is measured, and a disk that said "no space" before is tried again.
+    /// Files were removed: the space is measured, and a disk that refused a write before is tried again.
     pub(super) async fn made_room(&self) -> io::Result<()> {
         self.measure().await?;
         self.update(|state| state.health.made_room());
@@ -217,12 +230,18 @@ impl LocalDisk {
     /// Draws the consequences of a failed operation. What says nothing about the disk (no descriptors or memory left,
     /// a name that is gone) does not count against it.
     pub(super) fn note(&self, error: &io::Error) {
-        let (before, verdict) =
-            self.update(|state| (state.health.condition(), state.health.note(error, Instant::now())));
+        let (before, verdict, why_full) = self.update(|state| {
+            let (before, verdict) = (state.health.condition(), state.health.note(error));
+            (before, verdict, state.health.why_full(&state.space))
+        });
         match verdict {
-            Verdict::NotTheDisk => {}
+            Verdict::NotTheDisk | Verdict::TheFile => {}
             Verdict::Full if before == DiskCondition::Healthy => {
-                tracing::warn!(disk = %self.label, error = %error, "disk is full, avoiding it");
+                let reason = why_full.unwrap_or_default();
+                tracing::warn!(disk = %self.label, error = %error, reason, "disk is full, avoiding it until a probe can write");
+            }
+            Verdict::Detached if before != DiskCondition::Detached => {
+                tracing::error!(disk = %self.label, %error, "nothing is read or written there until the path leads back");
             }
             Verdict::ReadOnly if before <= DiskCondition::Full => {
                 tracing::error!(disk = %self.label, "the file system is read-only: the disk serves and takes nothing");
@@ -230,8 +249,17 @@ impl LocalDisk {
             Verdict::Hung | Verdict::Broken if before <= DiskCondition::ReadOnly => {
                 tracing::error!(disk = %self.label, error = %error, "disk failed, avoiding it until a probe succeeds");
             }
-            Verdict::Full | Verdict::ReadOnly | Verdict::Hung | Verdict::Broken => {}
+            Verdict::Full | Verdict::ReadOnly | Verdict::Detached | Verdict::Hung | Verdict::Broken => {}
         }
+    }
+
+    /// As [`LocalDisk::note`], with the space measured before, so that what is said of a full disk is true.
+    pub(super) async fn note_measured(&self, error: &io::Error) {
+        if judge(error) == Verdict::Full {
+            // What cannot be measured is said with the figures of before.
+            let _ = self.measure().await;
+        }
+        self.note(error);
     }
 
     /// Whether something of an earlier process could not be read back.
@@ -288,45 +316,73 @@ impl LocalDisk {
         call: impl Future<Output = io::Result<T>>,
     ) -> io::Result<T> {
         let before = self.completed_calls.load(Ordering::Relaxed);
-        within(deadline, call).await.inspect_err(|error| self.note_call(error, before))
+        let result = within(deadline, call).await;
+        if let Err(error) = &result {
+            self.note_call(error, before).await;
+        }
+        result
     }
 
     /// Notes a failed call that began after `completed_before` others had ended well.
-    fn note_call(&self, error: &io::Error, completed_before: u64) {
+    async fn note_call(&self, error: &io::Error, completed_before: u64) {
         let is_busy = self.completed_calls.load(Ordering::Relaxed) != completed_before;
         if judge(error) != Verdict::Hung || !is_busy {
-            self.note(error);
+            self.note_measured(error).await;
         }
     }
 
-    /// A batch was written since `began`, when with it `in_flight_bytes` were to be: "no space" is no longer its habit,
-    /// and it is known how fast it is.
+    /// A batch was written since `began`, when with it `in_flight_bytes` were to be: it is known how fast the disk is.
     pub(super) fn wrote(&self, in_flight_bytes: u64, began: Instant) {
         let now = Instant::now();
-        let mut state = self.state.lock();
-        state.health.wrote();
-        state.paces.record(in_flight_bytes, now.duration_since(began), now);
+        self.state.lock().paces.record(in_flight_bytes, now.duration_since(began), now);
     }
 
-    /// Looks whether the path still leads to this directory: it may have been unmounted, moved or replaced.
+    /// Looks whether the path still leads to this directory: it may have been unmounted, moved or replaced. A claim that was
+    /// removed from the directory, as by a cleaner, is written again.
     ///
     /// # Errors
     /// It does not. What cannot be read says nothing.
     pub(super) async fn require_attached(&self) -> io::Result<()> {
+        let is_anchored = within(self.deadline, self.io.is_anchored()).await.unwrap_or(false);
         let found = match within(self.deadline, self.io.read_small(Path::new(MARKER))).await {
             Ok(marker) => uuid_of(&marker).map(|uuid| uuid == self.uuid),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Some(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Some(is_anchored && self.claim_again().await.is_ok())
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => Some(false),
             Err(_) => None,
         };
-        if found != Some(false) {
-            return Ok(());
+        if found == Some(false) {
+            let error = io::Error::from(Vanished::Root);
+            if self.condition() != DiskCondition::Detached {
+                self.note(&error);
+            }
+            return Err(error);
         }
-        let text = "the path does not lead to the directory any more: it was unmounted, moved or replaced";
-        if self.condition() != DiskCondition::Detached {
-            tracing::error!(disk = %self.label, "{text}; nothing is read or written there until it leads back");
-            self.update(|state| state.health.detached(text));
+        if found == Some(true) && !is_anchored {
+            // Mounted again.
+            within(self.deadline, self.io.anchor()).await?;
         }
-        Err(io::Error::other(text))
+        Ok(())
+    }
+
+    /// Writes the claim of the directory once more, and locks it.
+    async fn claim_again(&self) -> io::Result<()> {
+        if self.lock.lock().is_none() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let marker = Path::new(MARKER);
+        let content = marker_of(self.uuid).into_bytes();
+        within(self.deadline, self.io.write_small(marker, content)).await?;
+        within(self.deadline, self.io.sync_dir(Path::new(""))).await?;
+        let lock = within(self.deadline, self.io.lock(marker)).await?;
+        let before = self.lock.lock().replace(lock);
+        drop(before);
+        tracing::error!(
+            disk = %self.label,
+            "the claim of the data directory was removed and is written again: keep cleaners of files away from it"
+        );
+        self.make_directories().await
     }
 
     /// Writes random bytes, reads them back and compares. Success makes the disk healthy; a failure is noted like any
@@ -335,7 +391,8 @@ impl LocalDisk {
     /// The write goes around the page cache where it can, so that the read asks the device and not our own memory.
     pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
         self.require_attached().await?;
-        self.call(self.deadline, self.write_and_read_back(direct)).await?;
+        let bytes = if self.refuses() { ROOM_PROBE_BYTES } else { BLOCK_ALIGN };
+        self.call(self.deadline, self.write_and_read_back(bytes, direct)).await?;
         // One that was claimed while it was read-only may have none.
         self.make_directories().await?;
         if let Some(fault) = self.update(|state| state.health.proved()) {
@@ -344,20 +401,28 @@ impl LocalDisk {
         Ok(())
     }
 
-    async fn write_and_read_back(&self, direct: bool) -> io::Result<()> {
+    async fn write_and_read_back(&self, bytes: usize, direct: bool) -> io::Result<()> {
         let directory = Path::new(PROBE);
         self.io.create_dir_all(directory).await?;
         let path = directory.join(Uuid::new_v4().to_string());
-        let mut expected = vec![0; BLOCK_ALIGN];
-        rand::rng().fill_bytes(&mut expected);
+        let compared = self.write_and_compare(&path, bytes, direct).await;
+        // Also what a full disk took of it.
+        let removed = self.io.remove_dir_all(directory).await;
+        compared.and(removed)
+    }
+
+    async fn write_and_compare(&self, path: &Path, bytes: usize, direct: bool) -> io::Result<()> {
+        let mut block = [0; BLOCK_ALIGN];
+        rand::rng().fill_bytes(&mut block);
+        let expected = block.repeat(bytes / BLOCK_ALIGN);
         let mut buffer = AlignedBuffer::unpooled();
         buffer.put(&expected);
-        let how = WriteOpen { create: true, direct, lane: Lane::Bulk };
-        let file = self.io.open_write(&path, how).await?;
+        let how = WriteOpen { create: true, direct, ..WriteOpen::default() };
+        let file = self.io.open_write(path, how).await?;
         file.write_at(vec![buffer.freeze()], 0).await?;
         file.sync().await?;
-        let target = ReadTarget::one(Box::new(vec![0; BLOCK_ALIGN]), 0..BLOCK_ALIGN, 0);
-        let (mut target, result) = self.io.open_read(&path).await?.read(target).await;
+        let target = ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, 0);
+        let (mut target, result) = self.io.open_read(path).await?.read(target).await;
         result?;
         if target.part_mut(0).map(|bytes| &*bytes) != Some(&expected[..]) {
             return Err(io::Error::new(
@@ -365,7 +430,7 @@ impl LocalDisk {
                 "disk returned other bytes than were written",
             ));
         }
-        self.io.remove_dir_all(directory).await
+        Ok(())
     }
 
     /// What placement needs to know.
@@ -419,7 +484,7 @@ impl LocalDisk {
             path: self.io.root().to_path_buf(),
             uuid: self.uuid,
             condition: state.health.condition(),
-            fault: state.health.fault().map(str::to_owned),
+            fault: state.health.fault().map(str::to_owned).or_else(|| state.health.why_full(&state.space)),
             failures: state.health.failures(),
             mount: self.mount.clone(),
             total_bytes: state.space.total_bytes,

@@ -78,6 +78,11 @@ pub(super) fn is_damage(error: &StoreError) -> bool {
     }
 }
 
+/// Whether an error concerns a file that is written and not its disk: a new file may do.
+pub(super) fn wants_new_file(error: &StoreError) -> bool {
+    error.source.as_ref().is_some_and(|source| judge(source) == Verdict::TheFile)
+}
+
 #[cfg(test)]
 mod tests {
     use std::io;

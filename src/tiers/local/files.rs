@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::disk::within;
 use super::log::{Log, LogKind};
 use crate::clock::Instant;
-use uniffle_io::{File, WriteOpen};
+use uniffle_io::{File, Vanished, WriteOpen};
 
 /// How a log is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,7 +62,9 @@ impl Files {
 
     /// Creates the log's file, whose directory exists.
     pub(super) async fn create(&self, log: &Log) -> io::Result<()> {
-        self.open_write(log, true).await.map(drop)
+        let file = self.open_write(log, true).await?;
+        log.created(file.id());
+        Ok(())
     }
 
     /// The log's file for writing.
@@ -115,10 +117,28 @@ impl Files {
 
     async fn open_write(&self, log: &Log, create: bool) -> io::Result<Arc<dyn File>> {
         let direct = self.is_direct(log);
-        let opening = log.disk.io.open_write(&log.path, WriteOpen { create, direct, lane: log.kind.lane() });
-        let file = within(self.deadline, opening).await?;
+        let how = WriteOpen { create, direct, lane: log.kind.lane(), is_named: true };
+        let file = self.open_same(log, how).await?;
         self.keep(log, Mode::Write, &file);
         Ok(file)
+    }
+
+    /// The log's file for writing by way of the page cache. It is not kept open.
+    pub(super) async fn cached_writer(&self, log: &Log) -> io::Result<Arc<dyn File>> {
+        let how = WriteOpen { lane: log.kind.lane(), is_named: true, ..WriteOpen::default() };
+        self.open_same(log, how).await
+    }
+
+    /// Opens a log's file for writing. One that another file has replaced is not written to.
+    async fn open_same(&self, log: &Log, how: WriteOpen) -> io::Result<Arc<dyn File>> {
+        let opened = within(self.deadline, log.disk.io.open_write(&log.path, how)).await;
+        let is_gone = |error: &io::Error| !how.create && error.kind() == io::ErrorKind::NotFound;
+        match opened {
+            Ok(file) if log.is_file(file.id()) => Ok(file),
+            Ok(_) => Err(Vanished::File.into()),
+            Err(error) if is_gone(&error) => Err(Vanished::File.into()),
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether a log is written around the page cache, and read so in large parts: what was written directly is not in it,

@@ -1,32 +1,30 @@
-//! What errors say about a disk: full, read-only, hung, broken, or nothing at all. A pure state machine with the clock passed in.
+//! What errors say about a disk: full, read-only, detached, hung, broken, or nothing at all. A pure state machine.
 //!
 //! Not here: who does the I/O (`disk`). Full and sick are different things: a full disk is healthy, its data is served,
-//! and it takes batches again when there is room. Neither state flaps: fullness has two watermarks, a disk that says
-//! "no space" below them is left alone for a time that doubles, and a sick one has to pass a probe.
+//! and it takes batches again when there is room. Fullness has two watermarks; a disk that refused a write for want of
+//! space is full until a probe can write again, and a sick one has to pass a probe too.
 
 use std::io;
-use std::time::Duration;
 
 use rustix::io::Errno;
 
 use super::placement;
-use crate::clock::Instant;
 use crate::tiers::DiskCondition;
-
-/// Longest time that a disk is left alone for saying "no space" while it measures free space.
-const REFUSAL_TIME_MAX: Duration = Duration::from_secs(600);
-/// How long for the second time in a row; the first is over at the next maintenance.
-const REFUSAL_TIME: Duration = Duration::from_secs(20);
+use uniffle_io::{Space, Vanished};
 
 /// What one error says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// Nothing about the disk: the process lacks descriptors or memory, a name is gone, a task was dropped.
     NotTheDisk,
+    /// This file takes no more, and a new one may: it was removed or replaced, or is too large.
+    TheFile,
     /// No space (or quota) left.
     Full,
     /// Its file system takes no changes: what is there can be read.
     ReadOnly,
+    /// Its path leads elsewhere.
+    Detached,
     /// No answer in time.
     Hung,
     /// It fails, or returns other bytes than were written.
@@ -36,12 +34,18 @@ pub enum Verdict {
 /// Judges an error of a file operation.
 #[must_use]
 pub fn judge(error: &io::Error) -> Verdict {
+    match Vanished::of(error) {
+        Some(Vanished::File) => return Verdict::TheFile,
+        Some(Vanished::Root) => return Verdict::Detached,
+        None => {}
+    }
     if let Some(errno) = error.raw_os_error().map(Errno::from_raw_os_error) {
         return match errno {
             Errno::NOSPC | Errno::DQUOT => Verdict::Full,
             Errno::MFILE | Errno::NFILE | Errno::INTR | Errno::NOMEM | Errno::AGAIN | Errno::NOENT => {
                 Verdict::NotTheDisk
             }
+            Errno::FBIG | Errno::STALE => Verdict::TheFile,
             Errno::ROFS => Verdict::ReadOnly,
             Errno::TIMEDOUT => Verdict::Hung,
             _ => Verdict::Broken,
@@ -49,6 +53,7 @@ pub fn judge(error: &io::Error) -> Verdict {
     }
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Verdict::Full,
+        io::ErrorKind::FileTooLarge | io::ErrorKind::StaleNetworkFileHandle => Verdict::TheFile,
         io::ErrorKind::ReadOnlyFilesystem => Verdict::ReadOnly,
         io::ErrorKind::TimedOut => Verdict::Hung,
         io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof | io::ErrorKind::WriteZero => {
@@ -65,8 +70,6 @@ pub(super) struct Health {
     fault: Option<Fault>,
     above_watermark: bool,
     refusal: Option<Refusal>,
-    /// "No space" answers since the last write that succeeded.
-    refusals: u32,
     failures: u64,
 }
 
@@ -76,9 +79,20 @@ struct Fault {
     condition: DiskCondition,
 }
 
-#[derive(Debug)]
-struct Refusal {
-    until: Instant,
+/// Why a write found no space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Refusal {
+    Space,
+    Quota,
+}
+
+impl Refusal {
+    fn of(error: &io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::QuotaExceeded => Self::Quota,
+            _ => Self::Space,
+        }
+    }
 }
 
 impl Health {
@@ -86,7 +100,7 @@ impl Health {
     pub(super) fn condition(&self) -> DiskCondition {
         match &self.fault {
             Some(fault) => fault.condition,
-            None if self.above_watermark || self.refusal.is_some() => DiskCondition::Full,
+            None if self.is_full() => DiskCondition::Full,
             None => DiskCondition::Healthy,
         }
     }
@@ -101,27 +115,49 @@ impl Health {
         self.above_watermark || self.refusal.is_some()
     }
 
+    /// Whether a write found no space, and no probe has succeeded since.
+    pub(super) fn refuses(&self) -> bool {
+        self.refusal.is_some()
+    }
+
+    /// Returns why it is full and what to do, with the figures of `space`; none if it is not full.
+    pub(super) fn why_full(&self, space: &Space) -> Option<String> {
+        let Space { total_bytes, free_bytes, total_inodes, free_inodes, .. } = *space;
+        let bytes = format!("{free_bytes} of {total_bytes} bytes are free");
+        let has_inodes = total_inodes > 0;
+        let text = match self.refusal {
+            Some(Refusal::Quota) => {
+                format!("the quota is used up, while {bytes} in the file system: raise the quota")
+            }
+            Some(Refusal::Space) if has_inodes && free_inodes == 0 => format!(
+                "no inodes are left, 0 of {total_inodes} are free, while {bytes}: remove files of other programs there"
+            ),
+            Some(Refusal::Space) if has_inodes => format!(
+                "a write found no space, {bytes} and {free_inodes} of {total_inodes} inodes: free space there"
+            ),
+            Some(Refusal::Space) => format!("a write found no space, {bytes}: free space there"),
+            None if self.above_watermark => {
+                format!("{bytes}, it is above its watermark: free space there")
+            }
+            None => return None,
+        };
+        Some(text)
+    }
+
     /// Errors that were held against it.
     pub(super) fn failures(&self) -> u64 {
         self.failures
     }
 
     /// Draws the consequences of a failed operation.
-    pub(super) fn note(&mut self, error: &io::Error, now: Instant) -> Verdict {
+    pub(super) fn note(&mut self, error: &io::Error) -> Verdict {
         let verdict = judge(error);
         let fault = |condition| Some(Fault { text: error.to_string(), condition });
         match verdict {
-            Verdict::NotTheDisk => return verdict,
-            Verdict::Full => {
-                let doubled = REFUSAL_TIME.saturating_mul(1 << self.refusals.saturating_sub(1).min(16));
-                let time = if self.refusals == 0 { Duration::ZERO } else { doubled.min(REFUSAL_TIME_MAX) };
-                // Many writers may be told at once: that is one refusal.
-                if self.refusal.is_none() {
-                    self.refusal = Some(Refusal { until: now + time });
-                    self.refusals = self.refusals.saturating_add(1);
-                }
-            }
+            Verdict::NotTheDisk | Verdict::TheFile => return verdict,
+            Verdict::Full => self.refusal = Some(Refusal::of(error)),
             Verdict::ReadOnly => self.fault = fault(DiskCondition::ReadOnly),
+            Verdict::Detached => self.fault = fault(DiskCondition::Detached),
             Verdict::Hung => self.fault = fault(DiskCondition::Hung),
             Verdict::Broken => self.fault = fault(DiskCondition::Broken),
         }
@@ -129,30 +165,15 @@ impl Health {
         verdict
     }
 
-    /// Its path leads elsewhere: whatever was wrong before, nothing is to be written there.
-    pub(super) fn detached(&mut self, text: &str) {
-        self.fault = Some(Fault { text: text.to_owned(), condition: DiskCondition::Detached });
-        self.failures = self.failures.saturating_add(1);
-    }
-
-    /// Lets a disk that said "no space" be tried again when its time is over. Every try may cost a file.
-    pub(super) fn forgive(&mut self, now: Instant) {
-        self.refusal.take_if(|refusal| refusal.until <= now);
-    }
-
-    /// Files were removed since it said "no space".
+    /// Files were removed since it refused a write.
     pub(super) fn made_room(&mut self) {
         self.refusal = None;
     }
 
-    /// A batch was written.
-    pub(super) fn wrote(&mut self) {
-        self.refusals = 0;
-    }
-
     /// A probe succeeded; returns what was wrong before.
     pub(super) fn proved(&mut self) -> Option<String> {
-        self.fault.take().map(|fault| fault.text)
+        let refused = self.refusal.take().map(|_| "a write found no space".to_owned());
+        self.fault.take().map(|fault| fault.text).or(refused)
     }
 
     /// Applies the watermarks; true when the disk crossed one.
@@ -189,16 +210,27 @@ mod tests {
     }
 
     #[test]
+    fn file_that_takes_no_more_is_not_the_disk() {
+        for error in [errno(Errno::FBIG), errno(Errno::STALE), Vanished::File.into()] {
+            let mut health = Health::default();
+            assert_eq!(health.note(&error), Verdict::TheFile, "{error}");
+            assert_eq!((health.condition(), health.failures()), (DiskCondition::Healthy, 0));
+        }
+        let mut health = Health::default();
+        health.note(&Vanished::Root.into());
+        assert_eq!(health.condition(), DiskCondition::Detached);
+    }
+
+    #[test]
     fn sickness_outweighs_fullness_and_ends_with_a_probe() {
         let mut health = Health::default();
-        let now = Instant::now();
         assert!(health.measured(0.9, 0.8, 0.7));
         assert_eq!(health.condition(), DiskCondition::Full);
-        health.note(&io::ErrorKind::TimedOut.into(), now);
+        health.note(&io::ErrorKind::TimedOut.into());
         assert_eq!(health.condition(), DiskCondition::Hung);
-        health.note(&errno(Errno::IO), now);
+        health.note(&errno(Errno::IO));
         assert_eq!(health.condition(), DiskCondition::Broken);
-        health.note(&errno(Errno::MFILE), now);
+        health.note(&errno(Errno::MFILE));
         assert_eq!((health.failures(), health.proved().is_some()), (2, true));
         assert_eq!(health.condition(), DiskCondition::Full);
         assert!(!health.measured(0.75, 0.8, 0.7), "between the watermarks nothing changes");
@@ -207,25 +239,44 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_goes_on_saying_full_is_asked_less_and_less() {
+    fn refusal_ends_with_one_probe_however_often_it_came() {
         let mut health = Health::default();
-        let mut now = Instant::now();
-        let mut waited = Vec::new();
         for _ in 0..8 {
-            health.note(&errno(Errno::NOSPC), now);
-            health.note(&errno(Errno::NOSPC), now);
-            let since = now;
-            health.forgive(now);
-            while health.is_full() {
-                now += Duration::from_secs(10);
-                health.forgive(now);
-            }
-            waited.push((now - since).as_secs());
+            health.note(&errno(Errno::NOSPC));
+            health.note(&errno(Errno::NOSPC));
+            assert!(health.is_full() && health.refuses());
+            assert!(health.proved().is_some());
+            assert_eq!(health.condition(), DiskCondition::Healthy);
         }
-        assert_eq!(waited, [0, 20, 40, 80, 160, 320, 600, 600]);
-        health.wrote();
-        health.note(&errno(Errno::NOSPC), now);
-        health.forgive(now);
-        assert!(!health.is_full(), "a write in between makes it a first time again");
+    }
+
+    #[test]
+    fn full_disk_says_whether_bytes_inodes_or_quota_lack() {
+        let space =
+            Space { total_bytes: 100, free_bytes: 90, total_inodes: 8, free_inodes: 0, file_system: 1 };
+        let why = |error: Option<Errno>, space: &Space| {
+            let mut health = Health::default();
+            health.measured(0.1, 0.8, 0.7);
+            if let Some(error) = error {
+                health.note(&errno(error));
+            }
+            health.why_full(space)
+        };
+        assert_eq!(why(None, &space), None);
+        let text = why(Some(Errno::NOSPC), &space).unwrap();
+        assert!(
+            text.contains("0 of 8") && text.contains("inodes") && text.contains("90 of 100 bytes"),
+            "{text}"
+        );
+        let text = why(Some(Errno::DQUOT), &space).unwrap();
+        assert!(text.contains("quota") && text.contains("90 of 100 bytes"), "{text}");
+        for total_inodes in [0, 8] {
+            let space = Space { free_bytes: 0, total_inodes, free_inodes: total_inodes / 2, ..space };
+            let text = why(Some(Errno::NOSPC), &space).unwrap();
+            assert!(text.contains("no space, 0 of 100 bytes"), "{text}");
+        }
+        let mut health = Health::default();
+        health.measured(0.9, 0.8, 0.7);
+        assert!(health.why_full(&space).unwrap().contains("above its watermark"));
     }
 }

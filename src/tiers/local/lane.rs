@@ -7,6 +7,7 @@ use super::disk::LocalDisk;
 use super::extent::Extent;
 use super::index::{EncodedGroup, GroupExtent, GroupHeader, encode, occupied_bytes};
 use super::log::{Log, LogUse};
+use crate::clock::Instant;
 use crate::tiers::ExtentWrite;
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::PartitionId;
@@ -29,7 +30,9 @@ pub(super) struct Pending {
     /// Disk of the data: the index goes there too when it can.
     pub(super) disk: Arc<LocalDisk>,
     /// The log of the data stays until its extents are visible.
-    _data: LogUse,
+    data: LogUse,
+    /// When its data was written.
+    pub(super) since: Instant,
 }
 
 impl Lane {
@@ -71,6 +74,11 @@ impl Pending {
         (all_alike && !originals.is_empty()).then_some(Self { originals, ..pending })
     }
 
+    /// The log in which their data is.
+    pub(super) fn data(&self) -> &Log {
+        &self.data
+    }
+
     /// What they are copies of, in their order; none where they are new.
     pub(super) fn originals(&self) -> Option<&[Extent]> {
         (!self.originals.is_empty()).then_some(&self.originals)
@@ -107,7 +115,7 @@ impl Pending {
             extent.records_crc = place.crc;
         }
         let (disk, originals) = (Arc::clone(&data.disk), Vec::new());
-        Self { group, extents, originals, disk, _data: data.clone() }
+        Self { group, extents, originals, disk, data: data.clone(), since: Instant::now() }
     }
 
     /// The extents once the group stands at `offset` of `log`.

@@ -5,12 +5,12 @@
 
 use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use super::disk::LocalDisk;
 use super::sync::Syncs;
-use uniffle_io::{BLOCK_ALIGN, Lane};
+use uniffle_io::{BLOCK_ALIGN, FileId, Lane};
 
 /// Longest log: extents keep their offset as a 32-bit number of blocks. A longer one is continued in a new file.
 pub(super) const LOG_BYTES_MAX: u64 = (u32::MAX as u64) * BLOCK_ALIGN as u64;
@@ -69,6 +69,14 @@ pub(super) struct Log {
     removed: AtomicBool,
     /// It has copies that were put together.
     in_order: AtomicBool,
+    /// Its file was created, or found by a start.
+    exists: AtomicBool,
+    /// Identity of the file that was created.
+    file: OnceLock<FileId>,
+    /// Its file was removed, replaced or cut short by somebody else ...
+    vanished: AtomicBool,
+    /// ... and somebody sees to what was in it.
+    loss_begun: AtomicBool,
     pub(super) syncs: Syncs,
     /// Its descriptors may not be cached any more; guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
@@ -86,6 +94,8 @@ impl Log {
         let (syncs, uses) = (Syncs::default(), AtomicU32::new(0));
         let (released, removed) = (AtomicBool::new(false), AtomicBool::new(false));
         let in_order = AtomicBool::new(false);
+        let (exists, vanished, loss_begun) =
+            (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
         Self {
             id,
             slot,
@@ -99,6 +109,10 @@ impl Log {
             released,
             removed,
             in_order,
+            exists,
+            file: OnceLock::new(),
+            vanished,
+            loss_begun,
             syncs,
             forgotten,
         }
@@ -107,7 +121,43 @@ impl Log {
     /// It was found with so many bytes, and is only read.
     pub(super) fn adopt(&self, bytes: u64) {
         self.next.store(bytes, Ordering::Relaxed);
+        self.exists.store(true, Ordering::Release);
         self.close();
+    }
+
+    /// Its file was created.
+    pub(super) fn created(&self, file: Option<FileId>) {
+        if let Some(file) = file {
+            self.file.get_or_init(|| file);
+        }
+        self.exists.store(true, Ordering::Release);
+    }
+
+    /// Whether `file`, which was opened by its path, is the one that was created.
+    pub(super) fn is_file(&self, file: Option<FileId>) -> bool {
+        self.file.get().copied().zip(file).is_none_or(|(created, opened)| created == opened)
+    }
+
+    /// Whether its file must be in its directory.
+    pub(super) fn must_exist(&self) -> bool {
+        self.exists.load(Ordering::Acquire)
+            && !(self.is_released() || self.is_removed() || self.has_vanished())
+    }
+
+    /// Closes it for writing, since its file is not what it was.
+    pub(super) fn set_vanished(&self) {
+        self.close();
+        self.vanished.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether its file was removed, replaced or cut short by somebody else.
+    pub(super) fn has_vanished(&self) -> bool {
+        self.vanished.load(Ordering::SeqCst)
+    }
+
+    /// Whether the caller is the one that sees to what was in a file that has vanished.
+    pub(super) fn begin_loss(&self) -> bool {
+        self.has_vanished() && !self.loss_begun.swap(true, Ordering::AcqRel)
     }
 
     /// Bytes that were reserved or found.

@@ -48,6 +48,8 @@ metrics::table! {
             "blocks that had other bytes when they were read again, too, and are lost";
         extents_lost: IntCounter = "total_local_extents_given_up",
             "extents that could not be read again and again, and are holes now";
+        files_vanished: IntCounter = "local_files_vanished_total",
+            "files that other programs removed, replaced or cut short";
         index_cache_bytes: IntGauge = "localfile_index_cache_bytes", "bytes of cached index records";
         overflow_bytes: IntCounter = "local_page_cache_overflow_bytes_total",
             "bytes that went by way of the page cache, since writers waited and the machine had memory to spare";

@@ -21,6 +21,7 @@
 //! | `forgotten` | what a shuffle had that is gone |
 //! | `core` | disks, open files, cached records and metrics |
 //! | `shuffle`, `lane`, `deletes`, `notes` | state of one shuffle, what it publishes next, what is left to delete and to note |
+//! | `walk` | going through a shuffle's partitions some at a time |
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
 //! | `overflow`, `write_back` | bursts by way of the page cache, and from there to the disk |
 //! | `files`, `log`, `sync` | descriptors, append-only files, group commit |
@@ -82,6 +83,7 @@ mod take_over;
 mod tier;
 mod uploaded;
 mod verify;
+mod walk;
 mod write;
 mod write_back;
 

@@ -74,6 +74,12 @@ pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Optio
         .map(|(index, _)| *index)
 }
 
+/// The disk for a batch that no other is left for: any that works, most free bytes first. Whether it is full it says itself.
+pub fn choose_any(candidates: &[Candidate], excluded: &[usize]) -> Option<usize> {
+    let able = candidates.iter().enumerate().filter(|(index, it)| it.healthy && !excluded.contains(index));
+    able.max_by_key(|(_, it)| it.free_bytes).map(|(index, _)| index)
+}
+
 /// The watermarks with their hysteresis: full from `high` on, until below `low`.
 pub fn is_full(was_full: bool, used_ratio: f64, high: f64, low: f64) -> bool {
     if was_full { used_ratio >= low } else { used_ratio >= high }
@@ -125,6 +131,15 @@ mod tests {
         assert_eq!(choose(&[sick, full], 10, &[]), None);
         assert_eq!(choose(&[IDLE], 1001, &[]), None);
         assert_eq!(choose(&[], 1, &[]), None);
+    }
+
+    #[test]
+    fn last_batch_is_tried_on_every_disk_that_works() {
+        let full = |free_bytes| Candidate { full: true, free_bytes, ..IDLE };
+        let disks = [full(1), full(5), Candidate { healthy: false, ..IDLE }];
+        assert_eq!(choose_any(&disks, &[]), Some(1));
+        assert_eq!(choose_any(&disks, &[1]), Some(0));
+        assert_eq!(choose_any(&disks, &[0, 1]), None);
     }
 
     #[test]

@@ -7,19 +7,25 @@
 //! them again; clients drop duplicates by id, and nothing is ever missing.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::append::{Target, Writer};
-use super::disk::LocalDisk;
+use super::disk::{LocalDisk, within};
 use super::extent::Extent;
+use super::failures::wants_new_file;
 use super::files::Mode;
 use super::lane::{Lane, Pending};
-use super::log::{LogKind, LogUse};
+use super::log::{Log, LogKind, LogUse};
 use super::shuffle::Shuffle;
 use super::write::WrittenBatch;
 use crate::metrics::clamped;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
+use uniffle_io::Vanished;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;
+
+/// The file of data that was written so long before its index group is looked at again: another program may have removed it.
+const VERIFIED_AFTER: Duration = Duration::from_millis(100);
 
 /// Extents that are exchanged under the lock of the streams: each may cost a copy of the chunk of the list that has it, some 200 ns.
 const EXCHANGED_TOGETHER: usize = 256;
@@ -28,18 +34,22 @@ impl Writer {
     /// Makes a written batch durable and visible; its place among the shuffle's batches.
     pub(super) async fn publish(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &Arc<Shuffle>,
         batch: &WrittenBatch,
         extents: &[ExtentWrite],
+        is_last: bool,
     ) -> Result<u64, StoreError> {
         let mut lane = shuffle.lane.lock().await;
-        self.settle(shuffle, &mut lane).await?;
+        self.settle(shuffle, &mut lane, is_last).await?;
+        if batch.log.has_vanished() {
+            return Err(StoreError::io(batch.log.full_path(), Vanished::File.into()));
+        }
         let sequence = lane.next_sequence;
         let bases = |partition| shuffle.stream_bytes(partition);
         let place = (&batch.log, batch.offset);
         lane.pending = Some(Pending::new((shuffle.incarnation, sequence), place, extents, bases));
         lane.next_sequence += 1;
-        self.settle(shuffle, &mut lane).await?;
+        self.settle(shuffle, &mut lane, is_last).await?;
         Ok(sequence)
     }
 
@@ -47,30 +57,37 @@ impl Writer {
     /// Their data is on the device already.
     pub(super) async fn publish_copies(
         &self,
-        shuffle: &Shuffle,
+        shuffle: &Arc<Shuffle>,
         place: (&LogUse, u64),
         writes: &[ExtentWrite],
         originals: Vec<Extent>,
     ) -> Result<(), StoreError> {
         let mut lane = shuffle.lane.lock().await;
-        self.settle(shuffle, &mut lane).await?;
+        self.settle(shuffle, &mut lane, false).await?;
         let ids = (shuffle.incarnation, lane.next_sequence);
         let pending = Pending::copies(ids, place, writes, originals);
         lane.pending = Some(pending.ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?);
         lane.next_sequence += 1;
-        self.settle(shuffle, &mut lane).await
+        self.settle(shuffle, &mut lane, false).await
     }
 
     /// Appends the pending group, if there is one, and makes it visible.
-    async fn settle(&self, shuffle: &Shuffle, lane: &mut Lane) -> Result<(), StoreError> {
+    async fn settle(&self, shuffle: &Arc<Shuffle>, lane: &mut Lane, is_last: bool) -> Result<(), StoreError> {
         shuffle.require_present()?;
         let Some(pending) = &lane.pending else {
             return Ok(());
         };
-        let (log, offset) = self.append_group(shuffle, pending).await?;
+        let (log, offset) = self.append_group(shuffle, pending, is_last).await?;
+        if pending.since.elapsed() >= VERIFIED_AFTER {
+            self.verify(pending.data()).await;
+        }
         let extents = pending.placed(&log, offset);
+        let vanished = || [&*log, pending.data()].into_iter().find(|log| log.has_vanished());
         if let Some(originals) = pending.originals() {
             self.exchange(shuffle, originals, &extents).await?;
+            if let Some(vanished) = vanished() {
+                self.damage.lose_extents(shuffle, vanished, &extents);
+            }
             lane.pending = None;
             return Ok(());
         }
@@ -84,8 +101,23 @@ impl Writer {
             self.core.metrics.extent_bytes.observe(extent_bytes(extent));
         }
         self.core.metrics.extents.add(clamped(extents.len()));
+        // Looked at once they are visible: whoever finds out later that a file has vanished finds them.
+        let vanished = vanished().map(|log| {
+            self.damage.lose_extents(shuffle, log, &extents);
+            self.lose_vanished(shuffle);
+            StoreError::io(log.full_path(), Vanished::File.into())
+        });
         lane.pending = None;
-        Ok(())
+        vanished.map_or(Ok(()), Err)
+    }
+
+    /// Looks whether the file of a log is still there. Whatever else may be wrong with it is found out by its readers.
+    async fn verify(&self, log: &Log) {
+        let Ok(file) = self.writer(log).await else { return };
+        let verified = within(self.core.config.name_timeout, file.verify()).await;
+        if verified.is_err_and(|error| Vanished::of(&error) == Some(Vanished::File)) {
+            log.set_vanished();
+        }
     }
 
     /// Puts copies in the places of their originals, some at a time. Who is dropped before the last has left the group pending: it is
@@ -135,15 +167,20 @@ impl Writer {
     }
 
     /// Appends a group's bytes to the index log of its data's disk, or of any other that takes them.
-    async fn append_group(&self, shuffle: &Shuffle, pending: &Pending) -> Result<(LogUse, u64), StoreError> {
+    async fn append_group(
+        &self,
+        shuffle: &Arc<Shuffle>,
+        pending: &Pending,
+        is_last: bool,
+    ) -> Result<(LogUse, u64), StoreError> {
         let bytes = pending.group.bytes.len() as u64;
-        let mut tried = Vec::new();
+        let (mut tried, mut renewed) = (Vec::new(), Vec::new());
         let mut last_error = None;
         let mut next = Some(pending.disk.index).filter(|_| pending.disk.is_healthy());
         loop {
             let chosen = match next.take() {
                 Some(index) => Some(index),
-                None => self.choose(bytes, &tried).await,
+                None => self.choose(bytes, &tried, is_last).await,
             };
             let Some(index) = chosen else {
                 return Err(last_error.unwrap_or_else(|| self.no_disk()));
@@ -152,8 +189,14 @@ impl Writer {
                 Ok(place) => return Ok(place),
                 Err(error) => {
                     shuffle.require_present()?;
-                    tracing::warn!(shuffle = %shuffle.key, error = %error, "index append failed, trying next disk");
                     self.core.metrics.write_exceptions.inc();
+                    if wants_new_file(&error) && !renewed.contains(&index) {
+                        self.lose_vanished(shuffle);
+                        renewed.push(index);
+                        next = Some(index);
+                        continue;
+                    }
+                    tracing::warn!(shuffle = %shuffle.key, error = %error, "index append failed, trying next disk");
                     tried.push(index);
                     last_error = Some(error);
                 }

@@ -18,6 +18,7 @@ use prometheus::IntGaugeVec;
 use super::core::Core;
 use super::disk::{APPS, LocalDisk, used_ratio, within};
 use super::forgotten::{Forgotten, dropped_aside};
+use super::log::Log;
 use super::shuffle::Shuffle;
 use super::store::LocalStore;
 use crate::clock::{Instant, sleep};
@@ -174,7 +175,9 @@ impl LocalStore {
             tracing::warn!(disk = %disk.label, error = %error, "space cannot be measured");
             disk.note(&error);
         }
-        disk.forgive_refusal();
+        if disk.refuses() {
+            self.probe_disk(disk).await;
+        }
     }
 
     /// Empties the trash and removes what is to be removed, files of what was moved too. May take as long as the file system likes.
@@ -225,18 +228,55 @@ impl LocalStore {
         }
     }
 
-    /// Removes directories of ours that belong to no shuffle: what a call that hung through a purge made afterwards.
+    /// Looks whether all files of shuffles are there, and removes directories of ours that belong to no shuffle: what a call
+    /// that hung through a purge made afterwards.
     pub async fn sweep(&self) {
         join_all(self.core.disks.iter().map(|disk| self.sweep_sound(disk)).collect::<Vec<_>>()).await;
     }
 
     async fn sweep_sound(&self, disk: &LocalDisk) {
         if disk.is_healthy()
+            && let Err(error) = self.look_for_files(disk).await
+        {
+            tracing::warn!(disk = %disk.label, %error, "it cannot be looked whether all files are there");
+        }
+        if disk.is_healthy()
             && !disk.has_unread()
             && let Err(error) = self.sweep_disk(disk).await
         {
             tracing::warn!(disk = %disk.label, error = %error, "sweep failed");
         }
+    }
+
+    /// Finds files of shuffles that other programs have removed: what was in them is lost.
+    async fn look_for_files(&self, disk: &LocalDisk) -> io::Result<()> {
+        let shuffles: Vec<_> = self.shuffles.iter().map(|shuffle| Arc::clone(&*shuffle)).collect();
+        for shuffle in shuffles.iter().filter(|shuffle| shuffle.found(disk).is_some()) {
+            let must_exist = |log: &Arc<Log>| log.disk.index == disk.index && log.must_exist();
+            // Before the list: what is created meanwhile is not missed.
+            let mut missing: Vec<_> = shuffle.logs().into_iter().filter(must_exist).collect();
+            if missing.is_empty() {
+                continue;
+            }
+            let listed = within(self.core.config.name_timeout, disk.io.list(&shuffle.directory)).await;
+            let names = match listed {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+                listed => listed?,
+            };
+            let is_there = |log: &Log| {
+                let name = log.path.file_name().unwrap_or_default();
+                names.iter().any(|it| it.as_str() == name)
+            };
+            // What this worker removes itself is not missing.
+            missing.retain(|log| !is_there(log) && log.must_exist() && !shuffle.is_purged());
+            if missing.is_empty() {
+                continue;
+            }
+            disk.require_attached().await?;
+            missing.iter().for_each(|log| log.set_vanished());
+            self.writer.lose_vanished(shuffle);
+        }
+        Ok(())
     }
 
     async fn sweep_disk(&self, disk: &LocalDisk) -> io::Result<()> {
@@ -371,7 +411,7 @@ impl Core {
         let set = |gauge: &IntGaugeVec, value: u64| {
             gauge.with_label_values(&label).set(clamped(value));
         };
-        let (total_bytes, free_bytes, file_system) = (info.total_bytes, info.free_bytes, info.file_system);
+        let (total_bytes, free_bytes) = (info.total_bytes, info.free_bytes);
         // Java's convention: 0 = writable.
         set(&metrics.is_writable, u64::from(info.condition != DiskCondition::Healthy));
         set(&metrics.is_timeout, u64::from(info.condition == DiskCondition::Hung));
@@ -384,7 +424,7 @@ impl Core {
         set(&metrics.disk_service_used, info.used_bytes);
         let service_ratio = if total_bytes == 0 { 0.0 } else { info.used_bytes as f64 / total_bytes as f64 };
         metrics.disk_service_used_ratio.with_label_values(&label).set(service_ratio);
-        let ratio = used_ratio(Space { total_bytes, free_bytes, file_system });
+        let ratio = used_ratio(Space { total_bytes, free_bytes, ..Space::default() });
         metrics.disk_used_ratio.with_label_values(&label).set(ratio);
     }
 }

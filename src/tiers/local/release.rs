@@ -21,6 +21,7 @@ use super::shuffle::{Restored, Shuffle};
 use super::store::{LocalStore, ShuffleHandle};
 use super::streams::Partition;
 use super::take_over::failed_log;
+use super::walk::{TOGETHER_MAX, partitions_of, turn};
 use crate::durability::History;
 use crate::metrics::clamped;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
@@ -30,9 +31,6 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// Bytes and blocks of a piece of a stream that is moved as one, unless one extent has more.
 const RUN_BYTES: u64 = 32 << 20;
 const RUN_BLOCKS: u64 = 32 << 10;
-
-/// Extents that are looked at or given up in one go: a shuffle may have millions, and its writers and readers go on meanwhile.
-const TOGETHER_MAX: usize = 4096;
 
 /// A piece of a partition's stream: whole extents one behind the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -244,28 +242,6 @@ fn is_removable(log: &Log) -> bool {
     log.kind == LogKind::Data && log.is_settled() && !log.is_removed()
 }
 
-/// Lets others go on when so many extents have been looked at.
-pub(super) async fn turn(looked: &mut usize, more: usize) {
-    *looked += more;
-    if *looked >= TOGETHER_MAX {
-        *looked = 0;
-        tokio::task::yield_now().await;
-    }
-}
-
-/// All partitions of a shuffle. Writers and readers wait for the lock while some are listed, not all.
-pub(super) async fn partitions_of(shuffle: &Shuffle) -> Vec<PartitionId> {
-    let (mut all, mut looked) = (Vec::new(), 0);
-    loop {
-        let some = shuffle.with_streams(|streams| streams.partitions_from(all.len(), TOGETHER_MAX));
-        if some.is_empty() {
-            return all;
-        }
-        turn(&mut looked, some.len()).await;
-        all.extend(some);
-    }
-}
-
 /// Of some partitions, one after the other, the place behind the last extent that is wanted and can be moved.
 async fn oldest_of(
     shuffle: &Shuffle,
@@ -382,42 +358,5 @@ impl Moving {
     #[must_use]
     pub fn start(&self, partition: PartitionId) -> u64 {
         self.shuffle.with_partition(partition, |found| found.map_or(0, |it| it.start))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::pin::pin;
-
-    use super::*;
-    use crate::budget::Budget;
-    use uniffle_wire::types::{AppId, ShuffleId};
-
-    #[tokio::test]
-    async fn partitions_are_listed_some_at_a_time_and_those_that_come_meanwhile_are_among_them() {
-        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
-        let shuffle = Shuffle::new(key, 1, 0, &Budget::new(u64::MAX));
-        let mut next = 0;
-        let mut publish = |count: usize| {
-            let some: Vec<_> =
-                (next..).take(count).map(|id| (PartitionId(-id), Extent::gap(0, 10))).collect();
-            next += i32::try_from(count).unwrap();
-            shuffle.apply(&some).unwrap();
-        };
-        publish(2 * TOGETHER_MAX);
-        assert_eq!(shuffle.with_streams(|it| it.partitions_from(0, TOGETHER_MAX)).len(), TOGETHER_MAX);
-        let mut listed = pin!(partitions_of(&shuffle));
-        let mut times = 0;
-        let all = loop {
-            match futures::poll!(&mut listed) {
-                std::task::Poll::Ready(all) => break all,
-                std::task::Poll::Pending => times += 1,
-            }
-            if times <= 2 {
-                publish(10);
-            }
-        };
-        assert_eq!(times, 2, "then there are fewer than go together");
-        assert_eq!(all, (0..next).map(|id| PartitionId(-id)).collect::<Vec<_>>());
     }
 }

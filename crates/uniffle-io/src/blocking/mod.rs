@@ -21,9 +21,10 @@ use rustix::fs::{Advice, FlockOperation};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::progress::WriteProgress;
+use super::vanished::{Expected, Root};
 use super::{
-    BoxFuture, Disk, DiskLock, File, Lane, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen, mount,
-    require_inside,
+    BoxFuture, Disk, DiskLock, File, FileId, Lane, Mount, Place, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
+    WriteOpen, mount, require_inside,
 };
 
 /// Calls on names (open, rename, list, …) at a time. They are short; more would only occupy threads of a hung disk.
@@ -105,7 +106,7 @@ impl Lanes {
 /// A directory of the operating system.
 #[derive(Debug, Clone)]
 pub struct BlockingDisk {
-    root: Arc<Path>,
+    root: Root,
     writes: Lanes,
     reads: Gate,
     names: Gate,
@@ -117,7 +118,7 @@ impl BlockingDisk {
     #[must_use]
     pub fn new(root: &Path, write_concurrency: usize, read_concurrency: usize) -> Self {
         Self {
-            root: root.into(),
+            root: Root::new(root),
             writes: Lanes::new(write_concurrency),
             reads: Gate::new(read_concurrency),
             names: Gate::new(NAME_CALLS_MAX),
@@ -147,9 +148,27 @@ impl BlockingDisk {
         if let Err(error) = require_inside(path) {
             return Box::pin(std::future::ready(Err(error)));
         }
-        // Joining an empty path would end in a slash.
-        let path = if path.as_os_str().is_empty() { self.root.to_path_buf() } else { self.root.join(path) };
+        let path = self.absolute(path);
         Box::pin(blocking(gate.clone(), move || work(path)))
+    }
+
+    /// The same for what creates or renames something: not in another directory that is at the root's path by now.
+    fn on_own_path<T: Send + 'static>(
+        &self,
+        path: &Path,
+        work: impl FnOnce(PathBuf) -> io::Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, io::Result<T>> {
+        let root = self.root.clone();
+        self.on_path(&self.names, path, move |path| {
+            root.require()?;
+            work(path)
+        })
+    }
+
+    fn absolute(&self, path: &Path) -> PathBuf {
+        let root = &self.root.path;
+        // Joining an empty path would end in a slash.
+        if path.as_os_str().is_empty() { root.to_path_buf() } else { root.join(path) }
     }
 
     /// The bounds of writes in a lane and of reads.
@@ -168,7 +187,13 @@ impl BlockingDisk {
         path: &Path,
         how: WriteOpen,
     ) -> BoxFuture<'static, io::Result<OpenFile>> {
-        self.on_path(&self.names, path, move |path| open_write(&path, how))
+        let root = self.root.clone();
+        self.on_path(&self.names, path, move |path| {
+            if how.create {
+                root.require()?;
+            }
+            open_write(path, how, root)
+        })
     }
 
     /// What [`Disk::open_read`] and [`Disk::open_read_direct`] open.
@@ -217,7 +242,7 @@ async fn permitted<T: Send + 'static>(
 
 impl Disk for BlockingDisk {
     fn root(&self) -> &Path {
-        &self.root
+        &self.root.path
     }
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
@@ -233,7 +258,7 @@ impl Disk for BlockingDisk {
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.on_path(&self.names, path, std::fs::create_dir_all)
+        self.on_own_path(path, std::fs::create_dir_all)
     }
 
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
@@ -252,8 +277,8 @@ impl Disk for BlockingDisk {
         if let Err(error) = require_inside(to) {
             return Box::pin(std::future::ready(Err(error)));
         }
-        let to = self.root.join(to);
-        self.on_path(&self.names, from, move |from| std::fs::rename(from, to))
+        let to = self.absolute(to);
+        self.on_own_path(from, move |from| std::fs::rename(from, to))
     }
 
     fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
@@ -288,7 +313,7 @@ impl Disk for BlockingDisk {
     }
 
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
-        self.on_path(&self.names, path, move |path| {
+        self.on_own_path(path, move |path| {
             let mut file = OpenOptions::new().write(true).create(true).truncate(true).open(path)?;
             file.write_all(&content)?;
             file.sync_all()
@@ -296,7 +321,7 @@ impl Disk for BlockingDisk {
     }
 
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
-        self.on_path(&self.names, path, |path| {
+        self.on_own_path(path, |path| {
             lock(OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?)
         })
     }
@@ -314,6 +339,8 @@ impl Disk for BlockingDisk {
             Ok(Space {
                 total_bytes: blocks.saturating_mul(stat.f_frsize),
                 free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
+                total_inodes: stat.f_files,
+                free_inodes: stat.f_favail,
                 file_system: stat.f_fsid,
             })
         })
@@ -324,6 +351,21 @@ impl Disk for BlockingDisk {
             let existing = path.ancestors().find(|path| path.exists());
             mount::mount_of(existing.unwrap_or(&path))
         })
+    }
+
+    fn anchor(&self) -> BoxFuture<'static, io::Result<()>> {
+        let root = self.root.clone();
+        Box::pin(blocking(self.names.clone(), move || root.anchor()))
+    }
+
+    fn is_anchored(&self) -> BoxFuture<'static, io::Result<bool>> {
+        let root = self.root.clone();
+        Box::pin(blocking(self.names.clone(), move || root.is_anchored()))
+    }
+
+    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
+        let root = self.root.clone();
+        Box::pin(blocking(self.names.clone(), move || root.place()))
     }
 }
 
@@ -345,11 +387,45 @@ fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
 pub(super) struct OpenFile {
     pub(super) file: Arc<std::fs::File>,
     pub(super) direct: bool,
+    /// Of a named file that is open for writing.
+    expected: Option<Arc<Expected>>,
 }
 
 impl OpenFile {
     fn new(file: std::fs::File, direct: bool) -> Self {
-        Self { file: Arc::new(file), direct }
+        Self { file: Arc::new(file), direct, expected: None }
+    }
+
+    pub(super) fn id(&self) -> Option<FileId> {
+        self.expected.as_ref().map(|expected| expected.id())
+    }
+
+    /// Notes that the bytes before `end` were written.
+    #[cfg(feature = "io-uring")]
+    pub(super) fn wrote(&self, end: u64) {
+        self.expected.iter().for_each(|expected| expected.wrote(end));
+    }
+
+    pub(super) fn verify(&self, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
+        let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
+        let Some(expected) = expected else { return Box::pin(std::future::ready(Ok(()))) };
+        Box::pin(blocking(gate, move || {
+            expected.require_length(&file)?;
+            expected.require_place()
+        }))
+    }
+
+    /// Writes and checks that what is written is found at the file's path. On one thread: no call waits for another.
+    fn append(&self, pieces: Vec<Bytes>, offset: u64, synced: bool) -> io::Result<()> {
+        let Some(expected) = &self.expected else { return self.write(pieces, offset) };
+        let bytes: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
+        expected.require_length(&self.file)?;
+        self.write(pieces, offset)?;
+        expected.wrote(offset + bytes);
+        if synced {
+            self.file.sync_data()?;
+        }
+        expected.require_place()
     }
 
     fn write(&self, pieces: Vec<Bytes>, offset: u64) -> io::Result<()> {
@@ -398,21 +474,24 @@ fn open_to_sync(path: &Path) -> io::Result<std::fs::File> {
 }
 
 /// Opens for writing; falls back to the page cache where the file system refuses `O_DIRECT` (EINVAL).
-fn open_write(path: &Path, how: WriteOpen) -> io::Result<OpenFile> {
+fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenFile> {
     let mut options = OpenOptions::new();
-    options.write(true);
-    if how.direct {
-        match options.clone().create_new(how.create).custom_flags(direct_flag()).open(path) {
-            Ok(file) => return Ok(OpenFile::new(file, true)),
+    // What is read back through it: a metadata log that was removed is still all there.
+    options.write(true).read(how.lane == Lane::Metadata);
+    let (file, direct) = if how.direct {
+        match options.clone().create_new(how.create).custom_flags(direct_flag()).open(&path) {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 // Linux may have created the file before it refused the flag.
                 options.create(how.create);
-                return options.open(path).map(|file| OpenFile::new(file, false));
+                (options.open(&path)?, false)
             }
-            Err(error) => return Err(error),
+            opened => (opened?, true),
         }
-    }
-    options.create_new(how.create).open(path).map(|file| OpenFile::new(file, false))
+    } else {
+        (options.create_new(how.create).open(&path)?, false)
+    };
+    let expected = if how.is_named { Some(Arc::new(Expected::new(root, path, &file)?)) } else { None };
+    Ok(OpenFile { expected, ..OpenFile::new(file, direct) })
 }
 
 /// Opens for reading, with the same fallback.
@@ -444,20 +523,17 @@ struct BlockingFile {
 impl File for BlockingFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         let open = self.open.clone();
-        Box::pin(blocking(self.writes.clone(), move || open.write(pieces, offset)))
+        Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, false)))
     }
 
     /// One way to a thread and back instead of two.
     fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         let open = self.open.clone();
-        Box::pin(blocking(self.writes.clone(), move || {
-            open.write(pieces, offset)?;
-            open.file.sync_data()
-        }))
+        Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, true)))
     }
 
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (OpenFile { file, direct }, reads) = (self.open.clone(), self.reads.clone());
+        let (OpenFile { file, direct, .. }, reads) = (self.open.clone(), self.reads.clone());
         Box::pin(async move {
             let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {
@@ -485,11 +561,20 @@ impl File for BlockingFile {
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
         self.open.size(self.reads.clone())
     }
+
+    fn id(&self) -> Option<FileId> {
+        self.open.id()
+    }
+
+    fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.open.verify(self.reads.clone())
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Vanished;
 
     #[tokio::test]
     async fn one_bound_holds_for_reads_and_writes_together() {
@@ -525,5 +610,98 @@ mod tests {
         assert!(futures::poll!(&mut waiting).is_pending());
         drop(at_work);
         waiting.await.unwrap();
+    }
+
+    fn bytes(disk_file: &Arc<dyn File>, at: u64) -> BoxFuture<'static, io::Result<()>> {
+        disk_file.write_at(vec![Bytes::from_static(b"12345678")], at)
+    }
+
+    async fn created(disk: &BlockingDisk, name: &str) -> Arc<dyn File> {
+        let how = WriteOpen { create: true, is_named: true, ..WriteOpen::default() };
+        let file = disk.open_write(Path::new(name), how).await.unwrap();
+        bytes(&file, 0).await.unwrap();
+        file
+    }
+
+    #[tokio::test]
+    async fn append_fails_when_its_file_is_not_at_its_path() {
+        let root = tempfile::tempdir().unwrap();
+        let (path, disk) = (root.path().join("log"), BlockingDisk::new(root.path(), 1, 1));
+        let changes: [fn(&Path); 5] = [
+            |path| std::fs::remove_file(path).unwrap(),
+            |path| std::fs::rename(path, path.with_extension("moved")).unwrap(),
+            |path| {
+                std::fs::write(path.with_extension("other"), b"12345678").unwrap();
+                std::fs::rename(path.with_extension("other"), path).unwrap();
+            },
+            |path| {
+                std::fs::rename(path, path.with_extension("linked")).unwrap();
+                std::os::unix::fs::symlink(path.with_extension("linked"), path).unwrap();
+            },
+            |path| std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(3).unwrap(),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let file = created(&disk, "log").await;
+            file.verify().await.unwrap();
+            change(&path);
+            let error = bytes(&file, 8).await.unwrap_err();
+            assert_eq!(Vanished::of(&error), Some(Vanished::File), "{number}: {error}");
+            let _ = std::fs::remove_file(&path);
+        }
+    }
+
+    #[tokio::test]
+    async fn hard_link_does_not_hide_a_removed_file() {
+        let root = tempfile::tempdir().unwrap();
+        let disk = BlockingDisk::new(root.path(), 1, 1);
+        let file = created(&disk, "log").await;
+        std::fs::hard_link(root.path().join("log"), root.path().join("link")).unwrap();
+        bytes(&file, 8).await.unwrap();
+        std::fs::remove_file(root.path().join("log")).unwrap();
+        assert!(bytes(&file, 16).await.is_err() && file.verify().await.is_err());
+    }
+
+    #[tokio::test]
+    async fn root_that_was_moved_away_is_not_created_anew() {
+        let parent = tempfile::tempdir().unwrap();
+        let (root, moved) = (parent.path().join("data"), parent.path().join("moved"));
+        let disk = BlockingDisk::new(&root, 1, 1);
+        disk.create_dir_all(Path::new("apps")).await.unwrap();
+        disk.anchor().await.unwrap();
+        let file = created(&disk, "apps/log").await;
+        std::fs::rename(&root, &moved).unwrap();
+        assert!(!disk.is_anchored().await.unwrap());
+        let how = WriteOpen { create: true, ..WriteOpen::default() };
+        let errors = [
+            disk.create_dir_all(Path::new("apps/1")).await.unwrap_err(),
+            disk.create_dir_all(Path::new("")).await.unwrap_err(),
+            disk.write_small(Path::new("list"), Vec::new()).await.unwrap_err(),
+            disk.rename(Path::new("apps"), Path::new("trash")).await.unwrap_err(),
+            disk.open_write(Path::new("other"), how).await.unwrap_err(),
+            // Its data is where the directory is, and may come back with it.
+            bytes(&file, 8).await.unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(Vanished::of(&error), Some(Vanished::Root), "{error}");
+        }
+        assert!(!root.exists());
+        std::fs::create_dir(&root).unwrap();
+        assert!(disk.create_dir_all(Path::new("apps")).await.is_err(), "another directory");
+        std::fs::remove_dir(&root).unwrap();
+        std::fs::rename(&moved, &root).unwrap();
+        bytes(&file, 8).await.unwrap();
+        disk.create_dir_all(Path::new("apps/1")).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn paths_to_one_directory_have_one_place() {
+        let parent = tempfile::tempdir().unwrap();
+        let (real, link) = (parent.path().join("real"), parent.path().join("link"));
+        std::fs::create_dir(&real).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let place = async |path: PathBuf| BlockingDisk::new(&path, 1, 1).place().await.unwrap();
+        assert_eq!(place(real.clone()).await, place(link.clone()).await);
+        assert_eq!(place(real.join("a/b")).await, place(link.join("a/b")).await);
+        assert_ne!(place(real.join("a")).await, place(link.join("b")).await);
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use uniffle_io::{BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, Space, WriteOpen};
+use uniffle_io::{BoxFuture, Disk, DiskLock, File, FileId, Mount, Place, ReadTarget, Space, WriteOpen};
 
 use super::{Fault, Faults, Operation, never_released, panic_when_polled, slowly};
 
@@ -108,6 +108,18 @@ impl Disk for FaultDisk {
 
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
         self.disk.mount()
+    }
+
+    fn anchor(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.anchor()
+    }
+
+    fn is_anchored(&self) -> BoxFuture<'static, io::Result<bool>> {
+        self.disk.is_anchored()
+    }
+
+    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
+        self.disk.place()
     }
 }
 
@@ -214,5 +226,13 @@ impl File for FaultFile {
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
         self.faults.apply(Operation::Other, &self.path, self.file.size())
+    }
+
+    fn id(&self) -> Option<FileId> {
+        self.file.id()
+    }
+
+    fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.file.verify()
     }
 }

@@ -58,6 +58,8 @@ impl Stored {
 #[derive(Debug, Default)]
 pub(super) struct Tree {
     pub(super) capacity_bytes: Option<u64>,
+    /// Files and directories that it can hold.
+    pub(super) inodes: Option<u64>,
     /// Nothing can be changed.
     pub(super) read_only: bool,
     /// Where it says that it is mounted; none, at its root.
@@ -70,6 +72,8 @@ pub(super) struct Tree {
     pub(super) failing_syncs: u32,
     /// Syncs say that all is well and do nothing.
     pub(super) lies: bool,
+    /// Nobody is told that a file that is open was removed.
+    pub(super) lies_about_files: bool,
     pub(super) locked: BTreeSet<PathBuf>,
     /// What was said to be read soon, and the bytes there.
     pub(super) advised: Vec<(Range<u64>, Vec<u8>)>,
@@ -78,6 +82,15 @@ pub(super) struct Tree {
 impl Tree {
     pub(super) fn used_bytes(&self) -> u64 {
         self.files.values().map(|content| content.lock().bytes.len() as u64).sum()
+    }
+
+    pub(super) fn used_inodes(&self) -> u64 {
+        (self.files.len() + self.directories.len()) as u64
+    }
+
+    pub(super) fn require_inode(&self) -> io::Result<()> {
+        let is_full = self.inodes.is_some_and(|inodes| self.used_inodes() >= inodes);
+        if is_full { Err(io::Error::from_raw_os_error(crate::fault::ENOSPC)) } else { Ok(()) }
     }
 
     pub(super) fn require_writable(&self) -> io::Result<()> {
@@ -101,6 +114,7 @@ impl Tree {
             return Err(not_found());
         }
         if !self.files.contains_key(&path) {
+            self.require_inode()?;
             self.unsynced.insert(path.clone());
         }
         Ok(Arc::clone(self.files.entry(path).or_default()))

@@ -13,8 +13,8 @@ use crate::tiers::extents::InStream as _;
 use crate::tiers::local::disk::LocalDisk;
 use crate::tiers::local::extent::Extent;
 use crate::tiers::local::index::occupied_bytes;
-use crate::tiers::local::release::{partitions_of, turn};
 use crate::tiers::local::shuffle::Shuffle;
+use crate::tiers::local::walk::{partitions_of, turn};
 use uniffle_wire::types::PartitionId;
 
 /// Extents of a partition that are looked at under the lock: some 10 KiB that are copied.

@@ -18,6 +18,7 @@ mod removal;
 mod restarts;
 mod rewrite;
 mod suite;
+mod vanished;
 
 use std::collections::BTreeMap;
 use std::io;

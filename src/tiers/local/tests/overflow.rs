@@ -11,7 +11,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 const MIB: u64 = 1 << 20;
 const SPEED: u64 = 16 * MIB;
 /// What waits for the disk in these tests: four seconds of work.
-const BACKLOG: Backlog = Backlog { bytes: 64 * MIB, is_waited_for: true };
+const BACKLOG: Backlog = Backlog { bytes: 64 * MIB, is_waited_for: true, is_last: false };
 
 /// A store over one such disk of which the pace is known, with so much of the page cache.
 async fn slow_store(config: LocalConfig) -> (TestDisk, Arc<LocalStore>, ShuffleHandle) {

@@ -1,0 +1,166 @@
+//! Files and root directories that are removed, replaced or moved away while they are open.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+/// Identity of a file: two paths with the same identity lead to the same file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FileId {
+    /// Device number.
+    pub device: u64,
+    /// Inode number.
+    pub inode: u64,
+}
+
+impl FileId {
+    fn of(metadata: &std::fs::Metadata) -> Self {
+        Self { device: metadata.dev(), inode: metadata.ino() }
+    }
+}
+
+/// Where a path leads: two paths with equal places lead to the same directory, or would.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Place {
+    /// Identity of the path's longest part that exists; none where a disk has no such thing.
+    pub existing: Option<FileId>,
+    /// The rest of the path.
+    pub rest: PathBuf,
+}
+
+/// Why an open file or a root directory must not be used any more; the source of an [`io::Error`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Vanished {
+    /// The file was removed, replaced by another one, or cut short.
+    File,
+    /// The root directory was unmounted, moved or replaced.
+    Root,
+}
+
+impl Vanished {
+    /// Returns the cause if `error` says that something vanished.
+    #[must_use]
+    pub fn of(error: &io::Error) -> Option<Self> {
+        error.get_ref()?.downcast_ref().copied()
+    }
+}
+
+impl fmt::Display for Vanished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::File => "the file was removed, replaced or cut short while it was in use",
+            Self::Root => {
+                "the path does not lead to the directory any more: it was unmounted, moved or replaced"
+            }
+        })
+    }
+}
+
+impl std::error::Error for Vanished {}
+
+impl From<Vanished> for io::Error {
+    fn from(vanished: Vanished) -> Self {
+        Self::other(vanished)
+    }
+}
+
+/// A root directory and its identity, once that is anchored. Clones share it.
+#[derive(Debug, Clone)]
+pub(super) struct Root {
+    pub(super) path: Arc<Path>,
+    anchor: Arc<Mutex<Option<FileId>>>,
+}
+
+impl Root {
+    pub(super) fn new(path: &Path) -> Self {
+        Self { path: path.into(), anchor: Arc::default() }
+    }
+
+    /// Remembers the identity of the directory to which the path leads now.
+    pub(super) fn anchor(&self) -> io::Result<()> {
+        let id = FileId::of(&std::fs::metadata(&self.path)?);
+        *self.anchor.lock() = Some(id);
+        Ok(())
+    }
+
+    /// Returns whether the path leads to the anchored directory; false if none is anchored.
+    pub(super) fn is_anchored(&self) -> io::Result<bool> {
+        let Some(anchor) = *self.anchor.lock() else { return Ok(false) };
+        match std::fs::metadata(&self.path) {
+            Ok(metadata) => Ok(FileId::of(&metadata) == anchor),
+            Err(error) if is_absent(&error) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Fails with [`Vanished::Root`] if the path does not lead to the anchored directory.
+    pub(super) fn require(&self) -> io::Result<()> {
+        let is_free = self.anchor.lock().is_none();
+        if is_free || self.is_anchored()? { Ok(()) } else { Err(Vanished::Root.into()) }
+    }
+
+    /// Returns where the path leads. The directory need not exist.
+    pub(super) fn place(&self) -> io::Result<Place> {
+        let path = &self.path;
+        let existing = path.ancestors().find(|ancestor| ancestor.exists()).unwrap_or(path);
+        let rest = path.strip_prefix(existing).map_err(io::Error::other)?.to_path_buf();
+        Ok(Place { existing: Some(FileId::of(&std::fs::metadata(existing)?)), rest })
+    }
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+/// A file that is open for writing, as it must be found at its path.
+#[derive(Debug)]
+pub(super) struct Expected {
+    root: Root,
+    path: PathBuf,
+    id: FileId,
+    /// Behind the last byte that is known to be there.
+    end: AtomicU64,
+}
+
+impl Expected {
+    pub(super) fn new(root: Root, path: PathBuf, file: &File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        Ok(Self { root, path, id: FileId::of(&metadata), end: AtomicU64::new(metadata.len()) })
+    }
+
+    pub(super) fn id(&self) -> FileId {
+        self.id
+    }
+
+    /// Notes that the bytes before `end` were written.
+    pub(super) fn wrote(&self, end: u64) {
+        self.end.fetch_max(end, Ordering::Relaxed);
+    }
+
+    /// Checks before a write that nothing was cut off: a write behind the end would hide it.
+    pub(super) fn require_length(&self, file: &File) -> io::Result<()> {
+        let end = self.end.load(Ordering::Relaxed);
+        if file.metadata()?.len() < end { Err(self.vanished()) } else { Ok(()) }
+    }
+
+    /// Checks after a write that the file is still found at its path.
+    pub(super) fn require_place(&self) -> io::Result<()> {
+        match std::fs::symlink_metadata(&self.path) {
+            Ok(metadata) if FileId::of(&metadata) == self.id => Ok(()),
+            Ok(_) => Err(self.vanished()),
+            Err(error) if is_absent(&error) => Err(self.vanished()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The file is not lost if all of its directory is elsewhere: that may come back.
+    fn vanished(&self) -> io::Error {
+        self.root.require().err().unwrap_or_else(|| Vanished::File.into())
+    }
+}

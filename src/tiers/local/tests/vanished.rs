@@ -1,0 +1,343 @@
+//! Files and directories that other programs remove, replace or move away while the worker uses them, and what a disk that
+//! refuses a write says of it.
+
+use parking_lot::Mutex;
+use tokio::task::yield_now;
+
+use super::*;
+use uniffle_testkit::fault::{ENOSPC, Fault, Operation, Rule};
+
+/// "File too large".
+const EFBIG: i32 = rustix::io::Errno::FBIG.raw_os_error();
+
+/// Partitions of which it was told that blocks are gone.
+type ToldOf = Arc<Mutex<Vec<i32>>>;
+
+/// A store on one disk, with a shuffle that has two blocks there.
+async fn with_two_blocks() -> (TestDisk, Arc<LocalStore>, ShuffleKey, ToldOf) {
+    let disk = TestDisk::new("/a");
+    let store = open(vec![disk.disk()]).await.unwrap();
+    let (key, told) = (key("app", 1), ToldOf::default());
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    let hears = Arc::clone(&told);
+    store.on_damage(Arc::new(move |_: &ShuffleKey, partition: PartitionId, _: &str| {
+        hears.lock().push(partition.0)
+    }));
+    for id in 1..=2 {
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    }
+    (disk, store, key, told)
+}
+
+fn file(disk: &TestDisk, extension: &str) -> PathBuf {
+    let mut files = disk.app_files().into_iter();
+    files.find(|path| path.extension().is_some_and(|it| it == extension)).unwrap()
+}
+
+async fn present(store: &LocalStore, key: &ShuffleKey) -> Vec<u64> {
+    let mut ids = Vec::new();
+    store.visit_present(key, PartitionId(1), &mut |id| ids.push(id)).await.unwrap();
+    ids.sort_unstable();
+    ids
+}
+
+/// Waits for what was begun in the background.
+async fn settled(store: &LocalStore) {
+    while store.writer.tasks.running() > 0 {
+        yield_now().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn append_to_a_changed_file_goes_to_a_new_one_and_old_blocks_are_lost() {
+    let changes: [fn(&TestDisk); 6] = [
+        |disk| disk.memory.remove(Path::new("apps")),
+        |disk| disk.memory.remove(Path::new("apps/app")),
+        |disk| disk.memory.remove(&file(disk, "data")),
+        |disk| disk.memory.remove(&file(disk, "index")),
+        |disk| disk.memory.put(&file(disk, "data"), Some(vec![0; 100_000])),
+        |disk| disk.memory.cut(&file(disk, "data"), 5000),
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let (disk, store, key, told) = with_two_blocks().await;
+        change(&disk);
+        store.write(&key, vec![extent(1, &[(3, 9000)], true)]).await.unwrap();
+        settled(&store).await;
+        assert_eq!(present(&store, &key).await, [3], "{number}");
+        assert!(told.lock().contains(&1), "{number}");
+        let metrics = &store.core.metrics;
+        assert!((1..=2).contains(&metrics.files_vanished.get()), "{number}");
+        assert_eq!(metrics.extents_lost.get(), 2, "{number}");
+        assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "{number}");
+        assert_eq!(range_of(&store, &key, 1, (18_000, 9000)).await.unwrap(), payload(3, 9000));
+        drop(store);
+        let store = open(vec![disk.disk()]).await.unwrap();
+        let heard = hear(&store).await;
+        assert_eq!(heard.said[&key], [&b"registered"[..]], "{number}");
+        // What is in another file of the same name is found out by its readers.
+        let there = present(&store, &key).await;
+        assert!(there == [3] || number == 4 && there == [1, 2, 3], "{number}: after a restart {there:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn removed_file_is_noticed_without_an_append() {
+    for extension in ["data", "index"] {
+        let (disk, store, key, told) = with_two_blocks().await;
+        store.sweep().await;
+        settled(&store).await;
+        assert!(told.lock().is_empty(), "all is there");
+        disk.memory.remove(&file(&disk, extension));
+        store.sweep().await;
+        settled(&store).await;
+        assert!(present(&store, &key).await.is_empty());
+        assert!(told.lock().contains(&1));
+        assert_eq!(store.core.metrics.files_vanished.get(), 1);
+        store.sweep().await;
+        settled(&store).await;
+        assert_eq!(store.core.metrics.files_vanished.get(), 1, "told once");
+        store.purge_app(&key.app).await;
+        store.sweep().await;
+        assert_eq!(disk.app_files(), Vec::<PathBuf>::new());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn file_that_is_too_large_is_continued_in_a_new_one() {
+    let (disk, store, key, told) = with_two_blocks().await;
+    for extension in [".data", ".index"] {
+        disk.faults.add(Rule::once(Operation::Write, Fault::Errno(EFBIG)).on(extension));
+        let files = disk.app_files().len();
+        let id = 3 + i64::try_from(files).unwrap();
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+        assert_eq!(disk.app_files().len(), files + 1, "{extension}");
+    }
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 5, 6]);
+    assert!(told.lock().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn files_are_continued_before_they_reach_the_largest_size() {
+    let disk = TestDisk::new("/a");
+    let config = LocalConfig { file_bytes_max: 20_000, ..LocalConfig::default() };
+    let store = open_with(config, vec![disk.disk()]).await.unwrap();
+    let key = key("app", 1);
+    store.register(&key);
+    for id in 0..4 {
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    }
+    let sizes = disk.app_files().into_iter().map(|path| disk.memory.content(&path).unwrap().len());
+    assert!(sizes.max().is_some_and(|largest| largest <= 20_000));
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 2, 3]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn metadata_log_that_was_removed_is_written_anew() {
+    for count in 1..=3 {
+        for asked in [false, true] {
+            let disks = &metadata::disks::<3>()[..count];
+            let store = store_on(disks).await;
+            metadata::say(&store, &key("app", 1), b"before").await;
+            disks.iter().for_each(|disk| disk.memory.remove(Path::new(METADATA)));
+            if asked {
+                // A kill right after this loses nothing.
+                store.maintain_once().await;
+            } else {
+                metadata::say(&store, &key("app", 1), b"after").await;
+            }
+            assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy));
+            drop(store);
+            let store = store_on(disks).await;
+            let heard = hear(&store).await;
+            let (said, incomplete) = metadata::found(&heard, &key("app", 1));
+            let expected: &[&[u8]] = if asked { &[b"before"] } else { &[b"before", b"after"] };
+            assert_eq!(said, expected, "{count} {asked}");
+            assert_eq!((incomplete, store.metadata_gap()), (None, None), "{count} {asked}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn metadata_log_of_which_one_file_was_removed_has_two_copies_again() {
+    let disks = metadata::disks::<2>();
+    let store = store_on(&disks).await;
+    metadata::say(&store, &key("app", 1), b"before").await;
+    let (at, path) = log_copies(&disks).remove(0);
+    disks[at].memory.remove(&path);
+    metadata::say(&store, &key("app", 1), b"after").await;
+    let copies: Vec<_> = log_copies(&disks).into_iter().map(|(at, _)| at).collect();
+    assert_eq!(copies, [0, 1]);
+    for disk in &disks {
+        disk.memory.remove(&Path::new(METADATA).join("members"));
+    }
+    store.maintain_once().await;
+    for disk in &disks {
+        assert!(disk.memory.content(&Path::new(METADATA).join("members")).is_some());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn full_disk_says_why_and_takes_data_after_one_probe() {
+    let (disk, store, key, _) = with_two_blocks().await;
+    let write = async |id: i64| store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await;
+    for id in 3..6 {
+        // Another program uses up the inodes, again and again.
+        let used = disk.memory.files().len() + disk.memory.directories().len();
+        disk.memory.set_inodes(Some(used as u64));
+        let current = store.handle(&key).unwrap().shuffle.logs();
+        current.iter().for_each(|log| log.close());
+        assert_eq!(write(id).await.unwrap_err().kind, StoreErrorKind::NoSpace);
+        let info = &store.disks()[0];
+        assert_eq!(info.condition, DiskCondition::Full);
+        let why = info.fault.clone().unwrap();
+        assert!(why.contains("no inodes are left, 0 of"), "{why}");
+        store.maintain_once().await;
+        assert_eq!(store.disks()[0].condition, DiskCondition::Full, "a probe finds none either");
+        disk.memory.set_inodes(None);
+        store.maintain_once().await;
+        assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+        assert_eq!(store.disks()[0].fault, None);
+        write(id).await.unwrap();
+    }
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3, 4, 5]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn last_flush_tries_every_disk_until_it_says_full_itself() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    disks.iter().for_each(|disk| disk.memory.set_capacity(Some(1 << 20)));
+    let config = LocalConfig { high_watermark: 0.01, low_watermark: 0.001, ..LocalConfig::default() };
+    let store = open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap();
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    // One refused a write some time ago, both are above the watermark.
+    store.core.disks[0].note(&std::io::Error::from_raw_os_error(ENOSPC));
+    disks.iter().for_each(|disk| disk.memory.put(Path::new("other"), Some(vec![0; 100_000])));
+    store.core.disks[1].measure().await.unwrap();
+    let batch = |id| vec![extent(1, &[(id, 300_000)], true)];
+    assert_eq!(handle.write(&batch(0)).await.unwrap_err().kind, StoreErrorKind::NoSpace);
+    let last = Backlog { is_last: true, ..Backlog::default() };
+    let write = async |id| handle.write_of(&batch(id), (last, Default::default())).await;
+    let mut taken = Vec::new();
+    for id in 0..6 {
+        taken.push(write(id).await.unwrap().disk);
+    }
+    taken.sort_unstable();
+    assert_eq!(taken, [0, 0, 0, 1, 1, 1]);
+    assert_eq!(write(6).await.unwrap_err().kind, StoreErrorKind::NoSpace, "now both have said it");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 2, 3, 4, 5]);
+}
+
+/// A store on real directories below a temporary one.
+struct Real {
+    parent: tempfile::TempDir,
+    store: Arc<LocalStore>,
+    key: ShuffleKey,
+}
+
+impl Real {
+    async fn new(count: usize) -> Self {
+        let parent = tempfile::tempdir().unwrap();
+        let store = Self::start(&parent, count).await;
+        let key = key("app", 1);
+        let handle = store.register(&key);
+        store.append_metadata(&handle, b"registered").await.unwrap();
+        Self { parent, store, key }
+    }
+
+    async fn start(parent: &tempfile::TempDir, count: usize) -> Arc<LocalStore> {
+        let paths = (0..count).map(|at| parent.path().join(format!("d{at}"))).collect();
+        open_real(LocalConfig { paths, ..LocalConfig::default() }.real_disks()).await.unwrap()
+    }
+
+    fn root(&self) -> PathBuf {
+        self.parent.path().join("d0")
+    }
+
+    async fn write(&self, id: i64) -> Result<Published, StoreError> {
+        self.store.write(&self.key, vec![extent(1, &[(id, 9000)], true)]).await
+    }
+}
+
+#[tokio::test]
+async fn directory_that_was_moved_away_is_detached_and_not_made_anew() {
+    let real = Real::new(2).await;
+    for id in 0..4 {
+        real.write(id).await.unwrap();
+    }
+    let away = real.parent.path().join("away");
+    std::fs::rename(real.root(), &away).unwrap();
+    for id in 4..8 {
+        assert_eq!(real.write(id).await.unwrap().disk, 1);
+    }
+    real.store.sweep().await;
+    real.store.maintain_once().await;
+    assert!(!real.root().exists(), "nothing is made on another file system");
+    assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached);
+    assert_eq!(real.store.core.metrics.files_vanished.get(), 0, "it may come back");
+    std::fs::create_dir(real.root()).unwrap();
+    real.store.probe().await;
+    assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached, "another one in its place");
+    assert_eq!(std::fs::read_dir(real.root()).unwrap().count(), 0);
+    std::fs::remove_dir(real.root()).unwrap();
+    std::fs::rename(&away, real.root()).unwrap();
+    real.store.probe().await;
+    assert_eq!(real.store.disks()[0].condition, DiskCondition::Healthy);
+    assert_eq!(read_all(&real.store, &real.key, 1).await.unwrap(), (0..8).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn directory_of_which_everything_was_removed_is_claimed_again() {
+    let mut real = Real::new(1).await;
+    real.write(1).await.unwrap();
+    for entry in std::fs::read_dir(real.root()).unwrap().map(Result::unwrap) {
+        match entry.file_type().unwrap().is_dir() {
+            true => std::fs::remove_dir_all(entry.path()).unwrap(),
+            false => std::fs::remove_file(entry.path()).unwrap(),
+        }
+    }
+    real.write(2).await.unwrap();
+    real.store.maintain_once().await;
+    settled(&real.store).await;
+    assert_eq!(real.store.disks()[0].condition, DiskCondition::Healthy);
+    assert_eq!(present(&real.store, &real.key).await, [2]);
+    drop(real.store);
+    real.store = Real::start(&real.parent, 1).await;
+    let heard = hear(&real.store).await;
+    assert_eq!(heard.said[&real.key], [&b"registered"[..]]);
+    assert_eq!(present(&real.store, &real.key).await, [2]);
+}
+
+#[tokio::test]
+async fn new_directory_by_two_paths_is_refused_and_not_claimed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, link) = (dir.path().join("data"), dir.path().join("link"));
+    std::os::unix::fs::symlink(dir.path(), &link).unwrap();
+    let real = |paths: &[&Path]| {
+        LocalConfig { paths: paths.iter().map(|path| path.to_path_buf()).collect(), ..LocalConfig::default() }
+            .real_disks()
+    };
+    for made in [false, true] {
+        if made {
+            std::fs::create_dir(&root).unwrap();
+        }
+        let same = link.join("data");
+        let error = open_real(real(&[&root, &same])).await.unwrap_err();
+        assert_eq!((error.kind, error.path.as_path()), (StoreErrorKind::Copied, same.as_path()));
+        let text = error.to_string();
+        assert!(text.contains("by another path") && text.contains(&*root.to_string_lossy()), "{text}");
+        assert_eq!(root.exists(), made);
+    }
+    assert_eq!(std::fs::read_dir(&root).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn refused_start_leaves_no_claim_in_a_new_directory() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let _other = disks[1].memory.lock(Path::new(MARKER)).await.unwrap();
+    let error = open(disks.iter().map(TestDisk::disk).collect()).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::InUse);
+    assert_eq!(disks[0].memory.files(), Vec::<PathBuf>::new());
+}

@@ -1,0 +1,68 @@
+//! Walking through the partitions and extents of a shuffle, some at a time: it may have millions, and its writers and
+//! readers go on meanwhile.
+
+use super::shuffle::Shuffle;
+use uniffle_wire::types::PartitionId;
+
+/// Extents that are looked at or given up in one go.
+pub(super) const TOGETHER_MAX: usize = 4096;
+
+/// Lets others go on when so many extents have been looked at.
+pub(super) async fn turn(looked: &mut usize, more: usize) {
+    *looked += more;
+    if *looked >= TOGETHER_MAX {
+        *looked = 0;
+        tokio::task::yield_now().await;
+    }
+}
+
+/// All partitions of a shuffle. Writers and readers wait for the lock while some are listed, not all.
+pub(super) async fn partitions_of(shuffle: &Shuffle) -> Vec<PartitionId> {
+    let (mut all, mut looked) = (Vec::new(), 0);
+    loop {
+        let some = shuffle.with_streams(|streams| streams.partitions_from(all.len(), TOGETHER_MAX));
+        if some.is_empty() {
+            return all;
+        }
+        turn(&mut looked, some.len()).await;
+        all.extend(some);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use super::super::extent::Extent;
+    use super::*;
+    use crate::budget::Budget;
+    use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+    #[tokio::test]
+    async fn partitions_are_listed_some_at_a_time_and_those_that_come_meanwhile_are_among_them() {
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+        let shuffle = Shuffle::new(key, 1, 0, &Budget::new(u64::MAX));
+        let mut next = 0;
+        let mut publish = |count: usize| {
+            let some: Vec<_> =
+                (next..).take(count).map(|id| (PartitionId(-id), Extent::gap(0, 10))).collect();
+            next += i32::try_from(count).unwrap();
+            shuffle.apply(&some).unwrap();
+        };
+        publish(2 * TOGETHER_MAX);
+        assert_eq!(shuffle.with_streams(|it| it.partitions_from(0, TOGETHER_MAX)).len(), TOGETHER_MAX);
+        let mut listed = pin!(partitions_of(&shuffle));
+        let mut times = 0;
+        let all = loop {
+            match futures::poll!(&mut listed) {
+                std::task::Poll::Ready(all) => break all,
+                std::task::Poll::Pending => times += 1,
+            }
+            if times <= 2 {
+                publish(10);
+            }
+        };
+        assert_eq!(times, 2, "then there are fewer than go together");
+        assert_eq!(all, (0..next).map(|id| PartitionId(-id)).collect::<Vec<_>>());
+    }
+}
