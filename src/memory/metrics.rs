@@ -29,6 +29,8 @@ metrics::table! {
             "bytes of the capacity that cannot be used, since the file of memory_store.backing gets no pages for them";
         unprotected: IntGauge = "memory_unprotected_shuffles",
             "shuffles whose blocks in memory are lost if the process is killed, since the file of memory_store.backing has no place for them";
+        backing_vanished: IntGauge = "memory_backing_vanished",
+            "1 = the file of memory_store.backing was removed or replaced";
         lists: IntGauge = "memory_lists_bytes", "bytes of heap for the lists of blocks in memory; part of what blocks hold";
         ceded: IntGauge = "memory_region_ceded_bytes",
             "bytes of the region that are left unused for the heap of lists";

@@ -48,6 +48,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use dashmap::DashMap;
 use parking_lot::Mutex;
@@ -122,6 +123,8 @@ struct KeptMemory {
     /// What an earlier process left of shuffles that only a later start may know, until they are registered or end.
     for_later: Mutex<HashMap<ShuffleKey, LeftShuffle>>,
     file: Held,
+    /// The file is not found by its path any more.
+    has_vanished: AtomicBool,
 }
 
 impl Memory {
@@ -167,6 +170,7 @@ impl Memory {
             for_later: Mutex::default(),
             table,
             file,
+            has_vanished: AtomicBool::new(false),
         });
         let heap = Heap::returning(config.heap_bytes, FREED_BYTES_MAX, || return_freed(FREED_BYTES_MAX));
         let lists = Arc::new(Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
@@ -429,6 +433,7 @@ impl Memory {
         lists.give_back(SPARE_BYTES);
         metrics.withheld.set(clamped(self.withheld_bytes()));
         metrics.unprotected.set(clamped(self.unprotected_shuffles()));
+        metrics.backing_vanished.set(i64::from(self.backing_fault().is_some()));
         metrics.region_touched.set(clamped(region.touched_bytes()));
         metrics.lists.set(clamped(lists.charged_bytes()));
         metrics.ceded.set(clamped(lists.ceded_bytes()));

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -153,7 +154,36 @@ impl Memory {
     /// Whether the next process finds what is in memory by itself.
     #[must_use]
     pub fn outlives_process(&self) -> bool {
-        self.kept.as_ref().is_some_and(|kept| kept.file.has_path())
+        self.kept.as_ref().is_some_and(|kept| kept.file.has_path()) && !self.backing_vanished()
+    }
+
+    /// Looks whether the file that memory lies in was removed or replaced, as programs do that clean up after a logout. Logs
+    /// it once; it stays so.
+    pub fn backing_vanished(&self) -> bool {
+        let Some(kept) = &self.kept else { return false };
+        if kept.has_vanished.load(Ordering::Relaxed) {
+            return true;
+        }
+        let has_vanished = kept.file.has_vanished();
+        if has_vanished && !kept.has_vanished.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                path = %kept.file.path().unwrap_or(Path::new("")).display(),
+                "the file of memory_store.backing was removed or replaced: a kill loses what is in memory; an upgrade (SIGUSR2) or a \
+                 restart flushes it and makes a new file"
+            );
+        }
+        has_vanished
+    }
+
+    /// Why a kill loses what is in memory although it lies in a file, as far as that was noticed.
+    #[must_use]
+    pub fn backing_fault(&self) -> Option<String> {
+        let kept = self.kept.as_ref().filter(|kept| kept.has_vanished.load(Ordering::Relaxed))?;
+        let path = kept.file.path()?.display();
+        Some(format!(
+            "what is in memory does not outlive a kill: {path} (memory_store.backing) was removed or replaced: upgrade or restart \
+             the worker"
+        ))
     }
 
     /// Does what the end of this process would have to do for its pages, while it goes on; blocks for a while. Pages that are

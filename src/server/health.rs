@@ -111,7 +111,7 @@ pub(super) fn risks(service: &Service) -> Vec<String> {
              free space there"
         )
     });
-    unprotected.into_iter().collect()
+    unprotected.into_iter().chain(service.memory().backing_fault()).collect()
 }
 
 /// Why nothing can be written to `disks`; `None` when there are none, or one takes writes. Whatever the heartbeat says
@@ -123,7 +123,8 @@ fn without_disks(disks: &[DiskInfo]) -> Option<String> {
     let each = disks.iter().map(|disk| {
         let path = disk.path.display();
         match (disk.condition, &disk.fault) {
-            (DiskCondition::Full, _) => format!("{path} is full: free space there"),
+            (DiskCondition::Full, Some(why)) => format!("{path} is full: {why}"),
+            (DiskCondition::Full, None) => format!("{path} is full: free space there"),
             (condition, fault) => {
                 let (is, remedy) = match condition {
                     DiskCondition::ReadOnly => ("read-only", "mount it writable"),

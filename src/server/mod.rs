@@ -235,6 +235,21 @@ impl Worker {
             };
             self.background.spawn_again("memory pages", ahead);
         }
+        if self.memory.outlives_process() {
+            let (memory, interval) = (Arc::clone(&self.memory), config.local.probe_interval);
+            let tasks = self.background.clone();
+            let looks = move || {
+                let (memory, stopped) = (Arc::clone(&memory), tasks.cancelled());
+                async move {
+                    tokio::select! {
+                        biased;
+                        () = stopped => {}
+                        () = look_at_backing(memory, interval) => {}
+                    }
+                }
+            };
+            self.background.spawn_again("memory file", looks);
+        }
         let (reloader, tasks) = (Arc::clone(&self.reloader), self.background.clone());
         let watch = move || Arc::clone(&reloader).watch(tasks.cancelled());
         self.background.spawn_again("configuration watch", watch);
@@ -518,6 +533,17 @@ async fn open_memory(
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
     tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).words());
     Ok(memory)
+}
+
+/// Looks whether the next process would find the file that memory lies in, as often as disks are probed.
+async fn look_at_backing(memory: Arc<Memory>, interval: Duration) {
+    loop {
+        crate::clock::sleep(interval).await;
+        let looked_at = Arc::clone(&memory);
+        if tokio::task::spawn_blocking(move || looked_at.backing_vanished()).await.unwrap_or(false) {
+            return;
+        }
+    }
 }
 
 /// The sockets and the file that memory lies in, once more. The service manager keeps that file, too, which it may have passed on.

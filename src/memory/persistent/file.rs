@@ -194,9 +194,20 @@ pub(in crate::memory) struct Held {
 }
 
 impl Held {
-    /// Takes the file out of its directory; its memory is back when nobody has it mapped.
+    /// Takes the file out of its directory; its memory is back when nobody has it mapped. Another file in its place stays.
     pub(in crate::memory) fn remove(&self) -> io::Result<()> {
-        self.path.as_ref().map_or(Ok(()), std::fs::remove_file)
+        let path = self.path.as_ref().filter(|_| !self.has_vanished());
+        path.map_or(Ok(()), std::fs::remove_file)
+    }
+
+    /// Whether it has a path, and that does not lead to it any more: the next process would not find it.
+    pub(in crate::memory) fn has_vanished(&self) -> bool {
+        let Some(path) = &self.path else { return false };
+        let Ok(ours) = rustix::fs::fstat(&self.file) else { return false };
+        match rustix::fs::lstat(path) {
+            Ok(there) => (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino),
+            Err(error) => matches!(error, Errno::NOENT | Errno::NOTDIR),
+        }
     }
 
     /// Whether it is found by its name.
@@ -261,7 +272,7 @@ impl Held {
     }
 
     /// Where it is found by its name.
-    pub(super) fn path(&self) -> Option<&Path> {
+    pub(in crate::memory) fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 

@@ -273,3 +273,25 @@ fn a_reader_goes_on_behind_a_block_that_was_damaged_and_sent_again() {
     ids.sort_unstable();
     assert_eq!(ids, [1, 2]);
 }
+
+#[test]
+fn file_that_was_removed_or_replaced_is_noticed_and_the_other_one_stays() {
+    for is_replaced in [false, true] {
+        let directory = shm();
+        let memory = in_directory(directory.path(), |_, _| {}).unwrap();
+        assert!(memory.outlives_process() && !memory.backing_vanished());
+        assert_eq!(memory.backing_fault(), None);
+        let entry = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+        std::fs::remove_file(&entry).unwrap();
+        let other = is_replaced.then(|| in_directory(directory.path(), |_, _| {}).unwrap());
+        assert!(memory.backing_vanished() && !memory.outlives_process());
+        let fault = memory.backing_fault().unwrap();
+        assert!(
+            fault.contains("does not outlive a kill") && fault.contains(&*entry.to_string_lossy()),
+            "{fault}"
+        );
+        memory.let_go();
+        assert_eq!(entry.exists(), is_replaced, "the file of another worker stays");
+        drop(other);
+    }
+}
