@@ -2,8 +2,8 @@
 //!
 //! As `uniffle-worker ctl` it is the operator's client instead (`uniffle_ctl`, which documents the exit codes of that).
 //!
-//! Exit codes: 0 after an ordered stop, 1 when the worker could not start or run, 2 when the command line or the
-//! configuration is wrong. What went wrong is on stderr, in one line or one line per problem. SIGTERM and SIGINT stop the
+//! Exit codes: 0 after an ordered stop, 3 when acknowledged data was lost by it, 1 when the worker could not start or run, 2
+//! when the command line or the configuration is wrong. What went wrong is on stderr, in one line or one line per problem. SIGTERM and SIGINT stop the
 //! worker, SIGUSR2 upgrades it in place (`server::run`), SIGHUP reads the configuration again.
 //!
 //! jemalloc is tuned at its build by `JEMALLOC_SYS_WITH_MALLOC_CONF` in `.cargo/config.toml`, because exporting
@@ -86,6 +86,8 @@ enum Other {
     },
 }
 
+/// Exit code of an ordered stop that could not bring all acknowledged data to a tier.
+const LOST: u8 = 3;
 /// Signals to stop that come within this time from two sides are one.
 const ONE_STOP: Duration = Duration::from_secs(1);
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
@@ -273,7 +275,11 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         }
         // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
         runtime.shutdown_background();
-        let Ended::Upgrade { successor, sockets, beside } = ended? else { return Ok(ExitCode::SUCCESS) };
+        let (successor, sockets, beside) = match ended? {
+            Ended::Upgrade { successor, sockets, beside } => (successor, sockets, beside),
+            Ended::Stopped { has_lost: true } => return Ok(ExitCode::from(LOST)),
+            Ended::Stopped { has_lost: false } => return Ok(ExitCode::SUCCESS),
+        };
         telemetry.flush();
         hold_upgrade_signal();
         let (error, sockets) = match beside {
@@ -301,7 +307,7 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
     loop {
         let signal = tokio::select! {
             ended = &mut server => return match ended {
-                Ok(_) if stopping.is_some() => Ok(Ended::Stopped),
+                Ok(Ended::Upgrade { .. }) if stopping.is_some() => Ok(Ended::Stopped { has_lost: false }),
                 ended => ended,
             },
             signal = signals.next() => signal,

@@ -25,8 +25,8 @@ use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner};
 const NOTE: &str = "memory";
 /// A disk that does not answer says nothing; what it would say the others say too.
 const NOTE_DEADLINE: Duration = Duration::from_secs(2);
-/// Shuffles that are named in the log one by one.
-const NAMED_MAX: usize = 20;
+/// Shuffles that are named in the log.
+const NAMED_MAX: usize = 10;
 
 /// Where what is in memory is after a process that ended without a flush.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +46,9 @@ impl Outlives {
     pub(super) fn of(memory: &Memory) -> Self {
         let store = std::env::var("FDSTORE").ok().and_then(|kept| kept.parse::<u64>().ok());
         let has_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
+        if memory.backing_vanished() {
+            return Self::Nothing;
+        }
         match (memory.is_kept(), memory.outlives_process(), store) {
             (_, true, _) => Self::Named,
             (true, false, Some(1..)) => Self::Stored,
@@ -72,38 +75,39 @@ impl Outlives {
         }
     }
 
-    /// Says what becomes of what was not flushed.
-    pub(super) fn name_losses(self, unflushed: &[InMemory]) {
+    /// Says what becomes of what was not flushed. Returns whether it is lost.
+    pub(super) fn name_losses(self, unflushed: &[InMemory]) -> bool {
         if unflushed.is_empty() {
-            return;
+            return false;
         }
-        let blocks = |of: &[InMemory]| of.iter().map(|shuffle| shuffle.blocks).sum::<u64>();
-        let (shuffles, all) = (unflushed.len(), blocks(unflushed));
+        let sum = |of: fn(&InMemory) -> u64| unflushed.iter().map(of).sum::<u64>();
+        let (shuffles, blocks, bytes) = (unflushed.len(), sum(|it| it.blocks), sum(|it| it.bytes));
         match self {
             Self::Named => {
-                return tracing::warn!(
-                    shuffles,
-                    blocks = all,
-                    "not flushed, left in memory for the next process"
-                );
+                tracing::warn!(shuffles, blocks, bytes, "not flushed, left in memory for the next process")
             }
-            Self::Stored | Self::PerhapsStored => {
-                return tracing::warn!(
+            Self::Stored | Self::PerhapsStored => tracing::warn!(
+                shuffles,
+                blocks,
+                bytes,
+                "not flushed, left to the service manager: a restart of the unit finds it in the descriptor store, a stop gives it up"
+            ),
+            Self::Nothing => {
+                let named =
+                    unflushed.iter().take(NAMED_MAX).map(|it| format!("{} ({} bytes)", it.shuffle, it.bytes));
+                let largest = named.collect::<Vec<_>>().join(", ");
+                tracing::error!(
                     shuffles,
-                    blocks = all,
-                    "not flushed, left to the service manager: a restart of the unit finds it in the descriptor store, a stop gives it up"
+                    blocks,
+                    bytes,
+                    largest,
+                    "not flushed, lost with this process: the next start names the blocks; free space in the data directories, \
+                     or raise shutdown.flush_timeout_sec"
                 );
+                return true;
             }
-            Self::Nothing => {}
         }
-        for InMemory { shuffle, partitions, blocks, bytes } in unflushed.iter().take(NAMED_MAX) {
-            tracing::error!(%shuffle, partitions, blocks, bytes, "not flushed, lost with this process");
-        }
-        if let Some(more @ [_, ..]) = unflushed.get(NAMED_MAX..) {
-            let bytes = more.iter().map(|shuffle| shuffle.bytes).sum::<u64>();
-            let (shuffles, blocks) = (more.len(), blocks(more));
-            tracing::error!(shuffles, blocks, bytes, "more that is not flushed and lost with this process");
-        }
+        false
     }
 }
 

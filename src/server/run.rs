@@ -14,7 +14,7 @@ use crate::metrics::clamped;
 use crate::runtime::Tasks;
 
 use super::sockets::{Inherited, now_ms};
-use super::stop::LeftMemory;
+use super::stop::{Ending, LeftMemory};
 use super::successor::{Rehearsed, Successor};
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
@@ -39,7 +39,10 @@ pub enum Command {
 #[derive(Debug)]
 pub enum Ended {
     /// It was stopped, or is decommissioned.
-    Stopped,
+    Stopped {
+        /// Whether acknowledged blocks are lost, since no tier took them in time.
+        has_lost: bool,
+    },
     /// It waits for its successor: [`Successor::exec`], or [`run_beside`](super::run_beside).
     Upgrade {
         /// Who.
@@ -123,9 +126,9 @@ async fn run_worker(
         }
     }
     notify::stopping(config.worker.flush_timeout + Duration::from_secs(65));
-    let tasks_left = worker.stop().await;
-    tracing::info!(tasks_left, "stopped");
-    Ok(Ended::Stopped)
+    let Ending { tasks_left, has_lost } = worker.stop_in_order().await;
+    tracing::info!(tasks_left, has_lost, "stopped");
+    Ok(Ended::Stopped { has_lost })
 }
 
 async fn hand_over(
@@ -250,7 +253,9 @@ async fn get_ready(
     if !is_beside {
         threads_awake().await?;
     }
-    if takes_memory && worker.memory().is_kept() && !is_beside {
+    // A file that the successor would not find is flushed.
+    let is_passed_on = takes_memory && worker.memory().is_kept() && !worker.memory().backing_vanished();
+    if is_passed_on && !is_beside {
         if !worker.prepare_to_pass_on().await {
             let why = "what is being written to the disks was not written in time".to_owned();
             return Err(Refusal { by: RefusedBy::Flush, why });

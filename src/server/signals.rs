@@ -26,6 +26,8 @@ pub struct Signals {
     interrupt: Signal,
     upgrade: Signal,
     reload: Signal,
+    /// Not waited for. With a handler a write beyond RLIMIT_FSIZE fails instead of ending the process.
+    _file_size: Signal,
 }
 
 impl Signals {
@@ -39,6 +41,7 @@ impl Signals {
             interrupt: signal(SignalKind::interrupt())?,
             upgrade: signal(SignalKind::user_defined2())?,
             reload: signal(SignalKind::hangup())?,
+            _file_size: signal(SignalKind::from_raw(nix::sys::signal::Signal::SIGXFSZ as i32))?,
         })
     }
 

@@ -3,7 +3,8 @@
 //! Tickets are refused with NO_BUFFER, for which every client waits, and memory is brought to the disks while reads and
 //! the sends that hold tickets go on. Then the listeners close: gRPC connections get a GOAWAY, calls that have begun are
 //! answered, and raw TCP connections end between two requests; with a successor they are kept for it. What came in
-//! meanwhile is flushed. What could not be flushed is named here and found lost by the next start. Last, without a successor,
+//! meanwhile is flushed: the last flush tries every disk, whatever its watermark or an earlier refusal says. What could not
+//! be flushed is told in one line and by the exit code, and found lost by the next start. Last, without a successor,
 //! the disks are synced.
 //!
 //! A worker lets go for a successor only when its memory is empty and no send can be acknowledged any more, which can
@@ -43,6 +44,15 @@ const DELETION_DEADLINE: Duration = Duration::from_secs(5);
 /// Between two looks at what is waited for.
 const LOOK: Duration = Duration::from_millis(10);
 
+/// How an ordered stop ended.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ending {
+    /// Tasks that had to be left behind.
+    pub(super) tasks_left: usize,
+    /// Whether acknowledged blocks are lost with the process.
+    pub(super) has_lost: bool,
+}
+
 /// What a worker leaves behind.
 #[derive(Debug)]
 pub struct Stopped {
@@ -50,6 +60,8 @@ pub struct Stopped {
     pub tasks_left: usize,
     /// What could not be flushed: empty is the rule.
     pub unflushed: Vec<InMemory>,
+    /// Whether that is lost with the process.
+    pub has_lost: bool,
     /// Bytes that were flushed after it let go; 0 is the rule with a successor, for which clients wait meanwhile.
     pub flushed_bytes: u64,
     /// Listeners that still listen, and connections: for a successor.
@@ -60,7 +72,12 @@ pub struct Stopped {
 
 impl Worker {
     /// Stops in order and waits until no task is left. Returns how many tasks had to be left behind.
-    pub async fn stop(mut self) -> usize {
+    pub async fn stop(self) -> usize {
+        self.stop_in_order().await.tasks_left
+    }
+
+    /// The same. Returns what is left behind and what is lost.
+    pub(super) async fn stop_in_order(mut self) -> Ending {
         self.service.status().stop(Stopping::ForGood);
         self.state.save_for_stop().await;
         // An upgrade may have been under way.
@@ -73,9 +90,9 @@ impl Worker {
         self.held = Inherited::default();
         let service = Arc::clone(&self.service);
         self.end_deletions().await;
-        let tasks_left = self.end(deadline, LeftMemory::Empty).await.tasks_left;
+        let stopped = self.end(deadline, LeftMemory::Empty).await;
         join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
-        tasks_left
+        Ending { tasks_left: stopped.tasks_left, has_lost: stopped.has_lost }
     }
 
     /// Waits for what is being deleted in remote stores.
@@ -211,14 +228,14 @@ impl Worker {
             LeftMemory::Empty => self.memory.contents(),
             LeftMemory::PassedOn => Vec::new(),
         };
-        Outlives::of(&self.memory).name_losses(&unflushed);
+        let has_lost = Outlives::of(&self.memory).name_losses(&unflushed);
         self.memory.let_go();
         let flushed_bytes = self.flushed_bytes() - flushed_before;
         let mut sockets = std::mem::take(&mut self.held);
         sockets.grpc_connections.extend(self.grpc_handover.take());
         sockets.tcp_connections.extend(self.tcp_handover.take());
         let tasks_left = self.listeners.running() + self.background.running() + self.http.running();
-        Stopped { tasks_left, unflushed, flushed_bytes, sockets, memory: Arc::clone(&self.memory) }
+        Stopped { tasks_left, unflushed, has_lost, flushed_bytes, sockets, memory: Arc::clone(&self.memory) }
     }
 
     fn flushed_bytes(&self) -> u64 {

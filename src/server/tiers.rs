@@ -6,6 +6,7 @@ use anyhow::Context as _;
 use axum::Router;
 use futures::FutureExt as _;
 use prometheus::Registry;
+use rustix::process::{Resource, getrlimit};
 
 use crate::config::Config;
 use crate::flush::Flusher;
@@ -76,7 +77,9 @@ fn local_config(config: &Config, let_go: LetGo, memory: &Memory) -> LocalConfig 
     let read_memory_bytes = config.memory.read_capacity_bytes;
     let left = memory.left_shuffles();
     let in_memory = || format!("memory_store.backing has {left} shuffles of this worker");
-    LocalConfig { read_memory_bytes, let_go, had_data: (left > 0).then(in_memory), ..config.local.clone() }
+    let had_data = (left > 0).then(in_memory);
+    let file_bytes_max = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+    LocalConfig { read_memory_bytes, let_go, had_data, file_bytes_max, ..config.local.clone() }
 }
 
 async fn start_local(

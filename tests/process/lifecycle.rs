@@ -195,7 +195,7 @@ async fn an_upgrade_to_what_does_not_fit_is_refused_and_the_worker_goes_on() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_upgrade_that_would_lose_what_is_in_memory_is_refused() {
     // Files get no longer than 100 KiB, and every block is: notes can be written, data cannot.
-    let line = "trap '' XFSZ; ulimit -f 100; exec \"$@\"";
+    let line = "ulimit -f 100; exec \"$@\"";
     let mut worker = Worker::start(&Setup {
         name: "unflushable",
         capacity: "64M",
@@ -211,10 +211,35 @@ async fn an_upgrade_that_would_lose_what_is_in_memory_is_refused() {
     // It goes on.
     client.heartbeat("app").await.expect("known");
     written.assert_readable(&client).await;
-    // Told to stop it stops, and says what goes with it.
-    block_in_place(|| worker.terminate());
+    // A file that is too large is not its disk's fault.
     let log = worker.log();
-    assert!(log.contains("not flushed, lost with this process") && log.contains("app/3"), "{log}");
+    assert!(!log.contains("disk failed") && log.contains("RLIMIT_FSIZE is"), "{log}");
+    // Told to stop it stops, and says what goes with it.
+    assert_eq!(block_in_place(|| worker.terminated()), Some(3));
+    let log = worker.log();
+    let told: Vec<_> = log.lines().filter(|line| line.contains("lost with this process")).collect();
+    assert_eq!(told.len(), 1, "{log}");
+    assert!(told[0].contains("ERROR") && told[0].contains("app/3"), "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stop_flushes_to_disks_above_their_watermark() {
+    let mut worker = Worker::start(&Setup {
+        name: "above-watermark",
+        capacity: "64M",
+        disks: 2,
+        tables: "disk_high_watermark = 0.00002\ndisk_low_watermark = 0.00001",
+        ..Setup::default()
+    });
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 3), 2).await;
+    written.task(&client, 0, 200_000).await.expect("sent");
+    drop(client);
+    block_in_place(|| worker.terminate());
+    assert!(!worker.log().contains("lost with this process"), "{}", worker.log());
+    block_in_place(|| worker.start_again());
+    written.assert_readable(&client_of(&worker).await).await;
+    block_in_place(|| worker.stop());
 }
 
 #[tokio::test(flavor = "multi_thread")]
