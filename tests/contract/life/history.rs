@@ -18,7 +18,7 @@ use uniffle_worker::clock;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::offload::Watermarks;
-use uniffle_worker::tiers::{LetGo, LocalConfig, StoreError, SyncWrites};
+use uniffle_worker::tiers::{DiskInfo, LetGo, LocalConfig, StoreError, SyncWrites};
 
 use super::Mutation;
 use super::clients::OpenSend;
@@ -91,13 +91,15 @@ pub(crate) struct History {
     pub(super) ended: BTreeSet<Key>,
     /// In this life.
     pub(super) reads_fail: bool,
+    /// In this life files were removed under the worker.
+    pub(super) files_removed: bool,
     pub(crate) promised: HashMap<Key, Promised>,
     /// Shuffles that were ever registered.
     pub(super) registered: BTreeSet<Key>,
     /// Shuffles that a life did not know: if they were registered again, either registration may come back.
     pub(super) forgotten: BTreeSet<Key>,
     pub(super) sends: Vec<OpenSend>,
-    readers: Vec<Reader>,
+    pub(super) readers: Vec<Reader>,
     pub(super) next_block: i64,
     pub(super) next_epoch: u64,
     pub(crate) tally: Tally,
@@ -114,6 +116,9 @@ impl History {
         let disks = new_disks(count);
         if mutation == Mutation::NoSync {
             disks.iter().for_each(|disk| disk.lie_about_syncs());
+        }
+        if mutation == Mutation::NoLinkCount {
+            disks.iter().for_each(|disk| disk.lie_about_files());
         }
         let sync = if rng.random() { SyncWrites::Group } else { SyncWrites::Off };
         Self {
@@ -138,6 +143,7 @@ impl History {
             is_unmounted: false,
             ended: BTreeSet::new(),
             reads_fail: false,
+            files_removed: false,
             promised: HashMap::new(),
             registered: BTreeSet::new(),
             forgotten: BTreeSet::new(),
@@ -164,7 +170,7 @@ impl History {
     pub(crate) fn now(&self) -> Now {
         let (life, reads_fail) = (self.life, self.reads_fail || self.torn);
         let disk_is_missing = self.missing.is_some() || self.unlisted.is_some() || self.is_unmounted;
-        Now { life, disk_is_missing, reads_fail }
+        Now { life, disk_is_missing, reads_fail, files_removed: self.files_removed }
     }
 
     /// Whether what an index names may have other bytes.
@@ -224,6 +230,7 @@ impl History {
         }
         let let_go = let_go.map(|(_, let_go)| let_go).unwrap_or_default();
         self.reads_fail = !all_disks && self.rng.random_bool(0.2);
+        self.files_removed = false;
         let stored = match self.store() {
             Some(store) if self.has_disks() => self.start_on_both(&store, let_go, all_disks).await,
             Some(store) => {
@@ -392,7 +399,7 @@ impl History {
         if let Some(store) = self.store() {
             self.heal_the_store(&store);
         }
-        self.process().flush().await;
+        self.flush_all(here).await;
         if self.mutation != Mutation::NoLastSync {
             self.process().sync().await;
         }
@@ -400,6 +407,26 @@ impl History {
         if self.process().is_flushed() {
             self.tally.orderly_stops += 1;
             self.promised.values_mut().for_each(|promised| promised.settle(self.life));
+        }
+    }
+
+    /// The last flush. What the watermarks or an earlier refusal say does not count: with disks that work nothing is left.
+    async fn flush_all(&mut self, here: &BTreeSet<usize>) {
+        if self.objects.is_some() {
+            return self.process().flush().await;
+        }
+        if self.rng.random_bool(0.3) {
+            self.process().store().set_watermarks(f64::MIN_POSITIVE, 0.0);
+            self.tally.stops_above_watermark += 1;
+        }
+        match self.mutation {
+            Mutation::NoLastFlush => self.process().flush().await,
+            _ => self.process().empty().await,
+        }
+        let disks = self.process().store().disks();
+        let hangs = here.iter().any(|disk| self.faults[*disk].hung() > 0);
+        if !hangs && disks.iter().all(DiskInfo::is_healthy) {
+            assert!(self.process().is_flushed(), "a stop has left something in memory");
         }
     }
 
@@ -473,6 +500,9 @@ impl History {
             86..89 => self.rewrite_one(),
             89 => self.hang_the_store().await,
             _ => self.step_readers().await,
+        }
+        if self.objects.is_none() && self.rng.random_bool(0.01) {
+            self.remove_files();
         }
         if self.rng.random_bool(0.3) {
             tokio::task::yield_now().await;

@@ -5,8 +5,9 @@
 //! (`localfile_store.sync = "group"`). The machine may go down, and takes from the disks what was not synced. A life may
 //! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file or claim. It may end
 //! with an upgrade beside a disk that hangs, which the next life then does without. The process may be paused for longer than every
-//! timeout. Small extents are copied together at any time
-//! (`localfile_store.rewrite_below`). Before a life all disks may be unmounted, so that a worker is started on empty directories in between.
+//! timeout. Files may be removed under the worker, and a stop may find its disks above their watermarks. Small extents are copied
+//! together at any time (`localfile_store.rewrite_below`). Before a life all disks may be unmounted, so that a worker is started on
+//! empty directories in between.
 //!
 //! Invariants, checked at every read and at the end:
 //! - **every acknowledged and reported block is readable byte-exact or reported lost**, whatever happened; and no loss is
@@ -45,7 +46,7 @@ mod unmounted;
 use uniffle_testkit::{say, seeds};
 
 use self::history::History;
-use self::tally::{OF_DAMAGED_MOVES, OF_DISKS, OF_MOVES, OF_OBJECTS, Tally, UNMOUNTED};
+use self::tally::{OF_DAMAGED_MOVES, OF_DISKS, OF_DISKS_ALONE, OF_MOVES, OF_OBJECTS, Tally, UNMOUNTED};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
@@ -89,6 +90,10 @@ enum Mutation {
     NoEndLog,
     /// Empty directories are taken for new ones, whatever the object store knows.
     NoMountGuard,
+    /// Nobody looks whether a file that is written is still there.
+    NoLinkCount,
+    /// The last flush obeys watermarks and earlier refusals.
+    NoLastFlush,
 }
 
 fn run_history(seed: u64, below: Below, mutation: Mutation) -> Tally {
@@ -126,13 +131,21 @@ fn above_an_object_store_every_acknowledged_and_reported_block_is_readable_or_re
 
 #[test]
 fn with_moves_to_an_object_store_every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
-    run_seeds(("MOVED_LIFE", MOVED_SEEDS_DEFAULT), Below::Both, &[OF_OBJECTS, OF_DAMAGED_MOVES]);
+    run_seeds(
+        ("MOVED_LIFE", MOVED_SEEDS_DEFAULT),
+        Below::Both,
+        &[OF_OBJECTS, OF_DAMAGED_MOVES, OF_DISKS_ALONE],
+    );
 }
 
 #[test]
 fn with_moves_to_objects_that_are_damaged_every_acknowledged_and_reported_block_is_readable_or_reported_lost()
 {
-    run_seeds(("DAMAGED_LIFE", DAMAGED_SEEDS_DEFAULT), Below::BothDamaged, &[&["refused_starts"], UNMOUNTED]);
+    run_seeds(
+        ("DAMAGED_LIFE", DAMAGED_SEEDS_DEFAULT),
+        Below::BothDamaged,
+        &[&["refused_starts"], UNMOUNTED, OF_DISKS_ALONE],
+    );
 }
 
 /// The results of the registration before were given, which the store still had: of the first in nearly every run.
@@ -211,6 +224,16 @@ fn an_end_that_is_acknowledged_before_it_is_logged_fails_the_model() {
 #[test]
 fn empty_directories_that_are_taken_for_new_ones_fail_the_model() {
     must_be_noticed(Below::Both, Mutation::NoMountGuard);
+}
+
+#[test]
+fn appends_to_removed_files_fail_the_model() {
+    must_be_noticed(Below::Disks, Mutation::NoLinkCount);
+}
+
+#[test]
+fn stop_that_obeys_watermarks_fails_the_model() {
+    must_be_noticed(Below::Disks, Mutation::NoLastFlush);
 }
 
 #[test]

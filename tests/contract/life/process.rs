@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use prometheus::Registry;
+use uniffle_worker::clock::Instant;
 
 use uniffle_io::Disk;
 use uniffle_testkit::fault::{FaultDisk, Faults};
@@ -117,6 +118,11 @@ impl Process {
                 return;
             }
         }
+    }
+
+    /// Brings everything to the disks as a stop does.
+    pub(crate) async fn empty(&self) {
+        self.flusher.empty(Instant::now() + Duration::from_secs(20)).await;
     }
 
     /// The local tier.

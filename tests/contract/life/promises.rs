@@ -60,6 +60,12 @@ impl Promised {
         told
     }
 
+    /// Any file may be gone: what was acknowledged so far may be lost, but not silently.
+    pub(crate) fn lose_files(&mut self) {
+        self.acknowledged.values_mut().flat_map(BTreeMap::values_mut).for_each(|block| block.life = 0);
+        self.lose_places();
+    }
+
     /// What is on the disks may not be found there any more.
     pub(crate) fn lose_places(&mut self) {
         self.durable.clear();
@@ -135,11 +141,13 @@ pub(crate) struct Now {
     pub(crate) disk_is_missing: bool,
     /// In this life disks fail to give back what they have, and some of it is given up.
     pub(crate) reads_fail: bool,
+    /// In this life files were removed under the worker.
+    pub(crate) files_removed: bool,
 }
 
 impl Now {
     /// Whether what is on the disks may be out of reach.
     pub(crate) fn has_holes(self) -> bool {
-        self.disk_is_missing || self.reads_fail
+        self.disk_is_missing || self.reads_fail || self.files_removed
     }
 }

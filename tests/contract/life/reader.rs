@@ -83,8 +83,8 @@ impl Reader {
         for (id, data) in &self.must {
             let found = self.found.get(id);
             // What was given up after the reader had looked into memory is told to the next one.
-            if found.is_none() && self.began.reads_fail && history.is_told_lost(self.key, self.partition, *id)
-            {
+            let may_be_given_up = self.began.reads_fail || self.began.files_removed;
+            if found.is_none() && may_be_given_up && history.is_told_lost(self.key, self.partition, *id) {
                 continue;
             }
             assert!(

@@ -33,6 +33,8 @@ tally!(
     missing_disks,
     read_only_disks,
     failing_lists,
+    removed_files,
+    stops_above_watermark,
     damaged_metadata,
     damaged_claims,
     claims_written,
@@ -99,6 +101,8 @@ pub(crate) const OF_DISKS: &[&str] = &[
     "missing_disks",
     "read_only_disks",
     "failing_lists",
+    "removed_files",
+    "stops_above_watermark",
     "damaged_metadata",
     "damaged_claims",
     "claims_written",
@@ -109,3 +113,6 @@ pub(crate) const OF_DISKS: &[&str] = &[
 
 /// What does not happen where objects are damaged: which directories the store knows is not certain then.
 pub(crate) const UNMOUNTED: &[&str] = &["unmounted_starts", "unmounted_refusals"];
+
+/// What happens on disks without an object store only.
+pub(crate) const OF_DISKS_ALONE: &[&str] = &["removed_files", "stops_above_watermark"];

@@ -11,6 +11,7 @@ use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
 use super::Mutation;
 use super::history::History;
+use super::promises::Promised;
 
 const SECTOR_BYTES: usize = 512;
 
@@ -95,6 +96,27 @@ impl History {
         };
         tracing::info!(target: "life", disk, path = %path.display(), at, "is damaged");
         self.disks[disk].put(path, damaged);
+    }
+
+    /// Another program removes files of applications, or a copy of the metadata, from a disk that is in use.
+    pub(super) fn remove_files(&mut self) {
+        let disk = self.rng.random_range(0..self.disks.len());
+        let all = self.disks[disk].files().into_iter().chain(self.disks[disk].directories());
+        let mut paths: Vec<PathBuf> =
+            all.filter(|path| path.starts_with("apps") || path.ends_with("log")).collect();
+        paths.sort();
+        let Some(path) = paths.choose(&mut self.rng).cloned() else { return };
+        tracing::info!(target: "life", disk, path = %path.display(), "is removed under the worker");
+        self.disks[disk].remove(&path);
+        self.tally.removed_files += 1;
+        if !path.starts_with("apps") {
+            self.excused = true;
+            return;
+        }
+        self.files_removed = true;
+        self.promised.values_mut().for_each(Promised::lose_files);
+        // What they know is not true any more.
+        self.readers.clear();
     }
 
     /// A start was refused: the claim is written as it says, or the directory that is named is left out, as an operator does, or
