@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use croaring::Bitmap;
 use parking_lot::Mutex;
-use tokio::time::sleep;
 
+use crate::clock::sleep;
 use crate::durability::Loss;
 use crate::runtime::Tasks;
 use crate::telemetry::AUDIT;
