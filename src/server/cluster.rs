@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Router;
 use bytes::Bytes;
 use futures::FutureExt as _;
 use parking_lot::Mutex;
@@ -12,6 +13,7 @@ use tokio::sync::Semaphore;
 
 use crate::clock::Instant;
 use crate::coordinator::embedded::{ClusterView, EmbeddedCoordinator, KnownNode};
+use crate::listeners::http::admin::lost_nodes;
 use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, ClusterNode};
 use crate::listeners::http::{Everywhere, NotExplained};
 use crate::proto::storage_info::StorageStatus;
@@ -79,6 +81,15 @@ impl ClusterPage {
         *latest = Some((Instant::now(), text.clone()));
         text
     }
+}
+
+/// The call of the administration that concerns the coordinator of this worker.
+pub(super) fn admin_routes(coordinator: Option<EmbeddedCoordinator>) -> Router {
+    lost_nodes::routes(move |id| match &coordinator {
+        None => Err("this worker has no coordinator (embedded_coordinator.enable)".to_owned()),
+        Some(coordinator) if coordinator.forget_lost(id) => Ok(()),
+        Some(_) => Err(format!("this coordinator lists no lost node {id:?}")),
+    })
 }
 
 fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::Worker> {

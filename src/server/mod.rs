@@ -350,7 +350,9 @@ impl Worker {
     fn open_admin(&self, config: &Config, binding: Binding, profiles: Router) -> anyhow::Result<()> {
         let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
         let hooks = AdminHooks { service: Arc::clone(&self.service), control };
-        let mounted = http::debug::admin_routes(profiles).merge(tiers::admin_routes(self.service.tiers()));
+        let of_parts =
+            tiers::admin_routes(self.service.tiers()).merge(cluster::admin_routes(self.embedded.clone()));
+        let mounted = http::debug::admin_routes(profiles).merge(of_parts);
         let token = admin::token(config)?;
         AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.http)?;
         Ok(())

@@ -134,6 +134,11 @@ pub(crate) enum Call {
         /// Application
         id: String,
     },
+    /// Remove a lost worker from the lists of the coordinators inside workers
+    Forget {
+        /// Worker, as `status` or `cluster` lists it
+        id: String,
+    },
     /// What workers have in the object store, and the removal of what those that are gone have left
     Orphans {
         /// Workers that are alive, beside those that the coordinators know
@@ -198,6 +203,7 @@ impl Call {
             | Self::Losses
             | Self::Cluster
             | Self::Purge { .. }
+            | Self::Forget { .. }
             | Self::Orphans { .. }
             | Self::Reload
             | Self::Profile { .. }

@@ -103,15 +103,17 @@ async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
         }
         Call::Tags { tags, .. } => post("/admin/tags".to_owned(), Some(json!({ "tags": tags }))).await,
         Call::Purge { id } => post(format!("/admin/apps/{}/purge", segment(id)), None).await,
+        Call::Forget { id } => post("/admin/coordinator/forget".to_owned(), Some(json!({ "id": id }))).await,
         Call::Reload => post("/admin/reload".to_owned(), None).await,
         Call::Profile { .. } | Call::Top { .. } | Call::Orphans { .. } => Ok(Value::Null),
     }
 }
 
-/// An application is at some workers of a cluster, and some are coordinators: the others have nothing to say, unless none does.
+/// An application is at some workers of a cluster, and some have coordinators: the others have nothing to say, unless none does.
 fn forget_strangers(call: &Call, answers: &mut Vec<(&Target, Answer)>) {
     let is_missing = |answer: &Answer| answer.as_ref().is_err_and(Failure::is_missing);
-    let concerns_one = matches!(call, Call::App { .. } | Call::Purge { .. } | Call::Cluster);
+    let concerns_one =
+        matches!(call, Call::App { .. } | Call::Purge { .. } | Call::Forget { .. } | Call::Cluster);
     if concerns_one && !answers.iter().all(|(_, answer)| is_missing(answer)) {
         answers.retain(|(_, answer)| !is_missing(answer));
     }

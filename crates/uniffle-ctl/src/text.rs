@@ -21,6 +21,7 @@ pub(crate) fn answer(call: &Call, answer: &Value) -> String {
         Call::Decommission { .. }
         | Call::Drain { .. }
         | Call::Purge { .. }
+        | Call::Forget { .. }
         | Call::Reload
         | Call::Profile { .. }
         | Call::Top { .. } => fields(answer),

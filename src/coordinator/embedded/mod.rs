@@ -353,6 +353,14 @@ impl EmbeddedCoordinator {
         self.sweep();
     }
 
+    /// Removes a node from the list of lost nodes; whether it was there.
+    #[must_use]
+    pub fn forget_lost(&self, id: &str) -> bool {
+        let was_lost = self.0.nodes.lock().forget_lost(id, Instant::now());
+        self.sweep();
+        was_lost
+    }
+
     /// Nodes alive, for a status page.
     #[must_use]
     pub fn nodes(&self) -> Vec<Node> {

@@ -245,8 +245,7 @@ impl NodeTable {
         let status = status_of(&heartbeat);
         let server = heartbeat.server_id.take().ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
         check(&server, &heartbeat.tags)?;
-        if self.lost.remove(&server.id).is_some() {
-            self.lost_bytes -= lost_bytes(&server.id);
+        if self.remove_lost(&server.id) {
             tracing::info!(node = %server.id, "node is back");
         }
         let known = self.nodes.get(&server.id);
@@ -297,6 +296,22 @@ impl NodeTable {
             }
             alive
         });
+    }
+
+    /// Removes a node from the list of lost nodes; whether it was there. One that reports again is a node as any other.
+    pub(super) fn forget_lost(&mut self, id: &str, now: Instant) -> bool {
+        self.expire(now);
+        let was_lost = self.remove_lost(id);
+        if was_lost {
+            tracing::info!(node = %id, "lost node is removed from the list");
+        }
+        was_lost
+    }
+
+    fn remove_lost(&mut self, id: &str) -> bool {
+        let was_lost = self.lost.remove(id).is_some();
+        self.lost_bytes -= if was_lost { lost_bytes(id) } else { 0 };
+        was_lost
     }
 
     /// What ids, addresses and tags of all nodes take.

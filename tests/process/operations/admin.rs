@@ -28,6 +28,7 @@ const CALLS: &[(&str, &str)] = &[
     ("/admin/drain", ""),
     ("/admin/flush", ""),
     ("/admin/apps/app-1/purge", ""),
+    ("/admin/coordinator/forget", r#"{"id": "w-1"}"#),
     ("/admin/log-level", r#"{"filter": "off"}"#),
     ("/admin/reload", ""),
     ("/admin/heap-profile/activate", ""),

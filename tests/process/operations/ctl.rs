@@ -115,6 +115,7 @@ async fn ctl_changes_tags_configuration_and_applications() {
     fixture.write("gprc_port = 1");
     assert!(ctl(&fixture, &["reload"]).await.badly(1).contains("did you mean grpc_port?"));
     ctl(&fixture, &["purge", "app"]).await.badly(1);
+    assert!(ctl(&fixture, &["forget", "w-1"]).await.badly(1).contains("lists no lost node \"w-1\""));
     assert!(ctl(&fixture, &["app", "app 1 é"]).await.well().contains("in memory 9.8 KiB"));
     assert_eq!(ctl(&fixture, &["purge", "app 1 é"]).await.well(), "purged: app 1 é\n");
     let shown = ctl(&fixture, &["app", "app 1 é"]).await.well();

@@ -236,6 +236,22 @@ fn lost_node_is_forgotten_after_a_day_and_one_that_left_is_not_lost() {
 }
 
 #[test]
+fn lost_node_that_is_forgotten_leaves_the_list() {
+    let start = Instant::now();
+    let mut table = table();
+    table.accept(heartbeat("n"), Joins::Named, start).unwrap();
+    assert!(!table.forget_lost("n", start), "it is alive");
+    assert_eq!(table.counts().total, 1);
+    let silent = start + Duration::from_secs(31);
+    assert!(table.forget_lost("n", silent), "lost by now, though nobody has looked");
+    assert!(!table.forget_lost("n", silent), "it is removed");
+    assert_eq!((table.view(silent).lost, table.lost_bytes), (vec![], 0));
+    table.accept(heartbeat("n"), Joins::Named, silent).unwrap();
+    table.expire(silent + Duration::from_secs(31));
+    assert_eq!(table.counts().lost, 1, "it came back and is lost again");
+}
+
+#[test]
 fn n14_ids_of_lost_nodes_are_bounded_in_bytes() {
     let mut now = Instant::now();
     let mut table = table();

@@ -8,6 +8,7 @@
 mod calls;
 mod config;
 mod guard;
+pub mod lost_nodes;
 pub(crate) mod metrics;
 #[cfg(feature = "object")]
 pub mod orphans;
