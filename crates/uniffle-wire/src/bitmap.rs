@@ -1,8 +1,9 @@
-//! The 64-bit bitmap that Java clients exchange: `Roaring64NavigableMap`'s legacy serialisation (docs/protocol.md
-//! §3.3).
+//! The 64-bit bitmap that Java clients exchange, in the legacy serialisation of
+//! `Roaring64NavigableMap` (docs/protocol.md §3.3).
 //!
-//! One flag byte, an i32 BE count, then per 32-bit high word its i32 BE value and a portable 32-bit Roaring bitmap.
-//! Not the portable 64-bit format. Empty input is the empty set, as for every Java reader.
+//! The format is one flag byte, an i32 BE count, then for each 32-bit high word its i32 BE value
+//! and a portable 32-bit Roaring bitmap. It differs from the portable 64-bit format. Empty input
+//! decodes to the empty set, as in every Java reader.
 
 use std::iter::Peekable;
 
@@ -11,24 +12,25 @@ use croaring::{Bitmap, JvmLegacy, Portable, Treemap};
 
 /// Flag byte and count of highs.
 const HEADER_BYTES: usize = 5;
-/// The value of one high word.
+/// Length of one high word.
 const HIGH_BYTES: usize = 4;
 /// First word of a portable bitmap without runs.
 const COOKIE: u32 = 0x303a;
-/// The cookie and the number of containers.
+/// Cookie and number of containers.
 const BITMAP_HEAD_BYTES: usize = 8;
-/// Key and count of a container, and its offset.
+/// Key, count and offset of one container.
 const CONTAINER_HEAD_BYTES: usize = 8;
-/// Ids of a container that are listed, two bytes each; more are [`BITS_BYTES`] of bits.
+/// Most ids that a container lists as two bytes each. A larger container is a bitmap of
+/// [`BITS_BYTES`] bytes.
 const ARRAY_IDS_MAX: usize = 4096;
 const BITS_BYTES: u32 = 8192;
 
-/// Serialises `set`; the empty set has its five header bytes.
+/// Serialises `set`. The empty set is encoded as the five header bytes.
 pub fn encode(set: &Treemap) -> Bytes {
     Bytes::from(set.serialize::<JvmLegacy>())
 }
 
-/// Bytes of [`encode_ascending`] of the same ids.
+/// Returns the length of [`encode_ascending`]'s result for the same ids.
 pub fn encoded_bytes(ids: impl Iterator<Item = u64>) -> u64 {
     let (mut bytes, mut in_container, mut last) = (HEADER_BYTES as u64, 0_usize, None::<u64>);
     for id in ids {
@@ -39,7 +41,7 @@ pub fn encoded_bytes(ids: impl Iterator<Item = u64>) -> u64 {
         if differs(16) {
             (bytes, in_container) = (bytes + CONTAINER_HEAD_BYTES as u64, 0);
         }
-        // An array, until it is as long as the bits.
+        // An array stops growing at the length of the equivalent bitmap.
         in_container += 1;
         bytes += if in_container <= ARRAY_IDS_MAX { 2 } else { 0 };
         last = Some(id);
@@ -47,7 +49,7 @@ pub fn encoded_bytes(ids: impl Iterator<Item = u64>) -> u64 {
     bytes
 }
 
-/// Serialises ascending ids, each of which is named once, with no memory but the result and one container.
+/// Serialises strictly ascending ids. Allocates only the result and one container.
 pub fn encode_ascending(ids: impl Iterator<Item = u64>, capacity: usize) -> Bytes {
     let mut out = Vec::with_capacity(capacity.max(HEADER_BYTES));
     out.extend_from_slice(&[0; HEADER_BYTES]);
@@ -63,7 +65,9 @@ pub fn encode_ascending(ids: impl Iterator<Item = u64>, capacity: usize) -> Byte
     Bytes::from(out)
 }
 
-/// Appends the portable 32-bit bitmap of the ids with this high word. Containers are written first and moved behind their heads.
+/// Appends the portable 32-bit bitmap of the ids whose high word is `high`.
+///
+/// The containers are written first and then moved behind their headers.
 fn encode_high(ids: &mut Peekable<impl Iterator<Item = u64>>, high: u32, out: &mut Vec<u8>) {
     let start = out.len();
     let (mut heads, mut lows): (Vec<(u16, u32)>, Vec<u16>) = (Vec::new(), Vec::new());
@@ -120,10 +124,10 @@ fn lowest(id: u64) -> u16 {
     id as u16
 }
 
-/// Reads a set; `None` if the bytes are not one whole, valid bitmap.
+/// Reads a set. Returns `None` unless the bytes are exactly one valid bitmap.
 ///
-/// croaring's own reader slices by the size that it would write, which a crafted input can make larger than what is
-/// left; so the shape is walked first.
+/// croaring's own reader slices by the size that it would write. A crafted input can make that size
+/// exceed the remaining input, so the layout is checked first.
 pub fn decode(bytes: &[u8]) -> Option<Treemap> {
     if bytes.is_empty() {
         return Some(Treemap::new());

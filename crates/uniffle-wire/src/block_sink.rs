@@ -1,8 +1,8 @@
-//! Where the decoders of both transports put the blocks of a send.
+//! The interface that receives the blocks of a send from the decoders of both transports.
 
 use crate::DecodeError;
 
-/// What stands before the data: whose it is.
+/// Fields that precede the data and identify its owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SendHeader<'a> {
     /// The application, not validated.
@@ -12,11 +12,12 @@ pub struct SendHeader<'a> {
     pub ticket: i64,
 }
 
-/// A block's fields besides its bytes, as the peer wrote them. Absent fields are 0.
+/// A block's fields except its bytes, as the peer sent them. Absent fields are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BlockHeader {
     pub block_id: i64,
-    /// Bytes; what the sink was given when [`BlockSink::end_block`] sees it.
+    /// Number of bytes. Equals the bytes written to the sink by the time of
+    /// [`BlockSink::end_block`].
     pub length: i32,
     /// Bytes after decompression.
     pub uncompressed_length: i32,
@@ -26,13 +27,13 @@ pub struct BlockHeader {
     pub task_attempt_id: i64,
 }
 
-/// Takes decoded blocks. An error ends the decoding at once.
+/// Receives decoded blocks. An error stops the decoding at once.
 ///
-/// A decoder calls `header (partition (begin_block write* end_block)*)*`, with exactly n bytes between `begin_block(n)`
-/// and its `end_block`. Whether the message was whole is known only when the decoder has ended; until then nothing may
-/// become visible.
+/// A decoder calls `header (partition (begin_block write* end_block)*)*`. Exactly n bytes are
+/// written between `begin_block(n)` and its `end_block`. A message can still turn out to be
+/// incomplete until the decoder has finished, so nothing may become visible before that.
 pub trait BlockSink {
-    /// The sink's error; decoding errors are turned into it.
+    /// Error of the sink, into which decoding errors are converted.
     type Error: From<DecodeError>;
     /// Called once, before everything else.
     fn header(&mut self, header: SendHeader<'_>) -> Result<(), Self::Error>;
@@ -42,6 +43,6 @@ pub trait BlockSink {
     fn begin_block(&mut self, length: u32) -> Result<(), Self::Error>;
     /// The next bytes of the block, at least one.
     fn write(&mut self, bytes: &[u8]) -> Result<(), Self::Error>;
-    /// All bytes of the block were written; `block.length` is their number.
+    /// Ends a block. `block.length` is the number of bytes that were written.
     fn end_block(&mut self, block: BlockHeader) -> Result<(), Self::Error>;
 }

@@ -1,32 +1,32 @@
-//! Why bytes could not be decoded: the one error of every codec in `wire`.
+//! The error of every codec in this crate.
 //!
-//! Not here: what a caller answers to a peer. The texts never repeat bytes of the input.
+//! The texts never contain bytes of the input. The response to the peer is chosen by the caller.
 
-/// The input is not what its format promises.
+/// The input breaks the rules of its format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
     /// The input ended before the message did.
     #[error("the message is incomplete")]
     Incomplete,
-    /// A length or count is over its bound; nothing was allocated for it.
+    /// A length or count exceeds its limit. Nothing was allocated for it.
     #[error("{what} is {len}, at most {max} is allowed")]
     TooLarge {
-        /// What is too large.
+        /// The quantity that is too large.
         what: &'static str,
         /// Announced size.
         len: u64,
-        /// The bound.
+        /// Limit.
         max: u64,
     },
-    /// A frame of a type that does not exist or that this side never receives.
-    #[error("frame type {0} is not known here")]
+    /// A frame type that does not exist or that this side never receives.
+    #[error("unknown frame type {0}")]
     UnknownType(u8),
     /// The input breaks the format.
     #[error("malformed message: {what} (at byte {at})")]
     Malformed {
         /// The broken rule.
         what: &'static str,
-        /// Byte offset in the message at which it was noticed.
+        /// Byte offset in the message at which the error was detected.
         at: u64,
     },
 }

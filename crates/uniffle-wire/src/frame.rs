@@ -1,7 +1,9 @@
-//! The frame of the raw TCP protocol (client type `GRPC_NETTY`, docs/protocol.md §7.2–§7.3) and its primitive fields.
+//! Frames of the raw TCP protocol (client type `GRPC_NETTY`, docs/protocol.md §7.2–§7.3) and their
+//! primitive fields.
 //!
-//! Not here: what stands in a message (`request`, `reply`, `send_frame`). [`Fields`] reads from a whole message and
-//! never past its end; it allocates nothing, so a length or count from the wire is only ever compared.
+//! The messages themselves are in `request`, `reply` and `send_frame`. [`Fields`] reads from a
+//! whole message and never past its end. It allocates nothing: lengths and counts from the wire are
+//! only compared.
 
 use bytes::BufMut;
 
@@ -10,10 +12,10 @@ use super::DecodeError;
 /// Bytes before the message: message length, type, body length.
 pub const HEADER_BYTES: usize = 9;
 
-/// Most bytes that a frame can have after its header: Java computes both lengths' sum as an i32.
+/// Upper bound of message and body length together. Java computes the sum as an i32.
 pub const FRAME_BYTES_LIMIT: u32 = 0x7fff_ffff;
 
-/// What a frame is (`Message.Type` in Java). Types that were reserved but never sent are not here.
+/// Frame type (`Message.Type` in Java). Types that are reserved but never sent are omitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum FrameType {
@@ -43,13 +45,13 @@ pub enum FrameType {
     LocalDataV2 = 24,
     /// `GET_LOCAL_SHUFFLE_DATA_V3_REQUEST`
     LocalDataV3 = 25,
-    /// `GET_MEMORY_SHUFFLE_DATA_V2_RESPONSE`, which servers of Java's master send and this worker does not: clients
-    /// before it would close the connection.
+    /// `GET_MEMORY_SHUFFLE_DATA_V2_RESPONSE`. Servers of Java's master branch send it. This worker
+    /// does not, because older clients close the connection when they receive it.
     MemoryV2Reply = 26,
 }
 
 impl FrameType {
-    /// The type with number `id`.
+    /// Returns the type with number `id`.
     ///
     /// # Errors
     /// [`DecodeError::UnknownType`].
@@ -73,13 +75,13 @@ impl FrameType {
         })
     }
 
-    /// The number on the wire.
+    /// Returns the number on the wire.
     #[must_use]
     pub fn id(self) -> u8 {
         self as u8
     }
 
-    /// Whether clients send it.
+    /// Returns true for the types that clients send.
     #[must_use]
     pub fn is_request(self) -> bool {
         match self {
@@ -112,16 +114,17 @@ pub struct FrameHeader {
 }
 
 impl FrameHeader {
-    /// Reads a header; message and body together may have at most `bytes_max`.
+    /// Reads a header. Message and body together may have at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// Lengths that are not positive, a sum over the limit, an unknown type. The stream cannot be followed after any.
+    /// Fails on a message length below 1, a negative body length, a sum over the limit or an
+    /// unknown type. The rest of the stream cannot be parsed after any of them.
     pub fn decode(bytes: &[u8; HEADER_BYTES], bytes_max: u32) -> Result<Self, DecodeError> {
         let [m0, m1, m2, m3, kind, b0, b1, b2, b3] = *bytes;
         let message = i32::from_be_bytes([m0, m1, m2, m3]);
         let body = i32::from_be_bytes([b0, b1, b2, b3]);
         let kind = FrameType::from_id(kind)?;
-        // Every message begins with its request id, so an empty one cannot be.
+        // Every message begins with its request id, so an empty message is invalid.
         let message_bytes = u32::try_from(message)
             .ok()
             .filter(|&bytes| bytes > 0)
@@ -136,10 +139,10 @@ impl FrameHeader {
         Ok(Self { message_bytes, kind, body_bytes })
     }
 
-    /// As [`FrameHeader::decode`], for the side that gets requests only.
+    /// Reads a header like [`FrameHeader::decode`], for the side that receives requests only.
     ///
     /// # Errors
-    /// Also a response's type, and a body.
+    /// Also fails on the type of a response, and on a body.
     pub fn decode_request(bytes: &[u8; HEADER_BYTES], bytes_max: u32) -> Result<Self, DecodeError> {
         let header = Self::decode(bytes, bytes_max)?;
         if !header.kind.is_request() {
@@ -167,30 +170,30 @@ pub struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// At the first byte of `message`.
+    /// Starts at the first byte of `message`.
     pub fn new(message: &'a [u8]) -> Self {
         Self { bytes: message, at: 0 }
     }
 
-    /// Where the next field stands.
+    /// Returns the offset of the next field.
     pub fn at(&self) -> u64 {
         self.at as u64
     }
 
-    /// Bytes not read yet.
+    /// Returns the number of unread bytes.
     pub fn remaining(&self) -> usize {
         self.bytes.len() - self.at
     }
 
-    /// An error at the current place.
+    /// Returns an error at the current offset.
     pub fn malformed(&self, what: &'static str) -> DecodeError {
         DecodeError::Malformed { what, at: self.at() }
     }
 
-    /// The next `count` bytes.
+    /// Returns the next `count` bytes.
     ///
     /// # Errors
-    /// Fewer are left.
+    /// Fails if fewer bytes remain.
     pub fn take(&mut self, count: usize) -> Result<&'a [u8], DecodeError> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
         let taken = rest.get(..count).ok_or(DecodeError::Incomplete)?;
@@ -203,26 +206,26 @@ impl<'a> Fields<'a> {
         <[u8; N]>::try_from(taken).map_err(|_| DecodeError::Incomplete)
     }
 
-    /// A 4-byte integer.
+    /// Reads a 4-byte integer.
     ///
     /// # Errors
-    /// Fewer bytes are left.
+    /// Fails if fewer bytes remain.
     pub fn i32(&mut self) -> Result<i32, DecodeError> {
         Ok(i32::from_be_bytes(self.array()?))
     }
 
-    /// An 8-byte integer.
+    /// Reads an 8-byte integer.
     ///
     /// # Errors
-    /// Fewer bytes are left.
+    /// Fails if fewer bytes remain.
     pub fn i64(&mut self) -> Result<i64, DecodeError> {
         Ok(i64::from_be_bytes(self.array()?))
     }
 
-    /// A byte array; a negative length is `None`, as Java writes null.
+    /// Reads a byte array. Returns `None` for a negative length, which is Java's null.
     ///
     /// # Errors
-    /// The length is more than what is left.
+    /// Fails if the length exceeds the remaining bytes.
     pub fn bytes(&mut self, what: &'static str) -> Result<Option<&'a [u8]>, DecodeError> {
         let Ok(length) = usize::try_from(self.i32()?) else {
             return Ok(None);
@@ -233,10 +236,10 @@ impl<'a> Fields<'a> {
         self.take(length).map(Some)
     }
 
-    /// A string that must be there.
+    /// Reads a string that must not be null.
     ///
     /// # Errors
-    /// It is null, longer than what is left, or not UTF-8.
+    /// Fails if the string is null, longer than the remaining bytes, or not UTF-8.
     pub fn string(&mut self, what: &'static str) -> Result<&'a str, DecodeError> {
         let at = self.at();
         let null = DecodeError::Malformed { what: "a string is null", at };
@@ -244,10 +247,10 @@ impl<'a> Fields<'a> {
         std::str::from_utf8(self.bytes(what)?.ok_or(null)?).map_err(|_| not_utf8)
     }
 
-    /// A count of entries of `entry_bytes` each, which must fit into what is left.
+    /// Reads a count of entries of at least `entry_bytes` bytes each.
     ///
     /// # Errors
-    /// The count is negative or larger.
+    /// Fails if the count is negative or the entries do not fit into the remaining bytes.
     pub fn count(&mut self, what: &'static str, entry_bytes: usize) -> Result<usize, DecodeError> {
         let at = self.at();
         let negative = DecodeError::Malformed { what: "a count is negative", at };
@@ -262,22 +265,26 @@ impl<'a> Fields<'a> {
     /// Ends the message.
     ///
     /// # Errors
-    /// Bytes are left.
+    /// Fails if unread bytes remain.
     pub fn finish(self) -> Result<(), DecodeError> {
-        if self.remaining() == 0 { Ok(()) } else { Err(self.malformed("bytes stand after the last field")) }
+        if self.remaining() == 0 {
+            Ok(())
+        } else {
+            Err(self.malformed("unexpected bytes after the last field"))
+        }
     }
 }
 
-/// Writes a string as Java does: i32 length, then the bytes.
+/// Writes a string as Java does: i32 length, then UTF-8 bytes.
 pub(super) fn put_string(out: &mut impl BufMut, text: &str) {
     out.put_i32(wire_length(text.len()));
     out.put_slice(text.as_bytes());
 }
 
-/// A length of something of ours that is known to be small.
+/// Encodes the length of data of our own, which is known to be small.
 ///
-/// Senders check sums against [`FRAME_BYTES_LIMIT`] before they encode; beyond it the value saturates, and the peer
-/// refuses the frame instead of losing its place in the stream.
+/// Senders check sums against [`FRAME_BYTES_LIMIT`] before they encode. A larger length saturates,
+/// so that the peer rejects the frame instead of misreading the stream.
 pub(super) fn wire_length(length: usize) -> i32 {
     i32::try_from(length).unwrap_or(i32::MAX)
 }

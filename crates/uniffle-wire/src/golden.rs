@@ -1,5 +1,8 @@
-//! Frames of docs/protocol.md §7.6, made by Java's client jars, decode and re-encode byte-equal; cut, flipped and lying
-//! variants of them end in an error, never in a panic or in bytes that the sink should not see.
+//! Golden tests: frames of docs/protocol.md §7.6, made by Java's client jars, decode and re-encode
+//! byte-equal.
+//!
+//! Truncated and mutated variants end in an error. They never cause a panic, nor bytes that the
+//! sink should not see.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
@@ -27,7 +30,7 @@ const READS: [&str; 7] = [
      00000000000003e8 0000001b 0000000001000000003a3000000100000000000000100000000500",
     "0000002b 15 00000000 0000000000000007 00000003617070 00000001 00000002 0000000000000001 00000010 \
      00000000000003e8",
-    // Not of a jar: by the layout of §7.4, which riffle reads too.
+    // Written by hand after the layout of §7.4, which riffle also reads.
     "00000053 19 00000000 0000000000000007 00000003617070 00000001 00000002 00000001 0000000a 0000000000000040 \
      00000010 00000000000003e8 00000003 00000001 0000000000000050 0000000000000010 0000000000000005",
 ];
@@ -38,7 +41,7 @@ const REPLIES: [&str; 6] = [
     "0000003a 10 00000003 0000000000000007 00000000 000000024f4b 00000001 0102030405060708 00000000 00000003 \
      00000009 0000000011223344 0000000000000005 aabbcc",
     "0000001f 10 00000000 0000000000000007 00000004 0000000b4e4f5f5245474953544552 00000000",
-    // Not of a jar: the answer to a sorted read while merge is disabled.
+    // Written by hand: the response to a sorted read while merge is disabled.
     "0000001e 16 00000000 0000000000000007 00000006 000000026e6f ffffffffffffffff ffffffff",
 ];
 
@@ -54,7 +57,7 @@ fn split(frame: &[u8]) -> (FrameHeader, &[u8], &[u8]) {
     (header, message, body)
 }
 
-/// Puts a request together again and checks the order of calls.
+/// Rebuilds a request and checks the order of the calls.
 #[derive(Debug, Default)]
 struct Collector {
     request: SendRequest,
@@ -129,7 +132,7 @@ impl BlockSink for Collector {
     }
 }
 
-/// Walks `message` in pieces of `step` bytes.
+/// Decodes `message` in pieces of `step` bytes.
 fn walk(message: &[u8], step: usize) -> Result<SendRequest, Refusal> {
     let mut sink = Collector::default();
     let mut walker = SendWalker::new(u32::try_from(message.len()).unwrap());
@@ -176,7 +179,7 @@ fn golden_send() -> SendRequest {
     }
 }
 
-/// Many partitions, blocks and servers, a partition that repeats, an empty list of blocks.
+/// A send with many partitions, blocks and servers, a repeated partition and an empty block list.
 fn large_send() -> SendRequest {
     let many =
         vec![block(b"x", vec![]), block(&[7; 300], vec![server(), server()]), block(b"yz", vec![server()])];
@@ -287,10 +290,10 @@ fn a_send_that_is_cut_short_has_no_end() {
     let frame = encoded(&large_send());
     let message = &frame[HEADER_BYTES..];
     for length in 1..message.len() {
-        // The frame says it ends here: counts contradict it.
+        // The frame claims to end here, which contradicts the counts.
         let mut walker = SendWalker::new(u32::try_from(length).unwrap());
         assert!(walker.feed(&message[..length], &mut Collector::default()).is_err(), "{length}");
-        // The frame is longer, the rest is still to come.
+        // The frame is longer, and the remainder is still to come.
         let mut walker = SendWalker::new(u32::try_from(message.len()).unwrap());
         assert_eq!(walker.feed(&message[..length], &mut Collector::default()), Ok(false), "{length}");
         assert_eq!(walker.left(), (message.len() - length) as u64);
@@ -307,7 +310,7 @@ fn the_sinks_refusal_ends_the_walk_and_leaves_the_request_id() {
     assert_eq!(sink.request.partitions[0].1.len(), 1);
 }
 
-/// The golden send with the four bytes at `at` of its message replaced.
+/// Decodes the golden send with the four bytes at `at` of its message replaced.
 fn patched(at: usize, value: i32) -> Result<SendRequest, Refusal> {
     let mut frame = unhex(SEND);
     frame[HEADER_BYTES + at..HEADER_BYTES + at + 4].copy_from_slice(&value.to_be_bytes());
@@ -337,13 +340,13 @@ fn lengths_and_counts_that_contradict_the_frame_are_refused() {
     assert_eq!(malformed(patched(27, -1)), "a count is negative");
     assert_eq!(malformed(patched(35, i32::MIN)), "a count is negative");
     assert_eq!(malformed(patched(82, -1)), "a count is negative");
-    assert_eq!(malformed(patched(39, 3)), "a block is of another partition than its list");
-    assert_eq!(malformed(patched(55, 2)), "a block is of another shuffle than its request");
-    assert_eq!(malformed(patched(51, 4)), "a block's length is not that of its data");
-    assert_eq!(malformed(patched(75, -1)), "a block's length is not that of its data");
-    // Fewer than there are: the rest is no timestamp.
-    assert_eq!(malformed(patched(27, 0)), "bytes stand after the last field");
-    assert_eq!(malformed(patched(35, 0)), "bytes stand after the last field");
+    assert_eq!(malformed(patched(39, 3)), "a block's partition differs from its list");
+    assert_eq!(malformed(patched(55, 2)), "a block's shuffle differs from its request");
+    assert_eq!(malformed(patched(51, 4)), "a block's length differs from its data");
+    assert_eq!(malformed(patched(75, -1)), "a block's length differs from its data");
+    // With a lower count, the remaining bytes are no valid timestamp.
+    assert_eq!(malformed(patched(27, 0)), "unexpected bytes after the last field");
+    assert_eq!(malformed(patched(35, 0)), "unexpected bytes after the last field");
 }
 
 #[test]
@@ -397,7 +400,7 @@ fn a_frame_of_another_direction_is_no_request() {
     }
 }
 
-/// `WIRE_CASES=1000000000 cargo test -p uniffle-wire golden` runs for hours.
+/// Number of cases. `WIRE_CASES=1000000000 cargo test -p uniffle-wire golden` runs for hours.
 fn cases() -> u32 {
     std::env::var("WIRE_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000)
 }
@@ -405,7 +408,8 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
-    /// Flipped bytes, cut anywhere: an error or a request, and a request's payload has not more bytes than the frame.
+    /// Frames with changed bytes, fed in pieces, end in an error or a request. The payload of a
+    /// request is never longer than the frame.
     #[test]
     fn mutated_frames_never_panic(
         which in 0..READS.len() + REPLIES.len() + 2,

@@ -1,21 +1,22 @@
-//! The 40-byte index record that clients read (docs/protocol.md §5.2, Java's
-//! `ShuffleIndexSegment`/`FileBasedShuffleSegment`).
+//! The 40-byte index record that clients read (docs/protocol.md §5.2; `ShuffleIndexSegment` and
+//! `FileBasedShuffleSegment` in Java).
 //!
-//! All fields are big-endian, without header or trailer. The local store keeps the same bytes with offsets relative
-//! to their extent and turns them into stream offsets with [`rebase`] when they are served.
+//! All fields are big-endian; there is no header or trailer. The local store keeps the same bytes
+//! with offsets relative to their extent. [`rebase`] turns them into stream offsets when they are
+//! served.
 
 use crate::types::BlockMeta;
 
 pub const RECORD_BYTES: usize = 40;
 
-/// Block id of a record that stands for bytes of which nothing is known. No client writes such a block: its sequence
-/// number, partition and task would all have their largest value.
+/// Block id of a record that covers bytes of unknown content. No client writes such a block: its
+/// sequence number, partition and task would all have their largest value.
 pub const FILLER_BLOCK_ID: i64 = i64::MAX;
 
-/// One block's place in the data stream of its partition.
+/// Position of one block in the data stream of its partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IndexRecord {
-    /// Offset in the data stream (on disk: in the extent).
+    /// Offset in the data stream. On disk: in the extent.
     pub offset: i64,
     /// Bytes as stored.
     pub length: i32,
@@ -29,7 +30,8 @@ pub struct IndexRecord {
 }
 
 impl IndexRecord {
-    /// The record of `block` at `offset`. Offsets and lengths were bounded when the block was accepted.
+    /// Creates the record of `block` at `offset`. Offsets and lengths were checked when the block
+    /// was accepted.
     pub fn new(block: &BlockMeta, offset: u64) -> Self {
         Self {
             offset: offset.cast_signed(),
@@ -52,7 +54,7 @@ impl IndexRecord {
         bytes
     }
 
-    /// Reads one record. Every bit pattern is a record: judging the fields is the caller's.
+    /// Reads one record. Every bit pattern is a record: the caller validates the fields.
     pub fn decode(bytes: &[u8; RECORD_BYTES]) -> Self {
         Self {
             offset: i64::from_be_bytes(array(&bytes[0..8])),
@@ -65,7 +67,7 @@ impl IndexRecord {
     }
 }
 
-/// The records of a whole index answer; bytes behind the last whole record are ignored.
+/// Returns the records of a whole index response. A trailing partial record is ignored.
 pub fn records(bytes: &[u8]) -> impl Iterator<Item = IndexRecord> + '_ {
     bytes.as_chunks::<RECORD_BYTES>().0.iter().map(IndexRecord::decode)
 }
@@ -78,7 +80,7 @@ pub fn rebase(bytes: &mut [u8], base: u64) {
     }
 }
 
-/// `bytes` as an array; the slice is cut to the size by the caller on the same line.
+/// Copies `bytes`, whose length must be `N`, into an array.
 fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut out = [0; N];
     out.copy_from_slice(bytes);

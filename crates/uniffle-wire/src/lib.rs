@@ -1,4 +1,4 @@
-//! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
+//! Pure codecs of the protocol's messages and file formats: no I/O and no tokio.
 
 pub mod bitmap;
 mod block_sink;

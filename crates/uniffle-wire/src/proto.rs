@@ -1,7 +1,8 @@
 //! Messages of `rss.common`, generated from `proto/uniffle.proto`.
 //!
-//! All `bytes` fields are [`bytes::Bytes`]. The hot messages (`sendShuffleData`, the three data reads) are not
-//! encoded or decoded through these types by the worker; they serve the client, the tests and the small calls.
+//! All `bytes` fields are [`bytes::Bytes`]. The worker does not use these types for the hot
+//! messages (`sendShuffleData` and the three data reads). They serve the client, the tests and the
+//! small calls.
 
 #[allow(
     unreachable_pub,

@@ -1,8 +1,8 @@
 //! Replies of the raw TCP protocol (docs/protocol.md §7.5).
 //!
-//! The worker encodes only the *head* of a frame, all but its body: the body goes to the socket from where it lies.
-//! Decoding is for the client and for tests. Clients take the body to be what remains after the parsed fields, so
-//! nothing may ever be added to a message.
+//! The worker encodes only the head of a frame: header and message. The body is sent to the socket
+//! from its own buffers. Decoding is for the client and for tests. Clients take all bytes after the
+//! parsed fields as the body, so no field may ever be added to a message.
 
 use bytes::{BufMut, Bytes, BytesMut};
 
@@ -17,17 +17,17 @@ const PREFIX_BYTES: u64 = 16;
 /// blockId, offset, length, uncompressLength, crc, taskAttemptId.
 const SEGMENT_BYTES: usize = 36;
 
-/// What every reply begins with.
+/// Common prefix of every reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplyPrefix<'a> {
     pub request_id: i64,
     /// Number of `StatusCode`.
     pub status: i32,
-    /// For the client's log.
+    /// Text for the client's log.
     pub message: &'a str,
 }
 
-/// What a reply says besides its prefix and its body.
+/// Fields of a reply besides its prefix and its body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReplyFields<'a> {
     /// Type 0.
@@ -41,12 +41,12 @@ pub enum ReplyFields<'a> {
     LocalIndexV2 {
         /// Length of the partition's data.
         data_length: i64,
-        /// Disks by Java's numbering.
+        /// Disks in Java's numbering.
         storage_ids: &'a [i32],
     },
     /// Type 15.
     LocalData,
-    /// Type 16; the blocks stand in the body in this order without gaps.
+    /// Type 16. The body holds the blocks in this order, without gaps.
     Memory(&'a [BlockMeta]),
     /// Type 22.
     Sorted {
@@ -80,10 +80,10 @@ impl ReplyFields<'_> {
     }
 }
 
-/// Appends the head of a reply whose body has `body_bytes`: header and message.
+/// Appends the head (header and message) of a reply whose body has `body_bytes` bytes.
 ///
 /// # Errors
-/// Head and body together do not fit a frame; nothing is written then.
+/// Fails if head and body together do not fit into a frame. Nothing is written then.
 pub fn encode_head(
     prefix: ReplyPrefix<'_>,
     fields: ReplyFields<'_>,
@@ -131,41 +131,41 @@ fn encode_segments(blocks: &[BlockMeta], out: &mut BytesMut) {
         out.put_u32(block.uncompressed_length);
         out.put_i64(i64::from(block.crc));
         out.put_i64(block.task_attempt_id.0);
-        // Σ lengths is the body's length, which was checked to fit.
+        // The sum of the lengths is the body length, which was checked to fit.
         offset = offset.wrapping_add(block.length);
     }
 }
 
-/// One block of a memory reply, as the client sees it.
+/// A block of a memory reply, as the client decodes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     pub block_id: i64,
-    /// Place in the body.
+    /// Offset in the body.
     pub offset: i32,
     /// Bytes.
     pub length: i32,
     /// Bytes after decompression.
     pub uncompressed_length: i32,
     pub crc: i64,
-    /// The writing task.
+    /// Task attempt that wrote the block.
     pub task_attempt_id: i64,
 }
 
-/// A reply as a client gets it.
+/// A decoded reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reply {
     pub request_id: i64,
     /// Number of `StatusCode`.
     pub status: i32,
-    /// Reason.
+    /// Text of the status.
     pub message: String,
-    /// What its type adds.
+    /// Fields that depend on the frame type.
     pub answer: Answer,
     /// Payload.
     pub body: Bytes,
 }
 
-/// What the type of a [`Reply`] adds.
+/// Fields that a frame type adds to a [`Reply`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
     /// Type 0.
@@ -183,9 +183,9 @@ pub enum Answer {
     Memory(Vec<Segment>),
     /// Type 26.
     MemoryV2 {
-        /// As of type 16.
+        /// Segments as in type 16.
         segments: Vec<Segment>,
-        /// Nothing follows.
+        /// True if no data follows.
         is_end: bool,
     },
     /// Type 22.
@@ -201,7 +201,7 @@ impl Reply {
     /// Decodes message and body of a frame of type `kind`.
     ///
     /// # Errors
-    /// The message is not exactly one reply of that type, or `kind` is no reply.
+    /// Fails if the message is not exactly one reply of that type, or if `kind` is no reply.
     pub fn decode(kind: FrameType, message: &[u8], body: Bytes) -> Result<Self, DecodeError> {
         let mut fields = Fields::new(message);
         let (request_id, status) = (fields.i64()?, fields.i32()?);

@@ -1,16 +1,18 @@
-//! Requests of the raw TCP protocol (docs/protocol.md §7.4), except the send as it is received (`send_frame`).
+//! Requests of the raw TCP protocol (docs/protocol.md §7.4). A received send is decoded by
+//! `send_frame` instead.
 //!
-//! Decoding borrows from a whole message of a few hundred bytes. Encoding is for the client and for tests.
+//! Decoding borrows from a whole message of a few hundred bytes. Encoding is for the client and for
+//! tests.
 
 use bytes::{BufMut, Bytes, BytesMut};
 
 use super::DecodeError;
 use super::frame::{Fields, FrameHeader, FrameType, HEADER_BYTES, put_string, wire_length};
 
-/// Bytes of one read-ahead hint of a [`FrameType::LocalDataV3`].
+/// Length of one read-ahead hint of a [`FrameType::LocalDataV3`].
 const HINT_BYTES: usize = 16;
 
-/// A read of any type.
+/// A read request of any type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadRequest<'a> {
     /// Type 4.
@@ -23,69 +25,69 @@ pub enum ReadRequest<'a> {
     Sorted(SortedRequest<'a>),
 }
 
-/// Whose data is read, the start of every read.
+/// Partition to read, at the start of every read request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target<'a> {
-    /// Chosen by the client, not unique (retries use it again).
+    /// Chosen by the client. Not unique: retries reuse it.
     pub request_id: i64,
-    /// Application, not validated.
+    /// Application id, not validated.
     pub app: &'a str,
     pub shuffle: i32,
     pub partition: i32,
 }
 
-/// How Java finds a partition's directory; the worker needs neither.
+/// Numbers from which Java derives a partition's directory. The worker needs neither.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
-    /// Partitions that share a directory.
+    /// Number of partitions that share a directory.
     pub partitions_per_range: i32,
-    /// Partitions of the shuffle.
+    /// Number of partitions of the shuffle.
     pub partitions: i32,
 }
 
 /// `GetLocalShuffleIndexRequest`
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalIndexRequest<'a> {
-    /// Whose.
+    /// Partition to read.
     pub target: Target<'a>,
-    /// For Java.
+    /// Used by Java only.
     pub placement: Placement,
 }
 
 /// `GetLocalShuffleDataRequest`, `…V2Request` and `…V3Request`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalDataRequest<'a> {
-    /// Whose.
+    /// Partition to read.
     pub target: Target<'a>,
-    /// For Java.
+    /// Used by Java only.
     pub placement: Placement,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: i64,
-    /// Bytes.
+    /// Number of bytes.
     pub length: i32,
     /// Client's clock in milliseconds.
     pub timestamp_ms: i64,
-    /// Which of the three it is.
+    /// Request version and the fields it adds.
     pub version: LocalDataVersion<'a>,
 }
 
-/// What the later versions of a [`LocalDataRequest`] add. None of it changes the answer.
+/// Fields that later versions add to a [`LocalDataRequest`]. None of them changes the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LocalDataVersion<'a> {
     /// Type 5.
     V1,
     /// Type 24.
     V2 {
-        /// Disk by Java's numbering.
+        /// Disk in Java's numbering.
         storage_id: i32,
     },
     /// Type 25.
     V3 {
-        /// Disk by Java's numbering.
+        /// Disk in Java's numbering.
         storage_id: i32,
-        /// What will be read next: pairs of i64, undecoded.
+        /// Ranges that will be read next: pairs of i64, undecoded.
         hints: &'a [u8],
-        /// The reading task.
+        /// Task attempt that reads.
         task_attempt_id: i64,
     },
 }
@@ -93,32 +95,32 @@ pub enum LocalDataVersion<'a> {
 /// `GetMemoryShuffleDataRequest`
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryRequest<'a> {
-    /// Whose.
+    /// Partition to read.
     pub target: Target<'a>,
-    /// Cursor, −1 at the start.
+    /// Cursor: last block received, −1 at the start.
     pub last_block_id: i64,
-    /// Bytes after which the answer ends.
+    /// Number of bytes after which the response ends.
     pub read_buffer_size: i32,
     /// Client's clock in milliseconds.
     pub timestamp_ms: i64,
-    /// Bitmap of wanted task attempts, undecoded; `None` = all.
+    /// Bitmap of the wanted task attempts, undecoded. `None` means all.
     pub task_filter: Option<&'a [u8]>,
 }
 
 /// `GetSortedShuffleDataRequest`
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SortedRequest<'a> {
-    /// Whose.
+    /// Partition to read.
     pub target: Target<'a>,
     /// Cursor.
     pub block_id: i64,
-    /// Bytes wanted.
+    /// Number of bytes wanted.
     pub length: i32,
     /// Client's clock in milliseconds.
     pub timestamp_ms: i64,
 }
 
-/// The request id of a message of any request type; `None` if it is cut before.
+/// Returns the request id of a message of any request type, or `None` if the message is too short.
 pub fn request_id(message: &[u8]) -> Option<i64> {
     message.first_chunk().map(|bytes| i64::from_be_bytes(*bytes))
 }
@@ -127,7 +129,7 @@ impl<'a> ReadRequest<'a> {
     /// Decodes the message of a frame of type `kind`.
     ///
     /// # Errors
-    /// The message is not exactly one request of that type, or `kind` is no read.
+    /// Fails if the message is not exactly one request of that type, or if `kind` is no read.
     pub fn decode(kind: FrameType, message: &'a [u8]) -> Result<Self, DecodeError> {
         let mut fields = Fields::new(message);
         let target = Target::decode(&mut fields)?;
@@ -164,7 +166,7 @@ impl<'a> ReadRequest<'a> {
         Ok(request)
     }
 
-    /// Whose data is read.
+    /// Returns the partition to read.
     pub fn target(&self) -> &Target<'a> {
         match self {
             Self::LocalIndex(request) => &request.target,
@@ -241,7 +243,8 @@ impl Placement {
 }
 
 impl<'a> LocalDataRequest<'a> {
-    /// What will be read next, as the client says: offset and length, not validated.
+    /// Returns the ranges that the client announces to read next, as (offset, length). Not
+    /// validated.
     pub fn hints(&self) -> impl ExactSizeIterator<Item = (i64, i64)> + 'a {
         let hints = match self.version {
             LocalDataVersion::V1 | LocalDataVersion::V2 { .. } => &[],
@@ -285,12 +288,12 @@ impl<'a> LocalDataRequest<'a> {
     }
 }
 
-/// A whole `SendShuffleDataRequest`, as a client has it.
+/// A whole `SendShuffleDataRequest`, as a client builds it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SendRequest {
     /// Chosen by the client.
     pub request_id: i64,
-    /// Application.
+    /// Application id.
     pub app: String,
     pub shuffle: i32,
     pub ticket: i64,
@@ -305,10 +308,10 @@ pub struct SendBlock {
     pub block_id: i64,
     /// CRC-32 of the data.
     pub crc: i64,
-    /// The writing task.
+    /// Task attempt that wrote the block.
     pub task_attempt_id: i64,
     pub data: Bytes,
-    /// The servers that the client sends it to; no server looks at them.
+    /// Servers that the client sends the block to. Servers ignore them.
     pub servers: Vec<BlockServer>,
     /// Length after decompression.
     pub uncompressed_length: i32,
@@ -321,7 +324,7 @@ pub struct SendBlock {
 pub struct BlockServer {
     /// `ip-grpcPort-nettyPort`
     pub id: String,
-    /// Address.
+    /// Host name or IP address.
     pub host: String,
     pub grpc_port: i32,
     pub netty_port: i32,
@@ -371,7 +374,7 @@ impl SendBlock {
     }
 }
 
-/// Writes a frame without body whose message is what `message` writes.
+/// Writes a frame without body. `message` writes the message.
 fn framed(kind: FrameType, out: &mut BytesMut, message: impl FnOnce(&mut BytesMut)) {
     let start = out.len();
     out.put_bytes(0, HEADER_BYTES);

@@ -1,17 +1,17 @@
-//! Streaming decoder of the TCP protocol's `SendShuffleDataRequest` (docs/protocol.md §7.4, type 3), fed with whatever
-//! pieces of the message the socket gives.
+//! Streaming decoder of the TCP protocol's `SendShuffleDataRequest` (docs/protocol.md §7.4, type
+//! 3).
 //!
-//! Not here: the frame's nine bytes, tickets, memory. The walker holds no payload: a block's bytes go to the
-//! [`BlockSink`] as sub-slices of the fed chunk. It keeps at most one cut field (40 B) and the application id,
-//! whose buffer is reused, so walking allocates nothing. The server list that repeats in every block is skipped.
+//! It accepts the message in pieces of any size, after the frame's nine-byte header. A block's
+//! bytes go to the [`BlockSink`] as sub-slices of the fed chunk. The decoder keeps only one partial
+//! field (40 B) and the application id in a reused buffer, so decoding allocates nothing.
 //!
-//! Invariants: every length and count is compared with what is left of the frame, less what must still follow, before
-//! anything is done for it. The sink sees `header (partition (begin_block write* end_block)*)*`, and between
-//! `begin_block(n)` and its `end_block` exactly n bytes. After an error the walker must not be fed again.
+//! Every length and count is compared with the rest of the frame, less the fields that must still
+//! follow, before it is used. After an error the decoder must not be fed again.
 
 use crate::{BlockHeader, BlockSink, DecodeError, SendHeader};
 
-/// Longest application id kept; the service's own bound is tighter and has its own text.
+/// Longest application id that is accepted. The service checks a tighter limit with its own error
+/// text.
 const APP_BYTES_MAX: u32 = 1024;
 /// requestId, length of appId
 const START_BYTES: usize = 12;
@@ -29,14 +29,14 @@ const SERVER_BYTES_MIN: u64 = 16;
 const PORTS_BYTES: usize = 8;
 /// uncompressLength, freeMemory
 const BLOCK_TAIL_BYTES: usize = 12;
-/// All of a block but its data and its servers.
+/// Length of a block without its data and its servers.
 const BLOCK_BYTES_MIN: u64 = (BLOCK_HEAD_BYTES + SERVER_COUNT_BYTES + BLOCK_TAIL_BYTES) as u64;
 /// timestamp
 const TIMESTAMP_BYTES: usize = 8;
-/// The longest field group that may have to be put together from two chunks.
+/// Longest field group that may have to be assembled from two chunks.
 const STASH_BYTES: usize = BLOCK_HEAD_BYTES;
 
-/// What comes next.
+/// The field group that is decoded next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Start,
@@ -58,11 +58,11 @@ enum State {
     Done,
 }
 
-/// The decoder of one frame, which keeps where it is between two pieces of it.
+/// Decoder of one frame. Keeps its position between two chunks.
 #[derive(Debug)]
 pub struct SendWalker {
     state: State,
-    /// Bytes of the message not consumed yet.
+    /// Number of message bytes that are not consumed yet.
     left: u64,
     message_bytes: u64,
     stash: [u8; STASH_BYTES],
@@ -79,7 +79,7 @@ pub struct SendWalker {
 }
 
 impl SendWalker {
-    /// At the start of a message of `message_bytes`.
+    /// Starts a message of `message_bytes` bytes.
     pub fn new(message_bytes: u32) -> Self {
         Self {
             state: State::Start,
@@ -99,32 +99,32 @@ impl SendWalker {
         }
     }
 
-    /// At the start of another message, with the buffers of the last.
+    /// Starts another message and reuses the buffers.
     pub fn restart(&mut self, message_bytes: u32) {
         let mut app = std::mem::take(&mut self.app);
         app.clear();
         *self = Self { app, ..Self::new(message_bytes) };
     }
 
-    /// The request's id once it was seen, also after an error.
+    /// Returns the request id once it was decoded, also after an error.
     pub fn request_id(&self) -> Option<i64> {
         self.request_id
     }
 
-    /// Bytes of the message that were not fed yet.
+    /// Returns the number of message bytes that were not fed yet.
     pub fn left(&self) -> u64 {
         self.left
     }
 
-    /// The client's clock at sending, in milliseconds; known at the end.
+    /// Returns the client's clock at sending, in milliseconds. Valid after the end of the message.
     pub fn timestamp_ms(&self) -> i64 {
         self.timestamp_ms
     }
 
-    /// Takes the next bytes of the message; true when they completed it.
+    /// Decodes the next bytes of the message. Returns true when the message is complete.
     ///
     /// # Errors
-    /// The message breaks the format, or the sink refused.
+    /// Fails if the message breaks the format or the sink returns an error.
     pub fn feed<S: BlockSink>(&mut self, mut chunk: &[u8], sink: &mut S) -> Result<bool, S::Error> {
         if chunk.len() as u64 > self.left {
             return Err(self.malformed("more bytes than the frame's length").into());
@@ -171,7 +171,7 @@ impl SendWalker {
                     self.fixed::<BLOCK_TAIL_BYTES, S>(&mut chunk, sink, Self::on_block_tail)?
                 }
                 State::Timestamp => self.fixed::<TIMESTAMP_BYTES, S>(&mut chunk, sink, Self::on_timestamp)?,
-                State::Done => return Err(self.malformed("bytes stand after the last field").into()),
+                State::Done => return Err(self.malformed("unexpected bytes after the last field").into()),
             }
         }
         if self.left > 0 {
@@ -180,7 +180,8 @@ impl SendWalker {
         if self.state == State::Done { Ok(true) } else { Err(DecodeError::Incomplete.into()) }
     }
 
-    /// Gives a group of `N` bytes to `on` once it is whole: straight out of the chunk if it stands there uncut.
+    /// Passes a group of `N` bytes to `on` once it is complete. A group that lies whole in the
+    /// chunk is not copied.
     #[inline]
     fn fixed<const N: usize, S: BlockSink>(
         &mut self,
@@ -221,7 +222,8 @@ impl SendWalker {
         DecodeError::Malformed { what, at: self.message_bytes - self.left }
     }
 
-    /// A count of entries of at least `entry_bytes`, when `reserved` bytes must stand after them.
+    /// Checks a count of entries of at least `entry_bytes` bytes each, given that `reserved` bytes
+    /// must follow them.
     fn count(
         &self,
         what: &'static str,
@@ -237,12 +239,12 @@ impl SendWalker {
         Ok(count)
     }
 
-    /// Bytes that must still stand after the open block's data and servers.
+    /// Returns the number of bytes that must follow the current block's data and servers.
     fn reserved_after_servers(&self) -> u64 {
         BLOCK_TAIL_BYTES as u64 + u64::from(self.blocks_left) * BLOCK_BYTES_MIN + self.reserved_after_blocks()
     }
 
-    /// Bytes that must still stand after the open partition.
+    /// Returns the number of bytes that must follow the current partition.
     fn reserved_after_blocks(&self) -> u64 {
         u64::from(self.partitions_left) * PARTITION_BYTES as u64 + TIMESTAMP_BYTES as u64
     }
@@ -319,13 +321,13 @@ impl SendWalker {
         let data_length = group.i32();
         self.blocks_left -= 1;
         if partition != self.partition {
-            return Err(self.malformed("a block is of another partition than its list").into());
+            return Err(self.malformed("a block's partition differs from its list").into());
         }
         if shuffle != self.shuffle {
-            return Err(self.malformed("a block is of another shuffle than its request").into());
+            return Err(self.malformed("a block's shuffle differs from its request").into());
         }
         if length != data_length {
-            return Err(self.malformed("a block's length is not that of its data").into());
+            return Err(self.malformed("a block's length differs from its data").into());
         }
         let reserved = SERVER_COUNT_BYTES as u64 + self.reserved_after_servers();
         let length = self.count("block length", data_length, 1, reserved)?;
@@ -352,7 +354,8 @@ impl SendWalker {
         self.state = if self.servers_left == 0 { State::BlockTail } else { State::ServerId };
     }
 
-    /// Length of a server's string, `after` bytes of the same server must follow it. Null has none.
+    /// Checks the length of a server's string, which `after` bytes of the same server must follow.
+    /// A null string has length 0.
     fn server_string(&self, group: [u8; 4], after: u64) -> Result<u32, DecodeError> {
         let raw = i32::from_be_bytes(group).max(0);
         let more_servers = u64::from(self.servers_left) * SERVER_BYTES_MIN;
@@ -396,19 +399,19 @@ impl SendWalker {
         self.timestamp_ms = i64::from_be_bytes(*group);
         self.state = State::Done;
         if self.left > 0 {
-            return Err(self.malformed("bytes stand after the last field").into());
+            return Err(self.malformed("unexpected bytes after the last field").into());
         }
         Ok(())
     }
 }
 
-/// Bytes of `chunk` that belong to a run of `wanted`.
+/// Returns how many bytes of `chunk` belong to a run of `wanted` bytes.
 #[inline]
 fn prefix(wanted: u32, chunk: &[u8]) -> usize {
     usize::try_from(wanted).unwrap_or(usize::MAX).min(chunk.len())
 }
 
-/// Integers out of a group whose size is the sum of its fields; reading on after the end gives zeros.
+/// Reads integers from a group of fixed size. Reading past the end returns zeros.
 struct Group<'a>(&'a [u8]);
 
 impl Group<'_> {

@@ -1,18 +1,19 @@
-//! The words everybody uses: ids and block metadata, validated once at the edge and trusted inside.
+//! Ids and block metadata, validated once where they arrive and trusted inside.
 //!
-//! Not here: anything with behaviour, I/O or a lock. Raw `i32`/`i64` ids stay in `wire` and `proto`.
+//! This module has no behaviour, no I/O and no locks. Raw `i32` and `i64` ids appear only in `wire`
+//! and `proto`.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Longest app id accepted, in bytes. Spark's are `<application id>_<uuid>`, well under 100; the id becomes one
-/// path component, which Linux limits to 255 bytes.
+/// Longest accepted application id, in bytes. Spark's are `<application id>_<uuid>`, well under
+/// 100. The id becomes one path component, which Linux limits to 255 bytes.
 pub const APP_ID_BYTES_MAX: usize = 200;
 
-/// Largest block accepted, in bytes (the upper bound; Java's is i32::MAX).
+/// Largest accepted block, in bytes. Java's limit is i32::MAX.
 pub const BLOCK_BYTES_MAX: u32 = 512 << 20;
 
-/// Why a string is not an application id.
+/// Reason why a string is not an application id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidAppId {
     /// The id has no characters.
@@ -22,13 +23,14 @@ pub enum InvalidAppId {
     #[error("application id has {0} bytes, at most {APP_ID_BYTES_MAX} are allowed")]
     TooLong(usize),
     /// The id could escape its directory or is not printable.
-    #[error("application id has a character at byte {0} that may not stand in a path component")]
+    #[error("application id has a character at byte {0} that is not allowed in a path component")]
     Character(usize),
 }
 
 /// A validated application id: one safe path component of 1 to [`APP_ID_BYTES_MAX`] bytes.
 ///
-/// Refused are `/`, `\`, control characters and a leading `.`, so that the id can become a directory name.
+/// `/`, `\`, control characters and a leading `.` are rejected, so that the id can become a
+/// directory name.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AppId(Arc<str>);
 
@@ -36,7 +38,7 @@ impl AppId {
     /// Validates `text`.
     ///
     /// # Errors
-    /// [`InvalidAppId`], which never repeats the text itself.
+    /// Returns [`InvalidAppId`], which never contains the text itself.
     pub fn parse(text: &str) -> Result<Self, InvalidAppId> {
         if text.is_empty() {
             return Err(InvalidAppId::Empty);
@@ -95,7 +97,8 @@ id!(
     PartitionId(i32)
 );
 id!(
-    /// A block, opaque to the worker: its layout is the client's (docs/protocol.md §3.1). 0 is valid, −1 is not.
+    /// A block. Opaque to the worker: clients define its layout (docs/protocol.md §3.1). 0 is
+    /// valid, −1 is not.
     BlockId(i64)
 );
 id!(
@@ -103,7 +106,7 @@ id!(
     TaskAttemptId(i64)
 );
 id!(
-    /// The answer to a granted `requireBuffer`; positive, unique in the process.
+    /// Result of a granted `requireBuffer`. Positive and unique in the process.
     TicketId(i64)
 );
 
@@ -116,7 +119,7 @@ pub struct ShuffleKey {
 }
 
 impl ShuffleKey {
-    /// Key of `shuffle` in `app`.
+    /// Creates the key of `shuffle` in `app`.
     pub fn new(app: AppId, shuffle: ShuffleId) -> Self {
         Self { app, shuffle }
     }
@@ -128,7 +131,7 @@ impl fmt::Display for ShuffleKey {
     }
 }
 
-/// Order in which a shuffle's blocks stand in an extent (`DataDistribution` of `Rss.proto`).
+/// Order of a shuffle's blocks in an extent (`DataDistribution` of `Rss.proto`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Distribution {
     /// Any order.
@@ -138,16 +141,16 @@ pub enum Distribution {
     LocalOrder,
 }
 
-/// What is known of a block besides its bytes.
+/// Metadata of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockMeta {
-    /// Id, unique in the partition.
+    /// Block id, unique in the partition.
     pub block_id: BlockId,
-    /// The task attempt that wrote it.
+    /// Task attempt that wrote the block.
     pub task_attempt_id: TaskAttemptId,
     /// Bytes as sent, 1..=[`BLOCK_BYTES_MAX`].
     pub length: u32,
-    /// Bytes after decompression, by the client's word.
+    /// Bytes after decompression, as the client declares.
     pub uncompressed_length: u32,
     /// CRC-32 of the bytes as sent; 0 = not computed.
     pub crc: u32,

@@ -1,13 +1,14 @@
-//! Block headers that arrive ahead of their bytes (contiguous and combined form), and the walk over them when the
-//! bytes come.
+//! Block headers that arrive ahead of their bytes (contiguous and combined form), and the delivery
+//! of those bytes to the sink.
 //!
-//! Invariant: after [`Collected::seal`] the lengths are positive and sum up to the announced payload, and the
-//! partitions' counts sum up to the blocks. Growth is bounded by the caller's limit, never by an announced count.
+//! Invariant: after [`Collected::seal`] all lengths are positive and sum up to the announced
+//! payload. The partitions' block counts sum up to the number of blocks. Growth is bounded by the
+//! caller's limit, never by an announced count.
 
 use super::decoder::{block_length, block_too_large};
 use crate::{BlockHeader, BlockSink, DecodeError};
 
-/// Why headers are not taken; the decoder knows where in the message that was.
+/// Reason why headers are rejected. The decoder adds the position in the message.
 #[derive(Debug)]
 pub(super) enum Refusal {
     Malformed(&'static str),
@@ -23,18 +24,18 @@ struct Partition {
     blocks: u32,
 }
 
-/// What a decoder collected of one message.
+/// Partitions and block headers collected from one message.
 #[derive(Debug, Default)]
 pub(super) struct Collected {
     partitions: Vec<Partition>,
     blocks: Vec<BlockHeader>,
     payload_bytes: u64,
 
-    /// Elements seen of the arrays 1 and 2, which fill `partitions` column by column.
+    /// Elements seen of arrays 1 and 2, which fill `partitions` column by column.
     partition_columns: [usize; 2],
-    /// Elements seen of the arrays 3 to 7, which fill `blocks` column by column.
+    /// Elements seen of arrays 3 to 7, which fill `blocks` column by column.
     block_columns: [usize; BLOCK_ARRAYS],
-    /// The columns were used at all.
+    /// True once a column was used.
     is_columnar: bool,
 
     streamed: bool,
@@ -57,18 +58,18 @@ impl Collected {
         self.blocks.len() as u64
     }
 
-    /// Bytes of the lists.
+    /// Returns the allocated bytes of both lists.
     pub(super) fn kept_bytes(&self) -> usize {
         self.partitions.capacity() * size_of::<Partition>()
             + self.blocks.capacity() * size_of::<BlockHeader>()
     }
 
-    /// A new partition; the blocks pushed next are its.
+    /// Adds a partition, to which the blocks pushed next belong.
     pub(super) fn push_partition(&mut self, id: i32, max: usize) -> Result<(), Refusal> {
         push(&mut self.partitions, Partition { id, blocks: 0 }, "number of partitions", max)
     }
 
-    /// A block of the last partition; its length is positive.
+    /// Adds a block to the last partition. Its length must be positive.
     pub(super) fn push_block(&mut self, block: BlockHeader, max: usize) -> Result<(), Refusal> {
         push(&mut self.blocks, block, "number of blocks", max)?;
         if let Some(partition) = self.partitions.last_mut() {
@@ -132,7 +133,8 @@ impl Collected {
         next_row(&mut self.partitions, &mut self.partition_columns[column], "number of partitions", max)
     }
 
-    /// Checks the whole against `payload_bytes`, which follow now; the rules of docs/protocol.md §1.8.
+    /// Checks the headers against the `payload_bytes` bytes that follow, by the rules of
+    /// docs/protocol.md §1.8.
     pub(super) fn seal(&mut self, payload_bytes: u64) -> Result<(), Refusal> {
         if self.blocks.is_empty() {
             return Err(Refusal::Malformed("bytes without block headers before them"));
@@ -155,7 +157,8 @@ impl Collected {
         Ok(())
     }
 
-    /// Hands `piece` to the sink, block by block. `seal` has checked that there is a block for each byte.
+    /// Passes `piece` to the sink, block by block. `seal` has checked that every byte belongs to a
+    /// block.
     pub(super) fn stream<S: BlockSink>(&mut self, mut piece: &[u8], sink: &mut S) -> Result<(), S::Error> {
         while !piece.is_empty() {
             if self.bytes_left_in_block == 0 {
@@ -202,7 +205,7 @@ fn push<T>(list: &mut Vec<T>, item: T, what: &'static str, max: usize) -> Result
     Ok(())
 }
 
-/// The row of the next element of a column, added when this column is the longest so far.
+/// Returns the row of a column's next element. Adds a row if this column is the longest so far.
 fn next_row<'a, T: Default>(
     rows: &'a mut Vec<T>,
     column: &mut usize,

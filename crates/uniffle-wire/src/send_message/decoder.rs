@@ -1,7 +1,8 @@
-//! The push-style decoder: position and nesting first, then what each field does.
+//! The push-style decoder: position and nesting first, then the effect of each field.
 //!
-//! Not here: the order of calls a sink may rely on (`send_message`), block headers that come ahead of their bytes
-//! (`collected`). Invariant: `take` is only ever given bytes that lie inside the innermost message.
+//! The order of calls that a sink may rely on is in `send_message`; headers that precede their
+//! bytes are in `collected`. Invariant: `take` only receives bytes that lie inside the innermost
+//! message.
 
 use super::collected::{Collected, Refusal};
 use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT};
@@ -10,10 +11,11 @@ use super::{Limits, Summary};
 use crate::types::BLOCK_BYTES_MAX;
 use crate::{BlockHeader, BlockSink, DecodeError, SendHeader};
 
-/// Longest application id carried on to the service, which has its own, tighter bound and its own text.
+/// Longest application id that is accepted. The service checks a tighter limit with its own error
+/// text.
 const APP_ID_BYTES_MAX: u64 = 1024;
 
-/// How the message carries its bytes; docs/protocol.md §1.8.
+/// Placement of the block data in the message; docs/protocol.md §1.8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     Undecided,
@@ -22,7 +24,7 @@ enum Form {
     Combined,
 }
 
-/// The decoder of one message. After an error it must not be fed again.
+/// Decoder of one message. After an error it must not be fed again.
 #[derive(Debug)]
 pub struct Decoder {
     limits: Limits,
@@ -39,13 +41,13 @@ pub struct Decoder {
     shuffle_id: i32,
     ticket: i64,
     summary: Summary,
-    /// `ShuffleData` entries seen.
+    /// Number of `ShuffleData` entries seen.
     entries: u64,
-    /// Non-empty field 7 seen: no data may follow.
+    /// True after a non-empty field 7, which no data may follow.
     bytes_field_seen: bool,
 
     partition_id: i32,
-    /// Blocks seen in the current `ShuffleData`.
+    /// Number of blocks seen in the current `ShuffleData`.
     entry_blocks: u64,
     block: BlockHeader,
     /// Length of the current block's field 5.
@@ -54,8 +56,8 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// A decoder for one message of exactly `message_bytes` bytes (the gRPC prefix says how many; the caller has
-    /// checked it against its own maximum).
+    /// Creates a decoder for one message of exactly `message_bytes` bytes. The caller has checked
+    /// this length from the gRPC prefix against its own maximum.
     #[must_use]
     pub fn new(message_bytes: u64, limits: Limits) -> Self {
         Self {
@@ -82,16 +84,16 @@ impl Decoder {
         }
     }
 
-    /// Bytes of the message that have not been fed.
+    /// Returns the number of message bytes that have not been fed.
     #[must_use]
     pub fn remaining(&self) -> u64 {
         self.ends[0] - self.position
     }
 
-    /// Decodes the next bytes of the message, cut anywhere.
+    /// Decodes the next bytes of the message, which may be cut anywhere.
     ///
     /// # Errors
-    /// [`DecodeError`] as the sink's error, or the sink's own.
+    /// Returns a [`DecodeError`] converted into the sink's error, or the sink's own error.
     pub fn feed<S: BlockSink>(&mut self, chunk: &[u8], sink: &mut S) -> Result<(), S::Error> {
         let mut rest = chunk;
         while !rest.is_empty() {
@@ -107,21 +109,21 @@ impl Decoder {
         Ok(())
     }
 
-    /// Bytes of block headers and partitions that it keeps for now.
+    /// Returns the memory that collected block headers and partitions occupy.
     #[must_use]
     pub fn collected_bytes(&self) -> usize {
         self.collected.kept_bytes()
     }
 
-    /// Ends the message; the sink has seen its header even when there was no data.
+    /// Ends the message. Delivers the header to the sink even if there was no data.
     ///
     /// # Errors
-    /// `Incomplete` when bytes are missing, `Malformed` when collected blocks got no bytes.
+    /// `Incomplete` if bytes are missing, `Malformed` if collected blocks got no bytes.
     pub fn finish<S: BlockSink>(mut self, sink: &mut S) -> Result<Summary, S::Error> {
         if self.remaining() > 0 {
             return Err(DecodeError::Incomplete.into());
         }
-        // A message of zero bytes never came through `feed`; any other was closed by it.
+        // A message of zero bytes never passed through `feed`, which closes any other message.
         self.deliver_header(sink)?;
         if self.form == Form::Contiguous && !self.bytes_field_seen {
             return Err(self.malformed("blocks declare bytes that are not in the message").into());
@@ -129,7 +131,8 @@ impl Decoder {
         Ok(self.summary)
     }
 
-    /// Consumes at least one byte of `window`, which is not empty and ends at the innermost message's end at most.
+    /// Consumes at least one byte of `window`. It is not empty and does not exceed the innermost
+    /// message.
     fn take<S: BlockSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
         match self.step {
             Step::Key | Step::Value(_) | Step::Length(_) => self.take_varints(window, sink),
@@ -155,7 +158,8 @@ impl Decoder {
         }
     }
 
-    /// Keys, values and lengths as long as they stand in the same message: the fields of a block in one go.
+    /// Consumes keys, values and lengths of the same message, such as all fields of a block, in one
+    /// loop.
     fn take_varints<S: BlockSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
         let level = self.level;
         let mut taken = 0;
@@ -173,7 +177,8 @@ impl Decoder {
         Ok(taken)
     }
 
-    /// The part of `window` that belongs to a run of `left` bytes; moves on to the next step.
+    /// Returns the part of `window` that belongs to a run of `left` bytes, and selects the next
+    /// step.
     fn run<'w>(&mut self, left: u64, window: &'w [u8], step: fn(u64) -> Step) -> &'w [u8] {
         let piece = &window[..usize::try_from(left).map_or(window.len(), |left| left.min(window.len()))];
         self.advance(piece.len());
@@ -185,7 +190,7 @@ impl Decoder {
         self.position += taken as u64;
     }
 
-    /// Expects `left` bytes of `step`, or the next key when there are none.
+    /// Expects `left` bytes of `step`, or the next key if `left` is 0.
     fn enter(&mut self, left: u64, step: fn(u64) -> Step) {
         self.step = if left == 0 { Step::Key } else { step(left) };
     }
@@ -241,7 +246,7 @@ impl Decoder {
     fn value(&mut self, field: u32, value: u64) -> Result<(), DecodeError> {
         let (int32, int64) = (value as i32, value as i64);
         if self.level == Level::Packed {
-            // Stays in `Value(field)`: the next element follows without a key.
+            // The step stays `Value(field)`: the next element follows without a key.
             return self.array_element(field, int32, int64);
         }
         self.step = Step::Key;
@@ -257,7 +262,7 @@ impl Decoder {
             (Level::Root, 5) => self.summary.timestamp_ms = int64,
             (Level::Data, 1) => {
                 if self.entry_blocks > 0 && int32 != self.partition_id {
-                    return Err(self.malformed("a partition id stands after its blocks"));
+                    return Err(self.malformed("a partition id follows its blocks"));
                 }
                 self.partition_id = int32;
             }
@@ -288,7 +293,7 @@ impl Decoder {
             }
             (Level::Root, 4) => {
                 if self.bytes_field_seen {
-                    return Err(self.malformed("field 4 stands after field 7").into());
+                    return Err(self.malformed("field 4 follows field 7").into());
                 }
                 self.deliver_header(sink)?;
                 self.entries += 1;
@@ -320,7 +325,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Leaves every message that ends at the current position.
+    /// Closes every message that ends at the current position.
     fn close_ended_levels<S: BlockSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
         while self.position == self.ends[self.level.depth()] {
             let between_fields = match self.step {
@@ -361,10 +366,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// Header fields may follow the data only when they say nothing new.
+    /// Accepts header fields after the data only if they repeat the known value.
     fn require_early(&self, unchanged: bool) -> Result<(), DecodeError> {
         if self.header_delivered && !unchanged {
-            return Err(self.malformed("a header field stands after the data"));
+            return Err(self.malformed("a header field follows the data"));
         }
         Ok(())
     }
@@ -443,7 +448,7 @@ impl Decoder {
             return Ok(());
         }
         if self.bytes_field_seen || self.form == Form::Classic {
-            return Err(self.malformed("the data is there twice").into());
+            return Err(self.malformed("the data appears twice").into());
         }
         self.bytes_field_seen = true;
         self.deliver_header(sink)?;
@@ -459,10 +464,11 @@ impl Decoder {
         Ok(())
     }
 
-    /// All headers are here and `length` bytes of payload follow: check them as a whole before the first is taken.
+    /// Checks all collected headers against the `length` payload bytes that follow, before the
+    /// first byte is consumed.
     fn begin_collected(&mut self, length: u64) -> Result<(), DecodeError> {
         if self.collected.is_streamed() {
-            return Err(self.malformed("the data is there twice"));
+            return Err(self.malformed("the data appears twice"));
         }
         self.collected.seal(length).map_err(|refusal| self.located(refusal))?;
         self.count_blocks(self.collected.block_count())?;
@@ -472,7 +478,7 @@ impl Decoder {
 
     fn array_element(&mut self, field: u32, int32: i32, int64: i64) -> Result<(), DecodeError> {
         if self.collected.is_streamed() {
-            return Err(self.malformed("a combined array stands after the bytes"));
+            return Err(self.malformed("a combined array follows the bytes"));
         }
         let max = self.limits.collected_max;
         let taken = match field {

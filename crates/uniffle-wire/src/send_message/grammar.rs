@@ -1,6 +1,6 @@
-//! The grammar: which message a position is in, what the next byte belongs to, which fields are known.
+//! The grammar of the message: nesting levels, decoding steps and known fields.
 
-/// The message a position is in. Depth = index into `Decoder::ends`.
+/// The message that contains the current position. Its depth is the index into `Decoder::ends`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Level {
     /// `SendShuffleDataRequest`
@@ -24,7 +24,8 @@ impl Level {
         }
     }
 
-    /// Wire types field `field` may have; `None` = unknown field, to be skipped.
+    /// Returns the wire types that `field` may have, or `None` for an unknown field, which is
+    /// skipped.
     pub(super) fn expects(self, field: u32) -> Option<&'static [u32]> {
         match (self, field) {
             (Self::Root, 1 | 4 | 7) | (Self::Data, 2) | (Self::Block, 5) | (Self::Combined, 8) => {
@@ -42,7 +43,7 @@ pub(super) const FIXED64: u32 = 1;
 pub(super) const BYTES: u32 = 2;
 pub(super) const FIXED32: u32 = 5;
 
-/// What the next byte belongs to.
+/// The element that the next byte belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     /// A field's key.

@@ -1,11 +1,8 @@
-//! Streaming decoder of `SendShuffleDataRequest` (docs/protocol.md §1.5, §1.8), fed with whatever pieces the socket
-//! gives.
+//! Streaming decoder of `SendShuffleDataRequest` (docs/protocol.md §1.5, §1.8), after gRPC's 5-byte
+//! prefix.
 //!
-//! Not here: gRPC's 5-byte prefix, tickets, memory. The decoder holds no payload: a block's bytes go to the
-//! [`BlockSink`](crate::BlockSink) as sub-slices of the fed chunk, once its length is known. Only block *headers* are ever collected,
-//! and only in the two forms that send them ahead of the bytes.
-//!
-//! Three forms are told apart while streaming:
+//! A block's bytes go to the [`BlockSink`](crate::BlockSink) as sub-slices of the fed chunk. Only
+//! block headers are collected, and only in the two forms that send them ahead of the bytes.
 //!
 //! | form | field 4 | field 7 |
 //! | --- | --- | --- |
@@ -13,11 +10,11 @@
 //! | contiguous | blocks with lengths only | the bytes, Σ lengths = its length |
 //! | combined (riffle) | absent | a message: arrays, then the bytes |
 //!
-//! Invariant: the sink sees `header (partition (begin_block write* end_block)+)*`, and between `begin_block(n)` and
-//! its `end_block` exactly n bytes. Every length is checked against its parent before anything is done for it.
+//! Invariant: every length is checked against its parent before it is used.
 //!
-//! Stricter than protobuf on purpose, because nothing can be taken back once streamed: header fields stand before the
-//! data, a partition id before its blocks, and no field of a block repeats its data. Java and prost write that way.
+//! The decoder is stricter than protobuf, because streamed data cannot be taken back. Header fields
+//! precede the data, a partition id precedes its blocks, and no block has two data fields. Java and
+//! prost write messages in this order.
 
 mod collected;
 mod decoder;
@@ -31,25 +28,28 @@ pub use decoder::Decoder;
 /// Bounds of one message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Blocks in one message. A block of the classic form costs the decoder nothing; the bound is against floods.
+    /// Most blocks in one message. Guards against floods: a block of the classic form occupies no
+    /// memory in the decoder.
     pub blocks_max: u64,
-    /// Block headers (40 B each) and partitions (8 B) collected before the bytes come, in the forms that need it.
+    /// Most block headers (40 B each) and most partitions (8 B each) that are collected ahead of
+    /// their bytes.
     pub collected_max: usize,
 }
 
 impl Default for Limits {
-    /// 4 Mi blocks; 256 Ki collected (10 MiB; a 14 MiB message of 56-byte blocks fits).
+    /// 4 Mi blocks, and 256 Ki collected: 10 MiB of headers, enough for a 14 MiB message of 56-byte
+    /// blocks.
     fn default() -> Self {
         Self { blocks_max: 4 << 20, collected_max: 256 << 10 }
     }
 }
 
-/// What a complete message carried, with the fields that stand after the data.
+/// Totals of a complete message, and the fields that follow the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Summary {
-    /// Blocks handed to the sink. Zero is for the caller to refuse ("No data in request").
+    /// Number of blocks passed to the sink. The caller rejects zero ("No data in request").
     pub blocks: u64,
-    /// Payload bytes handed to the sink.
+    /// Number of payload bytes passed to the sink.
     pub payload_bytes: u64,
     /// Field 5, milliseconds; 0 = unset.
     pub timestamp_ms: i64,

@@ -235,7 +235,8 @@ proptest! {
                 let at = at.index(bytes.len());
                 bytes[at] = *value;
             }
-            // What survives the damage must, in the classic form, be what prost makes of the same bytes.
+            // What survives the damage must, in the classic form, be what prost makes of the same
+            // bytes.
             if let Ok((recorder, summary)) = decode_cut(&bytes, &cuts, Limits::default()) {
                 let stored: usize = recorder.blocks.iter().map(|(_, _, data)| data.len()).sum();
                 prop_assert!(stored <= bytes.len());
@@ -345,7 +346,7 @@ fn inconsistent_forms_are_refused_before_any_byte_is_taken() {
     assert_eq!(what(decode(&long.encode_to_vec())), "the sum of the block lengths differs from the bytes");
     let mut twice = classic.clone();
     twice.contiguous_shuffle_data = Bytes::from_static(b"abcde");
-    assert_eq!(what(decode(&twice.encode_to_vec())), "the data is there twice");
+    assert_eq!(what(decode(&twice.encode_to_vec())), "the data appears twice");
     let mut mixed = classic.clone();
     mixed.shuffle_data[0].block[1].data = Bytes::new();
     assert_eq!(what(decode(&mixed.encode_to_vec())), "a block's length differs from its data");
@@ -397,10 +398,10 @@ fn header_fields_and_partition_ids_after_the_data_are_refused_when_they_differ()
         assert!(decode(&tail(same)).is_ok());
     }
     for other in [&[0x0A, 1, b'b'][..], &[0x0A, 0], &[0x10, 4], &[0x18, 8]] {
-        assert_eq!(what(decode(&tail(other))), "a header field stands after the data");
+        assert_eq!(what(decode(&tail(other))), "a header field follows the data");
     }
     let late_partition = [0x22, 9, 0x12, 5, 0x10, 1, 0x2A, 1, b'x', 0x08, 1];
-    assert_eq!(what(decode(&late_partition)), "a partition id stands after its blocks");
+    assert_eq!(what(decode(&late_partition)), "a partition id follows its blocks");
     let late_zero = [0x22, 9, 0x12, 5, 0x10, 1, 0x2A, 1, b'x', 0x08, 0];
     assert!(decode(&late_zero).is_ok());
 }

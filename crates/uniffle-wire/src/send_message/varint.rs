@@ -1,6 +1,6 @@
-//! A protobuf varint that may be cut anywhere.
+//! A protobuf varint that may be split at any byte.
 
-/// The part of a varint that has been seen.
+/// The part of a varint that was received so far.
 #[derive(Debug, Default)]
 pub(super) struct Varint {
     partial: u64,
@@ -8,21 +8,22 @@ pub(super) struct Varint {
 }
 
 impl Varint {
-    /// True between two varints.
+    /// Returns true between two varints.
     pub(super) fn is_empty(&self) -> bool {
         self.shift == 0
     }
 
-    /// Takes bytes up to the varint's end: (bytes taken, the value when it is complete).
+    /// Consumes bytes up to the varint's end. Returns the number of bytes consumed, and the value
+    /// once it is complete.
     pub(super) fn push(&mut self, window: &[u8]) -> Result<(usize, Option<u64>), &'static str> {
-        // Most keys and many values are one whole byte.
+        // Most keys and many values are a single byte.
         if let [byte @ ..0x80, ..] = window
             && self.shift == 0
         {
             return Ok((1, Some(u64::from(*byte))));
         }
         for (index, byte) in window.iter().copied().enumerate() {
-            // The tenth byte holds bit 63 alone.
+            // The tenth byte holds only bit 63.
             if self.shift == 63 && byte > 1 {
                 return Err("a varint is longer than 64 bits");
             }
