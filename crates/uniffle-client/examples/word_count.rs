@@ -1,7 +1,9 @@
-//! Counts words with a shuffle between the counting and the adding up, as an engine would: several map tasks write at
-//! once, one attempt fails half-way and is done again, one task runs twice, and the partitions are read in parallel.
+//! Counts words with a shuffle between counting and adding up, as an engine would.
 //!
-//! Start a worker, whose embedded coordinator listens on port 21100, and then this:
+//! Several map tasks write concurrently, one attempt fails half-way and is repeated, and one task
+//! runs twice. The partitions are read in parallel.
+//!
+//! Start a worker, whose embedded coordinator listens on port 21100, and then the example:
 //!
 //! ```text
 //! cargo run --release
@@ -19,7 +21,7 @@ use uniffle_client::block::task_attempt_id;
 use uniffle_client::types::{PartitionId, ShuffleId, TaskAttemptId};
 use uniffle_client::{ClientOptions, Cluster, Error, IdLayout, Shuffle, TaskFilter};
 
-/// One map task each.
+/// Input of the map tasks, one text per task.
 const TEXTS: [&str; 4] = [
     "the worker keeps blocks in memory and flushes them to disk",
     "the client sends blocks and reports them to the worker",
@@ -27,12 +29,12 @@ const TEXTS: [&str; 4] = [
     "the reader asks for reported blocks and reads memory and then the disk",
 ];
 const PARTITIONS: i32 = 3;
-/// As many attempts at a task as Spark allows.
+/// Maximum number of attempts per task, as in Spark.
 const ATTEMPTS_MAX: u32 = 4;
-/// Bytes of one block. A real engine has a thousand times as many.
+/// Size of one block. A real engine uses blocks a thousand times as large.
 const BLOCK_BYTES: usize = 64;
 
-/// How often each word occurs.
+/// Number of occurrences per word.
 pub(crate) type Counts = BTreeMap<String, u64>;
 
 #[tokio::main]
@@ -48,7 +50,7 @@ async fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// The whole job, against the coordinators at `addresses` (`host:port,host:port`).
+/// Runs the whole job against the coordinators at `addresses` (`host:port,host:port`).
 pub(crate) async fn run(addresses: &str, options: ClientOptions) -> Result<Counts, Error> {
     let cluster = Cluster::new(addresses.split(','), options)?;
     let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -63,9 +65,9 @@ pub(crate) async fn run(addresses: &str, options: ClientOptions) -> Result<Count
     Ok(counts)
 }
 
-/// All map tasks; the attempts whose output counts.
+/// Runs all map tasks. Returns the attempts whose output counts.
 async fn map(shuffle: &Shuffle) -> Result<Vec<TaskAttemptId>, Error> {
-    // Task 2 fails at first. Both attempts at task 3 end well, and the first is taken: a scheduler's decision.
+    // Task 2 fails at first. Both attempts at task 3 succeed; the scheduler picks the first.
     write(shuffle, attempt(2, 0)?, TEXTS[2], true).await?;
     write(shuffle, attempt(3, 1)?, TEXTS[3], false).await?;
     let successful = [attempt(0, 0)?, attempt(1, 0)?, attempt(2, 1)?, attempt(3, 0)?];
@@ -85,7 +87,7 @@ fn attempt(task: u32, number: u32) -> Result<TaskAttemptId, Error> {
     id.ok_or_else(|| Error::Invalid(format!("attempt {number} at task {task} has no id")))
 }
 
-/// One attempt at a map task: counts the words of `text` and writes them by partition.
+/// Runs one attempt at a map task: counts the words of `text` and writes them by partition.
 async fn write(shuffle: &Shuffle, task: TaskAttemptId, text: &str, fails: bool) -> Result<(), Error> {
     let mut writer = shuffle.writer(task)?;
     let mut outputs: BTreeMap<PartitionId, String> = BTreeMap::new();
@@ -98,7 +100,8 @@ async fn write(shuffle: &Shuffle, task: TaskAttemptId, text: &str, fails: bool) 
         }
     }
     if fails {
-        // Dropped without `finish`: what it sent is never reported, and no reader looks for it.
+        // Dropped without `finish`: the blocks that it sent are never reported, so no reader
+        // expects them.
         return Ok(());
     }
     for (partition, output) in outputs.into_iter().filter(|(_, output)| !output.is_empty()) {
@@ -107,7 +110,7 @@ async fn write(shuffle: &Shuffle, task: TaskAttemptId, text: &str, fails: bool) 
     writer.finish().await.map(drop)
 }
 
-/// All reduce tasks: adds up what the map tasks counted.
+/// Runs all reduce tasks: adds up the counts of the map tasks.
 async fn reduce(shuffle: &Shuffle, successful: &[TaskAttemptId]) -> Result<Counts, Error> {
     let partitions: Vec<PartitionId> = (0..PARTITIONS).map(PartitionId).collect();
     let filter = TaskFilter::of(successful.iter().copied());
@@ -137,7 +140,7 @@ fn add(counts: &mut Counts, block: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The words of `text`, counted here.
+/// Counts the words of `text` without a shuffle.
 pub(crate) fn count(text: &str) -> Counts {
     let mut counts = Counts::new();
     for word in text.split_whitespace() {
@@ -146,7 +149,7 @@ pub(crate) fn count(text: &str) -> Counts {
     counts
 }
 
-/// What is expected of [`run`].
+/// Returns the expected result of [`run`].
 #[allow(dead_code, reason = "for the test that runs the example")]
 pub(crate) fn expected() -> Counts {
     count(&TEXTS.join(" "))

@@ -1,25 +1,26 @@
-//! Which servers have which partitions of a shuffle: a coordinator's answer, checked once and trusted afterwards.
+//! Assignment of partitions to servers: a coordinator's response, checked once and trusted
+//! afterwards.
 //!
-//! Invariant: every partition from 0 to the last is in exactly one range, and each range has its replicas, all
-//! different, in the coordinator's order.
+//! Invariant: every partition of the shuffle is in exactly one range. Each range lists its replicas
+//! without duplicates, in the coordinator's order.
 
 use uniffle_wire::types::PartitionId;
 
 use crate::error::Error;
 use crate::proto::{PartitionRangeAssignment, ShuffleServerId};
 
-/// Where a server is.
+/// Address of a shuffle server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ServerAddress {
-    /// `ip-grpcPort` or `ip-grpcPort-tcpPort`; remote files begin with it.
+    /// `ip-grpcPort` or `ip-grpcPort-tcpPort`. Names of remote files begin with it.
     pub id: String,
     /// IP address or host name.
     pub host: String,
-    /// gRPC.
+    /// gRPC port.
     pub grpc_port: u16,
-    /// The raw TCP protocol, where the server has it.
+    /// Port of the raw TCP protocol, if the server has one.
     pub tcp_port: Option<u16>,
-    /// Metrics and status, where the server tells.
+    /// Port of metrics and status, if the server reports one.
     pub http_port: Option<u16>,
 }
 
@@ -49,7 +50,7 @@ impl ServerAddress {
         }
     }
 
-    /// `host:port` of gRPC, as a URL wants it.
+    /// Returns `host:port` of gRPC in the form that a URL requires.
     pub(crate) fn grpc_authority(&self) -> String {
         match self.host.contains(':') {
             true => format!("[{}]:{}", self.host, self.grpc_port),
@@ -58,17 +59,17 @@ impl ServerAddress {
     }
 }
 
-/// Partitions that share their servers.
+/// A range of partitions that share their servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Range {
     start: i32,
     /// Inclusive.
     end: i32,
-    /// Indexes of servers.
+    /// Indexes into the list of servers.
     replicas: Vec<usize>,
 }
 
-/// Which servers have which partitions.
+/// Assignment of partitions to servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assignment {
     partitions: i32,
@@ -77,7 +78,7 @@ pub struct Assignment {
 }
 
 impl Assignment {
-    /// Checks an answer for a shuffle of `partitions` of which each shall have `replicas` servers.
+    /// Checks a response for a shuffle of `partitions` partitions with `replicas` servers each.
     ///
     /// # Errors
     /// [`Error::Assignment`].
@@ -117,7 +118,8 @@ impl Assignment {
     }
 
     fn index_of(&mut self, server: ServerAddress) -> usize {
-        // A shuffle has few servers (`rss.coordinator.shuffle.nodes.max` is 9).
+        // A shuffle has few servers (`rss.coordinator.shuffle.nodes.max` is 9), so a linear search
+        // suffices.
         let found = self.servers.iter().position(|known| *known == server);
         found.unwrap_or_else(|| {
             self.servers.push(server);
@@ -125,19 +127,20 @@ impl Assignment {
         })
     }
 
-    /// Number of partitions of the shuffle.
+    /// Returns the number of partitions of the shuffle.
     #[must_use]
     pub fn partitions(&self) -> i32 {
         self.partitions
     }
 
-    /// All servers.
+    /// Returns all servers.
     #[must_use]
     pub fn servers(&self) -> &[ServerAddress] {
         &self.servers
     }
 
-    /// The replicas of `partition` as indexes into [`Assignment::servers`]; none for a partition that does not exist.
+    /// Returns the replicas of `partition` as indexes into [`Assignment::servers`]. Empty for a
+    /// partition that does not exist.
     #[must_use]
     pub fn replicas(&self, partition: PartitionId) -> &[usize] {
         let exists = (0..self.partitions).contains(&partition.0);
@@ -146,7 +149,8 @@ impl Assignment {
         range.map_or(&[], |range| &range.replicas)
     }
 
-    /// Inclusive ranges that server number `server` has, as the coordinator cut them.
+    /// Returns the inclusive partition ranges of server number `server`, as the coordinator divided
+    /// them.
     pub(crate) fn ranges_of(&self, server: usize) -> Vec<(i32, i32)> {
         let own = self.ranges.iter().filter(|range| range.replicas.contains(&server));
         own.map(|range| (range.start, range.end)).collect()

@@ -1,13 +1,13 @@
-//! Block ids by layout (docs/protocol.md §3.1), and a block as a writer or a reader has it.
+//! Blocks of writers and readers, and the layouts of block ids (docs/protocol.md §3.1).
 
 use bytes::Bytes;
 
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 
-/// How the 63 bits of a block id are divided.
+/// Division of the 63 bits of a block id into fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IdLayout {
-    /// Upper bits: sequence number.
+    /// Upper bits: sequence number of the block.
     pub sequence_bits: u32,
     /// Middle bits: partition.
     pub partition_bits: u32,
@@ -16,19 +16,19 @@ pub struct IdLayout {
 }
 
 impl IdLayout {
-    /// Java's `DEFAULT`, and what a request without a layout means.
+    /// Java's `DEFAULT`, which also applies to a request without a layout.
     pub const HISTORIC: Self = Self { sequence_bits: 18, partition_bits: 24, task_bits: 21 };
     /// Spark 0.9+ with default settings.
     pub const SPARK: Self = Self { sequence_bits: 21, partition_bits: 20, task_bits: 22 };
 
-    /// What Spark's clients since 0.9 derive from `rss.blockId.maxPartitions`, `spark.task.maxFailures` and speculation;
-    /// `None` when the fields do not fit.
+    /// Returns the layout that Spark's clients since 0.9 derive from `rss.blockId.maxPartitions`,
+    /// `spark.task.maxFailures` and speculation. Returns `None` if the fields do not fit.
     #[must_use]
     pub fn for_spark(partitions_max: u32, failures_max: u32, speculation: bool) -> Option<Self> {
         let partition_bits = bit_length(partitions_max.checked_sub(1)?);
         let task_bits = partition_bits + Self::attempt_bits(failures_max, speculation);
         let sequence_bits = 63_u32.checked_sub(partition_bits + task_bits)?;
-        // What the sequence number cannot use is split over the two others.
+        // Bits that the sequence number cannot use are split between the other two fields.
         let surplus = sequence_bits.saturating_sub(31).next_multiple_of(2);
         let layout = Self {
             sequence_bits: sequence_bits - surplus,
@@ -38,20 +38,21 @@ impl IdLayout {
         layout.is_legal().then_some(layout)
     }
 
-    /// Bits of a task attempt id that number the attempts of one task.
+    /// Returns the number of bits that distinguish the attempts of one task in a task attempt id.
     #[must_use]
     pub fn attempt_bits(failures_max: u32, speculation: bool) -> u32 {
         bit_length((failures_max.max(1) - 1).saturating_add(u32::from(speculation)))
     }
 
-    /// Whether this is a layout: three fields of 1 to 31 bits, 63 in all.
+    /// Returns true if the three fields have 1 to 31 bits each and 63 in total.
     #[must_use]
     pub fn is_legal(self) -> bool {
         let fields = [self.sequence_bits, self.partition_bits, self.task_bits];
         fields.iter().all(|bits| (1..=31).contains(bits)) && fields.iter().sum::<u32>() == 63
     }
 
-    /// The id of these parts; `None` if one does not fit its bits or the layout is not legal.
+    /// Composes a block id. Returns `None` if a part does not fit its bits or the layout is not
+    /// legal.
     #[must_use]
     pub fn block_id(self, sequence: u32, partition: PartitionId, task: TaskAttemptId) -> Option<BlockId> {
         let Self { sequence_bits, partition_bits, task_bits } = self;
@@ -65,21 +66,21 @@ impl IdLayout {
         all_fit.then_some(BlockId(sequence << (partition_bits + task_bits) | partition << task_bits | task))
     }
 
-    /// The partition field of `id`.
+    /// Returns the partition field of `id`.
     #[must_use]
     pub fn partition_of(self, id: BlockId) -> i64 {
         (id.0 >> self.task_bits) & ((1 << self.partition_bits) - 1)
     }
 
-    /// The task attempt field of `id`.
+    /// Returns the task attempt field of `id`.
     #[must_use]
     pub fn task_of(self, id: BlockId) -> TaskAttemptId {
         TaskAttemptId(id.0 & ((1 << self.task_bits) - 1))
     }
 }
 
-/// The id of attempt number `attempt` at task number `task`, as Spark's clients make it (docs/protocol.md §3.1); `None`
-/// when the attempt's number does not fit its bits.
+/// Returns the id of attempt number `attempt` at task number `task`, as Spark's clients compute it
+/// (docs/protocol.md §3.1). Returns `None` if the attempt number does not fit its bits.
 #[must_use]
 pub fn task_attempt_id(task: u32, attempt: u32, attempt_bits: u32) -> Option<TaskAttemptId> {
     let fits = bit_length(attempt) <= attempt_bits && attempt_bits < 31;
@@ -90,20 +91,20 @@ fn bit_length(number: u32) -> u32 {
     u32::BITS - number.leading_zeros()
 }
 
-/// A block as a writer has it.
+/// A block and its metadata.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
-    /// Id, lengths, checksum.
+    /// Ids, lengths and checksum.
     pub meta: BlockMeta,
-    /// The bytes.
+    /// Payload.
     pub data: Bytes,
 }
 
 impl Block {
-    /// A block of `data` with its CRC.
+    /// Creates a block of `data` with its CRC.
     ///
     /// # Panics
-    /// If `data` has more bytes than an `i32` counts.
+    /// Panics if `data` is longer than an `i32` can express.
     #[must_use]
     pub fn new(block_id: BlockId, task_attempt_id: TaskAttemptId, data: Bytes) -> Self {
         let length = u32::try_from(data.len()).ok().filter(|&len| i32::try_from(len).is_ok());
@@ -114,7 +115,7 @@ impl Block {
     }
 }
 
-/// A block of `length` bytes for the unit tests, whose content differs from every other block's.
+/// Creates a block of `length` bytes for the unit tests. Its content is derived from its id.
 #[cfg(test)]
 pub(crate) fn sample(partition: PartitionId, task: TaskAttemptId, sequence: u32, length: usize) -> Block {
     let id = IdLayout::SPARK.block_id(sequence, partition, task).unwrap();

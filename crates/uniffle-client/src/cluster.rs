@@ -1,6 +1,6 @@
-//! A cluster as an application sees it: its coordinators, the connections to its servers, and heartbeats.
+//! A cluster as an application uses it: coordinators, connections to servers, and heartbeats.
 //!
-//! Not here: what is written and read (`shuffle`, `writer`, `reader`).
+//! Writing and reading are in `shuffle`, `writer` and `reader`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::server::Server;
 use crate::shuffle::{Shuffle, ShuffleHandle};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-/// The way into a cluster. Clones share connections.
+/// Entry point of the client. Clones share connections.
 #[derive(Debug, Clone)]
 pub struct Cluster {
     inner: Arc<Inner>,
@@ -28,16 +28,17 @@ pub struct Cluster {
 struct Inner {
     coordinators: Coordinators,
     options: Arc<ClientOptions>,
-    /// One per address; a client talks to the few servers that its shuffles were assigned to.
+    /// Connections by address. A client talks to the few servers that its shuffles were assigned
+    /// to.
     servers: Mutex<HashMap<ServerAddress, Arc<Server>>>,
 }
 
 impl Cluster {
-    /// The cluster of the coordinators at `addresses`, each `host:port`. Nothing is connected to yet. Must be called in a
-    /// tokio runtime.
+    /// Creates a cluster from the coordinators at `addresses`, each `host:port`. Connects lazily.
+    /// Must be called in a tokio runtime.
     ///
     /// # Errors
-    /// [`Error::Invalid`].
+    /// [`Error::Invalid`] for invalid options or addresses.
     pub fn new(
         addresses: impl IntoIterator<Item = impl AsRef<str>>,
         options: ClientOptions,
@@ -47,23 +48,24 @@ impl Cluster {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The coordinators, to be asked directly.
+    /// Returns the coordinators, for direct calls.
     #[must_use]
     pub fn coordinators(&self) -> &Coordinators {
         &self.inner.coordinators
     }
 
-    /// The settings.
+    /// Returns the options.
     #[must_use]
     pub fn options(&self) -> &ClientOptions {
         &self.inner.options
     }
 
-    /// Introduces an application, whose heartbeats begin now. One process of an application does this (its driver); the
-    /// others [`attach`](Cluster::attach) to the shuffles that it registers.
+    /// Registers an application and starts its heartbeats. One process of an application does this
+    /// (its driver). The others [`attach`](Cluster::attach) to the shuffles that it registers.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `id` is none, or no coordinator answered.
+    /// [`Error::Invalid`] if `id` is not an application id; otherwise an error if no coordinator
+    /// accepted the application.
     pub async fn application(&self, id: &str) -> Result<Application, Error> {
         let id = AppId::parse(id).map_err(|error| Error::Invalid(error.to_string()))?;
         self.coordinators().register_application(&id).await?;
@@ -73,10 +75,10 @@ impl Cluster {
         Ok(Application { cluster: self.clone(), id, servers, heartbeats })
     }
 
-    /// A shuffle that another process registered.
+    /// Opens a shuffle that another process registered.
     ///
     /// # Errors
-    /// [`Error::Assignment`]: its servers cannot be reached with these options.
+    /// [`Error::Assignment`] if its servers cannot be used with these options.
     pub fn attach(&self, handle: ShuffleHandle) -> Result<Shuffle, Error> {
         let servers = self.servers(&handle.assignment)?;
         Ok(Shuffle::new(Arc::clone(&self.inner.options), servers, handle))
@@ -96,29 +98,32 @@ impl Cluster {
     }
 }
 
-/// An application that is alive: its heartbeats go on until it is unregistered or dropped. Dropped, its data stays until
-/// the servers miss the heartbeats (a minute or more by their configuration).
+/// A registered application. Heartbeats are sent until it is unregistered or dropped.
+///
+/// After a drop, its data remains until the servers miss the heartbeats (a minute or more,
+/// depending on their configuration).
 #[derive(Debug)]
 pub struct Application {
     cluster: Cluster,
     id: AppId,
-    /// Every server that this application was ever assigned.
+    /// All servers that were ever assigned to this application.
     servers: Arc<Mutex<HashMap<String, Arc<Server>>>>,
     heartbeats: JoinSet<()>,
 }
 
 impl Application {
-    /// The application's id.
+    /// Returns the application id.
     #[must_use]
     pub fn id(&self) -> &AppId {
         &self.id
     }
 
-    /// Registers a shuffle of `partitions` on servers of the coordinator's choice. A server that does not take it is
-    /// avoided in the next try, of which there are as many as failures are tolerated.
+    /// Registers a shuffle of `partitions` partitions on servers that the coordinator chooses.
+    /// After a failure, the next attempt excludes the failed server. `failures.attempts` limits the
+    /// attempts.
     ///
     /// # Errors
-    /// No assignment, or servers that could not be registered on.
+    /// Fails if there is no usable assignment, or if the last attempt to register failed.
     pub async fn register_shuffle(&self, shuffle: ShuffleId, partitions: i32) -> Result<Shuffle, Error> {
         let options = self.cluster.options();
         let key = ShuffleKey::new(self.id.clone(), shuffle);
@@ -142,7 +147,7 @@ impl Application {
             if failures >= options.failures.attempts {
                 return Err(error);
             }
-            tracing::warn!(server, %error, "a shuffle could not be registered, trying other servers");
+            tracing::warn!(server, %error, "cannot register the shuffle; trying other servers");
             faulty.push(server);
             sleep(options.failures.pause(failures - 1)).await;
         }
@@ -153,11 +158,11 @@ impl Application {
         storage.ok_or_else(|| Error::Invalid("the coordinator has no remote storage".to_owned()))
     }
 
-    /// Ends the application: its heartbeats stop, and its servers delete its data.
+    /// Ends the application: stops its heartbeats and deletes its data on its servers.
     ///
     /// # Errors
-    /// The first server that did not confirm; all were asked. Such a server drops the application by itself when it
-    /// misses the heartbeats.
+    /// Returns the first error after all servers were asked. A server that did not confirm drops
+    /// the application itself once it misses the heartbeats.
     pub async fn unregister(mut self) -> Result<(), Error> {
         self.heartbeats.shutdown().await;
         let mut calls = JoinSet::new();
@@ -169,17 +174,17 @@ impl Application {
     }
 }
 
-/// Waits for all; the first error.
+/// Waits for all calls. Returns the first error.
 pub(crate) async fn first_error(mut calls: JoinSet<Result<(), Error>>) -> Result<(), Error> {
     let mut result = Ok(());
     while let Some(ended) = calls.join_next().await {
-        // A task that did not end belongs to a runtime that does.
+        // A call is only cancelled when its runtime shuts down.
         result = result.and(ended.unwrap_or(Ok(())));
     }
     result
 }
 
-/// Registers on all servers at once; a server that failed, and how.
+/// Registers on all servers at once. Returns the id of a server that failed, and its error.
 async fn register(
     options: &ClientOptions,
     servers: &[Arc<Server>],
@@ -204,7 +209,7 @@ async fn register(
     failed
 }
 
-/// Tells coordinators and servers that the application lives, first after half an interval.
+/// Sends heartbeats to coordinators and servers, the first after half an interval.
 async fn send_heartbeats(cluster: Cluster, app: AppId, servers: Arc<Mutex<HashMap<String, Arc<Server>>>>) {
     let period = cluster.options().heartbeat_interval;
     let mut ticks = interval_at(Instant::now() + period / 2, period);

@@ -1,8 +1,8 @@
 //! The coordinators of a cluster: a quorum of which any member may answer.
 //!
-//! Queries (assignments, configuration, remote storage) go to one member after the other until one answers, beginning with
-//! the one that answered last. Announcements (an application, its heartbeat) go to all. Not here: what is done with the
-//! answers.
+//! Queries (assignments, configuration, remote storage) go to one member after another until one
+//! answers, starting with the member that answered last. Announcements (registration and heartbeats
+//! of an application) go to all members.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -18,17 +18,17 @@ use crate::proto::coordinator_server_client::CoordinatorServerClient;
 use crate::proto::{self, StatusCode};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
-/// Largest answer: an assignment of 2^20 ranges has about 60 MB.
+/// Largest response: an assignment of 2^20 ranges has about 60 MB.
 const ANSWER_BYTES_MAX: usize = 512 << 20;
 
 type Stub = CoordinatorServerClient<Channel>;
 
-/// A directory of remote files, and the Hadoop settings that belong to it.
+/// A directory of remote files and its Hadoop settings.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RemoteStorage {
     /// URL, such as `hdfs://nameservice/uniffle`.
     pub path: String,
-    /// Hadoop settings by name.
+    /// Hadoop settings as (key, value).
     pub conf: Vec<(String, String)>,
 }
 
@@ -56,20 +56,21 @@ struct Member {
     stub: Stub,
 }
 
-/// The quorum. Connections are made when they are needed, and again when they broke.
+/// The quorum. Connects lazily, and reconnects after a connection breaks.
 #[derive(Debug)]
 pub struct Coordinators {
     members: Vec<Member>,
-    /// The member that answered last.
+    /// Index of the member that answered last.
     preferred: AtomicUsize,
     options: ClientOptions,
 }
 
 impl Coordinators {
-    /// The coordinators at `addresses`, each `host:port`. Must be called in a tokio runtime.
+    /// Creates the quorum of the coordinators at `addresses`, each `host:port`. Must be called in a
+    /// tokio runtime.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: no address, or one that is none.
+    /// [`Error::Invalid`] without an address, or for an invalid address or option.
     pub fn new(
         addresses: impl IntoIterator<Item = impl AsRef<str>>,
         options: ClientOptions,
@@ -83,10 +84,10 @@ impl Coordinators {
         Ok(Self { members, preferred: AtomicUsize::new(0), options })
     }
 
-    /// `registerApplicationInfo` at all coordinators.
+    /// Calls `registerApplicationInfo` on all coordinators.
     ///
     /// # Errors
-    /// If not a single one took it.
+    /// Fails if no coordinator accepted it.
     pub async fn register_application(&self, app: &AppId) -> Result<(), Error> {
         const RPC: &str = "registerApplicationInfo";
         let request = proto::ApplicationInfoRequest {
@@ -105,10 +106,10 @@ impl Coordinators {
         .await
     }
 
-    /// `appHeartbeat` at all coordinators.
+    /// Calls `appHeartbeat` on all coordinators.
     ///
     /// # Errors
-    /// If not a single one took it.
+    /// Fails if no coordinator accepted it.
     pub async fn heartbeat(&self, app: &AppId) -> Result<(), Error> {
         const RPC: &str = "appHeartbeat";
         let request = proto::AppHeartBeatRequest { app_id: app.as_str().to_owned() };
@@ -122,10 +123,11 @@ impl Coordinators {
         .await
     }
 
-    /// `getShuffleAssignments` for a shuffle of `partitions`, without the servers whose ids are `faulty`.
+    /// Calls `getShuffleAssignments` for a shuffle of `partitions` partitions. Excludes the servers
+    /// with the ids `faulty`.
     ///
     /// # Errors
-    /// No coordinator has an answer, or the answer cannot be used.
+    /// Fails if no coordinator answers, or if the response is unusable.
     pub async fn assignment(
         &self,
         key: &ShuffleKey,
@@ -159,10 +161,10 @@ impl Coordinators {
         Assignment::new(partitions, self.options.replicas.total, &answer)
     }
 
-    /// `getShuffleServerList`: the servers that are alive, whatever their state.
+    /// Calls `getShuffleServerList`. Returns the live servers in any state.
     ///
     /// # Errors
-    /// No coordinator has an answer, or the answer cannot be used.
+    /// Fails if no coordinator answers, or if the response is unusable.
     pub async fn servers(&self) -> Result<Vec<ServerAddress>, Error> {
         const RPC: &str = "getShuffleServerList";
         let list = self
@@ -173,10 +175,11 @@ impl Coordinators {
         list.iter().map(ServerAddress::from_message).collect()
     }
 
-    /// `fetchRemoteStorage`: where this application's remote files shall be, if the coordinator has a place.
+    /// Calls `fetchRemoteStorage`. Returns the remote storage of this application, if the
+    /// coordinator has one.
     ///
     /// # Errors
-    /// No coordinator has an answer.
+    /// Fails if no coordinator answers.
     pub async fn remote_storage(&self, app: &AppId) -> Result<Option<RemoteStorage>, Error> {
         const RPC: &str = "fetchRemoteStorage";
         let request = proto::FetchRemoteStorageRequest { app_id: app.as_str().to_owned() };
@@ -193,11 +196,11 @@ impl Coordinators {
         Ok(answer.map(RemoteStorage::from_message).filter(|storage| !storage.path.is_empty()))
     }
 
-    /// Settings that the cluster wants its clients to have, such as `rss.storage.type`: `fetchClientConfV2`, or
-    /// `fetchClientConf` of a coordinator before 0.10.
+    /// Returns the settings that the cluster prescribes to its clients, such as `rss.storage.type`.
+    /// Calls `fetchClientConfV2`, or `fetchClientConf` for a coordinator before 0.10.
     ///
     /// # Errors
-    /// No coordinator has an answer.
+    /// Fails if no coordinator answers.
     pub async fn client_conf(&self) -> Result<Vec<(String, String)>, Error> {
         const RPC: &str = "fetchClientConf";
         let request = proto::FetchClientConfRequest {
@@ -223,7 +226,7 @@ impl Coordinators {
         Ok(items.into_iter().map(|item| (item.key, item.value)).collect())
     }
 
-    /// Asks one member after the other, as many rounds as failures are tolerated.
+    /// Asks one member after another, for up to `failures.attempts` rounds.
     async fn first<T, F>(&self, rpc: &'static str, call: impl Fn(Stub) -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, ClientError>>,
@@ -253,7 +256,7 @@ impl Coordinators {
         }
     }
 
-    /// Calls all members at once; one success is enough.
+    /// Calls all members at once. One success is enough.
     async fn all<F>(
         &self,
         rpc: &'static str,
@@ -268,16 +271,17 @@ impl Coordinators {
             let (address, call) = (member.address.clone(), call(member.stub.clone()));
             calls.spawn(async move { within(rpc, deadline, call).await.map_err(Error::call(&address)) });
         }
-        let mut failure = Error::Invalid(format!("{rpc}: no coordinator"));
+        let mut failure = Error::Invalid(format!("{rpc}: no coordinator was called"));
         while let Some(ended) = calls.join_next().await {
             match ended {
                 Ok(Ok(())) => {
-                    // The other calls go on in the background, each up to its deadline: a silent member delays no one.
+                    // The other calls continue in the background, each up to its deadline, so an
+                    // unresponsive member delays nobody.
                     calls.detach_all();
                     return Ok(());
                 }
                 Ok(Err(error)) => failure = error,
-                // The runtime ends.
+                // The runtime is shutting down.
                 Err(_) => {}
             }
         }
@@ -291,7 +295,7 @@ impl Member {
         let endpoint =
             Endpoint::from_shared(format!("http://{address}")).map_err(|error| invalid(error.to_string()))?;
         if endpoint.uri().port().is_none() {
-            return Err(invalid("host:port is expected".to_owned()));
+            return Err(invalid("expected host:port".to_owned()));
         }
         let channel = endpoint.connect_timeout(options.connect_timeout).tcp_nodelay(true).connect_lazy();
         let stub = Stub::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
@@ -299,7 +303,7 @@ impl Member {
     }
 }
 
-/// `call` with a deadline.
+/// Runs `call` with a deadline.
 pub(crate) async fn within<T>(
     rpc: &'static str,
     deadline: std::time::Duration,
@@ -308,7 +312,7 @@ pub(crate) async fn within<T>(
     timeout(deadline, call).await.unwrap_or(Err(ClientError::Timeout { rpc, after: deadline }))
 }
 
-/// A status that every version of the protocol means as "do not try again".
+/// Returns true for statuses that mean "do not retry" in every version of the protocol.
 pub(crate) fn is_final(status: StatusCode) -> bool {
     matches!(
         status,

@@ -1,4 +1,4 @@
-//! Why an operation of the client failed. [`ClientError`] is why one call did; most variants here carry one.
+//! Errors of the client's operations. Most variants carry the [`ClientError`] of a single call.
 
 use std::fmt;
 
@@ -6,44 +6,44 @@ use uniffle_wire::types::{BlockId, PartitionId};
 
 use crate::grpc::ClientError;
 
-/// Missing blocks that an error names.
+/// Largest number of missing blocks that an error lists.
 const MISSING_NAMED: usize = 16;
 
-/// Why an operation failed.
+/// Error of an operation.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An argument or a setting cannot work.
+    /// An argument or a setting is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// A call to one server or coordinator failed, as often as it was tried.
+    /// A call to one server or coordinator failed in every attempt.
     #[error("{peer}: {source}")]
     Call {
         /// The server's id or the coordinator's address.
         peer: String,
-        /// What the last try said.
+        /// Error of the last attempt.
         source: ClientError,
     },
-    /// What a coordinator assigned cannot be used.
-    #[error("the coordinator's assignment: {0}")]
+    /// The assignment of a coordinator is unusable.
+    #[error("unusable assignment from the coordinator: {0}")]
     Assignment(String),
-    /// Too few replicas took a partition's blocks, or the report of them.
+    /// Too few replicas acknowledged a partition's blocks or their report.
     #[error("partition {partition}: {acknowledged} of {needed} replicas acknowledged the write")]
     WriteQuorum {
         /// The partition.
         partition: PartitionId,
-        /// Replicas that did.
+        /// Number of replicas that acknowledged.
         acknowledged: usize,
         /// `replicas.write`.
         needed: usize,
         /// The last failure.
         source: Option<Box<Error>>,
     },
-    /// Too few replicas answered which blocks a partition has.
-    #[error("partition {partition}: {answered} of {needed} replicas answered which blocks there are")]
+    /// Too few replicas answered the query for a partition's blocks.
+    #[error("partition {partition}: {answered} of {needed} replicas answered the query for its blocks")]
     ReadQuorum {
         /// The partition, or the first of several.
         partition: PartitionId,
-        /// Replicas that did.
+        /// Number of replicas that answered.
         answered: usize,
         /// `replicas.read`.
         needed: usize,
@@ -55,11 +55,11 @@ pub enum Error {
     MissingBlocks {
         /// The partition.
         partition: PartitionId,
-        /// Which.
+        /// The missing blocks.
         missing: MissingBlocks,
-        /// Blocks that were reported, and wanted.
+        /// Number of blocks that were reported and wanted.
         expected: u64,
-        /// The last failure while they were looked for, if there was one.
+        /// Last failure during the search, if there was one.
         source: Option<Box<Error>>,
     },
     /// A remote file could not be listed or read.
@@ -67,25 +67,25 @@ pub enum Error {
     Remote {
         /// The file or directory.
         path: String,
-        /// Why.
+        /// I/O error.
         source: std::io::Error,
     },
 }
 
 impl Error {
-    /// For [`Result::map_err`] of a call to `peer`.
+    /// Returns a function that wraps the error of a call to `peer`, for [`Result::map_err`].
     pub(crate) fn call(peer: &str) -> impl FnOnce(ClientError) -> Self {
         let peer = peer.to_owned();
         move |source| Self::Call { peer, source }
     }
 }
 
-/// Blocks that no replica has: how many, and the first of them.
+/// Blocks that no replica has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MissingBlocks {
-    /// How many.
+    /// Number of missing blocks.
     pub count: u64,
-    /// The first, at most 16.
+    /// The first missing blocks, at most 16.
     pub first: Vec<BlockId>,
 }
 

@@ -1,4 +1,4 @@
-//! [`RemoteFiles`] in HDFS, by `hdfs-native`: no JVM, no libhdfs. Feature `hdfs`.
+//! [`RemoteFiles`] in HDFS through `hdfs-native`, without a JVM or libhdfs. Feature `hdfs`.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,23 +12,23 @@ use parking_lot::Mutex;
 use crate::coordinators::RemoteStorage;
 use crate::remote::{BoxFuture, RemoteFile, RemoteFiles};
 
-/// Where a NameNode listens when its address has no port.
+/// Default port of a NameNode.
 const NAMENODE_PORT: u16 = 8020;
-/// A NameNode that cannot be reached is tried so often within one call.
+/// Number of attempts to reach a NameNode within one call.
 const FAILOVER_ATTEMPTS: (&str, &str) = ("dfs.client.failover.max.attempts", "4");
-/// Storages that are kept connected to; a cluster has one or a few.
+/// Most cached connections to storages. A cluster has one or a few.
 const CLIENTS_MAX: usize = 16;
 
-/// HDFS as the environment configures it (`HADOOP_CONF_DIR`, `HADOOP_USER_NAME`, a Kerberos ticket), with the settings
-/// that a coordinator names for a storage on top.
+/// HDFS as the environment configures it (`HADOOP_CONF_DIR`, `HADOOP_USER_NAME`, a Kerberos
+/// ticket). The settings that a coordinator gives for a storage take precedence.
 #[derive(Debug, Default)]
 pub struct Hdfs {
-    /// By the URL of the file system.
+    /// Clients by the URL of the file system.
     clients: Mutex<HashMap<String, Client>>,
 }
 
 impl Hdfs {
-    /// No connection yet.
+    /// Creates an instance without connections.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -42,7 +42,7 @@ impl Hdfs {
         let mut conf: HashMap<String, String> = storage.conf.iter().cloned().collect();
         conf.entry(FAILOVER_ATTEMPTS.0.to_owned()).or_insert_with(|| FAILOVER_ATTEMPTS.1.to_owned());
         let builder = ClientBuilder::new().with_url(&url).with_config(conf);
-        // Asks GSSAPI and resolvers, which block.
+        // `build` calls GSSAPI and the resolver, which block.
         let client = tokio::task::spawn_blocking(move || builder.build()).await;
         let client = client.map_err(io::Error::other)?.map_err(failed)?;
         let mut clients = self.clients.lock();
@@ -99,7 +99,7 @@ impl RemoteFile for HdfsFile {
 
     fn read(&self, offset: u64, length: usize) -> BoxFuture<'_, io::Result<Bytes>> {
         Box::pin(async move {
-            // The reader panics beyond the end.
+            // The reader panics on offsets beyond the end.
             let inside = |end: &usize| *end <= self.0.file_length();
             let start = usize::try_from(offset).ok();
             let start = start.filter(|start| start.checked_add(length).as_ref().is_some_and(inside));
@@ -117,15 +117,17 @@ fn failed(error: HdfsError) -> io::Error {
     }
 }
 
-/// The URL of a storage's file system. A name without port that is no nameservice is a NameNode's at the usual port.
+/// Returns the URL of a storage's file system. Adds the default NameNode port to a name without
+/// port that is not a nameservice.
 fn file_system(storage: &RemoteStorage) -> io::Result<String> {
-    let no_url = || io::Error::new(io::ErrorKind::InvalidInput, format!("{:?} is no HDFS URL", storage.path));
+    let no_url =
+        || io::Error::new(io::ErrorKind::InvalidInput, format!("{:?} is not an HDFS URL", storage.path));
     let (scheme, rest) = storage.path.split_once("://").ok_or_else(no_url)?;
     let authority = rest.split('/').next().filter(|authority| !authority.is_empty()).ok_or_else(no_url)?;
     let nameservice = format!("dfs.ha.namenodes.{authority}");
     let is_nameservice = storage.conf.iter().any(|(key, _)| *key == nameservice);
     let has_port = authority.contains(':');
-    // A nameservice of the environment's configuration has no port either, and is not seen here.
+    // A nameservice that only the environment defines has no port either, and is not visible here.
     let from_environment = std::env::var_os("HADOOP_CONF_DIR").is_some();
     if scheme == "hdfs" && !has_port && !is_nameservice && !from_environment {
         return Ok(format!("hdfs://{authority}:{NAMENODE_PORT}"));
@@ -133,7 +135,7 @@ fn file_system(storage: &RemoteStorage) -> io::Result<String> {
     Ok(format!("{scheme}://{authority}"))
 }
 
-/// The path of a URL.
+/// Returns the path of a URL.
 fn path_of(url: &str) -> &str {
     let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
     rest.find('/').map_or("/", |at| &rest[at..])

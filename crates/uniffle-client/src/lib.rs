@@ -1,5 +1,5 @@
-//! A client of Apache Uniffle's remote shuffle servers, for engines in Rust: this repository's worker, and the Java
-//! servers from 0.9 on.
+//! A Rust client for Apache Uniffle's remote shuffle servers: this repository's worker, and the
+//! Java servers since 0.9.
 //!
 //! ```no_run
 //! use uniffle_client::{ClientOptions, Cluster, Error, TaskFilter};
@@ -27,22 +27,29 @@
 //! # }
 //! ```
 //!
-//! `examples/word_count.rs` is a whole program. What the client does by itself:
+//! `examples/word_count.rs` is a complete program. The client provides:
 //!
-//! - **Coordinators** ([`Coordinators`]): any of a quorum answers; all of them get the application and its heartbeats.
-//! - **Transports** ([`Transport`]): block data over gRPC or over the raw TCP protocol of Uniffle's Netty port.
-//! - **Writing** ([`ShuffleWriter`]): block ids in Java's layouts, checksums, batches of bounded size, waiting while a
-//!   server has no memory, resending what got lost, [`Replicas`], and the report that makes blocks visible.
-//! - **Reading** ([`ShuffleReader`]): which blocks were reported, by a quorum of replicas; memory, the servers' disks, and
-//!   remote files; each block once and undamaged; the next replica when one fails; an error that names missing blocks.
-//! - **Remote files** ([`RemoteFiles`]): the feature `hdfs` has them in HDFS (`hdfs::Hdfs`); or bring your own.
+//! - **Coordinators** ([`Coordinators`]): any member of a quorum answers queries. All members
+//!   receive the application and its heartbeats.
+//! - **Transports** ([`Transport`]): block data over gRPC or over the raw TCP protocol of Uniffle's
+//!   Netty port.
+//! - **Writing** ([`ShuffleWriter`]): block ids in Java's layouts, checksums, batches of bounded
+//!   size, retries while a server has no memory, resends, [`Replicas`], and the report that makes
+//!   blocks visible.
+//! - **Reading** ([`ShuffleReader`]): reported blocks from a quorum of replicas; memory, the
+//!   servers' disks and remote files; each block once and undamaged; failover to the next replica;
+//!   an error that lists missing blocks.
+//! - **Remote files** ([`RemoteFiles`]): the feature `hdfs` provides HDFS (`hdfs::Hdfs`).
+//!   Applications can bring their own.
 //!
-//! Every call has a deadline and every retry a bound ([`ClientOptions`]). The engine's part: task scheduling, unique ids
-//! of task attempts ([`block::task_attempt_id`]), serialisation, compression, and which attempts of a task count
-//! ([`TaskFilter`]). Not here: reassignment of partitions while a shuffle is written, and server-side merge.
+//! Every call has a deadline and every retry is bounded ([`ClientOptions`]). The engine provides
+//! task scheduling, unique task attempt ids ([`block::task_attempt_id`]), serialisation,
+//! compression, and the choice of the successful attempts ([`TaskFilter`]). Reassignment of
+//! partitions during a write and server-side merge are not supported.
 //!
-//! Beneath it are the protocol's single calls, which tests and load generators use directly: [`send`] and [`read`] are
-//! codecs, [`grpc`] and [`tcp`] connections to one server, [`proto`] the generated messages and services.
+//! Tests and load generators use the single calls of the protocol directly: [`send`] and [`read`]
+//! are codecs, [`grpc`] and [`tcp`] are connections to one server, and [`proto`] has the generated
+//! messages and services.
 
 mod assignment;
 mod cluster;

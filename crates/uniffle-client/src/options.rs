@@ -1,4 +1,4 @@
-//! What a client is configured with; the defaults are those of the Java client (docs/protocol.md §2.15).
+//! Options of the client. The defaults are those of the Java client (docs/protocol.md §2.15).
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -11,17 +11,19 @@ use crate::grpc::Backoff;
 use crate::remote::RemoteFiles;
 use uniffle_wire::types::BLOCK_BYTES_MAX;
 
-/// Largest `send_bytes_max`: with a largest block on top, and twice that over TCP, the size still is an `i32`.
+/// Largest `send_bytes_max`. Plus one block of maximum size, and doubled over TCP, the size still
+/// fits an `i32`.
 const SEND_BYTES_LIMIT: u64 = 256 << 20;
-/// Largest `read_buffer_bytes`: an answer has up to one block more, which still fits a message.
+/// Largest `read_buffer_bytes`. A response has up to one block more, which still fits one message.
 const READ_BUFFER_BYTES_LIMIT: u32 = 512 << 20;
-/// What an answer has besides the blocks that were asked for: the segments' metadata, or an index of six million blocks.
+/// Allowance for a response's content besides block data: the segments' metadata, or an index of
+/// six million blocks.
 const ANSWER_METADATA_BYTES: usize = 256 << 20;
 
-/// How block data travels. Registration, tickets, reports and heartbeats always use gRPC.
+/// Transport of block data. Registration, tickets, reports and heartbeats always use gRPC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Transport {
-    /// Over gRPC, like everything else (client type `GRPC`).
+    /// Over gRPC, like all other calls (client type `GRPC`).
     #[default]
     Grpc,
     /// Over the raw TCP protocol of Uniffle's Netty port (client type `GRPC_NETTY`).
@@ -29,7 +31,7 @@ pub enum Transport {
 }
 
 impl Transport {
-    /// The tag that servers of this transport carry.
+    /// Returns the tag of servers that support this transport.
     #[must_use]
     pub fn tag(self) -> &'static str {
         match self {
@@ -39,7 +41,7 @@ impl Transport {
     }
 }
 
-/// Which tiers a reader visits behind the servers' memory (`rss.storage.type`).
+/// Tiers that a reader visits after the servers' memory (`rss.storage.type`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum StorageType {
     /// The servers' own disks.
@@ -52,13 +54,13 @@ pub enum StorageType {
 }
 
 impl StorageType {
-    /// Whether servers keep data on disks of their own.
+    /// Returns true if servers store data on their own disks.
     #[must_use]
     pub fn has_localfile(self) -> bool {
         matches!(self, Self::MemoryLocalfile | Self::MemoryLocalfileHdfs)
     }
 
-    /// Whether data may be in remote files.
+    /// Returns true if data may be in remote files.
     #[must_use]
     pub fn has_hdfs(self) -> bool {
         matches!(self, Self::MemoryHdfs | Self::MemoryLocalfileHdfs)
@@ -68,7 +70,7 @@ impl StorageType {
 impl FromStr for StorageType {
     type Err = Error;
 
-    /// From the value of `rss.storage.type`, which a coordinator may dictate.
+    /// Parses a value of `rss.storage.type`, which a coordinator may prescribe.
     fn from_str(text: &str) -> Result<Self, Error> {
         match text {
             "MEMORY_LOCALFILE" => Ok(Self::MemoryLocalfile),
@@ -79,14 +81,14 @@ impl FromStr for StorageType {
     }
 }
 
-/// On how many servers a block is stored (`rss.data.replica`, `.write`, `.read`).
+/// Replication of blocks (`rss.data.replica`, `.write`, `.read`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Replicas {
     /// Servers assigned to each partition.
     pub total: usize,
-    /// Servers that must have a block, and the report of it, before a write succeeds.
+    /// Servers that must acknowledge a block and its report before a write succeeds.
     pub write: usize,
-    /// Servers that must answer which blocks there are before a read begins.
+    /// Servers that must answer which blocks exist before a read begins.
     pub read: usize,
 }
 
@@ -99,43 +101,49 @@ impl Default for Replicas {
 /// Settings of a [`Cluster`](crate::Cluster).
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// How block data travels. Default: gRPC.
+    /// Transport of block data. Default: gRPC.
     pub transport: Transport,
-    /// Which tiers a reader visits. Default: memory and the servers' disks.
+    /// Tiers that a reader visits. Default: memory and the servers' disks.
     pub storage: StorageType,
-    /// Default: one server, no replicas.
+    /// Replication. Default: one server, no replicas.
     pub replicas: Replicas,
-    /// How block ids are made and read. All tasks of a shuffle must use the same. Default: Spark's.
+    /// Layout of block ids. All tasks of a shuffle must use the same. Default: Spark's.
     pub layout: IdLayout,
     /// Tags that servers must have besides the protocol's version and the transport
     /// (`rss.client.assignment.tags`). Default: none.
     pub tags: Vec<String>,
-    /// Who owns the application; servers write remote files in this name. Default: `uniffle-client`.
+    /// Owner of the application. Servers write remote files as this user. Default:
+    /// `uniffle-client`.
     pub user: String,
-    /// Told to servers and coordinators (`registerShuffle.properties`, `fetchClientConfV2.properties`). Default: none.
+    /// Properties sent to servers and coordinators (`registerShuffle.properties`,
+    /// `fetchClientConfV2.properties`). Default: none.
     pub properties: BTreeMap<String, String>,
-    /// Servers asked for per shuffle; `None` leaves it to the coordinator. Default: `None`.
+    /// Number of servers requested per shuffle. `None` leaves the choice to the coordinator.
+    /// Default: `None`.
     pub servers_per_shuffle: Option<u32>,
     /// Deadline of each call (`rss.client.rpc.timeout.ms`). Default: 60 s.
     pub rpc_timeout: Duration,
-    /// Deadline of each connect. Default: 10 s.
+    /// Deadline of each connection attempt. Default: 10 s.
     pub connect_timeout: Duration,
-    /// Deadline of each call that only tidies up (`rss.client.unregister.request.timeout.sec`). Default: 10 s.
+    /// Deadline of each unregister call (`rss.client.unregister.request.timeout.sec`). Default: 10
+    /// s.
     pub unregister_timeout: Duration,
-    /// Pace of the application's heartbeats; each has half of it as its deadline. Default: 10 s.
+    /// Interval of the application's heartbeats. Each has half of it as its deadline. Default: 10
+    /// s.
     pub heartbeat_interval: Duration,
-    /// Patience with NO_BUFFER. Default: 50 calls, 2 to 10 s apart.
+    /// Retries after NO_BUFFER. Default: 50 calls, 2 to 10 s apart.
     pub no_buffer: Backoff,
-    /// Patience with calls that fail otherwise: sends, reports, assignments, and reads where there is one replica.
+    /// Retries after other failures of sends, reports, assignments, and of reads without replicas.
     /// Default: 3 calls, 1 to 10 s apart.
     pub failures: Backoff,
-    /// Bytes of blocks collected by a writer before they are sent (`rss.client.send.size.limit`). Default: 16 MiB.
+    /// Bytes of blocks that a writer collects before it sends them (`rss.client.send.size.limit`).
+    /// Default: 16 MiB.
     pub send_bytes_max: u64,
-    /// Sends of one writer under way at once; a writer holds one more batch in memory. Default: 2.
+    /// Concurrent sends of one writer. A writer holds one more batch in memory. Default: 2.
     pub sends_in_flight: usize,
-    /// Bytes asked for in one read (`rss.client.read.buffer.size`). Default: 14 MiB.
+    /// Bytes requested by one read (`rss.client.read.buffer.size`). Default: 14 MiB.
     pub read_buffer_bytes: u32,
-    /// How remote files are read; needed where `storage` has HDFS. Default: none.
+    /// Access to remote files. Required if `storage` includes HDFS. Default: none.
     pub remote_files: Option<Arc<dyn RemoteFiles>>,
 }
 
@@ -169,7 +177,7 @@ impl Default for ClientOptions {
 }
 
 impl ClientOptions {
-    /// Refuses settings that cannot work together.
+    /// Rejects invalid settings.
     pub(crate) fn validate(&self) -> Result<(), Error> {
         let Replicas { total, write, read } = self.replicas;
         let durations =
@@ -200,18 +208,20 @@ impl ClientOptions {
         }
     }
 
-    /// Largest answer taken from a server: what was asked for, up to one block more, and its metadata.
+    /// Returns the size of the largest accepted response: the requested bytes, one more block, and
+    /// metadata.
     pub(crate) fn answer_bytes_max(&self) -> usize {
         self.read_buffer_bytes as usize + BLOCK_BYTES_MAX as usize + ANSWER_METADATA_BYTES
     }
 
-    /// Patience with reads that fail. With replicas the next one is asked instead.
+    /// Returns the retries of a failed read. With replicas there are none: the next replica is
+    /// asked instead.
     pub(crate) fn read_failures(&self) -> Backoff {
         let attempts = if self.replicas.total > 1 { 1 } else { self.failures.attempts };
         Backoff { attempts, ..self.failures }
     }
 
-    /// What a server must have: `ss_v5` is the protocol since 0.9.
+    /// Returns the tags that a server must have. `ss_v5` is the protocol since 0.9.
     pub(crate) fn required_tags(&self) -> Vec<String> {
         let own = ["ss_v5", self.transport.tag()].map(str::to_owned);
         own.into_iter().chain(self.tags.iter().cloned()).collect()

@@ -1,4 +1,5 @@
-//! Clients of the services of `rss.common`, generated from `proto/uniffle.proto`, with the messages of [`uniffle_wire::proto`].
+//! Clients of the services of `rss.common`, generated from `proto/uniffle.proto`, and the messages
+//! of [`uniffle_wire::proto`].
 
 #[allow(
     unreachable_pub,

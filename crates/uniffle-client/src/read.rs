@@ -1,7 +1,9 @@
-//! What a reader makes of answers, as pure functions: memory segments, index bytes, ranges to ask for.
+//! Pure functions that decode read responses: memory segments, index records, and the ranges to
+//! read next.
 //!
-//! Follows the Java client (docs/protocol.md §3.4, §5.4) and is stricter: where Java would slice wrong bytes out of a
-//! hole in the index, this one says so. One data file per partition is assumed, as this worker answers.
+//! They follow the Java client (docs/protocol.md §3.4, §5.4) but are stricter: where Java would
+//! slice wrong bytes out of a gap in the index, they return an error. One data file per partition
+//! is assumed, as this worker answers.
 
 use bytes::{Buf, Bytes};
 use croaring::{JvmLegacy, Treemap};
@@ -10,73 +12,73 @@ use super::block::Block;
 use crate::proto;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
-/// Bytes of one index record (docs/protocol.md §5.2).
+/// Length of one index record (docs/protocol.md §5.2).
 pub const INDEX_RECORD_BYTES: usize = 40;
 
-/// An answer that contradicts itself or the protocol.
+/// A response that contradicts itself or the protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// A number is negative or too large for its meaning.
+    /// A number is negative or out of range.
     #[error("{what} is {value}")]
     Number {
-        /// Which one.
+        /// Name of the number.
         what: &'static str,
         /// Its value.
         value: i64,
     },
-    /// The index is not a whole number of records.
-    #[error("index has {0} bytes, which is no multiple of 40")]
+    /// The index length is not a multiple of the record length.
+    #[error("index has {0} bytes, which is not a multiple of 40")]
     IndexLength(usize),
-    /// A record does not begin where the one before it ends.
-    #[error("index record {record} begins at {begins}, the one before ends at {expected}")]
+    /// A record does not begin at the end of the previous record.
+    #[error("index record {record} begins at {begins}, but the previous record ends at {expected}")]
     Hole {
         /// Number of the record.
         record: usize,
         /// Its offset.
         begins: u64,
-        /// The end of the record before.
+        /// End of the previous record.
         expected: u64,
     },
-    /// A block lies outside of the bytes that came with it.
+    /// A block exceeds the bytes of its response.
     #[error("block {block} ends at byte {end} of {available}")]
     OutOfRange {
         /// The block.
         block: BlockId,
-        /// Where it would end.
+        /// End of the block.
         end: u64,
-        /// How many bytes there are.
+        /// Number of bytes in the response.
         available: usize,
     },
-    /// The answer to a data read has not the length that was asked for.
+    /// The response to a data read has a different length than requested.
     #[error("expected {expected} bytes of data, got {got}")]
     DataLength {
-        /// Bytes asked for.
+        /// Bytes requested.
         expected: u64,
-        /// Bytes in the answer.
+        /// Bytes in the response.
         got: usize,
     },
-    /// The bytes of a block are not those that were sent.
+    /// The bytes of a block do not match its checksum.
     #[error("block {block} has crc {actual:#010x}, expected {expected:#010x}")]
     Crc {
         /// The block.
         block: BlockId,
-        /// By its metadata.
+        /// Checksum in the metadata.
         expected: u32,
-        /// Of its bytes.
+        /// Checksum of the bytes.
         actual: u32,
     },
     /// Not a `Roaring64NavigableMap` in its legacy form.
     #[error("the bitmap of {0} bytes is not in Java's legacy form")]
     Bitmap(usize),
-    /// The answer is one to another request.
-    #[error("the answer belongs to another request")]
+    /// The response belongs to another request.
+    #[error("the response belongs to another request")]
     Answer,
-    /// A status number that is none.
+    /// The status number is unknown.
     #[error("unknown status {0}")]
     Status(i32),
 }
 
-/// The set that `getShuffleResult` answers with; no bytes are the empty set.
+/// Decodes the set that `getShuffleResult` returns. Empty input is the empty set.
 ///
 /// # Errors
 /// [`Malformed::Bitmap`].
@@ -87,16 +89,16 @@ pub fn decode_bitmap(bytes: &[u8]) -> Result<Treemap, Malformed> {
     Treemap::try_deserialize::<JvmLegacy>(bytes).ok_or(Malformed::Bitmap(bytes.len()))
 }
 
-/// A set in Java's form, for the task filter of a memory read.
+/// Encodes a set in Java's format, for the task filter of a memory read.
 #[must_use]
 pub fn encode_bitmap(set: &Treemap) -> Bytes {
     set.serialize::<JvmLegacy>().into()
 }
 
-/// Cuts the blocks of a memory answer out of its data.
+/// Splits the data of a memory response into blocks.
 ///
 /// # Errors
-/// When a segment lies outside of the data, or the segments do not follow each other.
+/// Fails if a segment exceeds the data, or if the segments are not contiguous.
 pub fn memory_blocks(
     segments: &[proto::ShuffleDataBlockSegment],
     data: &Bytes,
@@ -121,19 +123,19 @@ pub fn memory_blocks(
     Ok(blocks)
 }
 
-/// A block in the data of a partition.
+/// Position of a block in the data of a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IndexRecord {
-    /// First byte in the partition's data.
+    /// Offset of the first byte in the partition's data.
     pub offset: u64,
     /// The block.
     pub meta: BlockMeta,
 }
 
-/// Takes the answer of `getLocalShuffleIndex` apart.
+/// Decodes the response of `getLocalShuffleIndex`.
 ///
 /// # Errors
-/// When the length is no multiple of 40 or a number makes no sense.
+/// Fails if the length is not a multiple of 40, or if a number is out of range.
 pub fn decode_index(mut index: &[u8]) -> Result<Vec<IndexRecord>, Malformed> {
     if !index.len().is_multiple_of(INDEX_RECORD_BYTES) {
         return Err(Malformed::IndexLength(index.len()));
@@ -153,22 +155,23 @@ pub fn decode_index(mut index: &[u8]) -> Result<Vec<IndexRecord>, Malformed> {
     Ok(records)
 }
 
-/// One `getLocalShuffleData`.
+/// The range of one `getLocalShuffleData` call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segment {
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Bytes.
+    /// Number of bytes.
     pub length: u64,
-    /// The blocks in it, back to back.
+    /// The contiguous blocks of the range.
     pub records: Vec<IndexRecord>,
 }
 
-/// Cuts the index into reads as Java does: a segment closes when it has `read_buffer_size` bytes, or before a block
-/// that is not wanted (AQE's skew readers). Records beyond `data_length` (`None` = unknown) are still being flushed.
+/// Splits the index into reads as Java does. A segment ends once it has `read_buffer_size` bytes,
+/// or before an unwanted block (AQE's skew readers). Records beyond `data_length` (`None` =
+/// unknown) are still being flushed and are left out.
 ///
 /// # Errors
-/// [`Malformed::Hole`] when records do not follow each other without a gap.
+/// [`Malformed::Hole`] if the records are not contiguous.
 pub fn segments(
     records: &[IndexRecord],
     data_length: Option<u64>,
@@ -207,18 +210,20 @@ pub fn segments(
     Ok(done)
 }
 
-/// Records that lie side by side on one disk.
+/// Contiguous records on one disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run<'a> {
-    /// The disk's number; −1 where the server has one stream per partition.
+    /// Number of the disk, or −1 if the server has one stream per partition.
     pub storage: i32,
-    /// Each begins where the one before ends.
+    /// Records, each of which begins where the previous one ends.
     pub records: &'a [IndexRecord],
 }
 
-/// Cuts an index into runs that are read each by itself. A record that begins before the one ahead of it is the first of
-/// the next disk in `storage_ids` (docs/protocol.md §5.5); a gap, which an append that failed leaves behind, ends a run
-/// too. Records beyond `data_length` in all (`None` = unknown) are still being flushed and left out.
+/// Splits an index into contiguous runs, each of which is read separately.
+///
+/// A record with a lower offset than its predecessor starts the next disk of `storage_ids`
+/// (docs/protocol.md §5.5). A gap, which a failed append leaves behind, also ends a run. Records
+/// beyond `data_length` in total (`None` = unknown) are still being flushed and are left out.
 #[must_use]
 pub fn runs<'a>(records: &'a [IndexRecord], data_length: Option<u64>, storage_ids: &[i32]) -> Vec<Run<'a>> {
     let mut total = 0_u64;
@@ -240,10 +245,10 @@ pub fn runs<'a>(records: &'a [IndexRecord], data_length: Option<u64>, storage_id
     runs
 }
 
-/// Cuts the blocks of `segment` out of the answer to its read.
+/// Splits the response to the read of `segment` into blocks.
 ///
 /// # Errors
-/// When the answer has not exactly the length of the segment.
+/// Fails if the response does not have exactly the length of the segment.
 pub fn segment_blocks(segment: &Segment, data: &Bytes) -> Result<Vec<Block>, Malformed> {
     if data.len() as u64 != segment.length {
         return Err(Malformed::DataLength { expected: segment.length, got: data.len() });
@@ -255,7 +260,7 @@ pub fn segment_blocks(segment: &Segment, data: &Bytes) -> Result<Vec<Block>, Mal
     segment.records.iter().map(block).collect()
 }
 
-/// Compares a block's bytes with its checksum, 0 meaning that there is none.
+/// Compares a block's bytes with its checksum. Checksum 0 means that there is none.
 ///
 /// # Errors
 /// [`Malformed::Crc`].

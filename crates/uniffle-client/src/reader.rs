@@ -1,8 +1,10 @@
-//! Reading a partition: replica after replica, and of each memory, then its disks, then remote files.
+//! Reads a partition: one replica after another, and for each replica memory, then disks, then
+//! remote files.
 //!
-//! Invariant: each expected block is delivered exactly once, with its checksum compared, and the end of a partition is
-//! said only when all were. What is not expected (failed attempts, duplicates, fillers) is dropped. A failing or
-//! damaged replica is left for the next; when there is none, the error names the blocks that are missing.
+//! Invariant: each expected block is delivered exactly once after its checksum was verified. The
+//! end of the partition is only signalled once all of them were delivered. Unexpected blocks
+//! (failed attempts, duplicates, fillers) are dropped. After a failure or damage the next replica
+//! is read. When none remains, the error lists the missing blocks.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,19 +23,19 @@ use crate::server::Server;
 use crate::shuffle::Shuffle;
 use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 
-/// Whose blocks a reader wants.
+/// Task attempts whose blocks a reader wants.
 #[derive(Debug, Clone, Default)]
 pub struct TaskFilter(Option<Treemap>);
 
 impl TaskFilter {
-    /// Those of every task attempt that reported.
+    /// Accepts the blocks of every task attempt that reported.
     #[must_use]
     pub fn all() -> Self {
         Self(None)
     }
 
-    /// Those of these task attempts: the successful ones where several attempts of a task reported (speculation), or a
-    /// part of them where a large partition is read by several readers.
+    /// Accepts the blocks of these task attempts only: the successful ones if several attempts of a
+    /// task reported (speculation), or a subset if several readers share a large partition.
     #[must_use]
     pub fn of(tasks: impl IntoIterator<Item = TaskAttemptId>) -> Self {
         Self(Some(tasks.into_iter().map(|task| task.0.cast_unsigned()).collect()))
@@ -44,21 +46,21 @@ impl TaskFilter {
     }
 }
 
-/// What is read next of the current replica.
+/// Next part of the current replica to read.
 #[derive(Debug)]
 enum Stage {
-    /// Memory, after the last block that came.
+    /// Memory, after the last received block.
     Memory {
         after: Option<BlockId>,
-        /// Answers in a row without anything new.
+        /// Number of consecutive responses without a new block.
         barren: u32,
     },
     Index,
     Disk(VecDeque<DiskSegment>),
     RemoteDirectory,
-    /// Files left, and what is left of the one that is open.
+    /// Remaining files, and the open file with its remaining segments.
     RemoteFiles(VecDeque<String>, Option<OpenFile>),
-    /// Nothing: the next replica's turn.
+    /// This replica is done; the next one follows.
     End,
 }
 
@@ -75,18 +77,18 @@ struct OpenFile {
     segments: VecDeque<Segment>,
 }
 
-/// Reads one partition, block by block, in no particular order.
+/// Reads one partition block by block, in no particular order.
 #[derive(Debug)]
 pub struct ShuffleReader {
     shuffle: Shuffle,
     partition: PartitionId,
-    /// Given to servers, which then leave out of memory answers what is not wanted.
+    /// Sent to servers, which leave unwanted blocks out of memory responses.
     tasks: Option<Treemap>,
     expected: u64,
     missing: Treemap,
-    /// Read and not yet delivered.
+    /// Blocks that were read but not delivered yet.
     ready: VecDeque<Block>,
-    /// The first is being read.
+    /// Replicas to read. The first is being read.
     replicas: VecDeque<usize>,
     stage: Stage,
     failure: Option<Error>,
@@ -99,7 +101,7 @@ impl ShuffleReader {
         expected: Treemap,
         filter: &TaskFilter,
     ) -> Self {
-        // The partition was found to exist when its blocks were asked for.
+        // The query for its blocks already checked that the partition exists.
         let replicas = shuffle.replicas(partition).unwrap_or_default().into();
         Self {
             shuffle,
@@ -114,20 +116,20 @@ impl ShuffleReader {
         }
     }
 
-    /// The partition.
+    /// Returns the partition.
     #[must_use]
     pub fn partition(&self) -> PartitionId {
         self.partition
     }
 
-    /// Blocks that the partition has, for this reader's filter.
+    /// Returns the number of blocks of the partition that pass this reader's filter.
     #[must_use]
     pub fn expected_blocks(&self) -> u64 {
         self.expected
     }
 
-    /// The next block; `None` when all have been delivered. What was delivered before an error is right as far as it
-    /// goes, and the partition is not complete. Dropping the future loses nothing.
+    /// Returns the next block, or `None` when all were delivered. Blocks delivered before an error
+    /// are valid, but the partition is incomplete. Cancel-safe.
     ///
     /// # Errors
     /// [`Error::MissingBlocks`].
@@ -149,14 +151,14 @@ impl ShuffleReader {
             };
             let server = Arc::clone(self.shuffle.server(replica));
             if let Err(error) = self.step(&server).await {
-                tracing::debug!(partition = %self.partition, %error, "a replica could not be read");
+                tracing::debug!(partition = %self.partition, %error, "read from replica failed");
                 self.failure = Some(error);
                 self.stage = self.after_failure();
             }
         }
     }
 
-    /// All blocks at once.
+    /// Reads all blocks.
     ///
     /// # Errors
     /// See [`ShuffleReader::next`].
@@ -168,7 +170,7 @@ impl ShuffleReader {
         Ok(blocks)
     }
 
-    /// One request, or one move to the next stage. The stage changes after the answer only.
+    /// Makes one request, or moves to the next stage. The stage only changes after the response.
     async fn step(&mut self, server: &Server) -> Result<(), Error> {
         let (key, partition) = (self.shuffle.key(), self.partition);
         match &mut self.stage {
@@ -221,7 +223,7 @@ impl ShuffleReader {
         Ok(())
     }
 
-    /// Keeps the blocks that are expected and undamaged; whether there was one.
+    /// Keeps expected and undamaged blocks. Returns true if there was one.
     fn take(&mut self, peer: &str, blocks: impl IntoIterator<Item = Block>) -> bool {
         let mut found = false;
         for block in blocks {
@@ -235,7 +237,7 @@ impl ShuffleReader {
                     self.ready.push_back(block);
                     found = true;
                 }
-                // Another replica or tier may have it undamaged.
+                // Another replica or tier may have an undamaged copy.
                 Err(source) => self.failure = Some(Error::call(peer)(malformed(source))),
             }
         }
@@ -258,7 +260,7 @@ impl ShuffleReader {
         Ok(all)
     }
 
-    /// The reads that a run of records needs: those with a block that is missing.
+    /// Returns the reads that a run of records needs: those that contain a missing block.
     fn segments(&self, records: &[IndexRecord]) -> Result<Vec<Segment>, Malformed> {
         let wanted = |record: &IndexRecord| {
             let task = record.meta.task_attempt_id.0.cast_unsigned();
@@ -281,7 +283,8 @@ impl ShuffleReader {
         if has_remote { Stage::RemoteDirectory } else { Stage::End }
     }
 
-    /// A server that does not answer may have left remote files behind; one bad file is left for the next.
+    /// Returns the stage after a failure. A failed server may have written remote files. A failed
+    /// remote file is skipped.
     fn after_failure(&mut self) -> Stage {
         match &mut self.stage {
             Stage::Memory { .. } | Stage::Index | Stage::Disk(_) => self.remote_stage(),
@@ -322,7 +325,8 @@ impl ShuffleReader {
         Ok(())
     }
 
-    /// Opens the next file. It leaves the list whatever happens, so that a file that cannot be opened is tried once.
+    /// Opens the next file. It is removed from the list in any case, so that a failing file is
+    /// tried only once.
     async fn open_remote(&mut self, stem: Option<String>) -> Result<(), Error> {
         let (Some(stem), Some((files, storage))) = (stem, self.remote()) else {
             self.stage = Stage::End;

@@ -1,7 +1,7 @@
-//! Remote files as a reader sees them (docs/protocol.md §6): clients read these themselves, without a server.
+//! Remote files, which clients read directly, without a server (docs/protocol.md §6).
 //!
-//! [`RemoteFiles`] is what a file system must be able to do; `hdfs` (a feature) has a real one. Here is how a partition's
-//! files are found and what stands in them.
+//! [`RemoteFiles`] is the interface of a file system. The feature `hdfs` provides an implementation.
+//! This module finds a partition's files and decodes their indexes.
 
 use std::fmt::Debug;
 use std::io;
@@ -15,16 +15,17 @@ use crate::read::{self, IndexRecord};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Largest index read: six million blocks of one file.
+/// Largest index that is read: six million blocks in one file.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
 
-/// A future of a trait object.
+/// A boxed future, for methods of trait objects.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// A file system with shuffle data in it. Each call gets the storage as the coordinator named it, because one client may
-/// see several.
+/// A file system with shuffle data. Each call receives the storage that the coordinator chose,
+/// because a client may use several.
 pub trait RemoteFiles: Debug + Send + Sync {
-    /// Names of the files in a directory, without their path; none if there is no such directory.
+    /// Returns the names of the files in a directory, without their path. Empty if the directory
+    /// does not exist.
     fn list<'a>(
         &'a self,
         storage: &'a RemoteStorage,
@@ -41,28 +42,28 @@ pub trait RemoteFiles: Debug + Send + Sync {
 
 /// An open file.
 pub trait RemoteFile: Debug + Send + Sync {
-    /// Bytes that can be read.
+    /// Returns the length of the file.
     fn length(&self) -> u64;
 
-    /// Exactly `length` bytes, which lie inside of the file.
+    /// Reads exactly `length` bytes, which must be inside the file.
     fn read(&self, offset: u64, length: usize) -> BoxFuture<'_, io::Result<Bytes>>;
 }
 
-/// Where the files of a partition are. Paths are URLs that begin with the storage's.
+/// Returns the directory of a partition's files. Paths are URLs that begin with the storage's.
 #[must_use]
 pub(crate) fn directory(storage: &RemoteStorage, key: &ShuffleKey, partition: PartitionId) -> String {
     let root = storage.path.trim_end_matches('/');
     format!("{root}/{}/{}/{partition}-{partition}", key.app, key.shuffle)
 }
 
-/// Which of `names` are indexes that server `id` wrote, without their ending. A prefix alone is not enough:
-/// `10.0.0.1-1999` is one of `10.0.0.1-19999`.
+/// Selects from `names` the indexes that server `id` wrote, without their suffix. The id must be
+/// followed by `_` or `.`, because `10.0.0.1-1999` is a prefix of `10.0.0.1-19999`.
 pub(crate) fn files_of(id: &str, names: &[String]) -> Vec<String> {
     let own = |name: &&String| name.strip_prefix(id).is_some_and(|rest| rest.starts_with(['_', '.']));
     names.iter().filter(own).filter_map(|name| name.strip_suffix(".index")).map(str::to_owned).collect()
 }
 
-/// An index and its data.
+/// An index and its data file.
 #[derive(Debug)]
 pub(crate) struct FilePair {
     pub(crate) data: Arc<dyn RemoteFile>,
@@ -70,7 +71,8 @@ pub(crate) struct FilePair {
 }
 
 impl FilePair {
-    /// Opens both and reads the index. Half a record at its end is one that is being written.
+    /// Opens both files and reads the index. Ignores a partial record at the end, which is still
+    /// being written.
     pub(crate) async fn open(
         files: &dyn RemoteFiles,
         storage: &RemoteStorage,
@@ -81,7 +83,7 @@ impl FilePair {
         let data = files.open(storage, &format!("{stem}.data")).await?;
         let whole = index.length() - index.length() % RECORD_BYTES as u64;
         if whole > INDEX_BYTES_MAX {
-            return Err(invalid(format!("an index of {whole} bytes, at most {INDEX_BYTES_MAX} are read")));
+            return Err(invalid(format!("index has {whole} bytes, the limit is {INDEX_BYTES_MAX}")));
         }
         let length = usize::try_from(whole).map_err(|error| invalid(error.to_string()))?;
         let bytes = if length == 0 { Bytes::new() } else { index.read(0, length).await? };

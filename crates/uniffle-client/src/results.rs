@@ -1,4 +1,4 @@
-//! Which blocks a reader must find: the union of what enough replicas say was reported.
+//! Blocks that a reader must find: the union of the reports that a quorum of replicas returns.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,8 @@ use crate::reader::TaskFilter;
 use crate::shuffle::Shuffle;
 use uniffle_wire::types::{BlockId, PartitionId};
 
-/// The ids of each of `partitions`, in their order. Partitions with the same replicas are asked for together.
+/// Returns the expected block ids of each of `partitions`, in their order. Partitions with the same
+/// replicas share a call.
 pub(crate) async fn expected_blocks(
     shuffle: &Shuffle,
     partitions: &[PartitionId],
@@ -22,7 +23,7 @@ pub(crate) async fn expected_blocks(
     let mut expected: BTreeMap<PartitionId, Treemap> = BTreeMap::new();
     for (replicas, together) in by_replicas {
         let layout = shuffle.options().layout;
-        for id in reported(shuffle, &replicas, &together).await?.iter() {
+        for id in reported_ids(shuffle, &replicas, &together).await?.iter() {
             let id = BlockId(id.cast_signed());
             let partition = i32::try_from(layout.partition_of(id)).map(PartitionId);
             if filter.accepts(layout.task_of(id))
@@ -32,13 +33,13 @@ pub(crate) async fn expected_blocks(
             }
         }
     }
-    // What a server says of other partitions has no reader and is dropped here.
+    // Ids of partitions that were not asked for are dropped here.
     Ok(partitions.iter().map(|partition| expected.get(partition).cloned().unwrap_or_default()).collect())
 }
 
-/// Asks replica after replica until enough have answered: a report was taken by `replicas.write` of them, so that one of
-/// any `replicas.read` knows of it.
-async fn reported(
+/// Asks one replica after another until `replicas.read` have answered. A report was acknowledged by
+/// `replicas.write` replicas, so at least one of these knows it.
+async fn reported_ids(
     shuffle: &Shuffle,
     replicas: &[usize],
     partitions: &[PartitionId],

@@ -1,4 +1,4 @@
-//! The three forms of `SendShuffleDataRequest` (docs/protocol.md §1.8), as pure functions of blocks.
+//! The three forms of `SendShuffleDataRequest` (docs/protocol.md §1.8) as pure functions of blocks.
 
 use bytes::{Bytes, BytesMut};
 use prost::Message;
@@ -7,25 +7,27 @@ use super::block::Block;
 use crate::proto;
 use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 
-/// What Java adds to a block's length when it asks for memory (3 × 8 + 2 × 4 bytes of bookkeeping).
+/// Bytes that Java adds to a block's length when it requests memory (3 × 8 + 2 × 4 bytes of
+/// bookkeeping).
 pub const BLOCK_OVERHEAD_BYTES: u64 = 32;
 
-/// Blocks by partition, in the order in which they go out.
+/// Blocks by partition, in the order of sending.
 pub type Batch = [(PartitionId, Vec<Block>)];
 
-/// How the bytes travel.
+/// Placement of the block data in the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SendForm {
-    /// Bytes inside each block: every stock client.
+    /// Data inside each block, as in every stock client.
     #[default]
     Classic,
-    /// Lengths in field 4, all bytes in field 7.
+    /// Lengths in field 4, all data in field 7.
     Contiguous,
     /// riffle's struct of arrays in field 7, field 4 empty.
     Combined,
 }
 
-/// `requireSize` of a batch, as the Java gRPC client computes it; `None` beyond an `i32`.
+/// Returns the `requireSize` of a batch as the Java gRPC client computes it, or `None` if it
+/// exceeds an `i32`.
 #[must_use]
 pub fn require_size(batch: &Batch) -> Option<i32> {
     let sizes =
@@ -33,7 +35,7 @@ pub fn require_size(batch: &Batch) -> Option<i32> {
     i32::try_from(sizes.sum::<u64>()).ok()
 }
 
-/// The request that sends `batch` in `form`.
+/// Returns the request that sends `batch` in `form`.
 #[must_use]
 pub fn request(
     key: &ShuffleKey,
@@ -82,7 +84,7 @@ fn joined(batch: &Batch) -> Bytes {
     all.freeze()
 }
 
-/// riffle's message for `batch`.
+/// Returns riffle's message for `batch`.
 #[must_use]
 pub fn combined(batch: &Batch) -> proto::CombinedShuffleData {
     let mut message = proto::CombinedShuffleData { combined_data: joined(batch), ..Default::default() };
@@ -100,7 +102,7 @@ pub fn combined(batch: &Batch) -> proto::CombinedShuffleData {
     message
 }
 
-/// A test may claim a length that is none; it is cut to the largest one.
+/// A test may declare an impossible length, which is clamped to the largest one.
 fn wire_length(length: u32) -> i32 {
     i32::try_from(length).unwrap_or(i32::MAX)
 }

@@ -1,8 +1,10 @@
-//! One shuffle server: every call with its deadline and its retries, block data over either transport.
+//! One shuffle server: every call with its deadline and its retries, block data over either
+//! transport.
 //!
-//! Not here: replicas; which call comes when. Only these are tried again: NO_BUFFER with the patience of the options,
-//! a send for any reason that may pass (blocks that arrive twice are legal), and other calls when their answer got lost.
-//! A TCP connection is made when it is needed, and again after it broke.
+//! Replicas and the order of calls are handled by the callers. NO_BUFFER is retried as the options
+//! allow. A send is retried after any temporary failure, because duplicate blocks are legal. Other
+//! calls are retried if their response was lost. TCP connections are opened on demand, and again
+//! after they break.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +29,7 @@ use crate::send::{Batch, SendForm};
 use crate::tcp::TcpClient;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
-/// One try, for calls without patience.
+/// No retries.
 const ONCE: Backoff =
     Backoff { attempts: 1, first: std::time::Duration::ZERO, longest: std::time::Duration::ZERO };
 
@@ -36,7 +38,7 @@ pub(crate) struct Server {
     address: ServerAddress,
     grpc: ShuffleClient,
     tcp: Mutex<Option<Arc<TcpConnection>>>,
-    /// A call failed lately: other replicas are preferred.
+    /// Set after a failed call. Other replicas are preferred then.
     suspect: AtomicBool,
     options: Arc<ClientOptions>,
 }
@@ -54,12 +56,12 @@ impl TcpConnection {
 }
 
 impl Server {
-    /// A server that is connected to when it is first called. Must be called in a tokio runtime.
+    /// Creates a server, which connects on the first call. Must be called in a tokio runtime.
     pub(crate) fn new(address: ServerAddress, options: Arc<ClientOptions>) -> Result<Self, Error> {
         let authority = address.grpc_authority();
         let invalid = |error| Error::Assignment(format!("server address {authority:?}: {error}"));
         if options.transport == Transport::Tcp && address.tcp_port.is_none() {
-            return Err(Error::Assignment(format!("server {:?} has no port for TCP", address.id)));
+            return Err(Error::Assignment(format!("server {:?} has no TCP port", address.id)));
         }
         let endpoint = Endpoint::from_shared(format!("http://{authority}")).map_err(invalid)?;
         let channel = grpc::tuned(endpoint).connect_timeout(options.connect_timeout).connect_lazy();
@@ -78,26 +80,33 @@ impl Server {
 
     pub(crate) async fn register(&self, request: ShuffleRegisterRequest) -> Result<(), Error> {
         let register = || self.grpc.register_with(request.clone());
-        self.repeat("registerShuffle", self.options.failures, register).await
+        self.with_retries("registerShuffle", self.options.failures, register).await
     }
 
     pub(crate) async fn heartbeat(&self, app: &str) -> Result<(), Error> {
         let deadline = self.options.heartbeat_interval / 2;
-        self.judge(within("appHeartbeat", deadline, self.grpc.heartbeat(app)).await)
+        self.record_outcome(within("appHeartbeat", deadline, self.grpc.heartbeat(app)).await)
     }
 
-    /// NO_REGISTER is success: the server has nothing of this shuffle.
+    /// Unregisters the shuffle. NO_REGISTER counts as success: the server has no data of it.
     pub(crate) async fn unregister(&self, key: &ShuffleKey) -> Result<(), Error> {
         let deadline = self.options.unregister_timeout;
-        self.judge(unless_unknown(within("unregisterShuffle", deadline, self.grpc.unregister(key)).await))
+        self.record_outcome(ignore_unknown(
+            within("unregisterShuffle", deadline, self.grpc.unregister(key)).await,
+        ))
     }
 
-    /// Servers before 0.9 do not know this call; they drop the application when its heartbeats end.
+    /// Unregisters the application. Servers before 0.9 do not know this call; they drop the
+    /// application when its heartbeats stop.
     pub(crate) async fn unregister_app(&self, app: &str) -> Result<(), Error> {
         let deadline = self.options.unregister_timeout;
         let result = within("unregisterShuffleByAppId", deadline, self.grpc.unregister_app(app)).await;
         let unknown_call = |error: &ClientError| matches!(error, ClientError::Rpc { status, .. } if status.code() == tonic::Code::Unimplemented);
-        self.judge(if result.as_ref().is_err_and(unknown_call) { Ok(()) } else { unless_unknown(result) })
+        self.record_outcome(if result.as_ref().is_err_and(unknown_call) {
+            Ok(())
+        } else {
+            ignore_unknown(result)
+        })
     }
 
     pub(crate) async fn report(
@@ -107,7 +116,7 @@ impl Server {
         blocks: &[(PartitionId, Vec<BlockId>)],
     ) -> Result<(), Error> {
         let report = || self.grpc.report(key, task, blocks);
-        self.repeat("reportShuffleResult", self.options.failures, report).await
+        self.with_retries("reportShuffleResult", self.options.failures, report).await
     }
 
     pub(crate) async fn results(
@@ -117,21 +126,22 @@ impl Server {
         layout: IdLayout,
     ) -> Result<Treemap, Error> {
         let results = || self.grpc.results(key, partitions, Some(layout));
-        self.repeat("getShuffleResultForMultiPart", self.options.read_failures(), results).await
+        self.with_retries("getShuffleResultForMultiPart", self.options.read_failures(), results).await
     }
 
-    /// Sends blocks: a ticket, then the data with it. Tickets are used once, so each retry takes a new one.
+    /// Sends blocks: requires a ticket and sends the data with it. A ticket is valid once, so each
+    /// retry requires a new one.
     pub(crate) async fn push(&self, key: &ShuffleKey, batch: &Batch) -> Result<(), Error> {
         let patience = self.options.failures;
         let mut failures = 0;
         loop {
             let error = match self.push_once(key, batch).await {
-                Ok(()) => return self.judge(Ok(())),
+                Ok(()) => return self.record_outcome(Ok(())),
                 Err(error) => error,
             };
             failures += 1;
-            if failures >= patience.attempts || !may_pass(&error) {
-                return self.judge(Err(error));
+            if failures >= patience.attempts || !is_retryable(&error) {
+                return self.record_outcome(Err(error));
             }
             sleep(patience.pause(failures - 1)).await;
         }
@@ -141,7 +151,7 @@ impl Server {
         let deadline = self.options.rpc_timeout;
         let mut request = grpc::require_request(key, batch)?;
         if self.options.transport == Transport::Tcp {
-            // Java's Netty server takes the whole message into account while it decodes it.
+            // Java's Netty server accounts for the whole message while it decodes it.
             let message = self.tcp().await?.client.send_message_bytes(key, batch);
             let size = i64::from(request.require_size).saturating_add_unsigned(message);
             request.require_size = i32::try_from(size).map_err(|_| ClientError::BatchTooLarge)?;
@@ -174,7 +184,7 @@ impl Server {
         const RPC: &str = "getMemoryShuffleData";
         let bytes = self.options.read_buffer_bytes;
         let filter = tasks.map(read::encode_bitmap);
-        self.repeat(RPC, self.options.read_failures(), || async {
+        self.with_retries(RPC, self.options.read_failures(), || async {
             match self.options.transport {
                 Transport::Grpc => self.grpc.read_memory(key, partition, after, bytes, tasks).await,
                 Transport::Tcp => {
@@ -196,7 +206,7 @@ impl Server {
         partition: PartitionId,
     ) -> Result<IndexAnswer, Error> {
         const RPC: &str = "getLocalShuffleIndex";
-        self.repeat(RPC, self.options.read_failures(), || async {
+        self.with_retries(RPC, self.options.read_failures(), || async {
             match self.options.transport {
                 Transport::Grpc => self.grpc.read_index(key, partition).await,
                 Transport::Tcp => {
@@ -209,7 +219,7 @@ impl Server {
         .await
     }
 
-    /// Bytes of the disk with number `storage`; −1 where the server has one stream per partition.
+    /// Reads from the disk with number `storage`, or −1 if the server has one stream per partition.
     pub(crate) async fn read_data(
         &self,
         key: &ShuffleKey,
@@ -218,7 +228,7 @@ impl Server {
         (offset, length): (u64, u64),
     ) -> Result<Bytes, Error> {
         const RPC: &str = "getLocalShuffleData";
-        self.repeat(RPC, self.options.read_failures(), || async {
+        self.with_retries(RPC, self.options.read_failures(), || async {
             match self.options.transport {
                 Transport::Grpc => self.grpc.read_data_of(key, partition, storage, (offset, length)).await,
                 Transport::Tcp => {
@@ -232,7 +242,7 @@ impl Server {
         .await
     }
 
-    /// The TCP connection, made anew when there is none that is open.
+    /// Returns the TCP connection. Connects if none is open.
     async fn tcp(&self) -> Result<Arc<TcpConnection>, ClientError> {
         if let Some(open) = self.tcp.lock().as_ref().filter(|connection| connection.is_open()) {
             return Ok(Arc::clone(open));
@@ -247,12 +257,13 @@ impl Server {
         let mut driver = JoinSet::new();
         driver.spawn(drive);
         let connection = Arc::new(TcpConnection { client, driver });
-        // Two callers may have connected at once: the later connection stays for others, each keeps its own.
+        // Two callers may connect concurrently. Each uses its own connection; the later one is kept
+        // for other calls.
         *self.tcp.lock() = Some(Arc::clone(&connection));
         Ok(connection)
     }
 
-    async fn repeat<T, F>(
+    async fn with_retries<T, F>(
         &self,
         rpc: &'static str,
         failures: Backoff,
@@ -262,10 +273,11 @@ impl Server {
         F: Future<Output = Result<T, ClientError>>,
     {
         let result = self.attempts(rpc, failures, call).await;
-        self.judge(result)
+        self.record_outcome(result)
     }
 
-    /// Calls until there is an answer that is not NO_BUFFER, or patience with either kind of failure ends.
+    /// Calls until a response arrives, or until the retries for NO_BUFFER or for lost calls are
+    /// used up.
     async fn attempts<T, F>(
         &self,
         rpc: &'static str,
@@ -294,14 +306,14 @@ impl Server {
         }
     }
 
-    /// Remembers how a call ended, and names the server in its error.
-    fn judge<T>(&self, result: Result<T, ClientError>) -> Result<T, Error> {
+    /// Records whether the call succeeded, and adds the server's id to its error.
+    fn record_outcome<T>(&self, result: Result<T, ClientError>) -> Result<T, Error> {
         self.suspect.store(result.is_err(), Ordering::Relaxed);
         result.map_err(Error::call(self.id()))
     }
 }
 
-fn unless_unknown(result: Result<(), ClientError>) -> Result<(), ClientError> {
+fn ignore_unknown(result: Result<(), ClientError>) -> Result<(), ClientError> {
     let unknown = [Some(StatusCode::NoRegister), Some(StatusCode::AppNotFound)];
     match result {
         Err(error) if unknown.contains(&error.status()) => Ok(()),
@@ -313,7 +325,7 @@ fn is_no_buffer(error: &ClientError) -> bool {
     matches!(error.status(), Some(StatusCode::NoBuffer | StatusCode::NoBufferForHugePartition))
 }
 
-/// The call had no answer: nothing is known of what the server did.
+/// Returns true if there was no response, so the effect on the server is unknown.
 fn is_lost(error: &ClientError) -> bool {
     matches!(
         error,
@@ -324,8 +336,8 @@ fn is_lost(error: &ClientError) -> bool {
     )
 }
 
-/// Whether a send that failed so is worth another try with a new ticket.
-fn may_pass(error: &ClientError) -> bool {
+/// Returns true if a failed send may succeed with a new ticket.
+fn is_retryable(error: &ClientError) -> bool {
     match error {
         ClientError::Refused { status, .. } => !is_final(*status) && !is_no_buffer(error),
         ClientError::BatchTooLarge => false,
@@ -371,14 +383,14 @@ mod tests {
     #[test]
     fn sends_are_repeated_for_what_may_pass_alone() {
         let refused = |status| ClientError::Refused { rpc: "sendShuffleData", status, text: String::new() };
-        assert!(may_pass(&refused(StatusCode::InternalError)), "the ticket may have expired");
-        assert!(may_pass(&ClientError::Timeout { rpc: "x", after: Duration::ZERO }));
+        assert!(is_retryable(&refused(StatusCode::InternalError)), "the ticket may have expired");
+        assert!(is_retryable(&ClientError::Timeout { rpc: "x", after: Duration::ZERO }));
         // Patience with NO_BUFFER has its own bound, which must not be multiplied.
         for status in [StatusCode::NoRegister, StatusCode::NoBuffer, StatusCode::ExceedHugePartitionHardLimit]
         {
-            assert!(!may_pass(&refused(status)), "{status:?}");
+            assert!(!is_retryable(&refused(status)), "{status:?}");
         }
-        assert!(!may_pass(&ClientError::BatchTooLarge));
+        assert!(!is_retryable(&ClientError::BatchTooLarge));
     }
 
     #[tokio::test]
@@ -435,7 +447,7 @@ mod tests {
         drop(server);
         running.end().await;
         let refused = |status| ClientError::Refused { rpc: "x", status, text: String::new() };
-        assert!(unless_unknown(Err(refused(StatusCode::NoRegister))).is_ok());
-        assert!(unless_unknown(Err(refused(StatusCode::InternalError))).is_err());
+        assert!(ignore_unknown(Err(refused(StatusCode::NoRegister))).is_ok());
+        assert!(ignore_unknown(Err(refused(StatusCode::InternalError))).is_err());
     }
 }

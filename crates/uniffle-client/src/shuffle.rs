@@ -1,4 +1,4 @@
-//! A registered shuffle: where its writers and readers come from, and what other processes need to know of it.
+//! A registered shuffle: creates writers and readers, and the handle for other processes.
 
 use std::sync::Arc;
 
@@ -19,18 +19,18 @@ use crate::server::Server;
 use crate::writer::ShuffleWriter;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
-/// What a process needs to take part in a shuffle. An engine's driver sends it to its executors.
+/// Description of a shuffle for other processes. An engine's driver sends it to its executors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShuffleHandle {
     /// Application and shuffle.
     pub key: ShuffleKey,
-    /// Which servers have which partitions.
+    /// Assignment of partitions to servers.
     pub assignment: Assignment,
-    /// Where cold data goes, if it goes to remote files.
+    /// Storage for cold data, if remote files are used.
     pub remote_storage: Option<RemoteStorage>,
 }
 
-/// The bytes of a [`ShuffleHandle`].
+/// Encoded form of a [`ShuffleHandle`].
 #[derive(Clone, PartialEq, prost::Message)]
 struct HandleMessage {
     #[prost(string, tag = "1")]
@@ -46,7 +46,7 @@ struct HandleMessage {
 }
 
 impl ShuffleHandle {
-    /// The handle as bytes, for other processes.
+    /// Encodes the handle for other processes.
     #[must_use]
     pub fn encode(&self) -> Bytes {
         let message = HandleMessage {
@@ -59,7 +59,7 @@ impl ShuffleHandle {
         message.encode_to_vec().into()
     }
 
-    /// A handle from its bytes.
+    /// Decodes a handle.
     ///
     /// # Errors
     /// [`Error::Invalid`] and [`Error::Assignment`].
@@ -75,7 +75,7 @@ impl ShuffleHandle {
     }
 }
 
-/// A registered shuffle. Clones are the same shuffle.
+/// A registered shuffle. Clones refer to the same shuffle.
 #[derive(Debug, Clone)]
 pub struct Shuffle {
     inner: Arc<Inner>,
@@ -84,7 +84,7 @@ pub struct Shuffle {
 #[derive(Debug)]
 struct Inner {
     options: Arc<ClientOptions>,
-    /// Numbered as in the assignment.
+    /// Servers, numbered as in the assignment.
     servers: Vec<Arc<Server>>,
     handle: ShuffleHandle,
 }
@@ -94,19 +94,20 @@ impl Shuffle {
         Self { inner: Arc::new(Inner { options, servers, handle }) }
     }
 
-    /// Application and shuffle.
+    /// Returns application and shuffle.
     #[must_use]
     pub fn key(&self) -> &ShuffleKey {
         &self.inner.handle.key
     }
 
-    /// What another process needs to [`attach`](crate::Cluster::attach).
+    /// Returns the handle that another process needs to [`attach`](crate::Cluster::attach).
     #[must_use]
     pub fn handle(&self) -> &ShuffleHandle {
         &self.inner.handle
     }
 
-    /// A writer for one attempt at one task. No two attempts of a shuffle may have the same id: block ids are made of it.
+    /// Creates a writer for one attempt at one task. Attempt ids must be unique in the shuffle,
+    /// because block ids contain them.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the id does not fit the layout.
@@ -114,16 +115,18 @@ impl Shuffle {
         ShuffleWriter::new(self.clone(), task)
     }
 
-    /// A reader of `partition`, after all tasks that it shall read have reported.
+    /// Creates a reader of `partition`. Call it after all tasks to be read have reported.
     ///
     /// # Errors
-    /// [`Error::ReadQuorum`]: too few replicas answered; [`Error::Invalid`]: there is no such partition.
+    /// [`Error::ReadQuorum`] if too few replicas answered, [`Error::Invalid`] if the partition does
+    /// not exist.
     pub async fn reader(&self, partition: PartitionId, filter: &TaskFilter) -> Result<ShuffleReader, Error> {
         let mut readers = self.readers(&[partition], filter).await?;
         readers.pop().ok_or_else(|| Error::Invalid(format!("partition {partition} does not exist")))
     }
 
-    /// Readers of several partitions, in their order, with fewer calls than one by one.
+    /// Creates readers of several partitions, in their order. Needs fewer calls than single
+    /// readers.
     ///
     /// # Errors
     /// See [`Shuffle::reader`].
@@ -142,7 +145,7 @@ impl Shuffle {
     /// Deletes the shuffle on all its servers.
     ///
     /// # Errors
-    /// The first server that did not confirm; all were asked.
+    /// Returns the first error after all servers were asked.
     pub async fn unregister(&self) -> Result<(), Error> {
         let mut calls = JoinSet::new();
         for server in &self.inner.servers {
@@ -160,15 +163,18 @@ impl Shuffle {
         &self.inner.servers[number]
     }
 
-    /// The replicas of `partition` in the assignment's order, those that failed lately last.
+    /// Returns the replicas of `partition` in the assignment's order, with recently failed ones
+    /// last.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: there is no such partition.
+    /// [`Error::Invalid`] if the partition does not exist.
     pub(crate) fn replicas(&self, partition: PartitionId) -> Result<Vec<usize>, Error> {
         let mut replicas = self.inner.handle.assignment.replicas(partition).to_vec();
         if replicas.is_empty() {
             let partitions = self.inner.handle.assignment.partitions();
-            return Err(Error::Invalid(format!("partition {partition} is not one of {partitions}")));
+            return Err(Error::Invalid(format!(
+                "partition {partition} does not exist; the shuffle has {partitions}"
+            )));
         }
         replicas.sort_by_key(|&number| self.inner.servers[number].is_suspect());
         Ok(replicas)

@@ -1,7 +1,8 @@
-//! The raw TCP data protocol from a client's side: any number of requests under way on one connection.
+//! Client of the raw TCP data protocol, with any number of concurrent requests on one connection.
 //!
-//! Not here: retries, reconnecting, tickets (those come over gRPC). Its frames are those of `wire`, which are held to
-//! the bytes of Java's client by golden tests, so a mistake cannot hide by being on both sides.
+//! It does not retry or reconnect, and obtains no tickets (they come over gRPC). Golden tests
+//! compare the frames of `wire` with the bytes of Java's client, so a mistake in both sides would
+//! be detected.
 
 use std::collections::HashMap;
 use std::io;
@@ -30,16 +31,16 @@ use uniffle_wire::request::{
 };
 use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 
-/// Requests that wait to be written, beyond which callers wait.
+/// Most queued requests. Further callers wait.
 const QUEUE_LENGTH: usize = 16;
 
-/// Why a request has no good answer.
+/// Error of a request.
 #[derive(Debug, thiserror::Error)]
 pub enum TcpClientError {
-    /// The connection ended before the answer came.
-    #[error("the connection ended before the answer")]
+    /// The connection ended before the response.
+    #[error("the connection ended before the response")]
     Closed,
-    /// The server answered with another status than SUCCESS.
+    /// The server responded with a status other than SUCCESS.
     #[error("{status:?}: {text}")]
     Refused {
         /// The status.
@@ -47,19 +48,19 @@ pub enum TcpClientError {
         /// `retMessage`.
         text: String,
     },
-    /// The answer makes no sense.
+    /// The response is malformed.
     #[error(transparent)]
     Malformed(#[from] Malformed),
 }
 
 impl TcpClientError {
-    /// The server's status, if it answered with one.
+    /// Returns the server's status, if it responded with one.
     #[must_use]
     pub fn status(&self) -> Option<StatusCode> {
         if let Self::Refused { status, .. } = self { Some(*status) } else { None }
     }
 
-    /// The same error as one of the call `rpc`.
+    /// Converts the error into one of the call `rpc`.
     #[must_use]
     pub fn in_call(self, rpc: &'static str) -> ClientError {
         match self {
@@ -70,10 +71,10 @@ impl TcpClientError {
     }
 }
 
-/// Answers that are waited for, by request id.
+/// Pending responses by request id.
 type Waiting = Arc<Mutex<HashMap<i64, oneshot::Sender<Reply>>>>;
 
-/// A client on one connection. Dropped, the connection ends.
+/// A client on one connection, which is closed on drop.
 #[derive(Debug)]
 pub struct TcpClient {
     outgoing: mpsc::Sender<Bytes>,
@@ -83,21 +84,22 @@ pub struct TcpClient {
 }
 
 impl TcpClient {
-    /// Connects to a worker's TCP listener. Nothing moves unless the future that comes with the client is driven, as a
-    /// task of the caller's; it ends with the connection, or when the client was dropped.
+    /// Connects to a worker's TCP listener. The caller must run the returned future as a task: it
+    /// performs all I/O. It ends with the connection, or after the client is dropped.
     ///
     /// # Errors
-    /// No connection.
+    /// Fails if the connection cannot be established.
     pub async fn connect(
         address: SocketAddr,
     ) -> io::Result<(Self, impl Future<Output = ()> + Send + 'static)> {
         Self::connect_bounded(address, FRAME_BYTES_LIMIT as usize).await
     }
 
-    /// The same, ending the connection at an answer of more than `answer_bytes_max`.
+    /// Connects like [`TcpClient::connect`]. Closes the connection at a response of more than
+    /// `answer_bytes_max` bytes.
     ///
     /// # Errors
-    /// No connection.
+    /// Fails if the connection cannot be established.
     pub async fn connect_bounded(
         address: SocketAddr,
         answer_bytes_max: usize,
@@ -114,40 +116,41 @@ impl TcpClient {
                 _ = write(write_half, queue) => {}
                 _ = read(read_half, answer_bytes_max, &answers) => {}
             }
-            // The queue is gone, so nothing is added to this: callers that wait learn that no answer will come.
+            // The queue is closed, so no entry can be added. Waiting callers learn that no response
+            // will come.
             answers.lock().clear();
         };
-        // What a stock client repeats in every block.
+        // A stock client repeats the server in every block.
         let (host, port) = (address.ip().to_string(), i32::from(address.port()));
         let server =
             BlockServer { id: format!("{host}-{port}-{port}"), host, grpc_port: port, netty_port: port };
         Ok((Self { outgoing, waiting, next_id: AtomicI64::new(0), servers: vec![server] }, driver))
     }
 
-    /// An id that this client has not used yet.
+    /// Returns a new request id.
     pub fn next_request_id(&self) -> i64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Sends `frame`, whose request id is `request_id`, and waits for its answer, whatever its status is.
+    /// Sends `frame`, whose request id is `request_id`. Returns the response with any status.
     ///
     /// # Errors
     /// [`TcpClientError::Closed`].
     pub async fn exchange(&self, request_id: i64, frame: Bytes) -> Result<Reply, TcpClientError> {
         let (answer, answered) = oneshot::channel();
         self.waiting.lock().insert(request_id, answer);
-        let _forgets = Forgets { waiting: &self.waiting, request_id };
+        let _guard = PendingGuard { waiting: &self.waiting, request_id };
         self.outgoing.send(frame).await.map_err(|_| TcpClientError::Closed)?;
         answered.await.map_err(|_| TcpClientError::Closed)
     }
 
-    /// Whether the connection has ended.
+    /// Returns true if the connection has ended.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.outgoing.is_closed()
     }
 
-    /// Bytes of the message that sends `batch`, without its frame's header.
+    /// Returns the length of the message that sends `batch`, without the frame header.
     #[must_use]
     pub fn send_message_bytes(&self, key: &ShuffleKey, batch: &Batch) -> u64 {
         let servers: usize = self.servers.iter().map(|server| 16 + server.id.len() + server.host.len()).sum();
@@ -194,7 +197,7 @@ impl TcpClient {
         }
     }
 
-    /// Sends any read and waits for its answer.
+    /// Sends a read request and waits for the response.
     ///
     /// # Errors
     /// See [`TcpClientError`].
@@ -204,7 +207,7 @@ impl TcpClient {
         success(self.exchange(request.target().request_id, frame.freeze()).await?)
     }
 
-    /// Blocks in memory after `last_block_id` (−1: from the start).
+    /// Reads blocks from memory after `last_block_id` (−1: from the start).
     ///
     /// # Errors
     /// See [`TcpClientError`].
@@ -221,7 +224,7 @@ impl TcpClient {
         self.read(&ReadRequest::Memory(request)).await
     }
 
-    /// Index bytes of a partition.
+    /// Reads the index of a partition.
     ///
     /// # Errors
     /// See [`TcpClientError`].
@@ -235,7 +238,7 @@ impl TcpClient {
         self.read(&ReadRequest::LocalIndex(request)).await
     }
 
-    /// A range of a partition's data.
+    /// Reads a range of a partition's data.
     ///
     /// # Errors
     /// See [`TcpClientError`].
@@ -249,11 +252,11 @@ impl TcpClient {
         self.read_range(key, partition, LocalDataVersion::V1, (offset, length)).await
     }
 
-    /// Exactly `length` bytes of a partition's data on the disk with number `storage`, −1 where the server's index has
-    /// no storage ids.
+    /// Reads exactly `length` bytes of a partition's data on the disk with number `storage`, or −1
+    /// if the server's index has no storage ids.
     ///
     /// # Errors
-    /// See [`TcpClientError`]; an answer of another length is [`Malformed::DataLength`].
+    /// See [`TcpClientError`]. A response of another length is [`Malformed::DataLength`].
     pub async fn read_data_of(
         &self,
         key: &ShuffleKey,
@@ -289,10 +292,10 @@ impl TcpClient {
         self.read(&ReadRequest::LocalData(request)).await
     }
 
-    /// What the answer to a memory read says.
+    /// Decodes the response to a memory read.
     ///
     /// # Errors
-    /// It is another answer, or contradicts itself.
+    /// Fails if it is another response or is malformed.
     pub fn memory_answer(reply: Reply) -> Result<MemoryAnswer, TcpClientError> {
         let (segments, is_end) = match reply.answer {
             Answer::Memory(segments) => (segments, None),
@@ -311,10 +314,10 @@ impl TcpClient {
         Ok(MemoryAnswer { blocks: read::memory_blocks(&segments, &reply.body)?, is_end })
     }
 
-    /// What the answer to an index read says.
+    /// Decodes the response to an index read.
     ///
     /// # Errors
-    /// It is another answer, or contradicts itself.
+    /// Fails if it is another response or is malformed.
     pub fn index_answer(reply: Reply) -> Result<IndexAnswer, TcpClientError> {
         let Answer::LocalIndex { data_length, storage_ids } = reply.answer else {
             return Err(Malformed::Answer.into());
@@ -336,19 +339,19 @@ impl TcpClient {
     }
 }
 
-/// Ends the wait for an answer, also when the caller gave up.
-struct Forgets<'a> {
+/// Removes a pending response on drop, also when the caller is cancelled.
+struct PendingGuard<'a> {
     waiting: &'a Waiting,
     request_id: i64,
 }
 
-impl Drop for Forgets<'_> {
+impl Drop for PendingGuard<'_> {
     fn drop(&mut self) {
         self.waiting.lock().remove(&self.request_id);
     }
 }
 
-/// What Java needs to find a partition's directory: each partition has its own.
+/// Returns the numbers from which Java derives a partition's directory: each partition has its own.
 fn placement(partition: PartitionId) -> Placement {
     Placement { partitions_per_range: 1, partitions: partition.0.saturating_add(1) }
 }
@@ -371,7 +374,7 @@ async fn write(mut socket: OwnedWriteHalf, mut queue: mpsc::Receiver<Bytes>) -> 
 async fn read(mut socket: OwnedReadHalf, answer_bytes_max: u32, waiting: &Waiting) -> io::Result<()> {
     loop {
         let reply = read_bounded(&mut socket, answer_bytes_max).await?;
-        // An answer that is not waited for any more is dropped, as Java's client does.
+        // A response that nobody waits for is dropped, as in Java's client.
         if let Some(waits) = waiting.lock().remove(&reply.request_id) {
             let _ = waits.send(reply);
         }
@@ -381,7 +384,7 @@ async fn read(mut socket: OwnedReadHalf, answer_bytes_max: u32, waiting: &Waitin
 /// Reads one whole reply from `socket`.
 ///
 /// # Errors
-/// The connection ends, or what comes is no reply.
+/// Fails if the connection ends or the bytes are not a reply.
 pub async fn read_reply(socket: &mut (impl AsyncReadExt + Unpin)) -> io::Result<Reply> {
     read_bounded(socket, FRAME_BYTES_LIMIT).await
 }

@@ -1,7 +1,8 @@
-//! Writing: blocks are collected, sent to enough replicas in bounded batches, and reported to all at the end.
+//! Writes blocks: collects them, sends them to replicas in bounded batches, and reports them at the
+//! end.
 //!
-//! Invariant: nothing is reported unless every block of the task is on `replicas.write` servers. What a writer sent and
-//! never reported (a failed attempt) is ignored by every reader.
+//! Invariant: nothing is reported unless every block of the task is on `replicas.write` servers.
+//! Readers ignore blocks that were sent but never reported (a failed attempt).
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::error::Error;
 use crate::shuffle::Shuffle;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, PartitionId, TaskAttemptId};
 
-/// The blocks of one partition in one batch.
+/// Blocks of one partition in one batch.
 type Part = (PartitionId, Vec<Block>);
 
 /// Writes the output of one task attempt.
@@ -28,16 +29,16 @@ pub struct ShuffleWriter {
     sends: JoinSet<Result<(), Error>>,
     written: BTreeMap<PartitionId, Vec<BlockId>>,
     totals: WriteTotals,
-    /// A send failed, or was given up: the task's output is not complete.
+    /// Set when a send failed or was cancelled: the task's output is incomplete.
     is_broken: bool,
 }
 
-/// What a task attempt wrote.
+/// Totals of a task attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WriteTotals {
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u64,
-    /// Their bytes, counted once.
+    /// Number of bytes, without replication.
     pub bytes: u64,
 }
 
@@ -59,19 +60,20 @@ impl ShuffleWriter {
         })
     }
 
-    /// Adds a block of `data` to `partition`, and sends a batch when there is enough of it. Blocks of a megabyte or so
-    /// serve servers and readers best.
+    /// Adds a block of `data` to `partition`. Sends a batch once `send_bytes_max` bytes are
+    /// collected. Blocks of about one megabyte suit servers and readers best.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a block that cannot be; otherwise an earlier batch could not be sent, and the attempt has
-    /// failed.
+    /// [`Error::Invalid`] for an invalid block. Any other error means that an earlier batch could
+    /// not be sent and that the attempt has failed.
     pub async fn write(&mut self, partition: PartitionId, data: impl Into<Bytes>) -> Result<(), Error> {
         let data = data.into();
         let length = data.len();
         self.write_compressed(partition, data, length).await
     }
 
-    /// The same for data that has `uncompressed_length` bytes after the reader has decompressed it.
+    /// Adds a compressed block like [`ShuffleWriter::write`]. The reader decompresses `data` to
+    /// `uncompressed_length` bytes.
     ///
     /// # Errors
     /// See [`ShuffleWriter::write`].
@@ -94,11 +96,12 @@ impl ShuffleWriter {
         Ok(())
     }
 
-    /// Sends what is left, waits for all sends, and reports the blocks to all replicas: now readers find them.
+    /// Sends the collected blocks, waits for all sends, and reports the blocks to all replicas.
+    /// Readers find them from then on.
     ///
     /// # Errors
-    /// [`Error::WriteQuorum`]: too few replicas took a block or the report. The attempt has failed; another one, with
-    /// another id, can do the work again.
+    /// [`Error::WriteQuorum`] if too few replicas acknowledged a block or the report. The attempt
+    /// has failed. Another attempt with another id can repeat the work.
     pub async fn finish(mut self) -> Result<WriteTotals, Error> {
         self.refuse_if_broken()?;
         self.begin_send().await?;
@@ -125,21 +128,22 @@ impl ShuffleWriter {
         self.shuffle.replicas(partition)?;
         let invalid = |what: &str| Error::Invalid(format!("a block of partition {partition}: {what}"));
         if data.is_empty() || data.len() > BLOCK_BYTES_MAX as usize {
-            return Err(invalid("it must have 1 byte to 512 MiB"));
+            return Err(invalid("the length must be 1 byte to 512 MiB"));
         }
         let uncompressed =
             i32::try_from(uncompressed_length).ok().and_then(|length| u32::try_from(length).ok());
-        let uncompressed = uncompressed.ok_or_else(|| invalid("more than 2 GiB after decompression"))?;
+        let uncompressed = uncompressed.ok_or_else(|| invalid("longer than 2 GiB after decompression"))?;
         let sequence = self.sequences.entry(partition).or_default();
         let id = self.shuffle.options().layout.block_id(*sequence, partition, self.task);
-        let id = id.ok_or_else(|| invalid("its layout has no more block ids for this task"))?;
+        let id = id.ok_or_else(|| invalid("the block id layout has no more ids for this task"))?;
         *sequence = sequence.saturating_add(1);
         let mut block = Block::new(id, self.task, data);
         block.meta.uncompressed_length = uncompressed;
         Ok(block)
     }
 
-    /// Begins to send what is collected, after waiting for an earlier send where enough are under way.
+    /// Starts sending the collected blocks. Waits for an earlier send if `sends_in_flight` is
+    /// reached.
     async fn begin_send(&mut self) -> Result<(), Error> {
         if self.pending.is_empty() {
             return Ok(());
@@ -156,18 +160,18 @@ impl ShuffleWriter {
     async fn join_send(&mut self) -> Result<(), Error> {
         let Some(ended) = self.sends.join_next().await else { return Ok(()) };
         let result =
-            ended.unwrap_or_else(|error| Err(Error::Invalid(format!("a send was given up: {error}"))));
+            ended.unwrap_or_else(|error| Err(Error::Invalid(format!("a send was cancelled: {error}"))));
         self.is_broken |= result.is_err();
         result
     }
 }
 
-/// How far a partition's blocks, or the report of them, have got.
+/// Delivery state of a partition's blocks or of their report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Progress {
     /// Servers to try, in order.
     replicas: Vec<usize>,
-    /// How many of them were tried.
+    /// Number of servers that were tried.
     tried: usize,
     acknowledged: usize,
 }
@@ -178,8 +182,8 @@ impl Progress {
     }
 }
 
-/// Which servers to try next, each with the numbers of its partitions: as many replicas of each partition as still are
-/// needed. Empty when no partition needs any, or has any left.
+/// Selects the next servers to try, each with the numbers of its partitions: as many replicas of
+/// each partition as are still needed. Empty when no partition needs a replica or has one left.
 fn next_round(progress: &mut [Progress], needed: usize) -> BTreeMap<usize, Vec<usize>> {
     let mut round: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (number, partition) in progress.iter_mut().enumerate() {
@@ -195,7 +199,8 @@ fn next_round(progress: &mut [Progress], needed: usize) -> BTreeMap<usize, Vec<u
     round
 }
 
-/// Sends a batch to `replicas.write` servers of each partition, and to others where one of those fails.
+/// Sends a batch to `replicas.write` servers of each partition. Replaces failed servers with other
+/// replicas.
 async fn deliver(shuffle: Shuffle, batch: Vec<Part>) -> Result<(), Error> {
     let needed = shuffle.options().replicas.write;
     let replicas = batch.iter().map(|(partition, _)| shuffle.replicas(*partition).map(Progress::new));
@@ -215,10 +220,11 @@ async fn deliver(shuffle: Shuffle, batch: Vec<Part>) -> Result<(), Error> {
         failure = count(sends, &mut progress).await.or(failure);
     }
     let partitions: Vec<PartitionId> = batch.iter().map(|(partition, _)| *partition).collect();
-    judge(&progress, &partitions, needed, failure)
+    check_quorum(&progress, &partitions, needed, failure)
 }
 
-/// Reports a task's blocks to all replicas of its partitions, of which `replicas.write` must take it.
+/// Reports a task's blocks to all replicas of its partitions. `replicas.write` of them must
+/// acknowledge.
 async fn report(
     shuffle: &Shuffle,
     task: TaskAttemptId,
@@ -236,10 +242,10 @@ async fn report(
         reports.spawn(async move { (server.report(&key, task, &blocks).await, numbers) });
     }
     let failure = count(reports, &mut progress).await;
-    judge(&progress, &partitions, needed, failure)
+    check_quorum(&progress, &partitions, needed, failure)
 }
 
-/// Waits for calls that each are about some partitions, and counts them; the last failure.
+/// Waits for calls and counts the acknowledgements of their partitions. Returns the last failure.
 async fn count(
     mut calls: JoinSet<(Result<(), Error>, Vec<usize>)>,
     progress: &mut [Progress],
@@ -252,13 +258,13 @@ async fn count(
                 tracing::debug!(%error, "a replica failed");
                 failure = Some(error);
             }
-            Err(error) => failure = Some(Error::Invalid(format!("a call was given up: {error}"))),
+            Err(error) => failure = Some(Error::Invalid(format!("a call was cancelled: {error}"))),
         }
     }
     failure
 }
 
-fn judge(
+fn check_quorum(
     progress: &[Progress],
     partitions: &[PartitionId],
     needed: usize,
@@ -292,13 +298,13 @@ mod tests {
         // The second has no replica left.
         assert_eq!(round(&mut progress), []);
         let partitions = [PartitionId(7), PartitionId(8)];
-        let error = judge(&progress, &partitions, 2, None).unwrap_err();
+        let error = check_quorum(&progress, &partitions, 2, None).unwrap_err();
         let is_of_8 = matches!(
             error,
             Error::WriteQuorum { partition: PartitionId(8), acknowledged: 1, needed: 2, source: None }
         );
         assert!(is_of_8, "{error}");
         progress[1].acknowledged = 2;
-        assert!(judge(&progress, &partitions, 2, None).is_ok());
+        assert!(check_quorum(&progress, &partitions, 2, None).is_ok());
     }
 }

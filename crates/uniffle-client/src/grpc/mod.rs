@@ -1,8 +1,9 @@
-//! The gRPC data protocol from a client's side.
+//! Client of the gRPC data protocol.
 //!
-//! [`ShuffleClient`] has a typed method per RPC, each an error unless the status is SUCCESS; [`ShuffleClient::raw`] is
-//! the generated client for everything a well-behaved one does not do. `reader` puts the reads together as Java does.
-//! Invariant: only NO_BUFFER is retried, as stock clients do; anything else is seen by the caller.
+//! [`ShuffleClient`] has a typed method per RPC, which fails unless the status is SUCCESS.
+//! [`ShuffleClient::raw`] is the generated client, for calls that a well-behaved client does not
+//! make. `reader` reads whole partitions as Java does. Invariant: only NO_BUFFER is retried, as in
+//! stock clients. The caller sees all other failures.
 
 mod reader;
 
@@ -25,14 +26,14 @@ pub use self::reader::{PartitionRead, ReadOptions};
 
 /// Deadline of each RPC (`rss.client.rpc.timeout.ms`).
 const RPC_TIMEOUT: Duration = Duration::from_secs(60);
-/// Largest message taken: protobuf's own limit, as in Java.
+/// Largest accepted message: protobuf's own limit, as in Java.
 const MESSAGE_BYTES_MAX: usize = i32::MAX as usize;
-/// HTTP/2 windows: large enough that loopback is not paced by window updates.
+/// HTTP/2 windows. Large enough that window updates do not limit loopback throughput.
 const STREAM_WINDOW_BYTES: u32 = 4 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 
-/// Code, message and causes: what tonic prints of a status has the causes as Rust's debug text.
-fn told(status: &tonic::Status) -> String {
+/// Formats code, message and causes. tonic's own text shows the causes in Rust's debug format.
+fn describe(status: &tonic::Status) -> String {
     let mut text = format!("{:?}: {}", status.code(), status.message());
     let mut cause = std::error::Error::source(status);
     while let Some(error) = cause {
@@ -45,21 +46,21 @@ fn told(status: &tonic::Status) -> String {
     text
 }
 
-/// Why a call did not do what it should.
+/// Error of one call.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// No connection.
     #[error("connect: {0}")]
     Connect(#[from] tonic::transport::Error),
-    /// The RPC failed below the protocol.
-    #[error("{rpc}: {}", told(status))]
+    /// The RPC failed below Uniffle's protocol.
+    #[error("{rpc}: {}", describe(status))]
     Rpc {
         /// Name of the RPC.
         rpc: &'static str,
-        /// What tonic says.
+        /// Status from tonic.
         status: Box<tonic::Status>,
     },
-    /// The server answered with another status than SUCCESS.
+    /// The server responded with a status other than SUCCESS.
     #[error("{rpc}: {status:?}: {text}")]
     Refused {
         /// Name of the RPC.
@@ -69,32 +70,32 @@ pub enum ClientError {
         /// `retMsg`.
         text: String,
     },
-    /// The answer makes no sense.
+    /// The response is malformed.
     #[error("{rpc}: {source}")]
     Malformed {
         /// Name of the RPC.
         rpc: &'static str,
-        /// What is wrong with it.
+        /// Reason.
         source: Malformed,
     },
-    /// The memory tier repeats itself without an end.
-    #[error("{answers} memory answers in a row without a new block")]
+    /// The memory tier repeats itself endlessly.
+    #[error("{answers} consecutive memory responses without a new block")]
     Endless {
-        /// How many.
+        /// Number of responses.
         answers: u32,
     },
-    /// No answer in time.
-    #[error("{rpc}: no answer within {after:?}")]
+    /// The deadline expired.
+    #[error("{rpc}: no response within {after:?}")]
     Timeout {
         /// Name of the RPC.
         rpc: &'static str,
         /// The deadline.
         after: Duration,
     },
-    /// The TCP connection could not be made, or ended before the answer.
+    /// The TCP connection could not be established, or ended before the response.
     #[error("TCP connection: {source}")]
     Connection {
-        /// Why.
+        /// Reason.
         source: std::io::Error,
     },
     /// The batch is too large for one request.
@@ -103,57 +104,57 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// The server's status, if it answered with one.
+    /// Returns the server's status, if it responded with one.
     #[must_use]
     pub fn status(&self) -> Option<StatusCode> {
         if let Self::Refused { status, .. } = self { Some(*status) } else { None }
     }
 }
 
-/// How long to wait after NO_BUFFER.
+/// Number of attempts and pauses between them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backoff {
-    /// Calls in all, at least 1.
+    /// Number of calls in total, at least 1.
     pub attempts: u32,
-    /// Pause after the first refusal; doubles.
+    /// Pause after the first failure. Doubles each time.
     pub first: Duration,
     /// Longest pause.
     pub longest: Duration,
 }
 
 impl Default for Backoff {
-    /// The Java client's figures (docs/protocol.md §2.4).
+    /// The Java client's values (docs/protocol.md §2.4).
     fn default() -> Self {
         Self { attempts: 50, first: Duration::from_secs(2), longest: Duration::from_secs(10) }
     }
 }
 
 impl Backoff {
-    /// The pause after refusal number `n`, counted from 0; up to `first` of it is chance, so that writers that were
-    /// refused together do not come back together.
+    /// Returns the pause after failure number `n`, counted from 0. A random part of up to `first`
+    /// spreads writers that were refused at the same time.
     pub(crate) fn pause(&self, n: u32) -> Duration {
         let doubled = self.first.saturating_mul(1 << n.min(16));
         doubled.saturating_add(self.first.min(self.longest).mul_f64(rand::random::<f64>())).min(self.longest)
     }
 }
 
-/// What a memory read answers.
+/// Response of a memory read.
 #[derive(Debug, Clone)]
 pub struct MemoryAnswer {
-    /// The blocks, in the order of the server.
+    /// Blocks in the server's order.
     pub blocks: Vec<Block>,
-    /// The server's word that this was the end; absent from older servers.
+    /// True if the server has no further blocks in memory. Absent from older servers.
     pub is_end: Option<bool>,
 }
 
-/// What an index read answers.
+/// Response of an index read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IndexAnswer {
-    /// The blocks on disk.
+    /// Blocks on disk.
     pub records: Vec<IndexRecord>,
-    /// Bytes of data that are readable; `None` = the server does not say.
+    /// Number of readable bytes, or `None` if the server does not report it.
     pub data_length: Option<u64>,
-    /// Disks; empty for a server with one logical stream.
+    /// Disks. Empty for a server with one logical stream.
     pub storage_ids: Vec<i32>,
 }
 
@@ -168,13 +169,13 @@ impl ShuffleClient {
     /// Connects to a worker's gRPC listener.
     ///
     /// # Errors
-    /// When there is no connection.
+    /// Fails if the connection cannot be established.
     pub async fn connect(address: SocketAddr) -> Result<Self, ClientError> {
         let endpoint = tuned(Endpoint::from_shared(format!("http://{address}"))?).timeout(RPC_TIMEOUT);
         Ok(Self::on(endpoint.connect().await?))
     }
 
-    /// A client on an existing channel.
+    /// Creates a client on an existing channel.
     #[must_use]
     pub fn on(channel: Channel) -> Self {
         let inner = ShuffleServerClient::new(channel)
@@ -183,25 +184,25 @@ impl ShuffleClient {
         Self { inner, backoff: Backoff::default() }
     }
 
-    /// The same client with another patience.
+    /// Returns the client with another retry policy for NO_BUFFER.
     #[must_use]
     pub fn with_backoff(self, backoff: Backoff) -> Self {
         Self { backoff, ..self }
     }
 
-    /// The same client, refusing answers with more bytes.
+    /// Returns the client with a limit on the size of responses.
     #[must_use]
     pub fn with_answer_bytes_max(self, bytes: usize) -> Self {
         Self { inner: self.inner.max_decoding_message_size(bytes), ..self }
     }
 
-    /// The generated client: any request, any answer.
+    /// Returns the generated client, for any request and any response.
     #[must_use]
     pub fn raw(&self) -> ShuffleServerClient<Channel> {
         self.inner.clone()
     }
 
-    /// `registerShuffle` of inclusive `ranges`, with everything else at its default.
+    /// Calls `registerShuffle` for inclusive `ranges`, with all other fields at their defaults.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -209,7 +210,7 @@ impl ShuffleClient {
         self.register_with(register_request(key, ranges)).await
     }
 
-    /// `registerShuffle` as given; begin with [`register_request`].
+    /// Calls `registerShuffle` with `request`, which [`register_request`] prepares.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -219,10 +220,10 @@ impl ShuffleClient {
         check(RPC, answer.status, answer.ret_msg)
     }
 
-    /// `requireBuffer` once, whatever the answer.
+    /// Calls `requireBuffer` once. Returns the response with any status.
     ///
     /// # Errors
-    /// Only if the RPC itself fails.
+    /// Fails only if the RPC itself fails.
     pub async fn require_raw(
         &self,
         request: proto::RequireBufferRequest,
@@ -230,16 +231,16 @@ impl ShuffleClient {
         Ok(self.raw().require_buffer(request).await.map_err(failed("requireBuffer"))?.into_inner())
     }
 
-    /// A ticket for `batch`, waiting while the answer is NO_BUFFER.
+    /// Requires a ticket for `batch`. Retries on NO_BUFFER.
     ///
     /// # Errors
     /// See [`ClientError`].
     pub async fn require_buffer(&self, key: &ShuffleKey, batch: &Batch) -> Result<TicketId, ClientError> {
         let request = require_request(key, batch)?;
-        self.patiently(|| self.require_once(request.clone())).await
+        self.retry_no_buffer(|| self.require_once(request.clone())).await
     }
 
-    /// A ticket for a request as given, or the server's refusal.
+    /// Requires a ticket once.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -249,7 +250,7 @@ impl ShuffleClient {
         Ok(TicketId(answer.require_buffer_id))
     }
 
-    /// `sendShuffleData` with a ticket.
+    /// Calls `sendShuffleData` with a ticket.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -266,7 +267,7 @@ impl ShuffleClient {
         check(RPC, answer.status, answer.ret_msg)
     }
 
-    /// Ticket and send.
+    /// Requires a ticket and sends `batch` with it.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -275,7 +276,7 @@ impl ShuffleClient {
         self.send(key, ticket, form, batch).await
     }
 
-    /// `reportShuffleResult` of one task.
+    /// Calls `reportShuffleResult` for one task.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -302,7 +303,7 @@ impl ShuffleClient {
         check(RPC, answer.status, answer.ret_msg)
     }
 
-    /// `getShuffleResultForMultiPart`: the ids reported for `partitions`.
+    /// Calls `getShuffleResultForMultiPart`. Returns the ids reported for `partitions`.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -330,7 +331,7 @@ impl ShuffleClient {
         read::decode_bitmap(&answer.serialized_bitmap).map_err(malformed(RPC))
     }
 
-    /// `appHeartbeat`.
+    /// Calls `appHeartbeat`.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -341,7 +342,7 @@ impl ShuffleClient {
         check(RPC, answer.status, answer.ret_msg)
     }
 
-    /// `unregisterShuffle`.
+    /// Calls `unregisterShuffle`.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -355,7 +356,7 @@ impl ShuffleClient {
         check(RPC, answer.status, answer.ret_msg)
     }
 
-    /// `unregisterShuffleByAppId`.
+    /// Calls `unregisterShuffleByAppId`.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -367,8 +368,8 @@ impl ShuffleClient {
         check(RPC, answer.status, answer.ret_msg)
     }
 
-    /// Calls until the answer is something else than NO_BUFFER or the patience is at its end.
-    async fn patiently<T, F>(&self, mut call: impl FnMut() -> F) -> Result<T, ClientError>
+    /// Calls until the response is not NO_BUFFER, or until the attempts are used up.
+    async fn retry_no_buffer<T, F>(&self, mut call: impl FnMut() -> F) -> Result<T, ClientError>
     where
         F: Future<Output = Result<T, ClientError>>,
     {
@@ -388,7 +389,7 @@ impl ShuffleClient {
     }
 }
 
-/// A plain registration, to be changed and given to [`ShuffleClient::register_with`].
+/// Returns a plain registration, to be adapted and passed to [`ShuffleClient::register_with`].
 #[must_use]
 pub fn register_request(key: &ShuffleKey, ranges: &[(i32, i32)]) -> proto::ShuffleRegisterRequest {
     let range = |&(start, end): &(i32, i32)| proto::ShufflePartitionRange { start, end };
@@ -401,10 +402,10 @@ pub fn register_request(key: &ShuffleKey, ranges: &[(i32, i32)]) -> proto::Shuff
     }
 }
 
-/// The `requireBuffer` of a batch, as a 0.10 client sends it.
+/// Returns the `requireBuffer` request of a batch, as a 0.10 client sends it.
 ///
 /// # Errors
-/// [`ClientError::BatchTooLarge`] beyond an `i32`.
+/// [`ClientError::BatchTooLarge`] if a size exceeds an `i32`.
 pub fn require_request(key: &ShuffleKey, batch: &Batch) -> Result<proto::RequireBufferRequest, ClientError> {
     let mut sizes = Vec::with_capacity(batch.len());
     for part in batch {
@@ -419,7 +420,8 @@ pub fn require_request(key: &ShuffleKey, batch: &Batch) -> Result<proto::Require
     })
 }
 
-/// An endpoint whose connection is not paced by window updates or by Nagle.
+/// Configures an endpoint so that neither window updates nor Nagle's algorithm limit its
+/// throughput.
 pub(crate) fn tuned(endpoint: Endpoint) -> Endpoint {
     endpoint
         .tcp_nodelay(true)

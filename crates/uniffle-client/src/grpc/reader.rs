@@ -1,7 +1,9 @@
-//! Reading a partition the way the Java client does: memory until it is empty, then the index once, then the data.
+//! Reads a partition as the Java client does: memory until it is empty, then the index once, then
+//! the data.
 //!
-//! Not here: the cutting of answers into blocks ([`super::super::read`]). Invariants: each block is counted once by id,
-//! every counted block's checksum was compared, and a server that repeats itself without end is an error.
+//! Splitting responses into blocks is in [`super::super::read`]. Invariants: each block is counted
+//! once by id, the checksum of every counted block was compared, and a server that repeats itself
+//! endlessly is an error.
 
 use std::collections::BTreeMap;
 
@@ -15,20 +17,22 @@ use crate::read::{self, IndexRecord, Malformed, Segment};
 use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
-/// Memory answers in a row that bring nothing new, after which reading stops. A cursor that was flushed away starts
-/// again from the head, legally and rarely; this many times in a row it is a loop.
+/// Number of consecutive memory responses without a new block after which reading stops. A cursor
+/// that was flushed restarts from the head, which is legal and rare. This many repetitions are a
+/// loop.
 pub(crate) const BARREN_ANSWERS_MAX: u32 = 1_000;
 
-/// How to read a partition.
+/// Options of a partition read.
 #[derive(Debug, Clone)]
 pub struct ReadOptions {
-    /// Bytes asked for at once (`rss.client.read.buffer.size`). Default: 14 MiB, at most i32::MAX.
+    /// Bytes requested at once (`rss.client.read.buffer.size`). Default: 14 MiB, at most i32::MAX.
     pub read_buffer_size: u32,
-    /// Read only blocks of these task attempts (a skew reader). Default: all.
+    /// Task attempts whose blocks are read (a skew reader). Default: all.
     pub tasks: Option<Treemap>,
-    /// Fetch only disk segments with one of these blocks. Default: all.
+    /// Blocks to fetch from disk: other segments are skipped. Default: all.
     pub expected: Option<Treemap>,
-    /// Believe `is_end`, as master's client does; older ones read until an answer is empty. Default: true.
+    /// Stops at `is_end`, as the client of Java's master branch does. Older clients read until a
+    /// response is empty. Default: true.
     pub trust_is_end: bool,
 }
 
@@ -38,24 +42,25 @@ impl Default for ReadOptions {
     }
 }
 
-/// What was read of a partition.
+/// Blocks that were read from a partition.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PartitionRead {
-    /// Bytes by block id.
+    /// Block data by block id.
     pub blocks: BTreeMap<BlockId, Bytes>,
-    /// Blocks seen in memory first.
+    /// Number of blocks first seen in memory.
     pub from_memory: usize,
-    /// Blocks seen on disk first.
+    /// Number of blocks first seen on disk.
     pub from_disk: usize,
-    /// Blocks seen again, which is legal.
+    /// Number of duplicates, which are legal.
     pub repeats: usize,
 }
 
 impl PartitionRead {
-    /// Takes blocks of one tier; returns how many are new.
+    /// Adds blocks of one tier. Returns how many are new.
     fn take(&mut self, rpc: &'static str, blocks: Vec<Block>) -> Result<usize, ClientError> {
         let before = self.blocks.len();
-        // Fillers stand for lost bytes. They are never reported, so a Java client ignores them as unexpected.
+        // Fillers replace lost bytes. They are never reported, so a Java client ignores them as
+        // unexpected.
         for block in blocks.into_iter().filter(|block| block.meta.block_id.0 != FILLER_BLOCK_ID) {
             if self.blocks.contains_key(&block.meta.block_id) {
                 self.repeats += 1;
@@ -69,7 +74,8 @@ impl PartitionRead {
 }
 
 impl ShuffleClient {
-    /// `getMemoryShuffleData` after block `after` (`None` = from the start), waiting while the answer is NO_BUFFER.
+    /// Calls `getMemoryShuffleData` for the blocks after `after` (`None` = from the start). Retries
+    /// on NO_BUFFER.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -91,7 +97,7 @@ impl ShuffleClient {
             timestamp: 0,
             serialized_expected_task_ids_bitmap: tasks.map(read::encode_bitmap),
         };
-        self.patiently(|| async {
+        self.retry_no_buffer(|| async {
             let answer = self.raw().get_memory_shuffle_data(request.clone()).await;
             let answer = answer.map_err(failed(RPC))?.into_inner();
             check(RPC, answer.status, answer.ret_msg)?;
@@ -101,7 +107,7 @@ impl ShuffleClient {
         .await
     }
 
-    /// `getLocalShuffleIndex`, waiting while the answer is NO_BUFFER.
+    /// Calls `getLocalShuffleIndex`. Retries on NO_BUFFER.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -118,22 +124,22 @@ impl ShuffleClient {
             partition_num_per_range: 1,
             partition_num: partition.0.saturating_add(1),
         };
-        self.patiently(|| async {
+        self.retry_no_buffer(|| async {
             let answer = self.raw().get_local_shuffle_index(request.clone()).await;
             let answer = answer.map_err(failed(RPC))?.into_inner();
             check(RPC, answer.status, answer.ret_msg)?;
             let records = read::decode_index(&answer.index_data).map_err(malformed(RPC))?;
-            // −1 is "unknown, trust the index".
+            // −1 means that the length is unknown and that the index is authoritative.
             let data_length = u64::try_from(answer.data_file_len).ok();
             Ok(IndexAnswer { records, data_length, storage_ids: answer.storage_ids })
         })
         .await
     }
 
-    /// `getLocalShuffleData` of exactly `length` bytes, waiting while the answer is NO_BUFFER.
+    /// Calls `getLocalShuffleData` for exactly `length` bytes. Retries on NO_BUFFER.
     ///
     /// # Errors
-    /// See [`ClientError`]; an answer of another length is [`Malformed::DataLength`].
+    /// See [`ClientError`]. A response of another length is [`Malformed::DataLength`].
     pub async fn read_data(
         &self,
         key: &ShuffleKey,
@@ -144,7 +150,8 @@ impl ShuffleClient {
         self.read_data_of(key, partition, -1, (offset, length)).await
     }
 
-    /// The same of the disk with number `storage`, of a server whose index has storage ids.
+    /// Reads like [`ShuffleClient::read_data`] from the disk with number `storage`, for a server
+    /// whose index has storage ids.
     ///
     /// # Errors
     /// See [`ShuffleClient::read_data`].
@@ -169,7 +176,7 @@ impl ShuffleClient {
             storage_id: storage,
             next_read_segments: Vec::new(),
         };
-        self.patiently(|| async {
+        self.retry_no_buffer(|| async {
             let answer = self.raw().get_local_shuffle_data(request.clone()).await;
             let answer = answer.map_err(failed(RPC))?.into_inner();
             check(RPC, answer.status, answer.ret_msg)?;
@@ -213,7 +220,7 @@ impl ShuffleClient {
         Ok(result)
     }
 
-    /// The memory tier alone, from the start to the end.
+    /// Reads the whole memory tier.
     async fn drain_memory(
         &self,
         key: &ShuffleKey,

@@ -153,7 +153,8 @@ impl ShuffleServer for Double {
     }
 }
 
-/// The running server of a double. (No `runtime::Tasks`: the client knows nothing of the worker's runtime.)
+/// The running server of a double. (No `runtime::Tasks`: the client knows nothing of the worker's
+/// runtime.)
 pub(crate) struct Running {
     stop: oneshot::Sender<()>,
     server: JoinSet<()>,
