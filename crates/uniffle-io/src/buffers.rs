@@ -1,7 +1,8 @@
-//! Buffers that the disk fills and empties: where reads land, and aligned staging for writes that must be gathered.
+//! Buffers for disk reads, and aligned staging buffers for writes that must be gathered.
 //!
-//! The store asks a [`ReadBuffers`] for room and does not know whose memory it is (the worker's read pool implements
-//! it). [`AlignedPool`] is bounded and recycles, so gather copies neither grow the heap nor fault pages again.
+//! The store requests buffers through [`ReadBuffers`] and does not know who owns the memory (the
+//! worker's read pool implements it). [`AlignedPool`] is bounded and recycles its buffers, so that
+//! gathering neither grows the heap nor causes new page faults.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,48 +14,48 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{BLOCK_ALIGN, BoxFuture};
 
-/// Largest read buffer: reads are streamed in chunks of at most this.
+/// Largest read buffer: reads are streamed in chunks of at most this size.
 ///
-/// A chunk costs a way to a disk's thread and back, 60 to 90 µs of CPU. 2026-11-21, 2 vCPU of an AMD EPYC, 3.14 GB by way of
-/// 512 MB over TCP, server CPU-s/GB of reading (medians of 9): chunks of 256 KiB 0.411, 512 KiB 0.338, 1 MiB 0.280,
-/// 2 MiB 0.236.
+/// Every chunk costs a round trip to a thread of the disk, so larger chunks need less CPU per byte.
+/// The measurements are in `benches/notes/disks.md`.
 pub const READ_CHUNK_BYTES_MAX: usize = 2 << 20;
 
-/// What read memory must be counted in: chunks are not larger when it is short.
+/// Largest chunk while read memory is short.
 pub const READ_CHUNK_BYTES_SHORT: usize = 1 << 20;
 
-/// Bytes of one staging buffer: one gathered write call.
+/// Size of one staging buffer, which holds the data of one gathered write call.
 pub const STAGING_BYTES: usize = 1 << 20;
 
-/// What a read takes together with its buffer, so that it holds neither while it waits for the other: parts of the shares that
-/// its disks have of the read memory.
+/// Permit that a read acquires together with its buffer, so that it holds neither while it waits
+/// for the other. It covers parts of the shares that the read's disks have of the read memory.
 pub trait Turn: Send + Sync {
-    /// It, when all of it is free and nobody waits for it in [`Turn::take`].
+    /// Returns the permit if all of it is free and nobody waits in [`Turn::take`].
     fn try_take(&self) -> Option<HeldTurn>;
 
-    /// A share for which it would have to wait now, by its number.
+    /// Returns the number of a share that is currently exhausted, if there is one.
     fn full_share(&self) -> Option<usize>;
 
-    /// Waits for it, in turns with others.
+    /// Waits for the permit, fairly among all waiters.
     fn take(&self) -> BoxFuture<'_, HeldTurn>;
 
-    /// Resolves when some of it came free after the last that was told; of several that wait one is told.
+    /// Resolves when a part of the permit has been released since the last notification. Only one
+    /// of several waiters is notified.
     fn freed(&self) -> BoxFuture<'_, ()>;
 
-    /// Numbers of the shares, by which two can be seen to want of the same one.
+    /// Returns the numbers of the shares. Two permits compete if they have a number in common.
     fn shares(&self) -> &[usize];
 }
 
-/// A turn that was taken; free again when this is dropped.
+/// An acquired permit, which is released on drop.
 pub type HeldTurn = Box<dyn Send>;
 
-/// Somewhere to get read buffers from.
+/// A source of read buffers.
 pub trait ReadBuffers: Send + Sync {
     /// Waits for a buffer of at least `len` bytes (`len` ≤ [`READ_CHUNK_BYTES_MAX`]).
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>>;
 
-    /// Waits for a buffer of at least `len` bytes and a turn. Buffers that can run short are taken together with it; of others
-    /// there always is one.
+    /// Waits for a buffer of at least `len` bytes and a permit. A pool that can run short acquires
+    /// both together. The default is for sources that always have a buffer.
     fn acquire_with(
         &self,
         len: usize,
@@ -66,7 +67,7 @@ pub trait ReadBuffers: Send + Sync {
         })
     }
 
-    /// What to ask for at most, as long as nothing changes: whole disk blocks.
+    /// Returns the size of the largest chunk to request at present, in whole disk blocks.
     fn chunk_bytes(&self) -> usize {
         READ_CHUNK_BYTES_MAX
     }
@@ -74,13 +75,14 @@ pub trait ReadBuffers: Send + Sync {
 
 /// A buffer that a read fills and that becomes [`Bytes`].
 pub trait ReadBuffer: Send {
-    /// The whole buffer.
+    /// Returns the whole buffer.
     fn as_mut(&mut self) -> &mut [u8];
-    /// The first `len` bytes, immutable from now on; their memory goes back when the last clone is dropped.
+    /// Returns the first `len` bytes, immutable from then on. Their memory is released when the
+    /// last clone is dropped.
     fn freeze(self: Box<Self>, len: usize) -> Bytes;
 }
 
-/// A part of a buffer, and where in the file its bytes are.
+/// A part of a buffer and the file offset of its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadPart {
     /// The part to fill.
@@ -98,18 +100,18 @@ pub struct ReadTarget {
 }
 
 impl ReadTarget {
-    /// One part of `buffer`.
+    /// Creates a target with one part of `buffer`.
     pub fn one(buffer: Box<dyn ReadBuffer>, range: Range<usize>, offset: u64) -> Self {
         Self { buffer, parts: vec![ReadPart { range, offset }] }
     }
 
-    /// What is handed back when the buffer itself was lost.
+    /// Returns an empty target, for a read whose buffer was lost.
     #[must_use]
     pub fn lost() -> Self {
         Self { buffer: Box::new(Vec::new()), parts: Vec::new() }
     }
 
-    /// The bytes of a part; `None` when there is no such part or it lies outside the buffer.
+    /// Returns the bytes of a part, or `None` if the part does not exist or exceeds the buffer.
     pub fn part_mut(&mut self, part: usize) -> Option<&mut [u8]> {
         let range = self.parts.get(part)?.range.clone();
         (*self.buffer).as_mut().get_mut(range)
@@ -145,17 +147,19 @@ impl ReadBuffer for Vec<u8> {
     }
 }
 
-/// Heap buffers of one reader of long streams. Those of 64 KiB and more begin on a [`BLOCK_ALIGN`] boundary, so that direct reads land in them
-/// without a detour, and those of whole chunks are used again once their last clone is dropped: there are as many as were
-/// held at once.
+/// Heap buffers for one reader of long streams.
+///
+/// Buffers of 64 KiB and more begin on a [`BLOCK_ALIGN`] boundary, so that direct reads need no
+/// bounce buffer. Buffers of whole chunks are recycled once their last clone is dropped. There are
+/// at most as many of them as were in use at once.
 #[derive(Debug, Clone, Default)]
 pub struct StreamBuffers(Arc<Mutex<Vec<Vec<u8>>>>);
 
 impl StreamBuffers {
-    /// What of a buffer may lie idle is a sixteenth of it.
+    /// Smallest aligned buffer: alignment wastes at most a sixteenth of it.
     const SMALLEST: usize = 16 * BLOCK_ALIGN;
 
-    /// Whether a buffer of a whole chunk is taken for `len` bytes.
+    /// Returns true if a buffer of a whole chunk serves a request for `len` bytes.
     fn is_chunk(len: usize) -> bool {
         (READ_CHUNK_BYTES_MAX - READ_CHUNK_BYTES_MAX / 16..=READ_CHUNK_BYTES_MAX).contains(&len)
     }
@@ -216,13 +220,14 @@ pub struct AlignedPool {
 }
 
 impl AlignedPool {
-    /// A pool of at most `buffers` buffers; memory is taken when first needed.
+    /// Creates a pool of at most `buffers` buffers. Memory is allocated on first use.
     #[must_use]
     pub fn new(buffers: usize) -> Arc<Self> {
         Arc::new(Self { free: Mutex::default(), permits: Arc::new(Semaphore::new(buffers.max(1))) })
     }
 
-    /// Waits for a buffer. Holding one while waiting for another can dead-lock: fill, write, then ask again.
+    /// Waits for a buffer. Holding one while waiting for another can deadlock: fill it and write it
+    /// before the next request.
     pub async fn acquire(self: &Arc<Self>) -> AlignedBuffer {
         let permit =
             Arc::clone(&self.permits).acquire_owned().await.expect("the pool never closes its semaphore");
@@ -230,7 +235,7 @@ impl AlignedPool {
         AlignedBuffer::around(memory, Some((Arc::clone(self), permit)))
     }
 
-    /// Free buffers.
+    /// Returns the number of free buffers.
     pub fn available(&self) -> usize {
         self.permits.available_permits()
     }
@@ -246,7 +251,7 @@ pub struct AlignedBuffer {
 }
 
 impl AlignedBuffer {
-    /// A buffer outside any pool.
+    /// Creates a buffer outside any pool.
     #[must_use]
     pub fn unpooled() -> Self {
         Self::around(Self::allocate(), None)
@@ -262,17 +267,17 @@ impl AlignedBuffer {
         Self { memory, start, filled: 0, home }
     }
 
-    /// Bytes that still fit.
+    /// Returns the number of bytes that still fit.
     pub fn room(&self) -> usize {
         STAGING_BYTES - self.filled
     }
 
-    /// Bytes put so far, padding included.
+    /// Returns the number of bytes stored so far, including padding.
     pub fn filled(&self) -> usize {
         self.filled
     }
 
-    /// Copies as much of `bytes` as fits and returns how much that was.
+    /// Copies as much of `bytes` as fits. Returns the number of bytes copied.
     pub fn put(&mut self, bytes: &[u8]) -> usize {
         let taken = bytes.len().min(self.room());
         let at = self.start + self.filled;
@@ -281,14 +286,16 @@ impl AlignedBuffer {
         taken
     }
 
-    /// Zeroes up to the next multiple of [`BLOCK_ALIGN`]: what a former user left there must not reach a file.
+    /// Pads with zeros up to the next multiple of [`BLOCK_ALIGN`], so that bytes of an earlier use
+    /// never reach a file.
     pub fn pad(&mut self) {
         let end = self.filled.next_multiple_of(BLOCK_ALIGN);
         self.memory[self.start + self.filled..self.start + end].fill(0);
         self.filled = end;
     }
 
-    /// What was put, immutable; the buffer goes home when the last clone is dropped.
+    /// Returns the stored bytes, immutable. The memory returns to the pool when the last clone is
+    /// dropped.
     #[must_use]
     pub fn freeze(self) -> Bytes {
         Bytes::from_owner(self)
@@ -310,7 +317,8 @@ impl fmt::Debug for AlignedBuffer {
 impl Drop for AlignedBuffer {
     fn drop(&mut self) {
         if let Some((pool, permit)) = self.home.take() {
-            // The memory is back before the permit, so that the next holder of the permit finds it.
+            // The memory is returned before the permit, so that the next holder of the permit finds
+            // it.
             pool.free.lock().push(std::mem::take(&mut self.memory));
             drop(permit);
         }

@@ -1,15 +1,12 @@
-//! Bytes on a disk: two small traits with owned buffers, and the disks behind them.
+//! Disk access: two small traits with owned buffers, and the disks that implement them.
 //!
-//! [`Disk`] names things below one root directory, [`File`] moves bytes. Buffers are owned by the call, so that an
-//! engine that outlives its caller (a hung `pwritev`, io_uring) never touches memory that was given back.
-//! Errors are plain [`std::io::Error`] with their kinds kept. Not here: what the files mean .
+//! [`Disk`] handles names below one root directory, [`File`] reads and writes bytes. Every call
+//! owns its buffers, so that an operation that outlives its caller (a hung `pwritev`, io_uring)
+//! never touches released memory. Errors are plain [`std::io::Error`] with their original kinds.
 //!
-//! | disk | for |
-//! | --- | --- |
-//! | [`blocking::BlockingDisk`] | the real one: `pwritev` on tokio's blocking threads, bounded per disk |
-//! | `uring::UringDisk` | the same by io_uring (feature `io-uring`) |
-//!
-//! `uniffle-testkit` has two more, for tests: one in memory, and one that adds faults to any other.
+//! [`blocking::BlockingDisk`] runs `pwritev` on tokio's blocking threads, bounded per disk.
+//! `uring::UringDisk` does the same through io_uring (feature `io-uring`). `uniffle-testkit` has
+//! two more for tests: an in-memory disk and a disk with injected faults.
 
 pub mod blocking;
 pub mod buffers;
@@ -32,7 +29,7 @@ pub use self::buffers::{HeldTurn, ReadBuffer, ReadBuffers, ReadPart, ReadTarget,
 pub use self::mount::{Media, Mount};
 pub use self::vanished::{FileId, Place, Vanished};
 
-/// Alignment of memory, file offset and length of a direct write. Devices ask for 512 or 4,096.
+/// Alignment of memory, file offset and length of a direct write. Devices require 512 or 4,096.
 pub const BLOCK_ALIGN: usize = 4096;
 
 /// Largest file that [`Disk::read_small`] returns.
@@ -40,19 +37,21 @@ pub const SMALL_FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// An open file.
 ///
-/// Dropping a returned future gives up waiting and nothing else: an operation that has begun runs on, with its buffers.
+/// Dropping a returned future only stops the wait: an operation that has begun continues, with its
+/// buffers.
 pub trait File: Send + Sync + fmt::Debug {
-    /// Writes all `pieces` one behind the other from `offset`, or fails. After an error any part may have been written.
-    /// On a direct file every piece's address and length, and `offset`, are multiples of [`BLOCK_ALIGN`].
-    /// Fails as [`File::verify`] does if nobody would find the bytes.
+    /// Writes all `pieces` contiguously from `offset`, or fails. After an error any part may have
+    /// been written. For a direct file, every piece's address and length and `offset` are multiples
+    /// of [`BLOCK_ALIGN`]. Fails like [`File::verify`] if the file can no longer be found.
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>;
 
-    /// Fills every part of the target exactly; `UnexpectedEof` when the file ends before. Gives the target back, with
-    /// undefined bytes in its parts after an error.
+    /// Fills every part of the target exactly, or fails with `UnexpectedEof` at the end of the
+    /// file. Returns the target. After an error the bytes of its parts are undefined.
     fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)>;
 
-    /// Says which ranges are read soon, so that the page cache has them then. Not for direct files. A disk with as many reads
-    /// under way as it takes at a time does nothing, and so does one that has no use for it.
+    /// Announces ranges that will be read soon, so that the page cache loads them. Not for direct
+    /// files. Does nothing if the disk's read concurrency is exhausted or if the disk cannot
+    /// prefetch.
     fn advise(&self, _ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
@@ -60,14 +59,14 @@ pub trait File: Send + Sync + fmt::Debug {
     /// Waits until written bytes are on the device.
     fn sync(&self) -> BoxFuture<'static, io::Result<()>>;
 
-    /// Waits until what was written to a range by way of the page cache is on the device, and lets go of its pages. One after
-    /// another on a disk, and writes around the page cache do not wait for it.
+    /// Waits until buffered writes of a range are on the device, and drops its pages from the
+    /// cache. A disk runs these calls one at a time. Direct writes do not wait for them.
     fn write_back(&self, _range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
         self.sync()
     }
 
-    /// Writes and waits until it is on the device, as [`File::write_at`] and [`File::sync`] do one after the other, in one go
-    /// where that is quicker.
+    /// Writes and waits until the bytes are on the device, like [`File::write_at`] followed by
+    /// [`File::sync`]. Implementations may do both in one step.
     fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>
     where
         Self: 'static,
@@ -78,43 +77,46 @@ pub trait File: Send + Sync + fmt::Debug {
         })
     }
 
-    /// Present size in bytes.
+    /// Returns the current size in bytes.
     fn size(&self) -> BoxFuture<'static, io::Result<u64>>;
 
-    /// Identity of a named file that is open for writing; none where the disk has no such thing.
+    /// Returns the identity of a named file that is open for writing, or `None` if the disk has no
+    /// identities.
     fn id(&self) -> Option<FileId> {
         None
     }
 
-    /// Checks that a file that is open for writing, and [named](WriteOpen::is_named), is still found at its path, with everything that was written to it.
-    /// Fails with [`Vanished`] as its source if it is not.
+    /// Checks that a [named](WriteOpen::is_named) file that is open for writing still exists at its
+    /// path, with everything that was written to it. Fails with [`Vanished`] as the source
+    /// otherwise.
     fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 }
 
-/// Which writes and syncs of a disk a file's own wait for: those of its lane and no others.
+/// Queue of a file's writes and syncs. Calls only wait for calls of the same lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Lane {
-    /// Small records that a caller waits for: registrations, reports.
+    /// Small records that a caller waits for, such as registrations and reports.
     Metadata,
-    /// What makes bulk data readable.
+    /// Index records, which make bulk data readable.
     Index,
     /// Data, in calls of megabytes.
     #[default]
     Bulk,
 }
 
-/// How [`Disk::open_write`] opens.
+/// Options of [`Disk::open_write`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WriteOpen {
-    /// True: the file must not exist yet. False: it must exist.
+    /// If true, the file must not exist yet. If false, it must exist.
     pub create: bool,
-    /// Go around the page cache where the file system allows it.
+    /// Bypasses the page cache if the file system allows it.
     pub direct: bool,
-    /// Where its writes and syncs queue.
+    /// Lane of its writes and syncs.
     pub lane: Lane,
-    /// Others will look for the file by its path: writes fail with [`Vanished`] as their source once it is not there.
+    /// Others will look for the file by its path: writes fail with [`Vanished`] as their source
+    /// once it is not there.
     pub is_named: bool,
 }
 
@@ -123,79 +125,82 @@ pub struct WriteOpen {
 pub struct Space {
     /// Size of the file system.
     pub total_bytes: u64,
-    /// Bytes that we may still write.
+    /// Number of bytes that this process may still write.
     pub free_bytes: u64,
-    /// Files that it can hold; 0 where it has no such limit.
+    /// Number of files that it can hold, or 0 if it has no such limit.
     pub total_inodes: u64,
-    /// Files that we may still create.
+    /// Number of files that this process may still create.
     pub free_inodes: u64,
-    /// Tells file systems apart, so that two roots on one are not counted twice.
+    /// Id of the file system, so that two roots on it are not counted twice.
     pub file_system: u64,
 }
 
-/// A lock that is held until it is dropped.
+/// A lock that is released on drop.
 pub trait DiskLock: Send + Sync + fmt::Debug {}
 
-/// A directory tree below one root. All paths are relative to the root and may not leave it (`InvalidInput`).
+/// A directory tree below one root. All paths are relative and must stay inside the root
+/// (`InvalidInput` otherwise).
 pub trait Disk: Send + Sync + fmt::Debug {
-    /// The root, for messages and labels.
+    /// Returns the root, for messages and labels.
     fn root(&self) -> &Path;
     /// Opens a file for writing at offsets.
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>>;
     /// Opens an existing file for reading.
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>>;
-    /// The same around the page cache, where the file system allows that. Reads are fastest when offset, length and
-    /// memory are multiples of [`BLOCK_ALIGN`].
+    /// Opens an existing file for reading, bypassing the page cache if the file system allows it.
+    /// Reads are fastest if offset, length and memory are multiples of [`BLOCK_ALIGN`].
     fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         self.open_read(path)
     }
-    /// Creates a directory with its parents (the root too); an existing one is fine.
+    /// Creates a directory with its parents, including the root. Succeeds if it exists.
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
-    /// Removes a directory only when it is empty.
+    /// Removes an empty directory.
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
-    /// Removes a directory with everything in it.
+    /// Removes a directory with its contents.
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
-    /// Begins to remove a directory with everything in it, or a file, or goes on with that: frees about `bytes_max` and says
-    /// whether it is gone. What is left of files is shorter than before.
+    /// Removes a part of a file, or of a directory with its contents: frees about `bytes_max`
+    /// bytes. Returns true once everything is gone. Remaining files may have been truncated.
     fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>>;
-    /// Moves a file or directory to a name that does not exist.
+    /// Renames a file or directory. The target must not exist.
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>>;
-    /// Names in a directory, sorted.
+    /// Returns the names in a directory, sorted.
     fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>>;
-    /// A whole file of at most [`SMALL_FILE_BYTES_MAX`] bytes.
+    /// Reads a whole file of at most [`SMALL_FILE_BYTES_MAX`] bytes.
     fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>>;
-    /// Waits until the names in a directory are on the device.
+    /// Waits until the entries of a directory are on the device.
     fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
-    /// Waits until everything written to the root's file system is on the device.
+    /// Waits until all writes to the root's file system are on the device.
     fn sync_all(&self) -> BoxFuture<'static, io::Result<()>>;
-    /// Replaces a small file's content in place (the same inode: a lock on it stays), synced.
+    /// Replaces the content of a small file in place and syncs it. The inode stays the same, so a
+    /// lock on it remains.
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
-    /// Locks a file, which is created when absent; `WouldBlock` when another process holds it.
+    /// Locks a file and creates it if it is absent. Fails with `WouldBlock` if another process
+    /// holds the lock.
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
-    /// The same for a file that exists, without writing anything: also on a read-only file system.
+    /// Locks an existing file without writing. Also works on a read-only file system.
     fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
-    /// Space of the file system.
+    /// Returns the space of the file system.
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
-    /// Where the root is mounted, or will be once it is made.
+    /// Returns the mount of the root, or of the place where it will be created.
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
-    /// Remembers which directory the root is. From then on nothing is created or renamed in another one at the same path:
-    /// that fails with [`Vanished::Root`] as its source.
+    /// Records the identity of the root directory. From then on, creating or renaming in another
+    /// directory at the same path fails with [`Vanished::Root`] as the source.
     fn anchor(&self) -> BoxFuture<'static, io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
-    /// Returns whether the root is the directory that was anchored last; false where that cannot be told.
+    /// Returns true if the root still is the anchored directory. Returns false if that is unknown.
     fn is_anchored(&self) -> BoxFuture<'static, io::Result<bool>> {
         Box::pin(std::future::ready(Ok(false)))
     }
-    /// Where the root's path leads. The root need not exist.
+    /// Resolves the root's path. The root need not exist.
     fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
         let place = Place { existing: None, rest: self.root().to_path_buf() };
         Box::pin(std::future::ready(Ok(place)))
     }
 }
 
-/// Inside `impl Disk`: what is not written out here goes to the disk in the named field. Files are opened by the
-/// implementation itself.
+/// Forwards all methods of `Disk` except the `open_*` methods to the disk in field `$disk`. For use
+/// inside `impl Disk`.
 #[macro_export]
 macro_rules! pass_on {
     ($disk:ident) => {
@@ -230,17 +235,18 @@ macro_rules! pass_on {
     };
 }
 
-/// Who makes the calls of a real disk.
+/// Engine that performs the calls of a real disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
-    /// Threads that wait for `pread` and `pwritev`.
+    /// Threads that block in `pread` and `pwritev`.
     Blocking,
     /// One io_uring per disk.
     Uring,
 }
 
 impl Engine {
-    /// `disk` with this engine; as it is, with a warning, where there is no io_uring.
+    /// Creates a disk with this engine. Falls back to blocking calls, with a warning, if io_uring
+    /// is unavailable.
     #[must_use]
     pub fn disk(self, disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
         match self {
@@ -256,7 +262,7 @@ fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
         Ok(disk) => Arc::new(disk),
         Err(error) => {
             let root = disk.root().display();
-            tracing::warn!(%root, %error, "no io_uring on this machine, using blocking calls");
+            tracing::warn!(%root, %error, "io_uring is not available; using blocking calls");
             Arc::new(disk)
         }
     }
@@ -264,16 +270,16 @@ fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
 
 #[cfg(not(feature = "io-uring"))]
 fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
-    tracing::warn!("this program was built without io_uring, using blocking calls");
+    tracing::warn!("this program was built without io_uring; using blocking calls");
     Arc::new(disk)
 }
 
-/// Refuses a path that is absolute or climbs.
+/// Rejects a path that is absolute or contains `..`.
 pub fn require_inside(path: &Path) -> io::Result<()> {
     let inside = path.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
     if inside {
         Ok(())
     } else {
-        Err(io::Error::new(io::ErrorKind::InvalidInput, "path leaves the disk's root"))
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "path is outside the disk's root"))
     }
 }

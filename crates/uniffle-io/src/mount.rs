@@ -1,41 +1,41 @@
-//! Which mount point a directory lies on, and what its device is made of: read from `/proc` and `/sys`.
+//! Mount point and device type of a directory, read from `/proc` and `/sys`.
 //!
-//! Not here: how full it is ([`super::Space`]). Everything is for reports only, so what cannot be found out is
-//! [`Media::Unknown`] and never an error of its own.
+//! Both are only used in reports, so unknown values are [`Media::Unknown`] rather than an error.
+//! Free space is in [`super::Space`].
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What a device is made of.
+/// Type of a storage device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Media {
-    /// No block device of its own (tmpfs, overlay, network), or it does not say.
+    /// Unknown, or no block device of its own (tmpfs, overlay, network).
     #[default]
     Unknown,
-    /// It rotates.
+    /// Rotating disk.
     Hdd,
-    /// It does not.
+    /// Non-rotating device.
     Ssd,
 }
 
-/// Where a disk's root is mounted.
+/// Mount of a disk's root.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// The mount point; the root itself when it cannot be told.
+    /// Mount point, or the root itself if it is unknown.
     pub point: PathBuf,
-    /// The device's kind.
+    /// Type of the device.
     pub media: Media,
 }
 
-/// A line of `mountinfo` that concerns a path.
+/// An entry of `mountinfo`.
 #[derive(Debug, PartialEq, Eq)]
-struct Found {
+struct MountEntry {
     point: PathBuf,
     /// `major:minor`, as `/sys/dev/block` names devices.
     device: String,
 }
 
-/// The mount of `path`, which exists.
+/// Returns the mount of `path`, which must exist.
 pub(super) fn mount_of(path: &Path) -> io::Result<Mount> {
     let path = path.canonicalize()?;
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -47,19 +47,20 @@ pub(super) fn mount_of(path: &Path) -> io::Result<Mount> {
     })
 }
 
-/// The longest mount point above `path`; of two on the same place the later one hides the other.
-fn find(path: &Path, mountinfo: &str) -> Option<Found> {
+/// Returns the mount with the longest mount point above `path`. Of two mounts on the same point the
+/// later one hides the other.
+fn find(path: &Path, mountinfo: &str) -> Option<MountEntry> {
     let mounts = mountinfo.lines().filter_map(|line| {
         let mut fields = line.split(' ').skip(2);
         let device = fields.next()?.to_owned();
         let point = PathBuf::from(unescape(fields.nth(1)?));
-        Some(Found { point, device })
+        Some(MountEntry { point, device })
     });
-    // `max_by_key` takes the last of equals.
+    // `max_by_key` returns the last of several equal elements.
     mounts.filter(|mount| path.starts_with(&mount.point)).max_by_key(|mount| mount.point.components().count())
 }
 
-/// The kernel writes blanks and backslashes as three octal digits.
+/// Decodes the kernel's escapes: blanks and backslashes are written as three octal digits.
 fn unescape(text: &str) -> String {
     let mut parts = text.split('\\');
     let mut plain = parts.next().unwrap_or_default().to_owned();
@@ -78,7 +79,8 @@ fn unescape(text: &str) -> String {
     plain
 }
 
-/// A partition has no queue of its own: its disk, one directory up, has.
+/// Returns the type of a device. A partition has no queue of its own, so its disk one directory up
+/// is checked too.
 fn media_of(devices: &Path, device: &str) -> Media {
     let device = devices.join(device);
     let read = |below: &str| std::fs::read_to_string(device.join(below)).ok();
@@ -107,7 +109,7 @@ short line
         let of = |path: &str| find(Path::new(path), TABLE).unwrap();
         assert_eq!(of("/var/x").point, Path::new("/"));
         assert_eq!(of("/data/x").device, "8:17");
-        assert_eq!(of("/data 1/x"), Found { point: "/data 1".into(), device: "8:33".into() });
+        assert_eq!(of("/data 1/x"), MountEntry { point: "/data 1".into(), device: "8:33".into() });
         assert_eq!(of("/data/fast").device, "8:49");
         assert_eq!(of("/database").point, Path::new("/"));
         assert_eq!(find(Path::new("/x"), "").map(|found| found.point), None);

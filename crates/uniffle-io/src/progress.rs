@@ -1,4 +1,4 @@
-//! How far a positioned write or read has come, for every engine: short calls are completed.
+//! Progress of positioned writes and reads, for both engines. Short calls are continued.
 
 use std::io;
 
@@ -6,20 +6,20 @@ use bytes::Bytes;
 
 use super::BLOCK_ALIGN;
 
-/// Pieces per `pwritev` call: Linux's `UIO_MAXIOV`.
+/// Most pieces per `pwritev` call: Linux's `UIO_MAXIOV`.
 pub(super) const IOVECS_MAX: usize = 1024;
 
-/// Direct writes may end short of a block, which has to be written again; a file system that never gets further is
-/// broken.
+/// Consecutive short writes without progress after which a write fails. A direct write may end
+/// inside a block, which is then written again. A file system that never gets further is broken.
 const SHORT_WRITES_WITHOUT_PROGRESS_MAX: u32 = 8;
 
-/// Pieces on their way to a file.
+/// Pieces that are being written to a file.
 #[derive(Debug)]
 pub(super) struct WriteProgress {
     pieces: Vec<Bytes>,
-    /// First piece that is not written whole.
+    /// First piece that is not completely written.
     piece: usize,
-    /// Bytes of it that are written.
+    /// Number of its bytes that are written.
     inside: usize,
     at: u64,
     stuck: u32,
@@ -27,8 +27,8 @@ pub(super) struct WriteProgress {
 }
 
 impl WriteProgress {
-    /// `pieces` one behind the other from `offset`. A direct write that ended inside a block begins again with that
-    /// block.
+    /// Starts writing `pieces` contiguously from `offset`. A direct write that ended inside a block
+    /// resumes at the start of that block.
     pub(super) fn new(pieces: Vec<Bytes>, offset: u64, direct: bool) -> Self {
         let grain = if direct { BLOCK_ALIGN } else { 1 };
         Self { pieces, piece: 0, inside: 0, at: offset, stuck: 0, grain }
@@ -38,18 +38,18 @@ impl WriteProgress {
         self.piece == self.pieces.len()
     }
 
-    /// Where the next call writes.
+    /// Returns the offset of the next call.
     pub(super) fn offset(&self) -> u64 {
         self.at
     }
 
-    /// What the next call writes: at most [`IOVECS_MAX`] pieces.
+    /// Returns the data of the next call: at most [`IOVECS_MAX`] pieces.
     pub(super) fn next(&self) -> impl Iterator<Item = &[u8]> {
         let pieces = self.pieces[self.piece..].iter().take(IOVECS_MAX).enumerate();
         pieces.map(|(n, bytes)| if n == 0 { &bytes[self.inside..] } else { &bytes[..] })
     }
 
-    /// Notes what the call for [`WriteProgress::next`] came to.
+    /// Records the result of the call that wrote [`WriteProgress::next`].
     pub(super) fn advance(&mut self, written: io::Result<usize>) -> io::Result<()> {
         let asked: usize = self.next().map(<[u8]>::len).sum();
         let written = match written {
@@ -77,7 +77,7 @@ impl WriteProgress {
     }
 }
 
-/// Bytes that are read to some place of `room`.
+/// Progress of a read into one buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ReadProgress {
     filled: usize,
@@ -86,7 +86,7 @@ pub(super) struct ReadProgress {
 }
 
 impl ReadProgress {
-    /// At least the first `needed` bytes.
+    /// Starts a read of at least `needed` bytes.
     pub(super) fn new(needed: usize, direct: bool) -> Self {
         Self { filled: 0, needed, direct }
     }
@@ -99,12 +99,12 @@ impl ReadProgress {
         self.filled
     }
 
-    /// Notes what a call came to that began behind what is filled.
+    /// Records the result of a call that read to the end of the filled part.
     pub(super) fn advance(&mut self, read: io::Result<usize>) -> io::Result<()> {
         match read {
             Ok(count) => {
                 self.filled += count;
-                // A direct call that ends inside a block has seen the end of the file.
+                // A direct call that ends inside a block has reached the end of the file.
                 let at_end = count == 0 || self.direct && !self.filled.is_multiple_of(BLOCK_ALIGN);
                 if !self.is_done() && at_end { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
             }
@@ -114,9 +114,9 @@ impl ReadProgress {
     }
 }
 
-/// Memory that a direct read can use in place of bytes that do not lie on block boundaries.
+/// Bounce buffer of a direct read whose target is not aligned to blocks.
 #[derive(Debug)]
-pub(super) struct Detour {
+pub(super) struct BounceBuffer {
     memory: Vec<u8>,
     aligned: usize,
     room: usize,
@@ -124,8 +124,9 @@ pub(super) struct Detour {
     needed: usize,
 }
 
-impl Detour {
-    /// For `bytes` from `offset` on; `None` when they can be read where they are.
+impl BounceBuffer {
+    /// Creates a bounce buffer for `bytes` at `offset`. Returns `None` if the target can be read
+    /// directly.
     pub(super) fn of(bytes: &[u8], offset: u64) -> Option<Self> {
         let grain = BLOCK_ALIGN as u64;
         let whole = offset.is_multiple_of(grain) && bytes.len().is_multiple_of(BLOCK_ALIGN);
@@ -140,17 +141,17 @@ impl Detour {
         Some(Self { memory, aligned, room, skip, needed })
     }
 
-    /// Where to read to, beginning with the block in which the bytes begin.
+    /// Returns the buffer to read into. It starts with the block that contains `offset`.
     pub(super) fn blocks(&mut self) -> &mut [u8] {
         &mut self.memory[self.aligned..self.aligned + self.room]
     }
 
-    /// Bytes of the blocks that are needed.
+    /// Returns the number of bytes that must be read into the buffer.
     pub(super) fn needed(&self) -> usize {
         self.needed
     }
 
-    /// The bytes that were asked for.
+    /// Returns the requested bytes.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.memory[self.aligned + self.skip..self.aligned + self.needed]
     }

@@ -1,14 +1,15 @@
-//! The real disk by io_uring: bytes by one ring with its own thread per disk, names by [`BlockingDisk`].
+//! The io_uring engine: one ring and one thread per disk read and write bytes. Names go through
+//! [`BlockingDisk`].
 //!
-//! Everything that a call touches (file, pieces, buffer, permits) belongs to the ring's thread until the kernel has
-//! answered, even when the caller's future was dropped. The thread ends when the disk was dropped and nothing is under way.
+//! The ring's thread owns everything that a call uses (file, pieces, buffer, permits) until the
+//! kernel has answered, even if the caller's future was dropped. The thread ends after the disk was
+//! dropped and all calls are complete.
 //!
-//! # Why this is safe
-//!
-//! The one `unsafe` is the hand-over of an entry to the kernel. What entries point to is owned by the call's [`Running`],
-//! on the heap, and neither moved, read nor freed while one of its entries is under way: pieces are immutable
-//! [`bytes::Bytes`], a read's buffer is exclusive and not used until then, the descriptor is open as
-//! long as its `Arc`.
+//! # Safety
+//! The only `unsafe` passes an entry to the kernel. The call's [`Running`] owns the memory that its
+//! entries point to, on the heap. The memory is not moved, read or freed while an entry is in
+//! flight. Pieces are immutable [`bytes::Bytes`], a read's buffer is exclusive, and an `Arc` keeps
+//! the descriptor open.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -27,13 +28,13 @@ use rustix::io::Errno;
 use tokio::sync::oneshot;
 
 use super::blocking::{BlockingDisk, Gate, OpenFile, Permits};
-use super::progress::{Detour, ReadProgress, WriteProgress};
+use super::progress::{BounceBuffer, ReadProgress, WriteProgress};
 use super::{BLOCK_ALIGN, BoxFuture, Disk, File, FileId, Lane, ReadTarget, WriteOpen};
 
-/// Entries that are handed over at once; more follow at once.
+/// Size of the submission queue. Further entries follow after a submit.
 const ENTRIES: u32 = 256;
 
-/// Marks the answer to the poll for wake-ups.
+/// Tag of the completion of the wake-up poll.
 const WAKE: u64 = u64::MAX;
 
 /// `POLLIN`.
@@ -47,10 +48,10 @@ pub struct UringDisk {
 }
 
 impl UringDisk {
-    /// The same directory as `disk`, with its bounds.
+    /// Creates a disk for the directory of `disk`, with its limits.
     ///
     /// # Errors
-    /// The kernel does not know io_uring or does not permit it.
+    /// Fails if the kernel does not support or permit io_uring.
     pub fn new(disk: BlockingDisk) -> io::Result<Self> {
         Ok(Self { disk, ring: Arc::new(Ring::start()?) })
     }
@@ -106,9 +107,9 @@ impl File for UringFile {
             let (done, answer) = oneshot::channel();
             let progress = WriteProgress::new(pieces, offset, open.direct);
             ring.post(Job { open, work: Work::Write(progress, done), _permits: permits })?;
-            answer.await.unwrap_or_else(|_| Err(ended()))?;
+            answer.await.unwrap_or_else(|_| Err(ring_ended()))?;
             written.wrote(end);
-            // Not by the ring, whose thread must not wait for a path.
+            // Checked on another thread: the ring's thread must not block on a path lookup.
             written.verify(reads).await
         })
     }
@@ -120,7 +121,7 @@ impl File for UringFile {
             let (done, answer) = oneshot::channel();
             let posted = ring.post(Job { open, work: Work::Read(target, done), _permits: permits });
             match posted {
-                Ok(()) => answer.await.unwrap_or_else(|_| (ReadTarget::lost(), Err(ended()))),
+                Ok(()) => answer.await.unwrap_or_else(|_| (ReadTarget::lost(), Err(ring_ended()))),
                 Err(error) => (ReadTarget::lost(), Err(error)),
             }
         })
@@ -151,11 +152,11 @@ impl File for UringFile {
     }
 }
 
-fn ended() -> io::Error {
+fn ring_ended() -> io::Error {
     io::Error::other("the disk's io_uring thread has ended")
 }
 
-/// A call, from where it was made to its end.
+/// A call, from its submission to its end.
 struct Job {
     open: OpenFile,
     work: Work,
@@ -167,21 +168,21 @@ enum Work {
     Read(ReadTarget, oneshot::Sender<(ReadTarget, io::Result<()>)>),
 }
 
-/// The way to the ring's thread.
+/// Handle of the ring's thread.
 struct Ring {
     inbox: Arc<Inbox>,
 }
 
 struct Inbox {
     jobs: Mutex<Jobs>,
-    /// A byte here makes the ring's thread look.
+    /// A byte written here wakes the ring's thread.
     wake: UnixStream,
 }
 
 #[derive(Default)]
 struct Jobs {
     waiting: Vec<Job>,
-    /// No job will be added, or none will be taken.
+    /// Set when no more jobs are added, or when the thread has ended.
     closed: bool,
 }
 
@@ -206,9 +207,9 @@ impl Ring {
         wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
         let inbox = Arc::new(Inbox { jobs: Mutex::default(), wake });
-        let of_driver = Arc::clone(&inbox);
+        let driver_inbox = Arc::clone(&inbox);
         std::thread::Builder::new().name("uniffle-uring".to_owned()).spawn(move || {
-            Driver { ring, inbox: of_driver, woken, running: HashMap::new(), next_id: 0 }.run();
+            Driver { ring, inbox: driver_inbox, woken, running: HashMap::new(), next_id: 0 }.run();
         })?;
         Ok(Self { inbox })
     }
@@ -216,10 +217,10 @@ impl Ring {
     fn post(&self, job: Job) -> io::Result<()> {
         let mut jobs = self.inbox.jobs.lock();
         if jobs.closed {
-            return Err(ended());
+            return Err(ring_ended());
         }
         jobs.waiting.push(job);
-        // The first job wakes the thread for all.
+        // Only the first job of a batch wakes the thread.
         let first = jobs.waiting.len() == 1;
         drop(jobs);
         if first {
@@ -238,26 +239,27 @@ impl Drop for Ring {
 
 impl Inbox {
     fn wake_up(&self) {
-        // Fails when many bytes wait, and then the thread will look, or when it has ended.
+        // Fails if many bytes are pending, in which case the thread wakes up anyway, or if the
+        // thread has ended.
         let _written = (&self.wake).write(&[0]);
     }
 }
 
-/// A call whose entries are with the kernel.
+/// A call with entries in flight.
 struct Running {
     job: Job,
-    /// Entries that are not answered.
+    /// Number of entries in flight.
     entries: usize,
     error: Option<io::Error>,
-    /// The vector that a write's entry points to.
+    /// Vector that the entry of a write points to.
     slices: Vec<KernelSlice>,
-    /// Of a read.
+    /// Parts of a read.
     parts: Vec<RunningPart>,
 }
 
 struct RunningPart {
     progress: ReadProgress,
-    detour: Option<Detour>,
+    bounce: Option<BounceBuffer>,
 }
 
 /// `struct iovec`.
@@ -267,7 +269,7 @@ struct KernelSlice {
     bytes: usize,
 }
 
-/// The ring's thread.
+/// State of the ring's thread.
 struct Driver {
     ring: IoUring,
     inbox: Arc<Inbox>,
@@ -292,15 +294,15 @@ impl Driver {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    // Nothing is lost: the entries are still queued. Not a loop that burns a core.
-                    tracing::error!(%error, "io_uring does not take calls");
+                    // The entries remain queued. The pause prevents a busy loop.
+                    tracing::error!(%error, "io_uring rejects the submission; retrying");
                     std::thread::park_timeout(std::time::Duration::from_millis(100));
                 }
             }
             let answers: Vec<_> =
                 self.ring.completion().map(|answer| (answer.user_data(), answer.result())).collect();
             for (tag, result) in answers {
-                self.answered(tag, result);
+                self.completed(tag, result);
             }
         }
     }
@@ -310,16 +312,17 @@ impl Driver {
         self.push(&poll.build().user_data(WAKE));
     }
 
-    /// Gives an entry to the kernel, in the order of these calls.
+    /// Submits an entry, in the order of these calls.
     fn push(&mut self, entry: &squeue::Entry) {
         loop {
-            // SAFETY: what the entry points to is owned by a `Running` that stays until it is answered (see the module).
+            // SAFETY: a `Running` owns the memory of the entry until its completion (see the
+            // module).
             let pushed = unsafe { self.ring.submission().push(entry) };
             if pushed.is_ok() {
                 return;
             }
             if let Err(error) = self.ring.submit() {
-                tracing::debug!(%error, "io_uring is full");
+                tracing::debug!(%error, "io_uring submission queue is full; retrying");
                 std::thread::yield_now();
             }
         }
@@ -329,7 +332,7 @@ impl Driver {
         let id = self.next_id;
         self.next_id = id.wrapping_add(1);
         let mut running = Running::new(job);
-        // At least one, for what ends at once.
+        // At least one round, so that a call without parts finishes too.
         for part in 0..running.parts.len().max(1) {
             self.push_next(&mut running, id, part);
         }
@@ -343,9 +346,9 @@ impl Driver {
         }
     }
 
-    fn answered(&mut self, tag: u64, result: i32) {
+    fn completed(&mut self, tag: u64, result: i32) {
         if tag == WAKE {
-            // What does not fit makes the next poll answer at once.
+            // Bytes beyond the buffer complete the next poll at once.
             let _count = self.woken.read(&mut [0; 64]);
             return self.poll_wake_up();
         }
@@ -353,7 +356,7 @@ impl Driver {
         let part = usize::try_from(tag & u64::from(u32::MAX)).unwrap_or(usize::MAX);
         let Some(mut running) = self.running.remove(&id) else { return };
         running.entries -= 1;
-        running.answered(part, outcome(result));
+        running.completed(part, outcome(result));
         self.push_next(&mut running, id, part);
         self.keep(id, running);
     }
@@ -372,12 +375,13 @@ impl Drop for Driver {
         let mut jobs = self.inbox.jobs.lock();
         jobs.closed = true;
         jobs.waiting.clear();
-        // Only after a panic: the kernel may still use what is under way.
+        // Leaked on purpose: calls are only in flight here after a panic, and the kernel may still
+        // use their memory.
         std::mem::forget(std::mem::take(&mut self.running));
     }
 }
 
-/// What the kernel's answer means.
+/// Converts the result of a completion.
 fn outcome(result: i32) -> io::Result<usize> {
     match usize::try_from(result) {
         Ok(count) => Ok(count),
@@ -396,15 +400,15 @@ impl Running {
                     error = Some(io::Error::new(io::ErrorKind::InvalidInput, "range outside the buffer"));
                     break;
                 };
-                let detour = if job.open.direct { Detour::of(bytes, offset) } else { None };
-                let needed = detour.as_ref().map_or(bytes.len(), Detour::needed);
-                parts.push(RunningPart { progress: ReadProgress::new(needed, job.open.direct), detour });
+                let bounce = if job.open.direct { BounceBuffer::of(bytes, offset) } else { None };
+                let needed = bounce.as_ref().map_or(bytes.len(), BounceBuffer::needed);
+                parts.push(RunningPart { progress: ReadProgress::new(needed, job.open.direct), bounce });
             }
         }
         Self { job, entries: 0, error, slices: Vec::new(), parts }
     }
 
-    /// What the kernel is to do next for a part (a write has one); `None` when nothing is left.
+    /// Returns the next entry for a part (a write has one), or `None` if nothing remains.
     fn next_entry(&mut self, part: usize) -> Option<squeue::Entry> {
         if self.error.is_some() {
             return None;
@@ -422,12 +426,12 @@ impl Running {
             }
             Work::Read(target, _) => {
                 let offset = target.parts.get(part)?.offset;
-                let RunningPart { progress, detour } = self.parts.get_mut(part)?;
+                let RunningPart { progress, bounce } = self.parts.get_mut(part)?;
                 if progress.is_done() {
                     return None;
                 }
-                let (room, start) = match detour {
-                    Some(detour) => (detour.blocks(), offset - offset % BLOCK_ALIGN as u64),
+                let (room, start) = match bounce {
+                    Some(bounce) => (bounce.blocks(), offset - offset % BLOCK_ALIGN as u64),
                     None => (target.part_mut(part)?, offset),
                 };
                 let filled = progress.filled();
@@ -439,7 +443,7 @@ impl Running {
         }
     }
 
-    fn answered(&mut self, part: usize, result: io::Result<usize>) {
+    fn completed(&mut self, part: usize, result: io::Result<usize>) {
         let advanced = match (&mut self.job.work, self.parts.get_mut(part)) {
             (Work::Write(progress, _), _) => progress.advance(result),
             (Work::Read(..), Some(part)) => part.progress.advance(result),
@@ -450,16 +454,16 @@ impl Running {
         }
     }
 
-    /// Answers the call, whose entries are all answered.
+    /// Sends the result of a call whose entries are all complete.
     fn finish(self) {
         let result = self.error.map_or(Ok(()), Err);
-        // The permits last until here; the caller may have gone.
+        // The permits are held until here. The caller may be gone.
         match self.job.work {
             Work::Write(_, done) => drop(done.send(result)),
             Work::Read(mut target, done) => {
                 for (part, running) in self.parts.iter().enumerate() {
-                    if let (Some(bytes), Some(detour)) = (target.part_mut(part), &running.detour) {
-                        bytes.copy_from_slice(detour.bytes());
+                    if let (Some(bytes), Some(bounce)) = (target.part_mut(part), &running.bounce) {
+                        bytes.copy_from_slice(bounce.bytes());
                     }
                 }
                 drop(done.send((target, result)));

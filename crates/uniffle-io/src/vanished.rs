@@ -1,4 +1,4 @@
-//! Files and root directories that are removed, replaced or moved away while they are open.
+//! Detection of files and root directories that are removed, replaced or moved while they are open.
 
 use std::fmt;
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-/// Identity of a file: two paths with the same identity lead to the same file.
+/// Identity of a file. Two paths with the same identity lead to the same file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FileId {
     /// Device number.
@@ -25,16 +25,18 @@ impl FileId {
     }
 }
 
-/// Where a path leads: two paths with equal places lead to the same directory, or would.
+/// Resolved location of a path. Two paths with equal locations lead to the same directory, or would
+/// if it existed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Place {
-    /// Identity of the path's longest part that exists; none where a disk has no such thing.
+    /// Identity of the longest existing part of the path, or `None` if the disk has no identities.
     pub existing: Option<FileId>,
     /// The rest of the path.
     pub rest: PathBuf,
 }
 
-/// Why an open file or a root directory must not be used any more; the source of an [`io::Error`].
+/// Reason why an open file or a root directory is no longer usable. It is the source of an
+/// [`io::Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Vanished {
     /// The file was removed, replaced by another one, or cut short.
@@ -44,7 +46,7 @@ pub enum Vanished {
 }
 
 impl Vanished {
-    /// Returns the cause if `error` says that something vanished.
+    /// Returns the reason if `error` was caused by a vanished file or root.
     #[must_use]
     pub fn of(error: &io::Error) -> Option<Self> {
         error.get_ref()?.downcast_ref().copied()
@@ -55,9 +57,7 @@ impl fmt::Display for Vanished {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::File => "the file was removed, replaced or cut short while it was in use",
-            Self::Root => {
-                "the path does not lead to the directory any more: it was unmounted, moved or replaced"
-            }
+            Self::Root => "the path no longer leads to the directory: it was unmounted, moved or replaced",
         })
     }
 }
@@ -70,7 +70,7 @@ impl From<Vanished> for io::Error {
     }
 }
 
-/// A root directory and its identity, once that is anchored. Clones share it.
+/// A root directory and its recorded identity. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct Root {
     pub(super) path: Arc<Path>,
@@ -82,14 +82,14 @@ impl Root {
         Self { path: path.into(), anchor: Arc::default() }
     }
 
-    /// Remembers the identity of the directory to which the path leads now.
+    /// Records the identity of the directory at the path.
     pub(super) fn anchor(&self) -> io::Result<()> {
         let id = FileId::of(&std::fs::metadata(&self.path)?);
         *self.anchor.lock() = Some(id);
         Ok(())
     }
 
-    /// Returns whether the path leads to the anchored directory; false if none is anchored.
+    /// Returns true if the path leads to the recorded directory, and false if none is recorded.
     pub(super) fn is_anchored(&self) -> io::Result<bool> {
         let Some(anchor) = *self.anchor.lock() else { return Ok(false) };
         match std::fs::metadata(&self.path) {
@@ -99,13 +99,13 @@ impl Root {
         }
     }
 
-    /// Fails with [`Vanished::Root`] if the path does not lead to the anchored directory.
+    /// Fails with [`Vanished::Root`] if the path does not lead to the recorded directory.
     pub(super) fn require(&self) -> io::Result<()> {
         let is_free = self.anchor.lock().is_none();
         if is_free || self.is_anchored()? { Ok(()) } else { Err(Vanished::Root.into()) }
     }
 
-    /// Returns where the path leads. The directory need not exist.
+    /// Resolves the path. The directory need not exist.
     pub(super) fn place(&self) -> io::Result<Place> {
         let path = &self.path;
         let existing = path.ancestors().find(|ancestor| ancestor.exists()).unwrap_or(path);
@@ -118,13 +118,13 @@ fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
-/// A file that is open for writing, as it must be found at its path.
+/// Expected path, identity and length of a file that is open for writing.
 #[derive(Debug)]
 pub(super) struct Expected {
     root: Root,
     path: PathBuf,
     id: FileId,
-    /// Behind the last byte that is known to be there.
+    /// End of the bytes that are known to be written.
     end: AtomicU64,
 }
 
@@ -138,18 +138,18 @@ impl Expected {
         self.id
     }
 
-    /// Notes that the bytes before `end` were written.
+    /// Records that the bytes before `end` were written.
     pub(super) fn wrote(&self, end: u64) {
         self.end.fetch_max(end, Ordering::Relaxed);
     }
 
-    /// Checks before a write that nothing was cut off: a write behind the end would hide it.
+    /// Checks before a write that the file was not truncated: writing past the end would hide it.
     pub(super) fn require_length(&self, file: &File) -> io::Result<()> {
         let end = self.end.load(Ordering::Relaxed);
         if file.metadata()?.len() < end { Err(self.vanished()) } else { Ok(()) }
     }
 
-    /// Checks after a write that the file is still found at its path.
+    /// Checks after a write that the file still exists at its path.
     pub(super) fn require_place(&self) -> io::Result<()> {
         match std::fs::symlink_metadata(&self.path) {
             Ok(metadata) if FileId::of(&metadata) == self.id => Ok(()),
@@ -159,7 +159,8 @@ impl Expected {
         }
     }
 
-    /// The file is not lost if all of its directory is elsewhere: that may come back.
+    /// Returns the error of a vanished file. Reports the root instead if the whole directory is
+    /// gone, because it may come back.
     fn vanished(&self) -> io::Error {
         self.root.require().err().unwrap_or_else(|| Vanished::File.into())
     }

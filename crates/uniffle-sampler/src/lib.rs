@@ -1,13 +1,14 @@
-//! Samples by SIGPROF: every `1 / frequency` seconds of CPU time the thread that runs is asked for its stack.
+//! CPU sampling with SIGPROF: each `1 / frequency` seconds of CPU time, the running thread records
+//! its stack.
 //!
-//! Stacks are unwound in the signal handler by framehop: it reads unwind tables that were loaded before, allocates
-//! nothing, takes no lock, and checks each address of the stack before it reads it. Tried and dropped: libgcc's unwinder,
-//! which is safe only when samples in libc are thrown away, and those (system calls, memcpy) are where a shuffle
-//! server's time goes; frame pointers, which lose the function that runs, and its caller too when that is in libc.
+//! The signal handler unwinds stacks with framehop. It reads unwind tables that were loaded in
+//! advance, allocates nothing, takes no lock, and checks each stack address before it reads it.
+//! libgcc's unwinder is only safe if samples in libc are discarded, and frame pointers lose the
+//! running function.
 //!
-//! Invariant: nothing here reads debug information. pprof would, at each start: it takes a backtrace of the thread that starts it and
-//! names its functions, which nobody looks at and which takes 100 MiB for a program of this size. So that thread may not open
-//! programs ([`forgo_files`]); where the kernel cannot hold it to that, a start takes the memory.
+//! Invariant: debug information is never read. pprof resolves the names of the thread that starts
+//! it, which takes 100 MiB for a program of this size. That thread is therefore denied access to
+//! files ([`deny_file_reads`]).
 
 use std::ffi::c_int;
 use std::io;
@@ -22,16 +23,16 @@ use signal_hook::low_level::raise;
 
 pub use pprof::UnresolvedReport;
 
-/// Why nothing is sampled.
+/// Reason why sampling failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The process is sampled already.
-    #[error("samples are being taken already")]
+    /// The process is already being sampled.
+    #[error("the process is already being sampled")]
     Busy,
     /// The profiler failed.
     #[error(transparent)]
     Profiler(pprof::Error),
-    /// No thread, or no signal.
+    /// The thread or the signal failed.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -45,7 +46,7 @@ impl From<pprof::Error> for Error {
     }
 }
 
-/// The process is sampled until this is dropped.
+/// A running sampling of the process, which stops on drop.
 pub struct Sampling(ProfilerGuard<'static>);
 
 impl std::fmt::Debug for Sampling {
@@ -55,19 +56,20 @@ impl std::fmt::Debug for Sampling {
 }
 
 impl Sampling {
-    /// Begins, with so many samples per second of CPU time.
+    /// Starts sampling `frequency` times per second of CPU time.
     ///
     /// # Errors
-    /// [`Error::Busy`] while another one is there; the profiler fails.
+    /// [`Error::Busy`] if the process is already being sampled; other variants if the profiler
+    /// fails.
     pub fn start(frequency: u32) -> Result<Self, Error> {
         load_unwind_tables()?;
         begin(frequency).map(Self)
     }
 
-    /// What was sampled, by addresses.
+    /// Returns the samples so far as unresolved addresses.
     ///
     /// # Errors
-    /// The profiler fails.
+    /// Fails if the profiler fails.
     pub fn report(&self) -> Result<UnresolvedReport, Error> {
         Ok(self.0.report().build_unresolved()?)
     }
@@ -76,16 +78,17 @@ impl Sampling {
 fn begin(frequency: u32) -> Result<ProfilerGuard<'static>, Error> {
     let frequency = c_int::try_from(frequency).unwrap_or(c_int::MAX);
     let begun = Builder::new().name("uniffle-profile".to_owned()).spawn(move || {
-        // Without it the start takes more memory, and is the same otherwise.
-        let _ = forgo_files();
+        // On failure the start only needs more memory.
+        let _ = deny_file_reads();
         ProfilerGuardBuilder::default().frequency(frequency).build()
     })?;
-    let panicked = |_| Err(Error::Io(io::Error::other("the profiler panicked at its start")));
+    let panicked = |_| Err(Error::Io(io::Error::other("the profiler panicked during its start")));
     begun.join().map_or_else(panicked, |built| Ok(built?))
 }
 
-/// This thread can read no files from now on but those in the directory of temporary ones, where pprof keeps samples.
-fn forgo_files() -> Result<(), RulesetError> {
+/// Denies this thread reading any files except those in the temporary directory, where pprof stores
+/// samples. If the kernel does not support this, a start needs more memory.
+fn deny_file_reads() -> Result<(), RulesetError> {
     let ruleset = Ruleset::default().handle_access(AccessFs::ReadFile)?.create()?;
     let temporary =
         PathFd::new(std::env::temp_dir()).map(|directory| PathBeneath::new(directory, AccessFs::ReadFile));
@@ -93,8 +96,8 @@ fn forgo_files() -> Result<(), RulesetError> {
     Ok(())
 }
 
-/// The tables are loaded by the first sample, which allocates and reads files. Here that sample is taken at a place
-/// where this is safe: this thread sends itself the signal, a second of CPU time before the timer sends one.
+/// Takes one sample, which loads the unwind tables. Loading allocates and reads files, so it must
+/// happen where this is safe: this thread raises the signal before the timer does.
 fn load_unwind_tables() -> Result<(), Error> {
     let warm_up = begin(1)?;
     let raised = raise(SIGPROF);
@@ -117,7 +120,7 @@ mod tests {
         let (forgoing, forgone) = (program.clone(), Builder::new());
         let opened = forgone.spawn(move || {
             let is_held = Ruleset::default().handle_access(AccessFs::ReadFile).unwrap().create().is_ok();
-            forgo_files().unwrap();
+            deny_file_reads().unwrap();
             (is_held, open(&forgoing).map_err(|error| error.kind()))
         });
         let (is_held, opened) = opened.unwrap().join().unwrap();

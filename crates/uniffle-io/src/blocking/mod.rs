@@ -1,9 +1,10 @@
-//! The real disk: positioned vectored calls on tokio's blocking threads, bounded per disk and kind.
+//! The blocking engine: positioned vectored calls on tokio's blocking threads, bounded per disk and
+//! kind of call.
 //!
-//! Every call takes a permit of its disk and keeps it until the system call returns, even when its future was dropped.
-//! So a hung disk costs a bounded number of threads, and what queues behind it is cancelled by dropping its future.
-//! Writes have a queue for each [`Lane`]: a record of 100 bytes that a client waits for does not stand behind calls of
-//! 16 MiB.
+//! Every call holds a permit of its disk until the system call returns, even if its future was
+//! dropped. A hung disk therefore occupies a bounded number of threads, and queued calls are
+//! cancelled by dropping their futures. Writes have a queue per [`Lane`], so that a small record
+//! that a client waits for is not queued behind calls of 16 MiB.
 
 mod read;
 mod remove;
@@ -27,25 +28,27 @@ use super::{
     WriteOpen, mount, require_inside,
 };
 
-/// Calls on names (open, rename, list, …) at a time. They are short; more would only occupy threads of a hung disk.
+/// Concurrent calls on names (open, rename, list, …). They are short; more would only occupy
+/// threads of a hung disk.
 const NAME_CALLS_MAX: usize = 4;
 
-/// Recursive removals at a time: long, so they must not queue in front of opens.
+/// Concurrent recursive removals. They are slow, so they must not delay opens.
 const REMOVALS_MAX: usize = 2;
 
-/// Writes and syncs of metadata at a time: one that writes while another syncs.
+/// Concurrent writes and syncs of metadata: one can write while another syncs.
 const METADATA_CALLS_MAX: usize = 2;
 
-/// Bounds the calls of one kind, and with others those of the whole disk.
+/// Limits the calls of one kind, and optionally all calls of the disk.
 ///
-/// The kind's permit is taken first and the disk's last, so that a holder of the disk's waits for nothing.
+/// The permit of the kind is acquired first and that of the disk last, so that a holder of the
+/// disk's permit never waits.
 #[derive(Debug, Clone)]
 pub(super) struct Gate {
     kind: Arc<Semaphore>,
     disk: Option<Arc<Semaphore>>,
 }
 
-/// Held by a call from its start to its end.
+/// Permits that a call holds from start to end.
 pub(super) type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
 
 fn permits(count: usize) -> Arc<Semaphore> {
@@ -67,7 +70,7 @@ impl Gate {
         (kind, disk)
     }
 
-    /// The same if nothing has to be waited for.
+    /// Returns the permits if they are available without waiting.
     fn try_enter(&self) -> Option<Permits> {
         let kind = Arc::clone(&self.kind).try_acquire_owned().ok()?;
         let disk = match &self.disk {
@@ -78,13 +81,13 @@ impl Gate {
     }
 }
 
-/// The bounds of writes and syncs.
+/// Limits of writes and syncs.
 #[derive(Debug, Clone)]
 struct Lanes {
     metadata: Gate,
     index: Gate,
     bulk: Gate,
-    /// From the page cache to the device.
+    /// Limit of write-back from the page cache to the device.
     back: Gate,
 }
 
@@ -114,7 +117,7 @@ pub struct BlockingDisk {
 }
 
 impl BlockingDisk {
-    /// The disk below `root`, with at most so many writes and reads at a time. Touches nothing yet.
+    /// Creates the disk below `root` with the given concurrency limits. Does not access the disk.
     #[must_use]
     pub fn new(root: &Path, write_concurrency: usize, read_concurrency: usize) -> Self {
         Self {
@@ -126,8 +129,9 @@ impl BlockingDisk {
         }
     }
 
-    /// The same disk with at most `calls_max` reads and writes together at a time. Calls on names are not counted, nor is
-    /// metadata: they are small and must get through, the former for the disk to be told healthy.
+    /// Limits reads and writes together to `calls_max` at a time. Calls on names and metadata are
+    /// exempt: they are small and must succeed even on a busy disk, calls on names because health
+    /// checks use them.
     #[must_use]
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));
@@ -152,7 +156,8 @@ impl BlockingDisk {
         Box::pin(blocking(gate.clone(), move || work(path)))
     }
 
-    /// The same for what creates or renames something: not in another directory that is at the root's path by now.
+    /// Runs `work` like `on_path` for calls that create or rename. Fails if another directory is
+    /// now at the root's path.
     fn on_own_path<T: Send + 'static>(
         &self,
         path: &Path,
@@ -167,21 +172,21 @@ impl BlockingDisk {
 
     fn absolute(&self, path: &Path) -> PathBuf {
         let root = &self.root.path;
-        // Joining an empty path would end in a slash.
+        // Joining an empty path would append a slash.
         if path.as_os_str().is_empty() { root.to_path_buf() } else { root.join(path) }
     }
 
-    /// The bounds of writes in a lane and of reads.
+    /// Returns the limits of a lane's writes and of reads.
     pub(super) fn gates(&self, lane: Lane) -> (Gate, Gate) {
         (self.writes.of(lane), self.reads.clone())
     }
 
-    /// The bound of what goes from the page cache to the device.
+    /// Returns the limit of write-back from the page cache.
     pub(super) fn back_gate(&self) -> Gate {
         self.writes.back.clone()
     }
 
-    /// What [`Disk::open_write`] opens.
+    /// Opens a file for [`Disk::open_write`].
     pub(super) fn open_write_file(
         &self,
         path: &Path,
@@ -196,7 +201,7 @@ impl BlockingDisk {
         })
     }
 
-    /// What [`Disk::open_read`] and [`Disk::open_read_direct`] open.
+    /// Opens a file for [`Disk::open_read`] and [`Disk::open_read_direct`].
     pub(super) fn open_read_file(
         &self,
         path: &Path,
@@ -218,16 +223,16 @@ impl BlockingDisk {
     }
 }
 
-/// Runs `work` on a blocking thread under a permit that it keeps until it ends.
+/// Runs `work` on a blocking thread. The thread holds the permit until `work` ends.
 async fn blocking<T: Send + 'static>(
     gate: Gate,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     let permits = gate.enter().await;
-    permitted(permits, work).await
+    run_permitted(permits, work).await
 }
 
-async fn permitted<T: Send + 'static>(
+async fn run_permitted<T: Send + 'static>(
     permit: Permits,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
@@ -236,7 +241,7 @@ async fn permitted<T: Send + 'static>(
         drop(permit);
         done
     });
-    // A panic of the thread, or the end of the runtime.
+    // The thread panicked, or the runtime is shutting down.
     joined.await.unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
@@ -333,8 +338,9 @@ impl Disk for BlockingDisk {
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
         self.on_path(&self.names, Path::new(""), |path| {
             let stat = rustix::fs::statvfs(path)?;
-            // As `df` counts: what is in use and what this user may still take. Blocks reserved for root are neither;
-            // counted as used they would push a disk over its watermark that is half empty.
+            // Counted as `df` does: used space plus the space that this user may still use. Blocks
+            // reserved for root belong to neither. Counted as used, they would push a half-empty
+            // disk over its watermark.
             let blocks = stat.f_blocks.saturating_sub(stat.f_bfree).saturating_add(stat.f_bavail);
             Ok(Space {
                 total_bytes: blocks.saturating_mul(stat.f_frsize),
@@ -369,7 +375,7 @@ impl Disk for BlockingDisk {
     }
 }
 
-/// A `flock` that ends with its descriptor.
+/// A `flock` that is released when its descriptor is closed.
 #[derive(Debug)]
 struct FileLock {
     _file: std::fs::File,
@@ -382,12 +388,12 @@ fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
     Ok(Box::new(FileLock { _file: file }))
 }
 
-/// An open file, and whether it goes around the page cache.
+/// An open file, and whether it bypasses the page cache.
 #[derive(Debug, Clone)]
 pub(super) struct OpenFile {
     pub(super) file: Arc<std::fs::File>,
     pub(super) direct: bool,
-    /// Of a named file that is open for writing.
+    /// Set for a named file that is open for writing.
     expected: Option<Arc<Expected>>,
 }
 
@@ -400,7 +406,7 @@ impl OpenFile {
         self.expected.as_ref().map(|expected| expected.id())
     }
 
-    /// Notes that the bytes before `end` were written.
+    /// Records that the bytes before `end` were written.
     #[cfg(feature = "io-uring")]
     pub(super) fn wrote(&self, end: u64) {
         self.expected.iter().for_each(|expected| expected.wrote(end));
@@ -415,7 +421,8 @@ impl OpenFile {
         }))
     }
 
-    /// Writes and checks that what is written is found at the file's path. On one thread: no call waits for another.
+    /// Writes, and checks that the file still exists at its path. Runs all steps in one call on one
+    /// thread.
     fn append(&self, pieces: Vec<Bytes>, offset: u64, synced: bool) -> io::Result<()> {
         let Some(expected) = &self.expected else { return self.write(pieces, offset) };
         let bytes: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
@@ -441,7 +448,7 @@ impl OpenFile {
     pub(super) fn advise(&self, gate: &Gate, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
         let Some(permits) = gate.try_enter() else { return Box::pin(std::future::ready(Ok(()))) };
         let file = Arc::clone(&self.file);
-        Box::pin(permitted(permits, move || {
+        Box::pin(run_permitted(permits, move || {
             ranges.into_iter().try_for_each(|range| read::advise(&file, range))
         }))
     }
@@ -455,7 +462,7 @@ impl OpenFile {
         let file = Arc::clone(&self.file);
         let length = NonZeroU64::new(range.end.saturating_sub(range.start));
         Box::pin(blocking(gate, move || {
-            // Pages that the device does not have yet are not dropped by this: it begins to write them.
+            // Does not drop dirty pages, but starts writing them to the device.
             rustix::fs::fadvise(&file, range.start, length, Advice::DontNeed)?;
             file.sync_data()?;
             Ok(rustix::fs::fadvise(&file, range.start, length, Advice::DontNeed)?)
@@ -473,15 +480,16 @@ fn open_to_sync(path: &Path) -> io::Result<std::fs::File> {
     OpenOptions::new().read(true).open(path)
 }
 
-/// Opens for writing; falls back to the page cache where the file system refuses `O_DIRECT` (EINVAL).
+/// Opens for writing. Falls back to the page cache if the file system rejects `O_DIRECT` (EINVAL).
 fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenFile> {
     let mut options = OpenOptions::new();
-    // What is read back through it: a metadata log that was removed is still all there.
+    // Metadata logs are read back through the same descriptor: a removed log is still complete
+    // there.
     options.write(true).read(how.lane == Lane::Metadata);
     let (file, direct) = if how.direct {
         match options.clone().create_new(how.create).custom_flags(direct_flag()).open(&path) {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-                // Linux may have created the file before it refused the flag.
+                // Linux may have created the file before it rejected the flag.
                 options.create(how.create);
                 (options.open(&path)?, false)
             }
@@ -526,7 +534,7 @@ impl File for BlockingFile {
         Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, false)))
     }
 
-    /// One way to a thread and back instead of two.
+    /// One round trip to a blocking thread instead of two.
     fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         let open = self.open.clone();
         Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, true)))
@@ -541,7 +549,7 @@ impl File for BlockingFile {
                 drop(permit);
                 (target, result)
             });
-            // Lost when the buffer went down with its thread.
+            // The buffer was lost together with its thread.
             joined.await.unwrap_or_else(|error| (ReadTarget::lost(), Err(io::Error::other(error))))
         })
     }

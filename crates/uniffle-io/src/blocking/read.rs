@@ -1,7 +1,8 @@
 //! Reads of several parts in one job.
 //!
-//! Buffered parts are asked for twice: first only for what the page cache has, which starts the device on everything
-//! else at once, then waiting. One thread so has as much under way as the file system allows.
+//! Buffered parts are read twice. The first pass only takes cached bytes, which starts the device
+//! on all missing ranges at once. The second pass waits for them. One thread thus keeps as many
+//! reads in flight as the file system allows.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
@@ -12,13 +13,14 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::Advice;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-use crate::progress::{Detour, ReadProgress};
+use crate::progress::{BounceBuffer, ReadProgress};
 use crate::{BLOCK_ALIGN, ReadTarget};
 
-/// The kernel reads no more than this ahead on one call, by default (`read_ahead_kb`); what is asked for beyond it is dropped.
+/// Largest range per advice. By default the kernel reads no more ahead per call (`read_ahead_kb`)
+/// and ignores the excess.
 const ADVISED_BYTES: u64 = 128 << 10;
 
-/// Starts the device on a range that is read soon by way of the page cache.
+/// Starts loading a range, which will be read soon, into the page cache.
 pub(super) fn advise(file: &File, range: Range<u64>) -> io::Result<()> {
     let mut at = range.start;
     while let Some(length) = NonZeroU64::new(range.end.saturating_sub(at).min(ADVISED_BYTES)) {
@@ -35,7 +37,7 @@ pub(super) fn fill(file: &File, direct: bool, target: &mut ReadTarget) -> io::Re
     }
     let mut filled = vec![0; target.parts.len()];
     if target.parts.len() > 1 {
-        at_hand(target, &mut filled, |bytes, offset| {
+        read_cached(target, &mut filled, |bytes, offset| {
             preadv2(file, &mut [IoSliceMut::new(bytes)], offset, ReadWriteFlags::NOWAIT)
         });
     }
@@ -56,8 +58,9 @@ fn each(target: &mut ReadTarget, mut read: impl FnMut(&mut [u8], u64) -> io::Res
     Ok(())
 }
 
-/// Takes what `read` gives without waiting; how much of each part that was. Errors are left to the read that waits.
-fn at_hand(
+/// Copies cached bytes without waiting, and stores the number per part in `filled`. Errors are left
+/// to the read that waits.
+fn read_cached(
     target: &mut ReadTarget,
     filled: &mut [usize],
     mut read: impl FnMut(&mut [u8], u64) -> Result<usize, Errno>,
@@ -68,25 +71,25 @@ fn at_hand(
         match read(bytes, offset) {
             Ok(count) => *filled = count.min(bytes.len()),
             Err(Errno::AGAIN | Errno::INTR) => {}
-            // Not every file system knows the flag.
+            // Not every file system supports the flag.
             Err(_) => return,
         }
     }
 }
 
-/// Fills `bytes` from a direct file: where they are when everything is aligned, else by a detour.
+/// Fills `bytes` from a direct file. Uses a bounce buffer if the target is not aligned.
 fn read_direct(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
-    let Some(mut detour) = Detour::of(bytes, offset) else {
+    let Some(mut bounce) = BounceBuffer::of(bytes, offset) else {
         let needed = bytes.len();
         return read_blocks(file, bytes, offset, needed);
     };
-    let (start, needed) = (offset - offset % BLOCK_ALIGN as u64, detour.needed());
-    read_blocks(file, detour.blocks(), start, needed)?;
-    bytes.copy_from_slice(detour.bytes());
+    let (start, needed) = (offset - offset % BLOCK_ALIGN as u64, bounce.needed());
+    read_blocks(file, bounce.blocks(), start, needed)?;
+    bytes.copy_from_slice(bounce.bytes());
     Ok(())
 }
 
-/// Reads at least the first `needed` bytes of `blocks`, which is aligned as `start` is.
+/// Reads at least the first `needed` bytes of `blocks`, which must be aligned like `start`.
 fn read_blocks(file: &File, blocks: &mut [u8], start: u64, needed: usize) -> io::Result<()> {
     let mut progress = ReadProgress::new(needed, true);
     while !progress.is_done() {

@@ -1,5 +1,7 @@
-//! Removing a tree in parts. A file system may take seconds to free a gigabyte, most of all one that is mounted with
-//! `discard`, and writes to the same device wait meanwhile: a caller that pauses between parts lets them through.
+//! Removal of a directory tree in parts.
+//!
+//! Freeing a gigabyte can take a file system seconds, above all if it is mounted with `discard`.
+//! Writes to the same device wait meanwhile. A caller that pauses between parts lets them proceed.
 
 use std::fs::{FileType, OpenOptions};
 use std::io;
@@ -8,13 +10,15 @@ use std::path::Path;
 
 use rustix::fs::OFlags;
 
-/// What a name counts for, so that many small files are several parts too.
+/// Bytes that a name counts for, so that many small files make up several parts too.
 const NAME_BYTES: u64 = 64 << 10;
 
-/// Files are cut at multiples of this, so that a reader of one never sees zeros in a page that is cut through.
+/// Files are truncated at multiples of this, so that a reader never sees zeros in a partly
+/// truncated page.
 const CUT_ALIGN: u64 = 1 << 20;
 
-/// Frees about `bytes_max` of the file `path`, or of what is below it; whether all of it, and `path`, is gone.
+/// Frees about `bytes_max` bytes of the file `path` or of the tree below it. Returns true once
+/// `path` is gone.
 pub(super) fn remove_part(path: &Path, bytes_max: u64) -> io::Result<bool> {
     let mut left = bytes_max.max(NAME_BYTES);
     remove_entry(path, path.symlink_metadata()?.file_type(), &mut left)
@@ -42,7 +46,7 @@ fn remove_below(path: &Path, left: &mut u64) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Removes a file, or cuts it back when it is larger than what is left.
+/// Removes a file, or truncates it if it is larger than the remaining bytes.
 fn remove_file(path: &Path, is_regular: bool, left: &mut u64) -> io::Result<bool> {
     let length = path.symlink_metadata()?.len();
     if is_regular && length > left.saturating_add(CUT_ALIGN) {
