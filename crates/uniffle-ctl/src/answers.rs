@@ -1,4 +1,4 @@
-//! Answers of workers: one, or those of many asked at once, and what they are together.
+//! Calls to several workers at once, and their combined answers and exit codes.
 
 use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
@@ -6,13 +6,13 @@ use serde_json::{Value, json};
 use crate::failure::Failure;
 use crate::workers::Target;
 
-/// Workers asked at once.
+/// Largest number of workers asked at once.
 const AT_ONCE: usize = 32;
 
-/// A worker's answer, or why there is none.
+/// A worker's answer, or the reason for its absence.
 pub(crate) type Answer = Result<Value, Failure>;
 
-/// `ask` of all workers, in their order.
+/// Calls `ask` for all workers. Returns the results in their order.
 pub(crate) async fn ask_all<'t, F, T>(
     targets: &'t [Target],
     ask: impl Fn(&'t Target) -> F,
@@ -24,23 +24,23 @@ where
         let answer = ask(target);
         async move { (target, answer.await) }
     });
-    // Collected first: a stream of a borrowing closure's futures is not general enough for the compiler.
+    // Collected first, because the compiler rejects a stream over futures of a borrowing closure.
     stream::iter(asked.collect::<Vec<_>>()).buffered(AT_ONCE).collect().await
 }
 
-/// Those that have none, and why.
+/// Returns the workers without an answer, and the reasons.
 pub(crate) fn failures<'a>(
     answers: &'a [(&Target, Answer)],
 ) -> impl Iterator<Item = (&'a Target, &'a Failure)> {
     answers.iter().filter_map(|(target, answer)| Some((*target, answer.as_ref().err()?)))
 }
 
-/// The exit code of many answers.
+/// Returns the exit code of several answers: the highest.
 pub(crate) fn worst(answers: &[(&Target, Answer)]) -> u8 {
     failures(answers).map(|(_, failure)| failure.code()).max().unwrap_or(0)
 }
 
-/// The answers of many as one.
+/// Combines several answers into one array.
 pub(crate) fn all_of(answers: &[(&Target, Answer)]) -> Value {
     let one = |(target, answer): &(&Target, Answer)| {
         let (worker, url) = (&target.name, target.http.to_string());
@@ -54,7 +54,7 @@ pub(crate) fn all_of(answers: &[(&Target, Answer)]) -> Value {
     answers.iter().map(one).collect()
 }
 
-/// As a reader has it, and a program.
+/// Formats `value` as indented JSON.
 pub(crate) fn pretty(value: &Value) -> String {
     serde_json::to_string_pretty(value).unwrap_or_default()
 }

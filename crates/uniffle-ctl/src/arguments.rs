@@ -1,4 +1,4 @@
-//! The command line. Whom it concerns may stand before or after the command.
+//! The command line. Global options may be given before or after the command.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,47 +16,48 @@ pub struct Arguments {
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) worker: Option<String>,
 
-    /// Instead of one worker, all that one of these coordinators knows
+    /// Ask all workers that one of these coordinators knows, instead of one worker
     #[arg(long, global = true, value_name = "HOST:PORT", value_delimiter = ',')]
     pub(crate) coordinator: Vec<String>,
 
-    /// Of a coordinator's workers those with these ids
+    /// Ask only the coordinator's workers with these ids
     #[arg(long, global = true, value_name = "ID", value_delimiter = ',')]
     pub(crate) only: Vec<String>,
 
-    /// Decommission, drain or tag all of a coordinator's workers
+    /// Allow decommission, drain and tags on all of a coordinator's workers
     #[arg(long, global = true)]
     pub(crate) all: bool,
 
-    /// Administration of the one worker [default: its host with --admin-port]
+    /// Administration listener of the worker [default: its host with --admin-port]
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) admin: Option<String>,
 
-    /// Port of the administration, at all workers
+    /// Administration port of all workers
     #[arg(long, global = true, value_name = "PORT", default_value_t = 19997)]
     pub(crate) admin_port: u16,
 
-    /// File with the administration's token; WORKER_ADMIN_TOKEN holds it otherwise
+    /// File with the administration token [default: the value of WORKER_ADMIN_TOKEN]
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
 
-    /// PEM file with the authority of the workers' certificates; a coordinator's workers are then asked over TLS
+    /// PEM file with the certificate authority of the workers; a coordinator's workers are then
+    /// called over TLS
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) ca_file: Option<PathBuf>,
 
-    /// PEM file with the certificate to show, where the workers ask for one, and its chain; needs --key-file
+    /// PEM file with the client certificate chain, for workers that require one; needs --key-file
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) cert_file: Option<PathBuf>,
 
-    /// PEM file with its private key
+    /// PEM file with the private key of the client certificate
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) key_file: Option<PathBuf>,
 
-    /// For each answer
+    /// Timeout of each call
     #[arg(long, global = true, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub(crate) timeout: Duration,
 
-    /// How answers are printed
+    /// Output format
     #[arg(long, global = true, value_enum, default_value_t = Output::Text)]
     pub(crate) output: Output,
 
@@ -64,134 +65,136 @@ pub struct Arguments {
     pub(crate) call: Call,
 }
 
-/// How answers are printed.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// For people
+    /// Text for people
     Text,
-    /// The worker's answer; of a coordinator's workers an array of {"worker", "url", "answer" or "error"}
+    /// The worker's answer; with --coordinator an array of {"worker", "url", "answer" or "error"}
     Json,
 }
 
-/// What is asked or told.
+/// Command.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Call {
-    /// State, memory, disks and what is under way
+    /// Show state, memory, disks and work in progress
     Status {
-        /// Exit with 4 unless it takes shuffle data
+        /// Exit with 4 unless the worker accepts shuffle data
         #[arg(long)]
         ready: bool,
     },
-    /// Applications, the largest first
+    /// List applications, the largest first
     Apps {
-        /// At most so many of each worker
+        /// Maximum number per worker
         #[arg(long, default_value_t = 100)]
         limit: usize,
     },
-    /// Where the time and the bytes of an application went
+    /// Explain how an application spent its time and bytes
     App {
-        /// Application
+        /// Application id
         id: String,
-        /// At all workers that this worker's own coordinator knows
+        /// Ask all workers that this worker's own coordinator knows
         #[arg(long)]
         cluster: bool,
     },
-    /// Data directories
+    /// List data directories
     Disks,
-    /// Blocks that are lost
+    /// List lost blocks
     Losses,
-    /// All nodes and applications, as the worker's own coordinator knows them
+    /// List all nodes and applications that the worker's own coordinator knows
     Cluster,
-    /// Assign no new shuffles; existing ones are served to their end
+    /// Assign no new shuffles; existing ones are served until they end
     Decommission {
-        /// Until no application is left
+        /// Wait until no application is left
         #[arg(long, conflicts_with = "cancel")]
         wait: bool,
-        /// Take it back
+        /// Cancel the decommission
         #[arg(long)]
         cancel: bool,
-        /// How long to wait
+        /// Maximum time to wait
         #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
         within: Duration,
     },
-    /// Decommission, flush, and wait until nothing is in memory; with an object store, until everything is there
+    /// Decommission, flush, and wait until memory is empty; with an object store, until it has all
+    /// data
     Drain {
-        /// How long to wait
+        /// Maximum time to wait
         #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
         within: Duration,
     },
     /// Show the tags, or replace those of the configuration
     Tags {
-        /// The new ones
+        /// New tags
         #[arg(conflicts_with = "none")]
         tags: Vec<String>,
-        /// Have none
+        /// Remove all tags
         #[arg(long)]
         none: bool,
     },
-    /// Forget an application with all its data
+    /// Delete an application and all its data
     Purge {
-        /// Application
+        /// Application id
         id: String,
     },
     /// Remove a lost worker from the lists of the coordinators inside workers
     Forget {
-        /// Worker, as `status` or `cluster` lists it
+        /// Worker id, as `status` or `cluster` lists it
         id: String,
     },
-    /// What workers have in the object store, and the removal of what those that are gone have left
+    /// List objects of workers in the object store, and remove those of departed workers
     Orphans {
-        /// Workers that are alive, beside those that the coordinators know
+        /// Further live workers besides those that the coordinators know
         #[arg(long, value_name = "ID", value_delimiter = ',')]
         live: Vec<String>,
-        /// Remove the objects of these workers; without an id those of all workers that are gone
+        /// Remove the objects of these workers; without an id, those of all departed workers
         #[arg(long, value_name = "ID", value_delimiter = ',', num_args = 0..)]
         remove: Option<Vec<String>>,
-        /// Without an id, only of workers that have written nothing for so long
+        /// Without an id, only remove objects of workers that have written nothing for this time
         #[arg(long, value_name = "SECONDS", default_value = "86400", value_parser = seconds)]
         older_than: Duration,
     },
-    /// Read the configuration again
+    /// Reload the configuration
     Reload,
     /// Write a profile of one worker to a file
     Profile {
-        /// Of what
+        /// Kind of profile
         #[arg(value_enum)]
         kind: ProfileKind,
-        /// Length of a CPU profile
+        /// Duration of a CPU profile
         #[arg(long, default_value_t = 30)]
         seconds: u64,
-        /// A flame graph (SVG) instead of pprof's format
+        /// Write a flame graph (SVG) instead of pprof's format
         #[arg(long)]
         flamegraph: bool,
-        /// The file; - is stdout
+        /// Output file; - is stdout
         #[arg(short, long, value_name = "FILE")]
         file: PathBuf,
     },
-    /// Live view of the workers and their applications; printed once where stdout is no terminal
+    /// Show a live view of the workers and their applications; printed once if stdout is not a
+    /// terminal
     Top {
-        /// Between two looks
+        /// Time between updates
         #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
         interval: Duration,
-        /// Print it once
+        /// Print once and exit
         #[arg(long)]
         once: bool,
     },
 }
 
-/// What a profile is made of.
+/// Kind of a profile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ProfileKind {
-    /// Processor time
+    /// CPU time
     Cpu,
-    /// Memory that is allocated, while sampling is active
+    /// Allocated memory, while sampling is active
     Heap,
     /// Tasks and the stacks of their awaits
     Tasks,
 }
 
 impl Call {
-    /// Whether all workers of a coordinator are only told so after a word about which.
+    /// Returns true if the command needs `--all` or `--only` with a coordinator.
     pub(crate) fn is_drastic(&self) -> bool {
         match self {
             Self::Decommission { .. } | Self::Drain { .. } => true,
@@ -213,9 +216,9 @@ impl Call {
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "a number of seconds is needed".to_owned())?;
+    let seconds: f64 = text.parse().map_err(|_| "expected a number of seconds".to_owned())?;
     match (0.1..=1e6).contains(&seconds) {
         true => Ok(Duration::from_secs_f64(seconds)),
-        false => Err("from 0.1 to 1000000 seconds".to_owned()),
+        false => Err("expected 0.1 to 1000000 seconds".to_owned()),
     }
 }

@@ -1,4 +1,4 @@
-//! What each command asks of a worker, and what becomes of the answers of one or of many.
+//! Runs each command against one worker or many, and prints the answers.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::merged::Merged;
 use crate::workers::{Target, targets, token};
 use crate::{complain, lost, orphans, say, text, top, wait};
 
-/// What a worker that is busy may need to put a profile together, beside the time it samples.
+/// Time that a busy worker may need to produce a profile, in addition to the sampling.
 const PROFILE_SLACK: Duration = Duration::from_secs(30);
 
-/// Does what `arguments` say; the exit code.
+/// Runs the command. Returns the exit code.
 pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
     let token = token(arguments.token_file.as_deref())?;
     let files = TlsFiles {
@@ -49,7 +49,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         _ => targets,
     };
     let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call)).await;
-    forget_strangers(&arguments.call, &mut answers);
+    drop_not_found(&arguments.call, &mut answers);
     if arguments.coordinator.is_empty() {
         let Some((_, answer)) = answers.pop() else { return Ok(0) };
         let answer = answer?;
@@ -109,8 +109,9 @@ async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
     }
 }
 
-/// An application is at some workers of a cluster, and some have coordinators: the others have nothing to say, unless none does.
-fn forget_strangers(call: &Call, answers: &mut Vec<(&Target, Answer)>) {
+/// Drops "not found" answers of a cluster-wide command if another worker has one that is not: an
+/// application is only at some workers, and only some have coordinators.
+fn drop_not_found(call: &Call, answers: &mut Vec<(&Target, Answer)>) {
     let is_missing = |answer: &Answer| answer.as_ref().is_err_and(Failure::is_missing);
     let concerns_one =
         matches!(call, Call::App { .. } | Call::Purge { .. } | Call::Forget { .. } | Call::Cluster);
@@ -119,7 +120,7 @@ fn forget_strangers(call: &Call, answers: &mut Vec<(&Target, Answer)>) {
     }
 }
 
-/// What all say of an application; none when none knows it.
+/// Merges the answers about an application. Returns `None` if no worker knows it.
 fn merged(app: &str, answers: &[(&Target, Answer)]) -> Option<Value> {
     let mut merged = Merged::default();
     for (target, answer) in answers {
@@ -135,7 +136,9 @@ async fn profile(
     file: &Path,
 ) -> Result<u8, Failure> {
     let [target] = targets else {
-        return Err(Failure::Usage("a profile is of one worker: name it by --worker or --only".to_owned()));
+        return Err(Failure::Usage(
+            "a profile covers one worker: select it with --worker or --only".to_owned(),
+        ));
     };
     let format = if flamegraph { "svg" } else { "pprof" };
     let (path, longer) = match kind {
@@ -152,6 +155,6 @@ async fn profile(
     }
     let written = std::fs::write(file, &profile);
     written.map_err(|error| Failure::Usage(format!("--file {}: {error}", file.display())))?;
-    say(&format!("{} bytes in {}", profile.len(), file.display()));
+    say(&format!("wrote {} bytes to {}", profile.len(), file.display()));
     Ok(0)
 }

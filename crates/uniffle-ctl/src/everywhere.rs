@@ -1,5 +1,5 @@
-//! Asks several workers of one application and puts their answers together, for the command and for a worker whose coordinator
-//! knows the others.
+//! Asks several workers about one application and merges their answers. Used by the command, and by
+//! a worker whose coordinator knows the others.
 
 use std::time::Duration;
 
@@ -11,37 +11,40 @@ use crate::failure::Failure;
 use crate::http::{Base, Client, Trust, segment};
 use crate::merged::{Merged, Unknown};
 
-/// Workers asked at once.
+/// Largest number of workers asked at once.
 const AT_ONCE: usize = 8;
 
-/// Workers asked at most: as many as are named in what is put together.
+/// Largest number of workers asked, which is also the number that a merged explanation lists.
 const ASKED_MAX: usize = 1_000;
 
-/// Largest answer taken: a worker's has some KiB, and at most some tens of them when much is lost.
+/// Largest accepted answer. A worker's answer has some KiB, or a few tens of KiB if much is lost.
 const ANSWER_BYTES_MAX: usize = 128 << 10;
 
-/// For one worker's answer.
+/// Timeout of one worker's answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// For all of them.
+/// Timeout of all answers together.
 const PATIENCE_FOR_ALL: Duration = Duration::from_secs(8);
 
 /// The HTTP listener of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Worker {
-    /// What it is called.
+    /// Id of the worker.
     pub id: String,
-    /// Its address.
+    /// Host name or IP address.
     pub host: String,
-    /// Its port.
+    /// Port number.
     pub port: u16,
 }
 
-/// What the first 1,000 of `workers` say of `app`, as one; they are asked over TLS where `trust` says with what. It takes 8 s at most,
-/// and eight answers of 128 KiB are held at a time; who has not answered by then, or was not asked, is counted and named.
+/// Merges the explanations of `app` by the first 1,000 of `workers`, which are called over TLS if
+/// `trust` is set.
+///
+/// Takes 8 s at most and holds up to eight answers of 128 KiB at a time. Workers that did not
+/// answer in time or were not asked are counted and listed.
 ///
 /// # Errors
-/// [`Unknown`]: none of those that answer knows it.
+/// [`Unknown`] if no answering worker knows the application.
 pub async fn explain(app: &str, mut workers: Vec<Worker>, trust: Option<&Trust>) -> Result<Value, Unknown> {
     let client = Client::of(trust, PATIENCE).with_answers_of(ANSWER_BYTES_MAX);
     let is_tls = trust.is_some();
@@ -49,7 +52,7 @@ pub async fn explain(app: &str, mut workers: Vec<Worker>, trust: Option<&Trust>)
     let end = Instant::now() + PATIENCE_FOR_ALL;
     let mut merged = Merged::default();
     for worker in workers.split_off(ASKED_MAX.min(workers.len())) {
-        merged.unanswered(&worker.id, "it was not asked: 1,000 are at most");
+        merged.unanswered(&worker.id, "not asked: the limit is 1,000 workers");
     }
     let asked: Vec<_> =
         workers.into_iter().map(|worker| ask((&client, is_tls), worker, &path, end)).collect();
@@ -69,16 +72,16 @@ async fn ask(
     let host = if worker.host.contains(':') { format!("[{}]", worker.host) } else { worker.host };
     let base = Base { is_tls, host, port: worker.port };
     let answer = timeout_at(end, client.get(&base, path)).await;
-    let late = |_| Err(Failure::Unreachable("there was no time to ask it".to_owned()));
+    let late = |_| Err(Failure::Unreachable("not asked: the time limit for all workers expired".to_owned()));
     (worker.id, answer.unwrap_or_else(late))
 }
 
-/// Where a worker tells of `app`.
+/// Returns the path of a worker's explanation of `app`.
 pub(crate) fn path(app: &str) -> String {
     format!("/api/v1/apps/{}/explain", segment(app))
 }
 
-/// A worker's answer. One that does not know the application has nothing to say.
+/// Adds a worker's answer. "Not found" is ignored.
 pub(crate) fn enter(merged: &mut Merged, worker: &str, answer: &Result<Value, Failure>) {
     match answer {
         Ok(it) => merged.add(worker, it),

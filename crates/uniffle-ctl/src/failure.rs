@@ -1,27 +1,27 @@
-//! Why a command did not do what it was to do, and the exit code of that.
+//! Failures of commands, and their exit codes.
 
 use std::fmt;
 
-/// Why not.
+/// Reason why a command failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The worker's answer is no.
+    /// The worker refused the request.
     Refused {
-        /// Of HTTP.
+        /// HTTP status.
         status: u16,
-        /// With the worker's reason.
+        /// Text with the worker's reason.
         text: String,
     },
-    /// The command line, or a file that it names.
+    /// The command line is wrong, or a file that it refers to is unusable.
     Usage(String),
-    /// There is no answer.
+    /// No answer arrived.
     Unreachable(String),
-    /// What was waited for did not come.
+    /// The awaited state was not reached in time.
     NotReached(String),
 }
 
 impl Failure {
-    /// The exit code.
+    /// Returns the exit code.
     pub(crate) fn code(&self) -> u8 {
         match self {
             Self::Refused { .. } => 1,
@@ -31,7 +31,7 @@ impl Failure {
         }
     }
 
-    /// Whether the worker does not know what was named.
+    /// Returns true if the worker does not know the requested item.
     pub(crate) fn is_missing(&self) -> bool {
         matches!(self, Self::Refused { status: 404, .. })
     }

@@ -1,6 +1,7 @@
-//! Calls over HTTP: a connection each, as the worker's listeners want it.
+//! HTTP calls, each on its own connection, as the worker's listeners expect.
 //!
-//! Invariants: an answer has a deadline and a largest size; the token goes to the administration and nowhere else.
+//! Invariants: an answer has a deadline and a maximum size. The token is only sent to the
+//! administration listener.
 
 use std::fmt;
 use std::path::Path;
@@ -26,23 +27,24 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::failure::Failure;
 
-/// Largest answer taken: the longest lists of a worker have some MB, a profile some tens of them.
+/// Largest accepted answer. The longest lists of a worker have some MB, a profile some tens of MB.
 const ANSWER_BYTES_MAX: usize = 256 << 20;
 
-/// A listener.
+/// Address of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Base {
     pub(crate) is_tls: bool,
-    /// IPv6 with brackets.
+    /// Host name or IP address; IPv6 in brackets.
     pub(crate) host: String,
     pub(crate) port: u16,
 }
 
 impl Base {
-    /// `text` with or without a scheme; `port` where it names none.
+    /// Parses `text` with or without a scheme. `port` is the default port.
     pub(crate) fn parse(text: &str, port: u16) -> Result<Self, Failure> {
         let whole = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
-        let wrong = || Failure::Usage(format!("{text:?} is no http://HOST:PORT or https://HOST:PORT"));
+        let wrong =
+            || Failure::Usage(format!("expected http://HOST:PORT or https://HOST:PORT, got {text:?}"));
         let uri = Uri::from_str(&whole).map_err(|_| wrong())?;
         let is_tls = match uri.scheme_str() {
             Some("http") => false,
@@ -51,7 +53,7 @@ impl Base {
         };
         let host = uri.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?.to_owned();
         let is_bare = matches!(uri.path(), "" | "/") && uri.query().is_none();
-        // `Uri::port` is none for what is no port, too.
+        // `Uri::port` also returns `None` for an invalid port.
         let authority = uri.authority().map_or("", |authority| authority.as_str());
         let port = match authority.strip_prefix(host.as_str()) {
             Some("") => port,
@@ -69,14 +71,14 @@ impl fmt::Display for Base {
     }
 }
 
-/// What TLS is made with; none = there is none.
+/// Files for TLS. All are optional.
 pub(crate) struct TlsFiles<'a> {
     pub(crate) ca: Option<&'a Path>,
     pub(crate) cert: Option<&'a Path>,
     pub(crate) key: Option<&'a Path>,
 }
 
-/// What the three files are called where they were named.
+/// Names of the three files for error texts.
 struct Names {
     ca: &'static str,
     cert: &'static str,
@@ -86,11 +88,11 @@ struct Names {
 const ARGUMENTS: Names = Names { ca: "--ca-file", cert: "--cert-file", key: "--key-file" };
 const KEYS: Names = Names { ca: "tls.ca_file =", cert: "tls.cert_file =", key: "tls.key_file =" };
 
-/// What a worker asks the others of its cluster with, over TLS.
+/// TLS settings of a worker that calls the other workers of its cluster.
 #[derive(Clone)]
 pub struct Trust {
     connector: TlsConnector,
-    /// These and the own chain, to tell one state of the files from another.
+    /// Kept, like `own`, to compare two states of the files.
     authorities: Vec<CertificateDer<'static>>,
     own: Vec<CertificateDer<'static>>,
 }
@@ -102,11 +104,12 @@ impl fmt::Debug for Trust {
 }
 
 impl Trust {
-    /// Trusts who has a certificate of an authority in `ca`; `own` is the certificate to show, and its key, where one is asked
-    /// for. Blocks on files.
+    /// Trusts servers with a certificate of an authority in `ca`. `own` is the certificate chain
+    /// and the key to present if a server requires them. Blocks on file access.
     ///
     /// # Errors
-    /// A file that cannot be read or holds nothing of its kind, with its key of the worker's configuration.
+    /// Fails if a file cannot be read or has no usable content. The text names its configuration
+    /// key.
     pub fn load(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, String> {
         Self::of(&KEYS, ca, own).map_err(|failure| failure.to_string())
     }
@@ -136,20 +139,20 @@ impl Trust {
         Ok(Self { connector: Arc::new(config).into(), authorities, own: chain })
     }
 
-    /// Whether `other` trusts the same authorities.
+    /// Returns true if `other` trusts the same authorities.
     #[must_use]
     pub fn has_authorities_of(&self, other: &Self) -> bool {
         self.authorities == other.authorities
     }
 
-    /// Whether `other` shows the same certificate.
+    /// Returns true if `other` presents the same certificate.
     #[must_use]
     pub fn has_certificate_of(&self, other: &Self) -> bool {
         self.own == other.own
     }
 }
 
-/// What every call needs.
+/// An HTTP client with TLS settings, token, timeout and maximum answer size.
 pub(crate) struct Client {
     tls: Option<TlsConnector>,
     token: Option<String>,
@@ -166,31 +169,31 @@ impl Client {
         let own = match (files.cert, files.key) {
             (Some(cert), Some(key)) => Some((cert, key)),
             (None, None) => None,
-            _ => return Err(Failure::Usage("--cert-file and --key-file belong together".to_owned())),
+            _ => return Err(Failure::Usage("--cert-file and --key-file must be given together".to_owned())),
         };
         let tls = files.ca.map(|ca| Trust::of(&ARGUMENTS, ca, own)).transpose()?;
         let tls = tls.map(|trust| trust.connector);
         Ok(Self { tls, token, patience, answer_bytes_max: ANSWER_BYTES_MAX })
     }
 
-    /// For what needs no token.
+    /// Creates a client without a token.
     pub(crate) fn of(trust: Option<&Trust>, patience: Duration) -> Self {
         let tls = trust.map(|trust| trust.connector.clone());
         Self { tls, token: None, patience, answer_bytes_max: ANSWER_BYTES_MAX }
     }
 
-    /// The same with another largest answer.
+    /// Returns the client with another maximum answer size.
     pub(crate) fn with_answers_of(self, answer_bytes_max: usize) -> Self {
         Self { answer_bytes_max, ..self }
     }
 
-    /// `GET`, JSON.
+    /// Sends `GET`. Returns the JSON answer.
     pub(crate) async fn get(&self, base: &Base, path: &str) -> Result<Value, Failure> {
         let answer = self.call(base, request(Method::GET, base, path), self.patience).await?;
         json(base, &answer)
     }
 
-    /// `POST` to the administration, JSON both ways.
+    /// Sends `POST` to the administration listener, with JSON in both directions.
     pub(crate) async fn post(
         &self,
         admin: &Base,
@@ -202,7 +205,7 @@ impl Client {
         json(admin, &self.call(admin, request, self.patience).await?)
     }
 
-    /// `GET` from the administration, which takes `longer` than others.
+    /// Sends `GET` to the administration listener. `longer` is added to the timeout.
     pub(crate) async fn fetch(&self, admin: &Base, path: &str, longer: Duration) -> Result<Bytes, Failure> {
         let request = self.authorized(request(Method::GET, admin, path))?;
         self.call(admin, request, self.patience + longer).await
@@ -211,8 +214,8 @@ impl Client {
     fn authorized(&self, mut request: Request<Full<Bytes>>) -> Result<Request<Full<Bytes>>, Failure> {
         if let Some(token) = &self.token {
             let value = header::HeaderValue::from_str(&format!("Bearer {token}"));
-            let value =
-                value.map_err(|_| Failure::Usage("the token has characters that none may have".into()))?;
+            let value = value
+                .map_err(|_| Failure::Usage("the token has characters that HTTP does not allow".into()))?;
             request.headers_mut().insert(header::AUTHORIZATION, value);
         }
         Ok(request)
@@ -231,7 +234,7 @@ impl Client {
             if !base.is_tls {
                 return exchange(stream, request, self.answer_bytes_max).await;
             }
-            let connector = self.tls.as_ref().ok_or("--ca-file is needed for https")?;
+            let connector = self.tls.as_ref().ok_or("https needs --ca-file")?;
             let name = ServerName::try_from(host.to_owned()).map_err(|error| error.to_string())?;
             let stream = connector.connect(name, stream).await.map_err(|error| error.to_string())?;
             exchange(stream, request, self.answer_bytes_max).await
@@ -253,7 +256,7 @@ fn certificates(argument: &str, file: &Path) -> Result<Vec<CertificateDer<'stati
     let read = CertificateDer::pem_file_iter(file).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     match read {
         Ok(certificates) if certificates.is_empty() => {
-            Err(wrong(argument, file, &"there is no certificate in it"))
+            Err(wrong(argument, file, &"the file has no certificate"))
         }
         Ok(certificates) => Ok(certificates),
         Err(error) => Err(wrong(argument, file, &error)),
@@ -285,7 +288,7 @@ where
 {
     let (mut sender, connection) =
         http1::handshake(TokioIo::new(stream)).await.map_err(|error| error.to_string())?;
-    // Dropped at the end, and the connection with it.
+    // Aborted on drop, which closes the connection.
     let mut driver = JoinSet::new();
     driver.spawn(connection);
     let answer = sender.send_request(request).await.map_err(|error| error.to_string())?;
@@ -296,10 +299,10 @@ where
 
 fn json(base: &Base, answer: &[u8]) -> Result<Value, Failure> {
     serde_json::from_slice(answer)
-        .map_err(|error| Failure::Unreachable(format!("{base}: this is no worker's answer: {error}")))
+        .map_err(|error| Failure::Unreachable(format!("{base}: the answer is not from a worker: {error}")))
 }
 
-/// `text` as one segment of a path.
+/// Encodes `text` as one path segment.
 pub(crate) fn segment(text: &str) -> String {
     let mut segment = String::with_capacity(text.len());
     for byte in text.bytes() {

@@ -1,11 +1,13 @@
-//! `uniffle-worker ctl`: what a worker, or every worker of a coordinator, does; and what it shall do.
+//! `uniffle-worker ctl`: shows the state of a worker, or of every worker of a coordinator, and
+//! administers it.
 //!
-//! A client of the worker's HTTP listeners and nothing more: it knows nothing of the server's code, so that it works with another
-//! version of it. The server asks the others of its cluster by it ([`explain`]). `arguments` is the command line, `http` the calls, `workers` whom they go to, `wait` the calls that
-//! end with a state, `everywhere` and `merged` one application at many workers, `orphans` what workers that are gone have left, `text` and `top` what people see. Not here: decisions; the worker refuses what cannot be.
+//! It is only a client of the worker's HTTP listeners and shares no code with the server, so it
+//! works with other versions. The server uses [`explain`] to ask the other workers of its cluster.
+//! The worker decides whether a request is allowed.
 //!
-//! Exit codes: 0 done; 1 a worker refuses, or does not know what was named; 2 wrong command line; 3 a worker or all
-//! coordinators cannot be reached; 4 a state was not reached in time. Of several workers the highest code counts.
+//! Exit codes: 0 success; 1 a worker refuses, or does not know the requested item; 2 wrong command
+//! line; 3 a worker or all coordinators are unreachable; 4 a state was not reached in time. With
+//! several workers the highest code is returned.
 
 mod answers;
 mod arguments;
@@ -33,7 +35,7 @@ pub use self::merged::Unknown;
 
 use self::failure::Failure;
 
-/// Does what `arguments` say: answers on stdout, failures on stderr.
+/// Runs the command. Prints answers to stdout and failures to stderr.
 #[must_use]
 pub fn run(arguments: &Arguments) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -50,7 +52,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Writes to stdout; a reader that went away is no failure.
+/// Writes to stdout. A closed pipe is not an error.
 fn say(text: &str) {
     let mut stdout = std::io::stdout().lock();
     let end = if text.ends_with('\n') { "" } else { "\n" };

@@ -1,4 +1,5 @@
-//! Workers that a coordinator has lost: they are in no list of servers, so `status` and `top` would not mention them.
+//! Workers that a coordinator has lost. They are in no server list, so `status` and `top` add them
+//! here.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +11,8 @@ use crate::failure::Failure;
 use crate::http::{Base, Client};
 use crate::workers::Target;
 
-/// `targets` and the workers that coordinators among them have lost, where the command concerns all workers of a cluster.
+/// Adds the workers that coordinators among `targets` have lost, if the command covers a whole
+/// cluster.
 pub(crate) async fn with_lost(
     client: &Client,
     arguments: &Arguments,
@@ -30,11 +32,13 @@ pub(crate) async fn with_lost(
     targets
 }
 
+/// Checks that no coordinator has lost the worker.
+///
 /// # Errors
-/// A coordinator has lost the worker.
+/// Fails if a coordinator has lost the worker.
 pub(crate) fn require_known(target: &Target) -> Result<(), Failure> {
     match target.is_lost {
-        true => Err(Failure::Unreachable("lost: its coordinator gets no heartbeats".to_owned())),
+        true => Err(Failure::Unreachable("lost: its coordinator receives no heartbeats".to_owned())),
         false => Ok(()),
     }
 }
@@ -44,7 +48,7 @@ async fn cluster(client: &Client, target: &Target) -> Answer {
 }
 
 fn target(id: String) -> Target {
-    // Not asked: the coordinator keeps the id only.
+    // Never called: the coordinator only keeps the id.
     let base = Base { is_tls: false, host: id.clone(), port: 0 };
     Target { name: id, http: base.clone(), admin: base, is_lost: true }
 }

@@ -1,4 +1,4 @@
-//! Shell completions and manual pages, made of the whole program's command line.
+//! Shell completions and manual pages, generated from the program's command line.
 
 use std::io;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::Command;
 pub use clap_complete::Shell;
 
-/// The completions of `command` for `shell`.
+/// Returns the completions of `command` for `shell`.
 #[must_use]
 pub fn complete(mut command: Command, shell: Shell) -> Vec<u8> {
     let name = command.get_name().to_owned();
@@ -19,23 +19,26 @@ pub fn complete(mut command: Command, shell: Shell) -> Vec<u8> {
     }
 }
 
-/// The bash completions of a program whose name has a hyphen: clap_complete writes the states that a line leads to with
-/// another spelling of the name than the cases that look for them, so that no subcommand has any
-/// (<https://github.com/clap-rs/clap/issues/6421>). Nothing changes once it has one spelling.
+/// Repairs bash completions of a program whose name has a hyphen.
+///
+/// clap_complete spells the states of a line differently from the cases that look them up, so that
+/// subcommands have no completions (<https://github.com/clap-rs/clap/issues/6421>). Has no effect
+/// once both spellings agree.
 fn with_one_spelling(name: &str, script: &str) -> String {
     let state = |hyphen| format!("{}__subcmd__", name.replace('-', hyphen));
     script.replace(&state("__subcmd__"), &state("__"))
 }
 
-/// The manual page of `command`; with a directory the pages of all its subcommands too, as files there.
+/// Returns the manual page of `command`. With a directory, writes it and the pages of all its
+/// subcommands as files there instead.
 ///
 /// # Errors
-/// A file cannot be written; the text names the directory.
+/// Fails if a file cannot be written. The text names the directory.
 pub fn manual(command: Command, directory: Option<&Path>) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     match directory {
         Some(directory) => clap_mangen::generate_to(command, directory).map_err(|error| {
-            let hint = "it must be there and be writable";
+            let hint = "it must exist and be writable";
             io::Error::new(error.kind(), format!("{}: {error}; {hint}", directory.display()))
         })?,
         None => clap_mangen::Man::new(command).render(&mut text)?,
@@ -52,6 +55,6 @@ mod tests {
         let directory = std::env::temp_dir().join("uniffle-ctl-no-such-directory/pages");
         let error = manual(Command::new("x"), Some(&directory)).unwrap_err().to_string();
         assert!(error.starts_with(&format!("{}: ", directory.display())), "{error}");
-        assert!(error.contains("must be there"), "{error}");
+        assert!(error.contains("must exist"), "{error}");
     }
 }

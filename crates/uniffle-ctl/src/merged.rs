@@ -1,8 +1,10 @@
-//! An application over several workers: what each says of it (`/api/v1/apps/ID/explain`) as one explanation of the same shape.
+//! Merges the explanations of an application by several workers (`/api/v1/apps/ID/explain`) into
+//! one of the same shape.
 //!
-//! Counts, bytes and total times are sums; of medians and 99 % the slowest worker's stand, since those of all cannot be had
-//! from parts. Sentences say whose they are. It works on JSON, as the workers may be of several versions: what one does not
-//! tell counts as nothing. Invariant: lists and texts are bounded, whatever a worker says.
+//! Counts, bytes and total times are added up. For medians and 99 % the slowest worker is shown,
+//! because exact values cannot be computed from parts. Findings name their worker. The merge works
+//! on JSON, because workers may have different versions: missing fields count as zero. Invariant:
+//! lists and texts are bounded, whatever a worker sends.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -11,33 +13,33 @@ use serde_json::{Map, Value, json};
 
 use crate::text::is_gone;
 
-/// Sentences, losses, shuffles that are refused and quotas kept, of each.
+/// Largest length of each list: findings, losses, incomplete shuffles and quotas.
 const LISTED_MAX: usize = 100;
 
-/// Workers named, of those that tell and of those that do not answer.
+/// Largest number of workers listed, for those with and without an answer.
 const WORKERS_MAX: usize = 1_000;
 
-/// Partitions named, the largest first.
+/// Number of listed partitions, the largest first.
 const TOP_PARTITIONS: usize = 10;
 
-/// Bytes of a text that is kept, about.
+/// Largest length of a text, in bytes.
 const TEXT_BYTES_MAX: usize = 500;
 
-/// How a worker's sentence begins that has nothing to say.
+/// Prefix of the finding of a worker without any.
 const NOTHING: &str = "nothing";
 
-/// Of `bytes`, what a worker has of an application only while that is there.
+/// Fields of `bytes` that are only valid while the worker has the application.
 const HELD: [&str; 4] = ["in_memory", "on_local_disks", "in_object_store", "local_files"];
 
-/// The stages' fields that are added up.
+/// Fields of a stage that are added up.
 const STAGE_SUMS: [&str; 3] = ["count", "bytes", "total_seconds"];
-/// ... and those of which the largest counts.
+/// Fields of a stage of which the largest value is kept.
 const STAGE_MAXIMA: [&str; 3] = ["median_seconds", "p99_seconds", "longest_seconds"];
 
-/// None of the workers that answer knows an application.
+/// No answering worker knows the application.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unknown {
-    /// Workers that do not answer, and may know it.
+    /// Number of workers that did not answer, and may know it.
     pub silent: usize,
 }
 
@@ -46,7 +48,7 @@ impl fmt::Display for Unknown {
         match self.silent {
             0 => f.write_str("no worker knows this application (any more)"),
             silent => {
-                write!(f, "no worker that answers knows this application; {silent} do not answer")
+                write!(f, "no answering worker knows this application; {silent} did not answer")
             }
         }
     }
@@ -54,7 +56,7 @@ impl fmt::Display for Unknown {
 
 impl std::error::Error for Unknown {}
 
-/// Explanations that have been put together so far.
+/// Explanations merged so far.
 #[derive(Debug, Default)]
 pub(crate) struct Merged {
     workers: Vec<Value>,
@@ -63,7 +65,7 @@ pub(crate) struct Merged {
     unanswered_count: usize,
     sums: Map<String, Value>,
     maxima: Map<String, Value>,
-    /// Bytes received, times the mean seconds that a byte was in memory.
+    /// Received bytes times the mean seconds that a byte was in memory.
     byte_seconds: f64,
     stages: Vec<Map<String, Value>>,
     findings: Vec<Value>,
@@ -74,12 +76,12 @@ pub(crate) struct Merged {
 }
 
 impl Merged {
-    /// Why there is nothing to show; none when a worker has told of the application.
+    /// Returns an error if no worker has explained the application.
     pub(crate) fn nothing(&self) -> Option<Unknown> {
         (self.worker_count == 0).then_some(Unknown { silent: self.unanswered_count })
     }
 
-    /// A worker does not answer.
+    /// Adds a worker that did not answer.
     pub(crate) fn unanswered(&mut self, worker: &str, reason: &str) {
         self.unanswered_count += 1;
         if self.unanswered.len() < WORKERS_MAX {
@@ -87,7 +89,7 @@ impl Merged {
         }
     }
 
-    /// What a worker says.
+    /// Adds a worker's explanation.
     pub(crate) fn add(&mut self, worker: &str, it: &Value) {
         let text = |field: &str| cut(it[field].as_str().unwrap_or_default());
         let is_gone = is_gone(it);
@@ -175,7 +177,7 @@ impl Merged {
         self.top_partitions.truncate(TOP_PARTITIONS);
     }
 
-    /// All of it.
+    /// Returns the merged explanation.
     pub(crate) fn explanation(mut self, app: &str) -> Value {
         let received = self.sums.get("bytes").and_then(|bytes| bytes["received"].as_f64()).unwrap_or(0.0);
         if let Some(bytes) = self.sums.get_mut("bytes") {
@@ -183,7 +185,7 @@ impl Merged {
         }
         if self.unanswered_count > 0 {
             let (silent, asked) = (self.unanswered_count, self.unanswered_count + self.worker_count);
-            let text = format!("{silent} of {asked} do not answer: what they know is missing here");
+            let text = format!("{silent} of {asked} workers did not answer: their part is missing");
             self.findings.insert(0, text.into());
         }
         if self.findings.is_empty() {
@@ -216,7 +218,7 @@ fn stage<'v>(it: &'v Value, name: &str) -> &'v Value {
     items(it, "stages").find(|stage| stage["stage"] == name).unwrap_or(&Value::Null)
 }
 
-/// `value` if it is a number, else 0.
+/// Returns `value` if it is a number, and 0 otherwise.
 fn number(value: &Value) -> Value {
     if value.is_number() { value.clone() } else { 0.into() }
 }
@@ -230,7 +232,7 @@ fn add(sums: &mut Value, field: &str, part: &Value) {
     sums[field] = sum;
 }
 
-/// Keeps the larger number.
+/// Keeps the larger number in a field.
 fn raise(maxima: &mut Map<String, Value>, field: &str, part: &Value) {
     let larger = |old: &Value| part.as_f64() > old.as_f64();
     if maxima.get(field).is_none_or(larger) {
@@ -245,7 +247,7 @@ fn into_map(value: Value) -> Map<String, Value> {
     }
 }
 
-/// A flat object, with whose it is.
+/// Copies the plain fields of an object and adds the worker.
 fn of_worker(worker: &str, item: &Value) -> Value {
     let short = |value: &Value| match value {
         Value::String(text) => cut(text).into(),
@@ -332,7 +334,7 @@ mod tests {
         assert_eq!(merged.nothing(), None);
         let it = merged.explanation("x");
         assert_eq!(it["unanswered"], json!([{ "worker": "c", "reason": "no answer within 2s" }]));
-        assert_eq!(it["findings"], json!(["1 of 4 do not answer: what they know is missing here"]));
+        assert_eq!(it["findings"], json!(["1 of 4 workers did not answer: their part is missing"]));
 
         let long = "é".repeat(1000);
         let many: Vec<_> = (0..1000).map(|n| json!({ "stage": n.to_string(), "reason": long })).collect();
@@ -355,7 +357,7 @@ mod tests {
         let mut merged = Merged::default();
         assert!(merged.nothing().is_some_and(|it| it.to_string().starts_with("no worker knows")));
         merged.unanswered("a", "");
-        assert!(merged.nothing().is_some_and(|it| it.to_string().ends_with("1 do not answer")));
+        assert!(merged.nothing().is_some_and(|it| it.to_string().ends_with("1 did not answer")));
     }
 
     #[test]

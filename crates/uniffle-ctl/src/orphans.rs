@@ -1,7 +1,8 @@
-//! What workers that are gone have left in the object store: a list, and its removal.
+//! Objects that departed workers left in the object store: listing and removal.
 //!
-//! One worker with an object store is asked, by whose credentials it is done; those that are alive are the ones that coordinators know, and those that the
-//! command line names. Removed is what nobody alive has and what is old enough, or what is named.
+//! One worker with an object store performs the calls with its credentials. Workers count as live
+//! if a coordinator knows them or the command line names them. Only objects that belong to no live
+//! worker and are old enough are removed, or those of explicitly named workers.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,18 +14,18 @@ use crate::failure::Failure;
 use crate::http::Client;
 use crate::workers::Target;
 
-/// What the command line says beside whom to ask.
+/// Options of the command.
 #[derive(Debug)]
 pub(crate) struct Wanted<'a> {
-    /// Ids of workers that are alive, whatever coordinators say.
+    /// Ids of live workers besides those that the coordinators know.
     pub(crate) live: &'a [String],
-    /// None: nothing is removed. Empty: what is left by those that are gone.
+    /// `None` removes nothing. An empty list removes the objects of all departed workers.
     pub(crate) remove: Option<&'a [String]>,
-    /// Younger objects are only removed by name.
+    /// Minimum age of the objects of a worker that is not explicitly named.
     pub(crate) older_than: Duration,
 }
 
-/// The list, or what was removed.
+/// Returns the list of workers, or the removed ones.
 pub(crate) async fn run(
     client: &Client,
     (arguments, targets): (&Arguments, &[Target]),
@@ -32,8 +33,8 @@ pub(crate) async fn run(
 ) -> Result<Value, Failure> {
     let knows_who_lives = !arguments.coordinator.is_empty();
     if wanted.remove.is_some_and(<[String]>::is_empty) && !knows_who_lives && wanted.live.is_empty() {
-        let text = "--remove without ids removes what is left by workers that are gone: say who is alive by \
-                    --coordinator or --live, or name ids";
+        let text = "--remove without ids removes the objects of departed workers: identify live workers with \
+                    --coordinator or --live, or give ids";
         return Err(Failure::Usage(text.to_owned()));
     }
     let (asked, answer) = first_with_a_store(client, targets).await?;
@@ -59,17 +60,17 @@ pub(crate) async fn run(
     Ok(json!({ "removed": removed }))
 }
 
-/// The first worker that answers and has an object store.
+/// Returns the first answering worker that has an object store, and its answer.
 async fn first_with_a_store<'t>(
     client: &Client,
     targets: &'t [Target],
 ) -> Result<(&'t Target, Value), Failure> {
-    let mut failed = Failure::Unreachable("no worker is known".to_owned());
+    let mut failed = Failure::Unreachable("no worker to ask".to_owned());
     for target in targets {
         match client.post(&target.admin, "/admin/orphans", None).await {
             Ok(answer) => return Ok((target, answer)),
             Err(failure) if failure.is_missing() => {
-                let text = format!("{}: it has no object store", target.name);
+                let text = format!("{}: the worker has no object store", target.name);
                 failed = Failure::Refused { status: 404, text };
             }
             Err(failure) => failed = failure,
@@ -78,7 +79,7 @@ async fn first_with_a_store<'t>(
     Err(failed)
 }
 
-/// What a worker has, with its age and whether it is alive.
+/// Returns the summary of a worker's objects, with their age and the worker's state.
 fn judged(worker: &Value, live: &BTreeSet<&str>, knows_who_lives: bool, now: Duration) -> Value {
     let id = worker["worker"].as_str().unwrap_or_default();
     let state = match (worker["is_own"] == true, live.contains(id)) {
@@ -95,7 +96,7 @@ fn judged(worker: &Value, live: &BTreeSet<&str>, knows_who_lives: bool, now: Dur
     Value::Object(fields.into_iter().chain(more).collect())
 }
 
-/// Whether the objects of `worker` are to be removed.
+/// Returns true if the objects of `worker` are to be removed.
 fn goes(worker: &Value, named: &[String], older_than: Duration) -> bool {
     if named.is_empty() {
         let age = worker["newest_age_seconds"].as_u64().unwrap_or_default();
@@ -104,7 +105,7 @@ fn goes(worker: &Value, named: &[String], older_than: Duration) -> bool {
     named.iter().any(|id| worker["worker"] == id.as_str())
 }
 
-/// Removes all that a worker has, some at a time.
+/// Removes all objects of a worker, batch by batch.
 async fn remove(client: &Client, asked: &Target, worker: &str) -> Result<Value, Failure> {
     let (mut objects, mut bytes) = (0, 0);
     loop {
@@ -117,7 +118,7 @@ async fn remove(client: &Client, asked: &Target, worker: &str) -> Result<Value, 
             return Ok(json!({ "worker": worker, "objects": objects, "bytes": bytes }));
         }
         if some == 0 {
-            let text = format!("{worker}: its objects are listed and cannot be removed");
+            let text = format!("{worker}: cannot remove its objects, although they are listed");
             return Err(Failure::NotReached(text));
         }
     }

@@ -1,4 +1,4 @@
-//! Answers for people: lines and tables of what the JSON says. A field that a worker does not tell is shown as nothing.
+//! Text output: lines and tables for the JSON answers. Missing fields are shown as "-" or 0.
 
 use bytesize::ByteSize;
 use serde_json::Value;
@@ -7,7 +7,7 @@ use crate::answers::{Answer, pretty};
 use crate::arguments::Call;
 use crate::workers::Target;
 
-/// The answer of one worker.
+/// Formats the answer of one worker.
 pub(crate) fn answer(call: &Call, answer: &Value) -> String {
     match call {
         Call::Status { .. } => status(answer),
@@ -28,7 +28,7 @@ pub(crate) fn answer(call: &Call, answer: &Value) -> String {
     }
 }
 
-/// The answers of a coordinator's workers; failures are told elsewhere.
+/// Formats the answers of a coordinator's workers. Failures are printed separately.
 pub(crate) fn answers(call: &Call, answers: &[(&Target, Answer)]) -> String {
     let heard: Vec<(&str, &Value)> = answers
         .iter()
@@ -45,7 +45,7 @@ pub(crate) fn answers(call: &Call, answers: &[(&Target, Answer)]) -> String {
     }
 }
 
-/// Rows below `header`, columns aligned, numbers to the right.
+/// Formats a table with aligned columns. Numbers are right-aligned.
 pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let cells = |at: usize| rows.iter().filter_map(move |row| row.get(at));
     let is_number = |text: &String| text.starts_with(|first: char| first.is_ascii_digit()) || text == "-";
@@ -73,7 +73,7 @@ pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// A line for each worker. `rates` are payload in and out per second, where they are known.
+/// Formats a line per worker. `rates` are payload in and out per second, if known.
 pub(crate) fn workers(heard: &[(&str, &Value)], rates: &[Option<(f64, f64)>]) -> String {
     const HEADER: [&str; 11] =
         ["worker", "state", "memory", "of", "in flight", "disks", "free", "queue", "in/s", "out/s", "apps"];
@@ -108,7 +108,7 @@ pub(crate) fn workers(heard: &[(&str, &Value)], rates: &[Option<(f64, f64)>]) ->
     table(&header, &rows.into_iter().map(|row| kept(row).collect()).collect::<Vec<_>>())
 }
 
-/// The applications of all workers, each once, the largest first.
+/// Formats the applications of all workers, each once, the largest first.
 pub(crate) fn apps(heard: &[(&str, &Value)]) -> String {
     struct Sum<'v> {
         user: &'v Value,
@@ -142,7 +142,7 @@ pub(crate) fn apps(heard: &[(&str, &Value)]) -> String {
     table(&header, &all.iter().map(row).collect::<Vec<_>>())
 }
 
-/// What workers have in the object store, or what was removed of it.
+/// Formats the workers' objects in the object store, or the removed ones.
 fn orphans(answer: &Value) -> String {
     let rows_of = |field: &str| answer[field].as_array().cloned().unwrap_or_default();
     if answer["removed"].is_array() {
@@ -208,7 +208,7 @@ fn status(status: &Value) -> String {
         (
             "memory",
             format!(
-                "{} of {}, {} promised, {} on the way to disks",
+                "{} of {}, {} reserved, {} being written to disks",
                 size(&memory["used_bytes"]),
                 size(&memory["capacity_bytes"]),
                 size(&memory["reserved_bytes"]),
@@ -270,7 +270,7 @@ fn explanation(it: &Value) -> String {
     );
     let peak = size(&bytes["in_memory_peak"]);
     let here = match is_gone(it) {
-        true => format!("nothing of it is here any more (at most {peak} were in memory)"),
+        true => format!("no data left here (peak in memory {peak})"),
         false => {
             let [memory, disks] = ["in_memory", "on_local_disks"].map(|field| size(&bytes[field]));
             let store = match bytes["in_object_store"].as_u64() {
@@ -305,7 +305,7 @@ fn explanation(it: &Value) -> String {
         .collect();
     text.push('\n');
     text.push_str(&table(&["stage", "count", "bytes", "total", "median", "99 %", "longest"], &stages));
-    // Over several workers: whose it is.
+    // The worker is only shown if there are several.
     let from = usize::from(!it["workers"].is_array());
     let top: Vec<_> = it["top_partitions"]
         .as_array()
@@ -329,17 +329,18 @@ fn explanation(it: &Value) -> String {
     text
 }
 
-/// Whether the worker that tells of an application has it no more, nor what it held: what is told is from the moment before.
+/// Returns true if the worker no longer has the application and its data. The figures are from the
+/// moment before its removal.
 pub(crate) fn is_gone(it: &Value) -> bool {
     it["presence"].as_str().is_some_and(|presence| presence != "known")
 }
 
-/// A size of what is held of the application of `it`.
+/// Formats a size of data that is gone if the application is.
 fn held(it: &Value, bytes: &Value) -> String {
     if is_gone(it) { "gone".to_owned() } else { size(bytes) }
 }
 
-/// Of an application over several workers: what each has of it, and who does not answer.
+/// Formats the share of each worker in an application, and the workers that did not answer.
 fn by_worker(it: &Value) -> String {
     let rows = |list: &Value, row: &dyn Fn(&Value) -> Vec<String>| -> Vec<_> {
         list.as_array().into_iter().flatten().map(row).collect()
@@ -425,7 +426,7 @@ fn cluster(it: &Value) -> String {
     text
 }
 
-/// The fields of a short answer, a line each.
+/// Formats a short answer, one line per field.
 fn fields(answer: &Value) -> String {
     let Some(fields) = answer.as_object() else { return pretty(answer) };
     let shown = |value: &Value| match value {
@@ -440,7 +441,7 @@ fn list(values: &Value, between: &str) -> String {
     values.as_array().into_iter().flatten().map(word).collect::<Vec<_>>().join(between)
 }
 
-/// A text without what would move the cursor: names are chosen by clients.
+/// Formats a value without control characters, because clients choose names.
 fn word(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
@@ -499,10 +500,7 @@ mod tests {
         assert!(known.contains("in memory 3.0 MiB (at most 7.0 MiB), on disks 5.0 MiB"), "{known}");
         for presence in ["expired", "unregistered"] {
             let gone = explanation(&of(presence));
-            assert!(
-                gone.contains("nothing of it is here any more (at most 7.0 MiB were in memory)"),
-                "{gone}"
-            );
+            assert!(gone.contains("no data left here (peak in memory 7.0 MiB)"), "{gone}");
             assert!(!gone.contains("3.0 MiB") && !gone.contains("5.0 MiB"), "{gone}");
             assert!(gone.lines().any(|line| line.ends_with("gone") && line.contains("9.0 MiB")), "{gone}");
         }

@@ -1,7 +1,8 @@
-//! The live view: workers and their applications, drawn again and again on the terminal's other screen.
+//! Live view of the workers and their applications, on the terminal's alternate screen.
 //!
-//! Plain escape sequences and no keys: Ctrl-C ends it, and so do SIGTERM and SIGHUP; the terminal is left as it was. Rates come from the workers' own history, so that a single look has
-//! them too. Where stdout is no terminal it is printed once.
+//! It uses plain escape sequences and no keys. Ctrl-C, SIGTERM and SIGHUP end it and restore the
+//! terminal. Rates come from the workers' own history, so a single view has them too. The view is
+//! printed once if stdout is not a terminal.
 
 use std::convert::Infallible;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -17,17 +18,17 @@ use crate::http::Client;
 use crate::workers::{Target, targets};
 use crate::{lost, say, text};
 
-/// Applications shown, of each worker and in all.
+/// Number of applications shown, per worker and in total.
 const APPS: usize = 20;
 
-/// Samples are taken every two seconds; the rate is that of the last few.
+/// Time over which rates are computed. Workers take a sample every two seconds.
 const RATE_OVER_MS: u64 = 10_000;
 
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 
-/// Draws the workers that `arguments` mean, `targets` at first, every `pace`, or once without one; the exit code of the last
-/// look.
+/// Shows the workers that `arguments` select, initially `targets`: every `pace`, or once without
+/// one. Returns the exit code of the last view.
 pub(crate) async fn run(
     client: &Client,
     (arguments, targets): (&Arguments, Vec<Target>),
@@ -41,7 +42,8 @@ pub(crate) async fn run(
         say(&if is_json { pretty(&all_of(&looked)) } else { screen(&looked) });
         return Ok(worst(&looked));
     };
-    // Caught before the screen is another's: none of them ends the program on it.
+    // Installed before the screen is switched, so that no signal ends the program on the alternate
+    // screen.
     let mut ends = Ends::new().map_err(|error| Failure::Usage(format!("signals: {error}")))?;
     let _other = OtherScreen::enter();
     tokio::select! {
@@ -50,7 +52,7 @@ pub(crate) async fn run(
     }
 }
 
-/// The signals that end the view.
+/// Signals that end the view.
 struct Ends([Signal; 3]);
 
 impl Ends {
@@ -70,7 +72,7 @@ impl Ends {
     }
 }
 
-/// The terminal's other screen, without a cursor; dropped, it is the one of before.
+/// The terminal's alternate screen without a cursor. Restores the original screen on drop.
 struct OtherScreen;
 
 impl OtherScreen {
@@ -109,8 +111,8 @@ async fn redraw(
     }
 }
 
-/// The workers that `arguments` mean now: some join a cluster, others leave it. The same as before while no coordinator
-/// answers, and when one that is asked for by name is not known any more.
+/// Returns the workers that `arguments` select now, because workers join and leave. Returns
+/// `before` if no coordinator answers, or if an explicitly named worker is no longer known.
 async fn latest(arguments: &Arguments, before: Vec<Target>) -> Vec<Target> {
     targets(arguments).await.unwrap_or(before)
 }
@@ -128,7 +130,7 @@ async fn look_at(client: &Client, target: &Target) -> Answer {
     lost::require_known(target)?;
     let status = client.get(&target.http, "/api/v1/status").await?;
     let apps = client.get(&target.http, &format!("/api/v1/apps?limit={APPS}")).await?;
-    // Of the worker's clock, which need not be this one's.
+    // From the worker's clock, which may differ from the local one.
     let started = status["node"]["started_ms"].as_u64().unwrap_or(0);
     let up =
         Duration::from_secs_f64(status["node"]["uptime_seconds"].as_f64().unwrap_or(0.0).clamp(0.0, 1e9));
@@ -140,7 +142,7 @@ async fn look_at(client: &Client, target: &Target) -> Answer {
         "received_bytes_per_second": received, "read_bytes_per_second": read }))
 }
 
-/// Payload received and read per second, between the first and the last sample.
+/// Returns the payload received and read per second between the first and the last sample.
 #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
 fn rates(history: &Value) -> Option<(f64, f64)> {
     let samples = history["samples"].as_array()?;
@@ -150,7 +152,7 @@ fn rates(history: &Value) -> Option<(f64, f64)> {
     Some((grown("received_bytes")? / seconds, grown("read_bytes")? / seconds))
 }
 
-/// What is drawn.
+/// Formats the view.
 fn screen(looked: &[(&Target, Answer)]) -> String {
     let heard: Vec<(&str, &Value)> = looked
         .iter()
@@ -169,12 +171,12 @@ fn screen(looked: &[(&Target, Answer)]) -> String {
     let (used, capacity) = (sum("used_bytes"), sum("capacity_bytes"));
     let share = used.saturating_mul(100).checked_div(capacity).unwrap_or(0);
     let mut text =
-        format!("{}, {} answer; {share} % of their memory in use\n\n", counted(looked.len()), heard.len());
+        format!("{}, {} answering; {share} % of their memory in use\n\n", counted(looked.len()), heard.len());
     let states: Vec<_> = heard.iter().map(|(name, it)| (*name, &it["status"])).collect();
     text.push_str(&text::workers(&states, &rates));
     for (name, failure) in silent {
         let failure = failure.to_string();
-        // Without a coordinator the name is the URL that the failure begins with.
+        // Without a coordinator the name is the URL, with which the failure begins.
         let named =
             if failure.starts_with(&format!("{name}:")) { failure } else { format!("{name}: {failure}") };
         text.push_str(&format!("{named}\n"));
@@ -236,7 +238,7 @@ mod tests {
             (&target, Ok(json!({ "status": { "node": { "state": "active" } }, "apps": [] }))),
         ];
         let text = screen(&looked);
-        assert!(text.starts_with("2 workers, 1 answer; 0 %"), "{text}");
+        assert!(text.starts_with("2 workers, 1 answering; 0 %"), "{text}");
         assert!(text.contains("w-1: http://w:1: refused") && text.contains("active"), "{text}");
     }
 
@@ -245,7 +247,7 @@ mod tests {
         let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
         let target = Target { name: base.to_string(), http: base.clone(), admin: base, is_lost: false };
         let text = screen(&[(&target, Err(Failure::Unreachable("http://w:1: refused".to_owned())))]);
-        assert!(text.starts_with("1 worker, 0 answer; 0 %"), "{text}");
+        assert!(text.starts_with("1 worker, 0 answering; 0 %"), "{text}");
         assert_eq!(text.matches("http://w:1").count(), 1, "{text}");
     }
 }

@@ -1,7 +1,7 @@
-//! Calls that end with a state: looked at again and again until it is there, or the time is over.
+//! Commands that wait for a state: they poll until it is reached or the time is up.
 //!
-//! A worker that has been told to retire may end by itself (`decommission_shutdown`): when it is gone after it said
-//! *decommissioning*, it is taken as retired.
+//! A decommissioning worker may shut down by itself (`decommission_shutdown`). If it disappears
+//! after it reported *decommissioning*, it counts as decommissioned.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::failure::Failure;
 use crate::http::Client;
 use crate::workers::Target;
 
-/// Between two looks.
+/// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Decommissions `target` and waits until it has no application.
@@ -26,7 +26,7 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
                 return Ok(json!({ "state": "decommissioned", "seconds": start.elapsed().as_secs_f64() }));
             }
             Ok(status) if status["node"]["state"] != "decommissioning" => {
-                let text = format!("{}: it is {} again", target.http, status["node"]["state"]);
+                let text = format!("{}: the state is {} again", target.http, status["node"]["state"]);
                 return Err(Failure::Refused { status: 409, text });
             }
             Ok(status) => status["apps"]["count"].as_u64().unwrap_or(0),
@@ -39,8 +39,8 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
     }
 }
 
-/// Decommissions `target`, and flushes it until nothing is in its memory and no ticket is out; where it has an object store,
-/// until that has everything.
+/// Decommissions `target` and flushes it until its memory is empty and no ticket is outstanding.
+/// With an object store, until that has all data.
 pub(crate) async fn drain(client: &Client, target: &Target, within: Duration) -> Answer {
     let start = Instant::now();
     loop {
@@ -64,11 +64,11 @@ pub(crate) async fn drain(client: &Client, target: &Target, within: Duration) ->
             let elsewhere = match tiers.is_null() {
                 true => String::new(),
                 false => format!(
-                    ", {shuffles} shuffles with {} bytes are not in the object store yet",
+                    ", {shuffles} shuffles with {} bytes not yet in the object store",
                     tiers["bytes_left"]
                 ),
             };
-            format!("{}: {in_memory} bytes in memory, {batches} batches under way{elsewhere}", target.http)
+            format!("{}: {in_memory} bytes in memory, {batches} unfinished batches{elsewhere}", target.http)
         };
         pause(start, within, left).await?;
     }
@@ -76,7 +76,7 @@ pub(crate) async fn drain(client: &Client, target: &Target, within: Duration) ->
 
 async fn pause(start: Instant, within: Duration, left: impl FnOnce() -> String) -> Result<(), Failure> {
     if start.elapsed() + LOOK_INTERVAL > within {
-        return Err(Failure::NotReached(format!("{}, after {within:?}", left())));
+        return Err(Failure::NotReached(format!("timed out after {within:?}: {}", left())));
     }
     sleep(LOOK_INTERVAL).await;
     Ok(())

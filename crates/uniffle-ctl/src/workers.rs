@@ -1,4 +1,4 @@
-//! Whom a command concerns: one worker, or those that a coordinator knows.
+//! Selection of the workers that a command asks: one worker, or those that a coordinator knows.
 
 use std::path::Path;
 
@@ -8,29 +8,29 @@ use crate::arguments::{Arguments, Call};
 use crate::failure::Failure;
 use crate::http::Base;
 
-/// Where a worker's HTTP listener is when nothing is said.
+/// Default HTTP listener of a worker.
 const WORKER_DEFAULT: &str = "http://127.0.0.1:19998";
 
-/// Of `--worker` without a port.
+/// Default port of `--worker`.
 const HTTP_PORT: u16 = 19_998;
 
-/// Largest token file read.
+/// Largest token file that is read.
 const TOKEN_FILE_BYTES_MAX: u64 = 4 << 10;
 
-/// A worker to be asked.
+/// A worker to ask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Target {
-    /// Its id where a coordinator told it, else its URL.
+    /// Id from a coordinator, or the URL otherwise.
     pub(crate) name: String,
-    /// What everyone may ask.
+    /// HTTP listener.
     pub(crate) http: Base,
-    /// The administration.
+    /// Administration listener.
     pub(crate) admin: Base,
-    /// A coordinator has lost it: it is not asked.
+    /// True if a coordinator has lost it: it is not called.
     pub(crate) is_lost: bool,
 }
 
-/// Whom `arguments` mean.
+/// Returns the workers that `arguments` select.
 pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
     check(arguments)?;
     if arguments.coordinator.is_empty() {
@@ -47,7 +47,7 @@ pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<Target>, Failur
     let missing = arguments.only.iter().find(|id| targets.iter().all(|target| target.name != **id));
     if let Some(id) = missing {
         let known: Vec<_> = targets.iter().map(|target| target.name.as_str()).collect();
-        let text = format!("no coordinator knows a worker {id:?}, they know: {}", known.join(", "));
+        let text = format!("no coordinator knows the worker {id:?}; known workers: {}", known.join(", "));
         return Err(Failure::Refused { status: 404, text });
     }
     if !arguments.only.is_empty() {
@@ -56,26 +56,29 @@ pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<Target>, Failur
     Ok(targets)
 }
 
-/// By hand, because these may stand before and after the command.
+/// Checks option combinations. Not done by clap, because global options may be given before and
+/// after the command.
 fn check(arguments: &Arguments) -> Result<(), Failure> {
     let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
     let is_cluster = !arguments.coordinator.is_empty();
     if is_cluster && (arguments.worker.is_some() || arguments.admin.is_some()) {
-        return usage("--coordinator stands instead of --worker and --admin");
+        return usage("--coordinator cannot be combined with --worker or --admin");
     }
     if is_cluster && matches!(arguments.call, Call::App { cluster: true, .. }) {
         return usage(
-            "--cluster asks one worker for what its coordinator's say; --coordinator asks them all anyway",
+            "--cluster asks one worker about its own cluster; with --coordinator all workers are asked anyway",
         );
     }
     if matches!(arguments.call, Call::Orphans { .. }) && !arguments.only.is_empty() {
-        return usage("orphans compares with all workers of a --coordinator: --only cannot choose from them");
+        return usage("orphans needs all workers of a --coordinator: --only is not allowed");
     }
     if !is_cluster && (arguments.all || !arguments.only.is_empty()) {
-        return usage("--only and --all choose from the workers of a --coordinator");
+        return usage("--only and --all need a --coordinator");
     }
     if is_cluster && arguments.call.is_drastic() && !arguments.all && arguments.only.is_empty() {
-        return usage("this concerns every worker of the coordinator: name some by --only, or say --all");
+        return usage(
+            "this affects every worker of the coordinator: select workers with --only, or pass --all",
+        );
     }
     Ok(())
 }
@@ -89,7 +92,7 @@ async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
     let servers = servers.map_err(|error| Failure::Unreachable(whole(&error)))?;
     let target = |server: uniffle_client::ServerAddress| {
         let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host };
-        // A port of 0 is answered by nobody, and so is told.
+        // Port 0 refuses connections, which is reported for the worker.
         let port = server.http_port.unwrap_or(0);
         let http = Base { is_tls: arguments.ca_file.is_some(), host, port };
         let admin = Base { port: arguments.admin_port, ..http.clone() };
@@ -98,7 +101,7 @@ async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
     Ok(servers.into_iter().map(target).collect())
 }
 
-/// With all causes: tonic's own text is "transport error".
+/// Returns the error with all its causes: tonic's own text is only "transport error".
 fn whole(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -112,14 +115,14 @@ fn whole(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The administration's token, if there is one.
+/// Returns the administration token, if there is one.
 pub(crate) fn token(file: Option<&Path>) -> Result<Option<String>, Failure> {
     let Some(path) = file else {
         return Ok(std::env::var("WORKER_ADMIN_TOKEN").ok().map(|token| token.trim().to_owned()));
     };
     let token = std::fs::metadata(path).and_then(|metadata| match metadata.len() {
         0..=TOKEN_FILE_BYTES_MAX => std::fs::read_to_string(path),
-        _ => Err(std::io::Error::other("not a small file")),
+        _ => Err(std::io::Error::other("the file is too large for a token")),
     });
     let token = token.map(|text| text.trim().to_owned());
     token.map(Some).map_err(|error| Failure::Usage(format!("--token-file {}: {error}", path.display())))

@@ -94,7 +94,7 @@ async fn ctl_tells_what_a_worker_does() {
     assert!(ctl(&fixture, &["disks"]).await.well().contains("healthy"));
     assert_eq!(ctl(&fixture, &["losses"]).await.well(), "no block is lost\n");
     let shown = ctl(&fixture, &["top"]).await.well();
-    assert!(shown.starts_with("1 worker, 1 answer;") && shown.contains("app-10"), "{shown}");
+    assert!(shown.starts_with("1 worker, 1 answering;") && shown.contains("app-10"), "{shown}");
     assert_eq!(json(&fixture, &["top"]).await[0]["answer"]["status"]["apps"]["count"], 2);
     fixture.finish().await;
 }
@@ -119,7 +119,7 @@ async fn ctl_changes_tags_configuration_and_applications() {
     assert!(ctl(&fixture, &["app", "app 1 é"]).await.well().contains("in memory 9.8 KiB"));
     assert_eq!(ctl(&fixture, &["purge", "app 1 é"]).await.well(), "purged: app 1 é\n");
     let shown = ctl(&fixture, &["app", "app 1 é"]).await.well();
-    assert!(shown.contains("nothing of it is here any more") && !shown.contains("in memory 9.8"), "{shown}");
+    assert!(shown.contains("no data left here") && !shown.contains("in memory 9.8"), "{shown}");
     fixture.push("app-2", 1).await;
     assert_eq!(json(&fixture, &["purge", "app-2"]).await, serde_json::json!({ "purged": "app-2" }));
     let file = tempfile::tempdir().unwrap();
@@ -368,7 +368,7 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
     assert_eq!((&told["worker_count"], &told["bytes"]["received"]), (&2.into(), &both["bytes"]["received"]));
     assert!(ctl(&fixture, &["app", "nobody", "--cluster"]).await.badly(1).contains("no worker knows"));
     assert!(ctl(&second, &["app", "app-1", "--cluster"]).await.badly(1).contains("has no coordinator"));
-    assert!(all(&["top"]).await.well().starts_with("2 workers, 2 answer;"));
+    assert!(all(&["top"]).await.well().starts_with("2 workers, 2 answering;"));
 
     // One of the two is a coordinator.
     let told = parsed(all(&["cluster", "--output", "json"]).await);
@@ -395,7 +395,7 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
     let silent = ids.iter().find(|id| told["unanswered"][0]["worker"] == **id).expect("it is named");
     assert_eq!((&told["worker_count"], &told["unanswered_count"]), (&1.into(), &1.into()), "{told}");
     assert_ne!(Some(silent), first, "{told}");
-    assert!(told["findings"][0].as_str().unwrap().starts_with("1 of 2 do not answer"), "{told}");
+    assert!(told["findings"][0].as_str().unwrap().starts_with("1 of 2 workers did not answer"), "{told}");
     let shown = all(&["app", "app-1"]).await;
     assert!(shown.code == 3 && shown.stdout.contains(&format!("no answer: {silent}: ")), "{}", shown.stdout);
     fixture.finish().await;

@@ -248,7 +248,7 @@ async fn an_application_is_explained_over_workers_whose_http_is_encrypted() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    until_told("2 do not answer").await;
+    until_told("2 did not answer").await;
     std::fs::copy(certificates.path("ca.pem"), &trusted).unwrap();
     fixture.worker.reload("test").await.unwrap();
     let both = until_told("\"worker_count\":2").await;

@@ -107,7 +107,7 @@ async fn top_redraws_three_workers_and_cuts_what_a_narrow_window_has_no_room_for
     let arguments = ["ctl", "top", "--coordinator", &coordinator, "--interval", "0.1"];
     let mut terminal = Terminal::run(&arguments, (150, 40));
     let are_all_there = |picture: &Vec<String>| {
-        picture[0].starts_with("3 workers, 3 answer;") && picture.iter().any(|it| it.starts_with("app-1 "))
+        picture[0].starts_with("3 workers, 3 answering;") && picture.iter().any(|it| it.starts_with("app-1 "))
     };
     terminal
         .until("two pictures of all", |drawn| drawn.iter().filter(|it| are_all_there(it)).count() >= 2)
@@ -124,7 +124,7 @@ async fn top_redraws_three_workers_and_cuts_what_a_narrow_window_has_no_room_for
         |picture: &Vec<String>| picture.len() == 5 && picture.iter().all(|line| line.chars().count() <= 30);
     terminal.until("two narrow pictures", |drawn| drawn.iter().filter(|it| is_narrow(it)).count() >= 2).await;
     let narrow = terminal.pictures().pop().unwrap();
-    assert!(narrow[0].starts_with("3 workers, 3 answer;"), "{narrow:?}");
+    assert!(narrow[0].starts_with("3 workers, 3 answering;"), "{narrow:?}");
     assert!(narrow.iter().all(|line| [0, 30].contains(&line.chars().count())), "{narrow:?}");
 
     let (status, shown) = terminal.end_by(Signal::INT).await;
