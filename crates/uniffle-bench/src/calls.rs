@@ -1,4 +1,5 @@
-//! System calls of the server, counted by `perf stat`: from when it has found the server's threads until it is told to end.
+//! Counts the server's system calls with `perf stat`, from the attachment to its threads until the
+//! count is requested.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -7,17 +8,17 @@ use anyhow::{Context as _, ensure};
 use tokio::process::{Child, Command};
 use tokio::time::sleep;
 
-/// What `perf` counts.
+/// Event that `perf` counts.
 const EVENT: &str = "raw_syscalls:sys_enter";
-/// How long `perf` takes to find the threads, at most.
+/// Time that `perf` gets to attach to the threads.
 const ATTACH: Duration = Duration::from_millis(500);
 
-/// A count that goes on until it is asked for.
+/// A running count.
 #[derive(Debug)]
 pub(crate) struct SystemCalls(Child);
 
 impl SystemCalls {
-    /// Begins to count those of `pid` and of what threads it starts.
+    /// Starts counting the system calls of `pid` and of the threads that it starts.
     pub(crate) async fn of(pid: u32) -> anyhow::Result<Self> {
         let mut command = Command::new("perf");
         command.args(["stat", "-x", ",", "-e", EVENT, "-p", &pid.to_string()]);
@@ -25,14 +26,14 @@ impl SystemCalls {
         let mut child = command.spawn().context("--system-calls needs perf")?;
         sleep(ATTACH).await;
         let ended = child.try_wait()?;
-        ensure!(ended.is_none(), "perf does not count {EVENT} of {pid}: {ended:?}");
+        ensure!(ended.is_none(), "perf cannot count {EVENT} of process {pid}: {ended:?}");
         Ok(Self(child))
     }
 
-    /// What was counted.
+    /// Stops counting and returns the count.
     pub(crate) async fn count(self) -> anyhow::Result<u64> {
         let pid = self.0.id().and_then(|pid| rustix::process::Pid::from_raw(pid.cast_signed()));
-        let pid = pid.context("perf ended before it was asked for its count")?;
+        let pid = pid.context("perf ended before its count was requested")?;
         rustix::process::kill_process(pid, rustix::process::Signal::INT)?;
         let output = self.0.wait_with_output().await?;
         let text = String::from_utf8_lossy(&output.stderr);
@@ -40,7 +41,7 @@ impl SystemCalls {
     }
 }
 
-/// The count in the comma-separated output of `perf stat`: its first field.
+/// Parses the comma-separated output of `perf stat`. The count is the first field.
 fn counted(text: &str) -> Option<u64> {
     let line = text.lines().find(|line| line.contains(EVENT))?;
     line.split(',').next()?.trim().parse().ok()

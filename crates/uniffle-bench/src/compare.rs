@@ -1,13 +1,15 @@
-//! A against B (or the bare machine) in turns, several rounds: medians and ratios.
+//! Compares A with B (another server or the bare machine) in several alternating turns. Reports
+//! medians and ratios.
 //!
-//! Turns, because the machine's mood changes over minutes; who begins changes with each turn.
+//! The machine's speed varies over minutes, so A and B alternate, and the first of a turn changes
+//! each time.
 
 use crate::floor;
 use crate::options::{CompareArgs, FloorArgs, RunArgs, Work};
 use crate::report::{Comparison, FloorLine, PhaseReport, Report, RunReport, median};
 use crate::run;
 
-/// Bytes of each of the floor's measurements within a turn.
+/// Bytes of each floor measurement within a turn.
 const FLOOR_BYTES: u64 = 1_000_000_000;
 
 /// Runs all turns.
@@ -55,7 +57,7 @@ fn floor(args: &CompareArgs) -> anyhow::Result<Vec<FloorLine>> {
     })
 }
 
-/// A figure of a phase.
+/// A figure of a phase: name, whether more is better, and its value.
 type Figure = (&'static str, bool, fn(&PhaseReport) -> Option<f64>);
 
 const FIGURES: [Figure; 4] = [
@@ -65,7 +67,7 @@ const FIGURES: [Figure; 4] = [
     ("server peak RSS, MiB", false, |phase| Some(phase.server?.peak_rss_bytes as f64 / f64::from(1 << 20))),
 ];
 
-/// The median over all runs of a figure of all phases with a name.
+/// Returns the median of a figure over all phases with a name.
 fn of_phase(runs: &[RunReport], phase: &str, figure: fn(&PhaseReport) -> Option<f64>) -> Option<f64> {
     let phases = runs.iter().flat_map(|run| &run.phases).filter(|of_run| of_run.name == phase);
     let values: Vec<f64> = phases.filter_map(figure).collect();
@@ -85,8 +87,8 @@ fn compare(a: &[RunReport], b: &[RunReport]) -> Vec<Comparison> {
     lines
 }
 
-/// Server CPU of writing and reading against the loops that move the same bytes: what was read from disk has also been
-/// written to it and read from it.
+/// Compares the server's CPU time with loops that move the same bytes. Blocks that were read from
+/// disk have also been written to it and read from it.
 fn compare_with_floor(a: &[RunReport], floors: &[Vec<FloorLine>]) -> Vec<Comparison> {
     let floor = median_floor(floors);
     let bare = |name: &str| floor.iter().find(|line| line.name == name).map(|line| line.server_cpu_per_gb);
@@ -110,7 +112,7 @@ fn compare_with_floor(a: &[RunReport], floors: &[Vec<FloorLine>]) -> Vec<Compari
     lines
 }
 
-/// The part of all blocks read that came from disk.
+/// Returns the share of blocks that were read from disk.
 fn disk_share(runs: &[RunReport]) -> f64 {
     let phases = || runs.iter().flat_map(|run| &run.phases);
     let disk: u64 = phases().map(|phase| phase.blocks_from_disk).sum();

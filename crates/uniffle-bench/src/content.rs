@@ -1,9 +1,11 @@
-//! What is in a block: its length, bytes and checksum follow from the seed and its id, at no cost per byte.
+//! Block contents: length, bytes and checksum follow from the seed and the block id, without cost
+//! per byte.
 //!
-//! All blocks are slices of one pool of random bytes, so that making one copies nothing and checking one is a compare.
-//! The checksum of each (place, length) is computed once. Invariant: [`Pool::describe`] is a pure function of
-//! (seed, size distribution, id). Two blocks of one length are alike by chance once in 32,768 pairs, so a server that
-//! mixes blocks up systematically is found out.
+//! All blocks are slices of one pool of random bytes, so creating a block copies nothing and
+//! checking it is a comparison. The checksum of each (place, length) is computed once. Invariant:
+//! [`Pool::describe`] is a pure function of (seed, size distribution, id). Two blocks of equal
+//! length have the same bytes with a probability of 1/32,768, so a server that systematically
+//! confuses blocks is detected.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,24 +13,25 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::{Bytes, BytesMut};
 
-/// Places in the pool where a block may begin.
+/// Number of places in the pool where a block may begin.
 const PLACES: usize = 32_768;
-/// Distance of two places.
+/// Distance between two places.
 const STRIDE_BYTES: usize = 1 << 10;
-/// Marks a checksum that is computed.
+/// Bit that marks a computed checksum.
 const KNOWN: u64 = 1 << 32;
 
-/// 32 quantiles of what Spark's writers produce with default settings: most blocks are a few KiB, the mean is 17 KiB.
+/// 32 quantiles of the block lengths of Spark's writers with default settings: most blocks have a
+/// few KiB, the mean is 17 KiB.
 const SPARK_MIX: [u32; 32] = [
     180, 400, 640, 900, 1_200, 1_500, 1_850, 2_200, 2_600, 3_000, 3_450, 3_950, 4_500, 5_100, 5_750, 6_450,
     7_200, 8_050, 9_000, 10_100, 11_300, 12_700, 14_300, 16_200, 18_500, 21_300, 24_800, 29_500, 36_000,
     47_000, 70_000, 160_000,
 ];
 const TINY: [u32; 6] = [40, 100, 200, 400, 700, 1_000];
-/// Largest block made.
+/// Largest block.
 const BLOCK_BYTES_MAX: u32 = 64 << 20;
 
-/// How long blocks are: each of these lengths is as likely as the others.
+/// Distribution of block lengths: each of these lengths is equally likely.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Sizes {
     name: String,
@@ -36,17 +39,17 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// All blocks of `length` bytes.
+    /// Gives every block `length` bytes.
     pub(crate) fn fixed(length: u32) -> Self {
         Self { name: format!("fixed:{length}"), lengths: vec![length] }
     }
 
-    /// Each of `lengths`, which are not none, as often as the others.
+    /// Uses each of `lengths` equally often. `lengths` must not be empty.
     pub(crate) fn sample(name: &str, lengths: Vec<u32>) -> Self {
         Self { name: name.to_owned(), lengths }
     }
 
-    /// Bytes of a block in the mean.
+    /// Returns the mean length of a block.
     pub(crate) fn mean(&self) -> u64 {
         let sum: u64 = self.lengths.iter().map(|&length| u64::from(length)).sum();
         sum / self.lengths.len() as u64
@@ -76,13 +79,13 @@ impl FromStr for Sizes {
                 let size: bytesize::ByteSize =
                     number.parse().map_err(|_| format!("{text:?} is not fixed:SIZE, spark-mix or tiny"))?;
                 let length = u32::try_from(size.as_u64()).ok().filter(|&l| l > 0 && l <= BLOCK_BYTES_MAX);
-                length.map(Self::fixed).ok_or_else(|| "a block has 1 B to 64 MiB".to_owned())
+                length.map(Self::fixed).ok_or_else(|| "the block size must be 1 B to 64 MiB".to_owned())
             }
         }
     }
 }
 
-/// SplitMix64's step and its finalizer; the same on every machine.
+/// SplitMix64's step and finalizer. Gives the same sequence on every machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(u64);
 
@@ -96,12 +99,12 @@ impl Random {
         mix(self.0)
     }
 
-    /// Even in `0..below`.
+    /// Returns a uniform number in `0..below`.
     pub(crate) fn below(&mut self, below: u64) -> u64 {
         u64::try_from((u128::from(self.next()) * u128::from(below)) >> 64).expect("less than `below`")
     }
 
-    /// Even in `0.0..1.0`.
+    /// Returns a uniform number in `0.0..1.0`.
     pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
     }
@@ -113,7 +116,7 @@ fn mix(z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A block that need not exist yet.
+/// Description of a block, from which its bytes can be produced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Described {
     pub(crate) length: u32,
@@ -121,17 +124,17 @@ pub(crate) struct Described {
     class: usize,
 }
 
-/// The bytes of all blocks of a run.
+/// The content of all blocks of a run.
 pub(crate) struct Pool {
     seed: u64,
     sizes: Sizes,
     bytes: Bytes,
-    /// By place, then by class: the checksum with [`KNOWN`], or 0.
+    /// Checksums by place and class, marked with [`KNOWN`], or 0.
     crcs: Vec<AtomicU64>,
 }
 
 impl Pool {
-    /// Fills the pool.
+    /// Creates the random bytes of the pool.
     pub(crate) fn new(seed: u64, sizes: Sizes) -> Self {
         let longest = usize::try_from(sizes.longest()).expect("a u32 is an index");
         let total = (PLACES * STRIDE_BYTES + longest).next_multiple_of(8);
@@ -148,7 +151,7 @@ impl Pool {
         &self.sizes
     }
 
-    /// What block `id` is.
+    /// Returns the description of block `id`.
     pub(crate) fn describe(&self, id: i64) -> Described {
         let hash = mix(self.seed ^ id.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let place = usize::try_from(hash % PLACES as u64).expect("less than PLACES");
@@ -157,17 +160,17 @@ impl Pool {
         Described { length: self.sizes.lengths[class], place, class }
     }
 
-    /// Its bytes.
+    /// Returns the block's bytes.
     pub(crate) fn bytes(&self, block: Described) -> Bytes {
         self.bytes.slice(Self::range(block))
     }
 
-    /// Its bytes, to compare with.
+    /// Returns the block's bytes for a comparison.
     pub(crate) fn view(&self, block: Described) -> &[u8] {
         &self.bytes[Self::range(block)]
     }
 
-    /// Its checksum.
+    /// Returns the block's checksum.
     pub(crate) fn crc(&self, block: Described) -> u32 {
         let cell = &self.crcs[block.place * self.sizes.lengths.len() + block.class];
         let known = cell.load(Ordering::Relaxed);

@@ -1,7 +1,9 @@
-//! What the machine can do at all: the loops that no server can beat, in CPU seconds per GB of the server's thread.
+//! Floors: the speed of loops that no server can beat, in CPU seconds per GB of the server's
+//! thread.
 //!
-//! Plain threads and blocking calls; both ends are here, and each thread counts its own CPU time. The receiving memory
-//! is touched before the clock starts, and larger than the caches, as a server's is.
+//! The loops use plain threads and blocking calls. Both ends run here, and each thread measures its
+//! own CPU time. The receiving memory is touched before the measurement and exceeds the caches,
+//! like a server's.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
@@ -17,39 +19,39 @@ use crate::options::FloorArgs;
 use crate::process::thread_cpu_seconds;
 use crate::report::{FloorLine, GB};
 
-/// Bytes of one call.
+/// Bytes per call.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes that stay in a core's cache.
+/// Buffer that stays in a core's cache.
 const HOT_BYTES: usize = 256 << 10;
-/// A block as Spark sends it.
+/// Typical length of a Spark block.
 const BLOCK_BYTES: usize = 14 << 10;
 /// Memory of one connection.
 const RING_BYTES: usize = 128 << 20;
-/// The file for `sendfile`.
+/// Size of the file for `sendfile`.
 const FILE_BYTES: usize = 256 << 20;
 pub(crate) const DIRECT_WRITE: &str = "O_DIRECT write, aligned 1 MiB";
 pub(crate) const DIRECT_READ: &str = "O_DIRECT read, aligned 1 MiB";
-/// Alignment that O_DIRECT takes everywhere.
+/// Alignment that satisfies O_DIRECT on all devices.
 const ALIGNMENT: usize = 4096;
 
-/// All floors, one after another.
+/// Measures all floors, one after another.
 pub(crate) fn measure(args: &FloorArgs) -> anyhow::Result<Vec<FloorLine>> {
     args.check()?;
     let bytes = usize::try_from(args.bytes.as_u64())?;
     let connections = usize::try_from(args.connections)?;
     let mut lines = network(bytes, connections)?;
     lines.push(sendfile(bytes, connections, &args.dir)?);
-    // A file system without O_DIRECT (tmpfs) has no such floor.
+    // A file system without O_DIRECT (tmpfs) has no such floors.
     lines.extend(direct(bytes, connections, &args.dir, Direction::Write)?);
     lines.extend(direct(bytes, connections, &args.dir, Direction::Read)?);
     lines.push(memcpy(bytes));
     Ok(lines)
 }
 
-/// Takes so many bytes from a socket to memory.
+/// Receives `bytes` bytes from a socket into memory.
 type Take = fn(&mut TcpStream, &mut [u8], usize) -> anyhow::Result<()>;
 
-/// The floors that need no disk.
+/// Measures the floors that need no disk.
 pub(crate) fn network(bytes: usize, connections: usize) -> anyhow::Result<Vec<FloorLine>> {
     let into = |name: &str, memory_bytes: usize, take: Take| {
         pairs(name, bytes, connections, |mut stream, share| {
@@ -88,8 +90,8 @@ fn receive(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> anyhow::Res
     Ok(())
 }
 
-/// What a server cannot do without that checks each block and puts it into its partition's memory: small reads, a
-/// checksum of each block and a copy.
+/// Models a server that checks each block and places it in its partition's memory: small reads, a
+/// checksum per block, and a copy.
 fn check_and_place(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> anyhow::Result<()> {
     let mut hot = warm(HOT_BYTES);
     let (mut left, mut at) = (bytes, 0);
@@ -123,7 +125,8 @@ fn send(stream: &mut TcpStream, ring: &[u8], bytes: usize) -> anyhow::Result<()>
     Ok(())
 }
 
-/// `server` receives on each connection what a cheap client sends, and returns its CPU seconds.
+/// Measures a `server` that receives on each connection from a cheap client. `server` returns its
+/// CPU seconds.
 fn pairs(
     name: &str,
     bytes: usize,
@@ -139,7 +142,7 @@ fn pairs(
     both(name, bytes, connections, |stream, share| server(stream.try_clone()?, share), client)
 }
 
-/// `server` sends on each connection what a cheap client discards.
+/// Measures a `server` that sends on each connection to a client that discards the bytes.
 fn reversed(
     name: &str,
     bytes: usize,
@@ -199,7 +202,7 @@ fn line(name: &str, bytes: usize, begin: Instant, server_cpu: f64, client_cpu: f
     }
 }
 
-/// A file that is removed when dropped.
+/// A temporary file, which is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -253,7 +256,8 @@ enum Direction {
     Read,
 }
 
-/// O_DIRECT from or to aligned memory, one file per thread. The write creates the files that the read needs.
+/// Measures O_DIRECT transfers with aligned memory, one file per thread. For reads, the files are
+/// written first.
 fn direct(
     bytes: usize,
     threads: usize,

@@ -1,7 +1,8 @@
-//! One HTTP/2 connection that frames as grpc-java does and copies no payload on its way out.
+//! An HTTP/2 connection that frames like grpc-java and sends payload without copying it.
 //!
-//! DATA frames carry at most 65,537 bytes (docs/design/data-path.md §3), and calls that share the connection take turns.
-//! Answers are copied once. Not here: what the calls mean ([`super::session`]).
+//! DATA frames carry at most 65,537 bytes (docs/design/data-path.md §3), and concurrent calls on a
+//! connection take turns. Responses are copied once. The meaning of the calls is in
+//! [`super::session`].
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -21,14 +22,15 @@ use tokio::time::timeout;
 
 use crate::message::Pieces;
 
-/// What grpc-java's Netty hands to one write: the high watermark of 64 KiB and the byte that exceeds it.
+/// Size of one write of grpc-java's Netty: the high watermark of 64 KiB plus the byte that exceeds
+/// it.
 const FRAME_BYTES_MAX: usize = 65_537;
-/// grpc-java's default window, of streams and of the connection.
+/// grpc-java's default window, for streams and for the connection.
 pub(crate) const JAVA_WINDOW_BYTES: u32 = 1 << 20;
-/// Largest answer taken.
+/// Largest accepted response.
 const ANSWER_BYTES_MAX: usize = 1 << 30;
 
-/// A list of pieces as one buffer.
+/// A list of pieces that acts as one buffer.
 #[derive(Debug)]
 pub(crate) struct Chunk {
     pieces: VecDeque<Bytes>,
@@ -64,7 +66,7 @@ impl Buf for Chunk {
     }
 }
 
-/// A request body that comes in chunks of at most [`FRAME_BYTES_MAX`].
+/// A request body that is sent in chunks of at most [`FRAME_BYTES_MAX`] bytes.
 #[derive(Debug)]
 pub(crate) struct Request {
     pieces: VecDeque<Bytes>,
@@ -72,7 +74,7 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// `message` with gRPC's five bytes before it.
+    /// Creates the body of `message`, preceded by gRPC's five-byte prefix.
     fn new(message: Pieces) -> anyhow::Result<Self> {
         let mut head = BytesMut::with_capacity(5);
         head.put_u8(0);
@@ -119,12 +121,12 @@ impl Body for Request {
     }
 
     fn size_hint(&self) -> SizeHint {
-        // Java sends no content-length, and neither does this.
+        // Java sends no content-length either.
         SizeHint::default()
     }
 }
 
-/// A connection; clones share it.
+/// A connection. Clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct GrpcConnection {
     sender: SendRequest<Request>,
@@ -133,7 +135,7 @@ pub(crate) struct GrpcConnection {
 }
 
 impl GrpcConnection {
-    /// Connects with Java's settings. That the peer speaks HTTP/2 shows with the first call.
+    /// Connects with Java's settings. A peer without HTTP/2 only fails the first call.
     pub(crate) async fn connect(address: SocketAddr, rpc_timeout: Duration) -> anyhow::Result<Self> {
         let stream = timeout(rpc_timeout, TcpStream::connect(address))
             .await
@@ -146,14 +148,14 @@ impl GrpcConnection {
             .handshake(TokioIo::new(stream))
             .await
             .with_context(|| format!("HTTP/2 with {address}"))?;
-        // Ends with the last sender; what goes wrong is told to the calls under way.
+        // Ends with the last sender. Pending calls receive its errors.
         hyper::rt::Executor::execute(&TokioExecutor::new(), async move {
             let _ = connection.await;
         });
         Ok(Self { sender, address, rpc_timeout })
     }
 
-    /// One unary call.
+    /// Makes one unary call.
     pub(crate) async fn call<A: prost::Message + Default>(
         &self,
         path: &'static str,
@@ -163,10 +165,10 @@ impl GrpcConnection {
         let answer = answer.map_err(|_| {
             anyhow!("{path}: no answer from {} within {:?}", self.address, self.rpc_timeout)
         })??;
-        A::decode(answer).with_context(|| format!("{path}: the answer is no protobuf of this kind"))
+        A::decode(answer).with_context(|| format!("{path}: cannot decode the response"))
     }
 
-    /// One unary call with a small request.
+    /// Makes one unary call with a small request.
     pub(crate) async fn small<R: prost::Message, A: prost::Message + Default>(
         &self,
         path: &'static str,
@@ -184,11 +186,11 @@ impl GrpcConnection {
             .header("user-agent", "uniffle-bench")
             .body(Request::new(message)?)?;
         let mut sender = self.sender.clone();
-        let lost = || format!("{} is lost or does not speak gRPC on this port", self.address);
+        let lost = || format!("{} closed the connection or does not speak gRPC on this port", self.address);
         sender.ready().await.with_context(lost)?;
         let response = sender.send_request(request).await.with_context(lost)?;
         let (head, body) = response.into_parts();
-        ensure!(head.status == 200, "{path}: HTTP status {}, not a gRPC answer", head.status);
+        ensure!(head.status == 200, "{path}: HTTP status {}, not a gRPC response", head.status);
         check_status(path, &head.headers)?;
         collect(path, body).await
     }
@@ -203,12 +205,12 @@ fn check_status(path: &str, headers: &http::HeaderMap) -> anyhow::Result<()> {
     bail!("{path}: gRPC status {} {message}", status.to_str().unwrap_or("?"))
 }
 
-/// The message of an answer, in one piece.
+/// Collects the message of a response into one buffer.
 async fn collect(path: &'static str, mut body: Incoming) -> anyhow::Result<Bytes> {
     let mut message = BytesMut::new();
     let mut missing: Option<usize> = None;
     while let Some(frame) = body.frame().await {
-        let frame = frame.with_context(|| format!("{path}: the answer breaks off"))?;
+        let frame = frame.with_context(|| format!("{path}: the response is truncated"))?;
         let data = match frame.into_data() {
             Ok(data) => data,
             Err(frame) => {
@@ -231,14 +233,17 @@ async fn collect(path: &'static str, mut body: Incoming) -> anyhow::Result<Bytes
             *missing -= data.len();
         }
     }
-    ensure!(missing == Some(0), "{path}: an answer without a whole message");
+    ensure!(missing == Some(0), "{path}: the response has no complete message");
     Ok(message.freeze())
 }
 
 fn announced(path: &str, mut head: &[u8]) -> anyhow::Result<usize> {
-    ensure!(head.get_u8() == 0, "{path}: a compressed answer");
+    ensure!(head.get_u8() == 0, "{path}: the response is compressed");
     let length = usize::try_from(head.get_u32())?;
-    ensure!(length <= ANSWER_BYTES_MAX, "{path}: an answer of {length} bytes");
+    ensure!(
+        length <= ANSWER_BYTES_MAX,
+        "{path}: the response has {length} bytes, the limit is {ANSWER_BYTES_MAX}"
+    );
     Ok(length)
 }
 

@@ -1,9 +1,11 @@
-//! Extents in logs against a file per partition, on a simulated rotating disk: seconds of disk time per GB.
+//! Compares extent logs with a file per partition on a simulated rotating disk, in seconds of disk
+//! time per GB.
 //!
-//! Memory, flush policy and (for the logs) flusher and store are the worker's own; the other layout writes what the same
-//! policy seals into a data and an index file per partition, as the Java server does. Blocks of 14 KiB come to all
-//! partitions in turn, and memory holds a quarter of them. Then each partition is read, index first. In between, once more
-//! with logs, the store copies small extents together, as it does while nobody needs the disk.
+//! Memory, flush policy and (for the logs) flusher and store are the worker's own. The other layout
+//! writes the batches of the same policy into a data and an index file per partition, like the Java
+//! server. Blocks of 14 KiB go to all partitions in turn, and memory holds a quarter of them. Then
+//! each partition is read, index first. A third measurement merges small extents in the logs before
+//! the reads, as the store does while the disk is idle.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,16 +32,16 @@ use crate::report::{GB, HddLine, Report};
 use crate::seek_disk::SeekDisk;
 
 const BLOCK_BYTES: u32 = 14 << 10;
-/// Blocks between two looks at the memory's pressure: a message.
+/// Number of blocks between two checks of the memory's pressure: one message.
 const BLOCKS_PER_SEND: u64 = 256;
-/// Data for each byte of memory.
+/// Bytes of data per byte of memory.
 const OVERCOMMIT: u64 = 4;
-/// One record of Java's index.
+/// Length of one record of Java's index.
 const INDEX_RECORD_BYTES: usize = 40;
-/// Largest read, as of the worker and of Java's client.
+/// Largest read, as in the worker and in Java's client.
 const READ_BYTES: u64 = 1 << 20;
 
-/// All numbers of partitions, both layouts each.
+/// Measures all layouts with each number of partitions.
 pub(crate) async fn run(args: &HddArgs) -> anyhow::Result<Report> {
     let bytes = args.bytes.as_u64();
     ensure!((1 << 20..=16 << 30).contains(&bytes), "--bytes must be 1 MiB to 16 GiB");
@@ -70,7 +72,7 @@ impl Layout {
     }
 }
 
-/// What one measurement uses.
+/// State of one measurement.
 struct Bench {
     memory: Arc<Memory>,
     buffers: Arc<ShuffleBuffers>,
@@ -79,7 +81,7 @@ struct Bench {
     key: ShuffleKey,
     limits: Limits,
     partitions: u32,
-    /// By partition: bytes in its own files, data and index.
+    /// Bytes in each partition's own files: data and index.
     own_files: Vec<(u64, u64)>,
 }
 
@@ -117,7 +119,10 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
             Layout::FilePerPartition => bench.read_files(partition).await?,
         };
     }
-    ensure!(read_bytes == blocks * u64::from(BLOCK_BYTES), "{read_bytes} bytes came back of {blocks} blocks");
+    ensure!(
+        read_bytes == blocks * u64::from(BLOCK_BYTES),
+        "read {read_bytes} bytes, expected {blocks} blocks"
+    );
     let read = bench.disk.take_work();
     tasks.cancel();
     tasks.drained().await;
@@ -135,7 +140,7 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
 
 impl Bench {
     async fn new(partitions: u32, bytes: u64, registry: &Registry) -> anyhow::Result<Self> {
-        // A block takes four pages, and each partition may hold part of one more segment.
+        // A block occupies four pages, and each partition may hold part of one more segment.
         let capacity = (bytes / OVERCOMMIT).max(u64::from(partitions) * 4 * BLOCK_ALIGN as u64).max(32 << 20);
         let config = MemoryConfig {
             capacity_bytes: capacity,
@@ -182,7 +187,7 @@ impl Bench {
         Ok(Flusher::start(config, memory, store, tasks.clone(), registry)?)
     }
 
-    /// Puts blocks number `first..first + count` into memory, when there is room.
+    /// Puts blocks number `first..first + count` into memory. Waits for free memory.
     async fn send(&mut self, first: u64, count: u64, flusher: Option<&Flusher>) -> anyhow::Result<()> {
         let bytes = count * u64::from(BLOCK_BYTES);
         let ticket = loop {
@@ -239,7 +244,8 @@ impl Bench {
         }
     }
 
-    /// Seals what the policy chooses, and appends each partition's part to files of its own.
+    /// Seals the buffers that the policy selects and appends their blocks to their partitions'
+    /// files.
     async fn flush_files(&mut self, goal: policy::Goal) -> anyhow::Result<()> {
         let candidates = self.memory.candidates();
         let sizes: Vec<policy::Candidate> = candidates
@@ -312,7 +318,7 @@ impl Bench {
         if index.data_length == 0 {
             return Ok(0);
         }
-        let length = u32::try_from(index.data_length).context("a partition beyond 4 GiB")?;
+        let length = u32::try_from(index.data_length).context("a partition has more than 4 GiB")?;
         let mut data = self.store.data(&self.key, partition, 0, length)?;
         let mut bytes = 0;
         while let Some(chunk) = data.next_chunk(&HeapBuffers).await? {
@@ -326,7 +332,7 @@ fn directory(partition: PartitionId) -> PathBuf {
     Path::new("files").join(partition.0.to_string())
 }
 
-/// The first `bytes` of `pieces`: without the padding of an aligned extent.
+/// Returns the first `bytes` bytes of `pieces`, without the padding of an aligned extent.
 fn cut(pieces: Vec<Bytes>, mut bytes: u64) -> Vec<Bytes> {
     let mut left = Vec::with_capacity(pieces.len());
     for mut piece in pieces {

@@ -1,4 +1,4 @@
-//! A report as one self-contained page: no script, no link, plots as inline SVG.
+//! Renders a report as one self-contained HTML page: no scripts, no links, plots as inline SVG.
 
 use std::fmt::Write as _;
 
@@ -21,7 +21,7 @@ th,td{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #e3e8ee}th:fi
 @media(prefers-color-scheme:dark){body{background:#14181d;color:#dde4ec}code{background:#222a33}\
 svg text{fill:#a9b4c0}.grid{stroke:#2b343e}th,td,h2{border-color:#2b343e}}";
 
-/// The page.
+/// Returns the page.
 pub(crate) fn page(report: &Report) -> String {
     let mut body = String::new();
     comparison(&mut body, report);
@@ -132,7 +132,7 @@ fn latency_row(latency: &Latency) -> Vec<String> {
     ]
 }
 
-/// Rates between two samples. Counters begin again with each phase.
+/// Returns the rates between consecutive samples. Counters restart with each phase.
 fn throughput(samples: &[Sample]) -> Vec<Line> {
     let rate = |of: fn(&Sample) -> u64| {
         let pairs = samples.iter().zip(samples.iter().skip(1));
@@ -147,7 +147,7 @@ fn throughput(samples: &[Sample]) -> Vec<Line> {
     vec![line("written", rate(|s| s.written_bytes)), line("read", rate(|s| s.read_bytes))]
 }
 
-/// Latency over nines: x is −log10(1 − quantile), so that 1 is p90, 2 is p99.
+/// Plots latency over the number of nines: x is −log10(1 − quantile), so 1 is p90 and 2 is p99.
 fn latency_plot(phase: &PhaseReport) -> String {
     let curve = |latency: &Latency| {
         let nines = |&(quantile, ms): &(f64, f64)| (-(1.0 - quantile).max(1e-5).log10(), ms);

@@ -1,7 +1,8 @@
-//! Latencies by load: what a call takes while the server has nothing else to do, and at shares of what it does at most.
+//! Latencies at several loads: on an idle server, at its maximum, and at shares of the maximum.
 //!
-//! The most is measured first, in the same run: the rates of a busy machine are not those of a quiet one. Below it loads are
-//! open: calls have due times, and a server that falls behind is not asked for less.
+//! The maximum is measured first in the same run, because the speed of the machine varies. Lower
+//! loads are open: calls have due times, so a server that falls behind does not receive fewer
+//! calls.
 
 use bytesize::ByteSize;
 
@@ -9,12 +10,12 @@ use crate::options::{LoadArgs, RunArgs};
 use crate::report::RunReport;
 use crate::run::{self, Cluster};
 
-/// Shares of the most, by what they are called.
+/// Names of the loads and their shares of the maximum.
 const SHARES: [(&str, f64); 2] = [("half", 0.5), ("nine tenths", 0.9)];
-/// One writer alone writes this share of the bytes.
+/// A single writer writes one `ALONE`-th of the bytes.
 const ALONE: u64 = 8;
 
-/// Writes and reads at each load.
+/// Measures writes and reads at each load.
 pub(crate) async fn by_load(args: &RunArgs) -> anyhow::Result<RunReport> {
     run::with_cluster("latency", args, async |cluster| {
         let all = cluster.load_mut().clone();
@@ -22,7 +23,7 @@ pub(crate) async fn by_load(args: &RunArgs) -> anyhow::Result<RunReport> {
         *cluster.load_mut() = LoadArgs { writers: 1, readers: Some(1), tasks: Some(1), bytes, ..all.clone() };
         round(cluster, 0, "alone").await?;
         *cluster.load_mut() = all.clone();
-        let (write, read) = round(cluster, 1, "the most").await?;
+        let (write, read) = round(cluster, 1, "maximum").await?;
         for (number, (name, share)) in (2..).zip(SHARES) {
             let (rate, read_rate) = (Some(part(write, share)), Some(part(read, share)));
             *cluster.load_mut() = LoadArgs { rate, read_rate, ..all.clone() };
@@ -37,7 +38,7 @@ fn part(most: u64, share: f64) -> ByteSize {
     ByteSize::b(format!("{:.0}", most as f64 * share).parse().unwrap_or(1).max(1))
 }
 
-/// Bytes per second written and read.
+/// Writes and reads one shuffle. Returns the bytes per second of both.
 async fn round(cluster: &mut Cluster, number: u32, load: &str) -> anyhow::Result<(u64, u64)> {
     let shuffle = cluster.shuffle(number).await?;
     cluster.write(&format!("write, {load}"), &shuffle).await?;

@@ -1,7 +1,8 @@
-//! `uniffle-bench`: a cluster of writers and readers in one command, for any server that speaks Uniffle's protocols.
+//! `uniffle-bench`: a cluster of writers and readers in one command, for any server that speaks
+//! Uniffle's protocols.
 //!
-//! Exit codes: 0 when everything ran and every byte was right, 1 when not (one line on stderr says why), 2 for a wrong
-//! command line. Not here: the protocols' pure codecs, which are the library's `client` module.
+//! Exit codes: 0 if everything ran and every byte was correct, 1 otherwise (one line on stderr
+//! gives the reason), 2 for a wrong command line. The codecs are in the `uniffle-client` library.
 
 mod calls;
 mod compare;
@@ -43,7 +44,7 @@ fn main() -> ExitCode {
     match run(CommandLine::from_env().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // One line, whatever an error's text contains.
+            // The text is one line, whatever the error contains.
             let text = format!("{error:#}").replace('\n', " ");
             let _ = writeln!(std::io::stderr().lock(), "uniffle-bench: {text}");
             ExitCode::FAILURE

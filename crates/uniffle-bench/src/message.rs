@@ -1,7 +1,8 @@
-//! Encodings of `sendShuffleData` as lists of pieces: heads from one arena, bytes straight out of the pool.
+//! Encodes `sendShuffleData` as lists of pieces: headers come from one arena, payload directly from
+//! the pool.
 //!
-//! Written by hand because prost would copy every byte; the tests decode with prost, and compare with the library's
-//! encoder. Invariant: [`Pieces::length`] is the sum of the pieces.
+//! Encoded by hand, because prost would copy every byte. The tests decode with prost and compare
+//! with the library's encoder. Invariant: [`Pieces::length`] is the sum of the pieces' lengths.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use uniffle_client::send::BLOCK_OVERHEAD_BYTES;
@@ -10,17 +11,17 @@ use uniffle_wire::types::{ShuffleKey, TicketId};
 use crate::content::Pool;
 use crate::plan::{Message, Planned};
 
-/// Blocks up to this length are copied: a piece of their own costs more.
+/// Blocks up to this length are copied, because a separate piece costs more.
 const COPY_BYTES_MAX: u32 = 1 << 10;
 
-/// A message in pieces.
+/// An encoded message in pieces.
 #[derive(Debug, Default)]
 pub(crate) struct Pieces {
     pub(crate) pieces: Vec<Bytes>,
     pub(crate) length: usize,
 }
 
-/// `requireSize` as the gRPC client computes it.
+/// Computes `requireSize` like the gRPC client, in total and per partition.
 pub(crate) fn require_sizes(message: &Message) -> (i32, Vec<i32>) {
     let size = |planned: &Planned| u64::from(planned.block.length) + BLOCK_OVERHEAD_BYTES;
     let wire = |bytes: u64| i32::try_from(bytes).unwrap_or(i32::MAX);
@@ -28,11 +29,11 @@ pub(crate) fn require_sizes(message: &Message) -> (i32, Vec<i32>) {
     (wire(sizes.iter().sum()), sizes.into_iter().map(wire).collect())
 }
 
-/// Collects heads in an arena and remembers where blocks come between them.
+/// Collects headers in an arena and records the positions of the blocks between them.
 struct Writer<'a> {
     pool: &'a Pool,
     arena: BytesMut,
-    /// Arena position and block that follows it.
+    /// Arena position and the block that follows it.
     cuts: Vec<(usize, Bytes)>,
 }
 
@@ -86,12 +87,12 @@ impl Pieces {
     }
 }
 
-/// The classic form: bytes inside each block, as every stock gRPC client sends it.
+/// Encodes the classic form: payload inside each block, as in every stock gRPC client.
 pub(crate) fn classic(pool: &Pool, key: &ShuffleKey, ticket: TicketId, message: &Message) -> Pieces {
     grpc(pool, key, ticket, message, true)
 }
 
-/// The contiguous form: lengths in field 4, all bytes in field 7.
+/// Encodes the contiguous form: lengths in field 4, all payload in field 7.
 pub(crate) fn contiguous(pool: &Pool, key: &ShuffleKey, ticket: TicketId, message: &Message) -> Pieces {
     grpc(pool, key, ticket, message, false)
 }
@@ -142,7 +143,7 @@ fn block_length(pool: &Pool, planned: &Planned, task: u64, inline: bool) -> usiz
     heads + if inline { data } else { 0 }
 }
 
-/// A protobuf `int32`.
+/// Converts a protobuf `int32`.
 fn wide(value: i32) -> u64 {
     i64::from(value).cast_unsigned()
 }
@@ -160,7 +161,8 @@ fn put_varint(out: &mut BytesMut, mut value: u64) {
     out.put_u8(value.to_le_bytes()[0]);
 }
 
-/// A whole Netty frame of type 3 (docs/protocol.md §7.4). Each block names its servers, as Java's do.
+/// Encodes a whole Netty frame of type 3 (docs/protocol.md §7.4). Each block lists its servers, as
+/// in Java.
 pub(crate) fn netty(
     pool: &Pool,
     key: &ShuffleKey,
@@ -201,10 +203,11 @@ pub(crate) fn netty(
     writer.finish()
 }
 
-/// One server, `10.0.0.1-19999-17000`, as in the protocol's vector.
+/// An encoded server list with one server, `10.0.0.1-19999-17000`, as in the protocol's test
+/// vector.
 const SERVERS: &[u8] = b"\0\0\0\x01\0\0\0\x1410.0.0.1-19999-17000\0\0\0\x0810.0.0.1\0\0\x4e\x1f\0\0\x42\x68";
 
-/// Bytes of the message part of [`netty`].
+/// Returns the length of the message part of [`netty`].
 pub(crate) fn netty_length(key: &ShuffleKey, message: &Message) -> usize {
     let heads = 8 + 4 + key.app.as_str().len() + 4 + 8 + 4 + 8;
     let blocks = message.blocks * (40 + SERVERS.len() + 12);

@@ -1,4 +1,4 @@
-//! The command line, and the checks that need nothing but the command line and this machine.
+//! The command line, and checks that only need the command line and this machine.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -12,14 +12,15 @@ use crate::content::Sizes;
 use crate::plan::PARTITIONS_MAX;
 use crate::session::{Backoff, Target, Transport};
 
-/// Writers at most: one task of the runtime each.
+/// Most writers: each is one task of the runtime.
 const WRITERS_MAX: u32 = 100_000;
-/// Tasks that fit the layout of block ids.
+/// Most tasks that fit the layout of block ids.
 const TASKS_MAX: u32 = 1 << 22;
 
-/// A cluster of Spark writers and readers in one command, against any server that speaks Uniffle's protocols.
+/// Runs a cluster of Spark writers and readers against any server that speaks Uniffle's protocols.
 ///
-/// Every byte that is read is compared with what was written. Exit code 0 means that nothing was wrong.
+/// Every byte that is read is compared with the written byte. Exit code 0 means that everything was
+/// correct.
 #[derive(Debug, Parser)]
 #[command(name = "uniffle-bench", version)]
 pub(crate) struct CommandLine {
@@ -31,49 +32,49 @@ pub(crate) struct CommandLine {
 pub(crate) enum Command {
     /// Register, write, report, unregister
     Write(RunArgs),
-    /// The same, and everything is read back and compared before it is unregistered
+    /// Like write, then read everything back and compare it before it is unregistered
     Read(RunArgs),
-    /// Write one shuffle while the one before is read
+    /// Write one shuffle while the previous one is read
     Mixed(RunArgs),
-    /// What this machine can do at all: socket, memory, sendfile, aligned writes, memcpy
+    /// Measure the limits of this machine: socket, memory, sendfile, aligned writes, memcpy
     Floor(FloorArgs),
-    /// Two servers in turns, with medians and ratios
+    /// Compare two servers in alternating turns, with medians and ratios
     Compare(CompareArgs),
-    /// 11,200 writers, 20,000 partitions, 16 KiB sends: at full speed, then paced at half of it
+    /// 11,200 writers, 20,000 partitions, 16 KiB sends: at full speed, then at half of it
     Scale(PresetArgs),
-    /// A sort through one server: everything read back, against a small and a large memory
+    /// A sort through one server: everything is read back, with a small and a large memory
     Terasort(PresetArgs),
-    /// 20,000 partitions, 32 MiB sends, 1.7 bytes read for each one written, at once
+    /// 20,000 partitions, 32 MiB sends, reads of 1.7 bytes per written byte at the same time
     TpcdsStress(PresetArgs),
-    /// Latencies of every call by load: one writer and one reader alone, then half and nine tenths of what the server does at
-    /// most
+    /// Latencies of every call by load: one writer and one reader alone, the server's maximum, then
+    /// half and nine tenths of it
     Latency(RunArgs),
-    /// A simulated rotating disk: extents in logs against a file per partition
+    /// A simulated rotating disk: extent logs compared with a file per partition
     Hdd(HddArgs),
 }
 
-/// Where the server is and how it is watched.
+/// Address of the server and how to observe it.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ServerArgs {
     /// Address of the server
     #[arg(long, default_value = "127.0.0.1")]
     pub(crate) address: IpAddr,
-    /// Its gRPC port
+    /// gRPC port of the server
     #[arg(long, default_value_t = 21_100)]
     pub(crate) port: u16,
-    /// Its raw TCP ("Netty") port
+    /// Raw TCP ("Netty") port of the server
     #[arg(long)]
     pub(crate) tcp_port: Option<u16>,
-    /// Its HTTP port, for /metrics; only needed when the process is not on this machine
+    /// HTTP port for /metrics; only needed if the process is on another machine
     #[arg(long)]
     pub(crate) http_port: Option<u16>,
-    /// Process id of the server; found by its port when it runs on this machine
+    /// Process id of the server; found through its port if it runs on this machine
     #[arg(long)]
     pub(crate) pid: Option<u32>,
     /// Start the server with this command and stop it at the end
     #[arg(long, value_name = "COMMAND")]
     pub(crate) server_cmd: Option<String>,
-    /// How bytes travel
+    /// Transport of block data
     #[arg(long, value_enum, default_value_t = Transport::Grpc)]
     pub(crate) transport: Transport,
 }
@@ -90,10 +91,10 @@ impl ServerArgs {
     }
 }
 
-/// Which tier blocks must come from.
+/// Tier that blocks must come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Tier {
-    /// Any.
+    /// Any tier.
     Any,
     /// All from memory.
     Memory,
@@ -101,26 +102,27 @@ pub(crate) enum Tier {
     Disk,
 }
 
-/// What is written and read.
+/// Data to write and to read.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct LoadArgs {
-    /// Write as a recorded client did (tests/contract/replay/*.rec): its blocks, messages, partitions, tasks and connections
+    /// Write like a recorded client (tests/contract/replay/*.rec): its blocks, messages,
+    /// partitions, tasks and connections
     #[arg(long, value_name = "FILE", conflicts_with_all = ["blocks", "message_size", "message_partitions",
         "partitions", "skew", "writers", "connections", "tasks"])]
     pub(crate) shape: Option<PathBuf>,
-    /// As many of the recorded client at once
+    /// Number of concurrent copies of the recorded client
     #[arg(long, default_value_t = 1, requires = "shape")]
     pub(crate) executors: u32,
     /// Connections that writers and readers share
     #[arg(long, default_value_t = 4)]
     pub(crate) connections: u32,
-    /// Tasks that write at once
+    /// Tasks that write concurrently
     #[arg(long, default_value_t = 4)]
     pub(crate) writers: u32,
-    /// Partitions that are read at once; default: as many as writers
+    /// Partitions that are read concurrently; default: as many as writers
     #[arg(long)]
     pub(crate) readers: Option<u32>,
-    /// Map tasks in all; default: one per writer
+    /// Map tasks in total; default: one per writer
     #[arg(long)]
     pub(crate) tasks: Option<u32>,
     /// Partitions of the shuffle
@@ -138,52 +140,54 @@ pub(crate) struct LoadArgs {
     /// Partition n gets 1/(n+1)^SKEW of the blocks
     #[arg(long, default_value_t = 0.0)]
     pub(crate) skew: f64,
-    /// Times each message is sent with the same block ids
+    /// Number of times that each message is sent, with the same block ids
     #[arg(long, default_value_t = 1)]
     pub(crate) replicas: u32,
-    /// Payload in all, per round
+    /// Total payload per round
     #[arg(long, default_value = "1GB")]
     pub(crate) bytes: ByteSize,
-    /// Write and read no longer than this (then --bytes is only an upper bound)
+    /// Write and read no longer than this (--bytes is then only an upper bound)
     #[arg(long, value_parser = humantime::parse_duration)]
     pub(crate) duration: Option<Duration>,
-    /// Payload per second, in all: sends have due times and latencies count from there
+    /// Total payload per second: sends have due times, from which latencies count
     #[arg(long)]
     pub(crate) rate: Option<ByteSize>,
-    /// The same of reads, in the order of partitions
+    /// Total payload per second of reads, in the order of partitions
     #[arg(long)]
     pub(crate) read_rate: Option<ByteSize>,
     /// Fail unless blocks come from this tier
     #[arg(long, value_enum, default_value_t = Tier::Any)]
     pub(crate) tier: Tier,
-    /// Times each partition is read
+    /// Number of times that each partition is read
     #[arg(long, default_value_t = 1.0)]
     pub(crate) reads: f64,
-    /// Bytes asked for in one read
+    /// Bytes requested by one read
     #[arg(long, default_value = "14MiB")]
     pub(crate) read_buffer: ByteSize,
-    /// Look at ids, lengths and checksums as sent, but compare no byte: for figures beside readers that throw theirs away
+    /// Check ids, lengths and checksums, but compare no bytes: for comparisons with readers that
+    /// discard theirs
     #[arg(long)]
     pub(crate) unchecked: bool,
     /// Register with LOCAL_ORDER, as 0.9 clients with AQE do
     #[arg(long)]
     pub(crate) local_order: bool,
-    /// Times all of it is done, each with a new shuffle
+    /// Number of rounds, each with a new shuffle
     #[arg(long, default_value_t = 1)]
     pub(crate) rounds: u32,
-    /// Pause between two rounds, in which the server forgets the shuffle before
+    /// Pause between two rounds, in which the server deletes the previous shuffle
     #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
     pub(crate) rest: Duration,
-    /// How long to wait after a phase for a server that does something yet: what that costs it is part of the phase
+    /// Maximum time to wait after a phase until the server is idle: its work until then belongs to
+    /// the phase
     #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
     pub(crate) settle: Duration,
-    /// Run this in a shell between writing and reading; what it takes is a phase of as many bytes
+    /// Run this shell command between writing and reading, as a phase of the same number of bytes
     #[arg(long, value_name = "COMMAND")]
     pub(crate) between: Option<String>,
-    /// Count the server's system calls, with perf
+    /// Count the server's system calls with perf
     #[arg(long)]
     pub(crate) system_calls: bool,
-    /// Deadline of each call, as `rss.client.rpc.timeout.ms`, and of a connect
+    /// Deadline of each call (`rss.client.rpc.timeout.ms`) and of each connection attempt
     #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
     pub(crate) rpc_timeout: Duration,
     /// Pause after the first NO_BUFFER; Java's is 2 s
@@ -192,16 +196,16 @@ pub(crate) struct LoadArgs {
     /// Longest pause after NO_BUFFER; Java's is 10 s
     #[arg(long, default_value = "1s", value_parser = humantime::parse_duration)]
     pub(crate) backoff_max: Duration,
-    /// Refusals in a row after which the run fails
+    /// Consecutive refusals after which the run fails
     #[arg(long, default_value_t = 200)]
     pub(crate) backoff_attempts: u32,
-    /// Decides everything that is random
+    /// Seed of all random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Threads of this process; default: one per core
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// Leave the shuffle registered
+    /// Do not unregister the shuffle
     #[arg(long)]
     pub(crate) keep: bool,
 }
@@ -219,7 +223,7 @@ impl LoadArgs {
         self.tasks.unwrap_or(self.writers).max(1)
     }
 
-    /// Refuses what cannot work, before anything is started.
+    /// Rejects invalid settings before anything is started.
     pub(crate) fn check(&self, transport: Transport) -> anyhow::Result<()> {
         let between = |name: &str, value: u32, max: u32| {
             ensure!((1..=max).contains(&value), "--{name} is {value}, must be 1 to {max}");
@@ -248,13 +252,14 @@ impl LoadArgs {
 
 fn enough_descriptors(needed: u64) -> anyhow::Result<()> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-    ensure!(needed <= limit, "{needed} file descriptors are needed, the limit is {limit} (see ulimit -n)");
+    ensure!(needed <= limit, "this needs {needed} file descriptors, the limit is {limit} (see ulimit -n)");
     Ok(())
 }
 
 fn enough_memory(load: &LoadArgs) -> anyhow::Result<()> {
     let blocks = load.bytes.as_u64() / load.blocks.mean().max(1);
-    // Ids in the ledger and in the tasks' reports; the heads of messages under way; answers under way, copied once.
+    // Ids in the ledger and in the tasks' reports; headers of messages in flight; responses in
+    // flight, copied once.
     let ledger = blocks.saturating_mul(32);
     let heads = u64::from(load.writers) * (load.message_size.as_u64() / load.blocks.mean().max(1) + 1) * 256;
     let answer = load.read_buffer.as_u64().min(load.bytes.as_u64()) * 2;
@@ -262,7 +267,7 @@ fn enough_memory(load: &LoadArgs) -> anyhow::Result<()> {
     let needed = ledger.saturating_add(heads).saturating_add(answers).saturating_add(128 << 20);
     let Some(free) = memory_available() else { return Ok(()) };
     let (needed, free) = (ByteSize::b(needed), ByteSize::b(free));
-    ensure!(needed <= free, "about {needed} of memory are needed for this scale, {free} are available");
+    ensure!(needed <= free, "this scale needs about {needed} of memory, {free} are available");
     Ok(())
 }
 
@@ -272,13 +277,13 @@ fn memory_available() -> Option<u64> {
     Some(line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()? * 1024)
 }
 
-/// Where the results go.
+/// Output files.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ReportArgs {
     /// Write all figures as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write one self-contained page with plots
+    /// Write a self-contained page with plots
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }
@@ -298,10 +303,10 @@ pub(crate) struct FloorArgs {
     /// Bytes per measurement
     #[arg(long, default_value = "2GB")]
     pub(crate) bytes: ByteSize,
-    /// Directory for the disk measurements; it should be on the disk that is asked about
+    /// Directory for the disk measurements; must be on the disk to measure
     #[arg(long, default_value = ".")]
     pub(crate) dir: PathBuf,
-    /// Connections, and threads that write
+    /// Number of connections, and of threads that write
     #[arg(long, default_value_t = 4)]
     pub(crate) connections: u32,
     #[command(flatten)]
@@ -312,12 +317,12 @@ impl FloorArgs {
     pub(crate) fn check(&self) -> anyhow::Result<()> {
         ensure!((1..=64).contains(&self.connections), "--connections must be 1 to 64");
         ensure!(self.bytes.as_u64() >= 1 << 20, "--bytes must be at least 1 MiB");
-        ensure!(self.dir.is_dir(), "--dir {} is no directory", self.dir.display());
+        ensure!(self.dir.is_dir(), "--dir {} is not a directory", self.dir.display());
         Ok(())
     }
 }
 
-/// What `compare` measures.
+/// Work that `compare` measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Work {
     Write,
@@ -327,7 +332,7 @@ pub(crate) enum Work {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct CompareArgs {
-    /// Command that starts server A, fresh for each round
+    /// Command that starts server A, anew for each round
     #[arg(long, value_name = "COMMAND")]
     pub(crate) a_cmd: Option<String>,
     /// Command that starts server B
@@ -342,16 +347,16 @@ pub(crate) struct CompareArgs {
     /// Transport of B; default: that of A
     #[arg(long, value_enum)]
     pub(crate) b_transport: Option<Transport>,
-    /// B is the bare machine, not a server
+    /// Use the bare machine instead of a server as B
     #[arg(long)]
     pub(crate) floor: bool,
     /// Directory for the floor's disk measurements
     #[arg(long, default_value = ".")]
     pub(crate) floor_dir: PathBuf,
-    /// Rounds; A and B take turns in who begins
+    /// Number of rounds; A and B alternate in starting first
     #[arg(long, default_value_t = 3)]
     pub(crate) turns: u32,
-    /// What is measured
+    /// Work to measure
     #[arg(long, value_enum, default_value_t = Work::Read)]
     pub(crate) work: Work,
     #[command(flatten)]
@@ -359,7 +364,7 @@ pub(crate) struct CompareArgs {
 }
 
 impl CompareArgs {
-    /// The arguments of a run against A, and against B.
+    /// Returns the arguments of a run against A, and against B.
     pub(crate) fn sides(&self) -> anyhow::Result<(RunArgs, Option<RunArgs>)> {
         let mut a = self.run.clone();
         a.server.server_cmd = self.a_cmd.clone().or(a.server.server_cmd);
@@ -400,7 +405,7 @@ pub(crate) struct HddArgs {
     /// Bytes written for each number of partitions
     #[arg(long, default_value = "256MiB")]
     pub(crate) bytes: ByteSize,
-    /// Numbers of partitions
+    /// Numbers of partitions to measure
     #[arg(long, value_delimiter = ',', default_values_t = [200, 2_000, 20_000])]
     pub(crate) partitions: Vec<u32>,
     #[command(flatten)]
@@ -408,13 +413,14 @@ pub(crate) struct HddArgs {
 }
 
 impl CommandLine {
-    /// Parses and explains what is wrong; exits like any clap program.
+    /// Parses the command line. Prints errors and exits like any clap program.
     pub(crate) fn from_env() -> Self {
         Self::parse()
     }
 }
 
-/// Opens `path` for the report, before hours of work are lost for a wrong directory.
+/// Checks that `path` is writable before the run, so that a wrong directory does not waste hours of
+/// work.
 pub(crate) fn writable(path: &std::path::Path) -> anyhow::Result<()> {
     let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
     file.map(drop).with_context(|| format!("cannot write {}", path.display()))

@@ -1,7 +1,7 @@
-//! Which task sends which blocks to which partitions, in which messages.
+//! Assigns blocks to tasks, partitions and messages.
 //!
-//! Invariant: the messages of a task are a function of the plan and the task's number alone, so that another process
-//! knows what was written. Not here: bytes ([`super::content`]) and encodings.
+//! Invariant: the messages of a task depend only on the plan and the task's number, so that another
+//! process can compute them. The bytes are in [`super::content`].
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
 use crate::content::{Described, Pool, Random};
 
-/// The layout of all ids that are made.
+/// Layout of all block ids.
 pub(crate) const LAYOUT: IdLayout = IdLayout::SPARK;
-/// Partitions that fit the layout.
+/// Most partitions that fit the layout.
 pub(crate) const PARTITIONS_MAX: u32 = 1 << 20;
 
 /// One block of a message.
@@ -23,7 +23,7 @@ pub(crate) struct Planned {
     pub(crate) block: Described,
 }
 
-/// What goes into one `sendShuffleData`.
+/// Content of one `sendShuffleData`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Message {
     pub(crate) task: TaskAttemptId,
@@ -32,10 +32,10 @@ pub(crate) struct Message {
     pub(crate) blocks: usize,
 }
 
-/// How much goes into one message.
+/// Size of one message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MessageShape {
-    /// Payload, at least; the message ends with the block that reaches it.
+    /// Minimum payload. The message ends with the block that reaches it.
     pub(crate) bytes: u64,
     pub(crate) partitions: u32,
 }
@@ -46,14 +46,14 @@ pub(crate) struct Plan {
     pub(crate) pool: Arc<Pool>,
     pub(crate) seed: u64,
     pub(crate) partitions: u32,
-    /// Each message is one of these.
+    /// Shapes, one of which is chosen for each message.
     messages: Arc<[MessageShape]>,
-    /// Sums of the partitions' weights, empty when all weigh the same.
+    /// Cumulative weights of the partitions. Empty if all weights are equal.
     skew: Arc<[f64]>,
 }
 
 impl Plan {
-    /// A plan whose partition n weighs 1/(n+1)^`skew` (0 = all the same).
+    /// Creates a plan in which partition n has the weight 1/(n+1)^`skew` (0 = equal weights).
     pub(crate) fn new(pool: Arc<Pool>, seed: u64, partitions: u32, skew: f64) -> Self {
         let skewed = if skew > 0.0 { partitions } else { 0 };
         let skew = sums((0..skewed).map(|n| (f64::from(n) + 1.0).powf(-skew)));
@@ -61,13 +61,13 @@ impl Plan {
         Self { pool, seed, partitions, messages: [message].into(), skew }
     }
 
-    /// The same with other messages, all alike; 0 partitions are all.
+    /// Returns the plan with messages of one shape. 0 partitions mean all.
     pub(crate) fn with_messages(self, bytes: u64, partitions: u32) -> Self {
         let partitions = if partitions == 0 { self.partitions } else { partitions };
         self.with_shapes(&[MessageShape { bytes, partitions }])
     }
 
-    /// The same with messages that are each one of `shapes`, which are not none.
+    /// Returns the plan with messages of `shapes`, which must not be empty.
     pub(crate) fn with_shapes(self, shapes: &[MessageShape]) -> Self {
         let possible = |shape: &MessageShape| MessageShape {
             bytes: shape.bytes.max(1),
@@ -76,12 +76,12 @@ impl Plan {
         Self { messages: shapes.iter().map(possible).collect(), ..self }
     }
 
-    /// The same with partitions that weigh so much each.
+    /// Returns the plan with the given weights of the partitions.
     pub(crate) fn with_weights(self, weights: &[u64]) -> Self {
         Self { skew: sums(weights.iter().map(|&weight| weight as f64)), ..self }
     }
 
-    /// The messages of `task`, without an end.
+    /// Returns the endless sequence of messages of `task`.
     pub(crate) fn task(&self, task: u32) -> TaskPlan {
         let mut random = Random::new(self.seed ^ (u64::from(task) << 32 | 0x5eed));
         let first = u32::try_from(random.below(u64::from(self.partitions))).expect("less than a u32");
@@ -90,7 +90,7 @@ impl Plan {
     }
 }
 
-/// Each with all before it.
+/// Returns the cumulative sums.
 fn sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
     let mut sum = 0.0;
     let add = |weight| {
@@ -100,7 +100,7 @@ fn sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
     weights.map(add).collect()
 }
 
-/// The state of one task on its way through the plan.
+/// Position of one task in the plan.
 pub(crate) struct TaskPlan {
     plan: Plan,
     task: TaskAttemptId,
@@ -110,7 +110,8 @@ pub(crate) struct TaskPlan {
 }
 
 impl TaskPlan {
-    /// The next message, of at most `limit_bytes` unless its first block is longer.
+    /// Returns the next message. It has about `limit_bytes` bytes at most: it ends with the block
+    /// that reaches the limit.
     pub(crate) fn message(&mut self, limit_bytes: u64) -> Message {
         let shape = self.shape();
         let wanted = shape.bytes.min(limit_bytes);

@@ -1,21 +1,22 @@
-//! Small plots as inline SVG: lines over an axis, and horizontal bars.
+//! Small plots as inline SVG: line plots and horizontal bars.
 //!
-//! Pure functions from figures to text; colours and fonts are the page's ([`super::html`]). Text is escaped here.
+//! Pure functions from figures to text, which escape all text. Colours and fonts come from the page
+//! ([`super::html`]).
 
 use std::fmt::Write as _;
 
 /// Size of a line plot, in SVG units.
 const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 240.0;
-/// Room for the axes' numbers.
+/// Space for the numbers of the axes.
 const LEFT: f64 = 60.0;
 const BOTTOM: f64 = 34.0;
 const TOP: f64 = 14.0;
 /// Height of one bar with its label.
 const BAR: f64 = 26.0;
-/// Room for the bars' labels.
+/// Space for the labels of the bars.
 const LABELS: f64 = 240.0;
-/// Lines to read values by.
+/// Number of grid lines.
 const TICKS: u32 = 4;
 
 /// One line of a plot.
@@ -30,16 +31,16 @@ pub(crate) struct Line {
 pub(crate) struct Bar {
     pub(crate) label: String,
     pub(crate) value: f64,
-    /// Which of the page's colours.
+    /// Index of the page's colour.
     pub(crate) series: usize,
 }
 
-/// Text as it may stand between tags and in attributes.
+/// Escapes text for use between tags and in attributes.
 pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// `lines` over axes that begin at 0; nothing if there is no point.
+/// Plots `lines` over axes that begin at 0. Returns an empty text without points.
 pub(crate) fn lines(title: &str, x_unit: &str, y_unit: &str, lines: &[Line]) -> String {
     let points =
         || lines.iter().flat_map(|line| &line.points).filter(|(x, y)| x.is_finite() && y.is_finite());
@@ -88,7 +89,7 @@ pub(crate) fn lines(title: &str, x_unit: &str, y_unit: &str, lines: &[Line]) -> 
     svg + "</svg></figure>"
 }
 
-/// Horizontal bars with their values; nothing without bars.
+/// Draws horizontal bars with their values. Returns an empty text without bars.
 pub(crate) fn bars(title: &str, bars: &[Bar]) -> String {
     if bars.is_empty() {
         return String::new();
@@ -124,14 +125,14 @@ fn begin(title: &str, width: f64, height: f64) -> String {
     )
 }
 
-/// The next of 1, 2, 5 · 10^n, so that the axis has readable numbers.
+/// Rounds up to the next of 1, 2, 5 · 10^n, so that the axis has readable numbers.
 fn round_up(value: f64) -> f64 {
     let power = 10_f64.powf(value.log10().floor());
     let steps = [1.0, 2.0, 5.0, 10.0];
     steps.into_iter().map(|step| step * power).find(|&round| round >= value).unwrap_or(value)
 }
 
-/// Three significant digits or so.
+/// Formats a number with about three significant digits.
 fn number(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),

@@ -1,4 +1,5 @@
-//! Shapes with a name: from Uniffle's own report, the first Rust server's table, and the goals of this one.
+//! Named workloads: from Uniffle's own report, from the table of the first Rust server, and from
+//! this project's goals.
 
 use bytesize::ByteSize;
 
@@ -7,10 +8,10 @@ use crate::options::{LoadArgs, PresetArgs};
 use crate::report::Report;
 use crate::run;
 
-/// Connections that 11,200 tasks share: as many as 56 executors with two each would open.
+/// Connections that 11,200 tasks share: as many as 56 executors with two each open.
 const SCALE_CONNECTIONS: u32 = 112;
 
-/// `full` scaled by the preset's size, at least 1.
+/// Scales `full` by the preset's size, to at least 1.
 fn scaled(full: u32, size: f64) -> u32 {
     format!("{:.0}", f64::from(full) * size).parse().unwrap_or(1).max(1)
 }
@@ -21,12 +22,12 @@ fn scaled_bytes(full: ByteSize, size: f64) -> ByteSize {
 
 fn check(args: &PresetArgs) -> anyhow::Result<f64> {
     anyhow::ensure!(args.size > 0.0 && args.size <= 1.0, "--size must be more than 0.0 and at most 1.0");
-    anyhow::ensure!(args.run.load.shape.is_none(), "a preset has a shape of its own: no --shape");
+    anyhow::ensure!(args.run.load.shape.is_none(), "a preset cannot be combined with --shape");
     Ok(args.size)
 }
 
-/// 11,200 writers at full speed, then in a paced open loop at half of that; latencies of the paced one count from when
-/// a message was due.
+/// Runs 11,200 writers at full speed, then in an open loop at half that rate. Latencies of the
+/// paced phase count from the due time of a message.
 pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<Report> {
     let size = check(&args)?;
     args.run.load = LoadArgs {
@@ -57,7 +58,8 @@ pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<Report> {
     Ok(Report { runs: vec![report.await?], ..Report::default() })
 }
 
-/// Everything written, then everything read: against a server whose memory is small, and one that holds it all.
+/// Writes everything, then reads everything: with a server whose memory is small, and with one that
+/// holds all data.
 pub(crate) async fn terasort(mut args: PresetArgs) -> anyhow::Result<Report> {
     let size = check(&args)?;
     args.run.load = LoadArgs {
@@ -76,7 +78,7 @@ pub(crate) async fn terasort(mut args: PresetArgs) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// 20,000 partitions, 32 MiB sends, writes and 1.7 times as many reads at once.
+/// Writes 20,000 partitions with 32 MiB sends, and reads 1.7 times as much at the same time.
 pub(crate) async fn tpcds_stress(mut args: PresetArgs) -> anyhow::Result<Report> {
     let size = check(&args)?;
     args.run.load = LoadArgs {

@@ -1,6 +1,7 @@
-//! The server process: what it uses, by `/proc` or by its metrics, and starting one by a command.
+//! The server process: resource usage from `/proc` or from its metrics, and starting it with a
+//! command.
 //!
-//! Figures are of the whole process since its start; callers take differences.
+//! Figures cover the whole process since its start. Callers compute differences.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -11,14 +12,14 @@ use anyhow::{Context as _, bail};
 use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
-/// How long a server may take to open its port.
+/// Time limit for a server to open its port.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long it may take to stop before it is killed.
+/// Time limit for a server to stop, after which it is killed.
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Deadline of a metrics request.
 const METRICS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What a process has used.
+/// Resources that a process has used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct Usage {
     pub(crate) cpu_seconds: f64,
@@ -29,7 +30,7 @@ pub(crate) struct Usage {
     pub(crate) major_faults: u64,
 }
 
-/// Where the figures come from.
+/// Source of the figures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Probe {
     Pid(u32),
@@ -38,7 +39,8 @@ pub(crate) enum Probe {
 }
 
 impl Probe {
-    /// By process id if there is one or the port belongs to a process here, else by metrics.
+    /// Selects the process id if it is given or if a local process owns the port, and metrics
+    /// otherwise.
     pub(crate) fn find(pid: Option<u32>, port: u16, http: Option<SocketAddr>) -> Self {
         let local = || if http.is_none_or(|http| http.ip().is_loopback()) { listener(port) } else { None };
         match (pid.or_else(local), http) {
@@ -57,12 +59,12 @@ impl Probe {
     }
 }
 
-/// CPU seconds of this process.
+/// Returns the CPU seconds of this process.
 pub(crate) fn own_cpu_seconds() -> f64 {
     seconds(rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime))
 }
 
-/// CPU seconds of this thread.
+/// Returns the CPU seconds of this thread.
 pub(crate) fn thread_cpu_seconds() -> f64 {
     seconds(rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime))
 }
@@ -77,7 +79,7 @@ fn from_proc(pid: u32) -> Option<Usage> {
     parse_proc(&stat, &status, rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// `proc_pid_stat(5)`: after the command in parentheses, field 3 is the first.
+/// Parses `proc_pid_stat(5)`: the first field after the command in parentheses is field 3.
 fn parse_proc(stat: &str, status: &str, ticks_per_second: f64) -> Option<Usage> {
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
@@ -104,7 +106,7 @@ fn scrape(address: SocketAddr) -> std::io::Result<String> {
     Ok(text)
 }
 
-/// The `process_*` metrics that every Prometheus client library exports.
+/// Parses the `process_*` metrics that every Prometheus client library exports.
 fn parse_metrics(text: &str) -> Option<Usage> {
     let value = |name: &str| {
         let lines = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
@@ -122,7 +124,7 @@ fn parse_metrics(text: &str) -> Option<Usage> {
     })
 }
 
-/// The process that listens on `port` on this machine, if we may look.
+/// Returns the process that listens on `port` on this machine, if permissions allow it.
 fn listener(port: u16) -> Option<u32> {
     let tables =
         ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| std::fs::read_to_string(path).unwrap_or_default());
@@ -137,7 +139,7 @@ fn listener(port: u16) -> Option<u32> {
     })
 }
 
-/// The inode of the socket in state LISTEN (0A) on `port` in a table of `/proc/net`.
+/// Returns the inode of the socket in state LISTEN (0A) on `port` in a table of `/proc/net`.
 fn listening_inode(table: &str, port: u16) -> Option<u64> {
     let port = format!(":{port:04X}");
     table.lines().skip(1).find_map(|line| {
@@ -147,14 +149,14 @@ fn listening_inode(table: &str, port: u16) -> Option<u64> {
     })
 }
 
-/// A server that this process started, and stops when dropped.
+/// A server that this process started. It is stopped on drop.
 #[derive(Debug)]
 pub(crate) struct Server {
     child: Child,
 }
 
 impl Server {
-    /// Starts `command` in a shell that it replaces, and waits until `address` takes connections.
+    /// Starts `command` in a shell that it replaces, and waits until `address` accepts connections.
     pub(crate) async fn start(command: &str, address: SocketAddr) -> anyhow::Result<Self> {
         if TcpStream::connect_timeout(&address, METRICS_TIMEOUT).is_ok() {
             bail!("{address} is in use, so {command:?} cannot be started there");
@@ -183,7 +185,7 @@ impl Server {
         self.child.id()
     }
 
-    /// Asks it to end, and kills it when it does not.
+    /// Asks the server to stop, and kills it after a timeout.
     pub(crate) async fn stop(mut self) {
         let pid = i32::try_from(self.child.id()).ok().and_then(rustix::process::Pid::from_raw);
         if let Some(pid) = pid {

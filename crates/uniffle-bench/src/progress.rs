@@ -1,4 +1,4 @@
-//! How far a phase is: a bar with rate and time left on a terminal, a line now and then elsewhere.
+//! Progress of a phase: a bar with rate and remaining time on a terminal, periodic lines otherwise.
 
 use std::io::{IsTerminal as _, Write as _};
 use std::time::Duration;
@@ -7,10 +7,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Distance of two lines where there is no terminal.
+/// Interval between two lines without a terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The progress of one phase.
+/// Progress of one phase.
 pub(crate) struct Progress {
     name: String,
     bar: Option<ProgressBar>,

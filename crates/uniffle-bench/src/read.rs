@@ -1,8 +1,9 @@
-//! Readers: each takes a partition and reads it as the Java client does — the reported ids, memory until its end, the
-//! index once, the data — and compares every byte with what was written, unless it is told not to.
+//! Readers: each takes a partition and reads it as the Java client does: reported ids, memory,
+//! index, data.
 //!
-//! Invariant: a partition is done only when each expected block was seen with its bytes, lengths and checksum, and no
-//! unknown block was.
+//! Every byte is compared with the written one, unless disabled. Invariant: a partition is only
+//! done when each expected block was seen with correct bytes, lengths and checksum, and no unknown
+//! block was seen.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,19 +21,20 @@ use crate::session::Session;
 use crate::stats::{Rpc, Stats, add};
 use crate::write::Ledger;
 
-/// Memory answers in a row without a new block, after which the server is said to repeat itself.
+/// Number of consecutive memory responses without a new block after which the server counts as
+/// looping.
 const BARREN_ANSWERS_MAX: u32 = 1_000;
 
-/// What all readers of a phase share.
+/// State that all readers of a phase share.
 pub(crate) struct ReadPhase {
     pub(crate) readers: u32,
-    /// Partition reads in all: a partition may be read several times.
+    /// Total number of partition reads. A partition may be read several times.
     pub(crate) reads: u64,
     pub(crate) partitions: u32,
     pub(crate) read_buffer_bytes: u32,
-    /// No byte is compared.
+    /// Disables the comparison of bytes.
     pub(crate) unchecked: bool,
-    /// A run that is to end early ends here.
+    /// Time at which an early end is requested.
     pub(crate) until: Option<Instant>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) key: ShuffleKey,
@@ -40,12 +42,12 @@ pub(crate) struct ReadPhase {
     pub(crate) stats: Arc<Stats>,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) next: AtomicU64,
-    /// Payload bytes per second, in all, and those of a read.
+    /// Total payload bytes per second, and payload bytes per read.
     pub(crate) pace: Option<(f64, f64)>,
     pub(crate) begin: Instant,
 }
 
-/// Runs all readers to their end, or to the first error.
+/// Runs all readers until they are done or the first error occurs.
 pub(crate) async fn run(phase: Arc<ReadPhase>) -> anyhow::Result<()> {
     let mut readers = JoinSet::new();
     for reader in 0..phase.readers {
@@ -73,7 +75,7 @@ async fn work(phase: Arc<ReadPhase>, reader: u32) -> anyhow::Result<()> {
     }
 }
 
-/// Waits for the turn of read `number`; returns when it was due.
+/// Waits for the due time of read `number`, and returns it.
 async fn pace(phase: &ReadPhase, number: u64) -> Instant {
     let Some((rate, bytes)) = phase.pace else { return Instant::now() };
     let due = phase.begin + Duration::from_secs_f64(number as f64 * bytes / rate);
@@ -99,7 +101,7 @@ async fn read_partition(phase: &ReadPhase, session: &Session, partition: Partiti
             break;
         }
         barren = if new == 0 { barren + 1 } else { 0 };
-        ensure!(barren < BARREN_ANSWERS_MAX, "memory answers repeat themselves without an end");
+        ensure!(barren < BARREN_ANSWERS_MAX, "memory responses repeat endlessly");
     }
     let (records, data_length) = session.index(stats, key, partition).await?;
     for segment in read::segments(&records, data_length, u64::from(phase.read_buffer_bytes), |_| true)? {
@@ -114,28 +116,28 @@ async fn read_partition(phase: &ReadPhase, session: &Session, partition: Partiti
     check.finish()
 }
 
-/// The expected blocks of one partition and which of them were seen.
+/// Expected blocks of one partition, and the blocks seen so far.
 struct Check<'a> {
     pool: &'a Pool,
     stats: &'a Stats,
     expected: Vec<i64>,
     seen: Vec<bool>,
     missing: usize,
-    /// Bytes are not compared.
+    /// Disables the comparison of bytes.
     unchecked: bool,
 }
 
 impl<'a> Check<'a> {
-    /// `expected` is ascending.
+    /// Creates a check for the ascending ids `expected`.
     fn new(pool: &'a Pool, stats: &'a Stats, expected: Vec<i64>) -> Self {
         let missing = expected.len();
         Self { pool, stats, seen: vec![false; missing], expected, missing, unchecked: false }
     }
 
-    /// The reported ids, ascending as a bitmap gives them.
+    /// Compares the reported ids, which a bitmap yields in ascending order.
     fn compare_ids(&self, reported: impl Iterator<Item = u64>) -> anyhow::Result<()> {
         let expected = self.expected.iter().map(|id| id.cast_unsigned());
-        ensure!(reported.eq(expected), "the reported block ids differ from those that were written");
+        ensure!(reported.eq(expected), "the reported block ids differ from the written ones");
         Ok(())
     }
 
@@ -143,7 +145,7 @@ impl<'a> Check<'a> {
         self.expected.binary_search(&id).is_ok_and(|index| self.seen[index])
     }
 
-    /// Checks blocks; returns how many are new.
+    /// Checks blocks. Returns how many are new.
     fn take(&mut self, blocks: &[Block]) -> anyhow::Result<u64> {
         let mut new = 0;
         for block in blocks {
@@ -176,7 +178,7 @@ impl<'a> Check<'a> {
         ensure!(meta.uncompressed_length == written.length, "block {id}: uncompressed length differs");
         ensure!(meta.crc == self.pool.crc(written), "block {id}: checksum differs");
         let task = id & ((1 << crate::plan::LAYOUT.task_bits) - 1);
-        ensure!(meta.task_attempt_id.0 == task, "block {id}: task {} is not its own", meta.task_attempt_id);
+        ensure!(meta.task_attempt_id.0 == task, "block {id}: task attempt {} is wrong", meta.task_attempt_id);
         let expected = self.pool.view(written);
         ensure!(block.data.len() == expected.len(), "block {id} has {} bytes", block.data.len());
         if !self.unchecked && block.data != expected {

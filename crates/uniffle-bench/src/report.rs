@@ -1,4 +1,4 @@
-//! What a command found out, as data, and as text for people. The page with plots is in [`super::html`].
+//! Results of a command as data and as text. The page with plots is in [`super::html`].
 
 use std::io::Write as _;
 use std::path::Path;
@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::process::Usage;
 use crate::stats::Latency;
 
-/// 10^9 bytes, as in all our figures.
+/// 10^9 bytes, as in all figures.
 pub(crate) const GB: f64 = 1e9;
 
 /// All results of one command.
@@ -18,7 +18,7 @@ pub(crate) const GB: f64 = 1e9;
 pub(crate) struct Report {
     /// The command line.
     pub(crate) command: String,
-    /// Runs in the order in which they were made.
+    /// Runs in chronological order.
     pub(crate) runs: Vec<RunReport>,
     pub(crate) floor: Vec<FloorLine>,
     pub(crate) comparison: Vec<Comparison>,
@@ -48,11 +48,12 @@ pub(crate) struct PhaseReport {
     pub(crate) no_buffer_waits: u64,
     pub(crate) no_buffer_wait_seconds: f64,
     pub(crate) client_cpu_seconds: f64,
-    /// Calls that were made.
+    /// Number of calls.
     pub(crate) requests: u64,
-    /// Of the server, until it was quiet again, if they were counted.
+    /// System calls of the server until it was idle again, if counted.
     pub(crate) system_calls: Option<u64>,
-    /// What the server used until it was quiet again, so that a flush belongs to the write that caused it.
+    /// Resources that the server used until it was idle again, so that a flush counts for the write
+    /// that caused it.
     pub(crate) server: Option<ServerUse>,
     pub(crate) latencies: Vec<Latency>,
 }
@@ -71,7 +72,7 @@ impl PhaseReport {
         self.system_calls.filter(|_| is_known).map(|count| self.per_gb(count))
     }
 
-    /// How many requests a core of the server can answer in a second.
+    /// Returns how many requests one core of the server answers per second.
     fn requests_per_core_second(&self) -> Option<f64> {
         let used = self.server.as_ref()?.cpu_seconds;
         (used > 0.0).then(|| self.requests as f64 / used)
@@ -88,11 +89,11 @@ impl PhaseReport {
     }
 }
 
-/// What the server used in a phase.
+/// Resources that the server used in a phase.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(crate) struct ServerUse {
     pub(crate) cpu_seconds: f64,
-    /// Largest since the process began.
+    /// Peak since the process began.
     pub(crate) peak_rss_bytes: u64,
     pub(crate) rss_bytes: u64,
     pub(crate) threads: u64,
@@ -113,7 +114,7 @@ impl ServerUse {
     }
 }
 
-/// A look at a run under way.
+/// A sample of a running phase.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(crate) struct Sample {
     pub(crate) seconds: f64,
@@ -122,17 +123,17 @@ pub(crate) struct Sample {
     pub(crate) server_rss_bytes: u64,
 }
 
-/// One bare limit of the machine.
+/// One limit of the bare machine.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct FloorLine {
     pub(crate) name: String,
     pub(crate) gb_per_second: f64,
-    /// Of the side that a server would be.
+    /// CPU time of the side that a server would take.
     pub(crate) server_cpu_per_gb: f64,
     pub(crate) client_cpu_per_gb: f64,
 }
 
-/// Medians of A and B.
+/// Medians of one figure for A and B.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Comparison {
     pub(crate) what: String,
@@ -142,22 +143,22 @@ pub(crate) struct Comparison {
     pub(crate) more_is_better: bool,
 }
 
-/// A layout on a simulated rotating disk.
+/// Result of a layout on a simulated rotating disk.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct HddLine {
     pub(crate) layout: String,
     pub(crate) partitions: u32,
     pub(crate) write_seconds_per_gb: f64,
-    /// Of copying small extents together; 0 where that was not done.
+    /// Time to merge small extents; 0 if that was not done.
     pub(crate) rewrite_seconds_per_gb: f64,
     pub(crate) read_seconds_per_gb: f64,
-    /// Seeks of reading a partition.
+    /// Number of seeks to read a partition.
     pub(crate) seeks_per_partition: f64,
     pub(crate) files: u64,
 }
 
 impl Report {
-    /// For people.
+    /// Formats the report as text.
     pub(crate) fn text(&self) -> String {
         let mut text = String::new();
         for run in &self.runs {
@@ -268,13 +269,13 @@ fn phase_text(phase: &PhaseReport) -> String {
     text
 }
 
-/// Writes to stdout; a reader that went away is no failure.
+/// Writes to stdout. A closed pipe is not an error.
 pub(crate) fn print(text: &str) {
     let mut stdout = std::io::stdout().lock();
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
 
-/// The middle of `values`, or of the two in the middle their mean.
+/// Returns the median of `values`, or the mean of the two middle values.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);

@@ -1,6 +1,7 @@
-//! One run against one server: connect, phases, figures. `write`, `read` and `mixed` are made of this.
+//! One run against one server: connection, phases, figures. `write`, `read` and `mixed` consist of
+//! these.
 //!
-//! Invariant: a run that returns `Ok` has checked all it was asked to check; the first error ends it.
+//! Invariant: a run that returns `Ok` has made all requested checks. The first error ends it.
 
 use std::net::SocketAddr;
 use std::process::{Command, Stdio};
@@ -26,13 +27,13 @@ use crate::shape::Shape;
 use crate::stats::{Stats, add, get};
 use crate::write::{self, Ledger, WriteOptions, WritePhase};
 
-/// Distance of two samples.
+/// Interval between two samples.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
-/// Samples between two heartbeats of the application: 10 s, as clients do.
+/// Number of samples between two heartbeats of the application: 10 s, as in clients.
 const SAMPLES_PER_HEARTBEAT: u32 = 40;
-/// A server is quiet when it uses less than this share of a core.
+/// A server is idle if it uses less than this share of a core.
 const QUIET_SHARE: f64 = 0.05;
-/// How long the end of the application may take.
+/// Time limit to unregister the application.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connected cluster of clients.
@@ -44,13 +45,13 @@ pub(crate) struct Cluster {
     probe: Probe,
     begin: Instant,
     report: RunReport,
-    /// The readers of TCP connections.
+    /// Tasks that read from TCP connections.
     _tasks: JoinSet<()>,
     server: Option<Server>,
 }
 
 impl Cluster {
-    /// Starts the server if asked to, and connects.
+    /// Starts the server if requested, and connects.
     async fn connect(name: &str, args: &RunArgs) -> anyhow::Result<Self> {
         let mut load = args.load.clone();
         let shape = load.shape.as_deref().map(Shape::load).transpose()?;
@@ -84,7 +85,7 @@ impl Cluster {
         Ok(Self { load, plan, app, sessions, probe, begin, report, _tasks: tasks, server })
     }
 
-    /// The rate of the phase that ended last.
+    /// Returns the rate of the last phase.
     pub(crate) fn last_bytes_per_second(&self) -> u64 {
         let rate = self.report.phases.last().map_or(0.0, |phase| phase.gb_per_second() * GB);
         format!("{rate:.0}").parse().unwrap_or(0)
@@ -94,7 +95,7 @@ impl Cluster {
         &mut self.load
     }
 
-    /// Registers a shuffle and starts its ledger.
+    /// Registers a shuffle and creates its ledger.
     pub(crate) async fn shuffle(&self, number: u32) -> anyhow::Result<Shuffle> {
         let key = ShuffleKey::new(self.app.clone(), ShuffleId(i32::try_from(number)?));
         let stats = Stats::default();
@@ -109,7 +110,7 @@ impl Cluster {
         self.sessions[0].unregister(&Stats::default(), &shuffle.key).await
     }
 
-    /// The pause that was asked for, between two rounds.
+    /// Pauses between two rounds, if requested.
     async fn rest_before(&self, round: u32) {
         if round > 0 {
             sleep(self.load.rest).await;
@@ -162,7 +163,7 @@ impl Cluster {
         }))
     }
 
-    /// Writes a shuffle whole.
+    /// Writes a whole shuffle.
     pub(crate) async fn write(&mut self, name: &str, shuffle: &Shuffle) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let phase = self.writers(shuffle, &stats);
@@ -170,7 +171,8 @@ impl Cluster {
         self.phase(name, expected, &stats, write::run(phase)).await
     }
 
-    /// Runs the command that was asked for after a shuffle was written, such as one that moves it elsewhere.
+    /// Runs the command between writing and reading, such as one that migrates the shuffle, if
+    /// requested.
     async fn between(&mut self) -> anyhow::Result<()> {
         let Some(command) = self.load.between.clone() else { return Ok(()) };
         let (stats, bytes) = (Arc::new(Stats::default()), self.load.bytes.as_u64());
@@ -195,7 +197,7 @@ impl Cluster {
         self.check_tier(&stats)
     }
 
-    /// Writes one shuffle while another one is read.
+    /// Writes one shuffle while another is read.
     pub(crate) async fn both(&mut self, name: &str, write: &Shuffle, read: &Shuffle) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
         let (writers, readers) = (self.writers(write, &stats), self.readers(read, &stats)?);
@@ -226,7 +228,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Runs `work`, watches it, and notes what it took.
+    /// Runs `work` as a phase, takes samples, and records its figures.
     async fn phase(
         &mut self,
         name: &str,
@@ -286,7 +288,7 @@ impl Cluster {
         self.report.samples.push(sample);
     }
 
-    /// What the server has used, once it does nothing any more or has had its time.
+    /// Returns the server's usage once it is idle, or after the time limit.
     pub(crate) async fn quiet_usage(&self) -> Option<Usage> {
         let deadline = Instant::now() + self.load.settle;
         let mut last = self.probe.usage()?;
@@ -304,10 +306,10 @@ impl Cluster {
         }
     }
 
-    /// Ends the application and gives the report; a server that was started is stopped.
+    /// Unregisters the application, stops a started server, and returns the report.
     async fn finish(self) -> RunReport {
         if !self.load.keep {
-            // A server that is gone, or hangs, has been told of.
+            // Errors are ignored: a failed server has already been reported.
             let _ = timeout(GOODBYE_TIMEOUT, self.sessions[0].unregister_app(self.app.as_str())).await;
         }
         if let Some(server) = self.server {
@@ -317,7 +319,7 @@ impl Cluster {
     }
 }
 
-/// A registered shuffle and what it must give back.
+/// A registered shuffle and the blocks that it must return.
 pub(crate) struct Shuffle {
     key: ShuffleKey,
     ledger: Arc<Ledger>,
@@ -344,8 +346,8 @@ fn figures(name: &str, stats: &Stats, took: Duration) -> PhaseReport {
     }
 }
 
-/// Connects, does `work`, and ends the application however that went: a failed run leaves nothing to a server that is
-/// still there.
+/// Connects and runs `work`. Unregisters the application in any case, so that a failed run leaves
+/// nothing on the server.
 pub(crate) async fn with_cluster(
     name: &str,
     args: &RunArgs,
@@ -357,10 +359,10 @@ pub(crate) async fn with_cluster(
     result.map(|()| report)
 }
 
-/// `write`: all rounds.
+/// Runs all rounds of `write`.
 pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
     let mut args = args.clone();
-    // No memory is needed for answers.
+    // Responses need no memory.
     args.load.reads = 0.0;
     with_cluster(name, &args, async |cluster| {
         for round in 0..args.load.rounds {
@@ -374,7 +376,7 @@ pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<Run
     .await
 }
 
-/// `read`: all rounds.
+/// Runs all rounds of `read`.
 pub(crate) async fn write_and_read(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
     with_cluster(name, args, async |cluster| {
         for round in 0..args.load.rounds {
@@ -390,7 +392,8 @@ pub(crate) async fn write_and_read(name: &str, args: &RunArgs) -> anyhow::Result
     .await
 }
 
-/// `mixed`: the first shuffle is written, then each one while the one before is read, and the last is read.
+/// Runs `mixed`: writes the first shuffle, then writes each next one while the previous is read,
+/// and reads the last.
 pub(crate) async fn mixed(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
     with_cluster(name, args, async |cluster| {
         let mut last = cluster.shuffle(0).await?;

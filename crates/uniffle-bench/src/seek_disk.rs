@@ -1,10 +1,10 @@
-//! A disk in memory that says how long a rotating one would have taken.
+//! An in-memory disk that computes the time that a rotating disk would have taken.
 //!
-//! The model: one head. An access that does not go on where the last one ended costs a seek and half a turn; bytes
-//! cost their transfer. Every write is put behind the last one on the platter, as a file system with delayed
-//! allocation does at best, so that a write costs a seek only when it is for another file than the last one (inode,
-//! allocation), and a read when its bytes do not lie behind the last access. Creating a file costs a seek (directory
-//! and inode). Opening and deleting are free. No time passes: the seconds are only added up.
+//! The model has one head. A non-sequential access costs a seek and half a rotation; bytes cost
+//! their transfer time. Every write is appended to the platter, the best case of delayed
+//! allocation, so a write only costs a seek if its file changes (inode, allocation). A read costs a
+//! seek if its bytes do not follow the last access. Creating a file costs a seek. Opening and
+//! deleting are free. No time passes: the seconds are only added up.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,12 +16,12 @@ use parking_lot::Mutex;
 use uniffle_io::{BoxFuture, Disk, File, ReadTarget, WriteOpen};
 use uniffle_testkit::memory_disk::MemoryDisk;
 
-/// Seek and half a turn of a disk with 7,200 turns per minute.
+/// Seek and half a rotation of a disk with 7,200 rotations per minute.
 const SEEK_SECONDS: f64 = 0.0085 + 0.0042;
-/// The field's report has disks of 150 MB/s.
+/// The disks of Uniffle's field report have 150 MB/s.
 const BYTES_PER_SECOND: f64 = 150e6;
 
-/// What the head has done.
+/// Accumulated work of the head.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Work {
     pub(crate) seconds: f64,
@@ -32,12 +32,12 @@ pub(crate) struct Work {
 #[derive(Debug, Default)]
 struct Platter {
     work: Work,
-    /// Where the next write goes.
+    /// Position of the next write.
     end: u64,
-    /// Where the last access ended, and the file of the last write.
+    /// End of the last access. `last_written` is the file of the last write.
     head: u64,
     last_written: Option<PathBuf>,
-    /// (offset in the file, place on the platter, bytes) in the order of writing.
+    /// (offset in the file, position on the platter, bytes) in the order of writing.
     fragments: HashMap<PathBuf, Vec<(u64, u64, u64)>>,
 }
 
@@ -96,7 +96,7 @@ impl SeekDisk {
         Self { disk: MemoryDisk::new("/seek", None), platter: Arc::default() }
     }
 
-    /// What was done since the last call; the number of files is of all time.
+    /// Returns the work since the last call. The number of files is the total.
     pub(crate) fn take_work(&self) -> Work {
         let mut platter = self.platter.lock();
         let work = platter.work;

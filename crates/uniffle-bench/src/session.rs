@@ -1,7 +1,7 @@
-//! The calls of a client's life over one connection (two with raw TCP), timed and counted.
+//! The calls of a client over one connection (two with raw TCP), timed and counted.
 //!
-//! NO_BUFFER is waited for and failed sends are tried again with a new ticket, as the Java client does; everything else
-//! ends the run. Not here: who calls when ([`super::write`], [`super::read`]).
+//! NO_BUFFER is retried, and failed sends are retried with a new ticket, as in the Java client. Any
+//! other failure ends the run. The order of the calls is in [`super::write`] and [`super::read`].
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,10 +24,10 @@ use crate::plan::{LAYOUT, Message};
 use crate::stats::{Rpc, Stats, add};
 use crate::tcp_connection::{Answer, TcpConnection};
 
-/// Sends of one message, each with a ticket of its own (`rss.client.rpc.maxAttempts`).
+/// Attempts to send one message, each with a new ticket (`rss.client.rpc.maxAttempts`).
 const SEND_ATTEMPTS: u32 = 3;
 
-/// How bytes travel.
+/// Transport of block data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Transport {
@@ -39,12 +39,12 @@ pub(crate) enum Transport {
     Contiguous,
 }
 
-/// How long to wait after NO_BUFFER: `first` · 2^n and a random part of `first`, at most `longest`.
+/// Pauses after NO_BUFFER: `first` · 2^n plus a random part of `first`, at most `longest`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Backoff {
     pub(crate) first: Duration,
     pub(crate) longest: Duration,
-    /// Refusals after which the run ends.
+    /// Number of refusals after which the run ends.
     pub(crate) attempts: u32,
 }
 
@@ -55,13 +55,13 @@ impl Backoff {
     }
 }
 
-/// Where the server is.
+/// Address of the server, and how to call it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Target {
     pub(crate) grpc: SocketAddr,
     pub(crate) tcp: Option<SocketAddr>,
     pub(crate) transport: Transport,
-    /// Deadline of each call, and of a connect.
+    /// Deadline of each call and of each connection attempt.
     pub(crate) rpc_timeout: Duration,
     pub(crate) backoff: Backoff,
 }
@@ -74,7 +74,7 @@ pub(crate) struct Session {
     pool: Arc<Pool>,
 }
 
-/// What the server thought of a call.
+/// Result of a call by its status.
 enum Verdict {
     Success,
     NoBuffer,
@@ -105,7 +105,7 @@ impl Session {
         partitions: u32,
         local_order: bool,
     ) -> anyhow::Result<()> {
-        // Spark registers each partition as a range of its own.
+        // Spark registers each partition as a separate range.
         let range = |p: u32| proto::ShufflePartitionRange { start: p.cast_signed(), end: p.cast_signed() };
         let request = proto::ShuffleRegisterRequest {
             app_id: key.app.as_str().to_owned(),
@@ -120,7 +120,8 @@ impl Session {
         success("registerShuffle", answer.status, &answer.ret_msg)
     }
 
-    /// Ticket and send, as often as it takes; `due` is when the message should have gone out.
+    /// Requires a ticket and sends, with retries. `due` is the time at which the message should
+    /// have been sent.
     pub(crate) async fn push(
         &self,
         stats: &Stats,
@@ -218,7 +219,7 @@ impl Session {
         success("reportShuffleResult", answer.status, &answer.ret_msg)
     }
 
-    /// The ids reported for a partition.
+    /// Returns the ids reported for a partition.
     pub(crate) async fn results(
         &self,
         stats: &Stats,
@@ -242,7 +243,7 @@ impl Session {
         Ok(read::decode_bitmap(&answer.serialized_bitmap)?)
     }
 
-    /// Blocks in memory after `after`, and the server's word that there are no more.
+    /// Returns the blocks in memory after `after`, and the server's end flag.
     pub(crate) async fn memory(
         &self,
         stats: &Stats,
@@ -278,7 +279,7 @@ impl Session {
         .await
     }
 
-    /// The blocks on disk and how many bytes of them are readable.
+    /// Returns the blocks on disk and the number of readable bytes.
     pub(crate) async fn index(
         &self,
         stats: &Stats,
@@ -319,7 +320,7 @@ impl Session {
         .await
     }
 
-    /// Exactly `length` bytes of a partition's data on disk.
+    /// Reads exactly `length` bytes of a partition's data on disk.
     pub(crate) async fn data(
         &self,
         stats: &Stats,
@@ -371,21 +372,22 @@ impl Session {
         success("unregisterShuffle", answer.status, &answer.ret_msg)
     }
 
-    /// The end of an application. Servers before 0.9 do not know this call, which clients only log.
+    /// Unregisters the application. Errors are ignored, because servers before 0.9 do not know this
+    /// call.
     pub(crate) async fn unregister_app(&self, app_id: &str) {
         let request = proto::ShuffleUnregisterByAppIdRequest { app_id: app_id.to_owned() };
         let call = self.grpc.small("/rss.common.ShuffleServer/unregisterShuffleByAppId", &request);
         let _: Result<proto::ShuffleUnregisterByAppIdResponse, _> = call.await;
     }
 
-    /// Keeps the application alive; what the server thinks of it is only logged by clients.
+    /// Sends a heartbeat. Errors are ignored, as clients only log them.
     pub(crate) async fn heartbeat(&self, app_id: &str) {
         let request = proto::AppHeartBeatRequest { app_id: app_id.to_owned() };
         let call = self.grpc.small("/rss.common.ShuffleServer/appHeartbeat", &request);
         let _: Result<proto::AppHeartBeatResponse, _> = call.await;
     }
 
-    /// Calls again while the answer is NO_BUFFER (`None`).
+    /// Repeats the call while the response is NO_BUFFER (`None`).
     async fn patiently<T, F>(&self, stats: &Stats, mut call: impl FnMut() -> F) -> anyhow::Result<T>
     where
         F: Future<Output = anyhow::Result<Option<T>>>,
@@ -440,17 +442,17 @@ fn granted<T>(
     }
 }
 
-/// Status and text of an answer of one of `kinds`.
+/// Reads status and text of a response, which must be one of `kinds`.
 fn prefix(rpc: &str, answer: &mut Answer, kinds: &[u8]) -> anyhow::Result<(i32, String)> {
-    ensure!(kinds.contains(&answer.kind), "{rpc}: an answer of type {}", answer.kind);
+    ensure!(kinds.contains(&answer.kind), "{rpc}: unexpected response type {}", answer.kind);
     let status = answer.message.try_get_i32().context("status")?;
     let length = usize::try_from(answer.message.try_get_i32().context("retMsg")?).unwrap_or(0);
-    ensure!(length <= answer.message.len(), "{rpc}: retMsg is longer than the answer");
+    ensure!(length <= answer.message.len(), "{rpc}: retMsg is longer than the response");
     let text = answer.message.split_to(length);
     Ok((status, String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// A read request of type `kind`, whose own fields are written by `rest` after the common ones.
+/// Sends a read request of type `kind`. `rest` writes its own fields after the common ones.
 async fn request_over_tcp(
     tcp: &TcpConnection,
     kind: u8,
@@ -468,7 +470,7 @@ async fn request_over_tcp(
     frame.put_slice(key.app.as_str().as_bytes());
     frame.put_i32(key.shuffle.0);
     frame.put_i32(partition.0);
-    // 6 goes on with its cursor; 4 and 5 with partitionNumPerRange and partitionNum.
+    // Type 6 continues with its cursor, types 4 and 5 with partitionNumPerRange and partitionNum.
     if kind != 6 {
         frame.put_i32(1);
         frame.put_i32(partition.0.saturating_add(1));

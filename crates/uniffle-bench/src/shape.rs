@@ -1,5 +1,5 @@
-//! The shape of a real client's session: how long its blocks are, how many go into a send and where to, how many sends
-//! are under way at once. The load generator then makes as much work of this shape as is asked for.
+//! The shape of a recorded client session: block lengths, size and targets of sends, and
+//! concurrency. The load generator produces any amount of work of this shape.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -12,27 +12,27 @@ use crate::content::Sizes;
 use crate::options::LoadArgs;
 use crate::plan::MessageShape;
 
-/// Lengths kept of all that were seen: evenly many of the shortest, the middle and the longest.
+/// Number of block lengths that are kept, spread evenly over all lengths.
 const QUANTILES: usize = 32;
 
-/// What a session looks like.
+/// Shape of a session.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Shape {
     pub(crate) blocks: Sizes,
     /// Every send of the session.
     pub(crate) messages: Vec<MessageShape>,
-    /// Payload of each partition; several shuffles lie one upon the other.
+    /// Payload of each partition, added up over all shuffles.
     pub(crate) partition_bytes: Vec<u64>,
-    /// Sends under way at once, at most.
+    /// Most concurrent sends.
     pub(crate) writers: u32,
-    /// Connections that carried them.
+    /// Number of connections that carried the sends.
     pub(crate) connections: u32,
-    /// Task attempts that sent.
+    /// Number of task attempts that sent.
     pub(crate) tasks: u32,
 }
 
 impl Shape {
-    /// The shape of a recording.
+    /// Loads the shape of a recording.
     pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
         let told = || format!("--shape {}", path.display());
         let file = std::fs::read(path).with_context(told)?;
@@ -40,7 +40,7 @@ impl Shape {
         Self::of(&session).with_context(told)
     }
 
-    /// Says so in the options of a run.
+    /// Applies the shape to the options of a run.
     pub(crate) fn put_into(&self, load: &mut LoadArgs) {
         load.blocks = self.blocks.clone();
         load.partitions = u32::try_from(self.partition_bytes.len()).unwrap_or(u32::MAX);
@@ -85,7 +85,7 @@ impl Shape {
     }
 }
 
-/// As many of the shortest as of the longest, and never more than [`QUANTILES`].
+/// Returns up to [`QUANTILES`] lengths, spread evenly over all lengths.
 fn quantiles(mut lengths: Vec<u32>) -> Vec<u32> {
     lengths.sort_unstable();
     lengths.retain(|&length| length > 0);
@@ -93,7 +93,7 @@ fn quantiles(mut lengths: Vec<u32>) -> Vec<u32> {
     (0..kept).map(|n| lengths[(2 * n + 1) * lengths.len() / (2 * kept)]).collect()
 }
 
-/// Most exchanges that were under way at one time.
+/// Returns the largest number of concurrent exchanges.
 fn at_once(spans: &[&Exchange]) -> u32 {
     let overlaps =
         |span: &Exchange, at: u64| span.began_us <= at && at < span.ended_us.max(span.began_us + 1);

@@ -1,7 +1,7 @@
-//! What a run counts: latencies by call, bytes, refusals.
+//! Counters of a phase: latencies by call, bytes, refusals.
 //!
-//! Shared by all writers and readers of a phase; each phase has its own. Not here: the server's figures
-//! ([`super::process`]) and how all this is shown ([`super::report`]).
+//! Shared by all writers and readers of a phase. The server's figures are in [`super::process`],
+//! their output is in [`super::report`].
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,20 +10,20 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// What is timed.
+/// Timed operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) enum Rpc {
     RegisterShuffle,
     RequireBuffer,
     SendShuffleData,
-    /// The whole of a message: from when it was due, over waits and refusals, to the answer.
+    /// A whole message: from its due time, over waits and refusals, to the response.
     Push,
     ReportShuffleResult,
     GetShuffleResult,
     GetMemoryShuffleData,
     GetLocalShuffleIndex,
     GetLocalShuffleData,
-    /// The whole of a partition.
+    /// A whole partition.
     ReadPartition,
     UnregisterShuffle,
 }
@@ -43,13 +43,13 @@ impl Rpc {
         Self::UnregisterShuffle,
     ];
 
-    /// Whether it is one call, and not what several are made for.
+    /// Returns true for a single call, false for an operation of several calls.
     fn is_request(self) -> bool {
         !matches!(self, Self::Push | Self::ReadPartition)
     }
 }
 
-/// Microseconds at most in a histogram: ten minutes.
+/// Largest latency in a histogram, in microseconds: ten minutes.
 const LATENCY_US_MAX: u64 = 600_000_000;
 
 /// The counters of a phase.
@@ -102,13 +102,13 @@ impl Stats {
         get(&self.written_bytes) + get(&self.read_bytes)
     }
 
-    /// Calls of every kind.
+    /// Returns the number of calls of every kind.
     pub(crate) fn requests(&self) -> u64 {
         let counted = Rpc::ALL.iter().zip(&self.latencies).filter(|(rpc, _)| rpc.is_request());
         counted.map(|(_, histogram)| histogram.lock().len()).sum()
     }
 
-    /// The latencies of every call that was made.
+    /// Returns the latencies of all operations that occurred.
     pub(crate) fn latencies(&self) -> Vec<Latency> {
         let made = Rpc::ALL.iter().zip(&self.latencies).map(|(&rpc, h)| Latency::of(rpc, &h.lock()));
         made.filter(|latency| latency.count > 0).collect()
@@ -132,7 +132,7 @@ pub(crate) struct Latency {
     pub(crate) p99_ms: f64,
     pub(crate) p999_ms: f64,
     pub(crate) max_ms: f64,
-    /// (share of calls, latency) for a plot.
+    /// (quantile, latency) for a plot.
     pub(crate) curve: Vec<(f64, f64)>,
 }
 

@@ -1,7 +1,7 @@
-//! One raw TCP ("Netty") connection: frames out, answers matched by request id, as the Java client does it.
+//! One raw TCP ("Netty") connection. Responses are matched by request id, as in the Java client.
 //!
-//! Several tasks share it; frames go out whole, one after another. Not here: what the frames say
-//! ([`super::message`], [`super::session`]).
+//! Several tasks share it, and frames are written whole, one after another. The content of the
+//! frames is in [`super::message`] and [`super::session`].
 
 use std::collections::HashMap;
 use std::io::IoSlice;
@@ -22,21 +22,21 @@ use tokio::time::timeout;
 
 use crate::message::Pieces;
 
-/// Largest answer taken.
+/// Largest accepted response.
 const FRAME_BYTES_MAX: usize = 1 << 30;
-/// Pieces in one `writev`.
+/// Most pieces in one `writev`.
 const PIECES_MAX: usize = 256;
 
-/// An answer.
+/// A response.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) kind: u8,
-    /// After the request id.
+    /// Message after the request id.
     pub(crate) message: Bytes,
     pub(crate) body: Bytes,
 }
 
-/// Who waits for which answer; `None` once the connection is broken.
+/// Pending calls by request id. `None` once the connection is broken.
 type Waiting = Arc<Mutex<Option<HashMap<i64, oneshot::Sender<Answer>>>>>;
 
 /// A connection.
@@ -71,7 +71,7 @@ impl TcpConnection {
         let waiting: Waiting = Arc::new(Mutex::new(Some(HashMap::new())));
         let answers = waiting.clone();
         let reader = tasks.spawn(async move {
-            // A caller that waits learns of a broken connection by its sender going away.
+            // Dropping the senders notifies waiting callers of a broken connection.
             let _ = receive(read, &answers).await;
             *answers.lock() = None;
         });
@@ -83,7 +83,7 @@ impl TcpConnection {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Sends a whole frame that carries `id` and waits for its answer.
+    /// Sends a whole frame that carries `id`, and waits for its response.
     pub(crate) async fn call(&self, id: i64, frame: Pieces) -> anyhow::Result<Answer> {
         let lost = || anyhow!("{} closed the connection or does not speak this protocol", self.address);
         let (sender, answer) = oneshot::channel();
@@ -124,13 +124,13 @@ async fn receive(mut stream: OwnedReadHalf, waiting: &Waiting) -> anyhow::Result
         let mut frame = BytesMut::with_capacity(message + body);
         while frame.len() < message + body {
             let missing = (message + body - frame.len()) as u64;
-            ensure!((&mut stream).take(missing).read_buf(&mut frame).await? > 0, "the answer breaks off");
+            ensure!((&mut stream).take(missing).read_buf(&mut frame).await? > 0, "the response is truncated");
         }
         let mut message = frame.split_to(message).freeze();
         let id = message.get_i64();
         let receiver = waiting.lock().as_mut().and_then(|waiting| waiting.remove(&id));
         if let Some(receiver) = receiver {
-            // A caller that timed out is gone.
+            // The caller may have timed out.
             let _ = receiver.send(Answer { kind, message, body: frame.freeze() });
         }
     }

@@ -1,7 +1,8 @@
-//! Writers: each takes a task, sends its messages, reports its blocks, and takes the next one.
+//! Writers: each takes a task, sends its messages, reports its blocks, and takes the next task.
 //!
-//! Closed loop by default (a message goes out when the one before was answered), paced with a rate: then each message
-//! has a due time, and latencies count from there. Invariant: the ledger holds exactly the blocks that were reported.
+//! The loop is closed by default: a message is sent after the response to the previous one. With a
+//! rate, each message has a due time, from which latencies count. Invariant: the ledger holds
+//! exactly the blocks of tasks that report.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::plan::{Message, Plan};
 use crate::session::Session;
 use crate::stats::Stats;
 
-/// The ids that a shuffle must give back, by partition.
+/// The ids that a shuffle must return, by partition.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     partitions: Vec<Mutex<Vec<i64>>>,
@@ -34,7 +35,7 @@ impl Ledger {
         }
     }
 
-    /// The ids of a partition, ascending.
+    /// Returns the ids of a partition in ascending order.
     pub(crate) fn sorted(&self, partition: PartitionId) -> Vec<i64> {
         let mut ids = self.partitions[index(partition)].lock().clone();
         ids.sort_unstable();
@@ -46,22 +47,22 @@ fn index(partition: PartitionId) -> usize {
     usize::try_from(partition.0).expect("planned partitions are not negative")
 }
 
-/// How much to write, and how.
+/// Amount and pace of the writes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WriteOptions {
     pub(crate) writers: u32,
     pub(crate) tasks: u32,
-    /// Payload in all; duplicates not counted.
+    /// Total payload, without duplicates.
     pub(crate) total_bytes: u64,
-    /// Writing ends then, whatever was written.
+    /// Time at which writing ends, whatever was written.
     pub(crate) until: Option<Instant>,
-    /// Times each message is sent, with the same ids.
+    /// Number of times that each message is sent, with the same ids.
     pub(crate) replicas: u32,
-    /// Payload bytes per second, in all.
+    /// Total payload bytes per second.
     pub(crate) rate: Option<f64>,
 }
 
-/// What all writers of a phase share.
+/// State that all writers of a phase share.
 pub(crate) struct WritePhase {
     pub(crate) options: WriteOptions,
     pub(crate) plan: Plan,
@@ -70,12 +71,12 @@ pub(crate) struct WritePhase {
     pub(crate) stats: Arc<Stats>,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) next_task: AtomicU32,
-    /// Bytes given out by the pace so far.
+    /// Bytes scheduled by the pace so far.
     pub(crate) paced_bytes: AtomicU64,
     pub(crate) begin: Instant,
 }
 
-/// Runs all writers to their end, or to the first error.
+/// Runs all writers until they are done or the first error occurs.
 pub(crate) async fn run(phase: Arc<WritePhase>) -> anyhow::Result<()> {
     let mut writers = JoinSet::new();
     for writer in 0..phase.options.writers {
@@ -124,13 +125,13 @@ async fn run_task(phase: &WritePhase, session: &Session, task: u32) -> anyhow::R
     session.report(&phase.stats, &phase.key, id, blocks.into_iter()).await
 }
 
-/// What task number `task` of `tasks` writes of `total`: all shares together are `total`.
+/// Returns the share of task number `task` of `tasks` in `total`. All shares add up to `total`.
 fn share(total: u64, tasks: u32, task: u32) -> u64 {
     let tasks = u64::from(tasks);
     total / tasks + u64::from(u64::from(task) < total % tasks)
 }
 
-/// Waits for the turn of `message`; returns when it was due.
+/// Waits for the due time of `message`, and returns it.
 async fn pace(phase: &WritePhase, message: &Message) -> Instant {
     let Some(rate) = phase.options.rate else { return Instant::now() };
     let before = phase.paced_bytes.fetch_add(message.payload_bytes, Ordering::Relaxed);

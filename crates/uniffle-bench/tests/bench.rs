@@ -1,7 +1,8 @@
-//! `uniffle-bench`, each sub-command small, against a worker process; and what it says when something is wrong.
+//! Runs each sub-command of `uniffle-bench` at a small scale against a worker process, and checks
+//! its errors.
 //!
-//! The figures are of no interest here, only that they are there, that every byte was compared, and that a failure is
-//! one line and a non-zero exit.
+//! The figures only need to exist. Every byte is compared, and a failure is one line and a non-zero
+//! exit code.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
@@ -16,7 +17,7 @@ use socket2::{Domain, Socket, Type};
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// A worker that holds 64 MB, so that 100 MB go to disk in part.
+/// A worker with 64 MB of memory, so that part of 100 MB goes to disk.
 fn worker(name: &'static str) -> Worker {
     Worker::start(&Setup { name, capacity: "64MB", ..Setup::default() })
 }
@@ -31,7 +32,7 @@ fn bench(line: &[&str]) -> Output {
     command(line).output().expect("the bench was built with this test")
 }
 
-/// Runs with `--json`, and returns what it says there.
+/// Runs with `--json` and returns the report.
 fn figures(line: &[&str]) -> Value {
     let file = tempfile::NamedTempFile::new().expect("a temp file");
     let path = file.path().to_str().expect("temp dirs are text");
@@ -42,7 +43,7 @@ fn figures(line: &[&str]) -> Value {
     serde_json::from_slice(&std::fs::read(path).expect("it was written")).expect("it is JSON")
 }
 
-/// It must fail with exit code 1 and one line with `expected` in it.
+/// Checks for exit code 1 and a single line that contains `expected`.
 fn fails_with(output: &Output, expected: &str) {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
@@ -52,7 +53,7 @@ fn fails_with(output: &Output, expected: &str) {
     assert!(!stderr.contains("panicked"), "{stderr}");
 }
 
-/// Sum of a counter over all phases of all runs.
+/// Returns the sum of a counter over all phases of all runs.
 fn sum(report: &Value, counter: &str) -> u64 {
     let runs = report["runs"].as_array().expect("runs");
     let phases = runs.iter().flat_map(|run| run["phases"].as_array().expect("phases"));
@@ -141,13 +142,13 @@ fn the_page_and_the_floors_are_made() {
     assert!(text.starts_with("<!doctype html>") && text.contains("<svg"));
     let report = figures(&["hdd", "--bytes", "8MiB", "--partitions", "20,200"]);
     assert!(report["hdd"].as_array().is_some_and(|lines| lines.len() == 6));
-    fails_with(&bench(&["floor", "--dir", &path("missing")]), "is no directory");
+    fails_with(&bench(&["floor", "--dir", &path("missing")]), "is not a directory");
     fails_with(&bench(&["write", "--html", "/nowhere/page.html"]), "cannot write");
 }
 
 #[test]
 fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
-    // Bound, so that no other process gets it, but without a listener.
+    // Bound, so that no other process uses the port, but without a listener.
     let closed = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
     closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
     let closed_port =
@@ -169,7 +170,7 @@ fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
     let port = closed_port.to_string();
     fails_with(&bench(&["write", "--port", &port, "--server-cmd", "false"]), "before it opened");
     fails_with(&bench(&["compare", "--port", &grpc]), "the same server");
-    // A peer that takes connections and says nothing.
+    // A peer that accepts connections and never responds.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = silent.local_addr().expect("it is bound").port().to_string();
     fails_with(&bench(&["write", "--port", &port, "--rpc-timeout", "300ms"]), "no answer");
@@ -185,7 +186,7 @@ fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent()
     fails_with(&bench(&["write", "--connections", "90000"]), "descriptors");
     fails_with(&bench(&["write", "--bytes", "1EB", "--blocks", "tiny"]), "memory");
     fails_with(&bench(&["write", "--readers", "90000", "--bytes", "1PB"]), "memory");
-    // The presets check what they really ask for: `scale` opens 112 connections.
+    // Presets check their real needs: `scale` opens 112 connections.
     let few = format!("ulimit -n 128 && exec {} scale", env!("CARGO_BIN_EXE_uniffle-bench"));
     fails_with(&Command::new("/bin/sh").args(["-c", &few]).output().expect("sh runs"), "descriptors");
     fails_with(&bench(&["scale", "--size", "2"]), "--size");
@@ -195,18 +196,19 @@ fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent()
 fn a_server_that_dies_ends_the_run() {
     for transport in ["grpc", "tcp"] {
         dies_under(transport, &["write", "--rate", "2MB", "--bytes", "1GB"], "write failed");
-        // Few bytes and an endless number of reads of them, which no machine is through with too soon.
+        // Few bytes and many reads of them, so that no machine finishes early.
         let read = ["read", "--bytes", "4MB", "--reads", "1000", "--read-rate", "4MB"];
         dies_under(transport, &read, "read failed");
     }
 }
 
-/// Kills the worker when the bench has stored something, or reads.
+/// Kills the worker once the bench has stored data or reads.
 fn dies_under(transport: &str, line: &[&str], expected: &str) {
     let worker = worker("bench-dies");
     let (port, raw) =
         (worker.ready().grpc_port.to_string(), worker.ready().urpc_port.unwrap_or(0).to_string());
-    // Answers to the looks below keep a worker on a slow machine from being idle between two phases.
+    // On a slow machine the metrics requests below keep the worker busy, so the bench must not
+    // wait for it to become idle between two phases.
     let common = ["--port", &port, "--tcp-port", &raw, "--message-size", "64KiB", "--settle", "0s"];
     let running: Child = command(&[line, &common, &["--transport", transport]].concat())
         .spawn()
@@ -237,7 +239,8 @@ fn a_single_wrong_byte_is_found() {
     fails_with(&bench(&[&line[..], &one, &over_tcp].concat()), "differs from what was written at byte");
 }
 
-/// Hands connections through to `port`, and turns one bit of byte number `wrong` of each connection's answers.
+/// Forwards connections to `port` and flips one bit of byte number `wrong` of each connection's
+/// responses.
 fn corrupting_proxy(port: u16, wrong: usize) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let here = listener.local_addr().expect("it is bound").port();
