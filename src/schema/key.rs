@@ -1,66 +1,66 @@
-//! What is known of a key, and what can be wrong with one.
+//! Description of a configuration key, and problems with values.
 
 use std::fmt::{self, Display};
 
 use super::redact;
 
-/// When a changed key of a configuration that is read again comes into effect.
+/// When a changed key takes effect after a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reload {
-    /// With the reload.
+    /// During the reload.
     AtOnce,
-    /// For what begins afterwards.
+    /// For requests, applications or connections that begin after the reload.
     NextUse,
-    /// With the next start or upgrade.
+    /// At the next start or upgrade.
     Restart,
 }
 
-/// What is known of a key, or of a variable of the environment that has none.
+/// Description of a configuration key, or of an environment variable without a key.
 #[derive(Debug)]
 pub struct Key {
-    /// Dotted path; empty for what only the environment says.
+    /// Dotted path; empty for a setting that only an environment variable sets.
     pub path: &'static str,
-    /// Other dotted paths that mean the same.
+    /// Alternative dotted paths.
     pub aliases: &'static [&'static str],
-    /// Variables that come before the file.
+    /// Environment variables that override the file.
     pub env: &'static [&'static str],
-    /// What it is, as written above the field.
+    /// Description, taken from the doc comment of the field.
     pub doc: &'static [&'static str],
-    /// Bounds, in words.
+    /// Allowed values, in words.
     pub bounds: String,
-    /// When a change comes into effect.
+    /// When a change takes effect.
     pub reload: Reload,
-    /// A value for the example file, where the default is none or follows the machine.
+    /// A value for the example file if the default is unset or depends on the machine.
     pub example: Option<&'static str>,
 }
 
-/// Everything that can be configured, in the order of the example file.
+/// All configuration keys, in the order of the example file.
 #[derive(Debug, Default)]
 pub struct Schema {
-    /// Tables and what they are about.
+    /// Names and descriptions of the tables.
     pub tables: Vec<(&'static str, &'static str)>,
-    /// Keys and variables.
+    /// Keys and environment variables.
     pub keys: Vec<Key>,
-    /// Keys of other servers that are accepted and do nothing: path and why.
+    /// Keys of other servers that are accepted and ignored: path and reason.
     pub no_effect: &'static [(&'static str, &'static str)],
 }
 
-/// Longest value repeated in a problem.
+/// Maximum length of a value in the text of a problem.
 const SHOWN_CHARS_MAX: usize = 120;
 
-/// One thing wrong with a configuration.
+/// A problem with one key of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// The key as written.
+    /// The key as the user wrote it.
     pub key: String,
-    /// Its value, shortened when shown.
+    /// The value, with secrets removed. It is shortened when displayed.
     pub value: Option<String>,
-    /// What is allowed instead.
+    /// Describes the allowed values.
     pub allowed: String,
 }
 
 impl Problem {
-    /// `value` of `key` may not stand; its secrets are not kept.
+    /// Creates a problem with `value` of `key`, with secrets removed from the value.
     pub fn new(key: &str, value: impl Display, allowed: impl Into<String>) -> Self {
         let shown = match redact::is_secret(key) {
             true => redact::REMOVED.to_owned(),

@@ -1,4 +1,4 @@
-//! The kinds of values that keys have: how one is read, printed and described.
+//! Kinds of configuration values: how a value is parsed, printed and described.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -11,7 +11,7 @@ use toml::{Table, Value};
 
 use super::redact;
 
-/// Entries of a list that are named when they may not stand there, and how much of each.
+/// Maximum number of rejected list entries in an error text, and maximum length of each.
 const ENTRIES_MAX: usize = 10;
 const ENTRY_CHARS_MAX: usize = 60;
 
@@ -24,17 +24,14 @@ pub const GIB: u64 = 1 << 30;
 /// `1 << 40`
 pub const TIB: u64 = 1 << 40;
 
-/// A second.
 pub const SECOND: Duration = Duration::from_secs(1);
-/// An hour.
 pub const HOUR: Duration = Duration::from_secs(3600);
-/// A day.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
 type Read<T> = Box<dyn Fn(&Value) -> Result<T, String>>;
 type Print<T> = Box<dyn Fn(&T) -> Option<Value>>;
 
-/// How values of one type and range are read, printed and described.
+/// Parser, printer and description of the values of one type and range.
 pub struct Kind<T> {
     read: Read<T>,
     print: Print<T>,
@@ -61,27 +58,27 @@ impl<T: 'static> Kind<T> {
     /// Converts `value`.
     ///
     /// # Errors
-    /// What is allowed.
+    /// A description of the allowed values.
     pub fn read(&self, value: &Value) -> Result<T, String> {
         (self.read)(value)
     }
 
-    /// The value as it stands in a file; none for one that is not set, or not to be shown.
+    /// Returns the value as written in a file, or `None` if it is unset or a secret.
     pub fn print(&self, value: &T) -> Option<Value> {
         (self.print)(value)
     }
 
-    /// What is allowed, in a few words.
+    /// Returns a short description of the allowed values.
     pub fn bounds(&self) -> &str {
         &self.bounds
     }
 
-    /// Whether values may not be shown, not even wrong ones.
+    /// Returns whether values must never be shown, including invalid ones.
     pub fn is_secret(&self) -> bool {
         self.is_secret
     }
 
-    /// Other words for what is allowed.
+    /// Replaces the description of the allowed values.
     #[must_use]
     pub fn described(self, bounds: &str) -> Self {
         Self { bounds: bounds.to_owned(), ..self }
@@ -136,7 +133,7 @@ pub fn seconds(range: RangeInclusive<Duration>) -> Kind<Duration> {
     duration(range, 1, "seconds")
 }
 
-/// As [`seconds`], an integer being minutes.
+/// A duration: an integer in minutes, or text such as "90s" or "5m".
 pub fn minutes(range: RangeInclusive<Duration>) -> Kind<Duration> {
     duration(range, 60, "minutes")
 }
@@ -185,21 +182,21 @@ pub fn flag() -> Kind<bool> {
     Kind::new("true or false", read, |flag| Value::from(*flag))
 }
 
-/// An enum whose variants are words of the configuration (see `words!`).
+/// An enum whose variants are configuration words (see `words!`).
 pub trait Word: Copy + 'static {
     /// Every variant.
     const ALL: &'static [Self];
 
-    /// The word for it.
+    /// Returns the word of this variant.
     fn as_str(self) -> &'static str;
 
-    /// Why this build cannot do it.
+    /// Returns the reason if this build does not support the variant.
     fn unusable(self) -> Option<&'static str> {
         None
     }
 }
 
-/// One of the words of `T`, in upper or lower case.
+/// A word of `T`, in upper or lower case.
 pub fn word<T: Word>() -> Kind<T> {
     let words: Vec<&str> = T::ALL.iter().map(|word| word.as_str()).collect();
     let bounds = match words.split_last() {
@@ -215,7 +212,7 @@ pub fn word<T: Word>() -> Kind<T> {
     text(&bounds, convert, |word| word.as_str().to_owned())
 }
 
-/// Text that `convert` understands, or says what is allowed.
+/// Text that `convert` parses. Its error describes the allowed values.
 pub fn text<T: 'static>(
     bounds: &str,
     convert: impl Fn(&str) -> Result<T, String> + 'static,
@@ -228,7 +225,7 @@ pub fn text<T: 'static>(
     Kind::new(bounds, read, move |value| Value::from(print(value)))
 }
 
-/// As [`text`], for what prints itself.
+/// Text that `convert` parses, printed with [`Display`].
 pub fn parsed<T: Display + 'static>(
     bounds: &str,
     convert: impl Fn(&str) -> Result<T, String> + 'static,
@@ -236,7 +233,7 @@ pub fn parsed<T: Display + 'static>(
     text(bounds, convert, T::to_string)
 }
 
-/// Text that is never shown.
+/// Text that is never printed.
 pub fn secret<T: 'static>(bounds: &str, convert: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {
     let kind = text(bounds, convert, |_| String::new());
     Kind { print: Box::new(|_| None), is_secret: true, ..kind }
@@ -248,12 +245,12 @@ pub fn ip_address() -> Kind<std::net::IpAddr> {
     parsed("an IP address", move |text| text.parse().map_err(|_| allowed.to_owned()))
 }
 
-/// An absolute path without NUL and without `..`, in its shortest spelling.
+/// An absolute path without NUL and `..`. Redundant separators and `.` are removed.
 pub fn path() -> Kind<PathBuf> {
     text("an absolute path", absolute_path, |path| path.display().to_string())
 }
 
-/// Anything that `inner` takes, or nothing.
+/// A value of `inner`, or unset.
 pub fn optional<T: 'static>(inner: Kind<T>) -> Kind<Option<T>> {
     let Kind { read, print, bounds, is_secret } = inner;
     Kind {
@@ -264,7 +261,7 @@ pub fn optional<T: 'static>(inner: Kind<T>) -> Kind<Option<T>> {
     }
 }
 
-/// A list of texts, at most `max`. One text without brackets is a list of its comma-separated parts.
+/// A list of at most `max` texts, or one text with comma-separated entries.
 pub fn list<T: 'static>(max: usize, inner: Kind<T>) -> Kind<Vec<T>> {
     let bounds = format!("at most {max}: {}", inner.bounds);
     let Kind { read: read_one, print: print_one, .. } = inner;
@@ -293,7 +290,7 @@ pub fn list<T: 'static>(max: usize, inner: Kind<T>) -> Kind<Vec<T>> {
     })
 }
 
-/// A table of names to texts, at most `max`; numbers and booleans are taken as their text.
+/// A table of at most `max` names and texts. Numbers and booleans are converted to text.
 pub fn table(max: usize) -> Kind<BTreeMap<String, String>> {
     let read = move |value: &Value| {
         let table = value.as_table().ok_or_else(|| "a table of names to texts".to_owned())?;
@@ -307,12 +304,12 @@ pub fn table(max: usize) -> Kind<BTreeMap<String, String>> {
     Kind::new(format!("at most {max} entries"), read, print)
 }
 
-/// Entries of a list that may not stand there, by what is allowed instead.
+/// Rejected entries of a list, grouped by the description of the allowed values.
 #[derive(Default)]
 struct Refused(Vec<(String, Vec<String>)>);
 
 impl Refused {
-    /// Notes one; gives nothing.
+    /// Adds an entry. Always returns `None`.
     fn add<T>(&mut self, allowed: String, entry: &str) -> Option<T> {
         let shown: String = redact::text(entry).chars().take(ENTRY_CHARS_MAX).collect();
         let shown = format!("{shown:?}");
@@ -337,7 +334,7 @@ impl Refused {
     }
 }
 
-/// A list of tables, at most `max`, each of which `convert` understands, or says everything that is wrong with it.
+/// A list of at most `max` tables. `convert` returns all problems of a table it rejects.
 pub fn tables<T: 'static>(
     max: usize,
     bounds: &str,
@@ -352,7 +349,7 @@ pub fn tables<T: 'static>(
         }
         let (mut values, mut refused) = (Vec::new(), Vec::new());
         for (number, entry) in (1..).zip(entries) {
-            let read = entry.as_table().ok_or_else(|| vec!["no table".to_owned()]).and_then(&convert);
+            let read = entry.as_table().ok_or_else(|| vec!["not a table".to_owned()]).and_then(&convert);
             match read {
                 Ok(value) => values.push(value),
                 Err(problems) => refused.push(format!("entry {number}: {}", problems.join(", "))),
@@ -368,13 +365,13 @@ fn scalar_text(name: &str, value: &Value) -> Result<String, String> {
     match value {
         Value::String(text) => Ok(text.clone()),
         Value::Integer(_) | Value::Float(_) | Value::Boolean(_) => Ok(value.to_string()),
-        // `a.b.c = 1` without quotes is nested tables in TOML, where a client key with dots was meant.
+        // `a.b.c = 1` without quotes is nested tables in TOML; the user meant a dotted client key.
         Value::Table(_) => Err(format!("quotes around the whole key, as in \"{name}.…\" = \"value\"")),
         Value::Datetime(_) | Value::Array(_) => Err("texts, numbers or booleans as values".to_owned()),
     }
 }
 
-/// A number below 2^63 by the bounds of its key.
+/// Converts a number to a TOML integer. Bounds of the keys keep numbers below 2^63.
 fn integer(number: impl TryInto<i64>) -> Value {
     Value::Integer(number.try_into().unwrap_or(i64::MAX))
 }
@@ -387,14 +384,15 @@ fn absolute_path(text: &str) -> Result<PathBuf, String> {
     Ok(path.components().collect())
 }
 
-/// True for an absolute path without `..`, NUL or text that is not UTF-8.
+/// Returns whether `path` is absolute, valid UTF-8, and contains neither `..` nor NUL.
 pub(super) fn is_plain_absolute(path: &Path) -> bool {
     let climbs = path.components().any(|part| part == Component::ParentDir);
     let printable = path.to_str().is_some_and(|text| !text.contains('\0'));
     path.is_absolute() && !climbs && printable
 }
 
-/// `bytes` in the largest unit that shows it exactly, binary before decimal; parses back to the same number.
+/// Formats `bytes` in the largest unit that is exact, so that the text parses to the same number.
+/// Where a binary and a decimal unit are exact, the one earlier in `UNITS` is used.
 pub fn size_text(bytes: u64) -> String {
     const UNITS: [(u64, &str); 8] = [
         (TIB, "TiB"),
@@ -505,7 +503,7 @@ mod tests {
         let kind = tables(9, "tables of one", convert, |()| Table::new());
         assert_eq!(read(&kind, "[{ a = 1 }, { b = 1 }]").unwrap().len(), 2);
         let refused = read(&kind, "[{ a = 1 }, {}, 7]").unwrap_err();
-        assert_eq!(refused, "tables of one; entry 2: one thing, another; entry 3: no table");
+        assert_eq!(refused, "tables of one; entry 2: one thing, another; entry 3: not a table");
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! Limits that the system sets for this process: its machine's, its control groups' and its resource limits.
+//! Limits that the system sets for this process: memory of the machine, control groups and rlimits.
 //!
-//! Read once at the start. What the configuration needs of them is compared elsewhere (`config::limits`).
+//! They are read once at the start. `config::limits` compares them with the configuration.
 
 use std::path::{Path, PathBuf};
 
@@ -11,32 +11,31 @@ use super::machine::{meminfo_bytes, of_groups};
 
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// One limit.
+/// A limit that the system sets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SystemLimit {
-    /// Where it is set, as an operator looks for it.
+    /// Where the limit is set, in words that an operator can search for.
     pub name: String,
-    /// Its value.
     pub value: u64,
 }
 
-/// The least limit of each kind; `None` is unlimited, or not known.
+/// The lowest limit of each kind. `None` means unlimited or unknown.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SystemLimits {
     /// Bytes of memory.
     pub memory: Option<SystemLimit>,
-    /// Bytes of swap on top of that.
+    /// Bytes of swap in addition to `memory`.
     pub swap_bytes: u64,
-    /// Open descriptors.
+    /// Open file descriptors.
     pub descriptors: Option<SystemLimit>,
-    /// Threads; whoever else counts to them is not subtracted.
+    /// Threads. Threads of other processes that share the limit are not subtracted.
     pub threads: Option<SystemLimit>,
-    /// Bytes of a file.
+    /// Size of a file in bytes.
     pub file_bytes: Option<SystemLimit>,
 }
 
 impl SystemLimits {
-    /// Looks at the running system. What cannot be read is no limit.
+    /// Reads the limits of the running system. An unreadable limit counts as unlimited.
     #[must_use]
     pub fn read() -> Self {
         let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -61,18 +60,18 @@ impl SystemLimits {
     }
 }
 
-/// Raises the soft limits of descriptors, threads and file sizes to the hard ones, as far as the system lets it.
+/// Raises the soft limits of descriptors, threads and file size to the hard limits, if permitted.
 pub fn raise_soft_limits() {
     for resource in [Resource::Nofile, Resource::Nproc, Resource::Fsize] {
         let Rlimit { current, maximum } = getrlimit(resource);
         if current != maximum {
-            // A limit that stays is told with the findings.
+            // If raising fails, the check of the limits reports the low limit.
             let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
         }
     }
 }
 
-/// Whether the kernel lets this process have more threads than `RLIMIT_NPROC`.
+/// Returns whether the kernel exempts this process from `RLIMIT_NPROC`.
 fn may_exceed_nproc() -> bool {
     let freeing = CapabilitySet::SYS_RESOURCE | CapabilitySet::SYS_ADMIN;
     capabilities(None).is_ok_and(|sets| sets.effective.intersects(freeing))
@@ -82,7 +81,7 @@ fn soft(name: &str, resource: Resource) -> Option<SystemLimit> {
     limit(name, getrlimit(resource).current)
 }
 
-/// The least value in one of `files` among this process's control groups for `controller`.
+/// Returns the lowest value in `files` among this process's control groups for `controller`.
 fn of_group(controller: &str, files: &[&str]) -> Option<SystemLimit> {
     let file_of = |group: &Path| files.iter().map(|file| group.join(file)).find(|path| path.exists());
     let (value, group) =
@@ -91,7 +90,7 @@ fn of_group(controller: &str, files: &[&str]) -> Option<SystemLimit> {
     limit(&file.display().to_string(), Some(value))
 }
 
-/// The number in a file; "max" is none.
+/// Returns the number in a file, or `None` for "max".
 fn number(path: &Path) -> Option<u64> {
     std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }

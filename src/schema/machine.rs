@@ -1,26 +1,26 @@
-//! What the defaults take from the machine: memory, cores, a place for data.
+//! Facts about the machine that defaults depend on: memory, cores and a data directory.
 //!
-//! Read once at start-up into a plain value; tests give their own.
+//! They are read once at the start into a plain value. Tests construct their own.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// Facts that machine-dependent defaults follow.
+/// Facts about the machine that defaults depend on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
-    /// Memory this process may use: the least of the machine's and its control groups'.
+    /// Memory available to this process: the minimum of the machine's and its control groups'.
     pub memory_bytes: u64,
-    /// Cores this process may use.
+    /// Cores available to this process.
     pub cores: usize,
-    /// Directory for the data of a worker that was given none.
+    /// Default data directory.
     pub state_dir: PathBuf,
 }
 
-/// Assumed when the system does not say how much memory there is.
+/// Assumed if the amount of memory cannot be read.
 const MEMORY_BYTES_FALLBACK: u64 = 1 << 30;
 
 impl Default for Machine {
-    /// A small machine that is the same everywhere: what modules' defaults follow in tests and documents.
+    /// Returns a small machine that is the same everywhere, for defaults in tests and documents.
     fn default() -> Self {
         Self {
             memory_bytes: MEMORY_BYTES_FALLBACK,
@@ -31,7 +31,7 @@ impl Default for Machine {
 }
 
 impl Machine {
-    /// Looks at the running system. Never fails: what cannot be read is assumed small.
+    /// Reads the running system. Never fails: unreadable facts get small values.
     pub fn detect(env: &HashMap<String, String>) -> Self {
         let physical =
             std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_bytes(&text, "MemTotal:"));
@@ -48,16 +48,16 @@ impl Machine {
     }
 }
 
-/// A figure of `/proc/meminfo`, by its name with the colon.
+/// Returns a figure of `/proc/meminfo` in bytes. `name` includes the colon.
 pub(super) fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
 
-/// The least memory limit of this process's control groups.
+/// Returns the lowest memory limit of this process's control groups.
 fn cgroup_limit_bytes(mount: &Path) -> Option<u64> {
-    // "max" is no limit.
+    // "max" means no limit and does not parse.
     let number = |path: PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let limit = of_groups(mount, "memory", |group| {
         number(group.join("memory.max")).or_else(|| number(group.join("memory.limit_in_bytes")))
@@ -65,8 +65,9 @@ fn cgroup_limit_bytes(mount: &Path) -> Option<u64> {
     limit.map(|(bytes, _)| bytes)
 }
 
-/// Returns the least answer of this process's control groups for `controller`, version 1 or 2, up to the root that is visible
-/// here, with the group's directory.
+/// Returns the minimum of `ask` over this process's control groups for `controller`, and its group.
+///
+/// Covers cgroup versions 1 and 2, up to the root that is visible here.
 pub(super) fn of_groups(
     mount: &Path,
     controller: &str,
@@ -88,14 +89,16 @@ pub(super) fn of_groups(
         .min()
 }
 
-/// The least answer from `group` up to `root`; a container often sees its own group mounted as the root.
+/// Returns the minimum of `ask` from `group` up to `root`. A container often sees its own group as
+/// the root, so missing directories are skipped.
 fn least(root: &Path, group: &str, ask: impl Fn(&Path) -> Option<u64>) -> Option<(u64, PathBuf)> {
     let own = root.join(group.trim_start_matches('/'));
     let groups = own.ancestors().take_while(|directory| directory.starts_with(root));
     groups.filter_map(|group| Some((ask(group)?, group.to_owned()))).min()
 }
 
-/// `$XDG_STATE_HOME`, else `~/.local/state`, else the temp directory (with the user's id, so that two users differ).
+/// Returns `$XDG_STATE_HOME`, else `~/.local/state`, else the temp directory, with our suffix.
+/// The name in the temp directory contains the user id, so that users do not collide.
 fn state_dir(env: &HashMap<String, String>) -> PathBuf {
     let absolute =
         |name: &str| env.get(name).map(PathBuf::from).filter(|path| super::kind::is_plain_absolute(path));

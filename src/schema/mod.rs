@@ -1,10 +1,10 @@
-//! How a module declares what can be configured of it: once, with [`section!`].
+//! Declaration of configuration: each module declares its keys once, with [`section!`].
 //!
-//! Each field of a section has its key of the TOML file (with other names that mean the same), a [`Kind`] (type and
-//! bounds), what a reload does with it ([`Reload`]), its default (which may follow the [`Machine`] and the fields above
-//! it) and its text. From that come the struct, its `Default`, reading, printing, reloading, the example file and the
-//! reference page. Fields without a key are the module's own settings, for its composition and its tests.
-//! Invariant: nothing else in the program knows a key's type, bounds or default.
+//! A key has a dotted path with aliases, a [`Kind`] (type and bounds), a [`Reload`] behaviour, a
+//! default and a text. The default may depend on the [`Machine`] and on the fields above. The macro
+//! generates the struct, its `Default`, reading, printing and reloading; the example file and the
+//! reference page come from the same declaration. Fields without a key are internal settings.
+//! Invariant: no other part of the program knows the type, bounds or default of a key.
 
 pub mod files;
 mod key;
@@ -27,17 +27,17 @@ use toml::{Table, Value};
 
 /// A part of the configuration; implemented by [`section!`].
 pub trait Section: Sized {
-    /// Adds its keys.
+    /// Adds the keys of this section.
     fn describe(schema: &mut Schema);
-    /// Takes its values; what is absent or unusable has its default, the latter with a problem.
+    /// Reads the values. Absent and invalid values get the default; invalid ones add a problem.
     fn read(reader: &mut Reader, machine: &Machine) -> Self;
     /// Adds every key that has a value.
     fn print(&self, printed: &mut Vec<(&'static str, Value)>);
-    /// Takes from `new` what may change while the worker runs.
+    /// Takes over the values of `new` that may change while the worker runs.
     fn renew(&mut self, new: &Self);
 }
 
-/// `entries` under their dotted paths as nested tables.
+/// Converts entries with dotted paths to nested tables.
 pub fn nested(entries: Vec<(&'static str, Value)>) -> Table {
     let mut top = Table::new();
     for (path, value) in entries {
@@ -60,9 +60,12 @@ fn insert(table: &mut Table, tables: &str, leaf: &str, value: Value) {
 
 /// Declares a section.
 ///
-/// `#[key("dotted.path" or "other.path", KIND, RELOAD, example "TOML", env "VARIABLE")]` makes a field a key; `or`,
-/// `example` and `env` may be left out. `#[env("VARIABLE", KIND)]` makes it a variable of the environment. A default may
-/// name the machine as the header calls it, and the fields above. `#[section(TYPE)]` makes it a section of its own.
+/// - `#[key("dotted.path" or "other.path", KIND, RELOAD, example "TOML", env "VARIABLE")]` makes a
+///   field a key. `or`, `example` and `env` are optional.
+/// - `#[env("VARIABLE", KIND)]` makes a field an environment variable.
+/// - `#[section(TYPE)]` nests a section.
+///
+/// A default may use the machine, under the name in the header, and the fields above.
 macro_rules! section {
     ($(#[$($attribute:tt)*])* pub struct $name:ident { $($fields:tt)* }) => {
         $crate::schema::section! { $(#[$($attribute)*])* pub struct $name |machine| { $($fields)* } }
@@ -173,7 +176,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// Declares an enum whose variants are words of the configuration.
+/// Declares an enum whose variants are configuration words.
 macro_rules! words {
     (
         $(#[doc = $text:expr])*
@@ -188,7 +191,7 @@ macro_rules! words {
         }
 
         impl $name {
-            /// The word for it.
+            /// Returns the word of this variant.
             pub fn as_str(self) -> &'static str {
                 match self {
                     $( Self::$variant => $word, )*

@@ -1,6 +1,7 @@
-//! Which keys a file may have, and what to say about the others. Names only: no value is looked at here.
+//! Sorts the entries of a configuration file into known keys, problems and warnings.
 //!
-//! Invariant: every entry of the table ends in the values, in a problem or in a warning.
+//! Works on names only and looks at no values.
+//! Invariant: every entry ends up as a value, a problem or a warning.
 
 use std::collections::BTreeMap;
 
@@ -8,25 +9,25 @@ use toml::{Table, Value};
 
 use super::key::{Problem, Schema};
 
-/// How alike two names must be (Damerau-Levenshtein, normalised) before one is offered for the other.
+/// Minimum similarity (normalised Damerau-Levenshtein) for a "did you mean" suggestion.
 const LIKENESS_MIN: f64 = 0.5;
 
-/// Nothing is offered for what is longer: no name is half as long, and comparing takes the product of both lengths.
+/// Longer names get no suggestion: no key is half as long, and comparing costs the product of the
+/// two lengths.
 const COMPARED_BYTES_MAX: usize = 100;
 
-/// Nor for what comes after so many problems.
+/// No suggestions after this number of problems.
 const OFFERS_MAX: usize = 50;
 
-/// Bytes of a name that a problem repeats.
+/// Maximum length of a name in the text of a problem.
 const SHOWN_BYTES_MAX: usize = 200;
 
 const UNKNOWN_TABLE: &str = "unknown table";
 const UNKNOWN_KEY: &str = "unknown key";
 
-/// Values by canonical path, problems, warnings.
+/// Values by canonical path, problems, and warnings.
 pub type Sorted = (BTreeMap<&'static str, Value>, Vec<Problem>, Vec<String>);
 
-/// Sorts the entries of `table` into known keys and problems.
 pub fn sort(schema: &Schema, table: Table) -> Sorted {
     let mut sorted = Sorted::default();
     walk(schema, "", table, &mut sorted);
@@ -86,12 +87,12 @@ fn paths(schema: &Schema) -> impl Iterator<Item = &'static str> {
     all.filter(|path| !path.is_empty())
 }
 
-/// The table of a dotted path; empty for the top.
+/// Returns the table of a dotted path, or "" at the top level.
 pub fn table_of(path: &str) -> &str {
     path.rsplit_once('.').map_or("", |(table, _)| table)
 }
 
-/// The name of a dotted path within its table.
+/// Returns the last component of a dotted path.
 pub fn leaf_of(path: &str) -> &str {
     path.rsplit_once('.').map_or(path, |(_, leaf)| leaf)
 }
@@ -102,7 +103,7 @@ fn is_table(schema: &Schema, path: &str) -> bool {
     paths(schema).chain(no_effect).any(is_inside)
 }
 
-/// The most similar of `candidates`, when one is similar enough to be a likely slip of the pen.
+/// Returns the most similar of `candidates` if it is similar enough to be a likely typing error.
 fn nearest<'a>(text: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     candidates
         .map(|candidate| (strsim::normalized_damerau_levenshtein(text, candidate), candidate))
@@ -118,7 +119,8 @@ fn unknown_table(schema: &Schema, path: &str) -> String {
     }
 }
 
-/// A known name in the wrong table names its table; else the nearest key, preferring the same table.
+/// Describes an unknown key: the right table if the name exists in another one, else the most
+/// similar key, preferring the same table.
 fn unknown_key(schema: &Schema, path: &str, name: &str) -> String {
     let all = || paths(schema);
     let homes: Vec<String> = all()

@@ -1,14 +1,14 @@
-//! Networks as `address/prefix` (CIDR). Pure.
+//! Networks in CIDR notation (`address/prefix`).
 
 use std::fmt;
 use std::net::IpAddr;
 
 use super::kind::{Kind, parsed};
 
-/// Bits before an address of IPv4 that is written in IPv6's form, `::ffff:10.0.0.1`.
+/// Leading bits of an IPv4-mapped IPv6 address, `::ffff:10.0.0.1`.
 const MAPPED_BITS: u32 = 96;
 
-/// The addresses that begin with the same bits.
+/// All addresses with the same prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Network {
     address: IpAddr,
@@ -16,10 +16,10 @@ pub struct Network {
 }
 
 impl Network {
-    /// Reads `10.0.0.0/8`, `fd00::/8`, or one address.
+    /// Parses `10.0.0.0/8`, `fd00::/8`, or a single address.
     ///
     /// # Errors
-    /// What is allowed.
+    /// A description of the allowed values.
     pub fn parse(text: &str) -> Result<Self, String> {
         let allowed = || "networks such as \"10.0.0.0/8\" or \"fd00::/8\", or addresses".to_owned();
         let (address, prefix) = match text.split_once('/') {
@@ -29,18 +29,18 @@ impl Network {
         let address: IpAddr = address.parse().map_err(|_| allowed())?;
         let prefix = prefix.map_or(Ok(bits(address)), |prefix| prefix.parse().map_err(|_| allowed()))?;
         let behind = bits(address).checked_sub(prefix).ok_or_else(allowed)?;
-        // 10.1.2.3/8 is more likely a slip than a way to write 10.0.0.0/8.
+        // 10.1.2.3/8 is more likely a mistake than a way to write 10.0.0.0/8.
         if number(address).trailing_zeros() < behind {
-            return Err(format!("{}; this one has bits set behind its prefix", allowed()));
+            return Err(format!("{}; this one has bits set after its prefix", allowed()));
         }
-        // Addresses are compared in their own form: one of IPv4 that is written in IPv6's would hold none.
+        // `holds` compares canonical addresses, so a mapped network must become an IPv4 network.
         Ok(match (address.to_canonical(), prefix.checked_sub(MAPPED_BITS)) {
             (own @ IpAddr::V4(_), Some(prefix)) if address.is_ipv6() => Self { address: own, prefix },
             _ => Self { address, prefix },
         })
     }
 
-    /// Whether `address`, IPv4 in its own form, is one of them.
+    /// Returns whether the network contains `address`, which must be canonical (not IPv4-mapped).
     pub fn holds(&self, address: IpAddr) -> bool {
         let differ = number(address) ^ number(self.address);
         let behind = bits(self.address) - self.prefix;
@@ -65,7 +65,6 @@ impl fmt::Display for Network {
     }
 }
 
-/// A network.
 pub fn network() -> Kind<Network> {
     parsed("a network such as 10.0.0.0/8", Network::parse)
 }

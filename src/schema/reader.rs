@@ -1,7 +1,7 @@
-//! Values out of a file and the environment, collecting every problem instead of stopping at the first.
+//! Reads values from a file and the environment, and collects all problems.
 //!
-//! Absent gives nothing, unusable gives nothing *and* a problem, so that the caller goes on and finds the next one. Why
-//! not serde: a derived `Deserialize` ends at the first error.
+//! An absent value gives `None`. An invalid value gives `None` and adds a problem, so that the
+//! caller continues. A derived `Deserialize` would stop at the first error.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -11,16 +11,16 @@ use super::key::{Problem, Schema};
 use super::kind::Kind;
 use super::names;
 
-/// The values not yet taken, and the problems met so far.
+/// The values not taken yet, and the problems found so far.
 #[derive(Debug, Default)]
 pub struct Reader {
     values: BTreeMap<&'static str, Value>,
     env: HashMap<String, String>,
-    /// Keys that the file has, usable or not.
+    /// Keys that the file contains, valid or not.
     pub given: BTreeSet<&'static str>,
-    /// Everything that may not stand.
+    /// All problems found so far.
     pub problems: Vec<Problem>,
-    /// What may stand and does nothing.
+    /// Notes about valid entries that have no effect.
     pub warnings: Vec<String>,
 }
 
@@ -31,7 +31,7 @@ impl Reader {
         Self { given: values.keys().copied().collect(), values, env, problems, warnings }
     }
 
-    /// The value of `path`, or of the first of `variables` that is set.
+    /// Takes the value of the first of `variables` that is set, or else of `path`.
     pub fn take<T: 'static>(&mut self, path: &'static str, variables: &[&str], kind: Kind<T>) -> Option<T> {
         let value = self.values.remove(path);
         if let Some(set) = variables.iter().find(|name| self.text_of(name).is_some()) {
@@ -42,7 +42,7 @@ impl Reader {
         read.map_err(|allowed| self.problems.push(Problem::new(path, &value, allowed))).ok()
     }
 
-    /// The value of a variable of the environment; an empty one is none.
+    /// Returns the value of an environment variable. An empty variable counts as unset.
     pub fn variable<T: 'static>(&mut self, name: &str, kind: Kind<T>) -> Option<T> {
         let text = self.text_of(name)?.to_owned();
         let shown = if kind.is_secret() { "(hidden)" } else { text.as_str() };

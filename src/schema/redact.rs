@@ -1,20 +1,21 @@
-//! What may be shown of values that hold passwords, secret keys or tokens. Pure.
+//! Removes passwords, secret keys and tokens from values before they are shown.
 //!
-//! One place for the printed configuration, the HTTP port and the texts of errors. A name says what is secret, in tables and
-//! in text of the form `k=v,k=v`; in URLs it is what stands before the `@`.
+//! The printed configuration, the HTTP port and error texts all use this module. Names of settings
+//! decide which values are secret, in tables and in text of the form `k=v,k=v`. In URLs the part
+//! before the `@` is removed if it can contain a password.
 
 use toml::{Table, Value};
 
-/// Stands where a secret was.
+/// Replaces a secret.
 pub const REMOVED: &str = "<removed>";
 
 const SECRET_NAMES: [&str; 8] =
     ["password", "passwd", "secret", "token", "credential", "account.key", "access.key", "authorization"];
 
-/// A key of ours that says where secrets come from.
+/// A key that names the source of the credentials and is not a secret itself.
 const NO_SECRET: &str = "object.store.credentials";
 
-/// Whether the value of `name` is not to be shown. A file that holds a secret is none.
+/// Returns whether the value of `name` is secret. The path of a file with a secret is not.
 pub fn is_secret(name: &str) -> bool {
     let name = name.trim().to_ascii_lowercase().replace(['_', '-'], ".");
     if name == NO_SECRET {
@@ -27,7 +28,7 @@ pub fn is_secret(name: &str) -> bool {
             || name.contains("accesskey"))
 }
 
-/// `value`, which stands under `name`, as it may be shown.
+/// Returns the value of `name` with secrets removed.
 pub fn value(name: &str, value: &Value) -> Value {
     match value {
         _ if is_secret(name) => Value::from(REMOVED),
@@ -41,13 +42,15 @@ pub fn value(name: &str, value: &Value) -> Value {
     }
 }
 
-/// `text`, which may have settings `k=v` and URLs in it, as it may be shown.
+/// Returns `text`, which may contain settings `k=v` and URLs, with secrets removed.
 pub fn text(text: &str) -> String {
     without_userinfo(&without_settings(text))
 }
 
-/// A secret without quotes ends with its line: it may have commas, and behind them what looks like the next setting. So what
-/// stands behind it is not shown.
+/// Removes the values of secret settings.
+///
+/// An unquoted secret is removed up to the end of its line. It may contain commas, and text after a
+/// comma that looks like the next setting.
 fn without_settings(text: &str) -> String {
     let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
     while let Some(at) = rest.find(['=', ':']) {
@@ -56,7 +59,7 @@ fn without_settings(text: &str) -> String {
         rest = after;
         let name = before[..at].trim_end().trim_end_matches(['"', '\'']);
         let begin = name.rfind(|c: char| !is_of_name(c)).map_or(0, |at| at + 1);
-        // What follows a scheme is a URL.
+        // A scheme precedes a URL, not a value.
         if !is_secret(&name[begin..]) || after.starts_with("//") {
             continue;
         }
@@ -75,7 +78,7 @@ fn is_of_name(c: char) -> bool {
     c.is_alphanumeric() || matches!(c, '.' | '-' | '_')
 }
 
-/// Of a secret at the beginning of `text`, with its quotes.
+/// Returns the length of the secret at the beginning of `text`, including quotes.
 fn value_length(text: &str) -> usize {
     let line = text.find('\n').unwrap_or(text.len());
     for quotes in ["\"\"\"", "'''"] {
@@ -96,14 +99,14 @@ fn value_length(text: &str) -> usize {
     line
 }
 
-/// `end`, unless the value goes on there although its quote has come: then its line's end.
+/// Returns `end` if a delimiter follows the closing quote, or else the end of the line.
 fn up_to_delimiter(text: &str, end: usize) -> usize {
     let rest = &text[end..];
     let is_end = rest.chars().next().is_none_or(|c| c.is_whitespace() || ",;:)]}`".contains(c));
     if is_end { end } else { end + rest.find('\n').unwrap_or(rest.len()) }
 }
 
-/// Removes what stands before the `@` of URLs, and of words that look like one that was mistyped.
+/// Removes user information from URLs, and from words that look like a mistyped URL.
 fn without_userinfo(text: &str) -> String {
     let is_end = |c: char| c.is_whitespace() || matches!(c, '"' | '\'' | '`');
     text.split_inclusive(is_end).map(word_without_userinfo).collect()
@@ -135,14 +138,15 @@ fn word_without_userinfo(word: &str) -> String {
     shown
 }
 
-/// Of a URL without its scheme. `abfs://container@account` and `hdfs://user@host` have no secret.
+/// Returns the length of the user information in a URL without its scheme.
+/// `abfs://container@account` and `hdfs://user@host` contain no secret.
 fn userinfo_length(scheme: &str, rest: &str) -> usize {
     let authority = &rest[..rest.find(['/', '?', '#']).unwrap_or(rest.len())];
     let is_web = scheme.ends_with("http") || scheme.ends_with("https");
     if let Some(at) = authority.rfind('@') {
         return if is_web || authority[..at].contains(':') { at } else { 0 };
     }
-    // A password with a slash that is not escaped: then no port stands behind the colon.
+    // The password contains an unescaped slash if the text after the colon is not a port.
     let is_port = |text: &str| text.chars().all(|c| c.is_ascii_digit());
     match authority.split_once(':') {
         Some((_, port)) if !is_port(port) => rest.rfind('@').unwrap_or(0),

@@ -1,23 +1,24 @@
-//! What of the machine's memory nothing needs now, looked at while the process runs.
+//! Memory of the machine that is currently unused.
 //!
-//! Pages of the page cache that wait for their disks count as spare here: who fills them knows how many those are.
+//! Dirty pages of the page cache count as unused here. The caller must account for those that it
+//! writes itself.
 
 use std::path::Path;
 
 use super::machine::{meminfo_bytes, of_groups};
 
-/// Where it is asked how much memory is spare.
+/// Source of the amount of spare memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpareMemory {
-    /// The machine, and the control groups of this process.
+    /// The machine and the control groups of this process.
     OfMachine,
-    /// Always so many bytes: for tests.
+    /// A fixed number of bytes, for tests.
     Always(u64),
 }
 
 impl SpareMemory {
-    /// Bytes that are available beyond a quarter of the machine's memory, or of that of the control group which leaves least.
-    /// Reads a few small files of the kernel's.
+    /// Returns the available bytes minus a quarter of the total, for the machine or for the control
+    /// group with the least left. Reads a few small files in `/proc` and `/sys`.
     #[must_use]
     pub fn bytes(self) -> u64 {
         match self {
@@ -35,12 +36,12 @@ fn of_machine() -> Option<u64> {
     Some(groups.map_or(machine, |(groups, _)| groups.min(machine)))
 }
 
-/// The spare memory of one group; none where it has no limit.
+/// Returns the spare memory of a control group, or `None` if it has no limit.
 fn spare_of_group(directory: &Path) -> Option<u64> {
     let number = |name: &str| std::fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
     let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes"))?;
     let used = number("memory.current").or_else(|| number("memory.usage_in_bytes"))?;
-    // Version 1 counts what is in the groups below under a name of its own.
+    // In cgroup version 1 only the `total_` figure includes child groups.
     let stat = std::fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
     let cached =
         |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
