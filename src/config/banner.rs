@@ -1,21 +1,21 @@
-//! The few lines that tell a first user how to point Spark at an embedded worker. Text only; the caller prints it.
+//! Start-up text that shows a first-time user how to connect Spark to an embedded worker.
 
 use std::net::{IpAddr, SocketAddr};
 
 use super::worker::StoreType;
 
-/// The published client the lines name; README.md says what works with it.
+/// Published client package in the text. README.md lists the supported versions.
 const CLIENT_PACKAGE: &str = "org.apache.uniffle:rss-client-spark3-shaded:0.9.2";
 
-/// What the raw TCP transport needs besides (its client cannot read from memory on JDK 9+ without the flag).
+/// Additional settings for raw TCP. On JDK 9+ its client cannot read from memory without the flag.
 const TCP_LINES: &str = "For the faster raw TCP transport take spark.rss.client.type=GRPC_NETTY, and on Java 9 and later add\n  \
        --conf spark.driver.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true \\\n  \
        --conf spark.executor.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true\n\n";
 
-/// The `spark-submit` lines for a worker whose embedded coordinator answers at `host` and the port of `grpc`.
+/// Returns the start-up text with the `spark-submit` options for this worker.
 ///
-/// `grpc` and `http` are the bound addresses. `host` is how Spark reaches this machine. `quorum` are the coordinators that
-/// clients name; empty = this one.
+/// `grpc` and `http` are the bound addresses. `host` is an address through which Spark reaches this
+/// machine. `quorum` lists the coordinators for clients; if empty, this worker is the coordinator.
 pub fn startup_banner(
     host: IpAddr,
     grpc: SocketAddr,

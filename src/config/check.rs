@@ -1,4 +1,4 @@
-//! Checks between keys, when each by itself is right: pure functions of a configuration.
+//! Checks of keys against each other. Each key alone is already valid.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
@@ -15,7 +15,7 @@ use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
 use crate::tiers::INDEX_CACHE_BYTES;
 
-/// Problems and warnings.
+/// Collects problems and warnings.
 #[derive(Debug)]
 struct Found<'a> {
     reader: &'a mut Reader,
@@ -31,7 +31,7 @@ impl Found<'_> {
     }
 }
 
-/// Adds what is wrong between keys to the problems of `reader`, and what has no effect to its warnings.
+/// Adds problems and warnings about combinations of keys to `reader`.
 pub(super) fn check(config: &Config, reader: &mut Reader) {
     let mut found = Found { reader };
     check_ports(config, &mut found);
@@ -69,7 +69,7 @@ fn check_ports(config: &Config, found: &mut Found) {
     }
 }
 
-/// The administration can stop the node's work: reaching it from another machine needs a token.
+/// Checks that the admin port has a token unless it listens on loopback only.
 fn check_admin(config: &Config, found: &mut Found) {
     let admin = &config.admin;
     let has_token = admin.token.is_some() || admin.token_file.is_some();
@@ -82,7 +82,7 @@ fn check_admin(config: &Config, found: &mut Found) {
     }
 }
 
-/// Values that bound each other.
+/// Checks pairs of keys in which one bounds the other.
 fn check_order(config: &Config, found: &mut Found) {
     let (local, spill) = (&config.local, &config.flush.limits);
     let watermarks = [
@@ -111,7 +111,8 @@ fn check_order(config: &Config, found: &mut Found) {
     }
 }
 
-/// Windows bound each other. The sum of all follows capacity and threads: where it is not given, they may be the cause.
+/// Checks the HTTP/2 windows against each other. The default of the total depends on capacity and
+/// threads, so the problem names `worker_threads` if fewer threads would solve it.
 fn check_windows(config: &Config, found: &mut Found) {
     let grpc = &config.grpc;
     let (stream, connection) = (grpc.stream_window_bytes.into(), grpc.connection_window_bytes.into());
@@ -146,7 +147,7 @@ fn check_localfile(config: &Config, found: &mut Found) {
     }
     let key = "localfile_store.data_paths";
     let paths = &config.local.paths;
-    // The default directory is for a first try on one machine; a cluster's disks are to be named.
+    // The default directory is for a first try; in a cluster, disks must be configured explicitly.
     if !found.reader.given.contains(key) && config.has_quorum() {
         found.refuse(key, "(absent)", "needed with a coordinator_quorum: one directory per disk");
     }
@@ -170,7 +171,7 @@ fn check_localfile(config: &Config, found: &mut Found) {
     }
 }
 
-/// Keys that hold more than their parts move the bound of the process: that is allowed, and said with figures.
+/// Warns if configured limits exceed the promised bound of resident memory, with figures.
 fn check_memory(config: &Config, found: &mut Found) {
     let (bound, promised) = (config.resident_bytes_max(), promised(config.memory.capacity_bytes));
     if bound <= promised {
@@ -239,7 +240,7 @@ fn check_coordinators(config: &Config, found: &mut Found) {
         found.refuse("embedded_coordinator.enable", false, "true, or a coordinator_quorum");
     }
     if config.is_embedded() && embedded.node_timeout <= config.heartbeat.interval {
-        // The worker's own reports come at that interval: it would be lost to itself.
+        // Own heartbeats arrive at that interval, so the coordinator would expire its own worker.
         let timeout = humantime::format_duration(embedded.node_timeout);
         found.refuse(
             "embedded_coordinator.node_timeout_sec",
@@ -266,7 +267,7 @@ fn check_coordinators(config: &Config, found: &mut Found) {
     }
 }
 
-/// Memory that outlives the process is of no use to one that does not know its shuffles any more.
+/// Checks that persistent memory is combined with recovery, without which its shuffles are unknown.
 fn check_backing(config: &Config, found: &mut Found) {
     let backing = &config.memory.backing;
     if backing.is_private() {
@@ -285,7 +286,7 @@ fn check_backing(config: &Config, found: &mut Found) {
     }
 }
 
-/// What is allowed instead of a store type that this build has no tier for.
+/// Returns the allowed store types if this build does not support `store_type`.
 fn allowed_without(store_type: StoreType, has_hdfs: bool) -> Option<&'static str> {
     let lacks = store_type.has_hdfs() && !has_hdfs;
     lacks.then_some(
@@ -347,7 +348,7 @@ fn check_tls(config: &Config, found: &mut Found) {
     if cert && !key {
         found.refuse("tls.key_file", "(absent)", "needed with tls.cert_file");
     }
-    // Where callers are asked for certificates, a port that asks for none is a surprise.
+    // With client certificates required elsewhere, an unauthenticated port would be a surprise.
     if let Some(port) = config.worker.urpc_port {
         if config.tls.forbids_plain_tcp() {
             let allowed = "no port with tls.client_ca_file: raw TCP knows no TLS and asks for no certificate; \

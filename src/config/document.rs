@@ -1,4 +1,6 @@
-//! `config.toml.example` and `docs/configuration.md`, out of the schema. A test holds that the files are current.
+//! Generates `config.toml.example` and `docs/configuration.md`.
+//!
+//! A test checks that both are current.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -9,7 +11,7 @@ use super::sections::{Config, schema};
 use crate::schema::names::{leaf_of, table_of};
 use crate::schema::{Key, Reload, Schema};
 
-/// Longest line of the example.
+/// Maximum line length in the example.
 const COLUMNS: usize = 118;
 
 const EXAMPLE_HEAD: &str = "Configuration of uniffle-worker: every key, with its default. Start with `uniffle-worker -c \
@@ -50,7 +52,7 @@ const ENVIRONMENT: &[(&str, &str)] = &[
     ("MALLOC_CONF", "jemalloc's options; `_RJEM_MALLOC_CONF` means the same."),
 ];
 
-/// Tables in the order of the file, the top first, each with its keys.
+/// Returns the tables with their keys, in the order of the file, beginning with the top level.
 fn tables(schema: &Schema) -> Vec<(&str, Vec<&Key>)> {
     let mut tables: Vec<(&str, Vec<&Key>)> = vec![("", Vec::new())];
     for key in schema.keys.iter().filter(|key| !key.path.is_empty()) {
@@ -67,12 +69,12 @@ fn about<'a>(schema: &'a Schema, table: &str) -> Option<&'a str> {
     schema.tables.iter().find(|(name, _)| *name == table).map(|(_, about)| *about)
 }
 
-/// The text above a field, as one line.
+/// Returns the doc comment of a key as one line.
 fn text(key: &Key) -> String {
     key.doc.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ").replace(['[', ']'], "")
 }
 
-/// What stands in a file that says nothing of it; none where that follows the machine.
+/// Returns the default values as TOML text, without those that depend on the machine.
 fn defaults() -> BTreeMap<&'static str, Value> {
     let mut entries = Vec::new();
     crate::schema::Section::print(&Config::default(), &mut entries);
@@ -109,7 +111,7 @@ pub fn example() -> String {
     file
 }
 
-/// Adds `text` as a comment, in lines that are not too long.
+/// Adds `text` as a comment, wrapped at `COLUMNS`.
 fn comment(file: &mut String, text: &str) {
     let mut columns = 0;
     for word in text.split_whitespace() {
@@ -124,7 +126,7 @@ fn comment(file: &mut String, text: &str) {
     file.push('\n');
 }
 
-/// `docs/configuration.md`.
+/// Returns the text of `docs/configuration.md`.
 pub fn reference() -> String {
     let (schema, defaults) = (schema(), defaults());
     let mut page = REFERENCE_HEAD.to_owned();

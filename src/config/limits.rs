@@ -1,8 +1,9 @@
-//! Checks of a configuration against the limits that the system sets for the process.
+//! Checks a configuration against the limits that the system sets for the process.
 //!
-//! One sum per kind (memory, descriptors, threads, file size), for a start and for `--check` alike. What cannot work is refused, what can
-//! fail later is a warning; each names the key, the need and the limit. Numbers of connections are cut to the descriptors that
-//! there are, so that connections for data never take those of health and administration.
+//! One estimate per resource: memory, threads, descriptors and file size. A limit with which the
+//! worker cannot run is an error, at the start and in `--check`; one that may be reached later is a
+//! warning. Each text names the key, the need and the limit. Connection limits are lowered to the
+//! available descriptors, so that data connections leave some for health and administration.
 
 use std::fmt;
 use std::io;
@@ -14,29 +15,30 @@ use crate::listeners::http::admin;
 use crate::schema::kind::MIB;
 use crate::schema::limits::{SystemLimit, SystemLimits};
 
-/// Descriptors of the process without clients: listeners, logs, the metadata log, coordinators, a rehearsal.
+/// Descriptors independent of clients: listeners, logs, the metadata log, coordinators, and the
+/// trial start of a successor.
 const DESCRIPTORS_BASE: u64 = 96;
-/// Descriptors of a runtime's poller.
+/// Descriptors per runtime for its poller.
 const DESCRIPTORS_PER_RUNTIME: u64 = 8;
-/// Descriptors of a disk beside cached log files: its lock, its metadata, calls under way.
+/// Descriptors per disk besides cached log files: its lock, its metadata, calls in progress.
 const DESCRIPTORS_PER_DISK: u64 = 32;
-/// Connections to name nodes and data nodes.
+/// Descriptors for connections to name nodes and data nodes.
 const DESCRIPTORS_HDFS: u64 = 128;
-/// gRPC connections that end their calls beside those that are counted.
+/// gRPC connections that are being closed, in addition to the counted ones.
 const CONNECTIONS_LEAVING: u64 = 16;
-/// Descriptors beyond those that the process has anyhow, with fewer of which no worker starts.
+/// Minimum number of descriptors for clients and files; with fewer the worker does not start.
 const DESCRIPTORS_MIN: u64 = 128;
 
-/// Threads that every worker has: the main one, logs, signals, profiles.
+/// Threads of every worker: the main thread, logs, signals, profiles.
 const THREADS_BASE: usize = 8;
-/// Threads for disk calls without which a worker stands still.
+/// Minimum number of threads for disk calls; with fewer the worker makes no progress.
 const BLOCKING_MIN: usize = 8;
-/// Threads for work that is too long for the runtime, at most.
+/// Maximum number of threads for work that is too long for the runtime.
 const BLOCKING_WORK: u64 = 64;
-/// Threads for calls on names and for removals of one disk, at most.
+/// Maximum number of threads per disk for directory operations and deletions.
 const BLOCKING_PER_DISK: u64 = 10;
 
-/// A limit of the system that is below what the configuration needs.
+/// A system limit that is too low for the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     key: &'static str,
@@ -53,7 +55,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Limits of the system with which the worker cannot run.
+/// System limits with which the worker cannot run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LimitsTooLow(Vec<Finding>);
 
@@ -67,7 +69,7 @@ impl fmt::Display for LimitsTooLow {
 impl std::error::Error for LimitsTooLow {}
 
 impl LimitsTooLow {
-    /// `started` threads of [`Config::threads_min`] could be started.
+    /// Creates the error for a start at which only `started` threads could be created.
     #[must_use]
     pub fn threads(config: &Config, system: &SystemLimits, started: usize, error: &io::Error) -> Self {
         let needed = config.threads_min();
@@ -87,11 +89,13 @@ const THREADS_REMEDY: &str =
     "raise the limit (ulimit -u, TasksMax=, the pids limit of the container) or lower the key";
 
 impl Config {
-    /// Compares what the configuration needs with `system`. Adds what may fail later to the warnings, and cuts the numbers of
-    /// connections and cached files to the descriptors.
+    /// Compares the needs of the configuration with `system`.
+    ///
+    /// Adds warnings for limits that may be reached later. Lowers the numbers of connections and
+    /// cached files to the available descriptors.
     ///
     /// # Errors
-    /// Everything with which the worker cannot run.
+    /// All limits with which the worker cannot run.
     pub fn fit(&mut self, system: &SystemLimits) -> Result<(), LimitsTooLow> {
         let findings = [
             system.memory.as_ref().and_then(|limit| self.memory_finding(limit, system.swap_bytes)),
@@ -133,7 +137,7 @@ impl Config {
         })
     }
 
-    /// Threads without which the worker does not start.
+    /// Returns the number of threads that the worker needs to start.
     #[must_use]
     pub fn threads_min(&self) -> usize {
         let rings = if self.worker.store_type.has_local() { self.local.own_threads() } else { 0 };
@@ -245,17 +249,17 @@ impl Config {
             key: "localfile_store.data_paths",
             need: format!("a batch takes up to {}, a shuffle any number of them", ByteSize(batch)),
             limit: allowed,
-            // What does not fit stays in memory, readable, so the worker is of use all the same.
+            // Not fatal: data that cannot be written stays in memory and readable.
             remedy: format!("what does not fit is not written, {raise}"),
             is_fatal: false,
         })
     }
 }
 
-/// Descriptors by what has them.
+/// Numbers of descriptors by use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Descriptors {
-    /// Everything that does not depend on clients.
+    /// Descriptors that do not depend on clients.
     base: u64,
     http: u64,
     /// Cached log files.
@@ -270,7 +274,7 @@ impl Descriptors {
         [base, http, files, grpc, tcp].into_iter().fold(0, u64::saturating_add)
     }
 
-    /// The same with connections and files cut to `limit`, which is at least [`DESCRIPTORS_MIN`] beyond the base.
+    /// Lowers connections and files to `limit`, which is at least `base + DESCRIPTORS_MIN`.
     fn within(self, limit: u64) -> Self {
         let available = limit.saturating_sub(self.base);
         let http = self.http.min((available / 8).max(32));

@@ -1,10 +1,11 @@
-//! The configuration: TOML and environment → the modules' sections, read and cross-checked.
+//! Reads and checks the configuration: a TOML file and environment variables.
 //!
-//! Every module declares what can be configured of it where it is used ([`crate::schema`]); here the sections are put
-//! together (`sections`), checked against each other (`check`) and documented (`document`); `import` reads those of other
-//! servers. All problems are reported at once, each with its key, its value and what is allowed. Nothing here starts,
-//! opens or binds anything. Invariant: a `Config` made by [`Config::load`] or [`Config::parse`] needs no further checks.
-//! The environment is passed in as a map, the machine as a [`Machine`], so that tests share no state.
+//! Modules declare their own keys ([`crate::schema`]). This module combines the sections, checks
+//! them against each other and generates their documentation; `import` converts configurations of
+//! other servers. All problems are reported at once, each with key, value and allowed values.
+//! Nothing here starts, opens or binds anything. Environment and [`Machine`] are parameters, so
+//! that tests share no state.
+//! Invariant: the result of [`Config::load`] and [`Config::parse`] needs no further checks.
 
 mod banner;
 mod check;
@@ -30,10 +31,10 @@ pub use worker::{StoreType, WorkerConfig, check_tags};
 
 use crate::schema::{Reader, Section as _, files, nested, redact};
 
-/// Largest configuration file read; real ones have a few KiB.
+/// Size limit of a configuration file. Real ones have a few KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Why there is no configuration.
+/// Reason why a configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -41,23 +42,23 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The file is not TOML; the text has line and column.
+    /// The file is not TOML. The text contains line and column.
     #[error("the configuration{} is not TOML: {text}", at(.path.as_deref()))]
     Syntax {
         /// The file, if there is one.
         path: Option<PathBuf>,
-        /// What the parser says.
+        /// Message of the parser.
         text: String,
     },
-    /// The file is TOML, and this is wrong with it.
+    /// The file is TOML and has invalid content.
     #[error("the configuration{} has {}:{}", at(.path.as_deref()), counted(.problems.len()), listed(.problems))]
     Invalid {
         /// The file, if there is one.
         path: Option<PathBuf>,
-        /// Everything that is wrong.
+        /// All problems found.
         problems: Vec<Problem>,
     },
 }
@@ -75,10 +76,10 @@ fn listed(problems: &[Problem]) -> String {
 }
 
 impl Config {
-    /// Reads the file given on the command line, else the one of `WORKER_CONFIG_PATH`, else takes the defaults.
+    /// Reads the file `command_line`, else the one in `WORKER_CONFIG_PATH`, else uses the defaults.
     ///
     /// # Errors
-    /// [`ConfigError`]; its text is complete for a person, on several lines when there are several problems.
+    /// [`ConfigError`]. Its text is meant for users and has a line per problem.
     pub fn load(
         command_line: Option<&Path>,
         env: &HashMap<String, String>,
@@ -102,7 +103,7 @@ impl Config {
         }
     }
 
-    /// Reads a configuration from `text`; empty text gives the defaults.
+    /// Parses a configuration. Empty text gives the defaults.
     ///
     /// # Errors
     /// [`ConfigError`] without a path.
@@ -123,26 +124,26 @@ impl Config {
         Ok(config)
     }
 
-    /// Every key that has a value, as text: what is compared when a file is read again.
+    /// Returns every key that has a value, as text. A reload compares these.
     pub fn entries(&self) -> BTreeMap<&'static str, String> {
         let mut entries = Vec::new();
         self.print(&mut entries);
         entries.into_iter().map(|(key, value)| (key, value.to_string())).collect()
     }
 
-    /// The effective configuration as TOML with every key that has a value; parses back to an equal one.
+    /// Returns the effective configuration as TOML, which parses to an equal configuration.
     pub fn to_toml(&self) -> String {
         let mut entries = Vec::new();
         self.print(&mut entries);
         nested(entries).to_string()
     }
 
-    /// As [`Config::entries`], without secrets: what others may see.
+    /// Returns [`Config::entries`] without secrets.
     pub fn shown_entries(&self) -> BTreeMap<&'static str, String> {
         self.shown().into_iter().map(|(key, value)| (key, value.to_string())).collect()
     }
 
-    /// As [`Config::to_toml`], without secrets: what a person may see.
+    /// Returns [`Config::to_toml`] without secrets.
     pub fn to_shown_toml(&self) -> String {
         nested(self.shown()).to_string()
     }

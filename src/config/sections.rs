@@ -1,4 +1,4 @@
-//! The sections of all modules in one struct, what they take from each other, and other servers' keys.
+//! Combines the sections of all modules, and derives settings that depend on several sections.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ use crate::telemetry::traces::TracingConfig;
 use crate::tiers::hdfs::{AllowList, AllowedPath, RemoteLocation};
 use crate::tiers::{HdfsConfig, INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 
-/// Port of the raw TCP listener with the embedded coordinator.
+/// Default port of the raw TCP listener, with an embedded coordinator.
 const URPC_PORT: u16 = 21200;
 
 const THREADS: &str = "thread counts follow the machine's cores and disks";
@@ -33,7 +33,7 @@ const DIRECT_IO: &str = "see localfile_store.direct_io";
 const HEALTH: &str = "the worker finds out by itself whether it is healthy";
 const BUILT_IN: &str = "there is nothing to choose here";
 
-/// Keys of riffle and of the first Rust server without a counterpart here.
+/// Accepted keys of riffle and of the first Rust server that have no counterpart here.
 pub(super) const NO_EFFECT: &[(&str, &str)] = &[
     ("memory_store.dashmap_shard_amount", BUILT_IN),
     ("localfile_store.disk_write_buf_capacity", BUFFERS),
@@ -82,15 +82,15 @@ pub(super) const NO_EFFECT: &[(&str, &str)] = &[
 ];
 
 section! {
-    /// Everything the worker can be told, checked.
+    /// The complete, checked configuration.
     pub struct Config {
-        /// Tiers, ports, threads, the end.
+        /// Tiers, ports, threads, shutdown.
         #[section(WorkerConfig)]
         pub worker: WorkerConfig,
         /// The coordinators of the quorum.
         #[section(HeartbeatConfig)]
         pub heartbeat: HeartbeatConfig,
-        /// The service.
+        /// The shuffle service.
         #[section(ServiceConfig)]
         pub service: ServiceConfig,
         /// Memory.
@@ -105,13 +105,13 @@ section! {
         /// Object storage.
         #[section(ObjectConfig)]
         pub object: ObjectConfig,
-        /// When memory is spilled.
+        /// Flushing of memory.
         #[section(FlushConfig)]
         pub flush: FlushConfig,
         /// Applications.
         #[section(AppConfig)]
         pub app: AppConfig,
-        /// Bounds of a partition.
+        /// Limits of a partition.
         #[section(PartitionConfig)]
         pub partition: PartitionConfig,
         /// The gRPC listener.
@@ -129,7 +129,7 @@ section! {
         /// TLS.
         #[section(TlsConfig)]
         pub tls: TlsConfig,
-        /// Metrics to a pushgateway.
+        /// Push of metrics to a gateway.
         #[section(PushConfig)]
         pub push: PushConfig,
         /// Traces.
@@ -138,30 +138,31 @@ section! {
         /// Logs.
         #[section(TelemetryConfig)]
         pub log: TelemetryConfig,
-        /// The coordinator within the worker.
+        /// The embedded coordinator.
         #[section(EmbeddedConfig)]
         pub embedded: EmbeddedConfig,
-        /// The file it came from; none for the embedded defaults.
+        /// The file it was read from, or `None` for the built-in defaults.
         pub source: Option<PathBuf> = None,
-        /// Things accepted that have no effect; to be logged once.
+        /// Warnings to be logged once.
         pub warnings: Vec<String> = Vec::new(),
     }
 }
 
 impl Config {
-    /// Settles where blocks in memory lie. systemd says how many descriptors it keeps (`FDSTORE`, since version 254).
+    /// Chooses the backing of block memory. systemd (254+) sets `FDSTORE` to the number of
+    /// descriptors that it can store.
     pub(super) fn settle_backing(&mut self, env: &HashMap<String, String>) {
         let kept = env.get("FDSTORE").and_then(|kept| kept.parse::<u64>().ok());
         let has_log = self.worker.store_type.has_local() && self.local.recovery;
         self.memory.backing = self.memory.backing.settled(kept.is_some_and(|kept| kept > 0), has_log);
     }
 
-    /// Sets what sections take from each other.
+    /// Sets settings of a section that depend on other sections.
     pub(super) fn follow(&mut self) {
         let is_open = !self.has_quorum() && !self.tls.forbids_plain_tcp();
         let worker = &mut self.worker;
         if worker.urpc_port.is_none() && is_open {
-            // A first user gets both transports; with any free gRPC port comes any free TCP port.
+            // By default both transports are open. Port 0 for gRPC also chooses a free TCP port.
             worker.urpc_port = Some(if worker.grpc_port == 0 { 0 } else { URPC_PORT });
         }
         let (capacity, traces) = (self.memory.capacity_bytes, self.tracing.traces());
@@ -195,12 +196,12 @@ impl Config {
         self.hdfs.allowed = AllowList(self.allowed_remote_paths());
     }
 
-    /// What each kind may hold beside the capacity, as the defaults have it.
+    /// Returns the default limits per kind of memory besides the capacity.
     pub(super) fn parts(&self) -> Parts {
         divide(self.memory.capacity_bytes, self.worker.threads)
     }
 
-    /// What each kind may hold as it is configured.
+    /// Returns the configured limits per kind of memory besides the capacity.
     pub(super) fn real_parts(&self) -> Parts {
         let (memory, grpc) = (&self.memory, &self.grpc);
         let limits = Limits {
@@ -212,12 +213,12 @@ impl Config {
         let (heap, reads, windows) =
             (memory.heap_bytes, memory.read_capacity_bytes, grpc.window_budget_bytes);
         let parts = self.parts().with(heap, reads, windows, limits, self.encrypts_grpc());
-        // The base has the cache of index records as large as it is by default.
+        // The base already includes an index cache of the default size.
         let more_cache = self.local.index_cache_bytes.saturating_sub(INDEX_CACHE_BYTES);
         Parts { base: parts.base.saturating_add(more_cache), ..parts }
     }
 
-    /// Resident memory of the process at most, whatever clients do.
+    /// Returns the upper bound of the resident memory of the process.
     #[must_use]
     pub fn resident_bytes_max(&self) -> u64 {
         self.memory.capacity_bytes.saturating_add(self.real_parts().sum())
@@ -227,14 +228,15 @@ impl Config {
         self.tls.of(TlsListener::Grpc).is_some()
     }
 
-    /// This configuration with what may change while the worker runs taken from `new`.
+    /// Returns this configuration with the reloadable values of `new`.
     #[must_use]
     pub fn renewed(&self, new: &Self) -> Self {
         let mut next = self.clone();
         next.renew(new);
         next.local.min_disks = next.local.min_disks.min(next.local.paths.len());
         if self.tls.files().is_none() || new.tls.files().is_none() {
-            // Whether a listener is encrypted is decided when it opens; that has nothing to do with how others are asked.
+            // Encryption of a listener is decided when it opens. The CA for outgoing connections is
+            // independent of that.
             next.tls = TlsConfig { ca_file: new.tls.ca_file.clone(), ..self.tls.clone() };
         }
         next.warnings.clone_from(&new.warnings);
@@ -246,7 +248,7 @@ impl Config {
         next
     }
 
-    /// True when the worker is a coordinator: when it is told so, or no other is configured.
+    /// Returns whether the worker has an embedded coordinator: if enabled, or without a quorum.
     #[must_use]
     pub fn is_embedded(&self) -> bool {
         self.embedded.enable.unwrap_or(!self.has_quorum())
@@ -258,20 +260,21 @@ impl Config {
         self.is_embedded() && (self.has_quorum() || !self.embedded.worker_networks.is_empty())
     }
 
-    /// True when coordinators are configured, the own one among them or not.
+    /// Returns whether a coordinator quorum is configured. It may include the embedded coordinator.
     #[must_use]
     pub fn has_quorum(&self) -> bool {
         !self.heartbeat.coordinators.is_empty()
     }
 
-    /// Remote paths that clients may name: the keys' paths, else those that the embedded coordinator hands out; none = all.
+    /// Returns the remote paths that clients may use: the configured ones, or those of the embedded
+    /// coordinator. An empty list allows all.
     fn allowed_remote_paths(&self) -> Vec<RemoteLocation> {
         if !self.hdfs.allowed_paths.is_empty() {
             let below = |allowed: &AllowedPath| match allowed {
                 AllowedPath::Any => None,
                 AllowedPath::Below(location) => Some(location.clone()),
             };
-            // One entry that permits all makes an empty list, which does too.
+            // An entry that allows all paths gives an empty list, which allows all.
             return self.hdfs.allowed_paths.iter().map(below).collect::<Option<_>>().unwrap_or_default();
         }
         let paths = &self.embedded.remote_storage_paths;
@@ -279,7 +282,7 @@ impl Config {
     }
 }
 
-/// Every key that there is.
+/// Returns the schema of all keys.
 pub(super) fn schema() -> Schema {
     let mut schema = Schema { no_effect: NO_EFFECT, ..Schema::default() };
     Config::describe(&mut schema);

@@ -10,7 +10,7 @@ pub(super) use names::RIFFLE;
 
 const EXAMPLE: &str = include_str!("../../config.toml.example");
 
-/// Makes the generated files what the source says.
+/// Updates the generated files.
 const UPDATE: &str = "UPDATE_DOCS=1 cargo test --lib config";
 
 fn machine() -> Machine {
@@ -38,7 +38,7 @@ fn env(pairs: &[(&str, &str)]) -> HashMap<String, String> {
     pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
 }
 
-/// The example with its commented-out settings (`# key = …`, no blank line before the sign) switched on.
+/// Returns the example with its commented-out settings (`#: key = …`) enabled.
 fn example_with_everything() -> String {
     let uncommented = EXAMPLE.lines().map(|line| match line.strip_prefix("#: ") {
         Some(setting) => setting.to_owned(),
@@ -260,7 +260,7 @@ fn n14_with_client_certificates_plain_tcp_is_opened_by_name_only() {
     let open = parse(&format!("urpc_port = 7\n{tls}plain_tcp = true")).unwrap();
     assert_eq!(open.worker.urpc_port, Some(7));
     assert!(open.warnings.iter().any(|warning| warning.starts_with("urpc_port = 7 is open")));
-    // As open as gRPC is.
+    // The port is as open as gRPC.
     assert!(parse(&format!("urpc_port = 7\n{tls}listeners = [\"http\"]")).is_ok());
     assert!(parse(&format!("{tls}plain_tcp = true")).unwrap().worker.urpc_port.is_some());
     let without = parse("urpc_port = 7\n[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"").unwrap();
@@ -317,15 +317,15 @@ fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
         panic!("none")
     };
     assert!(warning.contains("localfile_store.index_cache_size: 1024 MiB, 16 MiB fit"), "{warning}");
-    // What one key gives up another may have.
+    // Lowering one key leaves room for another.
     let moved = with("read_buffer_capacity = \"60MiB\"\nheap_capacity = \"32MiB\"");
     assert!(moved.warnings.is_empty(), "{:?}", moved.warnings);
-    // More connections leave everyone the least.
+    // More connections leave every kind its minimum.
     assert!(more.grpc.stream_budget >= 4 * 4096 && more.grpc.window_budget_bytes < 4096 * 65_535);
     assert_eq!(with("[grpc]\nmax_connections = 20").grpc.connections_max, 20);
 }
 
-/// Was said of `grpc.connection_window`, which nobody had set.
+/// Once, the problem named `grpc.connection_window`, which the user had not set.
 #[test]
 fn threads_that_leave_no_memory_for_windows_are_named() {
     let with = |threads: usize, more: &str| {

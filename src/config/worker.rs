@@ -1,4 +1,4 @@
-//! What concerns the worker as a whole: which tiers it has, where it listens, its threads, how it ends.
+//! Settings of the worker as a whole: tiers, addresses, threads and shutdown.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
@@ -18,17 +18,17 @@ words! {
         MemoryLocalfile = "MEMORY_LOCALFILE",
         /// Memory, spilled to HDFS.
         MemoryHdfs = "MEMORY_HDFS",
-        /// Memory, spilled to local disks, and to HDFS what is cold.
+        /// Memory, spilled to local disks; cold partitions to HDFS.
         MemoryLocalfileHdfs = "MEMORY_LOCALFILE_HDFS",
         /// Memory, spilled to an object store, which clients read through the worker.
         MemoryObject = "MEMORY_OBJECT",
-        /// Memory, spilled to local disks, and from there in the background to an object store.
+        /// Memory, spilled to local disks, and moved to an object store in the background.
         MemoryLocalfileObject = "MEMORY_LOCALFILE_OBJECT",
     }
 }
 
 impl StoreType {
-    /// True when blocks are spilled to local disks.
+    /// Returns whether blocks are spilled to local disks.
     pub fn has_local(self) -> bool {
         match self {
             Self::Memory | Self::MemoryHdfs | Self::MemoryObject => false,
@@ -36,7 +36,7 @@ impl StoreType {
         }
     }
 
-    /// True when blocks are spilled to HDFS.
+    /// Returns whether blocks are spilled to HDFS.
     pub fn has_hdfs(self) -> bool {
         match self {
             Self::Memory | Self::MemoryLocalfile | Self::MemoryObject | Self::MemoryLocalfileObject => false,
@@ -44,7 +44,7 @@ impl StoreType {
         }
     }
 
-    /// True when blocks end in an object store.
+    /// Returns whether blocks are stored in an object store.
     pub fn has_object(self) -> bool {
         match self {
             Self::Memory | Self::MemoryLocalfile | Self::MemoryHdfs | Self::MemoryLocalfileHdfs => false,
@@ -52,7 +52,8 @@ impl StoreType {
         }
     }
 
-    /// What clients are to be told (spark.rss.storage.type): objects are local data to them.
+    /// Returns the storage type for clients (spark.rss.storage.type). To clients, objects are local
+    /// files.
     pub fn of_clients(self) -> Self {
         match self {
             Self::MemoryObject | Self::MemoryLocalfileObject => Self::MemoryLocalfile,
@@ -118,7 +119,7 @@ fn tag() -> Kind<String> {
     parsed(&format!("1 to {TAG_CHARS_MAX} characters without blanks or commas"), convert)
 }
 
-/// Tags are joined with commas in metrics and compared as a set by coordinators.
+/// Checks one tag. Metrics join tags with commas, and coordinators compare them as a set.
 fn check_tag(text: &str) -> Result<(), String> {
     let is_plain = |c: char| !c.is_control() && !c.is_whitespace() && c != ',';
     match (1..=TAG_CHARS_MAX).contains(&text.chars().count()) && text.chars().all(is_plain) {
@@ -127,10 +128,10 @@ fn check_tag(text: &str) -> Result<(), String> {
     }
 }
 
-/// Whether `tags` may stand in `tags`.
+/// Checks a list of tags.
 ///
 /// # Errors
-/// What is allowed.
+/// A description of the allowed tags.
 pub fn check_tags(tags: &[String]) -> Result<(), String> {
     if tags.len() > TAGS_MAX {
         return Err(format!("at most {TAGS_MAX} tags"));

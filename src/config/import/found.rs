@@ -1,37 +1,37 @@
-//! What a reader finds in another server's configuration, in the order of the input.
+//! Entries found in the configuration of another server, in the order of the input.
 
 use toml::Value;
 
 use crate::schema::redact;
 
-/// One key of ours, and where it is from.
+/// A key of this worker with its origin.
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
     pub(super) path: String,
     pub(super) value: Value,
-    /// Stands above it.
+    /// Comment line above the entry.
     pub(super) comment: Option<String>,
-    /// Why it is only a comment.
+    /// Reason if the entry is written as a comment only.
     pub(super) refused: Option<String>,
 }
 
-/// A key that is only a comment.
+/// A key that is written as a comment only.
 #[derive(Debug, Clone)]
 pub(super) struct Other {
-    /// Key and value, without secrets.
+    /// Original key and value, without secrets.
     pub(super) was: String,
     pub(super) why: String,
-    /// It has a counterpart, and its value is none for that.
+    /// Whether the key has a counterpart that does not accept the value.
     pub(super) is_refused: bool,
 }
 
-/// What was found in the input.
+/// All entries of the input.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) entries: Vec<Entry>,
-    /// Keys without a counterpart, and values that cannot be.
+    /// Keys without a counterpart, and values that cannot be converted.
     pub(super) others: Vec<Other>,
-    /// Of `others`, keys that nobody knows.
+    /// Number of keys in `others` that neither server knows.
     pub(super) unknown: usize,
 }
 
@@ -40,17 +40,17 @@ impl Found {
         self.entries.push(Entry { path: path.to_owned(), value, comment, refused: None });
     }
 
-    /// It has no counterpart.
+    /// Adds a key without a counterpart.
     pub(super) fn leave(&mut self, was: &Was<'_>, why: impl Into<String>) {
         self.others.push(Other { was: was.shown(), why: why.into(), is_refused: false });
     }
 
-    /// It has one, which takes no such value.
+    /// Adds a key whose counterpart does not accept the value.
     pub(super) fn refuse(&mut self, was: &Was<'_>, why: impl Into<String>) {
         self.others.push(Other { was: was.shown(), why: why.into(), is_refused: true });
     }
 
-    /// There is nothing in the input that this program or another server knows.
+    /// Returns whether the input contains no known key of either server.
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty() && self.others.len() == self.unknown
     }
@@ -64,13 +64,13 @@ impl Found {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Was<'a> {
     pub(super) key: &'a str,
-    /// What stands between them in the input's language.
+    /// Separator of key and value in the input's syntax.
     pub(super) between: &'a str,
     pub(super) value: &'a str,
 }
 
 impl Was<'_> {
-    /// As it was, without secrets.
+    /// Returns the original text without secrets.
     pub(super) fn shown(&self) -> String {
         let Self { key, between, value } = self;
         match redact::is_secret(key) {

@@ -1,6 +1,8 @@
-//! The Java server's `server.conf`: which of its keys (`ShuffleServerConf.java`, `RssBaseConf.java`, 0.10) is which of ours.
+//! Maps the keys of the Java server's `server.conf` (`ShuffleServerConf.java`, `RssBaseConf.java`,
+//! version 0.10) to ours.
 //!
-//! What ours has another default for than Java is written out with Java's, so that the worker does what the server did.
+//! Where our default differs from Java's, the import writes Java's default, so that the worker
+//! behaves like the server it replaces.
 
 use std::collections::BTreeMap;
 
@@ -8,20 +10,20 @@ use toml::Value;
 
 use super::found::{Found, Was};
 
-/// How a value of Java's becomes one of ours.
+/// Conversion of a Java value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum As {
-    /// As it is: a number, `true`, a word.
+    /// Unchanged: a number, a boolean or a word.
     Same,
-    /// Where blocks are kept.
+    /// A storage type.
     StoreType,
-    /// A list with commas.
+    /// A comma-separated list.
     List,
-    /// Bytes, or `20g`, where g is 2^30.
+    /// Bytes, or a text such as `20g`, in which g is 2^30.
     Size,
     /// Milliseconds.
     Millis,
-    /// 75 is 0.75.
+    /// A percentage: 75 becomes 0.75.
     Percent,
 }
 
@@ -35,7 +37,7 @@ const RETRY: &str = "a batch goes to another disk or tier and is tried until it 
 const WITH_MEMORY: &str = "memory stays the buffer; clients keep their type";
 const HEALTH: &str = "the worker finds out by itself whether its disks are healthy";
 
-/// Java's key, ours, how it is read, and Java's default where ours is another.
+/// Java key, our key, conversion, and Java's default if ours differs.
 const KEYS: &[(&str, &str, As, Option<&str>)] = &[
     ("rss.storage.type", "store_type", As::StoreType, None),
     ("rss.rpc.server.port", "grpc_port", As::Same, Some("19999")),
@@ -139,7 +141,7 @@ const KEYS: &[(&str, &str, As, Option<&str>)] = &[
     ),
 ];
 
-/// Java's keys, or the beginnings of several, without a counterpart; the first that fits.
+/// Java keys, or prefixes that end in a dot, without a counterpart. The first match applies.
 const OTHERS: &[(&str, &str)] = &[
     ("rss.rpc.server.type", "urpc_port opens the raw TCP listener beside gRPC"),
     (
@@ -246,12 +248,12 @@ const OTHERS: &[(&str, &str)] = &[
     ("rss.http.basic.", "see [admin], which has a bearer token"),
 ];
 
-/// What is in `text`, if it is a `server.conf`.
+/// Parses `text` if it is a `server.conf`.
 pub(super) fn read(text: &str) -> Option<Found> {
     let mut given = properties(text);
     given.keys().find(|key| key.starts_with("rss."))?;
     let mut found = Found::default();
-    // Nothing of these is in effect then.
+    // Kerberos and Netty keys have no effect in Java unless these settings enable them.
     let is_true = |value: Option<&String>| value.is_some_and(|value| value.eq_ignore_ascii_case("true"));
     let has_kerberos = is_true(given.get("rss.security.hadoop.kerberos.enable"));
     let is_grpc_only =
@@ -290,7 +292,7 @@ pub(super) fn read(text: &str) -> Option<Found> {
 fn take(found: &mut Found, (java, ours, kind): (&str, &str, As), text: &str) {
     let was = was(java, text);
     match kind.read(text) {
-        // What Java takes for "not set": −1, or the largest number.
+        // Java treats -1 and the largest number as "not set".
         Some(Value::Integer(i64::MIN..=-1 | i64::MAX)) => found.leave(&was, "as if it were not set"),
         Some(value) => {
             let is_given_memory = kind == As::StoreType && with_memory(text).is_some();
@@ -301,7 +303,7 @@ fn take(found: &mut Found, (java, ours, kind): (&str, &str, As), text: &str) {
     }
 }
 
-/// The store type of ours for one of Java's without memory, which is a tier here always.
+/// Returns our store type for a Java type without memory. Memory is always a tier here.
 fn with_memory(text: &str) -> Option<&'static str> {
     match text.trim().to_ascii_uppercase().as_str() {
         "LOCALFILE" => Some("MEMORY_LOCALFILE"),
@@ -327,7 +329,7 @@ impl As {
         }
     }
 
-    /// `None` for what this is not.
+    /// Returns the converted value, or `None` if `text` is invalid.
     fn read(self, text: &str) -> Option<Value> {
         let text = text.trim();
         let whole = || text.parse::<i64>().ok();
@@ -355,7 +357,7 @@ impl As {
     }
 }
 
-/// Java's sizes: a letter is a power of 1024, with or without a b behind it (`UnitConverter.java`).
+/// Parses a Java size: a letter is a power of 1024, with an optional b (`UnitConverter.java`).
 fn bytes(text: &str) -> Option<i64> {
     let lower = text.to_ascii_lowercase();
     let digits = lower.find(|c: char| !c.is_ascii_digit() && c != '-').unwrap_or(lower.len());
@@ -372,7 +374,7 @@ fn bytes(text: &str) -> Option<i64> {
     number.parse::<i64>().ok()?.checked_mul(1 << shift)
 }
 
-/// Keys and values of a Java properties file; the last of a key counts.
+/// Parses a Java properties file. The last occurrence of a key counts.
 fn properties(text: &str) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let mut line = String::new();
@@ -396,7 +398,7 @@ fn properties(text: &str) -> BTreeMap<String, String> {
     found
 }
 
-/// The table of keys for docs/migration.md.
+/// Returns the table of keys for docs/migration.md.
 #[cfg(test)]
 pub(super) fn reference() -> String {
     let mut text = "| Java (`server.conf`) | here | |\n|---|---|---|\n".to_owned();

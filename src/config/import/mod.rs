@@ -1,8 +1,8 @@
-//! Other servers' configurations as ours: `server.conf` of the Java server, `riffle.toml` of riffle.
+//! Converts `server.conf` of the Java server and `riffle.toml` of riffle to our configuration.
 //!
-//! [`import`] gives a text whose keys are checked as every configuration is: what ours does not take is left in as a comment
-//! with the reason, and so is every key that has no counterpart. Invariant: no key of the input is dropped silently.
-//! `java` and `riffle` know the names; here the text is put together.
+//! The result is checked like any configuration. Rejected values and keys without a counterpart
+//! stay in the text as comments with the reason.
+//! Invariant: no key of the input is dropped silently.
 
 mod found;
 mod java;
@@ -18,23 +18,23 @@ use super::{Config, ConfigError, Machine};
 use crate::schema::names::{leaf_of, table_of};
 use crate::schema::redact;
 
-/// A configuration of ours.
+/// A converted configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Imported {
     /// TOML with comments.
     pub text: String,
-    /// What a person has to add before it is valid; empty when it is.
+    /// Problems that the user must fix before the configuration is valid.
     pub missing: Vec<String>,
-    /// Values that could not be taken over and why, without secrets: a person has to look at each.
+    /// Values that were not converted, with the reason and without secrets. Each needs a review.
     pub refused: Vec<String>,
-    /// Keys of `text` that still have the input's secrets, which the worker needs: who may read the text may read these.
+    /// Keys of `text` whose values contain secrets of the input. The text must be protected.
     pub secrets: Vec<String>,
 }
 
-/// `text` as a configuration of ours, for `machine`; `name` is told in it.
+/// Converts `text` to a configuration for `machine`. `name` identifies the input in a comment.
 ///
 /// # Errors
-/// It is neither of the two, or has no key of either.
+/// If the input has neither format, or no known key of either server.
 pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, String> {
     let (kind, mut found) = match java::read(text) {
         Some(found) => ("the Java server's", found),
@@ -62,13 +62,13 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
     Ok(Imported { text: written, missing, refused: refusals(&found), secrets: secrets(&found) })
 }
 
-/// Keys that are written with values of which something may not be shown.
+/// Returns the keys whose written values contain secrets.
 fn secrets(found: &Found) -> Vec<String> {
     let written = found.entries.iter().filter(|entry| entry.refused.is_none());
     written.filter(|entry| shown(entry) != entry.value).map(|entry| entry.path.clone()).collect()
 }
 
-/// What a reader of the comments should not have to find.
+/// Returns one line for every value that was rejected.
 fn refusals(found: &Found) -> Vec<String> {
     let entries = found.entries.iter().filter_map(|entry| {
         let from = entry.comment.as_ref().map(|comment| format!(" (from {comment})")).unwrap_or_default();
@@ -79,12 +79,12 @@ fn refusals(found: &Found) -> Vec<String> {
     entries.chain(others.map(|other| one_line(&format!("{}: {}", other.was, other.why)))).collect()
 }
 
-/// The value of `entry` without secrets.
+/// Returns the value of `entry` without secrets.
 fn shown(entry: &Entry) -> Value {
     redact::value(&entry.path, &entry.value)
 }
 
-/// Both other servers let applications name any remote path.
+/// Allows all remote paths, as both other servers do, unless the input restricts them.
 fn open_remote_paths(found: &mut Found) {
     let has_hdfs = |entry: &Entry| entry.path == "store_type" && entry.value.to_string().contains("HDFS");
     if found.entries.iter().any(has_hdfs) && !found.has("hdfs_store.allowed_paths") {
@@ -94,7 +94,7 @@ fn open_remote_paths(found: &mut Found) {
     }
 }
 
-/// Marks what ours does not take, until the rest is valid; returns what is wrong with no entry.
+/// Marks rejected entries until the others are valid. Returns problems that belong to no entry.
 fn refuse(found: &mut Found, machine: &Machine) -> Vec<String> {
     loop {
         let mut text = String::new();
@@ -110,7 +110,7 @@ fn refuse(found: &mut Found, machine: &Machine) -> Vec<String> {
             let entry =
                 found.entries.iter_mut().find(|entry| entry.path == problem.key && entry.refused.is_none());
             match entry {
-                // What a key must be is another thing than that it must be there.
+                // Only the description of the allowed values; a missing key has no entry.
                 Some(entry) => {
                     entry.refused = Some(problem.allowed);
                     is_changed = true;
@@ -124,7 +124,7 @@ fn refuse(found: &mut Found, machine: &Machine) -> Vec<String> {
     }
 }
 
-/// The top first, then each table once, in the order of the input.
+/// Writes the top level first, then each table once, in the order of the input.
 fn write_entries(text: &mut String, entries: &[Entry]) {
     let mut seen = BTreeSet::new();
     let tables = std::iter::once("").chain(entries.iter().map(|entry| table_of(&entry.path)));
@@ -149,7 +149,7 @@ fn write_entries(text: &mut String, entries: &[Entry]) {
     }
 }
 
-/// A comment has one line, whatever was in the input.
+/// Replaces control characters, so that a comment stays on one line.
 fn one_line(text: &str) -> String {
     text.split(char::is_control).collect::<Vec<_>>().join(" ")
 }

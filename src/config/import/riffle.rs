@@ -1,4 +1,4 @@
-//! riffle's configuration: its keys are ours, or stand in the list of those without effect.
+//! Converts riffle's configuration. Its keys are also ours, or are accepted without effect.
 
 use toml::{Table, Value};
 
@@ -6,7 +6,7 @@ use super::found::{Found, Was};
 use crate::config::sections::schema;
 use crate::schema::{Reader, redact};
 
-/// What is in `text`.
+/// Parses `text` as riffle's TOML.
 pub(super) fn read(text: &str) -> Result<Found, String> {
     let table: Table = text.parse().map_err(|error: toml::de::Error| {
         let error = redact::text(&error.to_string());
@@ -37,7 +37,7 @@ fn walk(prefix: &str, table: Table, found: &mut Found) {
             (None, Some((_, why)), value) => found.leave(&was(&path, &shown(&value)), *why),
             (None, None, Value::Table(inner)) => walk(&path, inner, found),
             (None, None, value) => {
-                // What the reader says of such a key, with the nearest one that there is.
+                // The reader's text for an unknown key suggests the most similar key.
                 let problems =
                     Reader::new(&schema, nested(&path, value.clone()), Default::default()).problems;
                 let why = problems.first().map_or("unknown key", |problem| problem.allowed.as_str());

@@ -1,4 +1,4 @@
-//! Files of the Java server and of riffle as their users have them, and what becomes of them.
+//! Conversion of typical configurations of the Java server and of riffle.
 
 use std::path::{Path, PathBuf};
 

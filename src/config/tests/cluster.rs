@@ -1,10 +1,9 @@
-//! Keys of a worker among others.
+//! Keys of a worker in a cluster.
 
 use super::{only_problem, parse, problems};
 #[cfg(feature = "hdfs")]
 use crate::tiers::hdfs::RemoteLocation;
 
-/// F11.
 #[test]
 fn a_coordinator_that_workers_of_other_machines_cannot_join_is_named_at_the_start() {
     let with = |quorum: &str, rest: &str| {

@@ -1,4 +1,4 @@
-//! Keys that are misspelt, of older servers, or in another table.
+//! Keys that are misspelt, belong to older servers, or are in the wrong table.
 
 use super::super::sections::NO_EFFECT;
 use super::{ConfigError, only_problem, parse};
@@ -18,7 +18,7 @@ fn unknown_keys_name_the_nearest() {
     assert!(only_problem("zzzzqqqqxxxx = 1").ends_with("unknown key"));
 }
 
-/// Comparing one with all known names took 18 s, and each was repeated whole.
+/// Comparing all unknown names with all known ones took 18 s.
 #[test]
 fn names_beyond_all_measure_are_neither_compared_nor_repeated() {
     let long = "k".repeat(900_000);
@@ -47,8 +47,8 @@ fn aliases_are_the_same_key_and_may_not_be_given_twice() {
     assert!(only_problem("http_port = 1\n[metrics]\nhttp_port = 1").contains("given twice"));
 }
 
-/// Keys that riffle's own examples and its `config.rs` have, and one value for each; and `allowed_paths`, without which no
-/// worker of a cluster writes to HDFS.
+/// One value for each key in riffle's examples and its `config.rs`. `allowed_paths` is ours:
+/// without it no worker of a cluster writes to HDFS.
 pub(in super::super) const RIFFLE: &str = r#"
         store_type = "MEMORY_LOCALFILE_HDFS"
         coordinator_quorum = ["c:1"]
