@@ -1,13 +1,13 @@
-//! What a metric is called. Names of a table that is built several times have parts in braces that are filled in.
+//! Names of metrics. A table that is built several times has placeholders in braces in its names.
 
-/// What takes the place of `{…}` in names and help texts.
+/// Values of the placeholders `{…}` in names and help texts.
 pub type Fill<'a> = &'a [(&'a str, &'a str)];
 
 pub(super) fn filled(text: &str, fill: Fill<'_>) -> String {
     fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
 }
 
-/// A metric as the documentation tells it.
+/// Documentation of a metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
     /// The exported name.

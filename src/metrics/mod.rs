@@ -1,6 +1,6 @@
-//! How metrics are declared ([`table!`]), told under the names of other servers, and counted.
+//! Declaration of metrics ([`table!`]), their aliases for other dashboards, and counting helpers.
 //!
-//! Names are the Java server's and riffle's where a counterpart exists; `docs/metrics.md` lists all of them.
+//! Names follow the Java server and riffle where a counterpart exists. `docs/metrics.md` lists all.
 
 mod fill;
 mod renamed;
@@ -16,7 +16,7 @@ pub(crate) use table::table;
 pub use table::{Family, Metric, Row};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
-/// What has been added to a gauge; taken back when dropped.
+/// An amount added to a gauge, which is subtracted again when this is dropped.
 #[derive(Debug)]
 pub struct GaugeGuard {
     gauge: IntGauge,
@@ -24,13 +24,13 @@ pub struct GaugeGuard {
 }
 
 impl GaugeGuard {
-    /// One more on `gauge`.
+    /// Adds 1 to `gauge`.
     #[must_use]
     pub fn one(gauge: &IntGauge) -> Self {
         Self::of(gauge, 1)
     }
 
-    /// `amount` more on `gauge`.
+    /// Adds `amount` to `gauge`.
     #[must_use]
     pub fn of(gauge: &IntGauge, amount: u64) -> Self {
         let amount = clamped(amount);
@@ -45,12 +45,12 @@ impl Drop for GaugeGuard {
     }
 }
 
-/// A count as the signed number that gauges and the protocol have; one that does not fit is the largest.
+/// Converts a count to the signed type of gauges and the protocol. Saturates at the maximum.
 pub fn clamped(count: impl TryInto<i64>) -> i64 {
     count.try_into().unwrap_or(i64::MAX)
 }
 
-/// `N` upper bounds of buckets, from `first` up, each `factor` times the one before.
+/// Returns `N` bucket bounds. The first is `first`, and each is `factor` times the previous one.
 pub const fn exponential<const N: usize>(first: f64, factor: f64) -> [f64; N] {
     let mut bounds = [first; N];
     let mut at = 1;
@@ -65,7 +65,7 @@ pub const fn exponential<const N: usize>(first: f64, factor: f64) -> [f64; N] {
 pub const SECONDS_BUCKETS: &[f64] =
     &[0.0001, 0.000_3, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0];
 
-/// Buckets for sizes in bytes: 4 KiB to 256 MiB, by fours.
+/// Buckets for sizes in bytes: 4 KiB to 256 MiB, in steps of factor 4.
 pub const BYTES_BUCKETS: &[f64] = &[
     4096.0,
     16_384.0,
@@ -78,10 +78,10 @@ pub const BYTES_BUCKETS: &[f64] = &[
     268_435_456.0,
 ];
 
-/// A registry for one worker, with the standard `process_*` metrics: CPU seconds, resident memory, descriptors, threads.
+/// Creates the registry of a worker, with the standard `process_*` metrics.
 ///
 /// # Errors
-/// Never on a fresh registry; kept so that the caller has one kind of start-up error.
+/// None on a fresh registry. The type is the same as for other start-up errors.
 pub fn registry() -> Result<Registry> {
     let registry = Registry::new();
     registry.register(Box::new(ProcessCollector::for_self()))?;

@@ -1,5 +1,6 @@
-//! One metric under several names, for dashboards of other servers. What is measured is counted once; a further name
-//! costs something only when metrics are gathered.
+//! Exports a metric under further names, for dashboards of other servers.
+//!
+//! Values are counted once. A further name costs time only when metrics are gathered.
 
 use std::collections::HashMap;
 
@@ -9,10 +10,10 @@ use prometheus::{Histogram, Registry, Result};
 
 use super::fill::{Description, Fill, filled};
 
-/// The values of `metric` under another server's name as well.
+/// Exports the values of `metric` also as `name`.
 ///
 /// # Errors
-/// A name that is malformed or taken.
+/// If the name is malformed or taken.
 pub(super) fn also<M: Collector + Clone + 'static>(
     registry: &Registry,
     metric: &M,
@@ -26,13 +27,14 @@ pub(super) fn also<M: Collector + Clone + 'static>(
     registry.register(Box::new(Renamed { metric: metric.clone(), desc }))
 }
 
-/// Factor of a [`View`] that tells seconds in milliseconds.
+/// Factor of a [`View`] that converts seconds to milliseconds.
 pub const IN_MS: f64 = 1e3;
 
-/// Factor of a [`View`] that tells milliseconds in seconds.
+/// Factor of a [`View`] that converts milliseconds to seconds.
 pub const IN_SECONDS: f64 = 1e-3;
 
-/// A histogram under another name, in another unit, or one series of a labelled histogram without its label.
+/// A histogram under another name and in another unit. The source may be one series of a labelled
+/// histogram, which is exported without its label.
 #[derive(Debug, Clone, Copy)]
 pub struct View {
     name: &'static str,
@@ -41,29 +43,30 @@ pub struct View {
 }
 
 impl View {
-    /// `name` and `help` may have placeholders, as those of a table; values are told times `factor`.
+    /// Creates a view. `name` and `help` may contain placeholders. Values are multiplied by
+    /// `factor`.
     pub const fn new(name: &'static str, help: &'static str, factor: f64) -> Self {
         Self { name, help, factor }
     }
 
-    /// Exports `histogram` as this.
+    /// Exports `histogram` under this name.
     ///
     /// # Errors
-    /// A name that is malformed or taken.
+    /// If the name is malformed or taken.
     pub fn register(&self, registry: &Registry, histogram: &Histogram, fill: Fill<'_>) -> Result<()> {
         let (name, help) = (filled(self.name, fill), filled(self.help, fill));
         let desc = Desc::new(name, help, Vec::new(), HashMap::new())?;
         registry.register(Box::new(Scaled { histogram: histogram.clone(), factor: self.factor, desc }))
     }
 
-    /// What it is, for the documentation.
+    /// Returns the documentation of the view.
     pub fn describe(&self, module: &'static str, fill: Fill<'_>) -> Description {
         let (name, help) = (filled(self.name, fill), filled(self.help, fill));
         Description { name, kind: "histogram", label: None, help, module }
     }
 }
 
-/// A metric that is exported under another name.
+/// A metric exported under another name.
 struct Renamed<M> {
     metric: M,
     desc: Desc,
@@ -83,7 +86,7 @@ impl<M: Collector> Collector for Renamed<M> {
     }
 }
 
-/// A histogram that is exported in another unit.
+/// A histogram exported in another unit.
 struct Scaled {
     histogram: Histogram,
     factor: f64,
@@ -122,7 +125,7 @@ impl Collector for Scaled {
     }
 }
 
-/// Bounds are labels: 0.3 × 1,000 is to be 300, not 299.99999999999994.
+/// Rounds a bucket bound, which becomes a label: 300 instead of 299.99999999999994.
 fn rounded(bound: f64) -> f64 {
     (bound * 1e9).round() / 1e9
 }

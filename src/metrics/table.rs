@@ -1,8 +1,9 @@
-//! Metrics are declared in tables, one per module: [`table!`] makes of each the struct of its handles, the constructor
-//! that registers them, and their description, from which `docs/metrics.md` is generated.
+//! Declares metrics in tables, one per module.
 //!
-//! There is no global registry, so two workers can live in one process. A failure to register (a bad or duplicate name)
-//! is a mistake in the program and ends the start-up.
+//! [`table!`] generates the struct of handles, the constructor that registers them, and their
+//! descriptions, from which `docs/metrics.md` is generated. There is no global registry, so that
+//! two workers can run in one process. A failure to register (a malformed or duplicate name) is a
+//! programming error and ends the start.
 
 use prometheus::core::Collector;
 use prometheus::{
@@ -13,18 +14,18 @@ use prometheus::{
 use super::fill::{Description, Fill, filled};
 use super::renamed::also;
 
-/// A line of a table.
+/// A row of a table.
 #[derive(Debug)]
 pub struct Row {
-    /// Name; what stands in braces is filled in for a table that is built several times.
+    /// Name, with placeholders in braces if the table is built several times.
     pub name: &'static str,
     /// Help text, with the same placeholders.
     pub help: &'static str,
     /// The label, if it has one.
     pub label: Option<&'static str>,
-    /// Further names of the same values.
+    /// Further names under which the same values are exported.
     pub also: &'static [&'static str],
-    /// Upper bounds of a histogram, ascending.
+    /// Upper bounds of a histogram's buckets, ascending.
     pub buckets: &'static [f64],
 }
 
@@ -32,7 +33,7 @@ impl Row {
     /// Creates the metric and registers it under all its names.
     ///
     /// # Errors
-    /// A name that is malformed or taken, buckets that do not ascend.
+    /// If a name is malformed or taken, or buckets are not ascending.
     pub fn register<M: Metric>(&self, registry: &Registry, fill: Fill<'_>) -> Result<M> {
         let mut options = HistogramOpts::new(filled(self.name, fill), filled(self.help, fill));
         if !self.buckets.is_empty() {
@@ -46,7 +47,7 @@ impl Row {
         Ok(M::of(family))
     }
 
-    /// All names with what they mean.
+    /// Returns the documentation under all names.
     pub fn describe<M: Metric>(&self, module: &'static str, fill: Fill<'_>) -> Vec<Description> {
         let described = |name: &&str| Description {
             name: filled(name, fill),
@@ -59,12 +60,12 @@ impl Row {
     }
 }
 
-/// What a field of a table may be.
+/// A type that a field of a table can have.
 pub trait Metric: Sized {
-    /// What is registered.
+    /// The type that is registered.
     type Family: Family;
 
-    /// The handle of what was registered.
+    /// Returns the handle of a registered family.
     fn of(family: Self::Family) -> Self;
 }
 
@@ -76,15 +77,15 @@ impl<F: Family> Metric for F {
     }
 }
 
-/// What can be registered.
+/// A type that can be registered.
 pub trait Family: Collector + Clone + 'static {
-    /// As the exposition format calls it.
+    /// Name of the type in the exposition format.
     const KIND: &'static str;
 
-    /// Not registered yet.
+    /// Creates the metric without registering it.
     ///
     /// # Errors
-    /// A malformed name or label, buckets that do not ascend.
+    /// If a name or label is malformed, or buckets are not ascending.
     fn create(options: HistogramOpts, labels: &[&str]) -> Result<Self>;
 }
 
@@ -113,7 +114,7 @@ families! {
     HistogramVec: "histogram", |options, labels| Self::new(options, labels);
 }
 
-/// Declares the metrics of a module:
+/// Declares the metrics of a module.
 ///
 /// ```ignore
 /// metrics::table! {
@@ -127,7 +128,8 @@ families! {
 /// }
 /// ```
 ///
-/// `with` takes in other tables. `struct Name each fill { … }` is built several times, each with other names: see [`Fill`].
+/// `with` includes other tables. `struct Name each fill { … }` is built several times with
+/// different names; see [`Fill`].
 macro_rules! table {
     (
         $(#[$meta:meta])*
@@ -148,10 +150,10 @@ macro_rules! table {
         }
 
         impl $table {
-            /// Registers all of it.
+            /// Registers all metrics of the table.
             ///
             /// # Errors
-            /// A name that `registry` has already.
+            /// If `registry` already has one of the names.
             $vis fn new(registry: &::prometheus::Registry $(, $fill: $crate::metrics::Fill<'_>)?) -> ::prometheus::Result<Self> {
                 let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
                 Ok(Self {
@@ -161,7 +163,7 @@ macro_rules! table {
                 })
             }
 
-            /// What it has, for the documentation.
+            /// Returns the documentation of the table.
             $vis fn described($($fill: $crate::metrics::Fill<'_>)?) -> Vec<$crate::metrics::Description> {
                 let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
                 [

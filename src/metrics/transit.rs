@@ -1,8 +1,8 @@
-//! How long requests were on their way, as the Java server tells it (docs/protocol.md §10.3): the time at which one is
-//! here less the `timestamp` that its client has put into it.
+//! Transport time of requests, as the Java server reports it (docs/protocol.md §10.3): the time of
+//! arrival minus the `timestamp` that the client put into the request.
 //!
-//! Both are wall clocks of two machines. What cannot be a time on the way is dropped: no timestamp, one that is ahead,
-//! and one that lies further back than any request is waited for.
+//! The two clocks belong to different machines. Implausible values are dropped: no timestamp, a
+//! timestamp in the future, or one older than any client waits for an answer.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -10,14 +10,14 @@ use prometheus::Histogram;
 
 use super::Metric;
 
-/// Java's clients give up a call after 60 s and servers after minutes; more than this is a clock that is wrong.
+/// Java clients time out after 60 s and servers after minutes. A longer time means a wrong clock.
 const MAX_MS: i64 = 3_600_000;
 
-/// Upper bounds in milliseconds, as other latencies of the Java server.
+/// Bucket bounds in milliseconds, as for other latencies of the Java server.
 pub const TRANSIT_MS_BUCKETS: &[f64] =
     &[0.5, 1.25, 3.0, 8.0, 20.0, 50.0, 125.0, 300.0, 800.0, 2000.0, 5000.0, 12_500.0, 30_000.0, 75_000.0];
 
-/// Times on the way of one kind of request, in milliseconds.
+/// Transport times of one kind of request, in milliseconds.
 #[derive(Debug, Clone)]
 pub struct TransitTimes(Histogram);
 
@@ -30,9 +30,9 @@ impl Metric for TransitTimes {
 }
 
 impl TransitTimes {
-    /// A request is here that was sent at `sent_ms`, milliseconds since 1970.
+    /// Records the arrival of a request that was sent at `sent_ms`, in milliseconds since 1970.
     pub fn arrived(&self, sent_ms: i64) {
-        // Many clients and all tests say nothing: the clock is not read for them.
+        // Many clients and all tests send no timestamp. The clock is not read for those.
         if sent_ms <= 0 {
             return;
         }
@@ -43,13 +43,13 @@ impl TransitTimes {
         }
     }
 
-    /// The times.
+    /// Returns the histogram of the times.
     pub fn histogram(&self) -> &Histogram {
         &self.0
     }
 }
 
-/// Milliseconds between two readings of clocks, if that can be one.
+/// Returns the difference of two clock readings in milliseconds, or `None` if it is implausible.
 fn time_on_the_way(now_ms: i64, sent_ms: i64) -> Option<i32> {
     let ms = now_ms.checked_sub(sent_ms).filter(|ms| sent_ms > 0 && (0..=MAX_MS).contains(ms))?;
     i32::try_from(ms).ok()
