@@ -1,8 +1,10 @@
-//! What a unit test's own thread logs, and nothing that other tests log beside it.
+//! Captures the log lines of a unit test's own thread.
 //!
-//! Invariant: a line is there whichever thread came to it first. tracing remembers for each place that logs whether anybody
-//! listens, and while the process has one subscriber it asks the thread that comes there first: one without a subscriber, which
-//! any other test's is, would silence the place for all. With two it asks the subscribers themselves; so there are two.
+//! Invariant: a line is captured even if another thread reaches the log statement first. tracing
+//! caches for each statement whether a subscriber is interested. While only one subscriber exists,
+//! it asks the current thread. The thread of another test has no subscriber and would silence the
+//! statement for everyone. With two subscribers it asks the subscribers themselves, so there are
+//! two.
 
 use std::sync::Arc;
 
@@ -10,7 +12,7 @@ use parking_lot::Mutex;
 use tracing::dispatcher::{Dispatch, set_default};
 use tracing::subscriber::{DefaultGuard, NoSubscriber};
 
-/// Lines of this thread, from its beginning to its end.
+/// Log lines of this thread while this exists.
 #[derive(Debug)]
 pub(crate) struct CapturedLog {
     lines: Lines,
@@ -22,7 +24,7 @@ pub(crate) struct CapturedLog {
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
 impl CapturedLog {
-    /// From now on. The tasks of a current-thread runtime are its thread's.
+    /// Starts capturing. Tasks of a current-thread runtime run on its thread and are included.
     pub(crate) fn of_this_thread() -> Self {
         let lines = Lines::default();
         let writer = lines.clone();
@@ -32,7 +34,7 @@ impl CapturedLog {
         Self { lines, _second: second, _guard: set_default(&Dispatch::new(subscriber)) }
     }
 
-    /// What was logged so far.
+    /// Returns the lines captured so far.
     pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.lines.0.lock()).into_owned()
     }
@@ -49,7 +51,7 @@ impl std::io::Write for Lines {
     }
 }
 
-/// A place that another thread, without a subscriber, is the first to come to.
+/// A log statement that a thread without a subscriber reaches first.
 #[test]
 fn who_comes_first_does_not_matter() {
     let log = CapturedLog::of_this_thread();

@@ -1,7 +1,8 @@
-//! Log files, which are rotated by the worker or by others.
+//! Log files with rotation.
 //!
-//! A program such as logrotate may rename or delete the current file; the next line then goes to a new one. No signal is needed
-//! for that. Not here: the thread that writes (`writer`), so that a slow disk delays nobody.
+//! A program such as logrotate may rename or delete the current file; later lines go to a new file.
+//! No signal is needed for that. Writing happens on a thread of its own (`writer`), so that a slow
+//! disk delays no other thread.
 
 use std::fs;
 use std::io::{self, Write};
@@ -15,13 +16,13 @@ use tracing_appender::rolling;
 use super::settings::{Rotation, TelemetryConfig};
 use crate::clock::Instant;
 
-/// Between two looks whether the current file is still there.
+/// Interval of the checks whether the current file still exists.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The end of the name of every log file.
+/// Suffix of the names of log files.
 const SUFFIX: &str = "log";
 
-/// Opens the log file in `directory` whose name begins with `name`.
+/// Opens the log file in `directory` with the prefix `name`.
 pub(super) fn open(config: &TelemetryConfig, directory: &Path, name: &str) -> anyhow::Result<LogFile> {
     fs::create_dir_all(directory)
         .with_context(|| format!("cannot create the log directory {}", directory.display()))?;
@@ -42,7 +43,7 @@ pub(super) fn open(config: &TelemetryConfig, directory: &Path, name: &str) -> an
     Ok(file)
 }
 
-/// The current log file of one kind, and what its successor is opened with.
+/// The current log file of one kind, and the settings for the next one.
 #[derive(Debug)]
 pub(super) struct LogFile {
     rotation: rolling::Rotation,
@@ -50,7 +51,7 @@ pub(super) struct LogFile {
     directory: PathBuf,
     name: String,
     appender: Option<rolling::RollingFileAppender>,
-    /// Name and inode of the file that is written to.
+    /// Name and inode of the current file.
     current: Option<(String, u64)>,
     looked: Instant,
 }
@@ -68,7 +69,7 @@ impl LogFile {
         Ok(())
     }
 
-    /// The file with the latest date in its name, which is the one that is written to.
+    /// Returns the file with the latest date in its name, which is the current one.
     fn latest(&self) -> Option<(String, u64)> {
         let is_ours = |name: &str| {
             let rest = name.strip_prefix(&self.name).and_then(|rest| rest.strip_suffix(SUFFIX));
@@ -82,7 +83,8 @@ impl LogFile {
         files.max()
     }
 
-    /// Opens a new file if the current one was renamed or deleted. A later one is the appender's own.
+    /// Opens a new file if the current one was renamed or deleted. The appender itself rotates by
+    /// time.
     fn follow_rename(&mut self) {
         if self.looked.elapsed() < LOOK_INTERVAL {
             return;
@@ -94,7 +96,7 @@ impl LogFile {
         if latest.as_ref().is_some_and(is_later) {
             self.current = latest;
         } else if latest != self.current && self.reopen().is_err() {
-            // The old file takes the lines until the next look.
+            // Lines go to the old file until the next check.
             self.current = latest;
         }
     }
@@ -120,7 +122,7 @@ mod tests {
         open(&config, directory, "worker").unwrap()
     }
 
-    /// As if the last look were long ago.
+    /// Makes the next check due.
     fn write(file: &mut LogFile, line: &str) {
         file.looked = file.looked.checked_sub(LOOK_INTERVAL).unwrap();
         file.write_all(line.as_bytes()).unwrap();

@@ -1,4 +1,4 @@
-//! Bounds how often a kind of line is logged, whatever causes it.
+//! Limits the rate of a kind of log line.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::clock::Instant;
 
-/// Lets a few of many equal log lines pass in each interval, and counts those held back.
+/// Passes a limited number of log lines per interval, and counts the suppressed ones.
 #[derive(Debug)]
 pub struct LogLimiter {
     lines_max: u32,
@@ -23,12 +23,13 @@ struct Window {
 }
 
 impl LogLimiter {
-    /// `lines_max` lines in `interval`, which begins with the first of them.
+    /// Passes `lines_max` lines per `interval`. An interval begins with its first line.
     pub fn new(lines_max: u32, interval: Duration) -> Self {
         Self { lines_max, interval, window: Mutex::default() }
     }
 
-    /// How many events a line that is logged now stands for, its own included; `None` if it is to be held back.
+    /// Returns the number of events that the line represents, including its own event and those
+    /// suppressed before. Returns `None` if the line is to be suppressed.
     pub fn pass(&self) -> Option<u64> {
         let now = Instant::now();
         let mut window = self.window.lock();
@@ -43,14 +44,16 @@ impl LogLimiter {
         Some(std::mem::take(&mut window.held_back))
     }
 
-    /// Returns how many events were held back in an interval that is over, or in any at the `end`. No line stands for them then.
+    /// Returns the number of events suppressed in an interval that is over, or in any at the `end`.
+    /// The count is reset, so that no later line includes them.
     pub(super) fn settle(&self, end: bool) -> u64 {
         let mut window = self.window.lock();
         let is_over = window.began.is_some_and(|began| began.elapsed() >= self.interval);
         if is_over || end { std::mem::take(&mut window.held_back) } else { 0 }
     }
 
-    /// The cause is over: the next line passes. Whether any has passed since the last call.
+    /// Resets the limit after the cause has ended. Returns whether a line passed since the last
+    /// reset.
     pub fn reset(&self) -> bool {
         std::mem::take(&mut *self.window.lock()).began.is_some()
     }

@@ -1,4 +1,4 @@
-//! Metrics of the process's telemetry. Each counts since the process started, whichever worker runs in it.
+//! Metrics of the process's telemetry. They count since the start of the process, across workers.
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
@@ -23,7 +23,7 @@ metrics::table! {
     }
 }
 
-/// A count that belongs to the process.
+/// A count of the whole process.
 pub(crate) trait Total: Debug + Clone + Send + Sync + 'static {
     /// Returns the count.
     fn total() -> u64;
@@ -75,7 +75,7 @@ impl<T: Total> Collector for ProcessCounter<T> {
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        // A fresh one each time: gatherings may overlap, and a counter cannot be set.
+        // Created each time: gatherings may overlap, and a counter cannot be set.
         let Ok(counter) = IntCounter::with_opts(self.options.clone()) else { return Vec::new() };
         counter.inc_by(T::total());
         counter.collect()

@@ -1,8 +1,8 @@
-//! Logs: where they go, what is filtered, and the panic hook.
+//! Logs: destination, filter and panic hook.
 //!
-//! [`init`] is called once per process by `main`; libraries and tests only use the `tracing` macros. What the operator
-//! must be able to look up later has the target [`AUDIT`] and, where logs go to files, a file of its own besides.
-//! Not here: metrics, except the count of panics, which is the process's like the hook that counts them.
+//! `main` calls [`init`] once per process. Libraries and tests only use the `tracing` macros.
+//! Events that operators look up later have the target [`AUDIT`]. If logs go to files, they are
+//! also written to a separate file. Metrics are elsewhere, except those that belong to the process.
 
 mod audit;
 #[cfg(test)]
@@ -41,10 +41,10 @@ pub use refusals::Refusals;
 pub use settings::{LogFormat, Rotation, TelemetryConfig, parse_filter};
 pub use writer::print;
 
-/// For log lines that wait when a successor follows in this process: calls wait meanwhile.
+/// Deadline for writing queued lines before a successor takes over, as calls wait meanwhile.
 const UPGRADE_WRITE_DEADLINE: Duration = Duration::from_millis(50);
 
-/// Keeps the threads alive that write the log. Lines that wait are written when this is dropped, within a deadline.
+/// The threads that write the log. Dropping this writes queued lines, within a deadline.
 #[derive(Debug)]
 #[must_use = "the log ends when this is dropped"]
 pub struct Telemetry {
@@ -53,19 +53,19 @@ pub struct Telemetry {
 }
 
 impl Telemetry {
-    /// Waits until the lines logged so far are written, before another program takes over the process. A reader that stands
-    /// still is not waited for.
+    /// Waits until all lines are written, before another program takes over the process. Does not
+    /// wait for a reader that has stopped reading.
     pub fn flush(&self) {
         self.threads.iter().for_each(|thread| thread.flush(UPGRADE_WRITE_DEADLINE));
     }
 
-    /// The handle by which the filter can be changed.
+    /// Returns the handle for changing the filter.
     pub fn filter(&self) -> &LogFilter {
         &self.filter
     }
 }
 
-/// The process's log filter, which can be replaced while it runs. Clones share it.
+/// The log filter of the process, which can be replaced at run time. Clones share it.
 #[derive(Debug, Clone)]
 pub struct LogFilter {
     handle: reload::Handle<EnvFilter, Registry>,
@@ -73,10 +73,10 @@ pub struct LogFilter {
 }
 
 impl LogFilter {
-    /// Filters by `text` from now on.
+    /// Replaces the filter.
     ///
     /// # Errors
-    /// What is wrong with `text`; the filter stays then.
+    /// If `text` is not a valid filter. The filter is unchanged then.
     pub fn set(&self, text: &str) -> Result<(), String> {
         let filter = parse_filter(text).map_err(|error| error.to_string())?;
         self.repeats.follow(&filter);
@@ -87,7 +87,7 @@ impl LogFilter {
 /// Installs the process's subscriber and panic hook.
 ///
 /// # Errors
-/// When the log directory cannot be used, or a subscriber is installed already.
+/// If the log directory cannot be used, or a subscriber is already installed.
 pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
     let (subscriber, telemetry) = subscriber(config)?;
     subscriber.try_init().context("logs are set up already")?;
@@ -95,7 +95,7 @@ pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
     Ok(telemetry)
 }
 
-/// What [`init`] installs.
+/// Creates the subscriber for [`init`].
 fn subscriber(
     config: &TelemetryConfig,
 ) -> anyhow::Result<(impl Subscriber + Send + Sync + 'static, Telemetry)> {
@@ -126,7 +126,7 @@ fn subscriber(
     Ok((tracing_subscriber::registry().with(layers), Telemetry { threads, filter }))
 }
 
-/// Returns the layer that makes lines of events for `thread`.
+/// Returns the layer that formats events for `thread`.
 fn lines<S>(format: LogFormat, thread: &LogThread, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
 where
     S: Subscriber + for<'lookup> LookupSpan<'lookup>,
@@ -142,7 +142,7 @@ where
     }
 }
 
-/// tokio-console's server, on the port that the first Rust server documents.
+/// Starts tokio-console's server, on the port that the first Rust server documents.
 #[cfg(feature = "tokio-console")]
 fn console() -> Box<dyn Layer<Registry> + Send + Sync> {
     const PORT: u16 = 21002;
@@ -176,7 +176,7 @@ mod tests {
         }
     }
 
-    /// The text of the one file in `directory` whose name begins with `name`.
+    /// Returns the text of the only file in `directory` with the prefix `name`.
     fn file(directory: &Path, name: &str) -> String {
         let files = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
         let wanted = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(name);

@@ -1,7 +1,7 @@
-//! Sends the process's spans to an OTLP collector over gRPC, through fastrace's OpenTelemetry reporter.
+//! Sends spans to an OTLP collector over gRPC, with fastrace's OpenTelemetry reporter.
 //!
-//! fastrace's collector thread only moves spans into a bounded queue; a second thread sends them. Nothing else waits for the
-//! collector, and spans that it does not take are counted as lost.
+//! fastrace's collector thread only moves spans to a bounded queue, and a second thread sends them.
+//! No other thread waits for the OTLP collector. Spans that it does not accept are counted as lost.
 
 use std::borrow::Cow;
 use std::sync::{Arc, mpsc as std_mpsc};
@@ -25,25 +25,25 @@ use super::LogLimiter;
 use super::spans::{SPANS, Spans};
 use crate::schema::redact;
 
-/// Pause between two collections of the threads' spans. Roots give their places back no later.
+/// Interval at which spans are collected from threads. It bounds how long roots hold their places.
 const COLLECT_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Spans in one export: some 100 KiB of the 4 MiB that a collector takes in a message.
+/// Spans per export, about 100 KiB. Collectors accept messages of 4 MiB.
 const BATCH_SPANS_MAX: usize = 512;
 
-/// Spans that have ended and wait to be sent, at most some 2 MiB.
+/// Capacity of the queue of finished spans, about 2 MiB.
 const WAITING_SPANS_MAX: usize = 4096;
 
-/// For one batch of spans.
+/// Deadline for one batch of spans.
 const EXPORT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// For spans that wait when the process ends.
+/// Deadline for queued spans when the process ends.
 const LAST_EXPORT_DEADLINE: Duration = Duration::from_secs(2);
 
-/// ... and when a successor follows in this process: calls wait meanwhile.
+/// Deadline for queued spans before a successor takes over, as calls wait meanwhile.
 const UPGRADE_EXPORT_DEADLINE: Duration = Duration::from_millis(20);
 
-/// Between two warnings while the collector is away.
+/// Minimum time between two warnings about an unavailable collector.
 const WARN_INTERVAL: Duration = Duration::from_secs(600);
 
 /// Sends spans to the collector until it is dropped.
@@ -52,15 +52,15 @@ const WARN_INTERVAL: Duration = Duration::from_secs(600);
 pub struct Export {
     queue: Queue,
     sender: Option<JoinHandle<()>>,
-    /// For spans that wait when it is dropped.
+    /// Deadline for queued spans when this is dropped.
     last_deadline: Duration,
 }
 
-/// Sends spans to the collector at `endpoint`, on `runtime`. While it is unreachable they are lost, with a warning at
-/// most every ten minutes.
+/// Sends spans to the collector at `endpoint`, on `runtime`. While the collector is unavailable,
+/// spans are lost, with a warning at most every ten minutes.
 ///
 /// # Errors
-/// An endpoint that is not a URL, or no thread.
+/// If the endpoint is not a URL, or no thread can be started.
 pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
     let collector = Collector::at(endpoint, runtime, &SPANS)?;
     let (queue, sender) = Queue::before(collector, &SPANS)?;
@@ -70,14 +70,14 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
 }
 
 impl Export {
-    /// A successor waits: what the collector does not take at once is lost.
+    /// Shortens the last deadline, because a successor waits.
     pub fn hurry(&mut self) {
         self.last_deadline = UPGRADE_EXPORT_DEADLINE;
     }
 }
 
 impl Drop for Export {
-    /// Sends the spans that wait, within a deadline.
+    /// Sends the queued spans, within a deadline.
     fn drop(&mut self) {
         SPANS.set_exported(false);
         let (queue, sender) = (self.queue.clone(), self.sender.take());
@@ -88,14 +88,14 @@ impl Drop for Export {
             let _ = sender.map(JoinHandle::join);
             let _ = sent.send(());
         };
-        // In a thread because neither the flush nor the join has a deadline.
+        // On another thread, because neither the flush nor the join has a deadline.
         if thread::Builder::new().name("uniffle-traces".to_owned()).spawn(finish).is_ok() {
             let _ = all_sent.recv_timeout(self.last_deadline);
         }
     }
 }
 
-/// Spans that have ended and wait to be sent. Spans that find it full or closed are lost.
+/// Queue of finished spans. Spans are lost while it is full or closed.
 #[derive(Debug, Clone)]
 struct Queue {
     spans: &'static Spans,
@@ -103,7 +103,8 @@ struct Queue {
 }
 
 impl Queue {
-    /// Returns a queue and the thread that sends its spans to `collector`, which ends after the queue is closed.
+    /// Returns a queue and the thread that sends its spans to `collector` until the queue is
+    /// closed.
     fn before(collector: Collector, spans: &'static Spans) -> anyhow::Result<(Self, JoinHandle<()>)> {
         let (sender, mut waiting) = mpsc::channel(WAITING_SPANS_MAX);
         let scope =
@@ -120,7 +121,7 @@ impl Queue {
         Ok((Self { spans, waiting: Arc::new(Mutex::new(Some(sender))) }, thread))
     }
 
-    /// Takes no more spans; the thread ends when it has sent those that wait.
+    /// Closes the queue. The thread ends after sending the queued spans.
     fn close(&self) {
         self.waiting.lock().take();
     }
@@ -139,7 +140,7 @@ impl Reporter for Queue {
     }
 }
 
-/// Whose spans they are.
+/// Returns the attributes of this process.
 fn resource() -> Resource {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let version = KeyValue::new("service.version", env!("CARGO_PKG_VERSION"));
@@ -147,11 +148,11 @@ fn resource() -> Resource {
     Resource::builder_empty().with_service_name("uniffle-worker").with_attributes(attributes).build()
 }
 
-/// The collector. Each export is a task of the runtime, with a deadline; one at a time.
+/// The collector. Exports run one at a time, as tasks of the runtime, with a deadline.
 #[derive(Debug)]
 struct Collector {
     exporter: Arc<SpanExporter>,
-    /// Its connection belongs to the runtime: exports fail once the runtime has ended.
+    /// Runtime of the connection. Exports fail after it has ended.
     runtime: Handle,
     endpoint: String,
     warnings: LogLimiter,
@@ -173,7 +174,7 @@ impl Collector {
         let exporter = Arc::clone(&self.exporter);
         let sending =
             async move { timeout(EXPORT_DEADLINE, trace::SpanExporter::export(&*exporter, batch)).await };
-        // Not awaited here, on the thread that sends: the deadline of a runtime that has ended is a panic.
+        // Spawned instead of polled here: a timeout panics if its runtime has ended.
         let sent = self.runtime.spawn(sending).await;
         let sent = sent.map_err(|ended| OTelSdkError::InternalFailure(ended.to_string()))?;
         sent.unwrap_or(Err(OTelSdkError::Timeout(EXPORT_DEADLINE)))
@@ -201,7 +202,7 @@ impl Collector {
 }
 
 impl trace::SpanExporter for Collector {
-    /// Succeeds even if the spans are lost: that is counted and logged here, not once more by the reporter.
+    /// Always succeeds. Lost spans are counted and logged here, so the reporter must not log again.
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
         let spans = batch.len() as u64;
         let failure = self.send(batch).await.err().map(|error| error.to_string());
@@ -286,7 +287,7 @@ mod tests {
         assert_eq!(spans.lost(), 3);
     }
 
-    /// Nothing but the deadline ends the wait here.
+    /// Only the deadline ends the wait here.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn collector_that_never_answers_delays_no_report_and_no_upgrade() {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

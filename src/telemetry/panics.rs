@@ -1,8 +1,8 @@
-//! The count of panics, and the hook that counts and logs them.
+//! Counts and logs panics.
 //!
-//! Invariant: nothing here reads debug information, which takes 100 MiB and more that the process has not promised and does not
-//! give back (`budget::allowance`). So a stack is logged as addresses in the program's file, which another process names
-//! (`profile::name_addresses`).
+//! Invariant: nothing here reads debug information. That takes more than 100 MiB, which is not part
+//! of the memory bound (`budget::allowance`) and is not returned. A stack is therefore logged as
+//! addresses in the program's file; another process resolves them (`profile::name_addresses`).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,16 +14,16 @@ use prometheus::{HistogramOpts, IntGauge};
 
 use crate::metrics::{self, Family};
 
-/// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
-/// behind it cannot belong to one of two workers in a process.
+/// Panics since the process started. A static, because std's panic hook belongs to the process and
+/// cannot tell its workers apart.
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
-/// Panics since the process started, counted once [`init`] was called.
+/// Returns the number of panics since [`init`] was called.
 pub fn panic_count() -> u64 {
     PANICS.load(Ordering::Relaxed)
 }
 
-/// Reads the count when metrics are gathered.
+/// Metric that reads the count when metrics are gathered.
 #[derive(Debug, Clone)]
 pub(crate) struct PanicCount(IntGauge);
 
@@ -46,10 +46,10 @@ impl Collector for PanicCount {
     }
 }
 
-/// Frames of a stack that are logged.
+/// Maximum number of logged stack frames.
 const FRAMES_MAX: usize = 100;
 
-/// A panic ends its task, not the process: it is counted and logged with its stack, and the worker goes on.
+/// Installs the hook that counts and logs panics with their stacks. A panic ends its task only.
 pub(super) fn install_panic_hook() {
     let program = program();
     std::panic::set_hook(Box::new(move |panic| {
@@ -63,7 +63,7 @@ pub(super) fn install_panic_hook() {
     }));
 }
 
-/// Where the program's file is in memory; empty when the kernel does not tell.
+/// Returns the address range of the program's file in memory, or an empty range if unknown.
 fn program() -> Range<u64> {
     let file = std::fs::read_link("/proc/self/exe").unwrap_or_default();
     let maps = Process::myself().and_then(|process| process.maps()).into_iter().flatten();
@@ -73,11 +73,12 @@ fn program() -> Range<u64> {
     began..parts.iter().map(|part| part.1).max().unwrap_or(0)
 }
 
-/// The calls of the program that this thread is in, the innermost first, as addresses in the program's file.
+/// Returns the program's frames of this thread, innermost first, as addresses in the program's
+/// file.
 fn stack(program: &Range<u64>) -> String {
     let mut calls = Vec::new();
     backtrace::trace(|frame| {
-        // What a call returns to is behind it.
+        // A return address points behind the call, so subtract 1.
         let call = (frame.ip().addr() as u64).saturating_sub(1);
         calls.extend(program.contains(&call).then(|| format!("{:#x}", call - program.start)));
         calls.len() < FRAMES_MAX

@@ -1,6 +1,6 @@
-//! Client-caused errors in the log: a few lines of each kind a minute, however often they happen.
+//! Logs client-caused errors, with a limit per kind and minute.
 //!
-//! Not here: what counts as the client's fault, and metrics. Nothing is formatted for a line that is held back.
+//! Callers decide which errors are the client's fault. A suppressed line is not formatted.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -10,13 +10,13 @@ use parking_lot::Mutex;
 
 use super::LogLimiter;
 
-/// Of these lines, which are limited here.
+/// Target of these lines, which have a limit of their own.
 pub(super) const TARGET: &str = module_path!();
 
-/// Lines of one kind in an interval.
+/// Lines per kind and interval.
 const LINES_MAX: u32 = 3;
 const INTERVAL: Duration = Duration::from_secs(60);
-/// Of an error's text, which may hold what the client sent.
+/// Maximum length of an error text, which may contain data of the client.
 const TEXT_CHARS_MAX: usize = 300;
 
 /// Limits the log lines of each kind.
@@ -26,7 +26,7 @@ pub struct Refusals {
 }
 
 impl Refusals {
-    /// A request that came through `listener` was refused for a `kind` of fault.
+    /// Logs the refusal of a request on `listener` due to an error of this `kind`.
     pub fn note(&self, listener: &'static str, kind: &'static str, error: &dyn Display) {
         if let Some(held_back) = self.due(kind) {
             let error: String =
@@ -35,7 +35,7 @@ impl Refusals {
         }
     }
 
-    /// How many lines were held back since the last one; `None` if this one is, too.
+    /// Returns the number of lines suppressed since the last one, or `None` to suppress this one.
     fn due(&self, kind: &'static str) -> Option<u64> {
         let mut kinds = self.kinds.lock();
         let limiter = kinds.entry(kind).or_insert_with(|| LogLimiter::new(LINES_MAX, INTERVAL));

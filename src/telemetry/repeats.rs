@@ -1,8 +1,8 @@
-//! Holds back log lines that repeat: few WARN and ERROR lines with one message, whatever their fields, pass in a minute.
+//! Suppresses repeated log lines: few WARN and ERROR lines per message and minute pass.
 //!
-//! A full disk or a store that is away would cause a line per batch, partition or attempt otherwise. One line tells how many
-//! were held back once the minute is over. Lines of the audit log all pass, and so does everything while the log's filter lets
-//! DEBUG lines pass.
+//! A full disk or an unavailable store would otherwise cause a line per batch, partition or
+//! attempt. Fields do not distinguish messages. After the minute a line reports how many were
+//! suppressed. Audit lines always pass, and all lines pass while the filter enables DEBUG anywhere.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -22,17 +22,17 @@ use tracing_subscriber::registry::LookupSpan;
 
 use super::{AUDIT, LogLimiter, refusals};
 
-/// Lines of one kind that pass in [`INTERVAL`].
+/// Lines of one kind that pass per [`INTERVAL`].
 const LINES_MAX: u32 = 5;
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// Bytes of a message that tell it from others.
+/// Length of the part of a message that identifies it.
 const MESSAGE_BYTES_MAX: usize = 200;
 
-/// Messages that are told from others. When there are more, those of one place in the code are one kind.
+/// Maximum number of kinds. Further messages share one kind per log statement.
 const KINDS_MAX: usize = 1000;
 
-/// Limits the lines of each kind: one message of one place in the code.
+/// Limits the lines of each kind: one message of one log statement.
 #[derive(Debug, Default)]
 pub(super) struct Repeats {
     are_details_wanted: AtomicBool,
@@ -42,12 +42,12 @@ pub(super) struct Repeats {
 #[derive(Debug)]
 struct Kind {
     limiter: LogLimiter,
-    /// Lines that were held back in earlier minutes and not logged yet.
+    /// Lines suppressed in earlier minutes and not reported yet.
     untold: u64,
 }
 
 impl Repeats {
-    /// Lets everything pass if `filter` lets DEBUG lines of some place pass.
+    /// Passes all lines if `filter` enables DEBUG for any target.
     pub(super) fn follow(&self, filter: &EnvFilter) {
         let are_wanted = filter.max_level_hint().is_none_or(|level| level >= LevelFilter::DEBUG);
         self.are_details_wanted.store(are_wanted, Ordering::Relaxed);
@@ -71,19 +71,19 @@ impl Repeats {
         events.is_some()
     }
 
-    /// Logs how many lines were held back, in a minute that is over or, at the `end` of the log, up to now.
+    /// Reports suppressed lines of a minute that is over, or all at the `end` of the log.
     pub(super) fn log_held_back(&self, end: bool) {
         let take = |(key, kind): (&(Identifier, String), &mut Kind)| {
             let lines = std::mem::take(&mut kind.untold) + kind.limiter.settle(end);
             (lines > 0).then(|| (lines, key.1.clone()))
         };
-        // Logged without the lock, which the lines take.
+        // Logging takes the lock again, so it must be released first.
         let held_back: Vec<_> = self.kinds.lock().iter_mut().filter_map(take).collect();
         for (lines, like) in held_back {
             tracing::warn!(
                 lines,
                 like,
-                "log lines that repeat were held back; log.filter = \"debug\" shows each"
+                "repeated log lines were suppressed; set log.filter = \"debug\" to see each"
             );
         }
     }
@@ -105,7 +105,7 @@ fn message_of(event: &Event<'_>) -> String {
     message.0
 }
 
-/// Formats the events that [`Repeats`] lets pass, and nothing for those that it holds back.
+/// Formats the events that pass [`Repeats`], and skips the others.
 #[derive(Debug)]
 pub(super) struct Limited<F> {
     pub(super) format: F,

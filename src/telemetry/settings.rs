@@ -1,4 +1,4 @@
-//! Where logs go and what they look like.
+//! Settings of the log.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use crate::schema::kind::{Kind, count, optional, parsed, path, word};
 use crate::schema::{section, words};
 
 words! {
-    /// When a log file is closed and the next one opened.
+    /// Interval of log file rotation.
     pub enum Rotation {
         /// At midnight (UTC).
         Daily = "Daily",
@@ -21,7 +21,7 @@ words! {
 }
 
 words! {
-    /// How a line of the log looks.
+    /// Format of log lines.
     pub enum LogFormat {
         /// For people.
         Text = "text",
@@ -31,7 +31,7 @@ words! {
 }
 
 section! {
-    /// Where logs go.
+    /// Settings of the log.
     #[table("log", "Logs.")]
     pub struct TelemetryConfig {
         /// What is logged: a level, or levels by target as in "info,uniffle_worker=debug". RUST_LOG and LOG come first.
@@ -63,7 +63,7 @@ fn filter() -> Kind<String> {
 /// Parses a filter such as `info` or `uniffle_worker=debug,h2=warn`.
 ///
 /// # Errors
-/// When a directive is not `target=level` or a level.
+/// If a directive is neither `target=level` nor a level.
 pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
     EnvFilter::builder().parse(text)
 }

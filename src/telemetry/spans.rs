@@ -1,24 +1,25 @@
 //! Admission of root spans, and the count of lost spans.
 //!
-//! fastrace queues spans per thread and keeps the spans of a trace until its root ends, both without a limit. The memory that
-//! spans take is bounded by the number of roots that have not reached the exporter: every call and flush is one root with at
-//! most two children. Nothing here waits.
+//! fastrace queues spans per thread and keeps the spans of a trace until its root ends, both
+//! without a limit. The number of roots that have not reached the exporter bounds their memory:
+//! every call and flush is one root with at most two children. Nothing here waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use fastrace::Span;
 use fastrace::collector::{SpanContext, SpanId, SpanRecord};
 
-/// Roots that are open or on their way to the exporter. A flush takes five places in the queue of a thread (start, three spans,
-/// end), which has 10,240: with more roots fastrace would allocate behind the full queue.
+/// Maximum number of roots that are open or not exported yet. A flush uses five places in the queue
+/// of a thread (start, three spans, end). The queue has 10,240; beyond that fastrace would
+/// allocate.
 const ROOTS_MAX: usize = 2048;
 
-/// Property that the OpenTelemetry reporter takes for the kind of a span.
+/// Property from which the OpenTelemetry reporter takes the kind of a span.
 const KIND: &str = "span.kind";
-/// Property that tells the OpenTelemetry reporter that the parent is another process's.
+/// Property that marks the parent as remote for the OpenTelemetry reporter.
 const PARENT_IS_REMOTE: &str = "span.parent_span_is_remote";
 
-/// The spans of this process: fastrace has one collector per process.
+/// The spans of this process. fastrace has one collector per process.
 pub(super) static SPANS: Spans = Spans::new();
 
 /// Admits roots while spans are exported, and counts lost spans.
@@ -39,13 +40,14 @@ impl Spans {
         self.are_exported.store(are_exported, Ordering::Relaxed);
     }
 
-    /// Begins a root below a client's span.
+    /// Begins a root whose parent is a client's span.
     pub(super) fn begin_below(&self, name: &'static str, parent: SpanContext) -> Span {
         let span = self.begin(name, parent);
         span.with_properties(|| [(KIND, "server"), (PARENT_IS_REMOTE, "true")])
     }
 
-    /// Begins a root. Returns a no-op span where nothing is exported, and where too many roots are open, which counts as lost.
+    /// Begins a root. Returns a no-op span if nothing is exported, or if too many roots are open.
+    /// The latter counts as lost.
     pub(super) fn begin(&self, name: &'static str, parent: SpanContext) -> Span {
         if !self.are_exported.load(Ordering::Relaxed) {
             return Span::noop();
@@ -60,7 +62,7 @@ impl Spans {
         }
     }
 
-    /// Gives back the places of the roots among `records`, which have left fastrace.
+    /// Releases the places of the roots among `records`, which have left fastrace.
     #[cfg(any(feature = "otlp", test))]
     pub(super) fn release(&self, records: &[SpanRecord]) {
         let roots = records.iter().filter(|record| is_root(record)).count();
@@ -68,7 +70,7 @@ impl Spans {
         let _ = self.roots.fetch_update(Ordering::Relaxed, Ordering::Relaxed, release);
     }
 
-    /// Counts `spans` that nobody gets.
+    /// Counts lost spans.
     pub(super) fn lose(&self, spans: u64) {
         self.lost.fetch_add(spans, Ordering::Relaxed);
     }
@@ -88,7 +90,7 @@ fn is_root(record: &SpanRecord) -> bool {
 pub(super) mod tests {
     use super::*;
 
-    /// A set of its own, which other tests do not change.
+    /// Returns a separate instance that other tests do not change.
     pub(in crate::telemetry) fn leaked() -> &'static Spans {
         let spans = Box::leak(Box::new(Spans::new()));
         spans.set_exported(true);

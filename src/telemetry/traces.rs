@@ -1,8 +1,9 @@
-//! Traces: which calls and flushes get one.
+//! Decides which calls and flushes are traced.
 //!
-//! A span per call and per flush, with children for what they wait for; never per block. Code that begins one asks the
-//! worker's [`Traces`]; without a collector in the configuration that is one branch. Where spans go is the process's
-//! business, not a worker's: see `otlp`. In a build without that feature every span is a no-op.
+//! There is a span per call and flush, with children for their waits, and never one per block. Code
+//! asks the worker's [`Traces`] for a span; without a configured collector that costs one branch.
+//! The destination of spans belongs to the process (`otlp`). Without that feature all spans are
+//! no-ops.
 
 use fastrace::Span;
 use fastrace::collector::SpanContext;
@@ -12,7 +13,7 @@ use crate::schema::kind::{optional, parsed, ratio};
 use crate::schema::section;
 
 section! {
-    /// Which calls are traced, and where traces go.
+    /// Sampling and destination of traces.
     #[table("tracing", "Traces of calls and flushes.")]
     pub struct TracingConfig {
         /// OTLP collector (gRPC). Default: none, nothing is traced. Jaeger speaks OTLP.
@@ -29,13 +30,13 @@ section! {
 }
 
 impl TracingConfig {
-    /// Which calls are traced; without a collector none.
+    /// Returns the sampling of calls. Without a collector no call is traced.
     pub fn traces(&self) -> Traces {
         self.otlp_endpoint.as_ref().map_or_else(Traces::off, |_| Traces::sampled(self.sampling_ratio))
     }
 }
 
-/// OTLP over gRPC without TLS. What the URL's path would mean is not defined there.
+/// Checks an endpoint for OTLP over gRPC without TLS, which has no path.
 fn otlp_endpoint(text: &str) -> Result<String, String> {
     if !cfg!(feature = "otlp") {
         return Err("this program was built without the feature otlp".to_owned());
@@ -49,25 +50,25 @@ fn otlp_endpoint(text: &str) -> Result<String, String> {
     Ok(text.trim_end_matches('/').to_owned())
 }
 
-/// Which calls are traced.
+/// Sampling of calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Traces {
-    /// None = off. Else the share, as a bound of a random `u64`.
+    /// The share as an upper bound of a random `u64`, or `None` if tracing is off.
     below: Option<u64>,
 }
 
 impl Traces {
-    /// Nothing is traced.
+    /// Traces no call.
     pub fn off() -> Self {
         Self::default()
     }
 
-    /// Whether this never traces.
+    /// Returns whether tracing is off.
     pub fn is_off(&self) -> bool {
         self.below.is_none()
     }
 
-    /// This share of the calls is traced, and those that come with a sampled trace.
+    /// Traces this share of the calls, and calls that belong to a sampled trace.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -78,8 +79,8 @@ impl Traces {
         Self { below: Some((ratio * u64::MAX as f64) as u64) }
     }
 
-    /// Begins the span of a call or flush; a no-op where it is not traced. `parent` is the client's W3C traceparent, whose
-    /// sampling decision is final.
+    /// Begins the span of a call or flush, or a no-op span if it is not sampled. `parent` is the
+    /// client's W3C traceparent, whose sampling decision is final.
     pub fn begin(&self, name: &'static str, parent: Option<&str>) -> Span {
         let Some(below) = self.below else { return Span::noop() };
         match parent.and_then(SpanContext::decode_w3c_traceparent) {

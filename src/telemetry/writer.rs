@@ -1,8 +1,8 @@
-//! Log lines, queued in memory and written by a thread of their own.
+//! Queues log lines in memory and writes them on a thread of its own.
 //!
-//! A pipe that nobody reads and a disk that hangs stop that thread only. Lines that find the queue full are dropped and
-//! counted, and a line says so once lines are written again. Lines keep their order. Everything else that the process writes
-//! for people goes through [`print`], which waits for a moment at most.
+//! A pipe without a reader or a hanging disk stops only that thread. If the queue is full, lines
+//! are dropped and counted, and a later line reports the number. The order of lines is kept. Other
+//! text for users is written with [`print`], which waits only briefly.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
@@ -19,51 +19,51 @@ use tokio::time::Instant;
 
 use super::repeats::Repeats;
 
-/// Lines that wait to be written; the thread holds at most as much again.
+/// Capacity of the queue of lines. The thread holds at most the same amount in addition.
 const QUEUE_BYTES_MAX: usize = 1 << 20;
 
-/// For the lines that wait when the process ends.
+/// Deadline for queued lines when the process ends.
 const LAST_WRITE_DEADLINE: Duration = Duration::from_secs(2);
 
-/// For text that is no log line.
+/// Deadline for text that is not a log line.
 const PRINT_DEADLINE: Duration = Duration::from_millis(500);
 
-/// Between two lines that say how many were dropped.
+/// Minimum time between two reports of dropped lines.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Pause between two looks for lines that were held back.
+/// Interval of the reports of suppressed lines.
 const REPEATS_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Pause before the next attempt on a descriptor that does not block and takes nothing.
+/// Pause before the next attempt to write to a non-blocking descriptor that is full.
 const FULL_PAUSE: Duration = Duration::from_millis(10);
 
-/// Lines that were not written since the process started.
+/// Lines dropped since the process started.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of lines that were not written since the process started.
+/// Returns the number of lines dropped since the process started.
 pub(super) fn dropped_lines() -> u64 {
     DROPPED.load(Ordering::Relaxed)
 }
 
-/// Queues lines, each of which is one call of `write_all`. Never fails and never waits for the writer.
+/// Queues lines, one per call of `write_all`. Never fails and never waits for the writer.
 #[derive(Debug, Clone)]
 pub(super) struct LogWriter(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
     queue: Mutex<Queue>,
-    /// There are lines, or there will be none.
+    /// Signalled when there are lines or the queue is closed.
     filled: Condvar,
-    /// The thread has written all that it took.
+    /// Signalled when the thread has written all lines that it took.
     written: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     lines: Vec<u8>,
-    /// Since when the thread has been writing what it took.
+    /// Start of the current write, if the thread is writing.
     writing_since: Option<Instant>,
-    /// Lines that found no room since the thread last took some.
+    /// Lines dropped since the thread last took lines.
     dropped: u64,
     is_closed: bool,
 }
@@ -86,7 +86,7 @@ impl Write for LogWriter {
     }
 }
 
-/// The thread that writes. Lines that wait when this is dropped are written, within a deadline.
+/// The writing thread. Dropping this writes queued lines, within a deadline.
 #[derive(Debug)]
 pub(super) struct LogThread {
     shared: Arc<Shared>,
@@ -94,14 +94,14 @@ pub(super) struct LogThread {
 }
 
 impl LogThread {
-    /// Writes into `sink` from now on, and logs how many lines `repeats` holds back.
+    /// Starts to write to `sink`, and to report the lines that `repeats` suppresses.
     ///
     /// # Errors
-    /// When no thread can be started.
+    /// If no thread can be started.
     pub(super) fn start(sink: Box<dyn Write + Send>, repeats: Option<Arc<Repeats>>) -> anyhow::Result<Self> {
         let this = Self { shared: Arc::default(), repeats };
         let (queue, repeats) = (Arc::clone(&this.shared), this.repeats());
-        // The test kit knows the thread by its name.
+        // The test kit finds the thread under this name.
         let thread = Builder::new()
             .name("uniffle-log".to_owned())
             .spawn(move || run(&queue, sink, repeats.as_deref()));
@@ -109,18 +109,18 @@ impl LogThread {
         Ok(this)
     }
 
-    /// Returns what queues lines for this thread.
+    /// Returns a writer that queues lines for this thread.
     pub(super) fn writer(&self) -> LogWriter {
         LogWriter(Arc::clone(&self.shared))
     }
 
-    /// Returns what limits the lines for this thread.
+    /// Returns the limit of repeated lines for this thread.
     pub(super) fn repeats(&self) -> Option<Arc<Repeats>> {
         self.repeats.clone()
     }
 
-    /// Waits until the lines logged so far are written, at most for `deadline`, and not at all where a write has taken that
-    /// long already.
+    /// Waits until all lines are written, at most for `deadline`. Does not wait if a write has
+    /// already taken that long.
     pub(super) fn flush(&self, deadline: Duration) {
         if let Some(repeats) = &self.repeats {
             repeats.log_held_back(true);
@@ -167,7 +167,8 @@ fn run(shared: &Shared, mut sink: Box<dyn Write + Send>, repeats: Option<&Repeat
 }
 
 impl Shared {
-    /// Waits for lines and takes all of them; after a while none. Returns false once the queue is closed and empty.
+    /// Takes all queued lines. Waits for some, but only for a limited time, after which it takes
+    /// none. Returns false once the queue is closed and empty.
     fn take(&self, lines: &mut Vec<u8>, notice: &mut Notice) -> bool {
         let mut queue = self.queue.lock();
         queue.writing_since = None;
@@ -185,7 +186,7 @@ impl Shared {
     }
 }
 
-/// Lines that a sink did not take, and why.
+/// Number of lines that were not written, and the error.
 #[derive(Debug)]
 struct Unwritten {
     lines: u64,
@@ -218,7 +219,7 @@ fn write(sink: &mut impl Write, mut bytes: &[u8]) -> Result<(), Unwritten> {
     Ok(())
 }
 
-/// Dropped lines that no line has told of yet.
+/// Dropped lines that have not been reported yet.
 #[derive(Debug, Default)]
 struct Notice {
     lines: u64,
@@ -227,7 +228,7 @@ struct Notice {
 }
 
 impl Notice {
-    /// Called after a write that succeeded, so that a sink that takes nothing causes no lines.
+    /// Called only after a successful write, so that a failing sink causes no further lines.
     fn log_if_due(&mut self) {
         let is_recent = self.logged.is_some_and(|at| at.elapsed() < NOTICE_INTERVAL);
         if self.lines == 0 || is_recent {
@@ -238,13 +239,13 @@ impl Notice {
         tracing::warn!(
             lines,
             error,
-            "log lines were dropped; what reads the log is too slow, or its disk does not take it"
+            "log lines were dropped; the reader of the log is too slow, or its disk fails"
         );
         self.logged = Some(Instant::now());
     }
 }
 
-/// Returns the process's stderr as a sink, which shares no lock with other writers.
+/// Returns the process's stderr as a sink that shares no lock with other writers.
 pub(super) fn stderr() -> Box<dyn Write + Send> {
     match io::stderr().as_fd().try_clone_to_owned() {
         Ok(stderr) => Box::new(File::from(stderr)),
@@ -252,12 +253,12 @@ pub(super) fn stderr() -> Box<dyn Write + Send> {
     }
 }
 
-/// Writes `text` to a `stream` for people, and gives up after a moment: the reader may stand still.
+/// Writes `text` to a `stream` for users. Gives up after a deadline if the reader has stopped.
 pub fn print(stream: impl AsFd, text: &str) {
     let Ok(stream) = stream.as_fd().try_clone_to_owned() else { return };
     let (text, (done, printed)) = (text.as_bytes().to_vec(), mpsc::channel());
     let print = move || {
-        // A reader that went away is no failure.
+        // A reader that has gone is not a failure.
         let _ = File::from(stream).write_all(&text);
         let _ = done.send(());
     };
@@ -270,7 +271,7 @@ pub fn print(stream: impl AsFd, text: &str) {
 pub(super) mod tests {
     use super::*;
 
-    /// Text that was written.
+    /// Written text.
     #[derive(Debug, Clone, Default)]
     pub(in crate::telemetry) struct Written(Arc<Mutex<Vec<u8>>>);
 
@@ -291,7 +292,8 @@ pub(super) mod tests {
         }
     }
 
-    /// Each write waits for a permit, which says whether it fails. Without a sender of permits all succeed.
+    /// A sink whose writes wait for a permit, which is the result. Without a sender, writes
+    /// succeed.
     #[derive(Debug)]
     struct Sink {
         permits: mpsc::Receiver<io::Result<()>>,
