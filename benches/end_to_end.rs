@@ -1,8 +1,9 @@
-//! gRPC send and read end to end: the Rust client and a whole worker in one process, over loopback.
+//! gRPC send and read end to end: the Rust client and a worker in one process, over loopback.
 //!
-//! `cargo bench --bench end_to_end`. Client and worker share the cores, so these are figures to compare with
-//! themselves and no throughput of a worker. A send round is ticket + 8 MiB in one request over 8 partitions, sealed
-//! and flushed by the worker's own rules; reads ask for 8 MiB in answers of 1 MiB, from memory and from disk.
+//! Run: `cargo bench --bench end_to_end`. Client and worker share the cores, so figures are only
+//! comparable with each other. A send round is a ticket and 8 MiB in one request over 8 partitions,
+//! which the worker seals and flushes. Reads request 8 MiB in responses of 1 MiB, from memory and
+//! from disk.
 //!
 //! # Reference numbers
 //! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
@@ -73,12 +74,12 @@ impl Bench {
     }
 }
 
-/// One round's blocks with ids from `sequence` on.
+/// Returns the blocks of one round, with ids from `sequence` on.
 fn batch(block_bytes: u32, sequence: &mut u32) -> Vec<(PartitionId, Vec<Block>)> {
     let generator = BlockGenerator::new(1, IdLayout::SPARK);
     let per_partition = ROUND_BYTES / PARTITIONS.unsigned_abs() / block_bytes;
     let first = *sequence;
-    // The sequence has 21 bits; long before it comes round, these ids are on disk.
+    // The sequence has 21 bits. Blocks with these ids are on disk long before it wraps.
     *sequence = (first + per_partition) % (1 << 20);
     let block = |p: i32, n: u32| generator.block(PartitionId(p), TaskAttemptId(1), first + n, block_bytes);
     let blocks = |p: i32| (0..per_partition).map(|n| block(p, n)).collect();

@@ -1,8 +1,8 @@
-//! What a block costs in memory, beside copying it: allocator, append (reserve + write + commit), read.
+//! Cost of a block in memory: allocator, append (reserve, write, commit) and read.
 //!
-//! `cargo bench --bench memory`. Append rounds write 8 MiB in requests of 64 blocks, seal and release, so that the
-//! region is warm and recycled as it is in a running worker; `copy` is the floor (the same bytes, same block size,
-//! into a warm 8 MiB).
+//! Run: `cargo bench --bench memory`. Append rounds write 8 MiB in requests of 64 blocks, seal and
+//! release, so that the region is warm as in a running worker. `copy` is the baseline: the same
+//! bytes and block size, copied into a warm 8 MiB buffer.
 //!
 //! # Reference numbers
 //! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.

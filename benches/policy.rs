@@ -1,8 +1,7 @@
-//! Choosing what to flush among 100,000 partitions: runs on a runtime thread, so it has to stay at a few
-//! milliseconds (the scan of the buffers that fills the list comes on top and is measured by `memory`). And reserving, entering
-//! and settling the ids that tasks report.
+//! Selection of flush victims among 100,000 partitions, and bookkeeping of reported block ids.
 //!
-//! `cargo bench --bench policy`
+//! Run: `cargo bench --bench policy`. The selection runs on a runtime thread, so it must take only
+//! a few milliseconds. The preceding scan of the buffers is measured by `memory`.
 //!
 //! # Reference numbers
 //! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
@@ -39,7 +38,7 @@ const LIMITS: Limits = Limits {
     blocks_low: 8_000_000,
 };
 
-/// Sizes as skewed shuffles have them: most partitions small, one in a hundred a hundred times larger.
+/// Returns sizes of a skewed shuffle: one partition in a hundred is a hundred times larger.
 fn candidates() -> Vec<Candidate> {
     let candidate = |n: u64| {
         let mixed = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
@@ -81,7 +80,7 @@ fn policy(c: &mut Criterion) {
     c.bench_function("flush_goal", |b| b.iter(|| flush_goal(black_box(usage), &LIMITS)));
 }
 
-/// A Spark job of 1,000 × 1,000 partitions, of which each task reports one block per partition.
+/// Measures a Spark job of 1,000 × 1,000 partitions in which a task reports a block per partition.
 fn reports(c: &mut Criterion) {
     let report = |task: i64| -> Vec<(PartitionId, Vec<i64>)> {
         (0..1000).map(|id| (PartitionId(id), vec![i64::from(id) << 22 | task << 2])).collect()

@@ -1,4 +1,6 @@
-//! What a flush costs besides the copy: encoding index records and groups, checking them again, choosing a disk.
+//! Cost of a flush besides the copy: encoding and checking index groups, and disk placement.
+//!
+//! Run: `cargo bench --bench store`.
 //!
 //! # Reference numbers
 //! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.

@@ -1,6 +1,6 @@
-//! What asking for a span costs a call that has none, which is every call of a worker without a collector.
+//! Cost of requesting a span for a call that is not traced, as all calls without a collector.
 //!
-//! `cargo bench --bench traces`
+//! Run: `cargo bench --bench traces`.
 //!
 //! # Reference numbers
 //! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
@@ -17,7 +17,7 @@ use std::hint::black_box;
 use criterion::{Criterion, criterion_group, criterion_main};
 use uniffle_worker::telemetry::traces::Traces;
 
-/// As a client would send it, not sampled.
+/// A client's header that is not sampled.
 const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00";
 
 fn begin(c: &mut Criterion) {

@@ -1,8 +1,8 @@
-//! What decoding costs per byte: the streaming decoder of `SendShuffleDataRequest` against prost, in the three forms.
+//! Cost of decoding: the streaming decoder of `SendShuffleDataRequest` and prost, in three forms.
 //!
-//! Messages of 14 MiB, fed in 64 KiB + 1 pieces as grpc-java sends them (docs/design/data-path.md §3). The sink only sums
-//! lengths, so this is the price of finding the blocks; the copy into memory segments comes on top. prost is fed the
-//! whole message and slices it (`Bytes` fields), which is its best case.
+//! Messages of 14 MiB are fed in pieces of 64 KiB + 1, as grpc-java sends them
+//! (docs/design/data-path.md §3). The sink only adds up lengths, so copying into memory segments is
+//! not included. prost gets the complete message and slices it (`Bytes` fields), its best case.
 //!
 //! Run: `cargo bench --bench wire`.
 //!
@@ -28,7 +28,7 @@ use uniffle_worker::proto::{CombinedShuffleData, SendShuffleDataRequest, Shuffle
 const MESSAGE_BYTES: usize = 14 << 20;
 const PIECE_BYTES: usize = (64 << 10) + 1;
 
-/// Sums what it is given.
+/// A sink that adds up lengths.
 #[derive(Debug, Default)]
 struct Sum {
     bytes: usize,
