@@ -1,9 +1,10 @@
-//! What jemalloc holds, by its own counters, and how much of it is kept for reuse. Payload is not in it: blocks live in the
+//! Statistics of jemalloc, and return of freed memory. Payload is not included: blocks are in the
 //! memory region.
 //!
-//! jemalloc keeps what was freed for some seconds, in several arenas, because to take the same pages from the system again
-//! costs more than to receive what they are for. What was freed in one arena is not used by another: under attack that was
-//! 160 MiB of a heap of 72. So the budget of the heap has it returned ([`return_freed`]) as its charges go on.
+//! jemalloc keeps freed pages for some seconds, in several arenas, because returning and getting
+//! them again is expensive. Memory freed in one arena is not used by another. Under attack, 160 MiB
+//! of unused pages collected beside a heap of 72 MiB. The heap budget therefore calls
+//! [`return_freed`] as its charges progress.
 
 #[cfg(feature = "jemalloc")]
 mod jemalloc {
@@ -24,28 +25,29 @@ mod jemalloc {
         }
     }
 
-    /// Returns what was freed and is kept for reuse to the system, when it is more than `most_bytes`. What fails leaves it
-    /// where it is, as before.
+    /// Returns freed memory to the system if more than `most_bytes` are kept. Errors are ignored.
     pub(crate) fn return_freed(most_bytes: u64) {
         if kept_bytes().is_ok_and(|kept| kept > most_bytes) {
             let _ = return_all();
         }
     }
 
-    /// Bytes of pages that are resident and in no use (jemalloc's dirty pages; `stats.resident` has those, the active and its own).
+    /// Returns the bytes of resident, unused pages: jemalloc's resident bytes without active pages
+    /// and metadata.
     fn kept_bytes() -> Result<u64> {
         epoch::advance()?;
         let in_use = stats::active::read()? + stats::metadata::read()?;
         Ok(stats::resident::read()?.saturating_sub(in_use) as u64)
     }
 
-    /// A decay time of nothing returns an arena's freed pages in that call, whatever the background thread does.
+    /// Returns the freed pages of all arenas. Writing a decay time of 0 does that at once,
+    /// independent of the background thread. The usual time is restored.
     fn return_all() -> Result<()> {
         let usual: isize = b"arenas.dirty_decay_ms\0"[..].name().read()?;
         let mut decay = b"arena.0.dirty_decay_ms\0"[..].name().mib::<[usize; 3]>()?;
         for arena in 0..arenas::narenas::read()? {
             decay[1] = arena as usize;
-            // One that no thread has used yet does not exist.
+            // The write fails for an arena that no thread has used yet.
             if decay.write(0_isize).is_ok() {
                 decay.write(usual)?;
             }
@@ -54,9 +56,9 @@ mod jemalloc {
     }
 
     impl AllocatorMetrics {
-        /// Brings them up to date.
+        /// Updates the gauges.
         pub(crate) fn refresh(&self) {
-            // The counters are snapshots of the last epoch. None of the calls fails on a jemalloc with statistics.
+            // Statistics are snapshots of the last epoch. With statistics enabled no call fails.
             let _ = epoch::advance();
             let set = |gauge: &IntGauge, bytes: Result<usize>| {
                 gauge.set(bytes.map_or(0, metrics::clamped));
@@ -73,11 +75,11 @@ mod jemalloc {
 #[cfg(feature = "jemalloc")]
 pub(crate) use jemalloc::{AllocatorMetrics, return_freed};
 
-/// Nothing: what the system's allocator keeps is not known.
+/// Does nothing: the system's allocator does not report freed memory.
 #[cfg(not(feature = "jemalloc"))]
 pub(crate) fn return_freed(_: u64) {}
 
-/// Nothing: the system's allocator counts nothing.
+/// No metrics: the system's allocator has no statistics.
 #[cfg(not(feature = "jemalloc"))]
 #[derive(Debug)]
 pub(crate) struct AllocatorMetrics;

@@ -1,8 +1,9 @@
-//! Jobs are done by a process of their own, which is this program started again (`symbols` is its side).
+//! Runs jobs in a child process, which is this program started again (`symbols` is its code).
 //!
-//! Names come from the program's debug information, which takes some 200 MiB for a moment: it is not read in this process,
-//! whose memory is promised (`budget::allowance`). Invariant: a child that cannot be started, ends early, says something
-//! else or nothing costs names, not the profile, and has ended when the job is done.
+//! Resolving names reads debug information, which takes about 200 MiB. That would break the memory
+//! bound of this process (`budget::allowance`).
+//! Invariant: if the child fails in any way, the profile has addresses instead of names. The child
+//! has ended when the job is done.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -19,41 +20,41 @@ use super::job::{Job, Names};
 use super::{ProfileError, render, wire};
 use crate::clock::Instant;
 
-/// The first argument with which this program answers (`symbols::answer_on_stdin`).
+/// First argument that makes this program run as the child (`symbols::answer_on_stdin`).
 pub const SUBCOMMAND: &str = "__symbols";
 
-/// What runs in this process, also when its file was replaced.
+/// The running program, even after its file was replaced.
 pub(super) const PROGRAM: &str = "/proc/self/exe";
 
-/// Seconds of CPU time at the lowest priority are minutes on a machine that has other things to do.
+/// Long, because the child runs at the lowest priority: seconds of CPU time may take minutes.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// Much more than a picture of the largest profile.
+/// Size limit of the answer, far above a flamegraph of the largest profile.
 const ANSWER_BYTES_MAX: u64 = 32 << 20;
 
-/// What the child keeps of the environment: how its libraries are found. The rest is of this process: its sockets, its
-/// service manager, options of its allocator.
+/// Environment variables passed to the child, which it needs to find its libraries. Others concern
+/// this process only: sockets, the service manager, allocator options.
 const ENVIRONMENT: &[&str] = &["LD_LIBRARY_PATH"];
 
-/// Does the job with names, or without.
+/// Runs the job, with function names if possible.
 ///
 /// # Errors
-/// It cannot be done either way.
+/// If the job fails even without names.
 pub(super) fn made(job: &Job) -> Result<Vec<u8>, ProfileError> {
     if std::fs::read_link(PROGRAM).is_ok_and(|path| is_gone(&path)) {
         tracing::warn!(
-            "the program's file was replaced or removed, functions of it have no names in a profile"
+            "the program's file was replaced or removed; profiles have addresses instead of names"
         );
     }
     Helper::this_program().made(job)
 }
 
-/// Debug information is read from the file of that name, which the kernel says is no more.
+/// Returns whether the program's file was deleted. Debug information is read from that path.
 fn is_gone(program: &Path) -> bool {
     program.as_os_str().as_encoded_bytes().ends_with(b" (deleted)")
 }
 
-/// A program that is asked.
+/// The program that runs as the child.
 #[derive(Debug)]
 struct Helper {
     program: PathBuf,
@@ -71,7 +72,7 @@ impl Helper {
             .or_else(|error| {
                 tracing::warn!(
                     error = format!("{error:#}"),
-                    "the process that names functions failed, a profile or dump has addresses instead"
+                    "the process that names functions failed; the profile or dump has addresses instead"
                 );
                 render::made(job, &Names::none(&job.places))
             })
@@ -79,8 +80,8 @@ impl Helper {
     }
 
     fn asked(&self, job: &Job) -> anyhow::Result<Vec<u8>> {
-        let question = postcard::to_allocvec(job).context("the job cannot be written")?;
-        let (ours, theirs) = UnixStream::pair().context("no socket for it")?;
+        let question = postcard::to_allocvec(job).context("cannot serialize the job")?;
+        let (ours, theirs) = UnixStream::pair().context("cannot create a socket pair")?;
         let mut running = Running::start(self, theirs)?;
         let mut line = Line { stream: ours, until: Instant::now() + self.deadline };
         let answered = line.ask(&question, ANSWER_BYTES_MAX);
@@ -91,16 +92,17 @@ impl Helper {
     }
 }
 
-/// The child, killed on drop.
+/// The child process. Dropping this kills it.
 #[derive(Debug)]
 struct Running(Child);
 
 impl Running {
-    /// Its stdin and stdout are `theirs`; it has no other descriptor of this process, since all are closed on exec.
+    /// Starts the child with `theirs` as stdin and stdout. All other descriptors are closed on
+    /// exec.
     fn start(helper: &Helper, theirs: UnixStream) -> anyhow::Result<Self> {
         let program = helper.program.display();
         let kept = ENVIRONMENT.iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
-        let stdin = OwnedFd::from(theirs.try_clone().context("no descriptor for it")?);
+        let stdin = OwnedFd::from(theirs.try_clone().context("cannot duplicate the socket")?);
         let child = Command::new(&helper.program)
             .args(&helper.arguments)
             .env_clear()
@@ -109,11 +111,11 @@ impl Running {
             .stdout(OwnedFd::from(theirs))
             .stderr(Stdio::null())
             .spawn()
-            .with_context(|| format!("{program} cannot be run"))?;
+            .with_context(|| format!("cannot run {program}"))?;
         Ok(Self(child))
     }
 
-    /// How it ended, by itself or now.
+    /// Kills the child if it still runs. Returns its exit status.
     fn end(&mut self) -> io::Result<ExitStatus> {
         self.0.kill()?;
         self.0.wait()
@@ -122,12 +124,12 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Fails when it was waited for already.
+        // Fails if the child was already reaped.
         let _ = self.end();
     }
 }
 
-/// The connection to the child, until the deadline.
+/// The connection to the child, with a deadline.
 #[derive(Debug)]
 struct Line {
     stream: UnixStream,
@@ -166,10 +168,10 @@ impl Write for Line {
 }
 
 fn late() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "no answer within the time for it")
+    io::Error::new(io::ErrorKind::TimedOut, "no answer before the deadline")
 }
 
-/// A socket tells of its timeout as of a call that would block.
+/// Maps the error of a socket timeout, which is `WouldBlock`, to a timeout.
 fn timely(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { late() } else { error }
 }
@@ -193,7 +195,7 @@ mod tests {
         Job { places, what: What::Profile(samples, Format::Svg) }
     }
 
-    /// Why the child failed, and that the job was done with addresses for names.
+    /// Returns why the child failed, after checking that the result has addresses instead of names.
     fn failure(helper: &Helper, job: &Job) -> String {
         let svg = String::from_utf8(helper.made(job).unwrap()).unwrap();
         assert!(svg.contains("</svg>") && svg.contains("0x1000 worker"), "{svg}");
@@ -204,19 +206,19 @@ mod tests {
     fn a_program_that_is_not_there_costs_the_names() {
         let helper = Helper { program: "/nowhere/worker".into(), ..shell("", DEADLINE) };
         let why = failure(&helper, &job(1));
-        assert!(why.starts_with("/nowhere/worker cannot be run: "), "{why}");
+        assert!(why.starts_with("cannot run /nowhere/worker: "), "{why}");
     }
 
     #[test]
     fn nonsense_for_an_answer_costs_the_names() {
         for (script, expected) in [
-            ("cat >/dev/null; echo 'error: unrecognized subcommand'", "what came is no message"),
-            ("exec cat", "what came is no message"),
+            ("cat >/dev/null; echo 'error: unrecognized subcommand'", "not a message of this program"),
+            ("exec cat", "not a message of this program"),
             ("cat >/dev/null; echo no", "failed to fill whole buffer"),
             ("cat >/dev/null; exit 7", "exit status: 7"),
             ("cat >/dev/null; kill -9 $$", "signal: 9"),
             (r"cat >/dev/null; printf 'uffname!\1\0\0\0\0\0\0\0'", "unexpected end of file"),
-            (r"cat >/dev/null; printf 'uffname!\0\0\0\0\0\0\0\1'", "33554432 are allowed"),
+            (r"cat >/dev/null; printf 'uffname!\0\0\0\0\0\0\0\1'", "the limit is 33554432"),
         ] {
             let why = failure(&shell(script, DEADLINE), &job(1));
             assert!(why.contains(expected), "{script}: {why}");
@@ -227,10 +229,10 @@ mod tests {
     fn a_child_that_hangs_costs_the_names() {
         let short = Duration::from_millis(50);
         let why = failure(&shell("exec sleep 1000", short), &job(1));
-        assert!(why.starts_with("no answer within the time for it; the process: signal: 9"), "{why}");
-        // It does not read either, and the question is more than a socket holds.
+        assert!(why.starts_with("no answer before the deadline; the process: signal: 9"), "{why}");
+        // This program reads nothing, and the question does not fit into the socket buffer.
         let why = failure(&shell("exec sleep 1000", short), &job(100_000));
-        assert!(why.starts_with("no answer within the time for it; the process: signal: 9"), "{why}");
+        assert!(why.starts_with("no answer before the deadline; the process: signal: 9"), "{why}");
     }
 
     #[test]

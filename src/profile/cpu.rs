@@ -1,4 +1,4 @@
-//! CPU profiles: samples (`uniffle_sampler`, which says how they are taken), made into what tools read by `child`.
+//! CPU profiles. `uniffle_sampler` takes samples, and `child` renders them.
 
 use std::collections::HashMap;
 use std::num::NonZero;
@@ -15,23 +15,26 @@ use super::{Format, ProfileError, Turn, child, in_background};
 use crate::clock::sleep;
 use crate::runtime::Tasks;
 
-/// How long a profile may take.
+/// Allowed duration of a profile.
 pub const SECONDS: RangeInclusive<u64> = 1..=300;
 
-/// Samples per second of CPU time. Above, the handler itself would show.
+/// Allowed samples per second of CPU time. At higher rates the signal handler would distort
+/// results.
 pub const FREQUENCY: RangeInclusive<u32> = 1..=1000;
 
-/// Off the beat of timers that fire a hundred times a second.
+/// Default frequency. It is not a multiple of common timer frequencies such as 100 Hz.
 pub const FREQUENCY_DEFAULT: u32 = 99;
 
-/// Samples of one profile. The profiler keeps each stack that differs in a kilobyte and more.
+/// Maximum samples per profile. The profiler uses more than a kilobyte per distinct stack.
 const SAMPLES_MAX: u64 = 16_384;
 
-/// Samples for `duration`, then renders. Dropping the future ends the profile, and as long as anything is sampled one of `tasks` has
-/// not ended: the timer outlives an exec of the process, and its signal would end the next program.
+/// Takes samples for `duration`, then renders them. Dropping the future ends the profile.
+///
+/// While sampling is active, a task of `tasks` is active too. The timer would survive an exec of
+/// the process, and its signal would kill the next program.
 ///
 /// # Errors
-/// [`ProfileError::Busy`] while another one runs.
+/// [`ProfileError::Busy`] if another profile is being taken.
 pub async fn profile(
     turn: &Turn,
     duration: Duration,
@@ -41,20 +44,20 @@ pub async fn profile(
     let processors = available_parallelism().map_or(1, NonZero::get);
     let frequency = bounded(frequency, duration, processors as u64);
     let counted = tasks.token();
-    // Dropped in this order.
+    // The tuple is dropped in this order: sampling ends before the task token.
     let begin = move || Ok((Sampling::start(frequency).map_err(failed)?, counted));
     let running = in_background(turn, begin).await?;
     sleep(duration).await;
     in_background(turn, move || {
         let report = running.0.report().map_err(failed)?;
-        // Before functions are named, which takes long.
+        // Sampling ends before resolving names, which takes long.
         drop(running);
         child::made(&job(report, format))
     })
     .await
 }
 
-/// Threads of one name are one.
+/// Builds the job. Threads with the same name are combined.
 fn job(report: UnresolvedReport, format: Format) -> Job {
     let UnresolvedReport { data, timing } = report;
     let mut addresses = Addresses::default();
@@ -63,7 +66,7 @@ fn job(report: UnresolvedReport, format: Format) -> Job {
         let name = String::from_utf8_lossy(&sample.thread_name[..sample.thread_name_length]).into_owned();
         let thread = if name.is_empty() { sample.thread_id.to_string() } else { name };
         let mut frames = sample.frames.iter().map(|frame| frame.ip as u64);
-        // Where the thread was, and what had called that.
+        // The first frame is the current instruction; the others are return addresses.
         let at: Vec<u32> = frames.next().map(|address| addresses.number(address)).into_iter().collect();
         let stack =
             at.into_iter().chain(frames.map(|returns_to| addresses.call_before(returns_to))).collect();
@@ -82,7 +85,8 @@ fn job(report: UnresolvedReport, format: Format) -> Job {
     Job { places: addresses.places(&Maps::of_this_process()), what: What::Profile(samples, format) }
 }
 
-/// The frequency at which a process that is busy on all processors all the time gives no more than [`SAMPLES_MAX`].
+/// Lowers the frequency so that a process that is busy on all processors stays within
+/// [`SAMPLES_MAX`].
 fn bounded(frequency: u32, duration: Duration, processors: u64) -> u32 {
     let seconds_of_cpu = duration.as_secs().saturating_mul(processors).max(1);
     let most = u32::try_from(SAMPLES_MAX / seconds_of_cpu).unwrap_or(u32::MAX);

@@ -1,21 +1,22 @@
-//! Heap profiles by jemalloc: which call stacks hold the sampled part of what is allocated (one allocation in 512 KiB).
+//! Heap profiles by jemalloc: call stacks of sampled live allocations (one per 512 KiB).
 //!
-//! jemalloc is built with profiling and started with `prof:true,prof_active:false`: nothing is recorded until
-//! [`activate`]. Payload is not in it: blocks live in the memory region, which is no heap.
+//! jemalloc starts with `prof:true,prof_active:false`, so nothing is recorded until [`activate`].
+//! Payload is not included: blocks are in the memory region, which is not on the heap.
 
 use super::{Format, ProfileError};
 
-/// Whether stacks are recorded now.
+/// State of heap profiling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Since [`activate`], or since the start by the environment.
+    /// Recording, since [`activate`] or since the start with suitable options.
     Active,
-    /// Available, not recording.
+    /// Available, but not recording.
     Inactive,
 }
 
-/// True when jemalloc's options ask for a profile from the start: `prof:true` and nothing about `prof_active`, whose
-/// default in jemalloc is true, but false in this build.
+/// Returns whether jemalloc's options request profiling from the start: `prof:true` without
+/// `prof_active`. jemalloc's own default for `prof_active` is true, but this build sets it to
+/// false.
 pub fn asked_for(options: &str) -> bool {
     let is_set = |key: &str, value: &str| {
         let mut pairs = options.split(',').filter_map(|pair| pair.trim().split_once(':'));
@@ -43,23 +44,23 @@ mod jemalloc {
         PROF_CTL.as_ref().ok_or(ProfileError::Unavailable(off))
     }
 
-    /// Does not wait: the lock is held for long only while a profile is taken.
+    /// Takes the lock without waiting. It is held for long only while a profile is taken.
     fn locked() -> Result<OwnedMutexGuard<JemallocProfCtl>, ProfileError> {
         Arc::clone(control()?).try_lock_owned().map_err(|_| ProfileError::Busy)
     }
 
-    /// Whether stacks are recorded.
+    /// Returns the state of heap profiling.
     ///
     /// # Errors
-    /// When heap profiling is not available, or a profile is being taken.
+    /// If heap profiling is not available, or a profile is being taken.
     pub fn state() -> Result<State, ProfileError> {
         Ok(if locked()?.activated() { State::Active } else { State::Inactive })
     }
 
-    /// Records from now on; no change when it does already.
+    /// Starts recording if it is off.
     ///
     /// # Errors
-    /// As [`state`].
+    /// See [`state`].
     pub fn activate() -> Result<(), ProfileError> {
         let mut control = locked()?;
         if control.activated() {
@@ -68,10 +69,10 @@ mod jemalloc {
         control.activate().map_err(|error| ProfileError::Failed(error.to_string()))
     }
 
-    /// Stops recording and forgets what was recorded; no change when it was off.
+    /// Stops recording and discards recorded stacks. No effect if recording is off.
     ///
     /// # Errors
-    /// As [`state`].
+    /// See [`state`].
     pub fn deactivate() -> Result<(), ProfileError> {
         let mut control = locked()?;
         if !control.activated() {
@@ -80,10 +81,11 @@ mod jemalloc {
         control.deactivate().map_err(|error| ProfileError::Failed(error.to_string()))
     }
 
-    /// What is allocated now, by the stacks that allocated it since the activation.
+    /// Returns a profile of live allocations that were made since the activation.
     ///
     /// # Errors
-    /// [`ProfileError::Inactive`] before [`activate`]; [`ProfileError::Busy`] while another profile is being taken.
+    /// [`ProfileError::Inactive`] before [`activate`], [`ProfileError::Busy`] while another profile
+    /// is being taken.
     pub async fn profile(turn: &Turn, format: Format) -> Result<Vec<u8>, ProfileError> {
         let mut control = locked()?;
         if !control.activated() {

@@ -1,13 +1,13 @@
-//! What a profiler found, with numbers of places for names; and the names. What is made of both is in `render` and `tree`.
+//! Results of the profilers, with places as numbers, and the names of the places.
 //!
-//! A job is what one process asks of another (`child`), so that all of it can be written as bytes.
+//! Jobs are serializable because the child process renders them (`child`, `render`, `tree`).
 
 use serde::{Deserialize, Serialize};
 
 use super::Format;
 use super::maps::{Places, Position};
 
-/// Something to make, and the places that it speaks of.
+/// A rendering task and the places it refers to.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Job {
     pub(super) places: Places,
@@ -20,74 +20,74 @@ pub(super) enum What {
     Waits(Waits),
 }
 
-/// Stacks, and how much was found at each.
+/// Stacks with their sampled values.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Samples {
     pub(super) kind: Kind,
-    /// Since the epoch.
+    /// Start time in nanoseconds since the epoch.
     pub(super) began_nanos: i64,
     pub(super) duration_nanos: i64,
     pub(super) stacks: Vec<Stack>,
 }
 
-/// What [`Stack::found`] counts.
+/// Unit of [`Stack::found`].
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(super) enum Kind {
-    /// Samples, of which each stands for so much CPU time.
+    /// Samples; each represents `period_nanos` of CPU time.
     Cpu { period_nanos: i64 },
-    /// Bytes that are allocated.
+    /// Allocated bytes.
     Heap,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Stack {
-    /// Whose it is; none where nobody asked.
+    /// Name of the thread, if known.
     pub(super) thread: Option<String>,
-    /// Numbers of places, the innermost first.
+    /// Numbers of places, innermost first.
     pub(super) frames: Vec<u32>,
     pub(super) found: i64,
 }
 
-/// Where tasks wait.
+/// Places where tasks wait.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Waits {
-    /// What stands above them.
+    /// Text at the beginning of the output.
     pub(super) summary: String,
     pub(super) groups: Vec<Waiting>,
-    /// Tasks that are in none of the groups.
+    /// Number of tasks that belong to none of the groups.
     pub(super) left_out: u64,
 }
 
-/// Tasks of one name that wait at the same place.
+/// Tasks with the same name that wait at the same place.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Waiting {
     pub(super) name: String,
     pub(super) tasks: u64,
-    /// A stack for each await of a `select!`, as in [`Stack::frames`].
+    /// One stack per await of a `select!`, in the form of [`Stack::frames`].
     pub(super) stacks: Vec<Vec<u32>>,
 }
 
-/// A function, and the line in it. At one place there are several when calls were inlined, the innermost first.
+/// A function and a line in it. With inlined calls, a place has several, innermost first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Symbol {
     pub(super) name: String,
-    /// As the linker knows it.
+    /// Mangled name, as the linker uses it.
     pub(super) system_name: String,
-    /// Empty and 0 when they are not known.
+    /// Empty if unknown; line and column are 0 then.
     pub(super) file: String,
     pub(super) line: u32,
     pub(super) column: u32,
 }
 
-/// What is at each place.
+/// Names of all places.
 #[derive(Debug)]
 pub(super) struct Names(Vec<Vec<Symbol>>);
 
 impl Names {
-    /// What `resolve` finds at each, and where that is nothing, the address and the file.
+    /// Resolves all places. Where `resolve` finds nothing, the name is the address and the file.
     pub(super) fn new(places: &Places, mut resolve: impl FnMut(Position) -> Vec<Symbol>) -> Self {
         let mut in_order: Vec<(usize, Position)> = places.positions.iter().copied().enumerate().collect();
-        // File after file: debug information of a few is held at a time.
+        // File by file, so that debug information of few files is loaded at a time.
         in_order.sort_unstable_by_key(|(_, position)| *position);
         let mut names = vec![Vec::new(); in_order.len()];
         for (number, position) in in_order {
@@ -97,12 +97,12 @@ impl Names {
         Self(names)
     }
 
-    /// Addresses and files for all.
+    /// Uses address and file as names for all places.
     pub(super) fn none(places: &Places) -> Self {
         Self::new(places, |_| Vec::new())
     }
 
-    /// What is at a place, the innermost first.
+    /// Returns the symbols at a place, innermost first.
     pub(super) fn at(&self, number: u32) -> &[Symbol] {
         usize::try_from(number).ok().and_then(|number| self.0.get(number)).map_or(&[], Vec::as_slice)
     }
@@ -123,7 +123,7 @@ impl Symbol {
 pub(super) mod tests {
     use super::*;
 
-    /// Places with one name each; an empty one is not known.
+    /// Returns places with one name each. A place with an empty name is unknown.
     pub(in super::super) fn named(names: &[&str]) -> (Places, Names) {
         let positions =
             (0x1000..).take(names.len()).map(|offset| Position { file: Some(0), offset }).collect();

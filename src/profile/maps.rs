@@ -1,5 +1,5 @@
-//! Which files this process runs code of, and where: an address as a file and an offset in it, which every process with
-//! that file has, and back. Pure but for the reading of `/proc/self/maps`.
+//! Code mappings of this process. They convert an address to a file and an offset, which are valid
+//! in every process that runs the file, and back. Only [`Maps::of_this_process`] reads the system.
 
 use std::ops::Range;
 
@@ -7,32 +7,32 @@ use indexmap::{IndexMap, IndexSet};
 use procfs::process::{MMPermissions, MMapPath, Process};
 use serde::{Deserialize, Serialize};
 
-/// Where an instruction is, whatever address its file was loaded at.
+/// Position of an instruction, independent of the load address of its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(super) struct Position {
-    /// Of [`Places::files`]; none for code that is of no file, whose `offset` is its address.
+    /// Index into [`Places::files`]. `None` for code outside files, whose `offset` is the address.
     pub(super) file: Option<u32>,
-    /// Bytes behind the address that the file begins at in memory.
+    /// Distance in bytes from the start of the file in memory.
     pub(super) offset: u64,
 }
 
-/// What stacks refer to by number.
+/// Positions that stacks refer to by number.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Places {
     pub(super) files: Vec<String>,
     pub(super) positions: Vec<Position>,
 }
 
-/// Addresses that get to be [`Places`]: each once, in the order in which they came.
+/// Collected addresses, without duplicates and in order of insertion.
 #[derive(Debug, Default)]
 pub(super) struct Addresses(IndexSet<u64>);
 
-/// The code that a process has mapped.
+/// The mapped code of a process.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Maps {
-    /// Each file, and where it begins.
+    /// Files with their start addresses.
     files: IndexMap<String, u64>,
-    /// In the order of addresses, with the number of the file.
+    /// Address ranges in ascending order, with the number of the file.
     code: Vec<(Range<u64>, usize)>,
 }
 
@@ -46,32 +46,32 @@ struct Mapped {
 }
 
 impl Position {
-    /// The file's name, without its directories.
+    /// Returns the file's name without directories.
     pub(super) fn file_name(self, places: &Places) -> Option<&str> {
         let path = self.path(places)?;
         Some(path.rsplit_once('/').map_or(path, |(_, name)| name))
     }
 
-    /// The whole name of the file.
+    /// Returns the path of the file.
     pub(super) fn path(self, places: &Places) -> Option<&str> {
         places.files.get(usize::try_from(self.file?).ok()?).map(String::as_str)
     }
 }
 
 impl Addresses {
-    /// The number of an address.
+    /// Returns the number of an address. Adds the address if it is new.
     pub(super) fn number(&mut self, address: u64) -> u32 {
         let (number, _) = self.0.insert_full(address);
         u32::try_from(number).unwrap_or(u32::MAX)
     }
 
-    /// The number of the call that returns to an address: what is there is the instruction behind it, and may be of the
-    /// next line or function.
+    /// Returns the number of the call before a return address. The return address itself is the
+    /// next instruction, which may belong to another line or function.
     pub(super) fn call_before(&mut self, returns_to: u64) -> u32 {
         self.number(returns_to.saturating_sub(1))
     }
 
-    /// Where they are.
+    /// Converts the addresses to positions.
     pub(super) fn places(self, maps: &Maps) -> Places {
         Places {
             files: maps.files.keys().cloned().collect(),
@@ -81,7 +81,7 @@ impl Addresses {
 }
 
 impl Maps {
-    /// Of this process; nothing when the kernel does not tell.
+    /// Reads the mappings of this process. Returns none if the kernel does not provide them.
     pub(super) fn of_this_process() -> Self {
         let maps = Process::myself().and_then(|process| process.maps());
         Self::new(maps.into_iter().flatten().filter_map(|map| {
@@ -95,8 +95,10 @@ impl Maps {
         }))
     }
 
-    /// `mapped` in the order of addresses. A file begins where the mapping of its first byte is, the last one before the
-    /// code: who reads the file as data may have mapped it elsewhere too.
+    /// Builds the table from mappings in ascending order.
+    ///
+    /// A file starts at the last mapping of its first byte before the code. Earlier ones may belong
+    /// to a reader that mapped the file as data.
     fn new(mapped: impl Iterator<Item = Mapped>) -> Self {
         let mut maps = Self::default();
         let mut first_bytes: IndexMap<String, u64> = IndexMap::new();
@@ -124,7 +126,8 @@ impl Maps {
         }
     }
 
-    /// Where a position of another process of this program is in this one; none where it has no such code.
+    /// Returns the address of a position from another process, or `None` if this process does not
+    /// have the code.
     pub(super) fn address(&self, places: &Places, position: Position) -> Option<u64> {
         let address = match position.path(places) {
             Some(path) => self.files.get(path)?.checked_add(position.offset)?,
@@ -151,7 +154,7 @@ mod tests {
         }))
     }
 
-    /// A program, a library behind it, and the program once more as data.
+    /// A program, a library after it, and the program once more as data.
     fn maps(began: u64) -> Maps {
         mapped(&[
             (began, began + 0x1000, 0, false, "/bin/worker"),
@@ -188,7 +191,7 @@ mod tests {
     #[test]
     fn what_is_no_code_of_a_file_is_an_address() {
         let maps = maps(0x40_0000);
-        // Before all, data, a hole, the data at the end, behind all.
+        // Before all mappings, data, a hole, the data at the end, after all mappings.
         let addresses = [0, 0x40_0fff, 0x40_7000, 0x41_2000, u64::MAX];
         let places = places(&maps, &addresses);
         for (position, address) in places.positions.iter().zip(addresses) {

@@ -1,12 +1,10 @@
-//! Profiles of the running process: where its CPU time and its heap go.
+//! Profiles of the running process: CPU time, heap and waiting tasks.
 //!
-//! Both profilers belong to the process (one signal, one allocator), so that two workers in one process share them:
-//! a request while a profile is taken is refused as busy. Invariant: whatever works on a profile or dump holds the
-//! [`Turn`] of it until that has ended, though nobody waits for it any more. Not here: addresses and parameters of requests
-//! (`http`).
-//!
-//! Functions are named, and pictures drawn, by another process (`child`): this one holds stacks as addresses and what is
-//! sent of it, a few megabytes. `uniffle_sampler` says what that asks of the start of a CPU profile.
+//! Profilers belong to the process (one signal, one allocator), so workers in one process share
+//! them. A request while a profile is taken is refused as busy. A child process resolves names and
+//! renders (`child`); this process holds only addresses and the result, a few megabytes.
+//! Invariant: work on a profile or dump holds its [`Turn`] until the work has ended, even if the
+//! client has gone. URLs and parameters of requests are in `http`.
 
 pub mod allocator;
 mod child;
@@ -28,25 +26,25 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 pub use child::SUBCOMMAND;
 pub use symbols::{answer_on_stdin, name_addresses};
 
-/// What a profile is rendered as.
+/// Output format of a profile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Format {
     /// pprof's protobuf, for `go tool pprof`.
     Protobuf,
-    /// A flamegraph, for a browser.
+    /// A flamegraph for a browser.
     Svg,
 }
 
-/// Why there is no profile.
+/// Reason why no profile was taken.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
-    /// A profile of the process is being taken already.
+    /// Another profile is being taken.
     #[error("another profile or dump is being taken; there can be one at a time")]
     Busy,
-    /// The build or the way the process was started rules it out; the text says what would help.
+    /// The build or the start options do not support it. The text says how to change that.
     #[error("{0}")]
     Unavailable(&'static str),
-    /// Heap profiling is available, but nothing was recorded yet.
+    /// Heap profiling is available, but not active.
     #[error(
         "heap profiling is not active; POST /admin/heap-profile/activate first and let the worker work for a while"
     )]
@@ -56,27 +54,27 @@ pub enum ProfileError {
     Failed(String),
 }
 
-/// One at a time of what takes a [`Turn`]. Clones are the same.
+/// Source of [`Turn`]s, of which one exists at a time. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Turns(Arc<Semaphore>);
 
-/// Leave to make something of which there is one at a time, until the last clone of it is dropped.
+/// An exclusive permit, held until its last clone is dropped.
 #[derive(Debug, Clone)]
 pub struct Turn {
     _permit: Arc<OwnedSemaphorePermit>,
 }
 
 impl Turns {
-    /// Nobody has the turn.
+    /// Creates the source with its permit available.
     #[must_use]
     pub fn new() -> Self {
         Self(Arc::new(Semaphore::new(1)))
     }
 
-    /// The turn, now.
+    /// Takes the permit without waiting.
     ///
     /// # Errors
-    /// [`ProfileError::Busy`] when another one has it.
+    /// [`ProfileError::Busy`] if it is taken.
     pub fn try_take(&self) -> Result<Turn, ProfileError> {
         let permit = Arc::clone(&self.0).try_acquire_owned().map_err(|_| ProfileError::Busy)?;
         Ok(Turn { _permit: Arc::new(permit) })
@@ -89,9 +87,11 @@ impl Default for Turns {
     }
 }
 
-/// Runs `work` on a thread of its own at the lowest priority, which a child of it has too, since naming functions takes
-/// seconds of CPU time, which must not come out of the data plane's. The thread has the turn until then, also when this
-/// future is dropped: a client that has gone does not end it.
+/// Runs `work` on a thread of its own.
+///
+/// The thread, and a child that it starts, run at the lowest priority: resolving names takes
+/// seconds of CPU time, which must not slow down clients. The thread holds the permit until it
+/// ends, even if this future is dropped because the client has gone.
 async fn in_background<T, F>(turn: &Turn, work: F) -> Result<T, ProfileError>
 where
     T: Send + 'static,
@@ -101,15 +101,17 @@ where
     let turn = turn.clone();
     let thread = std::thread::Builder::new().name("uniffle-profile".to_owned());
     let spawned = thread.spawn(move || {
-        // On Linux this is the priority of the calling thread alone. A failure costs priority, nothing else.
+        // On Linux this changes only the calling thread. Failing is harmless.
         let _ = rustix::process::setpriority_process(None, 19);
         let result = work();
-        // Before: who has the answer may ask again.
+        // Released first, because the receiver may ask for the next profile at once.
         drop(turn);
         let _ = sender.send(result);
     });
-    spawned.map_err(|error| ProfileError::Failed(format!("no thread for it: {error}")))?;
-    receiver.await.unwrap_or_else(|_| Err(ProfileError::Failed("it panicked, see the log".to_owned())))
+    spawned.map_err(|error| ProfileError::Failed(format!("cannot start a thread: {error}")))?;
+    receiver
+        .await
+        .unwrap_or_else(|_| Err(ProfileError::Failed("the thread panicked; see the log".to_owned())))
 }
 
 #[cfg(test)]

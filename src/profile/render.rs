@@ -1,6 +1,6 @@
-//! Profiles as tools read them: pprof's protobuf, packed by gzip, or a flamegraph.
+//! Renders profiles as pprof's protobuf, compressed with gzip, or as a flamegraph.
 //!
-//! The messages are the part of `profile.proto` (github.com/google/pprof) that is needed. Pure.
+//! The messages are the necessary part of `profile.proto` (github.com/google/pprof).
 
 use std::io::{self, Write as _};
 
@@ -15,16 +15,16 @@ use super::job::{Job, Kind, Names, Samples, Stack, Symbol, What};
 use super::maps::Places;
 use super::tree;
 
-/// The picture of a process of which nothing was sampled; inferno refuses to draw nothing.
+/// Picture for an empty profile. inferno fails without samples.
 const EMPTY_SVG: &str = concat!(
     r#"<?xml version="1.0" standalone="no"?><svg xmlns="http://www.w3.org/2000/svg" width="640" height="60">"#,
     r#"<text x="16" y="36" font-family="sans-serif">No samples: nothing ran or was allocated meanwhile.</text></svg>"#,
 );
 
-/// What the job is for.
+/// Renders a job.
 ///
 /// # Errors
-/// When there is no picture of the stacks.
+/// If the flamegraph or the compression fails.
 pub(super) fn made(job: &Job, names: &Names) -> anyhow::Result<Vec<u8>> {
     match &job.what {
         What::Profile(samples, Format::Protobuf) => Ok(packed(&protobuf(samples, &job.places, names))?),
@@ -39,7 +39,7 @@ fn packed(profile: &Profile) -> io::Result<Vec<u8>> {
     packer.finish()
 }
 
-/// A flamegraph, with a root per thread name where threads are known.
+/// Renders a flamegraph, with a root per thread name if threads are known.
 fn svg(samples: &Samples, names: &Names) -> anyhow::Result<Vec<u8>> {
     if samples.stacks.is_empty() {
         return Ok(EMPTY_SVG.into());
@@ -55,7 +55,7 @@ fn svg(samples: &Samples, names: &Names) -> anyhow::Result<Vec<u8>> {
     Ok(svg)
 }
 
-/// `thread;outermost;…;innermost found`
+/// Formats a stack as `thread;outermost;…;innermost found`.
 fn folded(stack: &Stack, names: &Names) -> String {
     let frames = stack.frames.iter().rev().flat_map(|number| names.at(*number).iter().rev());
     let parts = stack.thread.as_deref().into_iter().chain(frames.map(|symbol| symbol.name.as_str()));
@@ -99,11 +99,11 @@ fn protobuf(samples: &Samples, places: &Places, names: &Names) -> Profile {
     }
 }
 
-/// What the rest refers to by number: strings by their index, functions by theirs plus one.
+/// Tables of a profile. Strings are referred to by index, functions by index plus one.
 #[derive(Default)]
 struct Tables {
     strings: IndexSet<String>,
-    /// By name and file.
+    /// Keyed by name and file.
     functions: IndexMap<(i64, i64), Function>,
 }
 
@@ -132,7 +132,7 @@ impl Tables {
         }
     }
 
-    /// Addresses are told from the beginning of the file, so that it is as if it lay there.
+    /// Returns a mapping of the file at address 0, because addresses are offsets in the file.
     fn mapping(&mut self, id: u64, path: &str) -> Mapping {
         let filename = self.string(path);
         Mapping { id, memory_limit: u64::MAX, filename, has_functions: true }

@@ -1,5 +1,5 @@
-//! The child's side of `child`: names for the places of a job, from the debug information of this program; and for addresses
-//! that a person has of the log of a panic.
+//! The child's side of `child`: resolves places of a job with the debug information of this
+//! program. Also resolves addresses that a user copies from the log of a panic.
 
 use std::ffi::c_void;
 use std::io::{Read, Write};
@@ -12,16 +12,18 @@ use super::job::{Job, Names, Symbol};
 use super::maps::{Maps, Places, Position};
 use super::{render, wire};
 
-/// Largest job: as many stacks as a profiler keeps, each as deep as it looks, in a few bytes a frame.
+/// Size limit of a job: the maximum number of stacks with the maximum depth, a few bytes per frame.
 const QUESTION_BYTES_MAX: u64 = 64 << 20;
 
-/// Answers the one question on stdin. Debug information takes seconds of CPU time and some 200 MiB, in this process,
-/// which ends with its parent, gives way to whatever runs, and is what a kernel without memory takes first.
+/// Answers one question on stdin.
+///
+/// Reading debug information takes seconds of CPU time and about 200 MiB in this process. It is
+/// killed when its parent ends, has the lowest priority, and is the OOM killer's first choice.
 ///
 /// # Errors
-/// The question is not one of this program, or the answer is not listened to.
+/// If the question is invalid, or the answer cannot be written.
 pub fn answer_on_stdin() -> anyhow::Result<()> {
-    // Each for itself: a failure costs what it is for, and the answer is the same.
+    // Each setting is optional: the answer is the same without it.
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let _ = setpriority_process(None, 19);
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
@@ -31,21 +33,21 @@ pub fn answer_on_stdin() -> anyhow::Result<()> {
 fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<()> {
     let question =
         wire::read(question, wire::QUESTION, QUESTION_BYTES_MAX).context("no question on stdin")?;
-    let job: Job = postcard::from_bytes(&question).context("the question is none of this program's")?;
+    let job: Job = postcard::from_bytes(&question).context("the question is from another program")?;
     drop(question);
     let maps = Maps::of_this_process();
     let names = Names::new(&job.places, |position| {
         maps.address(&job.places, position).map(symbols).unwrap_or_default()
     });
     let made = render::made(&job, &names)?;
-    wire::write(answer, wire::ANSWER, &made).context("nobody listens to the answer")
+    wire::write(answer, wire::ANSWER, &made).context("cannot write the answer")
 }
 
-/// A line for each function at each of `addresses` in the file of this program, which may be separated in any way; the innermost
-/// first.
+/// Resolves addresses in the file of this program, separated by white space. Returns a line per
+/// function at each address, innermost first.
 ///
 /// # Errors
-/// What is no address.
+/// If a word is not an address.
 pub fn name_addresses(addresses: &str) -> Result<String, String> {
     let program = std::fs::read_link(PROGRAM).map_err(|error| format!("{PROGRAM}: {error}"))?;
     let (maps, program) = (Maps::of_this_process(), program.to_string_lossy().into_owned());
@@ -66,10 +68,10 @@ pub fn name_addresses(addresses: &str) -> Result<String, String> {
     Ok(lines.concat())
 }
 
-/// The functions that an instruction is of, the innermost first.
+/// Returns the functions at an instruction, innermost first.
 fn symbols(address: u64) -> Vec<Symbol> {
     let mut found = Vec::new();
-    // It takes what a call returns to, and looks for the call before.
+    // `resolve` expects a return address and looks up the call before it.
     let Ok(after) = usize::try_from(address.saturating_add(1)) else { return found };
     backtrace::resolve(std::ptr::without_provenance_mut::<c_void>(after), |symbol| {
         let Some(name) = symbol.name() else { return };
@@ -103,7 +105,7 @@ mod tests {
         question
     }
 
-    /// This function, and an address that is nobody's.
+    /// Resolves this function, and an address without a function.
     fn job() -> Job {
         let mut addresses = Addresses::default();
         let here = u64::try_from(job as fn() -> Job as usize).unwrap();
@@ -139,7 +141,7 @@ mod tests {
         let whole = postcard::to_allocvec(&job()).unwrap();
         for message in [&whole[..whole.len() / 2], &[0xff; 40], b"\x07"] {
             let why = asked(&question(message)).unwrap_err();
-            assert!(why.starts_with("the question is none of this program's"), "{why}");
+            assert!(why.starts_with("the question is from another program"), "{why}");
         }
     }
 }

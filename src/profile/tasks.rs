@@ -1,8 +1,8 @@
-//! Where each task of the runtime waits: the stacks of their last awaits, equal ones together.
+//! Dumps of waiting tasks: the stacks of their last awaits, grouped.
 //!
-//! Nothing is recorded between dumps. A dump stops the runtime's threads while every task is polled in tracing mode,
-//! some 20 µs a task; a thread that does not reach the barrier within 250 ms makes the dump fail; the worker does not
-//! wait for it. Functions are named afterwards, elsewhere.
+//! Nothing is recorded between dumps. A dump stops the runtime's threads while every task is polled
+//! in tracing mode, about 20 µs per task. If a thread does not reach the barrier within 250 ms, the
+//! dump fails and the worker continues. Names are resolved afterwards by a child process.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -17,21 +17,24 @@ use super::{ProfileError, Turn, child, in_background};
 use crate::clock::Instant;
 use crate::runtime::{RunningTask, Tasks};
 
-/// A dump that takes longer has no result: a thread of the runtime is busy or blocked.
+/// Time limit of a dump. It is exceeded if a thread of the runtime is busy or blocked.
 const DEADLINE: Duration = Duration::from_secs(2);
 
-/// Places whose tasks are shown. Tasks at more of them are counted only.
+/// Maximum number of places with stacks in the output. Tasks at further places are only counted.
 const PLACES_MAX: usize = 500;
 
-/// What tasks that wait at the same addresses have in common: their name, and a stack for each await. Those of one place in
-/// the source get together when it has names (`tree`).
+/// Key of tasks that wait at the same addresses: their name, and a stack for each await. `tree`
+/// later combines places with the same source lines.
 type Place = (&'static str, Vec<Vec<u32>>);
 
-/// Name and stacks of every task of the current runtime, as text. Where the runtime cannot dump, the names only. A dump of the
-/// stacks that is given up goes on: until it has ended it keeps `asking`, so that there is one, and others profile meanwhile.
+/// Returns names and stacks of all tasks of the current runtime as text, or only names if the
+/// runtime cannot dump.
+///
+/// An abandoned dump of the stacks continues and holds `asking` until it ends, so that there is
+/// only one. Other profiles can be taken meanwhile.
 ///
 /// # Errors
-/// [`ProfileError::Failed`] when there is no thread for it.
+/// [`ProfileError::Failed`] if no thread can be started.
 pub async fn dump(tasks: &Tasks, turn: &Turn, asking: Turn) -> Result<String, ProfileError> {
     let started = Instant::now();
     let stacks = stacks::take(tasks, asking).await;
@@ -47,12 +50,12 @@ pub async fn dump(tasks: &Tasks, turn: &Turn, asking: Turn) -> Result<String, Pr
     .await
 }
 
-/// With the names of functions.
+/// Renders the job with function names.
 fn named(job: &Job) -> Result<String, ProfileError> {
     String::from_utf8(child::made(job)?).map_err(|error| ProfileError::Failed(error.to_string()))
 }
 
-/// The stacks of one task, as addresses that calls return to, the innermost first.
+/// The stacks of one task as return addresses, innermost first.
 type Stack = (Id, Vec<Vec<u64>>);
 
 #[cfg(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -63,14 +66,14 @@ mod stacks {
 
     use super::{DEADLINE, Stack, Tasks, Turn, addresses};
 
-    /// Stacks as addresses.
+    /// Stacks of all tasks as addresses.
     pub(super) struct Stacks(Dump);
 
-    /// Those of the current runtime.
+    /// Takes the stacks of the current runtime.
     pub(super) async fn take(tasks: &Tasks, asking: Turn) -> Result<Stacks, &'static str> {
         let (sender, receiver) = oneshot::channel();
         let (runtime, cancelled) = (Handle::current(), tasks.cancelled());
-        // The dump has a thread of its own, which goes on when it is given up here, or the client has gone.
+        // The dump is a task of its own, which continues after a timeout or if the client has gone.
         tasks.spawn("task dump", async move {
             tokio::select! {
                 dump = runtime.dump() => {
@@ -88,8 +91,8 @@ mod stacks {
     }
 
     impl Stacks {
-        /// Of each task. tokio gives addresses in its `Debug` alone: what else it says of a trace has names, for which it
-        /// reads this program's debug information.
+        /// Returns the stacks of each task. They are parsed from tokio's `Debug` output, because
+        /// its other interface resolves names and reads debug information in this process.
         pub(super) fn each(&self) -> impl Iterator<Item = Stack> {
             let tasks = self.0.tasks().iter();
             tasks.map(|task| (task.id(), addresses(&format!("{:?}", task.trace()))))
@@ -101,7 +104,7 @@ mod stacks {
 mod stacks {
     use super::{Stack, Tasks, Turn};
 
-    /// There are none.
+    /// Uninhabited: this build has no stacks.
     pub(super) enum Stacks {}
 
     #[expect(clippy::unused_async, reason = "as the one of the other build")]
@@ -118,7 +121,7 @@ mod stacks {
     }
 }
 
-/// `[[BacktraceFrame { ip: 0x55d0, … }, …], …]`: the addresses behind each `ip`, by the list that they are in.
+/// Parses the addresses after each `ip` in `[[BacktraceFrame { ip: 0x55d0, … }, …], …]`, per list.
 #[cfg_attr(not(tokio_unstable), expect(dead_code, reason = "of dumps"))]
 fn addresses(trace: &str) -> Vec<Vec<u64>> {
     let frames = |list: &str| {
@@ -131,14 +134,14 @@ fn addresses(trace: &str) -> Vec<Vec<u64>> {
     trace.split('[').map(frames).filter(|frames| !frames.is_empty()).collect()
 }
 
-/// What is known without stacks.
+/// Returns the part of the output that needs no stacks.
 fn summary(running: &[RunningTask], took: Duration) -> String {
     let mut text = format!("{} tasks, threads stopped and asked within {took:.1?}\n", running.len());
     names(running, &mut text);
     text
 }
 
-/// A line per name: how many, and how old the oldest is.
+/// Adds a line per name with the number of tasks and the age of the oldest.
 fn names(running: &[RunningTask], text: &mut String) {
     let mut names: HashMap<&str, (usize, Duration)> = HashMap::new();
     for task in running {
@@ -153,7 +156,7 @@ fn names(running: &[RunningTask], text: &mut String) {
     }
 }
 
-/// The places with most tasks first.
+/// Builds the job, with the places of most tasks first.
 fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
     let names: HashMap<_, _> = running.iter().map(|task| (task.id, task.name)).collect();
     let mut addresses = Addresses::default();
@@ -201,7 +204,8 @@ mod tests {
         let (turn, asking) = (Turns::new().try_take().unwrap(), Turns::new().try_take().unwrap());
         let text = dump(&tasks, &turn, asking).await.unwrap();
         assert!(text.contains("     3 sleeper (oldest "), "{text}");
-        // A test's program does not know the argument: addresses, of which a `select!` has several. `tree` tells of names.
+        // A test program does not support the child's argument, so the output has addresses. A
+        // `select!` has several. `tree` tests names.
         let sleepers = text.lines().filter_map(|line| line.strip_suffix(" × sleeper")?.parse::<u64>().ok());
         assert_eq!(sleepers.sum::<u64>(), 3, "{text}");
         let program = std::env::current_exe().unwrap();
@@ -212,7 +216,7 @@ mod tests {
         tasks.drained().await;
     }
 
-    /// As of tokio 1.54 with backtrace 0.3.
+    /// Format of tokio 1.54 with backtrace 0.3.
     #[test]
     fn addresses_are_taken_from_what_tokio_says_of_a_trace() {
         let frame = |ip| format!("BacktraceFrame {{ ip: {ip}, symbol_address: 0x55d01000 }}");

@@ -1,4 +1,4 @@
-//! Where tasks wait, as text: their stacks as trees, the outermost call first.
+//! Formats waiting tasks as text: their stacks as trees, outermost call first.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 
 use super::job::{Names, Symbol, Waiting, Waits};
 
-/// All of it.
+/// Returns the text for all groups.
 pub(super) fn text(waits: &Waits, names: &Names) -> String {
     let mut text = waits.summary.clone();
     let mut places: IndexMap<(&str, Vec<Vec<String>>), u64> = IndexMap::new();
@@ -24,8 +24,8 @@ pub(super) fn text(waits: &Waits, names: &Names) -> String {
     text
 }
 
-/// The stacks as lines, the outermost call first. They are sorted: the awaits of a `select!` come in any order, and from
-/// other addresses of the same lines.
+/// Returns the stacks as lines, outermost call first. They are sorted, because the awaits of a
+/// `select!` have no fixed order and may have different addresses for the same lines.
 fn stacks(group: &Waiting, names: &Names) -> Vec<Vec<String>> {
     let lines = |stack: &Vec<u32>| {
         stack.iter().rev().flat_map(|number| names.at(*number).iter().rev()).map(line).collect::<Vec<_>>()
@@ -35,7 +35,7 @@ fn stacks(group: &Waiting, names: &Names) -> Vec<Vec<String>> {
     stacks
 }
 
-/// What was called from one place, and what from there.
+/// Tree of calls: each line with the calls made from there.
 #[derive(Debug, Default)]
 struct Calls(IndexMap<String, Calls>);
 
@@ -61,10 +61,11 @@ impl Calls {
     }
 }
 
-/// `what at file:line:column`; a future's `poll` or closure says nothing that the rest does not.
+/// Formats a symbol as `name at file:line:column`. The last component, a future's `poll` or a
+/// closure, is removed because it adds no information.
 fn line(symbol: &Symbol) -> String {
     let name = match symbol.name.rsplit_once("::") {
-        // What stands between `<` and `>` has paths too.
+        // Generic arguments between `<` and `>` contain paths too.
         Some((path, last)) if !last.contains('>') => path,
         _ => symbol.name.as_str(),
     };

@@ -1,16 +1,15 @@
-//! What the worker and its child say to each other (`child`): one message each, with its length before it.
+//! Messages between the worker and its child (`child`), each with a mark and its length.
 
 use std::io::{self, Read, Write};
 
-/// Before a question.
+/// Mark of a question.
 pub(super) const QUESTION: Mark = *b"uffname?";
-/// Before an answer.
+/// Mark of an answer.
 pub(super) const ANSWER: Mark = *b"uffname!";
 
-/// What a message begins with, so that what somebody else prints is told from it.
+/// Beginning of a message, which distinguishes it from other output.
 pub(super) type Mark = [u8; 8];
 
-/// Writes a message.
 pub(super) fn write(to: &mut impl Write, mark: Mark, message: &[u8]) -> io::Result<()> {
     to.write_all(&mark)?;
     to.write_all(&(message.len() as u64).to_le_bytes())?;
@@ -18,31 +17,29 @@ pub(super) fn write(to: &mut impl Write, mark: Mark, message: &[u8]) -> io::Resu
     to.flush()
 }
 
-/// Reads a message of at most `bytes_max`.
+/// Reads a message of at most `bytes_max` bytes, which must be the last data in `from`.
 ///
 /// # Errors
-/// It is another thing, larger, or ends early; or something follows it.
+/// If the data is no such message, is too large, ends early, or is followed by more data.
 pub(super) fn read(from: &mut impl Read, mark: Mark, bytes_max: u64) -> io::Result<Vec<u8>> {
     let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
     let mut head = [0; 16];
     from.read_exact(&mut head)?;
     let (found, length) = head.split_at(mark.len());
     if found != mark {
-        return Err(invalid("what came is no message".to_owned()));
+        return Err(invalid("not a message of this program".to_owned()));
     }
     let length = u64::from_le_bytes(length.try_into().unwrap_or_default());
     if length > bytes_max {
-        return Err(invalid(format!("a message of {length} bytes, {bytes_max} are allowed")));
+        return Err(invalid(format!("message has {length} bytes, the limit is {bytes_max}")));
     }
     let mut message = Vec::new();
-    // One more, which must not be there.
+    // Tries to read one byte more, to detect data after the message.
     from.take(length + 1).read_to_end(&mut message)?;
     match (message.len() as u64).cmp(&length) {
         std::cmp::Ordering::Less => Err(io::ErrorKind::UnexpectedEof.into()),
         std::cmp::Ordering::Equal => Ok(message),
-        std::cmp::Ordering::Greater => {
-            Err(invalid(format!("something follows the message of {length} bytes")))
-        }
+        std::cmp::Ordering::Greater => Err(invalid(format!("more data after the message of {length} bytes"))),
     }
 }
 
@@ -81,7 +78,7 @@ mod tests {
         let (kind, why) = refusal(&written(b"twelve bytes")[..16], 11);
         assert_eq!(
             (kind, why.as_str()),
-            (io::ErrorKind::InvalidData, "a message of 12 bytes, 11 are allowed")
+            (io::ErrorKind::InvalidData, "message has 12 bytes, the limit is 11")
         );
         let mut huge = ANSWER.to_vec();
         huge.extend([0xff; 8]);
@@ -90,11 +87,11 @@ mod tests {
 
     #[test]
     fn anything_else_is_refused() {
-        assert_eq!(refusal(b"usage: worker [OPTIONS]", 100).1, "what came is no message");
+        assert_eq!(refusal(b"usage: worker [OPTIONS]", 100).1, "not a message of this program");
         let mut question = Vec::new();
         write(&mut question, QUESTION, b"twelve bytes").unwrap();
-        assert_eq!(refusal(&question, 100).1, "what came is no message", "a question is no answer");
+        assert_eq!(refusal(&question, 100).1, "not a message of this program", "a question is no answer");
         let more = [written(b"x"), b"y".to_vec()].concat();
-        assert_eq!(refusal(&more, 100).1, "something follows the message of 1 bytes");
+        assert_eq!(refusal(&more, 100).1, "more data after the message of 1 bytes");
     }
 }
