@@ -1,7 +1,7 @@
 //! Selection of flush victims among 100,000 partitions, and bookkeeping of reported block ids.
 //!
 //! Run: `cargo bench --bench policy`. The selection runs on a runtime thread, so it must take only
-//! a few milliseconds. The preceding scan of the buffers is measured by `memory`.
+//! a few milliseconds. The preceding scan of the buffers is not included.
 //!
 //! # Reference numbers
 //! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
