@@ -1,8 +1,8 @@
-//! Under which address, id and tags the worker is known (docs/protocol.md §8.1, §8.3).
+//! Address, id and tags of the worker (docs/protocol.md §8.1, §8.3).
 //!
-//! Invariant: the id is `<ip>-<grpc>` or `<ip>-<grpc>-<netty>` with an IP literal, because clients split it on `-`. A name
-//! is therefore asked for once, at start, and told as the address that it stands for; that of a Service of Kubernetes
-//! stays through rescheduling.
+//! Invariant: the id is `<ip>-<grpc>` or `<ip>-<grpc>-<netty>` with an IP literal, because clients
+//! split it at `-`. A configured name is therefore resolved once, at the start, and its address is
+//! announced. The address of a Kubernetes Service is stable across rescheduling.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
@@ -12,59 +12,59 @@ use std::time::Duration;
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use nix::net::if_::InterfaceFlags;
 
-/// The variable that sets the announced address of this worker.
+/// Environment variable with the announced address.
 const WORKER_VARIABLE: &str = "WORKER_IP";
-/// The variable that sets that of the Java server.
+/// The Java server's environment variable with the announced address.
 const JAVA_VARIABLE: &str = "RSS_IP";
-/// How long a name server may take.
+/// Time limit for resolving a name.
 const RESOLVED_WITHIN: Duration = Duration::from_secs(20);
-/// As in RFC 1123.
+/// Limits of RFC 1123.
 const NAME_CHARS_MAX: usize = 253;
 const LABEL_CHARS_MAX: usize = 63;
 
-/// Why there is no address to announce.
+/// Reason why there is no address to announce.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
-    /// The variable of Java's server holds something else.
+    /// The Java server's variable is not an IP address.
     #[error("{JAVA_VARIABLE} must be an IP address, not {0:?}")]
     NotAnIp(String),
-    /// The name is not known, or nobody answered.
+    /// The name is unknown, or the resolver did not answer.
     #[error("WORKER_IP: the name {name} was not resolved: {reason}")]
     Unresolved {
-        /// As configured.
+        /// Name as configured.
         name: String,
-        /// What the resolver said.
+        /// Reason from the resolver.
         reason: String,
     },
     /// No listener accepts connections to the address.
     #[error(
-        "{variable} = {ip} is an address of this machine on which nothing listens: bind_address = {bind_address}; \
+        "{variable} = {ip} is an address of this machine, but no listener accepts it: bind_address = {bind_address}; \
          set bind_address to it, or to \"::\" for all addresses"
     )]
     NotBound {
-        /// Variable that names the address.
+        /// Variable that sets the address.
         variable: &'static str,
         /// The address.
         ip: IpAddr,
-        /// As configured.
+        /// Listen address as configured.
         bind_address: IpAddr,
     },
-    /// Which one the id is made of would be left to chance.
-    #[error("WORKER_IP: the name {name} stands for several addresses, {found:?}; name one that has one")]
+    /// The name has several addresses, so the choice for the id would be arbitrary.
+    #[error("WORKER_IP: the name {name} has several addresses, {found:?}; use a name with one address")]
     Ambiguous {
-        /// As configured.
+        /// Name as configured.
         name: String,
-        /// In ascending order.
+        /// Addresses in ascending order.
         found: Vec<IpAddr>,
     },
 }
 
-/// What coordinators and clients are told to connect to, as configured.
+/// Configured address for coordinators and clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Advertised {
-    /// This address.
+    /// An IP address.
     Ip(IpAddr),
-    /// The address that this host name stands for when the worker starts.
+    /// A host name, resolved when the worker starts.
     Name(String),
 }
 
@@ -73,8 +73,7 @@ impl FromStr for Advertised {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
-        let refused =
-            || "an IP address that clients can reach, or a host name that stands for one".to_owned();
+        let refused = || "an IP address that clients can reach, or a host name".to_owned();
         match text.parse::<IpAddr>() {
             Ok(ip) if is_reachable(&ip) => Ok(Self::Ip(ip)),
             Err(_) if is_host_name(text) => Ok(Self::Name(text.to_owned())),
@@ -92,7 +91,7 @@ impl fmt::Display for Advertised {
     }
 }
 
-/// As in RFC 1123, and not something that was meant to be an IPv4 address.
+/// Returns whether `text` is a host name (RFC 1123) and not a malformed IPv4 address.
 fn is_host_name(text: &str) -> bool {
     let is_label = |label: &str| {
         let has_plain_chars = label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
@@ -110,8 +109,8 @@ fn is_reachable(ip: &IpAddr) -> bool {
     !ip.is_unspecified() && !ip.is_multicast()
 }
 
-/// Returns the address that this worker announces: the configured one, else that of [`RSS_IP`](JAVA_VARIABLE), else one
-/// on which the listeners at `bind_address` accept connections.
+/// Returns the address that this worker announces: the configured one, else the one in
+/// [`RSS_IP`](JAVA_VARIABLE), else one on which listeners at `bind_address` accept connections.
 ///
 /// # Errors
 /// See [`AddressError`].
@@ -128,11 +127,11 @@ pub async fn resolve(advertised: Option<&Advertised>, bind_address: IpAddr) -> R
     if local.iter().any(|address| address.ip == ip) && !accepts(bind_address, ip) {
         return Err(AddressError::NotBound { variable, ip, bind_address });
     }
-    // An address of another machine is one that is translated to this one, as that of a Service of Kubernetes.
+    // An address of another machine may be translated to this one, as for a Kubernetes Service.
     Ok(ip)
 }
 
-/// Returns whether a listener at `bind_address` accepts connections to `ip`, an address of this machine.
+/// Returns whether a listener at `bind_address` accepts connections to the local address `ip`.
 fn accepts(bind_address: IpAddr, ip: IpAddr) -> bool {
     match bind_address {
         IpAddr::V4(any) if any.is_unspecified() => ip.is_ipv4(),
@@ -151,7 +150,7 @@ async fn look_up(name: &str) -> Result<IpAddr, AddressError> {
     one_of(name, found.map(|address| address.ip()).collect())
 }
 
-/// The only IPv4 address; where there is none, the only other one.
+/// Returns the only IPv4 address, or the only IPv6 address if there is no IPv4 address.
 fn one_of(name: &str, mut found: Vec<IpAddr>) -> Result<IpAddr, AddressError> {
     found.retain(is_reachable);
     if found.iter().any(IpAddr::is_ipv4) {
@@ -162,15 +161,15 @@ fn one_of(name: &str, mut found: Vec<IpAddr>) -> Result<IpAddr, AddressError> {
     let name = name.to_owned();
     match *found.as_slice() {
         [ip] => Ok(ip),
-        [] => {
-            Err(AddressError::Unresolved { name, reason: "it has no address that clients can reach".into() })
-        }
+        [] => Err(AddressError::Unresolved { name, reason: "no address that clients can reach".into() }),
         _ => Err(AddressError::Ambiguous { name, found }),
     }
 }
 
-/// Returns the address to announce where none is configured: the one of `bind_address`; where that is all of them, the
-/// source address of the default route, else the best address of an interface, IPv4 before IPv6, else a loopback address.
+/// Returns the address to announce if none is configured.
+///
+/// That is `bind_address` unless it is unspecified, else the source address of the default route,
+/// else the best interface address, else loopback. IPv4 is preferred to IPv6.
 fn own_address(
     bind_address: IpAddr,
     local: &[LocalAddress],
@@ -201,7 +200,7 @@ fn own_address(
     })
 }
 
-/// A family of addresses.
+/// Address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Family {
     V4,
@@ -214,11 +213,11 @@ impl Family {
     }
 }
 
-/// An address of an interface of this machine.
+/// An interface address of this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct LocalAddress {
     ip: IpAddr,
-    /// Other machines may reach it.
+    /// Whether other machines may reach it.
     is_candidate: bool,
 }
 
@@ -233,8 +232,9 @@ fn ip_for_java(value: Option<String>) -> Result<Option<IpAddr>, AddressError> {
     }
 }
 
-/// Returns the address of `interface`. It is a candidate as for the Java server: the interface is up, not loopback, not
-/// point-to-point and not virtual (`eth0:1`), and an IPv4 address has a broadcast address.
+/// Returns the address of `interface`. As in the Java server, it is a candidate if the interface is
+/// up and neither loopback, point-to-point nor virtual (`eth0:1`), and has a broadcast address if
+/// IPv4.
 fn local_address(interface: &InterfaceAddress) -> Option<LocalAddress> {
     let address = interface.address.as_ref()?;
     let v4 = address.as_sockaddr_in().map(|it| IpAddr::from(it.ip()));
@@ -266,8 +266,8 @@ fn is_usable(ip: &IpAddr) -> bool {
     !(ip.is_loopback() || ip.is_unspecified() || ip.is_multicast() || is_of_one_link)
 }
 
-/// Returns the source address of the default route. Connecting a UDP socket sends nothing; the destinations are of the
-/// documentation ranges (RFC 5737, RFC 3849), which no host has.
+/// Returns the source address of the default route. Connecting a UDP socket sends nothing. The
+/// destinations are in the documentation ranges (RFC 5737, RFC 3849), which no host uses.
 fn route_source(family: Family) -> Option<IpAddr> {
     let (any, destination): (IpAddr, IpAddr) = match family {
         Family::V4 => (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into()),
@@ -278,7 +278,7 @@ fn route_source(family: Family) -> Option<IpAddr> {
     Some(socket.local_addr().ok()?.ip()).filter(is_usable)
 }
 
-/// `<ip>-<grpc>` or `<ip>-<grpc>-<netty>`; ports as bound.
+/// Returns the id `<ip>-<grpc>` or `<ip>-<grpc>-<netty>` with the bound ports.
 pub fn server_id(ip: IpAddr, grpc_port: u16, netty_port: Option<u16>) -> String {
     match netty_port {
         None => format!("{ip}-{grpc_port}"),
@@ -286,7 +286,7 @@ pub fn server_id(ip: IpAddr, grpc_port: u16, netty_port: Option<u16>) -> String 
     }
 }
 
-/// Both protocol versions, both listeners (the second if it is open), then the user's tags; each once.
+/// Returns the tags without duplicates: both protocol versions, open listeners, and `user_tags`.
 pub fn tags(netty: bool, user_tags: &[String]) -> Vec<String> {
     let mut tags: Vec<String> = vec!["ss_v4".into(), "ss_v5".into(), "GRPC".into()];
     if netty {
@@ -375,7 +375,7 @@ mod tests {
             let ip = resolve(loopback.as_ref(), bound.parse().unwrap()).await;
             assert_eq!(ip, Ok(Ipv4Addr::LOCALHOST.into()), "{bound}");
         }
-        // Of no interface: translated on the way.
+        // An address of no interface, which is translated on the way.
         let elsewhere: IpAddr = "192.0.2.7".parse().unwrap();
         let ip = resolve(Some(&Advertised::Ip(elsewhere)), Ipv4Addr::LOCALHOST.into()).await;
         assert_eq!(ip, Ok(elsewhere));
@@ -407,7 +407,7 @@ mod tests {
         assert_eq!(candidates, [IpAddr::from([10, 0, 0, 3])]);
     }
 
-    /// (addresses of the machine, of its default routes, `bind_address`, announced).
+    /// Addresses of the machine and of its default routes, `bind_address`, and announced address.
     type Case<'a> = (&'a [&'a str], &'a [&'a str], &'a str, &'a str);
 
     #[test]
@@ -422,7 +422,7 @@ mod tests {
             (&BOTH, &[], "127.0.0.1", "127.0.0.1"),
             (&["10.9.0.5", "10.8.0.5"], &[], "10.8.0.5", "10.8.0.5"),
             (&["fe80::1", "169.254.1.1"], &[], "::", "::1"),
-            // A bridge of containers before the interface of the default route.
+            // A container bridge comes before the interface of the default route.
             (&["172.17.0.1", "192.168.7.5"], &["192.168.7.5"], "0.0.0.0", "192.168.7.5"),
             (&["10.0.0.1", "8.8.4.4", "9.9.9.9"], &[], "0.0.0.0", "8.8.4.4"),
             (&[], &[], "0.0.0.0", "127.0.0.1"),

@@ -1,8 +1,8 @@
-//! The worker's two sides of the coordinator protocol: it reports to coordinators, and it can be a small one.
+//! The coordinator protocol: the worker reports to coordinators, and can be a small one itself.
 //!
-//! [`heartbeat`] tells N coordinators about this worker; [`embedded`] is a `CoordinatorServer` for one process;
-//! [`identity`] decides under which id, address and tags the worker is known. Not here: the figures themselves. The
-//! composition root collects them into a [`NodeReport`], so that this module knows no state module.
+//! [`heartbeat`] reports to all coordinators, [`embedded`] is a `CoordinatorServer` in this
+//! process, and [`identity`] determines id, address and tags of the worker. The composition root
+//! collects the figures into a [`NodeReport`], so that this module does not depend on other state.
 
 pub mod embedded;
 pub mod heartbeat;

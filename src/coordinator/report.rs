@@ -1,7 +1,8 @@
-//! A worker's state at one moment, and its translation into a heartbeat message.
+//! The worker's state at a point in time, and its conversion to a heartbeat message.
 //!
-//! Invariant: `isHealthy` is never set (docs/protocol.md §8.2: it would override `status`, which is always set), and
-//! `netty_port` is −1 when the TCP listener is off, as Java's (riffle's coordinator refuses it).
+//! Invariants: `isHealthy` is never set, because it would override `status`, which is always set
+//! (docs/protocol.md §8.2). `netty_port` is -1 when the TCP listener is off, as in Java; riffle's
+//! coordinator refuses that.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -13,32 +14,32 @@ use tokio::task::JoinError;
 use crate::metrics::clamped;
 use crate::proto;
 
-/// One worker at one moment. Numbers are plain; those beyond `i64` are cut to it on the wire.
+/// State of a worker at a point in time. Numbers beyond `i64` are saturated in the message.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NodeReport {
-    /// Server id, see [`super::identity::server_id`].
+    /// Server id; see [`super::identity::server_id`].
     pub id: String,
     /// Address that clients connect to.
     pub ip: IpAddr,
     /// Port of the gRPC listener, as bound.
     pub grpc_port: u16,
-    /// Port of the TCP listener, as bound; `None` = off.
+    /// Bound port of the TCP listener, or `None` if it is off.
     pub netty_port: Option<u16>,
-    /// Port of the HTTP listener, as bound; `None` = off.
+    /// Bound port of the HTTP listener, or `None` if it is off.
     pub http_port: Option<u16>,
-    /// See [`super::identity::tags`].
+    /// Tags; see [`super::identity::tags`].
     pub tags: Vec<String>,
-    /// The one source of truth of the worker's state.
+    /// Status of the worker.
     pub status: proto::ServerStatus,
-    /// Bytes in use, pre-allocated ones included.
+    /// Bytes in use, including pre-allocated ones.
     pub used_memory_bytes: u64,
-    /// Bytes that tickets hold.
+    /// Bytes reserved by tickets.
     pub pre_allocated_memory_bytes: u64,
-    /// Capacity minus used.
+    /// Capacity minus used bytes.
     pub available_memory_bytes: u64,
-    /// Flush batches on their way.
+    /// Batches being flushed.
     pub events_in_flush: u32,
-    /// By mount point.
+    /// Disks by mount point.
     pub storage: HashMap<String, proto::StorageInfo>,
     /// One entry per application, for dashboards.
     pub applications: Vec<proto::ApplicationInfo>,
@@ -48,12 +49,12 @@ pub struct NodeReport {
     pub git_commit: String,
     /// Start of the process, Unix milliseconds.
     pub start_time_ms: i64,
-    /// Figures for dashboards, by the names of Java's metrics.
+    /// Figures for dashboards, under the names of Java's metrics.
     pub display_metrics: HashMap<String, String>,
 }
 
 impl NodeReport {
-    /// An active node without any figures; a start for the composition root and for tests.
+    /// Creates the report of an active node without figures.
     pub fn new(id: String, ip: IpAddr, grpc_port: u16) -> Self {
         Self {
             id,
@@ -76,13 +77,13 @@ impl NodeReport {
         }
     }
 
-    /// As a heartbeat message.
+    /// Converts the report to a heartbeat message.
     pub fn into_request(self) -> proto::ShuffleServerHeartBeatRequest {
         let server_id = proto::ShuffleServerId {
             id: self.id,
             ip: self.ip.to_string(),
             port: i32::from(self.grpc_port),
-            // Java's word for a listener that is off.
+            // Java uses -1 for a listener that is off.
             netty_port: self.netty_port.map_or(-1, i32::from),
             jetty_port: self.http_port.map_or(0, i32::from),
         };
@@ -105,8 +106,8 @@ impl NodeReport {
     }
 }
 
-/// Where the current [`NodeReport`] comes from; called once per heartbeat. It sums over all partitions of the worker, which are
-/// too many for a runtime thread.
+/// Source of the current [`NodeReport`], called once per heartbeat. It sums over all partitions,
+/// which takes too long for a runtime thread.
 #[derive(Clone)]
 pub struct ReportSource(Arc<dyn Fn() -> NodeReport + Send + Sync>);
 
@@ -116,15 +117,15 @@ impl ReportSource {
         Self(Arc::new(report))
     }
 
-    /// The state of this moment. For a start; beside requests it is [`ReportSource::now_aside`].
+    /// Returns the current state. Only for the start; later use [`ReportSource::now_aside`].
     pub fn now(&self) -> NodeReport {
         (self.0)()
     }
 
-    /// [`ReportSource::now`] on a blocking thread.
+    /// Returns the current state, computed on a blocking thread.
     ///
     /// # Errors
-    /// It panicked.
+    /// If the source panicked.
     pub async fn now_aside(&self) -> Result<NodeReport, JoinError> {
         let report = Arc::clone(&self.0);
         tokio::task::spawn_blocking(move || report()).await

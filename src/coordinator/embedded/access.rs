@@ -1,6 +1,7 @@
-//! Whether a client may use the cluster: Java's load and quota checkers (docs/protocol.md §9.4) as pure functions.
+//! Access checks for clients: Java's load and quota checkers (docs/protocol.md §9.4).
 //!
-//! Our defaults are a single node's: one node with the client's tags is enough, however full, and there are no quotas.
+//! The defaults suit a single node: one node with the client's tags is enough, without regard to
+//! its free memory, and there are no quotas. All functions are pure.
 
 use std::collections::HashMap;
 
@@ -9,11 +10,11 @@ use super::nodes::NODES_MAX;
 use crate::schema::kind::{count, ratio};
 use crate::schema::section;
 
-/// By this property a client says how many nodes it needs (`AccessClusterLoadChecker`).
+/// Property with the number of nodes that a client needs (`AccessClusterLoadChecker`).
 const REQUIRED_NODES_PROPERTY: &str = "access_info_required_shuffle_nodes_num";
 
 section! {
-    /// What `accessCluster` checks.
+    /// Rules for `accessCluster`.
     #[derive(Copy)]
     pub struct AccessRules {
         /// accessCluster (DelegationRssShuffleManager) says yes when so many workers have the client's tags; the client's
@@ -29,33 +30,33 @@ section! {
     }
 }
 
-/// Why a client is refused. The text goes to the client.
+/// Reason why a client is refused. The text is sent to the client.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AccessDenied {
     /// Too few nodes have the tags.
     #[error("no active shuffle server has the tags {tags:?} ({found} of {wanted} needed)")]
     Nodes {
-        /// Tags asked for.
+        /// Tags of the request.
         tags: Vec<String>,
-        /// Nodes that have them.
+        /// Number of nodes with the tags.
         found: usize,
-        /// Nodes needed.
+        /// Number of nodes needed.
         wanted: usize,
     },
-    /// Too few of them have free memory.
+    /// Too few nodes with the tags have free memory.
     #[error("cluster is loaded: {found} of {wanted} shuffle servers needed have enough free memory")]
     Load {
-        /// Nodes with free memory.
+        /// Number of nodes with free memory.
         found: usize,
-        /// Nodes needed.
+        /// Number of nodes needed.
         wanted: usize,
     },
-    /// The user has enough applications.
+    /// The user has too many applications.
     #[error("user {user} has {apps} applications, at most {max} are allowed")]
     Quota {
-        /// Who asks.
+        /// Name of the user.
         user: String,
-        /// Applications known.
+        /// Number of applications of the user.
         apps: usize,
         /// The limit.
         max: usize,
@@ -63,7 +64,7 @@ pub enum AccessDenied {
 }
 
 impl AccessRules {
-    /// Checks the nodes that have all of the client's tags.
+    /// Checks number and free memory of `candidates`, the nodes with all of the client's tags.
     ///
     /// # Errors
     /// See [`AccessDenied`].
@@ -88,7 +89,8 @@ impl AccessRules {
         node.available_bytes as f64 >= all as f64 * self.memory_ratio_min
     }
 
-    /// Checks the user's quota; `apps` counts only when there is one.
+    /// Checks the user's quota. Calls `apps` for the number of applications only if there is a
+    /// quota.
     ///
     /// # Errors
     /// [`AccessDenied::Quota`].

@@ -1,8 +1,9 @@
-//! The application table: who uses the cluster, and which remote storage an application was given.
+//! The application table: users of the cluster, and the remote storage of each application.
 //!
-//! Pure state with the clock passed in. Invariants: at most [`APPS_MAX`] applications and [`TABLE_BYTES_MAX`] of heap, a part
-//! of what the process takes without clients (`budget::allowance`); an application keeps its remote
-//! storage until it expires (clients of one application must agree on the path).
+//! Pure state; the clock is a parameter.
+//! Invariants: at most [`APPS_MAX`] applications in at most [`TABLE_BYTES_MAX`] of heap, which are
+//! part of the memory that the process needs without clients (`budget::allowance`). An application
+//! keeps its remote storage until it expires, because its clients must agree on the path.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -10,27 +11,27 @@ use std::time::Duration;
 use crate::clock::Instant;
 use uniffle_wire::types::AppId;
 
-/// Most applications kept. More are served, but not listed.
+/// Maximum number of listed applications. Further ones are served, but not listed.
 pub const APPS_MAX: usize = 100_000;
-/// Most heap that they take; then more are not listed either.
+/// Maximum heap of the table. Applications beyond that are not listed either.
 const TABLE_BYTES_MAX: usize = 4 << 20;
-/// Heap of an application beside its names: its place in a table that has doubled, and what the allocator adds.
+/// Heap per application besides its names: its entry in a doubled table, and allocator overhead.
 const APP_BYTES: usize = 256;
-/// Longest user name kept, in bytes; longer ones are cut.
+/// Length to which user names are cut.
 const USER_BYTES_MAX: usize = 64;
-/// Most users with a count of their own; the rest are counted as [`OTHER_USERS`].
+/// Maximum number of users with a count of their own. The rest is counted as [`OTHER_USERS`].
 const USERS_MAX: usize = 64;
 /// Label of users beyond [`USERS_MAX`].
 const OTHER_USERS: &str = "(others)";
 
-/// An application of the table as it is saved for the next process.
+/// An application as saved for the next process.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SavedApp {
     /// Id of the application.
     pub id: String,
-    /// User that registered it; empty while unknown.
+    /// User that registered it, or empty if unknown.
     pub user: String,
-    /// Path of its remote storage, once one was chosen.
+    /// Path of its remote storage, if one was chosen.
     pub storage: Option<String>,
 }
 
@@ -46,11 +47,11 @@ struct App {
 pub(super) struct AppTable {
     timeout: Duration,
     apps: HashMap<AppId, App>,
-    /// What they take, see [`cost`].
+    /// Heap of all applications; see [`cost`].
     bytes: usize,
-    /// Next full sweep; between two sweeps an expired application may still be counted.
+    /// Time of the next full sweep. Until then an expired application may still be counted.
     sweep_at: Option<Instant>,
-    /// Increases with each change that is to be saved.
+    /// Increases with each change that must be saved.
     version: u64,
 }
 
@@ -59,7 +60,8 @@ impl AppTable {
         Self { timeout, apps: HashMap::new(), bytes: 0, sweep_at: None, version: 0 }
     }
 
-    /// Registers or refreshes; true if the application is new. A name replaces the one known.
+    /// Adds or refreshes an application. A given `user` replaces the known one. Returns whether the
+    /// application was added.
     pub(super) fn touch(&mut self, id: &AppId, user: Option<&str>, now: Instant) -> bool {
         self.sweep_if_due(now);
         if let Some(app) = self.apps.get_mut(id) {
@@ -81,7 +83,8 @@ impl AppTable {
         true
     }
 
-    /// The index of the application's storage out of `storages`; chosen once, by the fewest applications.
+    /// Returns the index of the application's remote storage. At the first call, the storage with
+    /// the fewest applications is chosen.
     pub(super) fn storage(&mut self, id: &AppId, storages: usize, now: Instant) -> Option<usize> {
         self.touch(id, None, now);
         if storages == 0 {
@@ -92,7 +95,7 @@ impl AppTable {
         }
         let uses = self.storage_uses(storages);
         let Some(app) = self.apps.get_mut(id) else {
-            // The table is full: a choice that needs no memory to be the same next time.
+            // The table is full. A hash gives the same choice next time without memory.
             return usize::try_from(crc32fast::hash(id.as_str().as_bytes())).ok().map(|hash| hash % storages);
         };
         app.storage = (0..storages).min_by_key(|&at| uses[at]);
@@ -100,8 +103,8 @@ impl AppTable {
         app.storage
     }
 
-    /// Enters the applications of an earlier process as if each had just sent a heartbeat. `storages` are the paths of
-    /// the remote storages in the order of their indexes.
+    /// Adds applications of an earlier process as if each had just sent a heartbeat. `storages` are
+    /// the paths of the remote storages in order.
     pub(super) fn restore(&mut self, saved: &[SavedApp], storages: &[&str], now: Instant) {
         for saved in saved {
             let Ok(id) = AppId::parse(&saved.id) else { continue };
@@ -113,7 +116,7 @@ impl AppTable {
         }
     }
 
-    /// Returns the applications as [`AppTable::restore`] takes them.
+    /// Returns the applications in the form that [`AppTable::restore`] takes.
     pub(super) fn saved(&self, storages: &[&str]) -> Vec<SavedApp> {
         let path = |app: &App| app.storage.and_then(|at| storages.get(at)).map(|&path| path.to_owned());
         let saved = |(id, app): (&AppId, &App)| SavedApp {
@@ -129,7 +132,7 @@ impl AppTable {
         self.version
     }
 
-    /// Applications per storage.
+    /// Returns the number of applications per storage.
     pub(super) fn storage_uses(&self, storages: usize) -> Vec<u64> {
         let mut uses = vec![0; storages];
         for at in self.apps.values().filter_map(|app| app.storage) {
@@ -140,7 +143,7 @@ impl AppTable {
         uses
     }
 
-    /// Drops applications that were silent for longer than the timeout.
+    /// Removes applications without a heartbeat within the timeout.
     pub(super) fn expire(&mut self, now: Instant) {
         let Self { timeout, apps, bytes, version, .. } = self;
         let before = apps.len();
@@ -151,13 +154,13 @@ impl AppTable {
         });
         *version += u64::from(apps.len() != before);
         if apps.is_empty() {
-            // What the table grew to under many goes too.
+            // Also frees the table's own memory after many applications.
             apps.shrink_to_fit();
         }
         self.sweep_at = Some(now + self.timeout / 2);
     }
 
-    /// Number of applications of each user, bounded in labels.
+    /// Returns the number of applications per user, with a bounded number of labels.
     pub(super) fn users(&self) -> BTreeMap<String, u64> {
         let mut users = BTreeMap::new();
         for app in self.apps.values() {
@@ -168,7 +171,7 @@ impl AppTable {
         users
     }
 
-    /// Applications of one user.
+    /// Returns the number of applications of a user.
     pub(super) fn count_of(&mut self, user: &str, now: Instant) -> usize {
         self.expire(now);
         let user = cut(user);
@@ -186,7 +189,7 @@ impl AppTable {
     }
 }
 
-/// What an application takes at most, whatever its user is called.
+/// Returns an upper bound of an application's heap, independent of its user.
 fn cost(id: &AppId) -> usize {
     APP_BYTES + USER_BYTES_MAX + id.as_str().len()
 }

@@ -1,7 +1,7 @@
-//! Which node gets which partition range (docs/protocol.md §9.3), as pure functions: values in, decision out.
+//! Assignment of partition ranges to nodes (docs/protocol.md §9.3), as pure functions.
 //!
-//! Not here: the node table, the clock, messages. Invariants: every range has one answer of `replicas` servers, the
-//! servers of one range are distinct and on different hosts where there are enough, and nothing is allocated per range.
+//! The node table, the clock and messages are elsewhere. Invariants: every range gets `replicas`
+//! distinct servers, on different hosts if there are enough. Nothing is allocated per range.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
@@ -9,9 +9,10 @@ use std::collections::{HashMap, HashSet};
 use crate::schema::words;
 
 words! {
-    /// How candidates are ordered before the first ones are taken.
+    /// Order in which nodes are preferred.
     pub enum NodeOrder {
-        /// By free memory per partition that is, or is about to be, assigned to the node since its last heartbeat.
+        /// By free memory per partition assigned since the node's last heartbeat, including the
+        /// request.
         PartitionBalance = "PARTITION_BALANCE",
         /// By free memory alone.
         Basic = "BASIC",
@@ -19,41 +20,41 @@ words! {
 }
 
 words! {
-    /// How ranges are dealt out to the chosen servers.
+    /// Distribution of ranges over the chosen servers.
     pub enum PartitionSelection {
-        /// Neighbouring ranges in groups on one server, so that a task writes to few servers.
+        /// Groups of neighbouring ranges on one server, so that a task writes to few servers.
         Continuous = "CONTINUOUS",
-        /// One range after the other, servers in rotation.
+        /// Ranges one by one, servers in rotation.
         Round = "ROUND",
     }
 }
 
-/// What the ordering needs to know of a node.
+/// Facts about a node that the order depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
-    /// Server id; breaks ties, so that equal input gives equal output.
+    /// Server id. It breaks ties, so that equal input gives equal output.
     pub id: String,
-    /// Address, to spread replicas over hosts.
+    /// Address, for spreading replicas over hosts.
     pub host: String,
-    /// Free memory of its last heartbeat.
+    /// Free memory in its last heartbeat.
     pub available_bytes: u64,
-    /// Memory in use then.
+    /// Used memory in its last heartbeat.
     pub used_bytes: u64,
-    /// Partitions given to it since that heartbeat.
+    /// Partitions assigned to it since that heartbeat.
     pub assigned_since_heartbeat: u64,
 }
 
 /// Sorts `candidates`, best first.
 ///
-/// `expected_partitions` is what a node would get if this request were spread over as many nodes as are ever used:
-/// `max(partitionNum · replica / nodes.max, 1)`.
+/// `expected_partitions` is the number of partitions per node if the request were spread over the
+/// maximum number of nodes: `max(partitionNum · replica / nodes.max, 1)`.
 pub fn order(candidates: &mut [Candidate], by: NodeOrder, expected_partitions: u64) {
     match by {
         NodeOrder::PartitionBalance => {
             let expected = u128::from(expected_partitions.max(1));
             let share = |node: &Candidate| u128::from(node.assigned_since_heartbeat) + expected;
             candidates.sort_by(|a, b| {
-                // a.available / share(a) descending, cross-multiplied: exact, and no division of small numbers.
+                // a.available / share(a) descending, cross-multiplied to be exact.
                 let left = u128::from(b.available_bytes) * share(a);
                 let right = u128::from(a.available_bytes) * share(b);
                 left.cmp(&right).then_with(|| tie(a, b))
@@ -69,8 +70,8 @@ fn tie(a: &Candidate, b: &Candidate) -> Ordering {
     a.id.cmp(&b.id)
 }
 
-/// Chooses `wanted` of the ordered candidates and returns their indexes into `ordered`: the best candidate of each host
-/// first (Java's `PREFER_DIFF`), then the second best of each host, and so on, so that neighbours are on different hosts.
+/// Returns the indexes of `wanted` candidates, so that neighbours are on different hosts: the best
+/// of each host first (Java's `PREFER_DIFF`), then the second best of each host, and so on.
 pub fn take_prefer_different_hosts(ordered: &[Candidate], wanted: usize) -> Vec<usize> {
     let mut seen: HashMap<&str, usize> = HashMap::new();
     let mut ranks = Vec::with_capacity(ordered.len());
@@ -80,29 +81,28 @@ pub fn take_prefer_different_hosts(ordered: &[Candidate], wanted: usize) -> Vec<
         ranks.push(*of_host);
     }
     let mut indexes: Vec<usize> = (0..ordered.len()).collect();
-    // The sort is stable, so equal ranks stay in the order of preference.
+    // The sort is stable, so equal ranks keep the order of preference.
     indexes.sort_by_key(|&at| ranks[at]);
     indexes.truncate(wanted);
     indexes
 }
 
-/// Everything that decides where range k goes.
+/// A plan that maps each range to servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     selection: PartitionSelection,
     ranges: usize,
     servers: usize,
     replicas: usize,
-    /// For each server as the primary, all servers of a range: `replicas` indexes, the primary first.
+    /// For each primary, the `replicas` servers of its ranges, the primary first.
     groups: Vec<usize>,
-    /// Ranges per group while whole rounds last (continuous selection only).
+    /// Ranges per group in whole rounds (continuous selection only).
     per_group: usize,
 }
 
 impl Placement {
-    /// A plan for `ranges` ranges over the servers on `hosts`; `concurrency` is
-    /// min(partitionNum, estimateTaskConcurrency), 0 if unknown.
-    /// `None` unless `1 <= replicas <= servers` and there is a range.
+    /// Plans the placement of ranges on the servers in `hosts`. Returns `None` unless
+    /// `1 <= replicas <= servers` and there is a range.
     pub fn plan(selection: PartitionSelection, hosts: &[&str], shape: Shape) -> Option<Self> {
         let Shape { ranges, replicas, partitions_per_range, concurrency } = shape;
         let servers = hosts.len();
@@ -115,12 +115,13 @@ impl Placement {
         Some(Self { selection, ranges, servers, replicas, groups, per_group })
     }
 
-    /// Number of ranges.
+    /// Returns the number of ranges.
     pub fn ranges(&self) -> usize {
         self.ranges
     }
 
-    /// The servers of range `k` (indexes into the chosen list), the primary first; all distinct.
+    /// Returns the distinct servers of range `k` as indexes into the chosen list, the primary
+    /// first.
     pub fn servers_of(&self, k: usize) -> impl Iterator<Item = usize> + '_ {
         let first = match self.selection {
             PartitionSelection::Continuous => self.group_of(k),
@@ -130,8 +131,9 @@ impl Placement {
         self.groups[at..at + self.replicas].iter().copied()
     }
 
-    /// Whole rounds of `servers` groups of `per_group` ranges each; what is left is spread evenly over the servers, the
-    /// first ones get one more.
+    /// Returns the primary of range `k` in the continuous selection. Whole rounds have `servers`
+    /// groups of `per_group` ranges. The remaining ranges are spread evenly; the first servers get
+    /// one more.
     fn group_of(&self, k: usize) -> usize {
         let round = self.per_group.saturating_mul(self.servers);
         let in_whole_rounds = self.ranges - self.ranges % round;
@@ -145,14 +147,14 @@ impl Placement {
         if at < in_larger_groups {
             at / (base + 1)
         } else {
-            // Only reached when base > 0: with base = 0 all of `rest` lies in groups of one.
+            // Only reached with base > 0: with base = 0 all remaining ranges are in groups of one.
             larger_groups + (at - in_larger_groups) / base.max(1)
         }
     }
 }
 
-/// Returns the servers of a range whose primary is `primary`: the next servers in rotation that are on hosts of their own,
-/// then, with fewer hosts than replicas, the next others.
+/// Returns the servers of a range: `primary` and the next servers in rotation on different hosts.
+/// With fewer hosts than replicas, hosts are used more than once.
 fn group(hosts: &[&str], primary: usize, replicas: usize) -> Vec<usize> {
     let in_rotation = || (0..hosts.len()).map(|step| (primary + step) % hosts.len());
     let mut used = HashSet::new();
@@ -170,7 +172,8 @@ pub struct Shape {
     /// Distinct servers per range.
     pub replicas: usize,
     pub partitions_per_range: usize,
-    /// Tasks expected to run at once.
+    /// Expected number of concurrent tasks, `min(partitionNum, estimateTaskConcurrency)`; 0 if
+    /// unknown.
     pub concurrency: usize,
 }
 
@@ -249,10 +252,11 @@ mod tests {
 
     #[test]
     fn continuous_cuts_groups_and_spreads_the_rest() {
-        // c = 8 > S = 2 → groups of 4; 11 = one round of 8 + 3 left, of which the first server gets two.
+        // c = 8 > S = 2 → groups of 4; 11 = one round of 8 and 3 more, of which the first server
+        // gets two.
         let placement = plan(PartitionSelection::Continuous, &on_own_hosts(2), shape(11, 1, 8)).unwrap();
         assert_eq!(primaries(&placement), [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1]);
-        // No estimate: one by one.
+        // Without an estimate, ranges are placed one by one.
         let placement = plan(PartitionSelection::Continuous, &on_own_hosts(3), shape(5, 2, 0)).unwrap();
         assert_eq!(primaries(&placement), [0, 1, 2, 0, 1]);
         assert_eq!(placement.servers_of(2).collect::<Vec<_>>(), [2, 0]);
@@ -295,7 +299,7 @@ mod tests {
                 load[chosen[0]] += 1;
             }
             if !round {
-                // No server is primary of more than one range more than another: rounds are even, the rest is too.
+                // The numbers of ranges per primary differ by at most one.
                 let (least, most) = (load.iter().min().unwrap(), load.iter().max().unwrap());
                 prop_assert!(most - least <= 1, "{:?}", load);
             }

@@ -1,38 +1,38 @@
-//! What heartbeats tell of a node beside what assignments need: disks and applications, for the cluster view.
+//! Details of a node for the cluster view: disks and applications from its heartbeat.
 //!
-//! Invariant: the details of all nodes together stay below [`BYTES_MAX`], no matter who sends heartbeats. What finds no
-//! room is left out, applications before disks, and the node is marked.
+//! Invariant: details of all nodes together stay below [`BYTES_MAX`], even with forged heartbeats.
+//! Entries that do not fit are omitted, applications before disks, and the node is marked.
 
 use crate::proto::{ApplicationInfo, ShuffleServerHeartBeatRequest, StorageInfo};
 
-/// Details of all nodes together: 16,000 applications, which a thousand nodes with many of them may fill.
+/// Maximum size of the details of all nodes: 16,000 applications, as in a cluster of 1,000 nodes.
 pub(super) const BYTES_MAX: usize = 4 << 20;
 
-/// Longest version kept.
+/// Maximum length of a version.
 const VERSION_BYTES_MAX: usize = 255;
 
-/// An entry without its text.
+/// Size of an entry without its text.
 const ENTRY_BYTES: usize = 160;
 
-/// What is told of one node, as of its last heartbeat.
+/// Details of a node from its last heartbeat.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Details {
-    /// Memory that tickets hold.
+    /// Memory reserved by tickets.
     pub reserved_bytes: u64,
-    /// Batches on their way.
+    /// Batches being flushed.
     pub unfinished_batches: u64,
-    /// Of the server.
+    /// Version of the server.
     pub version: String,
-    /// By mount point.
+    /// Disks by mount point.
     pub disks: Vec<StorageInfo>,
-    /// The largest.
+    /// The largest applications.
     pub apps: Vec<ApplicationInfo>,
-    /// There are more disks or applications than had room.
+    /// Whether disks or applications were omitted.
     pub is_cut: bool,
 }
 
 impl Details {
-    /// Takes them out of `heartbeat`, as far as they have room.
+    /// Moves the details out of `heartbeat`, up to `room` bytes.
     pub(super) fn take(heartbeat: &mut ShuffleServerHeartBeatRequest, room: usize) -> Self {
         let unsigned = |number: i64| u64::try_from(number).unwrap_or(0);
         let mut details = Self {
@@ -62,7 +62,7 @@ impl Details {
         details
     }
 
-    /// What it takes of [`BYTES_MAX`].
+    /// Returns the size that counts towards [`BYTES_MAX`].
     pub(super) fn bytes(&self) -> usize {
         let texts = self.disks.iter().map(|disk| &disk.mount_point);
         let texts = texts.chain(self.apps.iter().map(|app| &app.app_id));

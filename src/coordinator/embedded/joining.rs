@@ -1,9 +1,11 @@
-//! Which workers may join the coordinator. Heartbeats are not authenticated, and who joins is sent the data of applications
-//! and is asked over HTTP: so the address decides, as with `decommission`.
+//! Decides which workers may join the coordinator, by address.
 //!
-//! Invariant: of a worker that is taken both the address that it calls from and the one that it tells are of this machine or
-//! of a network that the key names. Names are not looked up: their answers could change later. Any program of this machine has
-//! such addresses, so of those that the key does not name only a few are taken (`nodes`).
+//! Heartbeats are not authenticated, and a worker that joins gets data of applications and HTTP
+//! requests. Names are not resolved, because the result could change later. Any program on this
+//! machine has a local address, so only few workers may join without a configured network
+//! (`nodes`).
+//! Invariant: both the caller's address and the reported address of an accepted worker belong to
+//! this machine or to a configured network.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -12,13 +14,13 @@ use super::nodes::{InvalidHeartbeat, Joins};
 use crate::schema::network::Network;
 use crate::telemetry::LogLimiter;
 
-/// Between two log lines about workers that were turned away; the others are counted.
+/// Minimum time between two log lines about refused workers. Others are counted.
 const REFUSED_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Longest address that is shown, in bytes: IPv6 has 45, and what is sent may be anything.
+/// Length to which a reported address is cut in texts. IPv6 addresses have up to 45 bytes.
 const SHOWN_BYTES_MAX: usize = 64;
 
-/// Who may join.
+/// The networks whose workers may join.
 #[derive(Debug)]
 pub(super) struct Joining {
     networks: Vec<Network>,
@@ -26,15 +28,16 @@ pub(super) struct Joining {
 }
 
 impl Joining {
-    /// Workers of this machine and of `networks`.
+    /// Allows workers of this machine and of `networks`.
     pub(super) fn new(networks: Vec<Network>) -> Self {
         Self { networks, refusals: LogLimiter::new(1, REFUSED_LOG_INTERVAL) }
     }
 
-    /// Why a worker may join that calls from `peer` and tells the address `told`; the own worker tells `own`.
+    /// Returns the reason why a worker may join. The worker calls from `peer` and reports the
+    /// address `told`. The coordinator's own worker has the address `own`.
     ///
     /// # Errors
-    /// `Stranger` when one of them is neither of this machine nor of a network of the key.
+    /// `Stranger` if an address belongs neither to this machine nor to a configured network.
     pub(super) fn check(
         &self,
         peer: Option<IpAddr>,
@@ -59,12 +62,12 @@ impl Joining {
         self.networks.iter().any(|network| network.holds(address))
     }
 
-    /// Tells the operator of a refusal that the key can change.
+    /// Logs a refusal that a change of the key would prevent.
     pub(super) fn note(&self, refused: &InvalidHeartbeat) {
         if refused.is_for_networks()
             && let Some(heartbeats) = self.refusals.pass()
         {
-            tracing::warn!(error = %refused, heartbeats, "a worker may not join this coordinator");
+            tracing::warn!(error = %refused, heartbeats, "heartbeat refused; the worker may not join this coordinator");
         }
     }
 }

@@ -1,7 +1,5 @@
-//! Metrics of the embedded coordinator, under the names of the Java coordinator (docs/protocol.md §10.4)
-//! with one exception.
-//!
-//! Not here: when they change; [`super::EmbeddedCoordinator`] refreshes the gauges when it sweeps.
+//! Metrics of the embedded coordinator, with the names of the Java coordinator (docs/protocol.md
+//! §10.4) except for one. [`super::EmbeddedCoordinator`] updates the gauges in its sweeps.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +18,7 @@ metrics::table! {
         unhealthy_servers: IntGauge = "unhealthy_server_num", "nodes alive that call themselves unhealthy";
         running_apps: IntGauge = "running_app_num", "applications known";
         apps_by_user: IntGaugeVec["user_name"] = "app_num", "applications of a user";
-        // Java's `total_app_num` is a name of its shuffle server too, and here both share a process and a registry.
+        // Java uses `total_app_num` in the shuffle server too. Here both share a registry.
         apps_total: IntCounter = "coordinator_total_app_num", "applications ever seen";
         access_requests_total: IntCounter = "total_access_request", "accessCluster calls";
         candidates_denied_total: IntCounter = "total_candidates_denied_request",
@@ -38,16 +36,16 @@ metrics::table! {
     }
 }
 
-/// Handles into the registry it was built from.
+/// The registered metrics.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
     pub(super) counts: Counts,
-    /// One per distinct host, beside the storages that count into it.
+    /// One gauge per host, with the indexes of the storages on that host.
     storage_uses: Vec<(IntGauge, Vec<usize>)>,
 }
 
 impl Metrics {
-    /// `storage_hosts[i]` is the host of remote storage i.
+    /// Registers the metrics. `storage_hosts[i]` is the host of remote storage `i`.
     pub(super) fn new(registry: &Registry, storage_hosts: &[String]) -> Result<Self, prometheus::Error> {
         let mut by_host: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for (at, host) in storage_hosts.iter().enumerate() {
@@ -85,7 +83,7 @@ impl Metrics {
     }
 }
 
-/// A host as the end of a metric name.
+/// Converts a host to the suffix of a metric name.
 fn metric_suffix(host: &str) -> String {
     host.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect()
 }

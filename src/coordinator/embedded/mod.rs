@@ -1,10 +1,10 @@
-//! A `CoordinatorServer` inside the worker's process, so that one binary is all a first user needs.
+//! A `CoordinatorServer` inside the worker's process, so that a first user needs only one binary.
 //!
-//! [`EmbeddedCoordinator`] owns the node and application tables and answers in protocol terms; `rpc` is the tonic trait
-//! on top, [`assign`] and `access` the decisions. Not here: consensus, persistence. Several workers may each have one and
-//! report to all; what a coordinator knows is what it is told, so any of them answers alone.
-//! Invariant: the own worker is a node like any other. It is assigned only what its tags allow, so that a GRPC_NETTY
-//! client is refused while there is no TCP listener.
+//! [`EmbeddedCoordinator`] owns the tables of nodes and applications. `rpc` implements the tonic
+//! trait; [`assign`] and `access` decide. There is no consensus: several workers may each have a
+//! coordinator, all workers report to all of them, and each answers alone.
+//! Invariant: the own worker is a node like any other. Its tags decide what it is assigned, so a
+//! GRPC_NETTY client is refused while there is no TCP listener.
 
 pub mod assign;
 
@@ -51,27 +51,27 @@ pub use self::details::Details;
 pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node};
 pub use self::plan::AssignmentError;
 
-/// Most ranges of one assignment that the configuration can permit, replicas counted: Spark 0.9+ allows 2^20 partitions
-/// (`rss.blockId.maxPartitions`). An answer of this size takes some 300 MB, which the heap must have.
+/// Upper limit of the key for ranges per assignment, counted per replica: Spark 0.9+ allows 2^20
+/// partitions (`rss.blockId.maxPartitions`). Such an answer takes about 300 MB of heap.
 pub const RANGES_MAX: u64 = 1 << 20;
 
-/// Above this many ranges an assignment is made on a blocking thread.
+/// Assignments with more ranges are made on a blocking thread.
 const INLINE_RANGES_MAX: u64 = 1000;
 
-/// How long an assignment waits until others are on their way and their memory is free.
+/// Time that an assignment waits for heap, which earlier answers release when they are sent.
 const HEAP_WAIT: Duration = Duration::from_secs(10);
 
-/// A remote storage that applications may be sent to.
+/// A remote storage for applications.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteStorage {
     /// URL, such as `hdfs://nameservice/uniffle`.
     pub path: String,
-    /// Hadoop configuration that clients add for it.
+    /// Hadoop settings that clients add for it.
     pub conf: Vec<(String, String)>,
 }
 
 impl RemoteStorage {
-    /// The authority of the URL without its port.
+    /// Returns the host of the URL, without port.
     #[must_use]
     pub fn host(&self) -> &str {
         let rest = self.path.split_once("://").map_or(self.path.as_str(), |(_, rest)| rest);
@@ -79,7 +79,8 @@ impl RemoteStorage {
         authority.split(':').next().unwrap_or_default()
     }
 
-    /// Settings from Java's form, `k=v,k=v`; a part without `=` belongs to the value before it, which may have commas.
+    /// Parses settings in Java's form, `k=v,k=v`. A part without `=` continues the value before it,
+    /// because values may contain commas.
     #[must_use]
     pub fn parse_conf(text: &str) -> Vec<(String, String)> {
         let mut conf: Vec<(String, String)> = Vec::new();
@@ -148,7 +149,7 @@ section! {
         /// Ids of workers that get no new shuffles, such as "10.0.0.1-21100".
         #[key("embedded_coordinator.exclude_nodes", list(NODES_MAX, node_id()), Restart)]
         pub excluded_nodes: Vec<String> = Vec::new(),
-        /// Who may use the cluster.
+        /// Access rules.
         #[section(AccessRules)]
         pub access: AccessRules,
         /// Handed to clients as their remote storage, the one with the fewest applications. Default: none.
@@ -169,13 +170,13 @@ section! {
             example "{ \"rss.client.read.buffer.size\" = \"14m\" }"
         )]
         pub client_conf: BTreeMap<String, String> = BTreeMap::new(),
-        /// The tiers, which clients are told unless `client_conf` says otherwise.
+        /// Storage type sent to clients unless `client_conf` contains one.
         pub storage_type: String = "MEMORY_LOCALFILE".to_owned(),
     }
 }
 
 impl EmbeddedConfig {
-    /// Remote storages to choose from, each with its settings.
+    /// Returns the configured remote storages with their settings.
     #[must_use]
     pub fn remote_storages(&self) -> Vec<RemoteStorage> {
         let storage = |path: &String| {
@@ -207,7 +208,7 @@ fn remote_path() -> Kind<String> {
     parsed("URIs", convert)
 }
 
-/// The coordinator. Clones share it; it implements tonic's `CoordinatorServer`.
+/// The embedded coordinator, which implements tonic's `CoordinatorServer`. Clones share it.
 #[derive(Debug, Clone)]
 pub struct EmbeddedCoordinator(Arc<Inner>);
 
@@ -219,21 +220,21 @@ struct Inner {
     joining: Joining,
     apps: Mutex<AppTable>,
     metrics: Metrics,
-    /// What assignments are charged to until they are sent.
+    /// Budget for assignments until they are sent.
     answers: Budget,
-    /// For assignments of many ranges.
+    /// Threads for assignments of many ranges.
     aside: Aside,
-    /// The own worker's state has changed.
+    /// Notified when the state of the own worker has changed.
     report_wanted: Notify,
-    /// Assignments wait until then for the first heartbeats of the other workers.
+    /// Time before which assignments wait for the first heartbeats of other workers.
     serving_from: OnceLock<Instant>,
 }
 
 impl EmbeddedCoordinator {
-    /// An empty coordinator whose metrics stand in `registry`. Assignments are charged to `heap`.
+    /// Creates a coordinator with metrics in `registry`. Assignments are charged to `heap`.
     ///
     /// # Errors
-    /// When a metric of the same name is registered already.
+    /// If a metric of the same name is already registered.
     pub fn new(config: EmbeddedConfig, heap: &Heap, registry: &Registry) -> Result<Self, prometheus::Error> {
         let storages = config.remote_storages();
         let hosts: Vec<String> = storages.iter().map(|s| s.host().to_owned()).collect();
@@ -254,18 +255,18 @@ impl EmbeddedCoordinator {
         })))
     }
 
-    /// Takes the own worker's state, as if it had sent a heartbeat.
+    /// Updates the own worker's state, as if it had sent a heartbeat.
     ///
     /// # Errors
-    /// When the report is not a valid heartbeat.
+    /// If the report is not a valid heartbeat.
     pub fn report(&self, report: NodeReport) -> Result<(), InvalidHeartbeat> {
         self.0.nodes.lock().accept_own(report.into_request(), Instant::now())
     }
 
-    /// Reports `source` at once and then every `interval` (to be shorter than the node timeout), and sweeps both
-    /// tables as often. Call it when the listeners are bound; ends when `tasks` are cancelled.
+    /// Reports `source` at once and then every `interval`, and sweeps both tables as often.
     ///
-    /// Returns what changes the interval.
+    /// `interval` must be shorter than the node timeout. Call this when the listeners are bound. It
+    /// ends when `tasks` are cancelled. Returns a sender that changes the interval.
     pub fn keep_reporting(
         &self,
         source: ReportSource,
@@ -281,7 +282,7 @@ impl EmbeddedCoordinator {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             tokio::pin!(cancelled);
             loop {
-                // The sender may be gone, then `changed` fails forever: the tick alone goes on.
+                // Without the sender `changed` always fails, which leaves only the ticks.
                 tokio::select! {
                     biased;
                     () = &mut cancelled => return,
@@ -295,35 +296,35 @@ impl EmbeddedCoordinator {
                 }
                 match source.now_aside().await {
                     Ok(report) => coordinator.take_and_sweep(report),
-                    Err(error) => tracing::error!(%error, "the own report was not made"),
+                    Err(error) => tracing::error!(%error, "cannot build the heartbeat of the own worker"),
                 }
             }
         });
         pace
     }
 
-    /// Holds back assignments and access checks for `interval`, in which every other worker sends its first heartbeat.
-    /// Without it a coordinator that has just started would assign everything to its own worker.
+    /// Delays assignments and access checks for `interval`, until other workers have sent
+    /// heartbeats. Otherwise a new coordinator would assign everything to its own worker.
     pub fn wait_for_workers(&self, interval: Duration) {
         // Only the first call counts.
         let _ = self.0.serving_from.set(Instant::now() + interval);
     }
 
-    /// Waits until the other workers had time for a heartbeat.
+    /// Waits until other workers have had time for a heartbeat.
     async fn workers_known(&self) {
         if let Some(from) = self.0.serving_from.get().filter(|from| **from > Instant::now()) {
             sleep_until(*from).await;
         }
     }
 
-    /// Enters the applications that an earlier process saved, so that the number of applications per user and their
-    /// remote storages outlive it.
+    /// Adds the applications that an earlier process saved. This preserves the number of
+    /// applications per user and their remote storages.
     pub fn restore_apps(&self, saved: &[SavedApp]) {
         self.0.apps.lock().restore(saved, &self.storage_paths(), Instant::now());
     }
 
-    /// Returns the applications to be saved for the next process if they have changed since `version`, with the version
-    /// to pass next time.
+    /// Returns the applications to be saved for the next process and their version, or `None` if
+    /// they have not changed since `version`.
     #[must_use]
     pub fn saved_apps(&self, version: Option<u64>) -> Option<(u64, Vec<SavedApp>)> {
         let apps = self.0.apps.lock();
@@ -335,14 +336,14 @@ impl EmbeddedCoordinator {
         self.0.storages.iter().map(|storage| storage.path.as_str()).collect()
     }
 
-    /// Has the own worker's state reported now, besides the regular reports, because it has changed.
+    /// Requests a report of the own worker's state now, because it has changed.
     pub fn report_now(&self) {
         self.0.report_wanted.notify_one();
     }
 
     fn take_and_sweep(&self, report: NodeReport) {
         if let Err(error) = self.report(report) {
-            tracing::error!(%error, "the own report is not accepted");
+            tracing::error!(%error, "the embedded coordinator refused the heartbeat of its own worker");
         }
         self.sweep();
     }
@@ -353,7 +354,7 @@ impl EmbeddedCoordinator {
         self.sweep();
     }
 
-    /// Removes a node from the list of lost nodes; whether it was there.
+    /// Removes a node from the list of lost nodes. Returns whether it was listed.
     #[must_use]
     pub fn forget_lost(&self, id: &str) -> bool {
         let was_lost = self.0.nodes.lock().forget_lost(id, Instant::now());
@@ -361,13 +362,13 @@ impl EmbeddedCoordinator {
         was_lost
     }
 
-    /// Nodes alive, for a status page.
+    /// Returns the live nodes.
     #[must_use]
     pub fn nodes(&self) -> Vec<Node> {
         self.live_nodes(|node| node.clone())
     }
 
-    /// All nodes with what they tell, for the cluster view.
+    /// Returns all nodes with details, for the cluster view.
     #[must_use]
     pub fn cluster(&self) -> ClusterView {
         let now = Instant::now();
@@ -376,7 +377,7 @@ impl EmbeddedCoordinator {
         nodes.view(now)
     }
 
-    /// Forgets silent nodes and applications and refreshes the gauges.
+    /// Removes silent nodes and applications, and updates the gauges.
     pub fn sweep(&self) {
         let now = Instant::now();
         let counts = {
@@ -397,7 +398,7 @@ impl EmbeddedCoordinator {
         nodes.live().map(view).collect()
     }
 
-    /// Takes the heartbeat of a worker that calls from `peer`.
+    /// Handles the heartbeat of a worker that calls from `peer`.
     fn accept(
         &self,
         peer: Option<IpAddr>,
@@ -416,7 +417,7 @@ impl EmbeddedCoordinator {
         heartbeat: proto::ShuffleServerHeartBeatRequest,
     ) -> Result<(), InvalidHeartbeat> {
         let own = self.0.nodes.lock().own().cloned();
-        // The own worker's, where a quorum names this coordinator too, are answered wherever they come from.
+        // Heartbeats of the own worker, sent if the quorum includes it, are accepted from anywhere.
         let joins = match &heartbeat.server_id {
             Some(server) if Some(server) != own.as_ref() => {
                 self.0.joining.check(peer, &server.ip, own.and_then(|own| own.ip.parse().ok()))?
@@ -426,7 +427,7 @@ impl EmbeddedCoordinator {
         self.0.nodes.lock().accept(heartbeat, joins, Instant::now())
     }
 
-    /// Whether a client may use the cluster (docs/protocol.md §9.4).
+    /// Checks whether a client may use the cluster (docs/protocol.md §9.4).
     fn access(&self, request: &proto::AccessClusterRequest) -> Result<(), AccessDenied> {
         let rules = &self.0.config.access;
         let candidates = if request.tags.len() <= TAGS_MAX {
@@ -452,8 +453,8 @@ impl EmbeddedCoordinator {
         storages.get(at).map(RemoteStorage::to_message)
     }
 
-    /// One assignment per range (docs/protocol.md §9.3): clients register ranges as they are given. With what it is charged,
-    /// to be kept until the answer is sent.
+    /// Returns one assignment per range (docs/protocol.md §9.3), because clients register ranges as
+    /// received. The charge must be kept until the answer is sent.
     async fn assign(
         &self,
         request: &proto::GetShuffleServerRequest,
@@ -462,7 +463,7 @@ impl EmbeddedCoordinator {
         let ranges = plan.wanted.ranges;
         let charge = self.charge_answer(plan.answer_bytes()).await;
         let charge = charge.map_err(|full| AssignmentError::NoHeap { ranges, full })?;
-        // The charge goes along: a caller that goes does not end what is begun.
+        // The work holds the charge, because it continues after the caller has gone.
         let making = move || (plan.assignments(), plan, charge);
         let ((assignments, given), plan, charge) = if ranges <= INLINE_RANGES_MAX {
             making()
@@ -477,10 +478,10 @@ impl EmbeddedCoordinator {
         Ok((assignments, charge))
     }
 
-    /// Servers of all nodes, with what the list is charged to, to be kept until it is sent.
+    /// Returns the servers of all nodes. The charge must be kept until the list is sent.
     async fn servers(&self) -> Result<(Vec<proto::ShuffleServerId>, Charge), HeapFull> {
         let bytes = self.0.nodes.lock().bytes();
-        // The list, and its bytes.
+        // Once for the list and once for its encoded form.
         let charge = self.charge_answer(2 * bytes as u64).await?;
         Ok((self.live_nodes(|node| node.server.clone()), charge))
     }
@@ -505,7 +506,7 @@ impl EmbeddedCoordinator {
         Plan::new(config.partition_selection, wanted, servers, candidates)
     }
 
-    /// The servers of this shuffle, in order of preference.
+    /// Chooses the servers of a shuffle, in order of preference.
     fn choose_servers(
         &self,
         request: &proto::GetShuffleServerRequest,
@@ -530,7 +531,7 @@ impl EmbeddedCoordinator {
             .into_iter()
             .map(|at| candidates[at].clone())
             .collect();
-        // Both come out of one critical section, so every candidate still has its node.
+        // The lock is still held, so every candidate still has its node.
         let servers = chosen.iter().filter_map(|candidate| nodes.server(&candidate.id).cloned()).collect();
         Ok((servers, chosen))
     }

@@ -1,9 +1,10 @@
-//! The node table: who reported, when, and who is a candidate for an assignment.
+//! The node table: last heartbeats, and candidates for assignments.
 //!
-//! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
-//! nodes beside the own worker, which only the own report describes, in at most [`BYTES_MAX`] and with a bounded sum of details; of
-//! those that no network names at most [`UNNAMED_MAX`]; of those that fell silent ids in at most [`LOST_BYTES_MAX`]; a node that is
-//! silent for longer than the timeout is in no answer, whether or not the table was swept since.
+//! Pure state; the clock is a parameter. Messages to clients and locks are elsewhere.
+//! Invariants: besides the own worker, which only its own report updates, there are at most
+//! [`NODES_MAX`] nodes in at most [`BYTES_MAX`], and at most [`UNNAMED_MAX`] of them outside the
+//! configured networks. Details and the ids of lost nodes ([`LOST_BYTES_MAX`]) are bounded. A node
+//! that is silent for longer than the timeout is in no answer, even between sweeps.
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -14,59 +15,58 @@ use super::details::{self, Details};
 use crate::clock::Instant;
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
 
-/// Most nodes kept. Ten times the largest clusters known; heartbeats are not authenticated, so the table needs a bound.
+/// Maximum number of nodes, ten times the largest known clusters. Heartbeats are not authenticated,
+/// so the table needs a bound.
 pub const NODES_MAX: usize = 10_000;
-/// Ids, addresses and tags of all nodes: of an honest one they take 600 bytes.
+/// Maximum size of ids, addresses and tags of all nodes. A typical node has 600 bytes.
 pub(super) const BYTES_MAX: usize = 8 << 20;
-/// Ids of nodes that fell silent: 10,000 honest ones take 1.1 MB.
+/// Maximum size of the ids of lost nodes. 10,000 typical ones take 1.1 MB.
 const LOST_BYTES_MAX: usize = 3 << 19;
-/// A node that is not back after this time is not listed as lost any more: it was replaced, or made up.
+/// Time after which a node is no longer listed as lost. It was replaced, or never existed.
 const LOST_KEPT: Duration = Duration::from_secs(24 * 3600);
-/// Workers of this machine that no network of `worker_networks` names, beside the own one: any program that runs here can make
-/// them up. Several workers on one machine are for trying out.
+/// Maximum number of workers of this machine outside `worker_networks`, besides the own one. Any
+/// local program can forge them. Several workers on one machine are for trials only.
 pub(super) const UNNAMED_MAX: usize = 16;
-/// Longest id, address or tag accepted, in bytes.
+/// Maximum length of an id, address or tag, in bytes.
 const TEXT_BYTES_MAX: usize = 255;
-/// Most tags of one node or of one request.
+/// Maximum number of tags of a node or a request.
 pub(super) const TAGS_MAX: usize = 64;
 
-/// Why a heartbeat is not taken.
+/// Reason why a heartbeat is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidHeartbeat {
-    /// A field is missing or out of its bounds.
+    /// A field is missing or out of bounds.
     #[error("heartbeat: {0}")]
     Field(&'static str),
-    /// Another sender reports as the coordinator's own worker; which of its fields say so, and which do not.
+    /// Another sender reports as the own worker. The text names the fields that match and differ.
     #[error("heartbeat: {0}")]
     Own(&'static str),
-    /// It comes from a machine whose workers may not join.
+    /// The worker belongs to a machine whose workers may not join.
     #[error(
-        "heartbeat: see embedded_coordinator.worker_networks: no worker at {told:?} that calls from {peer} may join"
+        "heartbeat: embedded_coordinator.worker_networks does not allow the address {told:?} with the caller {peer}"
     )]
     Stranger {
-        /// Where it comes from.
+        /// Address of the caller.
         peer: String,
-        /// The address that it tells.
+        /// Address that the worker reports.
         told: String,
     },
     /// [`UNNAMED_MAX`] workers of this machine have joined.
     #[error(
-        "heartbeat: see embedded_coordinator.worker_networks: {UNNAMED_MAX} workers have joined because they are of this \
-         machine, and more only join if both their addresses are of networks that it names"
+        "heartbeat: {UNNAMED_MAX} workers of this machine have joined, which is the limit for workers outside \
+         embedded_coordinator.worker_networks; add their network to that key"
     )]
     Crowd,
-    /// The nodes known have [`BYTES_MAX`], or would have with this one.
-    #[error(
-        "heartbeat: no room for ids, addresses and tags: those of {nodes} nodes have {used} of {BYTES_MAX} bytes"
-    )]
+    /// With this node, the table would exceed [`BYTES_MAX`].
+    #[error("heartbeat: no room for ids, addresses and tags; {nodes} nodes use {used} of {BYTES_MAX} bytes")]
     NoRoom {
-        /// Known.
+        /// Number of known nodes.
         nodes: usize,
-        /// Their bytes.
+        /// Size of their texts in bytes.
         used: usize,
     },
     /// The table holds [`NODES_MAX`] nodes.
-    #[error("heartbeat: {NODES_MAX} nodes are known, no room for another")]
+    #[error("heartbeat: the limit of {NODES_MAX} nodes is reached")]
     Full,
 }
 
@@ -77,58 +77,58 @@ const OWN_BUT_OTHER_PORTS: &str =
     "serverId, ip and a port are those of the coordinator's own worker, another port is not";
 
 impl InvalidHeartbeat {
-    /// Whether it depends on where the worker is.
+    /// Returns whether the refusal depends on the worker's network.
     pub(super) fn is_for_networks(&self) -> bool {
         matches!(self, Self::Stranger { .. } | Self::Crowd)
     }
 }
 
-/// Why a worker may join.
+/// Reason why a worker may join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Joins {
-    /// Both its addresses are of networks that the operator named.
+    /// Both addresses belong to configured networks.
     Named,
-    /// One is only of this machine.
+    /// An address belongs to this machine only.
     Unnamed,
 }
 
-/// One node, as of its last heartbeat.
+/// A node as of its last heartbeat.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// As reported: clients compare servers by all fields, so nothing is normalised.
+    /// Unchanged from the heartbeat, because clients compare servers by all fields.
     pub server: ShuffleServerId,
     /// Tags of the last heartbeat.
     pub tags: Vec<String>,
-    /// As the node reports it.
+    /// Status as reported.
     pub status: ServerStatus,
     /// Free memory.
     pub available_bytes: u64,
     /// Memory in use.
     pub used_bytes: u64,
-    /// What assignments do not need.
+    /// Data that assignments do not need.
     pub details: Details,
     seen: Instant,
     assigned_since_heartbeat: u64,
     joins: Joins,
 }
 
-/// The cluster, as its nodes tell it to this coordinator.
+/// The cluster as known to this coordinator.
 #[derive(Debug, Clone)]
 pub struct ClusterView {
-    /// Nodes alive, by id.
+    /// Live nodes, sorted by id.
     pub nodes: Vec<KnownNode>,
-    /// Ids of nodes that went silent, as far as there is room for them.
+    /// Ids of lost nodes, up to a size limit.
     pub lost: Vec<String>,
 }
 
-/// A node alive.
+/// A live node.
 #[derive(Debug, Clone)]
 pub struct KnownNode {
-    /// As of its last heartbeat.
+    /// State as of its last heartbeat.
     pub node: Node,
-    /// Since then.
+    /// Time since that heartbeat.
     pub silent_for: Duration,
-    /// It is on the exclude list.
+    /// Whether it is on the exclude list.
     pub is_excluded: bool,
 }
 
@@ -137,18 +137,18 @@ pub struct KnownNode {
 pub(super) struct NodeTable {
     timeout: Duration,
     nodes: HashMap<String, Node>,
-    /// The coordinator's own worker, once it has reported.
+    /// The coordinator's own worker, after its first report.
     own: Option<ShuffleServerId>,
     lost: HashMap<String, Instant>,
     lost_bytes: usize,
     excluded: HashSet<String>,
-    /// Of all nodes.
+    /// Size of ids, addresses and tags of all nodes.
     bytes: usize,
-    /// Likewise, and beside it.
+    /// Size of the details of all nodes.
     detail_bytes: usize,
 }
 
-/// Numbers for gauges.
+/// Numbers of nodes for gauges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct NodeCounts {
     pub(super) total: usize,
@@ -164,7 +164,7 @@ impl NodeTable {
         Self { timeout, nodes, own: None, lost, lost_bytes: 0, excluded, bytes: 0, detail_bytes: 0 }
     }
 
-    /// The coordinator's own worker, once it has reported.
+    /// Returns the coordinator's own worker, after its first report.
     pub(super) fn own(&self) -> Option<&ShuffleServerId> {
         self.own.as_ref()
     }
@@ -173,9 +173,11 @@ impl NodeTable {
         self.excluded = excluded;
     }
 
-    /// Takes a heartbeat that came over the network; the last one of an id wins. Heartbeats are not authenticated: none
-    /// can speak for the own worker, under its id or at its address. Its own, which come where the quorum of all workers
-    /// names this one too, are answered and not taken, since the report is newer.
+    /// Handles a heartbeat from the network. The last heartbeat of an id wins.
+    ///
+    /// Heartbeats are not authenticated, so none can change the own worker, under its id or
+    /// address. If the quorum includes this coordinator, its own heartbeats are answered and
+    /// ignored, because the direct report is newer.
     pub(super) fn accept(
         &mut self,
         heartbeat: ShuffleServerHeartBeatRequest,
@@ -225,7 +227,7 @@ impl NodeTable {
         Ok(())
     }
 
-    /// Takes the own worker's report, for which there is always room.
+    /// Handles the own worker's report, which is exempt from the limits of the table.
     pub(super) fn accept_own(
         &mut self,
         report: ShuffleServerHeartBeatRequest,
@@ -271,7 +273,8 @@ impl NodeTable {
         Ok(())
     }
 
-    /// Drops nodes that were silent for longer than the timeout. One that was leaving is not lost.
+    /// Removes nodes that were silent for longer than the timeout. Leaving nodes do not count as
+    /// lost.
     pub(super) fn expire(&mut self, now: Instant) {
         let Self { nodes, lost, lost_bytes: lost_all, timeout, bytes, detail_bytes, .. } = self;
         lost.retain(|id, since| {
@@ -298,7 +301,7 @@ impl NodeTable {
         });
     }
 
-    /// Removes a node from the list of lost nodes; whether it was there. One that reports again is a node as any other.
+    /// Removes a node from the list of lost nodes. Returns whether it was listed. It may join again.
     pub(super) fn forget_lost(&mut self, id: &str, now: Instant) -> bool {
         self.expire(now);
         let was_lost = self.remove_lost(id);
@@ -314,17 +317,17 @@ impl NodeTable {
         was_lost
     }
 
-    /// What ids, addresses and tags of all nodes take.
+    /// Returns the size of ids, addresses and tags of all nodes.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// All live nodes; call [`NodeTable::expire`] first.
+    /// Returns all live nodes. Call [`NodeTable::expire`] first.
     pub(super) fn live(&self) -> impl Iterator<Item = &Node> {
         self.nodes.values()
     }
 
-    /// Everything that is known; call [`NodeTable::expire`] first.
+    /// Returns live and lost nodes. Call [`NodeTable::expire`] first.
     pub(super) fn view(&self, now: Instant) -> ClusterView {
         let known = |node: &Node| KnownNode {
             node: node.clone(),
@@ -340,7 +343,7 @@ impl NodeTable {
         view
     }
 
-    /// Nodes that may be assigned: active, not excluded, not faulty, with all of `tags`.
+    /// Returns the nodes that are active, not excluded, not faulty, and have all of `tags`.
     pub(super) fn candidates(&self, tags: &[String], faulty: &HashSet<&str>) -> Vec<Candidate> {
         self.live()
             .filter(|node| self.is_active(node) && !faulty.contains(node.server.id.as_str()))
@@ -359,7 +362,7 @@ impl NodeTable {
         self.nodes.get(id).map(|node| &node.server)
     }
 
-    /// Remembers what was given to a node, until its next heartbeat shows it in its memory figures.
+    /// Counts partitions assigned to a node until its next heartbeat, which has new memory figures.
     pub(super) fn count_assigned(&mut self, id: &str, partitions: u64) {
         if let Some(node) = self.nodes.get_mut(id) {
             node.assigned_since_heartbeat = node.assigned_since_heartbeat.saturating_add(partitions);
@@ -382,12 +385,12 @@ impl NodeTable {
 }
 
 impl Node {
-    /// What it takes of [`BYTES_MAX`].
+    /// Returns the size that counts towards [`BYTES_MAX`].
     fn bytes(&self) -> usize {
         bytes(&self.server, &self.tags)
     }
 
-    /// Whether it said that it stops or is decommissioned.
+    /// Returns whether the node reported that it stops or is decommissioned.
     fn is_leaving(&self) -> bool {
         matches!(self.status, ServerStatus::Decommissioning | ServerStatus::Decommissioned)
     }
@@ -396,23 +399,24 @@ impl Node {
 fn bytes(server: &ShuffleServerId, tags: &[String]) -> usize {
     const ENTRY_BYTES: usize = size_of::<String>() + size_of::<Node>();
     let tags = tags.iter().map(|tag| size_of::<String>() + tag.len());
-    // The id is its key, too.
+    // The id is stored twice: in the node and as its key.
     ENTRY_BYTES + 2 * server.id.len() + server.ip.len() + tags.sum::<usize>()
 }
 
-/// Whether two texts are one address, however it is spelled: an address of IPv4 has a spelling in IPv6.
+/// Returns whether two texts are the same address. IPv4-mapped IPv6 equals IPv4.
 fn is_one_address(left: &str, right: &str) -> bool {
     let address = |text: &str| text.parse().map(|address: IpAddr| address.to_canonical());
     left == right || matches!((address(left), address(right)), (Ok(left), Ok(right)) if left == right)
 }
 
-/// What an id takes of [`LOST_BYTES_MAX`]: a table that has just grown is half empty.
+/// Returns the size that an id counts towards [`LOST_BYTES_MAX`]. A table may be half empty.
 fn lost_bytes(id: &str) -> usize {
     2 * size_of::<(String, Instant)>() + id.len()
 }
 
-/// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (docs/protocol.md §8.2).
-/// A status that only a later protocol version knows is taken as UNHEALTHY, so that such a node gets no assignment.
+/// Returns the status by Java's rule: field 8 or ACTIVE, overridden by `isHealthy` if present
+/// (docs/protocol.md §8.2). An unknown status counts as UNHEALTHY, so that such a node is not
+/// assigned.
 fn status_of(heartbeat: &ShuffleServerHeartBeatRequest) -> ServerStatus {
     match heartbeat.is_healthy {
         Some(true) => ServerStatus::Active,
@@ -424,21 +428,21 @@ fn status_of(heartbeat: &ShuffleServerHeartBeatRequest) -> ServerStatus {
 }
 
 fn check(server: &ShuffleServerId, tags: &[String]) -> Result<(), InvalidHeartbeat> {
-    // They stand in the log and in answers.
+    // Names appear in the log and in answers.
     let is_plain = |text: &str| text.len() <= TEXT_BYTES_MAX && !text.chars().any(char::is_control);
     let named = |text: &str| !text.is_empty() && is_plain(text);
-    // −1 is Java's "off".
+    // Java uses -1 for "off".
     let port_or_off = |port: i32| port == -1 || u16::try_from(port).is_ok();
     let problem = if !named(&server.id) {
-        "id must have 1 to 255 bytes, none of them of a control character"
+        "id must have 1 to 255 bytes without control characters"
     } else if !named(&server.ip) {
-        "ip must have 1 to 255 bytes, none of them of a control character"
+        "ip must have 1 to 255 bytes without control characters"
     } else if !matches!(server.port, 1..=65_535) {
         "port must be 1 to 65535"
     } else if !port_or_off(server.netty_port) || !port_or_off(server.jetty_port) {
         "netty_port and jetty_port must be -1 to 65535"
     } else if tags.len() > TAGS_MAX || tags.iter().any(|tag| !is_plain(tag)) {
-        "at most 64 tags of at most 255 bytes, none of them of a control character, are taken"
+        "at most 64 tags of at most 255 bytes without control characters"
     } else {
         return Ok(());
     };

@@ -1,38 +1,38 @@
-//! An assignment before it is made: what was asked for, checked; how much memory it takes; the assignment itself.
+//! An assignment: validation of the request, size of the answer, and the answer itself.
 //!
-//! Not here: which servers there are and who is asked ([`super`]), which range goes where ([`super::assign`]).
+//! The parent module chooses the servers, and [`super::assign`] places the ranges.
 
 use super::assign::{Candidate, NodeOrder, PartitionSelection, Placement, Shape};
 use super::nodes::{NODES_MAX, TAGS_MAX};
 use crate::budget::HeapFull;
 use crate::proto::{self, StatusCode};
 
-/// Why there is no assignment. The text goes to the client.
+/// Reason why there is no assignment. The text is sent to the client.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AssignmentError {
-    /// The request itself makes no sense.
+    /// A field of the request is invalid.
     #[error("invalid assignment request: {0}")]
     Invalid(&'static str),
-    /// Too large an answer.
+    /// The answer would have too many ranges.
     #[error(
-        "{asked} ranges (replicas counted) asked, at most {max} are assigned \
+        "{asked} ranges (counted per replica) requested, the limit is {max} \
          (embedded_coordinator.assignment_ranges_max)"
     )]
     TooLarge {
-        /// What is allowed.
+        /// The limit.
         max: u64,
         /// Ranges times replicas.
         asked: u64,
     },
-    /// No memory for the answer in time.
+    /// No heap was available for the answer in time.
     #[error("{ranges} ranges: {full}")]
     NoHeap {
-        /// Of the assignment.
+        /// Number of ranges of the assignment.
         ranges: u64,
-        /// What is missing.
+        /// The refusal of the heap budget.
         full: HeapFull,
     },
-    /// Java's text and Java's limitation.
+    /// A limitation of Java, with Java's text.
     #[error("PartitionNumPerRange must be one")]
     RangeMustBeOne,
     /// Fewer candidates than replicas.
@@ -53,7 +53,7 @@ pub enum AssignmentError {
 }
 
 impl AssignmentError {
-    /// The status that goes with the text.
+    /// Returns the status code that is sent with the text.
     #[must_use]
     pub fn status(&self) -> StatusCode {
         match self {
@@ -65,17 +65,17 @@ impl AssignmentError {
     }
 }
 
-/// What is configured.
+/// Configured limits.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
-    /// Most ranges, replicas counted.
+    /// Maximum number of ranges, counted per replica.
     pub(super) ranges: u64,
-    /// Most servers of a shuffle.
+    /// Maximum number of servers of a shuffle.
     pub(super) servers: usize,
     pub(super) order: NodeOrder,
 }
 
-/// A request for an assignment whose numbers were checked.
+/// A validated request for an assignment.
 #[derive(Debug)]
 pub(super) struct Wanted {
     pub(super) partitions: u64,
@@ -86,7 +86,7 @@ pub(super) struct Wanted {
     concurrency: u64,
 }
 
-/// An assignment that can be made.
+/// A validated assignment with its servers.
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) wanted: Wanted,
@@ -114,9 +114,10 @@ impl Plan {
         Ok(Self { wanted, servers, candidates, placement })
     }
 
-    /// Bytes of the answer at most: as a message, and encoded into a buffer that grows by doubling.
+    /// Returns an upper bound of the answer's heap: the message, and a doubling buffer with its
+    /// bytes.
     pub(super) fn answer_bytes(&self) -> u64 {
-        /// An allocation's own, of each string and list.
+        /// Overhead of the allocation of each string and list.
         const ALLOCATION: usize = 16;
         const FIELDS: usize = 24;
         let texts = |server: &proto::ShuffleServerId| server.id.len() + server.ip.len();
@@ -128,7 +129,7 @@ impl Plan {
         self.wanted.ranges.saturating_mul(of_range as u64 + replicas.saturating_mul(of_server as u64))
     }
 
-    /// One per range, and how many partitions each server got.
+    /// Returns an assignment per range, and the number of partitions given to each server.
     pub(super) fn assignments(&self) -> (Vec<proto::PartitionRangeAssignment>, Vec<u64>) {
         let Self { wanted, servers, placement, .. } = self;
         let mut given = vec![0; servers.len()];
@@ -180,7 +181,8 @@ impl Wanted {
         Ok(Self { partitions, per_range, ranges, replicas, servers: servers.max(replicas), concurrency })
     }
 
-    /// First and last partition of range `k`. The last range may reach beyond the last partition, as in Java.
+    /// Returns the first and last partition of range `k`. As in Java, the last range may end after
+    /// the last partition.
     fn bounds(&self, k: usize) -> (i32, i32) {
         let start = k as u64 * self.per_range;
         let end = start + self.per_range - 1;
@@ -188,7 +190,7 @@ impl Wanted {
     }
 }
 
-/// Numbers that came out of an `i32` fit every `usize` this crate is built for.
+/// Converts a number that is at most `i32::MAX` or `RANGES_MAX`, which fits into `usize`.
 fn index(number: u64) -> usize {
     usize::try_from(number).expect("at most i32::MAX or RANGES_MAX")
 }

@@ -1,7 +1,7 @@
-//! The 13 RPCs of `CoordinatorServer`: messages in, messages out. What they mean is decided in the parent module.
+//! The 13 RPCs of `CoordinatorServer`. The parent module has the logic.
 //!
-//! Application errors travel as status fields, as the Java coordinator sends them; a gRPC error is only given where the
-//! answer has no place for one.
+//! As in the Java coordinator, errors are sent as status fields. A gRPC error is used only if the
+//! answer has no such field.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{self, StatusCode};
 use uniffle_wire::types::AppId;
 
-/// Longest text of an answer, in bytes: requests come back in it (tags), and they may be long.
+/// Maximum length of an answer's text, which may repeat long parts of the request (tags).
 const TEXT_BYTES_MAX: usize = 1_000;
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -24,7 +24,7 @@ fn cut(mut text: String) -> String {
     text
 }
 
-/// Java answers with an empty text on success.
+/// Converts a result to status and text. As in Java, the text is empty on success.
 fn outcome(result: Result<(), impl std::fmt::Display>) -> (i32, String) {
     match result {
         Ok(()) => (StatusCode::Success.into(), String::new()),
@@ -38,7 +38,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
         let listed = self.servers().await;
         let (servers, charge) = listed.map_err(|full| Status::resource_exhausted(full.to_string()))?;
         let mut response = Response::new(proto::GetShuffleServerListResponse { servers });
-        // The memory is given back once it is encoded and sent.
+        // The charge is released when the response has been encoded and sent.
         response.extensions_mut().insert(Arc::new(charge));
         Ok(response)
     }
@@ -63,7 +63,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
                 let answer =
                     proto::GetShuffleAssignmentsResponse { status, assignments, ret_msg: String::new() };
                 let mut response = Response::new(answer);
-                // The memory is given back once it is encoded and sent.
+                // The charge is released when the response has been encoded and sent.
                 response.extensions_mut().insert(Arc::new(charge));
                 Ok(response)
             }
@@ -175,7 +175,8 @@ impl CoordinatorServer for EmbeddedCoordinator {
         request: Request<proto::FetchRemoteStorageRequest>,
     ) -> Answer<proto::FetchRemoteStorageResponse> {
         let response = match AppId::parse(&request.into_inner().app_id) {
-            // None configured is an empty message, not an absent one (docs/protocol.md §9.7).
+            // Without a configured storage the message is empty, not absent (docs/protocol.md
+            // §9.7).
             Ok(app) => proto::FetchRemoteStorageResponse {
                 status: StatusCode::Success.into(),
                 remote_storage: Some(self.remote_storage(&app).unwrap_or_default()),

@@ -1,4 +1,4 @@
-//! The embedded coordinator through its RPCs, as a client sees it, under paused time.
+//! The embedded coordinator through its RPCs, under paused time.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,7 +18,7 @@ fn coordinator(config: EmbeddedConfig) -> EmbeddedCoordinator {
     EmbeddedCoordinator::new(config, &Heap::new(128 << 20), &Registry::new()).unwrap()
 }
 
-/// A worker on its own host, with the TCP listener open or not.
+/// A worker on its own host, with or without a TCP listener.
 fn node(host: u8, netty: bool) -> NodeReport {
     let ip = [10, 0, 0, host].into();
     let netty_port = netty.then_some(21200);
@@ -156,7 +156,7 @@ async fn n13_a_huge_partition_number_is_refused_before_anything_is_allocated() {
     assert_eq!(largest.assignments.len(), 1 << 17);
 }
 
-/// What the key's documentation says of a small worker.
+/// The example of a small worker in the key's documentation.
 #[tokio::test(start_paused = true)]
 async fn an_assignment_that_the_heap_never_has_room_for_is_refused_at_once_by_the_heaps_key() {
     let heap = Heap::new(divide(256_000_000, 2).heap);
@@ -180,14 +180,14 @@ async fn n13_assignments_that_are_made_at_once_stay_within_the_heap() {
     let ask = || coordinator.get_shuffle_assignments(Request::new(request(1 << 17, 1, &[])));
     let first = ask().await.unwrap();
     let (one, held) = (answers.used(), first.get_ref().assignments.len() as u64);
-    // What it takes: a list entry, a server and its two texts, and all of that encoded.
+    // Per replica: a list entry, a server and its two texts, and their encoded form.
     assert!(one > held * 150 && one < answers.capacity(), "{one} bytes for {held} ranges");
     let fit = answers.capacity() / one;
     let mut others: Vec<_> = Vec::new();
     for _ in 1..fit {
         others.push(ask().await.unwrap());
     }
-    // No more are made until one of them is on its way; then the next is.
+    // No further answers are made until one has been sent.
     let refused = ask().await.unwrap();
     assert!(answers.used() <= answers.capacity());
     let text = &refused.get_ref().ret_msg;
@@ -295,7 +295,7 @@ async fn node_outlives_pauses_of_the_process() {
     .await;
 }
 
-/// The only node has reported, since the clock has moved.
+/// Waits until the only node has reported after the clock moved.
 async fn reported(coordinator: &EmbeddedCoordinator) {
     for _ in 0..10_000 {
         if coordinator.cluster().nodes[0].silent_for == Duration::ZERO {
@@ -324,7 +324,8 @@ async fn the_own_worker_stays_while_it_reports() {
     assert!(coordinator.nodes().is_empty());
 }
 
-/// A report sums over all partitions: a thread that serves requests does not make it, but for the first, at the start.
+/// A report sums over all partitions, so only the first one, at the start, is made on a runtime
+/// thread.
 #[tokio::test(start_paused = true)]
 async fn the_own_report_is_made_beside_the_runtime_also_when_it_is_wanted_now() {
     let coordinator = coordinator(EmbeddedConfig::default());
@@ -430,7 +431,8 @@ async fn the_remaining_calls_answer_as_in_java() {
     assert_eq!(heartbeat.status(), StatusCode::InvalidRequest);
 }
 
-/// The heartbeat of the worker on host 3 that comes from `peer`.
+/// Sends a heartbeat of the worker on host 3 from `peer`. Returns the status and text of the
+/// answer.
 async fn beat_from(coordinator: &EmbeddedCoordinator, peer: [u8; 4]) -> (StatusCode, String) {
     let mut request = Request::new(node(3, false).into_request());
     let remote_addr = Some((peer, 40_000).into());
@@ -455,7 +457,7 @@ async fn f11_workers_of_networks_that_are_not_named_do_not_join() {
     assert_eq!(beat_from(&open, [192, 0, 2, 1]).await.0, StatusCode::AccessDenied);
     assert_eq!(beat_from(&open, [10, 0, 0, 9]).await, (StatusCode::Success, String::new()));
     assert_eq!(open.nodes()[0].server.ip, "10.0.0.3");
-    // Of the own worker the address does not matter, as long as it says what it reports.
+    // For the own worker the caller's address does not matter if the content matches.
     open.report(node(3, false)).unwrap();
     assert_eq!(beat_from(&open, [192, 0, 2, 1]).await, (StatusCode::Success, String::new()));
 }

@@ -1,8 +1,9 @@
-//! Heartbeats to every coordinator of the quorum.
+//! Sends heartbeats to every coordinator of the quorum.
 //!
-//! One task per coordinator with its own clock and connection, so that a slow, refusing or half-open one does not
-//! delay the others. Not here: what is reported ([`ReportSource`]) and when to begin (the composition root, once all listeners are bound).
-//! Invariants: a call has the interval as its deadline; heartbeats never stop; a change of state is logged once.
+//! Each coordinator has its own task, clock and connection, so that a slow or half-open one does
+//! not delay others. [`ReportSource`] provides the content; the worker starts heartbeats when all
+//! listeners are bound. Invariants: the deadline of a call is the interval. Heartbeats never stop.
+//! A change of state is logged once.
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -24,11 +25,12 @@ use crate::runtime::Tasks;
 use crate::schema::kind::{HOUR, Kind, SECOND, list, parsed, seconds};
 use crate::schema::section;
 
-/// Where a coordinator listens: `host:port`, `1.2.3.4:port` or `[v6]:port`. The name is resolved at each connect.
+/// Address of a coordinator: `host:port`, `1.2.3.4:port` or `[v6]:port`. The name is resolved at
+/// each connect.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CoordinatorAddress(String);
 
-/// A text that is not a `host:port`.
+/// A text that is not `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a coordinator address, expected host:port")]
 pub struct InvalidAddress(String);
@@ -53,7 +55,7 @@ impl FromStr for CoordinatorAddress {
 }
 
 impl CoordinatorAddress {
-    /// Host name or IP address, IPv6 without brackets.
+    /// Returns the host name or IP address, IPv6 without brackets.
     pub fn host(&self) -> &str {
         let host = self.0.rsplit_once(':').map_or("", |(host, _)| host);
         host.trim_start_matches('[').trim_end_matches(']')
@@ -67,7 +69,7 @@ impl fmt::Display for CoordinatorAddress {
 }
 
 section! {
-    /// Settings of the heartbeat client.
+    /// Settings of the heartbeats.
     pub struct HeartbeatConfig {
         /// Coordinators to register with. Default: none, the worker is its own (embedded) coordinator.
         #[key(
@@ -89,21 +91,21 @@ fn address() -> Kind<CoordinatorAddress> {
 /// Outcome of the latest heartbeat to a coordinator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Link {
-    /// None has ended yet.
+    /// No heartbeat has ended yet.
     Untried,
-    /// The coordinator said SUCCESS; `beats` in a row.
+    /// The coordinator accepted the heartbeat.
     Up {
-        /// Heartbeats accepted since the link is up.
+        /// Number of consecutive accepted heartbeats.
         beats: u64,
     },
     /// The heartbeat failed or was refused.
     Down {
-        /// Why the latest one did.
+        /// Reason of the latest failure.
         reason: String,
     },
 }
 
-/// The running heartbeats. They end with the `Tasks` they were started in, not with this handle.
+/// Handle of the running heartbeats. They end with their `Tasks`, not with this handle.
 #[derive(Debug, Clone)]
 pub struct Heartbeats {
     links: Vec<(CoordinatorAddress, watch::Receiver<Link>)>,
@@ -120,10 +122,10 @@ metrics::table! {
     }
 }
 
-/// Starts one task per coordinator; the first heartbeats leave at once.
+/// Starts one task per coordinator, which sends its first heartbeat at once.
 ///
 /// # Errors
-/// When a metric of the same name is registered already.
+/// If a metric of the same name is already registered.
 pub fn start(
     config: HeartbeatConfig,
     source: &ReportSource,
@@ -154,22 +156,21 @@ pub fn start(
 }
 
 impl Heartbeats {
-    /// Sends a heartbeat now, besides the regular ones, because the worker's state has changed.
+    /// Sends a heartbeat now, because the worker's state has changed.
     pub fn beat_now(&self) {
         self.nudge.send_replace(());
     }
 
-    /// Changes the interval.
     pub fn set_interval(&self, interval: Duration) {
         self.pace.send_replace(interval);
     }
 
-    /// The coordinators and their links, in the order of the configuration.
+    /// Returns the coordinators and their links, in the order of the configuration.
     pub fn links(&self) -> impl Iterator<Item = (&CoordinatorAddress, Link)> {
         self.links.iter().map(|(address, link)| (address, link.borrow().clone()))
     }
 
-    /// The link of coordinator `at`, to wait for changes.
+    /// Returns the link of coordinator `at` as a receiver of changes.
     pub fn watch(&self, at: usize) -> Option<watch::Receiver<Link>> {
         self.links.get(at).map(|(_, link)| link.clone())
     }
@@ -192,7 +193,7 @@ impl Beater {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         tokio::pin!(cancelled);
         loop {
-            // The handle may be gone, then `changed` fails forever: the tick alone goes on.
+            // Without the handle `changed` always fails, which leaves only the ticks.
             tokio::select! {
                 biased;
                 () = &mut cancelled => return,
@@ -215,8 +216,8 @@ impl Beater {
         }
     }
 
-    /// One heartbeat, over the open connection or a new one. Only an answer leaves the connection open: one that
-    /// failed or went silent may be half open, and a name may have moved.
+    /// Sends one heartbeat, over the open connection or a new one. The connection is kept only
+    /// after an answer: otherwise it may be half open, or the name may have a new address.
     async fn beat(&mut self) -> Result<(), String> {
         let mut client = match self.client.take() {
             Some(client) => client,
@@ -265,7 +266,7 @@ impl Beater {
     }
 }
 
-/// The whole chain of causes: tonic's own text is "transport error".
+/// Returns the error with all its causes. tonic's own text is only "transport error".
 fn describe(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -277,7 +278,7 @@ fn describe(error: &(dyn std::error::Error + 'static)) -> String {
     short(&text).to_owned()
 }
 
-/// The other side's text, at most 300 bytes of it.
+/// Returns at most 300 bytes of a text from the other side.
 fn short(text: &str) -> &str {
     &text[..text.floor_char_boundary(300)]
 }

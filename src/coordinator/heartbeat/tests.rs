@@ -1,6 +1,6 @@
-//! Heartbeats over real sockets against coordinators that answer, refuse, fall silent or come late.
+//! Heartbeats over real sockets, to coordinators that answer, refuse, hang or start late.
 //!
-//! No sleeps: each test waits for a state on a watch channel; the interval is short, so that a deadline is met soon.
+//! No sleeps: tests wait for a state on a watch channel. Short intervals make deadlines short.
 
 use std::net::SocketAddr;
 
@@ -18,11 +18,11 @@ use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::schema::network::Network;
 use crate::telemetry::captured::CapturedLog;
 
-/// How long a test waits before it fails; never reached when all is well.
+/// Time limit of a test, which is not reached unless the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// A socket that is bound, so that the port is ours, but does not listen: connecting is refused.
+/// A bound socket that does not listen, which reserves the port. Connections are refused.
 fn bound() -> (Socket, CoordinatorAddress) {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
@@ -36,7 +36,7 @@ fn listening(socket: Socket) -> TcpListener {
     TcpListener::from_std(socket.into()).unwrap()
 }
 
-/// The embedded coordinator as the other side: one implementation tests the other.
+/// The embedded coordinator as the server.
 fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoordinator {
     let excluded_nodes = excluded.iter().map(|&id| id.to_owned()).collect();
     let worker_networks = vec![Network::parse("10.0.0.0/8").unwrap()];
@@ -45,7 +45,7 @@ fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoo
     let service = CoordinatorServerServer::new(coordinator.clone());
     let cancelled = tasks.cancelled();
     tasks.spawn("coordinator double", async move {
-        // With the shutdown signal, because tonic's connections outlive a dropped server.
+        // With a shutdown signal, because tonic's connections outlive a dropped server.
         let server = Server::builder().add_service(service);
         let ended = server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), cancelled);
         ended.await.unwrap();
@@ -82,7 +82,7 @@ async fn end(tasks: Tasks) {
     assert_eq!(tasks.running(), 0);
 }
 
-/// An hour between heartbeats, which is also the deadline of one.
+/// One hour as interval and deadline.
 fn begin_hourly(coordinators: Vec<CoordinatorAddress>, source: &ReportSource, tasks: &Tasks) -> Heartbeats {
     let config = HeartbeatConfig { coordinators, interval: Duration::from_secs(3600) };
     start(config, source, tasks, &Registry::new()).unwrap()
@@ -92,7 +92,7 @@ fn begin_hourly(coordinators: Vec<CoordinatorAddress>, source: &ReportSource, ta
 async fn slow_refusing_and_half_open_coordinators_delay_no_other() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (silent_socket, silent) = bound();
-    // The kernel accepts, no process ever reads: connected, and silent for the whole hour of its deadline.
+    // The kernel accepts and no process reads, so the call hangs until its deadline.
     let _silent = listening(silent_socket);
     let (_refuses, refusing) = bound();
     let (good_socket, good) = bound();
@@ -139,7 +139,7 @@ async fn a_coordinator_that_comes_late_is_found_and_found_again() {
     serve(listening(socket), &[], &doubles);
     until(&heartbeats, 0, up(2)).await;
 
-    // It goes away; the port stays ours through the second descriptor, which goes on listening unserved.
+    // The server stops. The second descriptor keeps the port and listens without serving.
     end(doubles).await;
     until(&heartbeats, 0, down).await;
 
@@ -175,7 +175,7 @@ async fn a_change_is_told_at_once_when_asked() {
         report.status = *status.borrow();
         report
     });
-    // Only the nudge can bring the second one.
+    // Only the nudge can cause the second heartbeat.
     let heartbeats = begin_hourly(vec![address], &source, &tasks);
     until(&heartbeats, 0, up(1)).await;
     set_status.send_replace(ServerStatus::Decommissioning);
@@ -186,7 +186,7 @@ async fn a_change_is_told_at_once_when_asked() {
     end(doubles).await;
 }
 
-/// It sums over all partitions: a thread that serves requests does not make it.
+/// A report sums over all partitions, so it is not made on a runtime thread.
 #[tokio::test]
 async fn a_report_is_made_beside_the_runtime() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());

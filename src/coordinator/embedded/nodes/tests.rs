@@ -13,7 +13,7 @@ fn heartbeat(id: &str) -> ShuffleServerHeartBeatRequest {
     }
 }
 
-/// At an address of its own.
+/// A node with its own address.
 fn own() -> ShuffleServerHeartBeatRequest {
     let mut own = heartbeat("own");
     own.server_id.as_mut().unwrap().port = 21099;
@@ -99,7 +99,7 @@ fn malformed_heartbeats_are_refused() {
 fn n13_no_heartbeat_speaks_for_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
-    // Another node is there before the worker itself.
+    // Another node joins before the own worker.
     table.accept(heartbeat("own"), Joins::Named, now).unwrap();
     let mut own = heartbeat("own");
     own.available_memory = 7;
@@ -119,13 +119,13 @@ fn n13_no_heartbeat_speaks_for_the_own_worker() {
     for (forged, said) in forged {
         assert_eq!(table.accept(forged, Joins::Named, now), Err(InvalidHeartbeat::Own(said)));
     }
-    // As its own heartbeats look where the quorum names it: answered, and not taken.
+    // Own heartbeats over the network are answered and ignored.
     table.accept(heartbeat("own"), Joins::Named, now).unwrap();
     assert_eq!(table.server("own").unwrap().ip, "10.0.0.1");
     assert_eq!((table.counts().total, table.candidates(&[], &HashSet::new())[0].available_bytes), (1, 7));
 }
 
-/// Clients of type GRPC_NETTY would send their data to the own worker under a name that it does not know.
+/// Otherwise GRPC_NETTY clients would send data to the own worker under an unknown name.
 #[test]
 fn n13_no_heartbeat_has_the_own_workers_tcp_port() {
     let now = Instant::now();
@@ -145,7 +145,7 @@ fn n13_no_heartbeat_has_the_own_workers_tcp_port() {
     table.accept(with("neighbour", 21101, -1), Joins::Named, now).unwrap();
 }
 
-/// Ids stand in the log.
+/// Ids appear in the log.
 #[test]
 fn n13_control_characters_are_refused() {
     let now = Instant::now();
@@ -269,7 +269,7 @@ fn n14_ids_of_lost_nodes_are_bounded_in_bytes() {
     let bytes = |table: &NodeTable| table.lost.keys().map(|id| lost_bytes(id)).sum::<usize>();
     assert_eq!(table.lost_bytes, bytes(&table));
     assert!((LOST_BYTES_MAX - 400..=LOST_BYTES_MAX).contains(&table.lost_bytes), "{}", table.lost_bytes);
-    // Those that are back make room for others.
+    // Nodes that return make room for others.
     honest.iter().for_each(|id| table.accept(heartbeat(id), Joins::Named, now).unwrap());
     assert_eq!(table.lost_bytes, bytes(&table));
     assert!(table.lost_bytes < LOST_BYTES_MAX / 2 && table.counts().lost > 0, "{}", table.lost_bytes);
@@ -289,7 +289,7 @@ fn n14_ids_addresses_and_tags_of_all_nodes_are_bounded_in_bytes() {
     assert_eq!(refused, InvalidHeartbeat::NoRoom { nodes: table.nodes.len(), used: table.bytes });
     assert!(table.bytes <= BYTES_MAX && table.bytes > BYTES_MAX - 32_000, "{}", table.bytes);
     assert!(refused.to_string().contains("ids, addresses and tags"), "{refused}");
-    // Whom there is goes on, and may have less.
+    // Known nodes stay, and may shrink.
     table.accept(hostile(7), Joins::Named, now).unwrap();
     let mut small = hostile(7);
     small.tags.truncate(1);
