@@ -1,8 +1,9 @@
-//! `/debug/…`: profiles of the process and the stacks of its tasks.
+//! `/debug/…`: profiles of the process and stacks of its tasks.
 //!
-//! All of it costs: [`admin_routes`] belong behind the administrator's listener, and [`routes`], which change nothing, stand
-//! on the open one only if the configuration says so. Invariant: one is made at a time, of whatever kind; one whose client
-//! has gone counts until its thread has ended. Parameters that are unknown, repeated or out of bounds are refused by name.
+//! These are expensive. [`admin_routes`] are for the administration listener only. [`routes`]
+//! change nothing, and are also on the open listener if configured.
+//! Invariant: one profile or dump is made at a time. If its client goes, it counts until its thread
+//! has ended. Errors name unknown, repeated or out-of-bounds parameters.
 
 use axum::Router;
 use axum::extract::{Extension, RawQuery, State};
@@ -15,11 +16,11 @@ use super::serve::Deadline;
 use crate::profile::{Format, ProfileError, Turns, cpu, heap, tasks};
 use crate::runtime::Tasks;
 
-/// Length of a CPU profile when nothing is said: what `go tool pprof` asks for.
+/// Default duration of a CPU profile, as in `go tool pprof`.
 const SECONDS_DEFAULT: u64 = 30;
 
-/// Paths that change nothing. The second name of the heap profile is riffle's, that of the task dump Java's. The routes of two listeners are clones of
-/// these, since they share what bounds them.
+/// Returns the routes that change nothing. Both listeners use clones of one router, which share the
+/// limits. The heap profile is also at riffle's path, and the task dump at Java's.
 pub fn routes(running: Tasks) -> Router {
     let profiles = Profiles { running, turns: Turns::new(), stacks: Turns::new() };
     Router::new()
@@ -31,17 +32,17 @@ pub fn routes(running: Tasks) -> Router {
         .with_state(profiles)
 }
 
-/// What a dump is made of, and whose turn it is.
+/// Source of task dumps, and the limits.
 #[derive(Debug, Clone)]
 struct Profiles {
     running: Tasks,
-    /// Of all kinds.
+    /// Permit for all kinds of profiles and dumps.
     turns: Turns,
-    /// Of dumps: the runtime may be at one that was given up, while others are to profile what keeps it.
+    /// Permit for dumps. An abandoned dump keeps it while profiles can be taken to find its cause.
     stacks: Turns,
 }
 
-/// [`routes`], and paths that change what the process does, for the administration's listener.
+/// Adds the paths that change the process, for the administration listener.
 pub fn admin_routes(routes: Router) -> Router {
     routes
         .route("/admin/heap-profile/activate", post(|| async { done("active", heap::activate()) }))
@@ -99,7 +100,7 @@ async fn dumped(profiles: &Profiles) -> Result<String, ProfileError> {
     tasks::dump(&profiles.running, &turn, asking).await
 }
 
-/// The parameters of a CPU profile, within bounds.
+/// Validated parameters of a CPU profile.
 #[derive(Debug, PartialEq, Eq)]
 struct CpuRequest {
     duration: Duration,
@@ -122,7 +123,7 @@ impl CpuRequest {
     }
 }
 
-/// The values of the parameters named by `known`, in their order.
+/// Returns the values of the parameters in `known`, in that order.
 fn parameters<'q, const N: usize>(
     query: &'q str,
     known: &[&'static str; N],
@@ -155,7 +156,7 @@ fn format(text: &str) -> Result<Format, String> {
     }
 }
 
-/// Enough of what a client sent to know it again.
+/// Shortens a client's text for an error message.
 fn shortened(text: &str) -> String {
     text.chars().take(40).collect()
 }

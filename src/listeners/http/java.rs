@@ -1,8 +1,10 @@
-//! Paths of Java's server that others ask for: `/metrics/{type}` as JSON, and `/api/shuffleServer/…`, to which the
-//! dashboard links. Uniffle's Kubernetes operator reads `app_num_with_node` of `/metrics/server` before it deletes a pod.
+//! Paths of the Java server: `/metrics/{type}` as JSON, and `/api/shuffleServer/…` for the
+//! dashboard.
 //!
-//! `/metrics` alone is not among them: here it is Prometheus text. Java has a registry per type; this worker has one,
-//! and a metric's type follows from its name ([`Kind::of`]). The shapes are those of docs/protocol.md §10.1.
+//! Uniffle's Kubernetes operator reads `app_num_with_node` of `/metrics/server` before it deletes a
+//! pod. `/metrics` itself is Prometheus text here. Java has a registry per type. This worker has
+//! one, and derives the type from the name ([`Kind::of`]). docs/protocol.md §10.1 describes the
+//! formats.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -22,21 +24,22 @@ use super::aside::aside;
 use crate::metrics::clamped;
 use crate::runtime::Aside;
 
-/// The parameter that names a metric; it may be repeated.
+/// Query parameter with the name of a metric. It may be repeated.
 const NAME: &str = "name[]";
 
-/// What these paths tell.
+/// Sources of these paths.
 #[derive(Debug, Clone)]
 pub struct JavaHooks {
     /// Metrics.
     pub registry: Registry,
-    /// Tells of the worker.
+    /// Source of the configuration, and of updates before gathering.
     pub node: Arc<dyn Node>,
-    /// For what is gathered.
+    /// Threads for collecting answers.
     pub aside: Aside,
 }
 
-/// All paths but the text of metrics, and `/api/shuffleServer/stacks`, which stands beside the other dumps.
+/// Returns the routes, without Prometheus text and `/api/shuffleServer/stacks` (a dump, see
+/// `debug`).
 pub fn router(hooks: JavaHooks) -> Router {
     Router::new()
         .route("/metrics/{kind}", get(metrics_json))
@@ -46,7 +49,7 @@ pub fn router(hooks: JavaHooks) -> Router {
         .with_state(hooks)
 }
 
-/// Java's registries.
+/// Types of Java's registries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Server,
@@ -66,7 +69,8 @@ impl Kind {
         }
     }
 
-    /// By the beginning of its name; riffle's names of the TCP plane stand beside Java's.
+    /// Returns the type of a metric by its prefix. The raw TCP metrics have Java's or riffle's
+    /// prefix.
     fn of(metric: &str) -> Self {
         match metric.split('_').next() {
             Some("grpc") => Self::Grpc,
@@ -83,7 +87,7 @@ async fn all_metrics_json(state: State<JavaHooks>, names: Names) -> Response {
     metrics_json(state, Path("all".to_owned()), names).await
 }
 
-/// Gathered on a blocking thread, as the text is.
+/// Gathers metrics on a blocking thread, as for Prometheus text.
 async fn metrics_json(
     State(hooks): State<JavaHooks>,
     Path(kind): Path<String>,
@@ -110,9 +114,9 @@ fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response
     Json(Gathered::new(&families, names, clamped(now.as_millis()))).into_response()
 }
 
-/// The effective configuration without its secrets, by the keys of this worker.
+/// Returns the effective configuration without secrets, under this worker's keys.
 async fn configuration(State(hooks): State<JavaHooks>) -> Response {
-    // It waits while a file is read again.
+    // On a blocking thread, because it waits while the configuration is reloaded.
     let places = hooks.aside.clone();
     let Ok(entries) = places.run(move || hooks.node.configuration()).await else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
@@ -123,7 +127,7 @@ async fn configuration(State(hooks): State<JavaHooks>) -> Response {
     ([(header::CACHE_CONTROL, "no-store")], answer).into_response()
 }
 
-/// What Java answers for metrics.
+/// Java's format of metrics.
 #[derive(Debug, Serialize)]
 struct Gathered<'f> {
     metrics: Vec<Sample<'f>>,
@@ -138,11 +142,11 @@ struct Sample<'f> {
     label_names: Vec<&'f str>,
     label_values: Vec<String>,
     value: Number,
-    /// Always null: no metric of Java's has a time of its own.
+    /// Always null, because Java's metrics have no timestamps of their own.
     timestamp_ms: (),
 }
 
-/// As Jackson writes doubles: what JSON has no number for is a text.
+/// Serializes like Jackson: values that JSON cannot represent as numbers become text.
 #[derive(Debug)]
 struct Number(f64);
 
@@ -158,7 +162,7 @@ impl Serialize for Number {
 }
 
 impl<'f> Gathered<'f> {
-    /// The samples of `families`, or of those only that `names` has.
+    /// Returns the samples of `families`, filtered by `names` if there are any.
     fn new(families: &'f [MetricFamily], names: &[String], time_ms: i64) -> Self {
         let mut metrics = Vec::new();
         for family in families {
@@ -199,7 +203,7 @@ fn add_samples<'f>(family: &'f MetricFamily, metric: &'f Metric, samples: &mut V
             add("_sum", None, histogram.get_sample_sum());
             add("_count", None, float(histogram.get_sample_count()));
         }
-        // No table of metrics has one.
+        // Not used by any metrics table.
         MetricType::SUMMARY | MetricType::UNTYPED => {}
     }
 }

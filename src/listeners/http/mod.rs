@@ -1,8 +1,9 @@
-//! The HTTP listener: metrics, health, the status page and its API. It translates only; what is measured and whether it is ready comes from a [`Node`].
+//! The HTTP listener: metrics, health, the status page and its API.
 //!
-//! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is
-//! nothing to protect; what does is on a listener of its own, [`admin`].
-//! What grows with what the worker holds is gathered on a blocking thread.
+//! A [`Node`] provides figures and readiness. `serve.rs` bounds connections. Work that grows with
+//! the stored data runs on blocking threads.
+//! Invariant: nothing here changes state, so there is no authentication. Calls that change state
+//! are on a listener of their own ([`admin`]).
 
 pub mod admin;
 pub mod api;
@@ -41,73 +42,74 @@ const NAMES: Names = Names {
     limit: "http.max_connections",
 };
 
-/// What the listener tells of the worker.
+/// Source of the worker's state for the listener.
 pub trait Node: std::fmt::Debug + Send + Sync {
-    /// Brings gauges up to date; called before each gathering.
+    /// Updates gauges. Called before metrics are gathered.
     fn refresh_metrics(&self);
 
-    /// Why clients should not be sent here; `None` when they may.
+    /// Returns why clients should not use this worker, or `None` if it is ready.
     fn not_ready(&self) -> Option<String>;
 
-    /// What is not proven to be complete, with figures that are at most a second old.
+    /// Returns the incomplete shuffles. The figures are at most a second old.
     fn incomplete(&self) -> Incompleteness;
 
-    /// Whether the worker stops without a successor.
+    /// Returns whether the worker stops without a successor.
     fn is_stopping_for_good(&self) -> bool;
 
-    /// What may be lost although the worker is ready, one line each.
+    /// Returns risks of data loss that exist although the worker is ready, one line each.
     fn risks(&self) -> Vec<String>;
 
-    /// Blocks that are lost.
+    /// Returns the lost blocks.
     fn losses(&self) -> serde_json::Value;
 
-    /// Its state, with figures that are at most a second old.
+    /// Returns the worker's state. The figures are at most a second old.
     fn status(&self) -> api::Status;
 
-    /// Its applications, likewise.
+    /// Returns the worker's applications. The figures are at most a second old.
     fn apps(&self) -> Vec<AppStatistics>;
 
-    /// The configuration in effect, key by key, without secrets.
+    /// Returns the effective configuration by key, without secrets.
     fn configuration(&self) -> BTreeMap<&'static str, String>;
 
-    /// What its coordinator knows ([`api::cluster::Cluster`] as JSON), likewise; `None` without one. As text, since
-    /// that is all that askers get and it may be long.
+    /// Returns its coordinator's view of the cluster ([`api::cluster::Cluster`]) as JSON text, or
+    /// `None` without a coordinator. Text can be shared between callers, as it may be long.
     fn cluster(&self) -> Option<Bytes>;
 
-    /// What all workers that its coordinator knows say of an application; `None` without one.
+    /// Explains an application over all workers known to its coordinator, or returns `None` without
+    /// a coordinator.
     fn explain_everywhere(&self, app: &str) -> Option<Everywhere>;
 }
 
-/// An application's explanation over all workers, or why there is none.
+/// An application's explanation over all workers.
 pub type Everywhere = BoxFuture<'static, Result<serde_json::Value, NotExplained>>;
 
-/// Why an application is not explained over all workers.
+/// Reason why an application cannot be explained over all workers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotExplained {
-    /// No worker knows it.
+    /// No worker knows the application.
     Unknown(String),
-    /// Workers that may know it do not answer, or too many ask at once.
+    /// Workers that may know it do not answer, or there are too many concurrent requests.
     Unavailable(String),
 }
 
-/// What the listener shows.
+/// Sources of the listener.
 #[derive(Debug, Clone)]
 pub struct Pages {
-    /// Metrics.
+    /// Registry of all metrics.
     pub registry: Registry,
-    /// The listener's own, registered there.
+    /// Metrics of this listener, which are registered in `registry`.
     pub metrics: HttpMetrics,
-    /// Tells of the worker.
+    /// Source of the worker's state.
     pub node: Arc<dyn Node>,
-    /// Paths of other parts, such as [`api::router`]; like all here they must not change anything.
+    /// Routes of other parts, such as [`api::router`], which must not change state.
     pub mounted: Router,
-    /// For what is gathered, see [`gathering_places`].
+    /// Threads for collecting answers; see [`gathering_places`].
     pub aside: Aside,
-    /// For a look at what is refused, which waits for nothing that is gathered.
+    /// Threads for readiness, so that it does not wait for the collection of other answers.
     pub ready: Aside,
 }
 
-/// Answers that grow with what the worker holds, gathered at once: some MB each, and all of a core.
+/// Returns the threads for answers that grow with the stored data. Each takes some MB and a core.
 #[must_use]
 pub fn gathering_places() -> Aside {
     Aside::new(2)
@@ -128,12 +130,11 @@ metrics::table! {
 pub struct HttpServer;
 
 impl HttpServer {
-    /// Serves on `binding` in tasks of `tasks`, until they are cancelled. Connections have a second to end then.
-    ///
-    /// Also puts into the registry what no other part owns: the listener's connections and the process's panics.
+    /// Serves on `binding` in tasks of `tasks` until they are cancelled. Open connections then have
+    /// a second to finish. Also registers the telemetry metrics of the process.
     ///
     /// # Errors
-    /// When the registry has these metrics already.
+    /// If the registry already has these metrics.
     pub fn start(
         config: HttpConfig,
         binding: impl Into<Binding>,
@@ -149,8 +150,8 @@ impl HttpServer {
     }
 }
 
-/// All paths. Java's server has its Prometheus text below `/prometheus/metrics`, with an optional registry name; this
-/// worker has one registry, so that every name gives all of it.
+/// Returns all routes. The Java server has Prometheus text below `/prometheus/metrics`, with an
+/// optional registry name. This worker has one registry, so every name returns all metrics.
 fn router(pages: Pages) -> Router {
     Router::new()
         .route("/metrics", get(metrics_text))
@@ -198,7 +199,8 @@ async fn ready(State(pages): State<Pages>) -> Response {
     }
 }
 
-/// It takes data; what it refuses and what is at risk is said, since nobody looks before.
+/// Returns the text for a ready worker. It lists refused results and risks, which would go
+/// unnoticed.
 fn said_ready(incomplete: &Incompleteness, risks: &[String]) -> String {
     let mut said = "ready\n".to_owned();
     if incomplete.shuffles > 0 {

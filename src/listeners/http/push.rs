@@ -1,8 +1,8 @@
-//! Metrics to a Prometheus pushgateway, for workers that no Prometheus can reach.
+//! Pushes metrics to a Prometheus pushgateway, for workers that Prometheus cannot reach.
 //!
-//! Each push replaces the group `job="uniffle-worker"`, `instance=<server id>` and the configured labels. A gateway that
-//! is away costs nothing but a warning now and then. A worker that stops deletes its group; one that hands over to a successor pushes
-//! once more.
+//! Each push replaces the group `job="uniffle-worker"`, `instance=<server id>` and the configured
+//! labels. An unavailable gateway causes only a warning from time to time. A worker that stops
+//! deletes its group. A worker with a successor pushes once more instead.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,23 +25,23 @@ use crate::schema::kind::{HOUR, SECOND, optional, parsed, seconds, table};
 use crate::schema::section;
 use crate::telemetry::LogLimiter;
 
-/// The job that all workers push as.
+/// Value of the label `job` for all workers.
 const JOB: &str = "uniffle-worker";
 
-/// For one push, connecting included.
+/// Deadline for one push, including connecting.
 const PUSH_DEADLINE: Duration = Duration::from_secs(10);
 
-/// For the last one: a gateway that is away must not hold up the worker's end.
+/// Deadline for the last push. It is short, so that the gateway cannot delay the shutdown.
 const LAST_PUSH_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Between two warnings while pushes fail.
+/// Minimum time between two warnings while pushes fail.
 const WARN_INTERVAL: Duration = Duration::from_secs(600);
 
-/// Of an error's text.
+/// Maximum length of an error text from the gateway.
 const ANSWER_BYTES_MAX: usize = 4 << 10;
 
 section! {
-    /// Where to push.
+    /// Settings of the pushgateway.
     #[table("metrics", "Metrics to a Prometheus pushgateway, as job uniffle-worker, instance = the worker's id.")]
     pub struct PushConfig {
         /// Prometheus pushgateway; a path prefix is kept. Default: none.
@@ -62,10 +62,10 @@ section! {
 
 const LABEL_CHARS_MAX: usize = 128;
 
-/// Whether a label needs no escaping in the gateway's path, and is none of those that the worker sets.
+/// Checks that a label needs no escaping in the gateway's path, and is not set by the worker.
 ///
 /// # Errors
-/// What is allowed.
+/// A description of the allowed labels.
 pub fn check_label(name: &str, value: &str) -> Result<(), &'static str> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let starts = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
@@ -84,7 +84,7 @@ pub fn check_label(name: &str, value: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// A parsed endpoint.
+/// The URL of a pushgateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
     authority: String,
@@ -95,7 +95,7 @@ impl Endpoint {
     /// Parses `http://host[:port][/prefix]`.
     ///
     /// # Errors
-    /// What is allowed.
+    /// A description of the allowed URLs.
     pub fn parse(text: &str) -> Result<Self, String> {
         let allowed = || "a URL such as \"http://gateway:9091\" or \"http://proxy/pushgateway\"".to_owned();
         let uri: Uri = text.parse().map_err(|_| allowed())?;
@@ -126,7 +126,7 @@ metrics::table! {
     }
 }
 
-/// Pushes until its tasks are cancelled.
+/// Pushes metrics until its tasks are cancelled.
 #[derive(Debug)]
 pub struct Pusher {
     gateway: Endpoint,
@@ -138,10 +138,10 @@ pub struct Pusher {
 }
 
 impl Pusher {
-    /// Starts pushing to `gateway` what `registry` gathers of `node`, as `instance`.
+    /// Starts to push the metrics in `registry` to `gateway`, under the label `instance`.
     ///
     /// # Errors
-    /// A metric name that is taken in `registry`.
+    /// If `registry` already has a metric of the same name.
     pub fn start(
         config: &PushConfig,
         gateway: &Endpoint,
@@ -203,7 +203,7 @@ impl Pusher {
 
     async fn push(&self, deadline: Duration) -> Result<(), String> {
         let (node, registry) = (Arc::clone(&self.node), self.registry.clone());
-        // As for a scrape: gauges are sums over everything that the worker holds.
+        // On a blocking thread, because gauges are sums over all stored data.
         let gathered = tokio::task::spawn_blocking(move || gathered(&*node, &registry));
         let text = gathered.await.map_err(|error| error.to_string())??;
         self.exchange(Method::PUT, text, deadline).await
@@ -222,7 +222,7 @@ fn gathered(node: &dyn Node, registry: &Registry) -> Result<Vec<u8>, String> {
     Ok(text)
 }
 
-/// The path of the worker's group. The names and values were checked to need no escaping.
+/// Returns the path of the worker's group. Labels were checked to need no escaping.
 fn group_path(gateway: &Endpoint, labels: &BTreeMap<String, String>, instance: &str) -> String {
     let mut path = format!("{}/metrics/job/{JOB}/instance/{instance}", gateway.prefix);
     for (name, value) in labels {
@@ -231,7 +231,7 @@ fn group_path(gateway: &Endpoint, labels: &BTreeMap<String, String>, instance: &
     path
 }
 
-/// One request on a connection of its own: pushes are seconds apart.
+/// Sends one request on a connection of its own, because pushes are seconds apart.
 async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) -> Result<(), String> {
     let stream = TcpStream::connect(authority).await.map_err(|error| format!("{authority}: {error}"))?;
     let text = |error: hyper::Error| error.to_string();
@@ -251,7 +251,7 @@ async fn exchange(method: Method, authority: &str, path: &str, body: Vec<u8>) ->
         }
         Err(refusal(status, answer.into_body()).await)
     };
-    // The connection does the work of the exchange, and may end first when the gateway closes it behind its answer.
+    // The connection drives the exchange. It may end first if the gateway closes after its answer.
     let driven = async {
         let _ = connection.await;
         std::future::pending().await

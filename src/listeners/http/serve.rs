@@ -1,14 +1,11 @@
-//! Connections of the HTTP listener, bounded in number, time and size.
+//! Connections of the HTTP listeners, bounded in number, time and size.
 //!
-//! A connection carries one request, whose head must come within a deadline of its own, and lives for at most the request
-//! timeout, accept to last byte: that bounds slow writers and slow readers alike, and scrapes are too rare for keep-alive
-//! to matter. A request that is asked to take long (a profile) moves its [`Deadline`].
-//!
-//! What hyper cannot parse it answers itself, with 400, 414 or 431 and no body: it offers no hook for a text (hyper 1.12,
-//! `on_error` of `proto/h1/role.rs`), and why is in the log at debug.
-//!
-//! Invariant: requests never hold all places; the others are for heads that are being read and for questions after the
-//! health, which wait for nothing. So a full listener still says that the worker lives.
+//! A connection carries one request. Its head has a deadline, and the connection ends at the latest
+//! after the request timeout, which bounds slow writers and slow readers. A long request such as a
+//! profile extends its [`Deadline`]. hyper itself answers malformed requests, with 400, 414 or 431
+//! and no body; the reason is in the log at DEBUG.
+//! Invariant: requests never use all places. The others are for heads being read and for health
+//! checks, which wait for nothing, so a full listener still reports that the worker is alive.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -33,23 +30,23 @@ use crate::runtime::Tasks;
 use crate::schema::kind::{SECOND, count, flag, seconds};
 use crate::schema::section;
 
-/// Request line and headers; also bounds the URL. Browsers and scrapers stay below 2 KiB.
+/// Limit of request line and headers, and thus of the URL. Browsers and scrapers need below 2 KiB.
 const HEAD_BYTES_MAX: usize = 8 << 10;
 
-/// Header lines of a request.
+/// Maximum number of header lines.
 const HEADERS_MAX: usize = 64;
 
-/// hyper's buffer per connection: twice the head, above its minimum of 8 KiB.
+/// Buffer of hyper per connection: twice the head, above its minimum of 8 KiB.
 const BUFFER_BYTES_MAX: usize = 2 * HEAD_BYTES_MAX;
 
-/// Below this are the paths that wait for no place.
+/// Prefix of paths that need no place.
 const HEALTH: &str = "/health/";
 
-/// What a connection gets to finish its answer after the group was cancelled.
+/// Time to finish an answer after the tasks were cancelled.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 
 section! {
-    /// Bounds of the listener.
+    /// Limits of the listener.
     #[table("http", "The HTTP listener.")]
     #[derive(Copy)]
     pub struct HttpConfig {
@@ -66,21 +63,21 @@ section! {
         /// A request is answered, from accept to the last byte, within this time.
         #[key("http.request_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
         pub request_timeout: Duration = 30 * SECOND,
-        /// Connections at once, where descriptors allow fewer than [`HttpConfig::connections_wanted`].
+        /// Maximum connections if descriptors allow fewer than [`HttpConfig::connections_wanted`].
         pub connections_max: Option<usize> = None,
     }
 }
 
-/// Connections beside those whose requests are served.
+/// Connections in addition to those whose requests are served.
 const SPARE_PLACES: usize = 256;
 
 impl HttpConfig {
-    /// Connections at once, if there are descriptors for all.
+    /// Returns the maximum number of connections if there are enough descriptors.
     pub(crate) const fn connections_wanted(&self) -> usize {
         self.max_connections + SPARE_PLACES
     }
 
-    /// Connections at once, and those of them that hold a request.
+    /// Returns the maximum number of connections, and of those among them that serve a request.
     fn places(&self) -> (usize, usize) {
         match self.connections_max.filter(|max| *max < self.connections_wanted()) {
             Some(max) => (max.max(2), self.max_connections.min((max / 2).max(1))),
@@ -89,11 +86,11 @@ impl HttpConfig {
     }
 }
 
-/// Who asks; in the extensions of every request.
+/// The caller's address, in the extensions of every request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Peer(pub(super) SocketAddr);
 
-/// Serves `router` on `binding` until the tasks are cancelled; returns at once.
+/// Serves `router` on `binding` until the tasks are cancelled. Returns at once.
 pub(super) fn start(
     names: Names,
     config: HttpConfig,
@@ -132,7 +129,7 @@ pub(super) fn start(
     });
 }
 
-/// When a connection is cut. Requests find it among their extensions.
+/// Time at which a connection is closed. It is in the extensions of every request.
 #[derive(Debug, Clone)]
 pub(super) struct Deadline(Arc<Mutex<Instant>>);
 
@@ -141,7 +138,7 @@ impl Deadline {
         Self(Arc::new(Mutex::new(Instant::now() + timeout)))
     }
 
-    /// Gives the request more time: what it was asked to take.
+    /// Extends the deadline by the requested duration of a profile.
     pub(super) fn extend(&self, by: Duration) {
         *self.0.lock() += by;
     }
@@ -157,13 +154,13 @@ impl Deadline {
     }
 }
 
-/// One connection: a request, an answer.
+/// A connection with its request and answer.
 struct Exchange {
     router: Router,
     deadline: Deadline,
     places: Arc<Semaphore>,
     seat: Arc<Seat>,
-    /// Held until the answer is taken.
+    /// The place of the request, held until the connection ends.
     serving: Mutex<Option<(places::Request, Option<OwnedSemaphorePermit>)>>,
 }
 
@@ -173,7 +170,8 @@ impl Exchange {
             tasks.cancelled().await;
             crate::clock::sleep(STOP_GRACE).await;
         };
-        // Whatever ends first drops the connection; a peer's bad manners are no news.
+        // The connection is dropped when the first of these ends. Errors of a peer are only
+        // debugged.
         tokio::select! {
             biased;
             result = self.answer(stream) => if let Err(error) = result {
@@ -194,7 +192,7 @@ impl Exchange {
             .await
     }
 
-    /// Its head has come.
+    /// Handles a request after its head was received.
     async fn call(&self, mut request: Request<Incoming>) -> Result<Response, Infallible> {
         self.seat.opened();
         let begun = self.seat.request();

@@ -33,7 +33,7 @@ struct TestServer {
 struct TestNode {
     gauge: IntGauge,
     is_ready: Arc<AtomicBool>,
-    /// Of the test, on which nothing is gathered of all that a worker holds.
+    /// Thread of the test, on which no expensive answer may be collected.
     runtime_thread: ThreadId,
 }
 
@@ -125,12 +125,12 @@ impl TestServer {
         self.send(&format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")).await
     }
 
-    /// Head and body of the answer to `request`.
+    /// Returns head and body of the answer to `request`.
     async fn send(&self, request: &str) -> (String, String) {
         let mut stream = TcpStream::connect(self.address).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = Vec::new();
-        // A refusal may reset the connection behind the answer while request bytes are still unread.
+        // The answer may be followed by a reset while request bytes are unread.
         let _ = stream.read_to_end(&mut answer).await;
         let text = String::from_utf8(answer).unwrap();
         let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
@@ -243,7 +243,7 @@ async fn n12_slow_clients_do_not_keep_the_health_checks_out() {
     let listener = listener().await;
     let before = tokio::time::Instant::now();
     let mut slow = Vec::new();
-    // Requests for all places and more, and heads that do not end for more than there can be.
+    // Fills all places with requests, and the other connections with heads that do not end.
     for request in ["GET /never HTTP/1.1\r\nHost: x\r\n\r\n"; 4].iter().chain(&["GET / HTT"; 400]) {
         let mut stream = TcpStream::connect(listener.address).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
@@ -253,7 +253,7 @@ async fn n12_slow_clients_do_not_keep_the_health_checks_out() {
         assert!(listener.ask(path).await.0.starts_with("HTTP/1.1 200"));
     }
     assert!(before.elapsed() < CONFIG.opening_timeout, "the clock runs ahead when all wait: nobody was cut");
-    // Another path waits until the requests before it are cut.
+    // Another path waits until the earlier requests are closed.
     assert!(listener.ask("/").await.0.starts_with("HTTP/1.1 200"));
     assert!(before.elapsed() >= CONFIG.request_timeout);
     for mut stream in slow {

@@ -1,4 +1,4 @@
-//! The calls. Bodies and answers are JSON; an empty body stands for no arguments.
+//! Administration calls. Requests and answers are JSON. An empty body means no arguments.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,37 +16,38 @@ use serde_json::{Value, json};
 use super::guard::{Audited, refusal};
 use crate::service::{Service, ServiceError};
 
-/// What the calls change beside the service.
+/// Controls outside the service that the calls use.
 pub trait Control: fmt::Debug + Send + Sync {
     /// Replaces the configured tags.
     ///
     /// # Errors
-    /// The one that is none.
+    /// A description of the invalid tag.
     fn set_tags(&self, tags: Vec<String>) -> Result<(), String>;
 
     /// Replaces the log filter.
     ///
     /// # Errors
-    /// Why it cannot be.
+    /// The reason why the filter is invalid.
     fn set_log_filter(&self, filter: &str) -> Result<(), String>;
 
-    /// Reads the configuration again: keys that are in effect now, and keys that wait for a start. Blocks on files.
+    /// Reloads the configuration. Returns the changed keys that are in effect, and those that need
+    /// a restart. Blocks on files.
     ///
     /// # Errors
-    /// Everything that is wrong with it.
+    /// All problems of the configuration.
     fn reload(&self) -> Result<(Vec<String>, Vec<String>), String>;
 }
 
-/// What the calls ask of the rest of the worker.
+/// Parts of the worker that the calls use.
 #[derive(Debug, Clone)]
 pub struct AdminHooks {
-    /// Decommissioning, flushing, purging.
+    /// Decommissioning, flushing and purging.
     pub service: Arc<Service>,
-    /// Everything else.
+    /// All other controls.
     pub control: Arc<dyn Control>,
 }
 
-/// All calls, without the gate.
+/// Returns the routes of all calls, without access checks.
 pub(super) fn router(hooks: AdminHooks) -> Router {
     Router::new()
         .route("/admin/decommission", post(decommission))
@@ -70,7 +71,7 @@ async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
     state_answer(&hooks)
 }
 
-/// Nothing new is taken, and what is here goes to where another machine finds it; how far that is.
+/// Stops taking new data and moves data to storage that other machines can read. Returns progress.
 async fn drain(State(hooks): State<AdminHooks>) -> Response {
     let drained = match hooks.service.lifecycle.drain_aside().await {
         Ok(drained) => drained,
@@ -115,7 +116,7 @@ async fn tags(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
     }
 }
 
-/// Puts everything that is in memory on its way to the disks; does not wait for it.
+/// Starts to flush all data in memory, without waiting for it.
 async fn flush(State(hooks): State<AdminHooks>) -> Response {
     match hooks.service.lifecycle.flush_all_aside().await {
         Ok(batches) => answer(&json!({ "batches_under_way": batches })),
@@ -156,7 +157,7 @@ async fn reload(State(hooks): State<AdminHooks>) -> Response {
     }
 }
 
-/// The arguments in `body`, or an answer that shows how they look.
+/// Parses the arguments in `body`. The error answer contains `example`.
 #[expect(clippy::result_large_err, reason = "the error is the answer, made once per bad call")]
 pub(super) fn arguments<T: DeserializeOwned>(body: &[u8], example: &str) -> Result<T, Response> {
     serde_json::from_slice(body).map_err(|error| {

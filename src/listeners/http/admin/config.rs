@@ -1,4 +1,4 @@
-//! Where the administration is, and who may call it.
+//! Settings of the administration listener.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use crate::schema::kind::{ip_address, optional, path, port, secret};
 use crate::schema::section;
 
 section! {
-    /// Where the administration is, and who may call it.
+    /// Settings of the administration listener.
     #[table("admin", "Administration: everything over HTTP that changes the worker's state. Off without a port.")]
     pub struct AdminConfig {
         /// Port; 0 = any free one. Default: none, there is no administration.

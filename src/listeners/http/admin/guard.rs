@@ -1,8 +1,8 @@
-//! What every call of the administration must pass, and the trace that it leaves.
+//! Access checks and audit events for every administration call.
 //!
-//! Order: who asks (401, 403), then how (405), then what (the route). So a stranger learns nothing of the paths. A
-//! browser on this machine could be made to send a POST to a loopback port by any page it shows; browsers say
-//! `Origin` then, and without a token such a call is refused.
+//! Order of the checks: caller (401, 403), method (405), route (404), so that an unauthorized
+//! caller learns nothing about the routes. Any web page can make a local browser send a POST to a
+//! loopback port. Browsers then send `Origin`, and without a token such a call is refused.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,40 +19,40 @@ use super::token::Token;
 use crate::listeners::http::serve::Peer;
 use crate::telemetry::{AUDIT, LogLimiter};
 
-/// Largest body of a call: 64 tags of 100 characters are a tenth of it.
+/// Size limit of a request body, ten times that of 64 tags with 100 characters.
 const BODY_BYTES_MAX: usize = 64 << 10;
 
-/// Below this nothing changes the worker's state.
+/// Path prefix of calls that do not change the worker's state.
 const PROFILES: &str = "/debug/";
 
-/// Says in every request of a browser, also in one without `Origin`, where the page is from that makes it.
+/// Header that browsers send with every request, even without `Origin`.
 const FETCH_SITE: &str = "sec-fetch-site";
 
-/// Between two log lines about callers that were turned away; the others are counted.
+/// Minimum time between two log lines about refused callers. Others are counted.
 const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The values of the label `result`.
+/// Values of the label `result`.
 pub(super) const RESULTS: [&str; 3] = ["ok", "failed", "denied"];
 
-/// What a handler wants in the audit line, put into the extensions of its response.
+/// Detail for the audit event, which a handler puts into the extensions of its response.
 #[derive(Debug, Clone)]
 pub(super) struct Audited(pub(super) String);
 
-/// What stands at the gate.
+/// State of the access checks.
 struct Gate {
     token: Option<Token>,
     metrics: AdminMetrics,
     denials: LogLimiter,
 }
 
-/// Why a caller is refused.
+/// Reason why a caller is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Denial {
-    /// There is a token and this was not it.
+    /// A token is required, and the caller did not send it.
     Token,
-    /// There is no token, and the caller is elsewhere.
+    /// No token is configured, and the caller is on another machine.
     Remote,
-    /// ... or a page in a browser.
+    /// No token is configured, and the caller is a browser.
     Browser,
 }
 
@@ -69,7 +69,7 @@ impl Denial {
     }
 }
 
-/// Puts the gate before all routes of `router`, and before what is no route.
+/// Adds the access checks to all routes of `router` and to unknown paths.
 pub(super) fn protect(router: Router, token: Option<Token>, metrics: AdminMetrics) -> Router {
     let gate = Arc::new(Gate { token, metrics, denials: LogLimiter::new(1, DENIED_LOG_INTERVAL) });
     router
@@ -127,7 +127,7 @@ impl Gate {
     }
 }
 
-/// The token of `Bearer TOKEN`; the scheme's case does not matter.
+/// Returns the token of `Bearer TOKEN`. The scheme is case-insensitive.
 fn bearer(value: &[u8]) -> Option<&[u8]> {
     let (scheme, token) = value.split_at_checked(7)?;
     scheme.eq_ignore_ascii_case(b"bearer ").then(|| token.trim_ascii())
@@ -137,7 +137,7 @@ fn shown(peer: Option<SocketAddr>) -> String {
     peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string())
 }
 
-/// An error with its reason.
+/// Returns an error response with its reason.
 pub(super) fn refusal(status: StatusCode, reason: &str) -> Response {
     let mut response = (status, axum::Json(serde_json::json!({ "error": reason }))).into_response();
     response.extensions_mut().insert(Audited(reason.to_owned()));

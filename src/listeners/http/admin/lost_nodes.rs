@@ -1,4 +1,4 @@
-//! `POST /admin/coordinator/forget`: removes a node from the list of lost nodes of this worker's coordinator.
+//! `POST /admin/coordinator/forget`: removes a node from the coordinator's list of lost nodes.
 
 use axum::Router;
 use axum::body::Bytes;
@@ -17,7 +17,7 @@ struct Wanted {
     id: String,
 }
 
-/// The call. `forget` removes the node with an id, or says why there is none to remove.
+/// Returns the route. `forget` removes the node with an id, or returns why it cannot.
 pub fn routes<F>(forget: F) -> Router
 where
     F: Fn(&str) -> Result<(), String> + Clone + Send + Sync + 'static,

@@ -1,4 +1,4 @@
-//! Counters of the administration.
+//! Metrics of the administration listener.
 
 use prometheus::{IntCounter, IntCounterVec, IntGauge};
 

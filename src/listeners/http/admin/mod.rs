@@ -1,9 +1,10 @@
-//! Administration: everything over HTTP that changes the worker's state or costs it much, on a listener of its own.
+//! Administration over HTTP, on a listener of its own: calls that change state or are expensive.
 //!
-//! Invariant: [`guard`] stands before every route, mounted ones too: POST only (GET for profiles), a bearer token (or, without one, a
-//! program on this machine that is no browser), a bounded body, and one event at the tracing target `audit` per call.
-//! The connections are those of `serve.rs`, bounded in number and time. The calls themselves are the service's and the
-//! composition root's ([`AdminHooks`]); here they are translated.
+//! The service and the composition root ([`AdminHooks`]) implement the calls. `serve.rs` bounds the
+//! connections in number and time.
+//! Invariant: [`guard`] checks every route, including mounted ones. It requires POST (GET for
+//! profiles), and a bearer token or a local caller that is not a browser. It bounds the body and
+//! emits one event with the tracing target `audit` per call.
 
 mod calls;
 mod config;
@@ -34,8 +35,8 @@ const NAMES: Names = Names {
     limit: "16, which is no key",
 };
 
-/// Calls at once: people and their scripts; from accept to the last byte of the answer, since nothing here waits for data to
-/// move.
+/// Limits of the listener. Few concurrent calls are enough for people and scripts, and no call
+/// waits for data to be moved.
 const CONFIG: HttpConfig = HttpConfig {
     max_connections: 16,
     opening_timeout: Duration::from_secs(10),
@@ -44,20 +45,22 @@ const CONFIG: HttpConfig = HttpConfig {
     connections_max: Some(CONNECTIONS_MAX),
 };
 
-/// Connections of the listener, with those whose head is being read.
+/// Maximum connections of the listener, including those that are still sending a request head.
 pub(crate) const CONNECTIONS_MAX: usize = 64;
 
-/// The administration's listener.
+/// The administration listener.
 #[derive(Debug)]
 pub struct AdminServer;
 
 impl AdminServer {
-    /// Serves on `binding` in tasks of `tasks` until they are cancelled. Callers must show `token`; without one only those
-    /// on this machine are heard. `mounted` are the routes of other parts: they are guarded as the own ones, so they
-    /// need be nothing but handlers of POST below `/admin/`, or of GET below `/debug/`.
+    /// Serves on `binding` in tasks of `tasks` until they are cancelled.
+    ///
+    /// Callers must send `token`. Without a token only local callers are accepted. `mounted` has
+    /// the routes of other parts, which must be POST below `/admin/` or GET below `/debug/`. They
+    /// get the same access checks.
     ///
     /// # Errors
-    /// When `registry` has its metrics already.
+    /// If `registry` already has the metrics.
     pub fn start(
         binding: impl Into<Binding>,
         token: Option<Token>,

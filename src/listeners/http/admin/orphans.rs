@@ -1,6 +1,8 @@
-//! What workers that are gone have left in the object store: `POST /admin/orphans`, and `/admin/orphans/remove`.
+//! Objects of departed workers in the object store: `POST /admin/orphans` and
+//! `/admin/orphans/remove`.
 //!
-//! Who is alive is the caller's to say (`uniffle-worker ctl orphans`); here only the own objects are never removed.
+//! The caller decides which workers are alive (`uniffle-worker ctl orphans`). The worker's own
+//! objects are never removed here.
 
 use std::sync::Arc;
 
@@ -18,7 +20,7 @@ use super::guard::refusal;
 use crate::tiers::StoreErrorKind;
 use crate::tiers::object::ObjectTier;
 
-/// The calls, for a worker with an object store.
+/// Returns the routes, for a worker with an object store.
 pub fn routes(tier: Arc<ObjectTier>) -> Router {
     Router::new()
         .route("/admin/orphans", post(list))

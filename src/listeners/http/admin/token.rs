@@ -1,28 +1,29 @@
-//! The bearer token: never shown, compared in a time that tells nothing of its text.
+//! The bearer token. It is never shown, and the time of a comparison does not depend on its text.
 
 use std::fmt;
 
 use subtle::ConstantTimeEq as _;
 
-/// Shortest token: 16 characters of base64 are 96 bits.
+/// Minimum length. 16 characters of base64 have 96 bits.
 const CHARS_MIN: usize = 16;
-/// A header line holds it.
+/// Maximum length, which fits into a header line.
 const CHARS_MAX: usize = 1024;
 
-/// What callers of the administration must know.
+/// The secret of administration callers.
 #[derive(Clone)]
 pub struct Token(String);
 
-/// A text that is no token.
+/// The error for a text that is not a valid token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a token of {CHARS_MIN} to {CHARS_MAX} printable ASCII characters without blanks")]
 pub struct InvalidToken;
 
 impl Token {
-    /// Takes `text` without the blanks around it, such as the newline at the end of a file.
+    /// Parses a token. Surrounding white space is removed, such as the newline at the end of a
+    /// file.
     ///
     /// # Errors
-    /// [`InvalidToken`], which does not repeat the text.
+    /// [`InvalidToken`], which does not contain the text.
     pub fn parse(text: &str) -> Result<Self, InvalidToken> {
         let text = text.trim();
         let is_sound =
@@ -30,7 +31,7 @@ impl Token {
         if is_sound { Ok(Self(text.to_owned())) } else { Err(InvalidToken) }
     }
 
-    /// Whether `offered` is the token. Only the lengths decide how long this takes.
+    /// Returns whether `offered` is the token. The time depends on the lengths only.
     pub fn is(&self, offered: &[u8]) -> bool {
         self.0.as_bytes().ct_eq(offered).into()
     }

@@ -1,58 +1,58 @@
-//! The shape of `/api/v1/cluster`: every node as its heartbeats tell it, and the applications of all of them.
+//! Types of `/api/v1/cluster`: all nodes with their last heartbeats, and applications of all nodes.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// Applications listed, and nodes that went silent.
+/// Maximum number of listed applications, and of listed lost nodes.
 const LISTED_MAX: usize = 1_000;
 
-/// What one coordinator knows.
+/// The cluster as known to one coordinator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Cluster {
-    /// Nodes alive, by id.
+    /// Live nodes, sorted by id.
     pub nodes: Vec<ClusterNode>,
-    /// Ids of nodes that went silent, the first thousand.
+    /// Ids of lost nodes, at most a thousand.
     pub lost: Vec<String>,
-    /// Applications that nodes tell of.
+    /// Number of applications that nodes report.
     pub app_count: usize,
-    /// The thousand largest of them.
+    /// The thousand largest applications.
     pub apps: Vec<ClusterApp>,
 }
 
-/// A node alive.
+/// A live node.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ClusterNode {
     /// Server id.
     pub id: String,
     /// Address.
     pub ip: String,
-    /// gRPC.
+    /// Port of gRPC.
     pub grpc_port: i32,
-    /// Metrics and status; 0 = not told.
+    /// Port of metrics and status; 0 if not reported.
     pub http_port: i32,
     /// `active`, `unhealthy`, `decommissioning`, `decommissioned`, or `excluded` by configuration.
     pub state: &'static str,
-    /// Its version, where it tells.
+    /// Version; empty if not reported.
     pub version: String,
     /// All tags.
     pub tags: Vec<String>,
-    /// Since its last heartbeat.
+    /// Seconds since the last heartbeat.
     pub silent_seconds: f64,
-    /// Memory in use, tickets included.
+    /// Memory in use, including tickets.
     pub used_bytes: u64,
-    /// Of that, promised to tickets.
+    /// Part of the used memory that tickets reserve.
     pub reserved_bytes: u64,
     /// Free memory.
     pub available_bytes: u64,
-    /// Batches on their way to disks.
+    /// Batches being flushed.
     pub unfinished_batches: u64,
-    /// Its disks.
+    /// Disks of the node.
     pub disks: Vec<ClusterDisk>,
-    /// Applications that it tells of.
+    /// Number of applications that the node reports.
     pub apps: usize,
-    /// There are more disks or applications than the coordinator has room for.
+    /// Whether disks or applications were omitted for lack of room in the coordinator.
     pub is_cut: bool,
 }
 
@@ -63,22 +63,22 @@ pub struct ClusterDisk {
     pub mount: String,
     /// `normal`, `unhealthy`, `overused` or `unknown`.
     pub condition: &'static str,
-    /// Its size.
+    /// Size of the disk.
     pub capacity_bytes: u64,
-    /// In use, by anyone.
+    /// Used bytes, including other programs' data.
     pub used_bytes: u64,
-    /// Writes that failed.
+    /// Number of failed writes.
     pub failures: u64,
 }
 
-/// An application, over all nodes.
+/// An application, summed over all nodes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ClusterApp {
-    /// Its id.
+    /// Application id.
     pub app: String,
-    /// Nodes that have data of it, or a registration.
+    /// Nodes with data or a registration of the application.
     pub nodes: Vec<String>,
-    /// Its partitions.
+    /// Number of partitions.
     pub partitions: u64,
     /// Payload in memory.
     pub in_memory_bytes: u64,
@@ -106,7 +106,7 @@ impl ClusterApp {
 }
 
 impl Cluster {
-    /// Puts together what single nodes tell.
+    /// Combines the reports of single nodes.
     pub fn new(
         nodes: Vec<ClusterNode>,
         mut lost: Vec<String>,

@@ -1,7 +1,8 @@
 //! `GET /api/v1/…`: the worker's state as JSON, for the status page and for scripts.
 //!
-//! Read only. The shapes are in [`model`] and documented in docs/operations.md; the composition root fills [`Status`]
-//! once a second at most, the service tells of single applications. Answers are bounded: lists say how much there is in all.
+//! The API is read-only. [`model`] has the types, and docs/operations.md documents them. The
+//! composition root updates [`Status`] at most once a second; the service describes applications.
+//! Answers are bounded: lists contain the total number.
 
 pub mod cluster;
 pub mod model;
@@ -24,14 +25,14 @@ use crate::service::{SAMPLE_INTERVAL, Service};
 pub use model::Status;
 use model::{App, Apps, Gone};
 
-/// Applications listed without a `limit`, and at most.
+/// Default and maximum number of listed applications.
 const APPS_DEFAULT: usize = 100;
 const APPS_MAX: usize = 1_000;
 
-/// Of what only a coordinator knows.
+/// Error for paths that need a coordinator.
 const NO_COORDINATOR: &str = "this worker has no coordinator (embedded_coordinator.enable); node and coordinators are in /api/v1/status";
 
-/// The parts of [`Status`] that have an address of their own.
+/// Parts of [`Status`] with a path of their own.
 const PARTS: &[&str] = &[
     "node",
     "memory",
@@ -46,18 +47,18 @@ const PARTS: &[&str] = &[
     "process",
 ];
 
-/// What the API asks.
+/// Sources of the API.
 #[derive(Debug, Clone)]
 pub struct ApiHooks {
-    /// Tells of applications and of the last minutes.
+    /// Source of applications and history.
     pub service: Arc<Service>,
-    /// Tells of everything else.
+    /// Source of everything else.
     pub node: Arc<dyn Node>,
-    /// For what is gathered.
+    /// Threads for collecting answers.
     pub aside: Aside,
 }
 
-/// All paths of the API.
+/// Returns the routes of the API.
 pub fn router(hooks: ApiHooks) -> Router {
     Router::new()
         .route("/api/v1", get(index))

@@ -1,4 +1,5 @@
-//! The shapes of the API. Names end in their unit; sizes are bytes, times seconds or Unix milliseconds.
+//! Types of the API. Names end in their unit. Sizes are bytes; times are seconds or Unix
+//! milliseconds.
 
 use std::time::Duration;
 
@@ -6,70 +7,70 @@ use serde::Serialize;
 
 use crate::service::{AppStatistics, Explanation, Incompleteness, Presence, QuotaUse};
 
-/// Everything but the applications and the last minutes.
+/// The worker's state without applications and history.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Status {
-    /// Who this is, now.
+    /// Identity and state of the worker.
     pub node: Node,
-    /// How old the figures are.
+    /// Age of the figures.
     pub age_seconds: f64,
     /// The memory tier.
     pub memory: Memory,
-    /// All tiers, the fastest first.
+    /// All tiers, fastest first.
     pub tiers: Vec<Tier>,
     /// Data directories.
     pub disks: Vec<Disk>,
-    /// The object store; absent without one.
+    /// The object store, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub object_store: Option<ObjectStore>,
-    /// Between memory and disks.
+    /// Flushing from memory.
     pub flush: Flush,
-    /// Promised memory.
+    /// Memory reserved for sends.
     pub tickets: Tickets,
-    /// Whom it reports to.
+    /// Coordinators that the worker reports to.
     pub coordinators: Vec<Coordinator>,
-    /// Who is connected.
+    /// Open connections.
     pub connections: Connections,
-    /// Applications in all.
+    /// Totals of all applications.
     pub apps: AppTotals,
-    /// What is not proven to be complete: its results are refused.
+    /// Incomplete shuffles, whose results are refused.
     pub incomplete: Incompleteness,
-    /// Quotas that are set, with who has most of each.
+    /// Configured quotas, with the largest user of each.
     pub quotas: Vec<QuotaUse>,
-    /// Since the start.
+    /// Counters since the start.
     pub totals: Totals,
-    /// The process.
+    /// Figures of the process.
     pub process: Process,
 }
 
 /// The worker as a node of its cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Node {
-    /// Server id, as coordinators and clients know it.
+    /// Server id for coordinators and clients.
     pub id: String,
-    /// Address told to clients.
+    /// Address announced to clients.
     pub ip: String,
     /// `active`, `unhealthy`, `decommissioning` or `decommissioned`.
     pub state: &'static str,
-    /// Why `/health/ready` says no; null when it says yes.
+    /// Reason why `/health/ready` fails; null if the worker is ready.
     pub not_ready: Option<String>,
     /// Configured tags.
     pub tags: Vec<String>,
     /// `store_type`
     pub store_type: &'static str,
-    /// As bound.
+    /// Bound port of gRPC.
     pub grpc_port: u16,
-    /// As bound; null = off.
+    /// Bound port of raw TCP; null if off.
     pub tcp_port: Option<u16>,
-    /// As bound.
+    /// Bound port of HTTP.
     pub http_port: u16,
     /// Version of the worker.
     pub version: &'static str,
     /// Commit it was built from.
     pub commit: &'static str,
-    /// Start.
+    /// Start time.
     pub started_ms: i64,
-    /// Since then.
+    /// Time since the start.
     pub uptime_seconds: f64,
 }
 
@@ -78,154 +79,154 @@ pub struct Node {
 pub struct Memory {
     /// `memory_store.capacity`
     pub capacity_bytes: u64,
-    /// In use: stored, in flight or reserved.
+    /// Bytes in use: stored, in flight or reserved.
     pub used_bytes: u64,
-    /// Promised to tickets, not stored yet.
+    /// Bytes reserved by tickets and not stored yet.
     pub reserved_bytes: u64,
-    /// On the way to disks.
+    /// Bytes being flushed.
     pub in_flight_bytes: u64,
     /// Buffers of reads from disk, outside the capacity.
     pub read_buffer_bytes: u64,
     /// `memory_store.heap_capacity`
     pub heap_capacity_bytes: u64,
-    /// Charged to it.
+    /// Bytes charged to the heap budget.
     pub heap_used_bytes: u64,
-    /// ... by kind.
+    /// The charged bytes by kind.
     pub heap: Vec<HeapUse>,
     /// Blocks stored.
     pub blocks: u64,
-    /// At most.
+    /// Maximum number of blocks.
     pub blocks_max: u64,
-    /// Spilling starts at this share.
+    /// Flushing starts at this share of the capacity.
     pub high_watermark: f64,
-    /// ... and ends at this one.
+    /// Flushing ends at this share of the capacity.
     pub low_watermark: f64,
 }
 
-/// What the heap is held for.
+/// Heap use of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HeapUse {
     /// `requests`, `unfinished_blocks`, `answers`, `registrations`, `reported_ids` or `partitions`.
     pub kind: &'static str,
-    /// The most that it may have.
+    /// Limit of this kind.
     pub capacity_bytes: u64,
-    /// What it has.
+    /// Bytes in use.
     pub used_bytes: u64,
 }
 
-/// A place where blocks are.
+/// A storage tier.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Tier {
     /// `memory` or `local`.
     pub tier: &'static str,
-    /// Its size.
+    /// Capacity of the tier.
     pub capacity_bytes: u64,
-    /// Bytes of this worker in it.
+    /// Bytes of this worker in the tier.
     pub used_bytes: u64,
 }
 
-/// An object store, and the read cache before it.
+/// An object store and its read cache.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ObjectStore {
     /// Bytes of the segments of known shuffles.
     pub stored_bytes: u64,
-    /// Whether the last calls failed by its fault.
+    /// Whether the latest calls failed because of the store.
     pub is_failing: bool,
-    /// Bytes of the places in use in the read cache.
+    /// Bytes of the slots in use in the read cache.
     pub cache_used_bytes: u64,
-    /// Bytes of all its places; 0 = there is none.
+    /// Bytes of all slots; 0 without a cache.
     pub cache_capacity_bytes: u64,
-    /// Chunks that reads found in it.
+    /// Number of chunks read from the cache.
     pub cache_hits: u64,
-    /// Chunks that were fetched for it.
+    /// Number of chunks fetched into the cache.
     pub cache_misses: u64,
 }
 
 /// A data directory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Disk {
-    /// Its root.
+    /// Path of the directory.
     pub path: String,
-    /// Where it is mounted.
+    /// Mount point of the directory.
     pub mount: String,
     /// `ssd`, `hdd` or `unknown`.
     pub media: &'static str,
     /// `healthy`, `full`, `read_only`, `detached`, `hung` or `broken`.
     pub condition: &'static str,
-    /// What is wrong with a read-only, detached, hung or broken one.
+    /// Error of a read-only, detached, hung or broken disk.
     pub fault: Option<String>,
-    /// Errors so far.
+    /// Number of errors.
     pub failures: u64,
     /// Size of the file system.
     pub total_bytes: u64,
-    /// Free in it.
+    /// Free bytes of the file system.
     pub free_bytes: u64,
-    /// Of this worker.
+    /// Bytes of this worker.
     pub used_bytes: u64,
-    /// Being written.
+    /// Bytes being written.
     pub in_flight_bytes: u64,
 }
 
-/// Between memory and disks.
+/// Flushing from memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Flush {
-    /// Batches that wait for a worker.
+    /// Batches that wait to be written.
     pub queued_batches: usize,
-    /// Those and the ones being written or waiting to be tried again.
+    /// Batches that wait, are being written, or will be retried.
     pub unfinished_batches: usize,
-    /// Their bytes.
+    /// Bytes of the unfinished batches.
     pub in_flight_bytes: u64,
-    /// Payload brought to disks since the start.
+    /// Payload flushed since the start.
     pub flushed_bytes: u64,
-    /// How often a batch could be written to no disk.
+    /// Number of times that no disk accepted a batch.
     pub failed_writes: u64,
 }
 
-/// Promised memory.
+/// Memory reserved for sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Tickets {
-    /// Neither used nor expired.
+    /// Tickets that are neither used nor expired.
     pub outstanding: usize,
-    /// Their bytes.
+    /// Bytes reserved by these tickets.
     pub reserved_bytes: u64,
-    /// Refused because the memory was full, since the start.
+    /// Tickets refused since the start because memory was full.
     pub refused_memory: u64,
-    /// Refused because a huge partition filled its share, since the start.
+    /// Tickets refused since the start because a huge partition used up its share.
     pub refused_partition: u64,
 }
 
-/// One coordinator.
+/// The link to a coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Coordinator {
-    /// As configured.
+    /// Address as configured.
     pub address: String,
     /// `up`, `down`, `untried` or `embedded`.
     pub link: &'static str,
-    /// Why it is down.
+    /// Reason if it is down.
     pub reason: Option<String>,
 }
 
 /// Open connections by listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Connections {
-    /// gRPC.
+    /// Connections of gRPC.
     pub grpc: u64,
-    /// Raw TCP.
+    /// Connections of raw TCP.
     pub tcp: u64,
-    /// HTTP, this one included.
+    /// Connections of HTTP, including the one of this request.
     pub http: u64,
 }
 
-/// Applications in all.
+/// Totals of all applications.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct AppTotals {
-    /// Known now.
+    /// Number of known applications.
     pub count: usize,
-    /// Their partitions.
+    /// Number of their partitions.
     pub partitions: u64,
-    /// Of those, huge.
+    /// Number of huge partitions.
     pub huge_partitions: u64,
-    /// Blocks of theirs that are lost.
+    /// Number of lost blocks.
     pub lost_blocks: u64,
 }
 
@@ -240,53 +241,53 @@ pub struct Totals {
     pub flushed_bytes: u64,
 }
 
-/// The process.
+/// Figures of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Process {
     /// Resident memory.
     pub resident_bytes: u64,
     /// CPU time since the start.
     pub cpu_seconds: f64,
-    /// Threads.
+    /// Number of threads.
     pub threads: u64,
-    /// Descriptors.
+    /// Number of open descriptors.
     pub open_files: u64,
-    /// Panics; each ended a task.
+    /// Number of panics. Each ended a task.
     pub panics: u64,
 }
 
-/// The applications, the largest first.
+/// The applications, largest first.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Apps {
-    /// How many are known.
+    /// Number of known applications.
     pub count: usize,
-    /// The largest of them, by payload received.
+    /// The largest applications, by payload received.
     pub apps: Vec<App>,
-    /// Those that have gone, the latest first.
+    /// Finished applications, latest first.
     pub gone: Vec<Gone>,
 }
 
-/// One application.
+/// A known application.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct App {
-    /// Its id.
+    /// Application id.
     pub app: String,
     pub user: String,
-    /// Since its first registration.
+    /// Time since its first registration.
     pub age_seconds: f64,
-    /// Since it was last heard of.
+    /// Time since its last call.
     pub idle_seconds: f64,
-    /// Shuffles registered.
+    /// Number of registered shuffles.
     pub shuffles: usize,
     #[serde(flatten)]
     pub statistics: AppStatistics,
-    /// The largest partition by the mean of those with data; 0 without any.
+    /// Size of the largest partition divided by the mean of those with data; 0 without data.
     pub skew: f64,
     pub lost_blocks: u64,
 }
 
 impl App {
-    /// What is told of `app`.
+    /// Creates the description of `app`.
     pub fn new(app: &crate::app::App, statistics: AppStatistics, idle: Duration, lost_blocks: u64) -> Self {
         Self {
             app: app.id().to_string(),
@@ -301,25 +302,25 @@ impl App {
     }
 }
 
-/// An application that is here no more; `/explain` tells the rest.
+/// A finished application. `/explain` has the details.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Gone {
-    /// Its id.
+    /// Application id.
     pub app: String,
-    /// Its user.
+    /// User of the application.
     pub user: String,
-    /// How it went.
+    /// How the application ended.
     pub presence: Presence,
-    /// How old it was.
+    /// Age when it ended.
     pub age_seconds: f64,
-    /// Payload it had sent.
+    /// Payload received from it.
     pub received_bytes: u64,
-    /// Blocks of it that were lost.
+    /// Number of its blocks that were lost.
     pub lost_blocks: u64,
 }
 
 impl Gone {
-    /// The short form of `gone`.
+    /// Creates the short form of an explanation.
     #[must_use]
     pub fn new(gone: &Explanation) -> Self {
         Self {

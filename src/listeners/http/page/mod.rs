@@ -1,7 +1,7 @@
-//! The status page: one document that asks `/api/v1` for what it shows, and no other server for anything.
+//! The status page: one document that loads its data from `/api/v1` and nothing from other servers.
 //!
-//! Three files become one at start-up. The content policy of each answer allows the page's own script and style by a
-//! number used once and forbids everything else, so that markup in a name would do nothing even if it got in.
+//! Three files are combined at start-up. The content security policy allows only the page's own
+//! script and style, by a nonce. Markup in a name would therefore have no effect.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ const HTML: &str = include_str!("page.html");
 const CSS: &str = include_str!("page.css");
 const JS: &str = include_str!("page.js");
 
-/// Stands in the page where the number goes.
+/// Placeholder for the nonce.
 const NONCE: &str = "__NONCE__";
 
-/// The page at `/`.
+/// Returns the route of the page at `/`.
 pub(super) fn router() -> Router {
     let page: Arc<str> = HTML.replace("__CSS__", CSS).replace("__JS__", JS).into();
     Router::new().route("/", get(move || async move { answer(&page) }))
@@ -46,7 +46,7 @@ mod tests {
     #[test]
     fn the_page_asks_no_other_server() {
         let page = [HTML, CSS, JS].concat();
-        // The namespace of SVG is a name; nothing is fetched from it.
+        // The SVG namespace is only a name, and nothing is loaded from it.
         let addresses = page.matches("http://").count() + page.matches("https://").count();
         assert_eq!(addresses, page.matches("http://www.w3.org/2000/svg").count());
         for outside in
