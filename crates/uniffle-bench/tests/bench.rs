@@ -181,7 +181,7 @@ fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
 fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent() {
     fails_with(
         &bench(&["write", "--shape", concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")]),
-        "no recorded session",
+        "not a recorded session",
     );
     fails_with(&bench(&["write", "--connections", "90000"]), "descriptors");
     fails_with(&bench(&["write", "--bytes", "1EB", "--blocks", "tiny"]), "memory");

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 /// Ask a worker, or every worker of a cluster, and tell it what to do.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Exit codes: 0 done; 1 a worker refuses, or does not know what was named; 2 wrong command line; \
+    after_help = "Exit codes: 0 done; 1 a worker refuses, or does not know the requested item; 2 wrong command line; \
                         3 a worker or all coordinators cannot be reached; 4 a state was not reached in time."
 )]
 pub struct Arguments {

@@ -1,14 +1,14 @@
 //! Blocks whose content follows from a seed.
 //!
-//! Invariant: a block's bytes are a function of (seed, block id, length) only, on every machine and version, so that a
-//! reader can verify what another process wrote.
+//! Invariant: a block's bytes depend only on (seed, block id, length), on every machine and
+//! version, so that a reader can verify the data of another process.
 
 use bytes::Bytes;
 
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 
-/// Makes the same blocks in every process with the same seed.
+/// Creates the same blocks in every process with the same seed.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockGenerator {
     seed: u64,
@@ -16,16 +16,16 @@ pub struct BlockGenerator {
 }
 
 impl BlockGenerator {
-    /// A generator of blocks with ids of `layout`.
+    /// Creates a generator of blocks with ids of `layout`.
     #[must_use]
     pub fn new(seed: u64, layout: IdLayout) -> Self {
         Self { seed, layout }
     }
 
-    /// Block number `sequence` of `task` for `partition`, with `length` bytes.
+    /// Returns block number `sequence` of `task` for `partition`, with `length` bytes.
     ///
     /// # Panics
-    /// If the parts do not fit the layout.
+    /// Panics if a part of the id does not fit the layout.
     #[must_use]
     pub fn block(&self, partition: PartitionId, task: TaskAttemptId, sequence: u32, length: u32) -> Block {
         let id =
@@ -33,7 +33,7 @@ impl BlockGenerator {
         Block::new(id, task, self.content(id, length))
     }
 
-    /// The bytes of block `id`.
+    /// Returns the bytes of block `id`.
     #[must_use]
     pub fn content(&self, id: BlockId, length: u32) -> Bytes {
         let mut state = SplitMix64(self.seed ^ id.0.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -47,7 +47,7 @@ impl BlockGenerator {
     }
 }
 
-/// Sebastiano Vigna's SplitMix64: eight bytes in a few cycles, and never another sequence with another crate version.
+/// Sebastiano Vigna's SplitMix64: fast, and independent of crate versions.
 struct SplitMix64(u64);
 
 impl SplitMix64 {

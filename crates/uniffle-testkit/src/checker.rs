@@ -1,10 +1,11 @@
-//! Random writers and readers against the real process, which is killed, stopped or upgraded at a random instant.
+//! Random writers and readers against a real worker process, which is killed, stopped or upgraded
+//! at a random instant.
 //!
-//! The rule: every block that was acknowledged and reported is readable byte for byte, or its loss is told. After a stop
-//! or an upgrade in place nothing may be lost at all. After a `kill -9` what was in memory may: exactly those blocks that
-//! the data directories did not have then, one by one, as [`on_disk`](crate::on_disk) reads them before the next start;
-//! every other block must be served. A loss is healed by sending the blocks again. A worker may have remote files as well,
-//! which readers read behind it, as clients do, and which a test disturbs while a round goes on.
+//! Rule: every block that was acknowledged and reported is readable byte for byte, or its loss is
+//! reported. A stop or an upgrade in place must lose nothing. A `kill -9` may only lose blocks that
+//! were in memory: exactly those that [`on_disk`](crate::on_disk) does not find in the data
+//! directories before the next start. Resending the blocks repairs a loss. A worker may also have
+//! remote files, which clients read after its disks and which a test disturbs during a round.
 
 mod crew;
 mod history;
@@ -42,15 +43,16 @@ use crate::worker::Worker;
 const WRITERS: u32 = 4;
 const READERS: u32 = 2;
 const PARTITIONS: i32 = 6;
-/// Shuffles that are kept over the rounds.
+/// Number of shuffles that are kept over several rounds.
 const SHUFFLES_KEPT: usize = 3;
 
 const LAYOUT: IdLayout = IdLayout::SPARK;
 
-/// How long blocks in remote files may take to be readable after a disturbance.
+/// Time limit for blocks in remote files to become readable after a disturbance.
 const REMOTE_PATIENCE: Duration = Duration::from_secs(120);
 
-/// The run's rounds (`PROCESS_ROUNDS`) and its random numbers (`PROCESS_SEED` repeats a run).
+/// Returns the number of rounds (`PROCESS_ROUNDS`) and the random generator (`PROCESS_SEED` repeats
+/// a run).
 pub fn run_of(rounds: u64) -> (u64, ChaCha8Rng) {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let rounds = number("PROCESS_ROUNDS").unwrap_or(rounds);
@@ -59,18 +61,19 @@ pub fn run_of(rounds: u64) -> (u64, ChaCha8Rng) {
     (rounds, ChaCha8Rng::seed_from_u64(seed))
 }
 
-/// What ends a round.
+/// End of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum End {
     Kill,
     Stop,
     Upgrade,
-    /// The process goes on.
+    /// The process continues.
     Nothing,
 }
 
 impl End {
-    /// Ends the process, `killed` being set before, and begins the next. Returns what a killed one left on its disks.
+    /// Ends the process and starts the next one. Sets `killed` before a kill, and returns the
+    /// blocks that a killed process left on its disks.
     fn bring_to(self, worker: &mut Worker, killed: &AtomicBool) -> Option<Left> {
         match self {
             Self::Nothing => {}
@@ -94,7 +97,7 @@ impl End {
     }
 }
 
-/// The blocks in the data directories of a worker that was killed, by shuffle.
+/// Blocks in the data directories of a killed worker, by shuffle.
 #[derive(Debug, Default)]
 struct Left {
     blocks: BTreeMap<ShuffleKey, BTreeSet<(i32, BlockId)>>,
@@ -116,27 +119,28 @@ impl Left {
     }
 }
 
-/// Where a worker's cold data is, as its clients see it.
+/// A worker's remote files, as its clients see them.
 pub trait Remote: Debug + Send + Sync {
-    /// What they register with.
+    /// Returns the storage with which clients register.
     fn storage(&self) -> RemoteStorage;
-    /// What they find of a partition; an error when it does not answer.
+    /// Returns the blocks that clients find of a partition, or an error if the storage does not
+    /// answer.
     fn read<'a>(&'a self, key: &'a ShuffleKey, partition: i32) -> RemoteRead<'a>;
-    /// Breaks something, while writers and readers are at work.
+    /// Breaks something while writers and readers run.
     fn disturb(&self);
-    /// Repairs it.
+    /// Repairs the disturbance.
     fn heal(&self);
 }
 
-/// Blocks by id.
+/// Result of a remote read: blocks by id.
 pub type RemoteRead<'a> = BoxFuture<'a, Result<BTreeMap<BlockId, Bytes>, String>>;
 
-/// A worker as its judge sees it: with the remote files behind it.
+/// A worker and its remote files, as the oracle sees them.
 #[derive(Debug)]
 struct Judged<'a> {
     client: &'a ShuffleClient,
     remote: Option<&'a dyn Remote>,
-    /// What a read may have to wait for where there are remote files.
+    /// Blocks that a read may have to wait for if there are remote files.
     expected: &'a Blocks,
 }
 
@@ -177,14 +181,14 @@ struct Tally {
     longest: Duration,
 }
 
-/// Runs rounds, and remembers what must be readable.
+/// Runs rounds and records which blocks must be readable.
 #[derive(Debug, Default)]
 pub struct Checker {
-    /// What is in memory outlives the process: nothing may be lost.
+    /// Memory survives the process, so nothing may be lost.
     memory_is_kept: bool,
     remote: Option<Arc<dyn Remote>>,
     history: Arc<Mutex<History>>,
-    /// Shuffles of earlier rounds without a loss.
+    /// Shuffles of earlier rounds that had no loss.
     kept: Vec<i32>,
     tallies: BTreeMap<End, Tally>,
 }
@@ -203,21 +207,21 @@ impl Drop for Checker {
 }
 
 impl Checker {
-    /// A checker of a worker with remote files.
+    /// Creates a checker of a worker with remote files.
     pub fn with_remote(remote: Arc<dyn Remote>) -> Self {
         let mut checker = Self::default();
         checker.remote = Some(remote);
         checker
     }
 
-    /// A checker of a worker whose memory outlives it.
+    /// Creates a checker of a worker with persistent memory.
     pub fn of_kept_memory() -> Self {
         let mut checker = Self::default();
         checker.memory_is_kept = true;
         checker
     }
 
-    /// Shuffle `id` is written and read until the round's end; then everything is verified.
+    /// Runs a round: shuffle `id` is written and read until its end. Then verifies everything.
     pub async fn round(&mut self, id: i32, end: End, worker: &mut Worker, random: &mut ChaCha8Rng) {
         let client = client_of(worker).await;
         let ranges: Vec<_> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
@@ -277,8 +281,8 @@ impl Checker {
         }
     }
 
-    /// Asks for everything of a shuffle, one block at a time; how many are told as lost. `left` is what the disks had when
-    /// the process was killed.
+    /// Reads every block of a shuffle, one at a time. Returns the number of reported losses. `left`
+    /// holds the blocks that were on the disks when the process was killed.
     async fn verify(
         &self,
         client: &ShuffleClient,
@@ -292,7 +296,7 @@ impl Checker {
             let told = history.told.get(&id).cloned().unwrap_or_default();
             (told, history.in_reports.get(&id).cloned().unwrap_or_default())
         };
-        // Of reports without an answer some were taken.
+        // Some reports without a response were accepted.
         for (partition, blocks) in &mut expected {
             let known = client.results(&key, &[PartitionId(*partition)], Some(LAYOUT)).await;
             let known = known.unwrap_or_else(|error| panic!("shuffle {id} after {end:?}: {error}"));
@@ -324,7 +328,8 @@ impl Checker {
         lost
     }
 
-    /// Sends everything of a shuffle again, as recomputed tasks do; then nothing is lost any more. Or forgets it.
+    /// Repairs a loss: resends all blocks like recomputed tasks and checks that nothing is lost, or
+    /// unregisters the shuffle.
     async fn heal(&mut self, client: &ShuffleClient, id: i32, random: &mut ChaCha8Rng) {
         if random.random_bool(0.3) {
             client.unregister(&shuffle(id)).await.expect("known");

@@ -1,18 +1,18 @@
-//! The claim of a data directory, as a start that is refused for want of one tells it.
+//! Claims of data directories, as the text of a refused start contains them.
 
 use std::path::{Path, PathBuf};
 
-/// The file's name.
+/// File name of a claim.
 pub const CLAIM: &str = "uniffle-worker.claim";
 
-/// Whether a file is a directory's claim.
+/// Returns true for the claim of a directory.
 #[must_use]
 pub fn is_claim(path: &Path) -> bool {
     path.ends_with(CLAIM)
 }
 
-/// What the line for a shell in a refusal writes, and to which file; none where it does not know. As a shell would for paths
-/// without a quote in them.
+/// Parses the shell command that a refusal suggests. Returns the file and its content, or `None`
+/// without a command. Expects paths without quotes.
 #[must_use]
 pub fn told(refusal: &str) -> Option<(PathBuf, Vec<u8>)> {
     let (_, line) = refusal.split_once(r"printf '%s\n' ")?;
@@ -22,7 +22,8 @@ pub fn told(refusal: &str) -> Option<(PathBuf, Vec<u8>)> {
     Some((quoted(file).first()?.into(), content.into_bytes()))
 }
 
-/// A claim by which a directory is another one than it was: what a worker leaves that takes one without a claim for a new one.
+/// Returns a claim with another identity, as a worker writes it when it treats a directory without
+/// a claim as new.
 #[must_use]
 pub fn another() -> Vec<u8> {
     b"uniffle-worker local store 1\n0badc1a1-0000-4000-8000-000000000001\n".to_vec()

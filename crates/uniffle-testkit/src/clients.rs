@@ -8,12 +8,12 @@ use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use crate::worker::Worker;
 
-/// Patience in milliseconds instead of Java's seconds, for about a minute.
+/// Backoff in milliseconds instead of Java's seconds, for about a minute in total.
 pub fn patient() -> Backoff {
     Backoff { attempts: 600, first: Duration::from_millis(20), longest: Duration::from_millis(100) }
 }
 
-/// The same for a worker in this process.
+/// Backoff for a worker in this process.
 pub fn quickly() -> Backoff {
     Backoff { attempts: 2_000, first: Duration::from_millis(2), longest: Duration::from_millis(10) }
 }

@@ -1,4 +1,5 @@
-//! Configurations of tests: the text that a user would have written, and a worker in this process that is started from it.
+//! Configurations of tests: the text that a user would write, and a worker in this process that
+//! uses it.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -8,13 +9,13 @@ use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::{Environment, Inherited, Origin, Worker};
 use uniffle_worker::tiers::Tier;
 
-/// Nothing of the machine: loopback, and ports that the system chooses.
+/// Listeners that do not conflict with the machine: loopback, and ports that the system chooses.
 const OWN_LISTENERS: &[(&str, &str)] =
     &[("bind_address", "\"127.0.0.1\""), ("grpc_port", "0"), ("http_port", "0")];
-/// However full the disk of the machine is.
+/// Watermarks that ignore how full the machine's disk is.
 const ROOMY_DISKS: &[(&str, &str)] = &[("disk_high_watermark", "1.0"), ("disk_low_watermark", "0.9999")];
 
-/// What a test chooses. Whatever it sets in `top` or `local` replaces what every test gets.
+/// Settings of a test. Settings in `top` and `local` replace the defaults of the harness.
 #[derive(Debug, Clone, Copy)]
 pub struct Lines<'a> {
     /// `store_type`.
@@ -27,7 +28,7 @@ pub struct Lines<'a> {
     pub memory: &'a str,
     /// More lines of `[localfile_store]`.
     pub local: &'a str,
-    /// Whole tables behind the rest.
+    /// Further tables.
     pub tables: &'a str,
 }
 
@@ -38,7 +39,7 @@ impl Default for Lines<'_> {
 }
 
 impl Lines<'_> {
-    /// The file of a worker with its data in `data_paths`, whose names are printable ASCII.
+    /// Returns the file of a worker with data in `data_paths`, whose names must be printable ASCII.
     pub fn text(&self, data_paths: &[impl AsRef<Path>]) -> String {
         let Self { store_type, capacity, top, memory, local, tables } = self;
         let data_paths: Vec<&Path> = data_paths.iter().map(AsRef::as_ref).collect();
@@ -51,7 +52,7 @@ impl Lines<'_> {
         )
     }
 
-    /// The same for a worker in this process.
+    /// Returns the file of a worker in this process.
     pub fn own_text(&self, data_paths: &[impl AsRef<Path>]) -> String {
         let top = unless_set(OWN_LISTENERS, self.top) + self.top;
         Lines { top: &top, ..*self }.text(data_paths)
@@ -63,7 +64,7 @@ impl Lines<'_> {
         Worker::start(&config).await.expect("the worker starts")
     }
 
-    /// The same with tiers beside those that the configuration names.
+    /// Starts a worker with tiers besides the configured ones.
     pub async fn start_above(&self, tiers: Vec<Arc<dyn Tier>>, data_paths: &[impl AsRef<Path>]) -> Worker {
         let environment = Environment { tiers, ..Environment::default() };
         let config = parse(&self.own_text(data_paths));
@@ -71,7 +72,7 @@ impl Lines<'_> {
     }
 }
 
-/// Starts a worker in this process that reads `file` again when it is told to.
+/// Starts a worker in this process that re-reads `file` on a reload.
 pub async fn start_from(file: &Path) -> Worker {
     let origin = Origin { env: env(), machine: machine() };
     let config = Config::load(Some(file), &origin.env, &origin.machine).expect("a good configuration");
@@ -79,12 +80,12 @@ pub async fn start_from(file: &Path) -> Worker {
     Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker starts")
 }
 
-/// A configuration of a machine that is the same everywhere.
+/// Parses a configuration for a fixed machine.
 pub fn parse(text: &str) -> Config {
     Config::parse(text, &env(), &machine()).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
-/// The environment of a worker that is found on this machine only.
+/// Environment of a worker that is only reachable on this machine.
 fn env() -> HashMap<String, String> {
     HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())])
 }
@@ -93,7 +94,7 @@ fn machine() -> Machine {
     Machine { memory_bytes: 8 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") }
 }
 
-/// A line for each of `defaults` whose key has none in `chosen`.
+/// Returns a line for each of `defaults` whose key is not set in `chosen`.
 pub(crate) fn unless_set(defaults: &[(&str, &str)], chosen: &str) -> String {
     let is_set = |key: &str| chosen.lines().any(|line| line.split(['=', ' ']).next() == Some(key));
     let unset = defaults.iter().filter(|(key, _)| !is_set(key));

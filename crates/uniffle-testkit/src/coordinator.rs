@@ -1,6 +1,6 @@
-//! A coordinator double: shows the heartbeats it gets, and answers them as well or as badly as a test wants.
+//! A coordinator double that shows the heartbeats it receives and responds as a test requires.
 //!
-//! Everything but heartbeats is UNIMPLEMENTED: workers call nothing else.
+//! All other calls are UNIMPLEMENTED, because workers do not make them.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -19,20 +19,20 @@ use uniffle_worker::runtime::Tasks;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How heartbeats are answered.
+/// Response to heartbeats.
 #[derive(Debug, Clone, Copy)]
 pub enum Manner {
-    /// With SUCCESS.
+    /// Responds with SUCCESS.
     Well,
-    /// With this status and no effect.
+    /// Responds with this status and has no effect.
     Refusing(StatusCode),
-    /// With a gRPC error.
+    /// Responds with a gRPC error.
     Failing,
-    /// With SUCCESS after so long.
+    /// Responds with SUCCESS after this delay.
     Slow(Duration),
 }
 
-/// A coordinator on a port of its own; ends with [`CoordinatorDouble::stop`].
+/// A coordinator on its own port. Ends with [`CoordinatorDouble::stop`].
 #[derive(Debug)]
 pub struct CoordinatorDouble {
     pub address: SocketAddr,
@@ -41,7 +41,7 @@ pub struct CoordinatorDouble {
     tasks: Tasks,
 }
 
-/// What has come so far.
+/// Heartbeats received so far.
 #[derive(Debug, Default)]
 struct Seen {
     count: u64,
@@ -65,7 +65,7 @@ impl CoordinatorDouble {
         Self { address, manner, seen, tasks }
     }
 
-    /// From the next heartbeat on.
+    /// Changes the response, starting with the next heartbeat.
     pub fn behave(&self, manner: Manner) {
         self.manner.send_replace(manner);
     }
@@ -76,7 +76,7 @@ impl CoordinatorDouble {
         self.until(|_, total| total >= wanted).await;
     }
 
-    /// Waits for a heartbeat that says what `holds` wants, and returns it.
+    /// Waits for a heartbeat for which `holds` returns true, and returns it.
     pub async fn heartbeat(
         &mut self,
         holds: impl Fn(&ShuffleServerHeartBeatRequest) -> bool,
@@ -107,7 +107,7 @@ struct Rpc {
 
 type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<Response<T>, Status>> + Send + 'a>>;
 
-/// What `async_trait` would have made of methods that only say no.
+/// Expands to the methods that `async_trait` would create, all of which fail.
 macro_rules! unimplemented {
     ($($name:ident($request:ty) -> $response:ty;)*) => {$(
         fn $name<'life0, 'async_trait>(&'life0 self, _: Request<$request>) -> Answer<'async_trait, $response>

@@ -1,7 +1,8 @@
-//! A remote file system in memory, with faults on purpose.
+//! An in-memory remote file system with injected faults.
 //!
-//! It is as strict as a NameNode where the tier relies on it: a file is made once, a file whose write failed stays
-//! open and takes no append, a directory is removed only when it is empty or all of it goes.
+//! It is as strict as a NameNode where the tier relies on it: a file is created once, a file whose
+//! write failed stays open and rejects appends, and a non-empty directory is only deleted
+//! recursively.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -14,20 +15,20 @@ use tokio::sync::Notify;
 use uniffle_worker::tiers::hdfs::fs::{Call, RemoteEntry, RemoteFs};
 use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
-/// What a call does instead of succeeding.
+/// Fault of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RemoteFault {
     /// Fails before anything happens.
     Fail(StoreErrorKind),
-    /// Writes so many bytes, then fails; the file stays open (create and append only).
+    /// Writes this number of bytes, then fails. The file stays open (create and append only).
     Torn(usize, StoreErrorKind),
-    /// Does its work, and then the answer is lost.
+    /// Succeeds, but the response is lost.
     Lost,
     /// Waits until [`FakeFs::release`].
     Hang,
 }
 
-/// Calls that a fault can be for.
+/// Calls that can have a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RemoteCall {
     /// [`RemoteFs::make_dirs`]
@@ -57,7 +58,7 @@ struct Rule {
     call: RemoteCall,
     ending: String,
     fault: RemoteFault,
-    /// Calls left that it is for; none = all.
+    /// Remaining calls that the rule applies to. `None` means all.
     times: Option<u32>,
 }
 
@@ -77,12 +78,12 @@ pub struct FakeFs {
 }
 
 impl FakeFs {
-    /// The next `times` calls (none = all) on paths that end in `ending` have a fault.
+    /// Injects `fault` into the next `times` calls (`None` = all) on paths that end in `ending`.
     pub fn add_fault(&self, call: RemoteCall, ending: &str, fault: RemoteFault, times: Option<u32>) {
         self.state.lock().rules.push_back(Rule { call, ending: ending.to_owned(), fault, times });
     }
 
-    /// No more faults; what hangs goes on.
+    /// Removes all faults and resumes hanging calls.
     pub fn release(&self) {
         let mut state = self.state.lock();
         state.rules.clear();
@@ -90,12 +91,12 @@ impl FakeFs {
         self.wake.notify_waiters();
     }
 
-    /// Every call so far.
+    /// Returns all calls so far.
     pub fn calls(&self) -> Vec<(RemoteCall, String)> {
         self.state.lock().calls.clone()
     }
 
-    /// Every file with its bytes.
+    /// Returns all files with their bytes.
     pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let state = self.state.lock();
         let file = |(path, node): (&String, &Node)| match node {
@@ -105,7 +106,7 @@ impl FakeFs {
         state.nodes.iter().filter_map(file).collect()
     }
 
-    /// Every path, directories included.
+    /// Returns all paths, including directories.
     pub fn paths(&self) -> Vec<String> {
         self.state.lock().nodes.keys().cloned().collect()
     }
@@ -161,7 +162,7 @@ impl FakeFs {
         }
     }
 
-    /// The kind of a torn write that the next call on `path` is to be.
+    /// Returns the torn write that the next call on `path` will have, if any.
     fn torn(&self, call: RemoteCall, path: &str) -> Option<(usize, StoreErrorKind)> {
         let state = self.state.lock();
         let rule = state.rules.iter().find(|rule| rule.call == call && path.ends_with(&rule.ending))?;
@@ -283,7 +284,7 @@ impl RemoteFs for FakeFs {
         })
     }
 
-    /// A file that was not closed has nothing to read, as little as one whose last block is not complete.
+    /// Reads nothing from a file that was not closed, like HDFS with an incomplete last block.
     fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
         self.call(RemoteCall::Read, path, move |state, path| match state.nodes.get(path) {
             Some(Node::File { open: true, .. }) => Ok(Bytes::new()),

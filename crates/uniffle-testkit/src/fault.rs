@@ -1,7 +1,9 @@
-//! A disk that misbehaves on purpose: rules that make chosen operations of any disk fail, end short or hang ([`FaultDisk`]).
+//! A disk with injected faults: rules make chosen operations of any disk fail, end short or hang
+//! ([`FaultDisk`]).
 //!
-//! Rules are consumed in order; a rule may let some matching calls pass first. A hung operation has begun: it does its
-//! work when it is released ([`Faults::release`]), even when its caller has given up, as a thread in `pwritev` would.
+//! Rules are consumed in order, and a rule may let some matching calls pass first. A hanging
+//! operation has begun: it takes effect on release ([`Faults::release`]), even if its caller has
+//! given up, like a thread in `pwritev`.
 
 mod disk;
 
@@ -18,7 +20,7 @@ use uniffle_io::BoxFuture;
 
 pub use disk::FaultDisk;
 
-/// Kinds of operations that rules choose by.
+/// Kinds of operations that rules match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// [`Disk::open_write`].
@@ -45,34 +47,37 @@ pub enum Operation {
     Remove,
     /// [`Disk::space`].
     Space,
-    /// [`Disk::list`], [`Disk::read_small`], [`Disk::write_small`], [`Disk::lock`], [`Disk::lock_existing`] and [`File::size`].
+    /// [`Disk::list`], [`Disk::read_small`], [`Disk::write_small`], [`Disk::lock`],
+    /// [`Disk::lock_existing`] and [`File::size`].
     Other,
 }
 
-/// What happens to an operation.
+/// Fault of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// It fails with this `errno` and does nothing.
     Errno(i32),
-    /// A write stores so many bytes, then fails with this `errno`. Other operations just fail.
+    /// A write stores this number of bytes, then fails with this `errno`. Other operations only
+    /// fail.
     Short {
         /// Bytes that are stored.
         bytes: usize,
         /// The error.
         errno: i32,
     },
-    /// A write stores zeros, as many as there were bytes, and succeeds. Other operations just succeed.
+    /// A write stores zeros of the same length and succeeds. Other operations are unaffected.
     Zeros,
-    /// It does not return before [`Faults::release`].
+    /// The operation does not return before [`Faults::release`].
     Hang,
-    /// It takes so much longer.
+    /// The operation takes this much longer.
     Slow(Duration),
-    /// A read gives one byte other than it is stored, the one in the middle of its first part. Other operations are not
-    /// concerned.
+    /// A read returns one wrong byte, in the middle of its first part. Other operations are
+    /// unaffected.
     Flip,
     /// The caller that waits for it panics.
     Panic,
-    /// The process dies in it: a write stores so many bytes, and no call returns any more. Other operations do nothing.
+    /// The process dies during the call: a write stores this number of bytes, and no call returns.
+    /// Other operations do nothing.
     Torn {
         /// Bytes that are stored.
         bytes: usize,
@@ -90,41 +95,42 @@ pub const EACCES: i32 = rustix::io::Errno::ACCESS.raw_os_error();
 /// "Too many open files".
 pub const EMFILE: i32 = rustix::io::Errno::MFILE.raw_os_error();
 
-/// Makes one kind of operation fail.
+/// A rule that injects a fault into one kind of operation.
 #[derive(Debug, Clone)]
 pub struct Rule {
     /// The kind of operation.
     pub operation: Operation,
-    /// Only paths that end so (as text); `None` = all. For renames it is the source that counts.
+    /// Path suffix that must match, as text. `None` matches all paths. For renames the source
+    /// counts.
     pub suffix: Option<Cow<'static, str>>,
-    /// Matching calls that pass first.
+    /// Number of matching calls that pass first.
     pub after: u32,
-    /// Matching calls that then fail.
+    /// Number of matching calls that then fail.
     pub times: u32,
-    /// What happens to them.
+    /// Fault of these calls.
     pub fault: Fault,
 }
 
 impl Rule {
-    /// The next call of this kind.
+    /// Matches the next call of this kind.
     #[must_use]
     pub fn once(operation: Operation, fault: Fault) -> Self {
         Self { operation, suffix: None, after: 0, times: 1, fault }
     }
 
-    /// All calls of this kind until [`Faults::clear`].
+    /// Matches all calls of this kind until [`Faults::clear`].
     #[must_use]
     pub fn always(operation: Operation, fault: Fault) -> Self {
         Self { times: u32::MAX, ..Self::once(operation, fault) }
     }
 
-    /// The same rule for paths that end with `suffix`.
+    /// Restricts the rule to paths that end with `suffix`.
     #[must_use]
     pub fn on(self, suffix: impl Into<Cow<'static, str>>) -> Self {
         Self { suffix: Some(suffix.into()), ..self }
     }
 
-    /// The same rule after so many calls that pass.
+    /// Lets `after` calls pass first.
     #[must_use]
     pub fn after(self, after: u32) -> Self {
         Self { after, ..self }
@@ -147,8 +153,8 @@ struct Inner {
     device: Option<Device>,
 }
 
-/// A device that writes so fast and one call after another. What goes by way of the page cache costs its time when it is
-/// written back.
+/// A device with limited speed that serves one call after another. Buffered writes cost their time
+/// on write-back.
 #[derive(Debug)]
 struct Device {
     bytes_per_second: u64,
@@ -164,7 +170,7 @@ impl std::fmt::Debug for Inner {
     }
 }
 
-/// A splitmix64 sequence: deterministic for a seed, which is all that a replay needs.
+/// A splitmix64 sequence, deterministic for a seed.
 struct Random {
     state: u64,
     one_in: u64,
@@ -192,29 +198,29 @@ impl Random {
 }
 
 impl Faults {
-    /// Adds a rule behind the others.
+    /// Adds a rule after the others.
     pub fn add(&self, rule: Rule) {
         self.inner.lock().rules.push(rule);
     }
 
-    /// From now on one in `one_in` calls of the named kinds fails, as `seed` decides.
+    /// From now on one in `one_in` calls of the given kinds fails, chosen by `seed`.
     pub fn seed(&self, seed: u64, one_in: u64, faults: Vec<(Operation, Fault)>) {
         self.inner.lock().random = Some(Random { state: seed, one_in: one_in.max(1), faults });
     }
 
-    /// Forgets all rules; hung operations stay hung.
+    /// Removes all rules. Hanging operations stay hanging.
     pub fn clear(&self) {
         let mut inner = self.inner.lock();
         inner.rules.clear();
         inner.random = None;
     }
 
-    /// From now on the device writes so many bytes in a second, by the clock of the runtime.
+    /// Limits the device to `bytes_per_second`, by the clock of the runtime.
     pub fn set_speed(&self, bytes_per_second: u64) {
         self.inner.lock().device = Some(Device { bytes_per_second, free_at: Instant::now() });
     }
 
-    /// `work` when the device has written `bytes`.
+    /// Runs `work` once the device has written `bytes`.
     fn at_speed(
         &self,
         bytes: u64,
@@ -231,18 +237,18 @@ impl Faults {
         })
     }
 
-    /// From now on the file system is mounted read-only, or no longer.
+    /// Mounts the file system read-only, or writable again.
     pub fn set_read_only(&self, read_only: bool) {
         self.inner.lock().read_only = read_only;
     }
 
-    /// Whether it is.
+    /// Returns true if the file system is mounted read-only.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.inner.lock().read_only
     }
 
-    /// An operation that would change something.
+    /// Applies the rules to an operation that modifies something.
     fn change<T: Send + 'static>(
         &self,
         operation: Operation,
@@ -255,7 +261,8 @@ impl Faults {
         self.apply(operation, path, work)
     }
 
-    /// An operation that changes nothing when `there` answers, as that is there already.
+    /// Applies the rules to a creation. On a read-only file system it succeeds if the target
+    /// exists, which `there` checks.
     fn create<T: Send + 'static, S: Send + 'static>(
         &self,
         operation: Operation,
@@ -272,19 +279,19 @@ impl Faults {
         self.apply(operation, path, Box::pin(work))
     }
 
-    /// Operations that hang now.
+    /// Returns the number of hanging operations.
     #[must_use]
     pub fn hung(&self) -> usize {
         self.inner.lock().hung.len()
     }
 
-    /// Faults injected so far.
+    /// Returns the number of injected faults.
     #[must_use]
     pub fn injected(&self) -> u64 {
         self.inner.lock().injected
     }
 
-    /// Lets every hung operation do its work, in order.
+    /// Resumes all hanging operations, in order.
     pub async fn release(&self) {
         let hung = std::mem::take(&mut self.inner.lock().hung);
         for operation in hung {
@@ -316,7 +323,7 @@ impl Faults {
         fault
     }
 
-    /// `work`, or what the rules make of it.
+    /// Runs `work`, subject to the rules.
     fn apply<T: Send + 'static>(
         &self,
         operation: Operation,
@@ -338,11 +345,11 @@ impl Faults {
         }
     }
 
-    /// Puts `work` aside until release.
+    /// Stores `work` until the release.
     fn hang<T: Send + 'static>(&self, work: BoxFuture<'static, T>) -> BoxFuture<'static, Option<T>> {
         let (done, waiting) = oneshot::channel();
         self.inner.lock().hung.push(Box::pin(async move {
-            // The caller may have gone, but the work is done all the same.
+            // The caller may be gone, but the work is done anyway.
             let _ = done.send(work.await);
         }));
         Box::pin(async move { waiting.await.ok() })

@@ -1,7 +1,7 @@
-//! A real HDFS: Hadoop's NameNode and DataNode in a JVM of its own (`tests/hdfs/`), on free ports.
+//! A real HDFS: Hadoop's NameNode and DataNode in a separate JVM (`tests/hdfs/`), on free ports.
 //!
-//! The JVM takes commands on standard input, one answer a line (see `uniffle.MiniHdfs`), and ends when its input does,
-//! so it cannot outlive the test.
+//! The JVM reads commands from standard input and writes one response per line (see
+//! `uniffle.MiniHdfs`). It ends with its input, so it cannot outlive the test.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use crate::tools::{WORKSPACE, kept_dir};
 use crate::{maven, say};
 
-/// A command that waits for a DataNode to register takes seconds.
+/// Time limit of a command. One that waits for a DataNode to register takes seconds.
 const COMMAND_DEADLINE: Duration = Duration::from_secs(120);
 
 /// A running HDFS.
@@ -32,7 +32,7 @@ struct Pipes {
     answers: Receiver<String>,
 }
 
-/// A file as the NameNode lists it.
+/// A file in the NameNode's listing.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Listed {
     pub path: String,
@@ -40,7 +40,7 @@ pub struct Listed {
     pub owner: String,
 }
 
-/// Where Maven puts classes and jars.
+/// Directory in which Maven puts classes and jars.
 fn home() -> PathBuf {
     kept_dir().join("hdfs")
 }
@@ -55,12 +55,13 @@ pub fn build() {
 }
 
 impl MiniHdfs {
-    /// Starts one with `settings` of Hadoop, `name=value`.
+    /// Starts an HDFS with Hadoop `settings`, each `name=value`.
     pub fn start(settings: &[&str]) -> Self {
         Self::start_with(Command::new("java"), settings)
     }
 
-    /// The same by a command that ends in running `java`, such as one that enters a network namespace.
+    /// Starts an HDFS with a command that ends in running `java`, such as one that enters a network
+    /// namespace.
     pub fn start_with(mut java: Command, settings: &[&str]) -> Self {
         build();
         let home = home();
@@ -98,12 +99,13 @@ impl MiniHdfs {
         format!("hdfs://127.0.0.1:{}{path}", self.port())
     }
 
-    /// The NameNode's port.
+    /// Returns the NameNode's port.
     pub fn port(&self) -> u16 {
         self.ports[0]
     }
 
-    /// The settings by which a client finds both NameNodes as the nameservice `name`; it was started with `ha`.
+    /// Returns the settings with which a client finds both NameNodes as nameservice `name`.
+    /// Requires a start with `ha`.
     pub fn nameservice(&self, name: &str) -> Vec<(String, String)> {
         let mut settings = vec![
             ("dfs.nameservices".to_owned(), name.to_owned()),
@@ -115,7 +117,7 @@ impl MiniHdfs {
         settings
     }
 
-    /// Runs a command of `uniffle.MiniHdfs`; it must succeed.
+    /// Runs a command of `uniffle.MiniHdfs`, which must succeed.
     pub fn run(&self, command: &str) -> String {
         let mut pipes = self.pipes.lock();
         writeln!(pipes.commands, "{command}").unwrap_or_else(|error| panic!("{command}: {error}"));
@@ -128,7 +130,7 @@ impl MiniHdfs {
             .to_owned()
     }
 
-    /// Every file below a directory, sorted.
+    /// Returns all files below a directory, sorted.
     pub fn list(&self, path: &str) -> Vec<Listed> {
         let answer = self.run(&format!("list {path}"));
         let mut files: Vec<Listed> = answer
@@ -144,7 +146,7 @@ impl MiniHdfs {
         files
     }
 
-    /// The end of what Hadoop logged.
+    /// Returns the end of Hadoop's log.
     pub fn log_tail(&self) -> String {
         let log = std::fs::read_to_string(self.dir.path().join("hdfs.log")).unwrap_or_default();
         let lines: Vec<_> = log.lines().collect();

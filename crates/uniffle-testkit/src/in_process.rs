@@ -1,5 +1,5 @@
-//! A client of a service in this process, which follows the Java client step by step without sockets: it works under
-//! paused time.
+//! A client of a service in this process. It follows the Java client step by step but uses no
+//! sockets, so it works with paused time.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -20,18 +20,19 @@ use uniffle_worker::service::{
 
 use crate::judge::{Answers, Blocks, Refusal};
 
-/// How long NO_BUFFER is waited for, in steps.
+/// Number of retries after NO_BUFFER.
 const NO_BUFFER_WAITS: u32 = 60;
 const NO_BUFFER_PAUSE: Duration = Duration::from_secs(1);
-/// Attempts of a read that fails, as Spark makes of a task: by the fourth the worker has found out what is lost.
+/// Attempts of a failing read, as Spark repeats a task. By the fourth attempt the worker has
+/// determined the losses.
 const READ_ATTEMPTS: u32 = 4;
-/// Asked for at a time.
+/// Bytes requested per read.
 const READ_BUFFER_BYTES: u32 = 14 << 20;
 
 /// Blocks by partition.
 pub type Batch = [(i32, Vec<Block>)];
 
-/// Speaks to a service.
+/// A client of a service.
 #[derive(Debug, Clone)]
 pub struct InProcess {
     pub service: Arc<Service>,
@@ -42,7 +43,7 @@ impl InProcess {
     /// Registers a shuffle with partitions `0..partitions`.
     ///
     /// # Errors
-    /// The service's.
+    /// Returns the service's error.
     pub async fn register(&self, key: &ShuffleKey, partitions: i32) -> Result<(), ServiceError> {
         let request = RegisterRequest {
             app: key.app.as_str(),
@@ -60,7 +61,7 @@ impl InProcess {
     /// Sends a batch.
     ///
     /// # Errors
-    /// The service's.
+    /// Returns the service's error.
     pub fn send(&self, key: &ShuffleKey, batch: &Batch) -> Result<(), ServiceError> {
         let bytes: usize =
             batch.iter().flat_map(|(_, blocks)| blocks).map(|block| block.data.len() + 32).sum();
@@ -86,7 +87,7 @@ impl InProcess {
     /// Reports the blocks of a task.
     ///
     /// # Errors
-    /// The service's.
+    /// Returns the service's error.
     pub async fn report(
         &self,
         key: &ShuffleKey,
@@ -114,7 +115,7 @@ impl InProcess {
         Ok(results.bitmap)
     }
 
-    /// Memory until it is empty, then the index once, then what is wanted of the data.
+    /// Reads memory until it is empty, then the index once, then the wanted data.
     async fn try_read(
         &self,
         key: &ShuffleKey,
@@ -178,10 +179,10 @@ impl InProcess {
     }
 }
 
-/// Puts a whole block into a send.
+/// Adds a whole block to a send.
 ///
 /// # Errors
-/// The service's.
+/// Returns the service's error.
 pub fn send_block(session: &mut SendSession, block: &Block) -> Result<(), ServiceError> {
     session.begin_block(block.meta.length)?;
     session.write(&block.data)?;
@@ -194,7 +195,7 @@ pub fn send_block(session: &mut SendSession, block: &Block) -> Result<(), Servic
     })
 }
 
-/// All chunks of an answer, which has the length that was announced or is malformed.
+/// Collects all chunks of a response, whose length must match the announced one.
 async fn collect(mut chunks: ChunkStream, length: u64) -> Result<Vec<u8>, ServiceError> {
     let mut all = Vec::new();
     while let Some(chunk) = chunks.next().await? {
@@ -239,7 +240,7 @@ impl Answers for InProcess {
             match self.try_read(key, partition, tasks).await {
                 Ok(found) => return Ok(found),
                 Err(error) if error.status() == StatusCode::NoBuffer && waits < NO_BUFFER_WAITS => waits += 1,
-                // What is lost is told at once, whatever else fails is tried again.
+                // Losses are reported at once. Any other failure is retried.
                 Err(
                     error
                     @ (ServiceError::Lost(_) | ServiceError::NotRegistered | ServiceError::Forgotten(_)),

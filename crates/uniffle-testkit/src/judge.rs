@@ -1,9 +1,10 @@
-//! Whether a worker keeps what clients were told, one block at a time.
+//! The oracle: checks block by block that a worker keeps its promises to clients.
 //!
-//! [`Told`] is what clients of one shuffle were told. [`verify`] asks a worker ([`Answers`]) for the results and for every
-//! block, with task filters that lead around those it calls lost, and lists what does not fit. It is strict on purpose: a
-//! worker that serves nothing and calls everything lost breaks no rule of the protocol, so each block that should be there
-//! and is not served is named ([`Findings::withheld`]), and the caller says which blocks should be there.
+//! [`Told`] records the responses to the clients of one shuffle. [`verify`] asks a worker
+//! ([`Answers`]) for the results and for every block, with task filters that avoid the lost blocks,
+//! and lists all contradictions. A worker that serves nothing and reports everything as lost breaks
+//! no rule of the protocol. Therefore the caller says which blocks must be present, and each one
+//! that is not served is listed ([`Findings::withheld`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -19,7 +20,7 @@ pub type Blocks = BTreeMap<BlockId, Bytes>;
 /// Ids of a report, by partition.
 pub type Report = [(i32, Vec<BlockId>)];
 
-/// What clients of one registered shuffle sent and were told, by partition.
+/// Blocks that clients of one registered shuffle sent, and the responses, by partition.
 #[derive(Debug, Clone, Default)]
 pub struct Told {
     pub partitions: BTreeMap<i32, ToldPartition>,
@@ -27,11 +28,11 @@ pub struct Told {
 
 #[derive(Debug, Clone, Default)]
 pub struct ToldPartition {
-    /// Everything that was sent, whatever came of it.
+    /// All blocks that were sent, whatever the outcome.
     pub sent: Blocks,
-    /// Ids in reports that were acknowledged.
+    /// Ids in acknowledged reports.
     pub reported: BTreeSet<BlockId>,
-    /// Ids in reports of any outcome: one without an answer may have been taken.
+    /// Ids in all reports. A report without a response may have been accepted.
     pub tried: BTreeSet<BlockId>,
 }
 
@@ -40,14 +41,14 @@ impl Told {
         self.partitions.entry(partition).or_default()
     }
 
-    /// A report that was sent.
+    /// Records a report that was sent.
     pub fn tried(&mut self, report: &Report) {
         for (partition, ids) in report {
             self.partition(*partition).tried.extend(ids);
         }
     }
 
-    /// A report that was acknowledged.
+    /// Records a report that was acknowledged.
     pub fn reported(&mut self, report: &Report) {
         self.tried(report);
         for (partition, ids) in report {
@@ -56,12 +57,12 @@ impl Told {
     }
 }
 
-/// Why a worker does not answer.
+/// Reason why a worker refuses a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// It says that something is lost or may be missing, or that it failed.
+    /// The worker reports a loss, possibly missing data, or a failure.
     Told(String),
-    /// It does not know the application or the shuffle (NO_REGISTER).
+    /// The worker does not know the application or the shuffle (NO_REGISTER).
     Unknown(String),
 }
 
@@ -74,16 +75,16 @@ impl Refusal {
     }
 }
 
-/// A worker as readers see it. Waiting while it says NO_BUFFER is the implementation's business.
+/// A worker as readers see it. Implementations wait during NO_BUFFER.
 pub trait Answers {
-    /// `getShuffleResult` of one partition.
+    /// Calls `getShuffleResult` for one partition.
     fn results(
         &self,
         key: &ShuffleKey,
         partition: i32,
     ) -> impl Future<Output = Result<BTreeSet<BlockId>, Refusal>>;
 
-    /// Blocks of these task attempts, through all tiers, checksums compared.
+    /// Reads the blocks of these task attempts through all tiers and verifies checksums.
     fn read(
         &self,
         key: &ShuffleKey,
@@ -92,24 +93,24 @@ pub trait Answers {
     ) -> impl Future<Output = Result<Blocks, Refusal>>;
 }
 
-/// What must never be.
+/// Violations of the promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Breach {
-    /// A result without a block whose report was acknowledged: a job computes with less.
+    /// A result lacks a block whose report was acknowledged, so a job computes with less data.
     ShortResult,
-    /// A result with a block that no report named.
+    /// A result contains a block that was never reported.
     StrangeResult,
-    /// A block with other bytes than were sent.
+    /// A block has different bytes than were sent.
     WrongBytes,
-    /// A block that was never sent.
+    /// A block was never sent.
     StrangeBlock,
-    /// A block of the result that is not served, and a read that wants it succeeds.
+    /// A block of the result is not served, although a read that wants it succeeds.
     UntoldLoss,
-    /// A refusal that does not name the shuffle.
+    /// A refusal does not name the shuffle.
     NamelessRefusal,
 }
 
-/// A [`Breach`] and where.
+/// A [`Breach`] and its place.
 #[derive(Debug, Clone)]
 pub struct Violation {
     pub breach: Breach,
@@ -122,7 +123,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// A block that should be there and was not served, and what was said instead.
+/// A block that must be present but was not served, and the worker's explanation.
 #[derive(Debug, Clone)]
 pub struct Withheld {
     pub partition: i32,
@@ -130,19 +131,19 @@ pub struct Withheld {
     pub why: String,
 }
 
-/// What [`verify`] found of one shuffle.
+/// Result of [`verify`] for one shuffle.
 #[derive(Debug, Default)]
 pub struct Findings {
     pub violations: Vec<Violation>,
-    /// Blocks that should be there and were not served.
+    /// Blocks that must be present but were not served.
     pub withheld: Vec<Withheld>,
-    /// Blocks that should be there.
+    /// Number of blocks that must be present.
     pub intact: u64,
-    /// Blocks that were served, each once.
+    /// Number of blocks that were served, each counted once.
     pub served: u64,
-    /// Blocks whose loss is told, exactly.
+    /// Blocks that are reported as lost.
     pub lost: BTreeSet<(i32, BlockId)>,
-    /// Why results are refused; of one partition, as they are refused for all.
+    /// Reason why results are refused. A refusal concerns all partitions.
     pub results_refused: Option<Refusal>,
 }
 
@@ -152,7 +153,8 @@ impl Findings {
     }
 }
 
-/// Asks for everything of a shuffle. `should_be_there` says of a block that was sent whether it must be served.
+/// Verifies everything of a shuffle. `should_be_there` returns true for sent blocks that must be
+/// served.
 pub async fn verify(
     worker: &impl Answers,
     key: &ShuffleKey,
@@ -192,7 +194,7 @@ pub async fn verify(
     findings
 }
 
-/// The result of a partition, if there is one.
+/// Returns the result of a partition, if there is one.
 async fn judge_results(
     worker: &impl Answers,
     key: &ShuffleKey,
@@ -228,14 +230,14 @@ async fn judge_results(
     }
 }
 
-/// What could be read of some tasks, and which tasks were refused with what text.
+/// Blocks that could be read, and the refused tasks with their texts.
 #[derive(Debug, Default)]
 struct AroundLosses {
     blocks: Blocks,
     refused: BTreeMap<u64, String>,
 }
 
-/// Reads blocks of `tasks`: what is refused is asked for again in halves, down to a single task.
+/// Reads the blocks of `tasks`. A refused request is split in halves, down to a single task.
 async fn read_around(
     worker: &impl Answers,
     key: &ShuffleKey,

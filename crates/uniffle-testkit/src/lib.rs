@@ -1,28 +1,13 @@
-//! What the tests of the workspace share. Nothing here knows what a test is about: no expectations, only means, and
-//! every wait has a deadline.
+//! Test fixtures of the workspace, without expectations of their own. Every wait has a deadline.
 //!
-//! | a test of | takes |
-//! | --- | --- |
-//! | disks that fail, lose power or fill up | [`fault::FaultDisk`] over [`memory_disk::MemoryDisk`] |
-//! | directories of which the claim is damaged | [`claims`] |
-//! | HDFS without Java | [`fake_fs::FakeFs`] |
-//! | the service over memory and tiers, with faults or paused time | [`service::ServiceBuilder`] |
-//! | a worker in this process, and the text of configurations | [`config::Lines`] |
-//! | a worker process as a user starts it | [`worker::Worker`], [`clients`] of it, [`metrics::Metrics`] |
-//! | what survives kills, stops and upgrades | [`checker::Checker`] |
-//! | whether everything that clients were told still holds | [`judge::verify`], through [`in_process::InProcess`] or a real client, with [`on_disk`] to know what there is |
-//! | the embedded or another coordinator | [`coordinator::CoordinatorDouble`] |
-//! | real clients | [`spark::Jvm`], [`hdfs::MiniHdfs`], both built by [`maven`] |
-//! | blocks that another process can verify | [`block_generator::BlockGenerator`] |
-//! | what real clients once said | [`replay::Recorder`], [`replay::Player`], of files that [`recording`] reads and writes |
-//! | an object store that fails on purpose | [`object_fault::FaultyObjects`] |
-//! | what a tier is | [`third_tier::ThirdTier`], which a worker is started with |
-//! | stores that speak S3, with faults or as a real server | [`s3::S3Server`], [`s3::weed::Weed`] |
-//! | spans | [`otlp::Receiver`] |
-//! | components that need a port told, or kept while a worker is away | [`ports::free_port`], [`ports::KeptPort`] |
+//! Disks with faults and power loss are in [`fault`] and [`memory_disk`], the service in this
+//! process in [`service`], configurations and a worker in this process in [`config`], and a real
+//! worker process in [`worker`] with its [`clients`] and [`metrics`]. Real clients and stores are
+//! in [`spark`], [`hdfs`] and [`s3`].
 //!
-//! Unit tests of the server's crate take the disks only: this crate links the server as other crates see it, so its
-//! types are not those of a unit test. What needs a whole service belongs into `tests/contract`.
+//! Unit tests of the server's crate can only use the disks: this crate links the server as an
+//! external crate, so its types differ from those of a unit test. Tests that need a whole service
+//! belong into `tests/contract`.
 
 #![allow(
     clippy::panic,
@@ -65,10 +50,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// A wait that takes longer is told even though it ends well: it is time of every run of the tests.
+/// Waits longer than this are printed even if they succeed, because they slow down every test run.
 const LONG_WAIT: Duration = Duration::from_secs(2);
 
-/// Polls `look` until it gives a value. Panics with `what` and what `look` last complained of when time is up.
+/// Polls `look` until it returns a value. Panics at the deadline with `what` and the last error of
+/// `look`.
 pub fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> Result<T, String>) -> T {
     let start = Instant::now();
     let mut last_complaint = String::new();
@@ -90,10 +76,11 @@ pub fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> R
     }
 }
 
-/// What happens behind an answer (purges, flushes) is done within milliseconds; a busy machine gets time.
+/// Time limit for background work after a response (purges, flushes). It takes milliseconds; a busy
+/// machine gets more time.
 const SETTLE_DEADLINE: Duration = Duration::from_secs(20);
 
-/// [`wait_until`] for what happens in this process.
+/// Waits like [`wait_until`] for work in this process.
 pub async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
     let start = Instant::now();
     loop {
@@ -105,7 +92,8 @@ pub async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, Strin
     }
 }
 
-/// [`eventually`] where time is paused and not to go on meanwhile: it lets others run, and its own time is that of the machine.
+/// Waits like [`eventually`] while time is paused and must not advance. Yields to other tasks and
+/// measures the deadline in real time.
 #[expect(clippy::disallowed_types, reason = "a clock that stands still brings no deadline")]
 pub async fn eventually_in_no_time<T>(
     what: &str,
@@ -129,7 +117,7 @@ fn pause(duration: Duration) {
     std::thread::sleep(duration);
 }
 
-/// A line that is seen even when the test passes and its output is captured.
+/// Prints a line that is visible even if the test passes and its output is captured.
 pub fn say(line: &str) {
     drop(writeln!(std::io::stderr(), "{line}"));
 }

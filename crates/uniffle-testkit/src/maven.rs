@@ -1,4 +1,4 @@
-//! Projects below `tests/` that Maven builds, and whether there is a Java to run them.
+//! Maven projects below `tests/`, and a check for Java and Maven.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,13 +8,13 @@ use tokio::time::Instant;
 use crate::say;
 use crate::tools::available;
 
-/// Whether there is a Java and a Maven.
+/// Returns true if Java and Maven are installed.
 pub fn is_available() -> bool {
     available("the Java client", &["java", "mvn"])
 }
 
-/// Packages `project` into `output`, unless its sources are those that were built there last. The first time Maven
-/// downloads what the project needs.
+/// Packages `project` into `output`, unless the output is up to date. The first build downloads the
+/// dependencies.
 pub fn build(project: &Path, output: &Path, properties: &[String]) {
     let stamp_file = output.join("built-from");
     let stamp = sources_stamp(project);
@@ -50,7 +50,7 @@ pub fn build(project: &Path, output: &Path, properties: &[String]) {
     say(&format!("{name} was built in {:.0} s", start.elapsed().as_secs_f32()));
 }
 
-/// Path and checksum of every source, one per line.
+/// Returns path and checksum of every source file, one per line.
 fn sources_stamp(project: &Path) -> String {
     let mut lines = Vec::new();
     let mut open = vec![project.join("pom.xml"), project.join("src")];

@@ -1,10 +1,11 @@
-//! A disk in memory, for tests: a tree of files with an optional capacity.
+//! An in-memory disk for tests: a tree of files with an optional capacity.
 //!
-//! Clones share the tree, so that a test can "restart" on the same disk. A write beyond the capacity lands partly and
-//! fails with `StorageFull`, as the real thing does. Files that were removed stay readable through open handles.
+//! Clones share the tree, so that a test can restart on the same disk. A write beyond the capacity
+//! is partially stored and fails with `StorageFull`, like on a real disk. Removed files stay
+//! readable through open handles.
 //!
-//! It knows what was synced: [`MemoryDisk::lose_power`] takes what was not, bytes and names. Removals and renames last
-//! at once.
+//! The disk tracks synced data: [`MemoryDisk::lose_power`] discards unsynced bytes and names.
+//! Removals and renames are durable at once.
 
 mod tree;
 
@@ -27,7 +28,7 @@ use uniffle_io::{
 
 use self::tree::{Content, Stored, Tree, not_found};
 
-/// Size that a disk without a capacity claims.
+/// Size that a disk without a capacity reports.
 const UNLIMITED_BYTES: u64 = 1 << 40;
 
 /// A tree of directories and files in memory.
@@ -38,7 +39,7 @@ pub struct MemoryDisk {
 }
 
 impl MemoryDisk {
-    /// A disk whose root is an empty directory called `root`.
+    /// Creates a disk whose root is an empty directory named `root`.
     #[must_use]
     pub fn new(root: &str, capacity_bytes: Option<u64>) -> Self {
         let directories = BTreeSet::from([PathBuf::new()]);
@@ -46,22 +47,22 @@ impl MemoryDisk {
         Self { root: root.into(), tree: Arc::new(Mutex::new(tree)) }
     }
 
-    /// Changes the capacity; what is stored stays.
+    /// Changes the capacity. Stored data stays.
     pub fn set_capacity(&self, capacity_bytes: Option<u64>) {
         self.tree.lock().capacity_bytes = capacity_bytes;
     }
 
-    /// Changes how many files and directories it can hold; what is stored stays.
+    /// Changes the maximum number of files and directories. Stored data stays.
     pub fn set_inodes(&self, inodes: Option<u64>) {
         self.tree.lock().inodes = inodes;
     }
 
-    /// Removes files and directories while the disk is in use; open handles stay.
+    /// Removes files and directories while the disk is in use. Open handles stay valid.
     pub fn remove(&self, path: &Path) {
         self.tree.lock().remove_below(path);
     }
 
-    /// Cuts a file short while the disk is in use.
+    /// Truncates a file while the disk is in use.
     pub fn cut(&self, path: &Path, bytes: usize) {
         if let Some(content) = self.tree.lock().files.get(path) {
             content.lock().bytes.truncate(bytes);
@@ -73,24 +74,24 @@ impl MemoryDisk {
         self.tree.lock().read_only = read_only;
     }
 
-    /// Where the disk says that it is mounted.
+    /// Sets the reported mount point.
     pub fn set_mount_point(&self, point: &str) {
         self.tree.lock().mount_point = Some(point.into());
     }
 
-    /// Paths of all files, relative to the root.
+    /// Returns the paths of all files, relative to the root.
     #[must_use]
     pub fn files(&self) -> Vec<PathBuf> {
         self.tree.lock().files.keys().cloned().collect()
     }
 
-    /// Paths of all directories, relative to the root.
+    /// Returns the paths of all directories, relative to the root.
     #[must_use]
     pub fn directories(&self) -> Vec<PathBuf> {
         self.tree.lock().directories.iter().cloned().collect()
     }
 
-    /// A file's content.
+    /// Returns a file's content.
     #[must_use]
     pub fn content(&self, path: &Path) -> Option<Vec<u8>> {
         let content = self.tree.lock().files.get(path).cloned()?;
@@ -98,20 +99,21 @@ impl MemoryDisk {
         Some(bytes)
     }
 
-    /// Ranges that were said to be read soon, with what the file has there.
+    /// Returns the announced ranges (`advise`) with the bytes of the file there.
     #[must_use]
     pub fn advised(&self) -> Vec<(Range<u64>, Vec<u8>)> {
         self.tree.lock().advised.clone()
     }
 
-    /// Contents of all files, by path relative to the root.
+    /// Returns the contents of all files by path relative to the root.
     #[must_use]
     pub fn snapshot(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let tree = self.tree.lock();
         tree.files.iter().map(|(path, content)| (path.clone(), content.lock().bytes.clone())).collect()
     }
 
-    /// Replaces a file's content, on the device too, or removes the file. For disks that are not in use.
+    /// Replaces a file's content, on the device too, or removes the file. For disks that are not in
+    /// use.
     pub fn put(&self, path: &Path, content: Option<Vec<u8>>) {
         let mut tree = self.tree.lock();
         match content {
@@ -123,7 +125,8 @@ impl MemoryDisk {
         }
     }
 
-    /// The machine goes down, as `seed` decides: what was not synced may be gone. For disks that are no longer in use.
+    /// Simulates a power loss, with random choices from `seed`: unsynced data may be lost. For
+    /// disks that are no longer in use.
     pub fn lose_power(&self, seed: u64) {
         let mut random = StdRng::seed_from_u64(seed);
         let mut tree = self.tree.lock();
@@ -135,23 +138,23 @@ impl MemoryDisk {
         tree.files.values().for_each(|content| content.lock().lose_power(&mut random));
     }
 
-    /// The next `count` syncs of files fail, and what they were to sync never gets to the device: Linux calls pages
-    /// clean that it could not write.
+    /// Makes the next `count` syncs of files fail. The data that they were to sync never reaches
+    /// the device: Linux marks pages as clean that it could not write.
     pub fn fail_syncs(&self, count: u32) {
         self.tree.lock().failing_syncs = count;
     }
 
-    /// Syncs succeed from now on and bring nothing to the device: what a model of power loss must notice.
+    /// Makes syncs succeed without effect, which a model of power loss must detect.
     pub fn lie_about_syncs(&self) {
         self.tree.lock().lies = true;
     }
 
-    /// Writes to files that were removed succeed from now on: what a model of removed files must notice.
+    /// Makes writes to removed files succeed, which a model of removed files must detect.
     pub fn lie_about_files(&self) {
         self.tree.lock().lies_about_files = true;
     }
 
-    /// Flips bits of one byte of a file, as a bad disk would.
+    /// Flips bits of one byte of a file, like a faulty disk.
     pub fn corrupt(&self, path: &Path, at: usize, mask: u8) {
         let content = self.tree.lock().files.get(path).cloned();
         if let Some(content) = content
@@ -377,9 +380,10 @@ impl Disk for MemoryDisk {
 struct MemoryFile {
     tree: Arc<Mutex<Tree>>,
     content: Content,
-    /// Reads what the device has, which is what was written unless a sync failed.
+    /// Reads the content of the device, which differs from the written content only after a failed
+    /// sync.
     direct: bool,
-    /// Where it must be found, if it is open for writing.
+    /// Path at which the file must exist, if it is open for writing.
     expected: Option<Arc<Expected>>,
 }
 
@@ -390,7 +394,7 @@ struct Expected {
 }
 
 impl Expected {
-    /// Fails if the file is elsewhere, or shorter than it was.
+    /// Fails if the file is elsewhere or was truncated.
     fn require(&self, tree: &Tree, content: &Content) -> io::Result<()> {
         if tree.lies_about_files {
             return Ok(());
@@ -413,7 +417,7 @@ fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::R
         let size = content.len();
         let growth = ((at + piece.len()).saturating_sub(size)) as u64;
         let fits = growth <= room;
-        // What does not fit is written as far as it does.
+        // A piece that does not fit is written partially.
         let room_end = size.saturating_add(usize::try_from(room).unwrap_or(usize::MAX));
         let end = if fits { at + piece.len() } else { room_end.clamp(at, at + piece.len()) };
         if end > at && size < end {

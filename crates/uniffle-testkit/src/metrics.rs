@@ -1,14 +1,15 @@
-//! A worker's `/metrics`, fetched over HTTP and parsed. Not a Prometheus client: it reads the text format as far as
-//! the worker writes it.
+//! A worker's `/metrics`, fetched over HTTP and parsed. Supports only the part of the text format
+//! that the worker uses.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Duration;
 
-/// Never reached when all is well. On a busy machine the stacks of all tasks take seconds: a test binary's symbols are looked up.
+/// Time limit of a request. On a busy machine, stacks of all tasks take seconds, because symbols of
+/// a test binary are resolved.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// One answer of `/metrics`.
+/// One response of `/metrics`.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     samples: Vec<Sample>,
@@ -22,41 +23,42 @@ struct Sample {
 }
 
 impl Metrics {
-    /// Asks the worker that serves HTTP on `port` of this machine.
+    /// Fetches the metrics of the worker whose HTTP port on this machine is `port`.
     pub fn fetch(port: u16) -> Result<Self, String> {
         Ok(Self::parse(&get(port, "/metrics")?))
     }
 
-    /// Lines that are not samples are passed over.
+    /// Parses metrics. Lines without a sample are skipped.
     pub fn parse(text: &str) -> Self {
         let samples = text.lines().filter(|line| !line.starts_with('#')).filter_map(Sample::parse).collect();
         Self { samples }
     }
 
-    /// The sum over all label values, or `None` when there is no such metric.
+    /// Returns the sum over all label values, or `None` if the metric does not exist.
     pub fn total(&self, name: &str) -> Option<f64> {
         self.sum(|sample| sample.name == name)
     }
 
-    /// The sum over the samples whose labels contain `label`, written as `name="value"`.
+    /// Returns the sum over the samples whose labels contain `label`, written as `name="value"`.
     pub fn total_of(&self, name: &str, label: &str) -> Option<f64> {
         self.sum(|sample| sample.name == name && sample.labels.contains(label))
     }
 
-    /// The same, of a metric that the worker must have.
+    /// Returns the total of a metric that must exist.
     pub fn expect(&self, name: &str) -> f64 {
         self.total(name)
             .unwrap_or_else(|| panic!("the worker has no metric {name}; it has {:?}", self.names()))
     }
 
-    /// The largest sample of a metric, with its labels; none when there is no such metric.
+    /// Returns the largest sample of a metric with its labels, or `None` if the metric does not
+    /// exist.
     pub fn largest(&self, name: &str) -> Option<(f64, &str)> {
         let samples = self.samples.iter().filter(|sample| sample.name == name);
         let largest = samples.max_by(|a, b| a.value.total_cmp(&b.value));
         largest.map(|sample| (sample.value, sample.labels.as_str()))
     }
 
-    /// Every name, once.
+    /// Returns all names, each once.
     pub fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = self.samples.iter().map(|sample| sample.name.as_str()).collect();
         names.dedup();
@@ -81,12 +83,12 @@ impl Sample {
     }
 }
 
-/// The body of `GET path`; anything but status 200 is an error.
+/// Returns the body of `GET path`. Any status but 200 is an error.
 pub fn get(port: u16, path: &str) -> Result<String, String> {
     let fetch = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect_timeout(&([127, 0, 0, 1], port).into(), TIMEOUT)?;
         stream.set_read_timeout(Some(TIMEOUT))?;
-        // HTTP/1.0: the answer is not chunked and ends with the connection.
+        // HTTP/1.0: the response is not chunked and ends with the connection.
         write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;

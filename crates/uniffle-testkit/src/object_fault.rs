@@ -1,4 +1,4 @@
-//! An object store in memory that fails on purpose.
+//! An in-memory object store with injected faults.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,56 +21,57 @@ use tokio::sync::Semaphore;
 use uniffle_worker::tiers::object::claim::CLAIM;
 use uniffle_worker::tiers::object::client::Unanswered;
 
-/// What is asked of the store.
+/// Calls of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Call {
-    /// An object in one request.
+    /// Puts an object in one request.
     Put,
-    /// An upload begins.
+    /// Begins an upload.
     Begin,
-    /// A part of one.
+    /// Uploads a part.
     Part,
-    /// An upload ends: the object appears.
+    /// Completes an upload: the object appears.
     Complete,
-    /// An upload is given up.
+    /// Aborts an upload.
     Abort,
-    /// A range, or all of an object.
+    /// Reads a range or a whole object.
     Get,
-    /// What an object is.
+    /// Reads the metadata of an object.
     Head,
-    /// Objects are listed.
+    /// Lists objects.
     List,
-    /// Objects are deleted.
+    /// Deletes objects.
     Delete,
 }
 
-/// What happens to a call.
+/// Fault of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing: it is done.
+    /// No fault.
     None,
-    /// It is answered with an error and not done.
+    /// Fails without effect.
     Refuse,
-    /// It is done and answered with an error.
+    /// Takes effect, but returns an error.
     LoseAnswer,
-    /// It is answered as if it was done. Only an object in one request.
+    /// Succeeds without effect. Only for puts in one request.
     Pretend,
-    /// It is not answered, and done with [`FaultyObjects::deliver`]. Only an object in one request.
-    Late,
-    /// An attempt is not answered, and done with [`FaultyObjects::deliver`]; a second one is done at once. Only an object in one
+    /// Gets no response and takes effect with [`FaultyObjects::deliver`]. Only for puts in one
     /// request.
+    Late,
+    /// One attempt gets no response and takes effect with [`FaultyObjects::deliver`]; a second
+    /// attempt takes effect at once. Only for puts in one request.
     Repeat,
-    /// It waits for [`FaultyObjects::let_go`] and is done then.
+    /// Waits for [`FaultyObjects::let_go`] and takes effect then.
     Hold,
-    /// A byte of what is read is another.
+    /// Changes one byte of the read data.
     Flip,
-    /// What is read ends too early.
+    /// Truncates the read data.
     Cut,
 }
 
 type Rule = Box<dyn FnMut(Call, &Path) -> Fault + Send>;
 
-/// The store; clones are the same one.
+/// The store. Clones share it.
 #[derive(Clone)]
 pub struct FaultyObjects(Arc<State>);
 
@@ -115,29 +116,29 @@ fn refused() -> Error {
 }
 
 impl FaultyObjects {
-    /// From now on `rule` says what happens to each call.
+    /// Sets the rule that chooses the fault of each call.
     pub fn set(&self, rule: impl FnMut(Call, &Path) -> Fault + Send + 'static) {
         *self.0.rule.lock() = Some(Box::new(rule));
     }
 
-    /// Everything is done from now on; what is held goes on.
+    /// Removes the rule and resumes held calls.
     pub fn heal(&self) {
         *self.0.rule.lock() = None;
         self.let_go();
     }
 
-    /// What is held goes on.
+    /// Resumes held calls.
     pub fn let_go(&self) {
         let held = self.0.held.swap(0, Ordering::AcqRel);
         self.0.gate.add_permits(usize::try_from(held).unwrap_or(Semaphore::MAX_PERMITS));
     }
 
-    /// Calls that are held.
+    /// Returns the number of held calls.
     pub fn held(&self) -> u64 {
         self.0.held.load(Ordering::Acquire)
     }
 
-    /// What was not answered is done; how much that was.
+    /// Carries out the unanswered puts. Returns their number.
     pub async fn deliver(&self) -> usize {
         let late = std::mem::take(&mut *self.0.late.lock());
         let count = late.len();
@@ -147,12 +148,12 @@ impl FaultyObjects {
         count
     }
 
-    /// All calls so far, with the keys that they were for.
+    /// Returns all calls so far with their keys.
     pub fn calls(&self) -> Vec<(Call, String)> {
         self.0.calls.lock().clone()
     }
 
-    /// Keys and sizes of all objects but claims, which stay.
+    /// Returns keys and sizes of all objects except claims, which stay.
     pub async fn objects(&self) -> Vec<(String, u64)> {
         let mut listed = self.0.inner.list(None);
         let mut objects = Vec::new();
@@ -163,7 +164,7 @@ impl FaultyObjects {
         objects
     }
 
-    /// All objects but claims.
+    /// Returns all objects except claims.
     pub async fn snapshot(&self) -> BTreeMap<String, Bytes> {
         let mut all = BTreeMap::new();
         for (key, _) in self.objects().await {
@@ -173,17 +174,17 @@ impl FaultyObjects {
         all
     }
 
-    /// Puts an object in its place behind everybody's back.
+    /// Replaces an object without the knowledge of any client.
     pub async fn replace(&self, key: &str, content: Bytes) {
         self.0.inner.put(&Path::from(key), content.into()).await.expect("there is room");
     }
 
-    /// Removes an object behind everybody's back.
+    /// Removes an object without the knowledge of any client.
     pub async fn remove(&self, key: &str) {
         self.0.inner.delete(&Path::from(key)).await.expect("it is there");
     }
 
-    /// Uploads that have begun and were neither completed nor given up.
+    /// Returns the number of uploads that have begun but were neither completed nor aborted.
     pub fn open_uploads(&self) -> u64 {
         self.0.open_uploads.load(Ordering::Acquire)
     }

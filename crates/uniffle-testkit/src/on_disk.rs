@@ -1,8 +1,8 @@
-//! Which blocks lie in the files of data directories, and where: read from the files alone, behind the worker's back.
+//! Finds the blocks in the files of data directories, without the worker.
 //!
-//! A block counts when its index group is whole and its bytes have their checksum, in the directory whose claim has the id
-//! that stands in the group. So this says what a worker that ended at this instant has left, and, of two states of the same files, what
-//! a damage has touched.
+//! A block counts if its index group is whole, its bytes match their checksum, and the claim of its
+//! directory has the id in the group. The result shows which blocks a worker that ended now has
+//! left, and by comparing two states, which blocks a corruption has touched.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,10 +14,10 @@ use uniffle_worker::tiers::local::index;
 
 use crate::worker::OWN_FILES;
 
-/// Contents of the files of one data directory, by path below it.
+/// Contents of the files of one data directory, by relative path.
 pub type Files = BTreeMap<PathBuf, Vec<u8>>;
 
-/// A place in a file of a directory.
+/// A range of a file in a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     pub directory: usize,
@@ -30,33 +30,33 @@ impl Place {
         directories.get(self.directory)?.get(&self.path)?.get(self.range.clone())
     }
 
-    /// Whether the same bytes stand there in both states.
+    /// Returns true if both states have the same bytes in this range.
     #[must_use]
     pub fn is_same(&self, before: &[Files], after: &[Files]) -> bool {
         self.bytes(before) == self.bytes(after)
     }
 }
 
-/// A block that can be read.
+/// A readable block.
 #[derive(Debug, Clone)]
 pub struct StoredBlock {
     pub key: ShuffleKey,
     pub partition: i32,
     pub id: BlockId,
-    /// The group that tells of it.
+    /// Index group that contains the block.
     pub group: Place,
     pub data: Place,
 }
 
 impl StoredBlock {
-    /// Whether neither its bytes nor what tells of them differ between two states.
+    /// Returns true if neither the block nor its index group differs between two states.
     #[must_use]
     pub fn is_untouched(&self, before: &[Files], after: &[Files]) -> bool {
         self.group.is_same(before, after) && self.data.is_same(before, after)
     }
 }
 
-/// All blocks in these directories.
+/// Returns all blocks in these directories.
 #[must_use]
 pub fn stored_blocks(directories: &[Files]) -> Vec<StoredBlock> {
     let mut all = Vec::new();
@@ -72,7 +72,7 @@ pub fn stored_blocks(directories: &[Files]) -> Vec<StoredBlock> {
     all
 }
 
-/// The whole groups of an index, and where they stand.
+/// Returns the whole groups of an index with their ranges.
 fn groups(content: &[u8]) -> Vec<(Range<usize>, index::IndexGroup)> {
     let (mut all, mut at) = (Vec::new(), 0);
     while let Some(begin) = find(content, at) {
@@ -90,7 +90,8 @@ fn find(content: &[u8], from: usize) -> Option<usize> {
     rest.windows(index::MAGIC.len()).position(|bytes| bytes == index::MAGIC).map(|at| from + at)
 }
 
-/// The shuffle whose index this is: `apps/<app>/<shuffle>.<incarnation>/<n>.index`.
+/// Returns the shuffle of an index file, whose path is
+/// `apps/<app>/<shuffle>.<incarnation>/<n>.index`.
 fn index_of(path: &Path) -> Option<ShuffleKey> {
     let names: Vec<&str> = path.iter().filter_map(|name| name.to_str()).collect();
     let ["apps", app, shuffle, file] = names.as_slice() else { return None };
@@ -137,7 +138,7 @@ fn take_group(
 /// Reads the files of a real data directory.
 ///
 /// # Errors
-/// What the file system says.
+/// Returns the error of the file system.
 pub fn read_directory(root: &Path) -> io::Result<Files> {
     let mut files = Files::new();
     let mut left = vec![root.to_path_buf()];

@@ -1,4 +1,4 @@
-//! A minimal OTLP collector: it keeps the spans that it gets.
+//! A minimal OTLP collector that stores the spans it receives.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-/// Keeps what it gets.
+/// Stores received spans.
 #[derive(Debug, Clone, Default)]
 pub struct Receiver {
     spans: Arc<Mutex<Vec<Span>>>,
@@ -37,7 +37,7 @@ impl TraceService for Receiver {
 }
 
 impl Receiver {
-    /// Serves on a port of its own until the runtime ends.
+    /// Serves on its own port until the runtime ends.
     pub async fn start() -> (Self, u16) {
         let receiver = Self::default();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -49,23 +49,23 @@ impl Receiver {
         (receiver, port)
     }
 
-    /// The spans called so, in the order in which they came.
+    /// Returns the spans named `name`, in order of arrival.
     pub fn named(&self, name: &str) -> Vec<Span> {
         self.spans.lock().iter().filter(|span| span.name == name).cloned().collect()
     }
 
-    /// Spans so far.
+    /// Returns the number of spans so far.
     pub fn count(&self) -> usize {
         self.spans.lock().len()
     }
 
-    /// The resources that they are of.
+    /// Returns the resources of the spans.
     pub fn services(&self) -> Vec<String> {
         self.services.lock().clone()
     }
 }
 
-/// As in a `traceparent`.
+/// Formats bytes in hex, as in a `traceparent`.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

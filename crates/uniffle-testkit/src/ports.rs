@@ -1,14 +1,14 @@
-//! Ports for components that cannot say which one they took.
+//! Ports for components that cannot report which port they chose.
 
 use std::net::{TcpListener, UdpSocket};
 use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
-/// Below these the system's own services are.
+/// Lowest port. The system's own services use lower ones.
 const FIRST: u16 = 10_000;
 
-/// A port that is free by TCP and UDP, and that the system gives only to those who ask for it: between this
-/// look and the component's own, other tests open connections and listeners by the hundred.
+/// Returns a port that is free for TCP and UDP and outside the ephemeral range. Other tests open
+/// hundreds of ephemeral ports before the component binds its own.
 pub fn free_port() -> u16 {
     let not_given = outside_of(&given_by_the_system());
     let free = |port: &u16| {
@@ -18,8 +18,8 @@ pub fn free_port() -> u16 {
     tries.find(free).expect("a free port")
 }
 
-/// A port at which connections are waited for also while no worker accepts them, as a service manager does with a socket that it
-/// passes to one process after the other.
+/// A port that accepts connections even while no worker serves them, like a socket that a service
+/// manager passes from process to process.
 #[derive(Debug)]
 pub struct KeptPort {
     port: u16,
@@ -27,21 +27,22 @@ pub struct KeptPort {
 }
 
 impl KeptPort {
-    /// One that the system chooses.
+    /// Opens a port that the system chooses.
     pub fn open() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = listener.local_addr().expect("bound").port();
-        // A copy without close-on-exec, as the manager's child would have it.
+        // A copy without close-on-exec, like the one that the manager's child has.
         let socket = rustix::io::dup(&listener).expect("a copy");
         Self { port, socket }
     }
 
-    /// Where clients connect.
+    /// Returns the port for clients.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// A command that executes a worker with this as the port for gRPC: the shell moves it to where it is looked for.
+    /// Returns a command that executes a worker with this socket as its gRPC listener. The shell
+    /// moves the socket to the expected descriptor.
     pub fn passing_on(&self) -> Vec<String> {
         let socket = self.socket.as_raw_fd();
         let line = format!("exec 3<&{socket}; LISTEN_FDS=1 LISTEN_FDNAMES=grpc LISTEN_PID=$$ exec \"$@\"");
@@ -59,6 +60,6 @@ fn given_by_the_system() -> Range<u16> {
 fn outside_of(given: &Range<u16>) -> Range<u16> {
     let (below, above) = (FIRST..given.start, given.end.saturating_add(1)..u16::MAX);
     let longer = if below.len() >= above.len() { below } else { above };
-    // A system that gives them all leaves no choice.
+    // A system whose ephemeral range covers all ports leaves no choice.
     if longer.is_empty() { FIRST..u16::MAX } else { longer }
 }

@@ -1,7 +1,8 @@
-//! A recorded client session as a file: what one real client said to a worker and what it was told.
+//! File format of recorded client sessions: the requests of one real client and the responses.
 //!
-//! `tests/contract/replay/README.md` describes the format; sessions are replayed there, and give `uniffle-bench` its shapes.
-//! Pure: bytes in, values out. Integers are big-endian. A file that is cut, or has bytes behind its end, is an error.
+//! `tests/contract/replay/README.md` describes the format. Sessions are replayed there, and give
+//! `uniffle-bench` its shapes. Pure functions between bytes and values. Integers are big-endian. A
+//! truncated file or trailing bytes are an error.
 
 use bytes::{Buf, BufMut, Bytes};
 use prost::Message as _;
@@ -14,29 +15,29 @@ use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
 const MAGIC: &[u8] = b"uniffle session 1\n";
 
-/// Everything that one client said and was told.
+/// All exchanges of one client.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Session {
-    /// One line for people: client, Spark, job, server.
+    /// One line of description: client, Spark, job, server.
     pub title: String,
-    /// By time of their begin.
+    /// Exchanges in order of their begin.
     pub exchanges: Vec<Exchange>,
 }
 
-/// One request and its answer.
+/// One request and its response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exchange {
-    /// Time since the start of the recording at which the request was complete.
+    /// Time from the start of the recording to the complete request.
     pub began_us: u64,
-    /// The same of the answer.
+    /// Time from the start of the recording to the complete response.
     pub ended_us: u64,
     /// Number of the client's connection, counted per plane.
     pub connection: u32,
-    /// How it travelled.
+    /// Transport.
     pub plane: Plane,
-    /// gRPC: the message without its prefix. TCP: the frame.
+    /// Request. gRPC: the message without its prefix. TCP: the frame.
     pub request: Bytes,
-    /// The same of the answer.
+    /// Response, in the same form.
     pub answer: Bytes,
 }
 
@@ -47,14 +48,14 @@ pub enum Plane {
     Grpc {
         /// `/rss.common.ShuffleServer/requireBuffer`
         path: String,
-        /// `grpc-status` of the answer.
+        /// `grpc-status` of the response.
         status: u32,
     },
     /// A frame.
     Tcp,
 }
 
-/// `sendShuffleData` of either plane.
+/// A `sendShuffleData` of either plane.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sent {
     /// Application as sent.
@@ -68,10 +69,10 @@ pub struct Sent {
 }
 
 impl Session {
-    /// The file.
+    /// Encodes the session as a file.
     ///
     /// # Panics
-    /// When something in it has 4 GiB.
+    /// Panics if a part of it has 4 GiB or more.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -97,14 +98,14 @@ impl Session {
         out
     }
 
-    /// What a file says.
+    /// Decodes a file.
     ///
     /// # Errors
-    /// In words, when it is no such file.
+    /// Returns a description of the error.
     pub fn decode(file: impl Into<Bytes>) -> Result<Self, String> {
         let mut file = file.into();
         if take(&mut file, MAGIC.len()).ok().as_deref() != Some(MAGIC) {
-            return Err("this is no recorded session".to_owned());
+            return Err("this is not a recorded session".to_owned());
         }
         let title = take_text(&mut file)?;
         let count = take_u32(&mut file)?;
@@ -119,10 +120,10 @@ impl Session {
 }
 
 impl Exchange {
-    /// The blocks that it sends; `None` when it is no send.
+    /// Returns the blocks that the exchange sends, or `None` if it is not a send.
     ///
     /// # Errors
-    /// In words, when the request is not what it says it is.
+    /// Returns a description of a malformed request.
     pub fn sent(&self) -> Result<Option<Sent>, String> {
         match &self.plane {
             Plane::Grpc { path, .. } if path.ends_with("/sendShuffleData") => {
@@ -168,7 +169,7 @@ fn block(block: proto::ShuffleBlock) -> Result<Block, String> {
     Ok(Block { meta, data: block.data })
 }
 
-/// `SendShuffleDataRequest` (docs/protocol.md §7.4), when the frame is one.
+/// Decodes a `SendShuffleDataRequest` (docs/protocol.md §7.4), if the frame is one.
 fn tcp_send(frame: &Bytes) -> Result<Option<Sent>, String> {
     let header = frame.first_chunk().ok_or("a cut frame")?;
     let header = FrameHeader::decode(header, FRAME_BYTES_LIMIT).map_err(|error| error.to_string())?;

@@ -1,4 +1,4 @@
-//! Many seeds of a model, each of which knows nothing of the others, on all processors.
+//! Runs a model with many independent seeds on all processors.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-/// Runs `history` for each seed, in no order, and gives the results in order; a panic is its text.
+/// Runs `history` for each seed in any order. Returns the results in order of the seeds, with the
+/// text of a panic as the error.
 pub fn run_all<T: Send>(
     seeds: Range<u64>,
     history: impl Fn(u64) -> T + Sync,
@@ -31,10 +32,10 @@ pub fn run_all<T: Send>(
     done
 }
 
-/// Runs one; a panic is its text.
+/// Runs `history`.
 ///
 /// # Errors
-/// The text.
+/// Returns the text of a panic.
 pub fn run<T>(history: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(history)).map_err(|cause| {
         let text = cause.downcast_ref::<String>().cloned();
@@ -42,7 +43,8 @@ pub fn run<T>(history: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// The seeds of `NAME_SEED` (one) or `NAME_SEEDS` (so many from 0 on), else `default` many; and whether it is one.
+/// Returns the seeds from `NAME_SEED` (one) or `NAME_SEEDS` (a number of seeds from 0), or
+/// `default` seeds. Also returns true for a single seed.
 pub fn from_env(name: &str, default: u64) -> (Range<u64>, bool) {
     let number =
         |name: String| std::env::var(&name).ok().map(|text| text.parse().expect("a seed is a number"));

@@ -1,5 +1,6 @@
-//! One service with everything below it: memory, a local tier over disks in memory that can be made to fail, other tiers
-//! of a test's own, the flusher. All parameters have defaults; listeners are the test's.
+//! A service with everything below it: memory, a local tier over in-memory disks with injectable
+//! faults, a test's own tiers, and the flusher. All parameters have defaults. Listeners are up to
+//! the test.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,8 +27,8 @@ use crate::fault::{FaultDisk, Faults};
 use crate::memory_disk::MemoryDisk;
 use crate::worker::OWN_FILES;
 
-/// What a test chooses. `ServiceBuilder::default().start()` is a service with two empty disks that flushes only when it
-/// is told to.
+/// Settings of a test. `ServiceBuilder::default().start()` is a service with two empty disks that
+/// only flushes on request.
 #[derive(Debug)]
 pub struct ServiceBuilder {
     pub memory: MemoryConfig,
@@ -35,11 +36,11 @@ pub struct ServiceBuilder {
     pub local: LocalConfig,
     pub apps: AppConfig,
     pub service: ServiceConfig,
-    /// Of the local tier, which takes over what is on them; none, no local tier.
+    /// Disks of the local tier, which recovers their data. Empty: no local tier.
     pub disks: Vec<(Arc<MemoryDisk>, Faults)>,
-    /// Tiers behind the local one. Their maintenance is the test's.
+    /// Tiers after the local one. The test runs their maintenance.
     pub more_tiers: Vec<Arc<dyn Tier>>,
-    /// How often expired applications and tickets are looked for; none, never.
+    /// Intervals of the checks for expired applications and tickets. `None` disables them.
     pub expiry: Option<(Duration, Duration)>,
     pub registry: Registry,
     pub tasks: Tasks,
@@ -78,7 +79,7 @@ impl Default for ServiceBuilder {
     }
 }
 
-/// Limits that no test reaches: it flushes when it is told to.
+/// Limits that no test reaches, so that the service only flushes on request.
 pub fn quiet() -> Limits {
     Limits {
         high_watermark: 1.0,
@@ -93,12 +94,12 @@ pub fn quiet() -> Limits {
     }
 }
 
-/// So many empty disks without faults.
+/// Creates `count` empty disks without faults.
 pub fn memory_disks(count: usize) -> Vec<(Arc<MemoryDisk>, Faults)> {
     (0..count).map(|n| (Arc::new(MemoryDisk::new(&format!("/disk{n}"), None)), Faults::default())).collect()
 }
 
-/// A service that runs.
+/// A running service.
 #[derive(Debug)]
 pub struct ServiceFixture {
     pub service: Arc<Service>,
@@ -106,22 +107,22 @@ pub struct ServiceFixture {
     pub flusher: Arc<Flusher>,
     pub store: Option<Arc<LocalStore>>,
     pub disks: Vec<Arc<MemoryDisk>>,
-    /// Of each disk.
+    /// Faults of each disk.
     pub faults: Vec<Faults>,
     pub registry: Registry,
     pub tasks: Tasks,
 }
 
 impl ServiceBuilder {
-    /// Starts it, with faults from the first operation on a disk.
+    /// Starts the service. Faults apply from the first operation on a disk.
     pub async fn start(self) -> ServiceFixture {
         self.try_start().await.expect("no fault is there before the store is open")
     }
 
-    /// The same where the local tier may refuse its disks.
+    /// Starts the service if the local tier accepts its disks.
     ///
     /// # Errors
-    /// What it says.
+    /// Returns the error of the local tier.
     pub async fn try_start(self) -> Result<ServiceFixture, StoreError> {
         let Self { registry, tasks, disks, .. } = self;
         let memory = Memory::new(&self.memory, &registry).expect("metrics of its own");
@@ -163,12 +164,12 @@ impl ServiceBuilder {
 }
 
 impl ServiceFixture {
-    /// The local tier.
+    /// Returns the local tier.
     pub fn store(&self) -> &Arc<LocalStore> {
         self.store.as_ref().expect("the service has disks")
     }
 
-    /// Files of the disks other than the worker's own.
+    /// Returns the files on the disks, without the worker's own.
     pub fn files(&self) -> Vec<PathBuf> {
         let all = self.disks.iter().flat_map(|disk| disk.files());
         all.filter(|file| OWN_FILES.iter().all(|name| !file.starts_with(name))).collect()
@@ -185,12 +186,12 @@ impl ServiceFixture {
         ShuffleClient::connect(address).await.expect("it listens").with_backoff(quickly())
     }
 
-    /// Operations that hang, on all disks.
+    /// Returns the number of hanging operations on all disks.
     pub fn hung(&self) -> usize {
         self.faults.iter().map(Faults::hung).sum()
     }
 
-    /// Lets hung operations go on, and those that come later pass.
+    /// Removes all faults and resumes hanging operations.
     pub async fn heal(&self) {
         for faults in &self.faults {
             faults.clear();
@@ -198,7 +199,7 @@ impl ServiceFixture {
         }
     }
 
-    /// Waits until nothing is on its way to the disks.
+    /// Waits until all flushes are complete.
     pub async fn flushed(&self) {
         eventually("the flush ends", || match self.flusher.unfinished() {
             0 => Ok(()),
@@ -207,7 +208,7 @@ impl ServiceFixture {
         .await;
     }
 
-    /// The common end: unregisters what is left, finds nothing left, stops with no task left.
+    /// Ends a test: unregisters all applications, checks that nothing is left, and stops all tasks.
     pub async fn finish(self) {
         for app in self.service.apps().apps() {
             self.service.lifecycle.unregister_app(app.id().as_str()).expect("it is there");
@@ -222,12 +223,12 @@ impl ServiceFixture {
         assert_eq!(self.tasks.running(), 0);
     }
 
-    /// The sum of a metric over its labels.
+    /// Returns the sum of a metric over its labels.
     pub fn metric(&self, name: &str) -> f64 {
         sum_of(&self.registry, name)
     }
 
-    /// What is left of applications.
+    /// Lists the remains of applications.
     pub fn leftovers(&self) -> Vec<String> {
         let memory = &self.memory;
         let counters = [
@@ -246,7 +247,7 @@ impl ServiceFixture {
     }
 }
 
-/// The sum of a counter or gauge over its labels.
+/// Returns the sum of a counter or gauge over its labels.
 pub fn sum_of(registry: &Registry, name: &str) -> f64 {
     let families = registry.gather();
     let family = families.iter().find(|family| family.name() == name);

@@ -1,7 +1,7 @@
-//! The Spark application of `tests/spark/`, built by Maven and kept running in JVMs that take commands.
+//! The Spark application of `tests/spark/`, built by Maven and run in JVMs that accept commands.
 //!
-//! A JVM prints one JSON object per line on stdout; see `uniffle.Main` for commands and answers. It ends when its
-//! standard input does, so it cannot outlive the test.
+//! A JVM prints one JSON object per line on stdout (`uniffle.Main` describes commands and
+//! responses). It ends with its standard input, so it cannot outlive the test.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
@@ -15,15 +15,16 @@ use tokio::time::Instant;
 use crate::tools::{WORKSPACE, kept_dir};
 use crate::{maven, say};
 
-/// All scenarios in vanilla mode take a minute on two idle cores.
+/// Time limit of a command. All scenarios in vanilla mode take a minute on two idle cores.
 const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
 
-/// Which JVM. Each has its own flags and files, so that all can run at once.
+/// Kind of JVM. Each has its own flags and files, so that all can run concurrently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// Spark 3.5.
     Main,
-    /// Spark 3.5 with the flag that a client of type GRPC_NETTY needs on JDK 9 and later (docs/protocol.md §12).
+    /// Spark 3.5 with the flag that a client of type GRPC_NETTY needs on JDK 9 and later
+    /// (docs/protocol.md §12).
     NoUnsafe,
     /// Spark 3.3.
     Spark33,
@@ -38,7 +39,8 @@ impl Kind {
         }
     }
 
-    /// The version of Spark. The first is the default of the pom, whose output is at the pom's default place.
+    /// Returns the Spark version. The first one is the default of the pom and is built in the
+    /// default directory.
     pub fn spark_version(self) -> &'static str {
         match self {
             Self::Main | Self::NoUnsafe => "3.5.6",
@@ -46,7 +48,7 @@ impl Kind {
         }
     }
 
-    /// Where Maven builds, a directory for each version of Spark: classes, jars.
+    /// Returns Maven's output directory for this version of Spark: classes and jars.
     fn home(self) -> PathBuf {
         let name = match self {
             Self::Main | Self::NoUnsafe => "spark".to_owned(),
@@ -73,19 +75,19 @@ pub struct Jvm {
 }
 
 impl Jvm {
-    /// Builds the application unless it is up to date, and starts it.
+    /// Builds the application if needed, and starts it.
     pub fn start(kind: Kind) -> Self {
         Self::start_as(kind, kind.name(), (&[], &[]))
     }
 
-    /// The same under a name of its own, so that several of a kind can run at once; by way of `wrapper`, a command that
-    /// executes the JVM, and with more `flags`.
+    /// Starts a JVM with its own name, so that several of a kind can run concurrently. `wrapper` is
+    /// a command that executes the JVM, `flags` are additional flags.
     pub fn start_as(kind: Kind, name: &str, (wrapper, flags): (&[&str], &[&str])) -> Self {
         build(kind);
         let home = kind.home();
         let log = home.join(format!("{name}.log"));
         let temp = home.join("tmp").join(name);
-        // Shuffle files of vanilla Spark, also those of a JVM that was killed.
+        // Removes shuffle files of vanilla Spark, including those of a killed JVM.
         drop(std::fs::remove_dir_all(&temp));
         std::fs::create_dir_all(&temp).expect("a directory for Spark's own files");
         let command = [wrapper, &["java"]].concat();
@@ -97,7 +99,7 @@ impl Jvm {
             .arg(format!("-Djava.io.tmpdir={}", temp.display()))
             .args(["-cp", &format!("{0}/classes:{0}/jars/*", home.display()), "uniffle.Main"])
             .env("SPARK_LOCAL_IP", "127.0.0.1")
-            // Executors of local-cluster are started from there.
+            // Executors of local-cluster start from this directory.
             .env("SPARK_HOME", &home)
             .env("SPARK_SCALA_VERSION", "2.12")
             .env_remove("SPARK_LOCAL_DIRS")
@@ -116,10 +118,10 @@ impl Jvm {
         Self { child, commands, answers, log }
     }
 
-    /// Starts one application; [`Jvm::finish`] waits for it.
+    /// Starts one application. [`Jvm::finish`] waits for it.
     ///
     /// # Errors
-    /// The JVM is gone; then no further command makes sense.
+    /// Fails if the JVM is gone. No further command is possible then.
     pub fn begin(&mut self, mode: &str, words: &str) -> Result<(), String> {
         writeln!(self.commands, "modes={mode} {words}").map_err(|error| self.lost(&error.to_string()))
     }
@@ -127,7 +129,8 @@ impl Jvm {
     /// Waits for the end of the application and returns the lines of its scenarios.
     ///
     /// # Errors
-    /// No answer in time, or the JVM is gone; then no further command makes sense.
+    /// Fails without a response in time, or if the JVM is gone. No further command is possible
+    /// then.
     pub fn finish(&mut self) -> Result<Vec<Value>, String> {
         let deadline = Instant::now() + COMMAND_DEADLINE;
         let mut scenarios = Vec::new();
@@ -151,7 +154,7 @@ impl Jvm {
         }
     }
 
-    /// The end of what Spark and the client logged.
+    /// Returns the end of the log of Spark and the client.
     pub fn log_tail(&self) -> String {
         let log = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<_> = log.lines().collect();
@@ -170,7 +173,7 @@ impl Drop for Jvm {
     }
 }
 
-/// Runs Maven when the sources are not those that were built last. Its first run downloads 280 MB per Spark version.
+/// Runs Maven if the sources have changed. The first run downloads 280 MB per Spark version.
 pub fn build(kind: Kind) {
     let version = format!("-Dspark.version={}", kind.spark_version());
     let output = format!("-Dscenarios.target={}", kind.home().display());

@@ -1,5 +1,5 @@
-//! A tier in memory, read through the worker like local data: what a tier has to be, in one file. A worker gets it by
-//! one line of [`Environment::tiers`](uniffle_worker::server::Environment::tiers).
+//! A complete in-memory tier in one file, read through the worker like local data.
+//! [`Environment::tiers`](uniffle_worker::server::Environment::tiers) passes it to a worker.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,17 +20,17 @@ use uniffle_worker::tiers::{
     StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
 };
 
-/// The tier.
+/// An in-memory tier.
 #[derive(Debug, Default)]
 pub struct ThirdTier {
     shuffles: Mutex<HashMap<ShuffleKey, Arc<Shuffle>>>,
     synced_bytes: AtomicU64,
-    /// Of the last registration.
+    /// Remote storage of the last registration.
     wanted: Mutex<Option<RemoteStorage>>,
     on_forget: Mutex<Option<Hook>>,
 }
 
-/// What a test does in the middle of something.
+/// A callback of a test.
 struct Hook(Box<dyn Fn() + Send>);
 
 impl fmt::Debug for Hook {
@@ -42,11 +42,11 @@ impl fmt::Debug for Hook {
 /// One registration of a shuffle.
 #[derive(Debug, Default)]
 struct Shuffle {
-    /// None once it is forgotten.
+    /// `None` once the shuffle was deleted.
     partitions: Mutex<Option<HashMap<PartitionId, Partition>>>,
 }
 
-/// A partition's stream, and the index of it.
+/// Data and index of a partition.
 #[derive(Debug, Default)]
 struct Partition {
     index: Vec<u8>,
@@ -68,17 +68,17 @@ impl Partition {
 }
 
 impl ThirdTier {
-    /// Bytes that it had when it was synced last.
+    /// Returns the number of bytes at the last sync.
     pub fn synced_bytes(&self) -> u64 {
         self.synced_bytes.load(Ordering::Acquire)
     }
 
-    /// The remote storage that the last registration named.
+    /// Returns the remote storage of the last registration.
     pub fn wanted(&self) -> Option<RemoteStorage> {
         self.wanted.lock().clone()
     }
 
-    /// From now on `call` is called whenever shuffles are to be forgotten, on the thread on which they are.
+    /// Sets a callback that runs before shuffles are deleted, on the same thread.
     pub fn on_forget(&self, call: impl Fn() + Send + 'static) {
         *self.on_forget.lock() = Some(Hook(Box::new(call)));
     }
@@ -88,7 +88,7 @@ impl ThirdTier {
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
     }
 
-    /// What `take` makes of a partition; nothing of one that was never written.
+    /// Applies `take` to a partition. Returns the default for a partition that was never written.
     fn look<T: Default>(
         &self,
         key: &ShuffleKey,
@@ -221,7 +221,7 @@ impl ServedTier for ThirdTier {
     }
 }
 
-/// Bytes that are given in parts, each of whole units.
+/// Serves bytes in chunks of whole units.
 #[derive(Debug)]
 struct Chunks {
     bytes: Bytes,

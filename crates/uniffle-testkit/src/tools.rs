@@ -1,4 +1,5 @@
-//! Where things are that tests start: the workspace's own binaries, and programs that a machine may lack.
+//! Locations of programs that tests start: binaries of the workspace, and tools that a machine may
+//! lack.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,35 +9,37 @@ use crate::say;
 /// The root of the sources.
 pub const WORKSPACE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
-/// Whether the pipeline runs: then a missing component is a failure and not a reason to skip.
+/// Returns true in the CI pipeline, where a missing component is a failure and not a reason to
+/// skip.
 pub fn in_ci() -> bool {
     std::env::var("CI").is_ok_and(|value| value == "true")
 }
 
-/// Whether all of `tools` are here. If one is not, a line says what is not `tried` for lack of it, and in the pipeline
-/// that is a failure.
+/// Returns true if all of `tools` are installed. Otherwise prints that `tried` is skipped, which is
+/// a failure in CI.
 pub fn available(tried: &str, tools: &[&str]) -> bool {
     let Some(missing) = tools.iter().find(|tool| find(tool).is_none()) else { return true };
     lacking(tried, &format!("no `{missing}` here"));
     false
 }
 
-/// Where a program is. The system's own places are looked at too: a KDC is in none that users search.
+/// Returns the path of a program. Also searches the system directories, which contain a KDC but are
+/// not in users' paths.
 pub fn find(tool: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let places = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
     places.map(|place| place.join(tool)).find(|file| file.is_file())
 }
 
-/// Says why `tried` is not, which is a failure in the pipeline.
+/// Prints why `tried` is skipped, which is a failure in CI.
 pub fn lacking(tried: &str, why: &str) {
     let line = format!("SKIPPED: {why}, so not tried: {tried}");
     assert!(!in_ci(), "{line} (and CI=true)");
     say(&line);
 }
 
-/// Says why something weaker stands in for what is `tried`. In the pipeline that is a failure unless `why` is a thing that
-/// this machine does not allow.
+/// Prints why `tried` runs in a weaker form. This is a failure in CI if `is_allowed`, that is, if
+/// the machine would allow the full form.
 pub fn weaker(tried: &str, why: &str, is_allowed: bool) {
     match is_allowed {
         true => lacking(tried, why),
@@ -44,7 +47,7 @@ pub fn weaker(tried: &str, why: &str, is_allowed: bool) {
     }
 }
 
-/// Whether this process may mount file systems.
+/// Returns true if this process may mount file systems.
 pub fn may_mount() -> bool {
     const SYS_ADMIN: u64 = 1 << 21;
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
@@ -52,26 +55,28 @@ pub fn may_mount() -> bool {
     u64::from_str_radix(effective.trim(), 16).expect("a hexadecimal number") & SYS_ADMIN != 0
 }
 
-/// A binary of the workspace as `cargo test` at the top builds it, beside the binary of this test.
+/// Returns the path of a binary of the workspace. `cargo test` builds it beside the binary of this
+/// test.
 pub fn binary(name: &str) -> PathBuf {
     let path = profile_dir().join(name);
     assert!(path.exists(), "{} is missing: `cargo build --workspace --bins` makes it", path.display());
     path
 }
 
-/// What tests may keep from one run to the next, as `CARGO_TARGET_TMPDIR`.
+/// Returns a directory that persists between test runs, like `CARGO_TARGET_TMPDIR`.
 pub fn kept_dir() -> PathBuf {
     profile_dir().parent().expect("cargo's target directory").join("tmp")
 }
 
-/// Where cargo puts binaries: tests are in `deps` below it.
+/// Returns cargo's output directory for binaries. Tests are in `deps` below it.
 fn profile_dir() -> PathBuf {
     let test = std::env::current_exe().expect("a test knows where it is");
     test.ancestors().nth(2).map(Path::to_owned).expect("in the directory of a profile")
 }
 
-/// Runs the calling test, `test` by its full name, once more in a process of its own, for what counts in a whole process.
-/// True in that process, which is to go on; in the caller the test is over.
+/// Re-runs the calling test, whose full name is `test`, in a separate process, for effects on a
+/// whole process. Returns true in that process, which continues the test. In the caller the test is
+/// over.
 pub fn alone(test: &str) -> bool {
     const ALONE: &str = "UNIFFLE_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {

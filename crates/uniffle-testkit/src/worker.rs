@@ -1,6 +1,7 @@
-//! A worker process: started with a configuration in a directory of its own, killed on drop.
+//! A worker process with its own configuration and directory, killed on drop.
 //!
-//! The worker says that it is ready by the file that `WORKER_READY_FILE` names, one JSON object with the ports it got.
+//! The worker signals that it is ready by writing the file in `WORKER_READY_FILE`: one JSON object
+//! with its ports.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -14,14 +15,15 @@ use crate::ports::free_port;
 use crate::tools::binary;
 use crate::wait_until;
 
-/// Start-up claims directories, maps memory and reads the metadata log; a debug build on a busy machine gets time.
+/// Time limit to start. A start claims directories, maps memory and reads the metadata log; a debug
+/// build on a busy machine is slow.
 const START_DEADLINE: Duration = Duration::from_secs(120);
-/// An orderly stop waits for tasks that are given up after a few seconds.
+/// Time limit to stop. An orderly stop waits for tasks that are cancelled after a few seconds.
 const STOP_DEADLINE: Duration = Duration::from_secs(30);
-/// Purges run behind the answer to an unregistration.
+/// Time limit of purges, which run after the response to an unregistration.
 const CLEAN_DEADLINE: Duration = Duration::from_secs(20);
 
-/// Gauges that must be zero when no application is left, of all those that the worker has.
+/// Gauges that must be zero when no application is left, if the worker has them.
 const ZERO_WHEN_IDLE: &[&str] = &[
     "app_num_with_node",
     "partition_num_with_node",
@@ -39,7 +41,7 @@ const ZERO_WHEN_IDLE: &[&str] = &[
     "storage_used_bytes",
     "flush_file_num",
 ];
-/// Without these nothing would be asserted.
+/// Gauges that must exist, so that the check is not empty.
 const NEVER_MISSING: &[&str] = &[
     "app_num_with_node",
     "partition_num_with_node",
@@ -50,43 +52,43 @@ const NEVER_MISSING: &[&str] = &[
     "total_in_memory_block_count",
 ];
 
-/// How often other ports are chosen when one was taken meanwhile.
+/// Number of attempts with other ports after a conflict.
 const PORT_TRIES: usize = 5;
 
-/// Named by `WORKER_READY_FILE`.
+/// File name of `WORKER_READY_FILE`.
 const READY_FILE: &str = "ready.json";
 
-/// The marker by which a worker claims a data directory, where it is mounted, and its metadata log: what stays.
+/// Files that stay in an empty data directory: the claim, the mount record and the metadata log.
 pub const OWN_FILES: [&str; 3] = ["uniffle-worker.claim", "uniffle-worker.mounts", "uniffle-worker.metadata"];
 
-/// What a test chooses; everything else is the worker's default or belongs to the harness.
+/// Settings of a test. All others have the worker's or the harness's defaults.
 #[derive(Debug, Clone)]
 pub struct Setup {
     /// Shown in messages.
     pub name: &'static str,
     /// `memory_store.capacity`.
     pub capacity: &'static str,
-    /// How many data directories it gets.
+    /// Number of data directories.
     pub disks: usize,
-    /// The coordinators, separated by commas, or none: then it is its own.
+    /// Coordinators, separated by commas. `None` uses the embedded one.
     pub quorum: Option<String>,
-    /// `grpc_port`, where others must know it before; none = any.
+    /// `grpc_port`, if it must be known in advance. `None` chooses a free port.
     pub grpc_port: Option<u16>,
-    /// Lines before the first table; ports, if they are not to be chosen.
+    /// Lines before the first table, including ports that must not be chosen freely.
     pub top: &'static str,
     /// More lines of `[memory_store]`.
     pub memory: &'static str,
     /// More lines of `[localfile_store]`, then whole tables.
     pub tables: &'static str,
-    /// More whole tables, made by the test.
+    /// More whole tables, computed by the test.
     pub made_tables: String,
-    /// A command that executes the worker, with its first arguments; none = directly.
+    /// A command that executes the worker, with its first arguments. Empty: executed directly.
     pub wrapper: Vec<String>,
-    /// Another file than the one that cargo built.
+    /// Binary to run instead of the one that cargo built.
     pub binary: Option<PathBuf>,
     /// `store_type`.
     pub store_type: &'static str,
-    /// More of the environment.
+    /// Additional environment variables.
     pub env: Vec<(&'static str, String)>,
 }
 
@@ -120,7 +122,7 @@ pub struct Worker {
     ready: Ready,
 }
 
-/// Ports that a configuration names; 0, the system chooses.
+/// Ports in a configuration. 0 lets the system choose.
 #[derive(Debug, Clone, Copy, Default)]
 struct Ports {
     grpc: u16,
@@ -129,7 +131,7 @@ struct Ports {
 }
 
 impl Ports {
-    /// Three that differ.
+    /// Chooses three different ports.
     fn choose() -> Self {
         loop {
             let ports = Self { grpc: free_port(), http: free_port(), urpc: free_port() };
@@ -144,20 +146,20 @@ impl Ports {
     }
 }
 
-/// What the worker writes once all its listeners are bound.
+/// Content of the ready file, which the worker writes once all its listeners are bound.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Ready {
     /// Port of the shuffle server and of the embedded coordinator.
     pub grpc_port: u16,
     /// Port of `/metrics` and `/health`.
     pub http_port: u16,
-    /// Port of the administration, when it is open.
+    /// Administration port, if it is open.
     pub admin_port: Option<u16>,
-    /// Port of the raw TCP listener, when it is open.
+    /// Port of the raw TCP listener, if it is open.
     pub urpc_port: Option<u16>,
-    /// The process that wrote it.
+    /// Process id of the writer.
     pub pid: u32,
-    /// How long no process accepted, after an upgrade.
+    /// Time without an accepting process during an upgrade.
     pub upgrade_gap_ms: Option<u64>,
 }
 
@@ -173,12 +175,13 @@ impl Worker {
         Self::start_in(setup, dir, data_paths)
     }
 
-    /// The same in a directory that was prepared.
+    /// Starts the worker in a prepared directory.
     ///
-    /// Its ports are chosen outside of those that the system gives away, so that they are still free when it is started
-    /// again; another test may choose the same at the same moment, and then others are.
+    /// Ports are chosen outside the ephemeral range, so that they are still free after a restart.
+    /// If another test chooses the same port concurrently, other ports are chosen.
     pub fn start_in(setup: &Setup, dir: tempfile::TempDir, data_paths: Vec<PathBuf>) -> Self {
-        // The value exists before the wait, so that a worker that never gets ready is killed and its log shown.
+        // Created before the wait, so that a worker that never gets ready is killed and its log is
+        // shown.
         let mut worker = Self::launched(setup, dir, data_paths, Ports::choose());
         for _ in 0..PORT_TRIES {
             match worker.try_ready() {
@@ -212,7 +215,7 @@ impl Worker {
         Self { setup: setup.clone(), child, dir, data_paths, ready: nothing }
     }
 
-    /// What a worker says that does not start; an error while one does.
+    /// Returns the log of a worker that must refuse to start. Fails if it starts.
     pub fn refused(setup: &Setup) -> Result<String, String> {
         let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
         let mut worker = Self::launched(setup, dir, Vec::new(), Ports::default());
@@ -232,7 +235,7 @@ impl Worker {
         self.try_ready().unwrap_or_else(|status| panic!("worker {name} gets ready: it ended: {status}"))
     }
 
-    /// Waits for the ready file of this process, or for its end.
+    /// Waits for the ready file of this process, or for the end of the process.
     fn try_ready(&mut self) -> Result<Ready, ExitStatus> {
         let ready_file = self.dir.path().join(READY_FILE);
         let (what, child) = (format!("worker {} gets ready", self.setup.name), &mut self.child);
@@ -241,7 +244,7 @@ impl Worker {
                 return Ok(Err(status));
             }
             let text = std::fs::read_to_string(&ready_file).map_err(|error| error.to_string())?;
-            // Half a file is not JSON, so that a write that is seen in the middle is seen again.
+            // A partially written file is not JSON, so it is read again.
             serde_json::from_str(&text).map(Ok).map_err(|error| format!("{error} in {text:?}"))
         })?;
         assert_eq!(ready.pid, self.child.id(), "another process wrote the ready file");
@@ -252,47 +255,47 @@ impl Worker {
         drop(std::fs::remove_file(self.dir.path().join(READY_FILE)));
     }
 
-    /// SIGKILL, and waits for the end.
+    /// Kills the process (SIGKILL) and waits for its end.
     pub fn kill(&mut self) {
         self.child.kill().expect("our own child");
         self.child.wait().expect("our own child");
     }
 
-    /// Starts it again after its end, on the ports that it had.
+    /// Restarts the worker after its end, on the same ports.
     pub fn start_again(&mut self) {
         self.start_again_with(&self.config());
     }
 
-    /// The same with another configuration.
+    /// Restarts the worker with another configuration.
     pub fn start_again_with(&mut self, config: &str) {
         self.launch_again_with(config);
         self.ready = self.wait_ready();
     }
 
-    /// The same, without waiting for it.
+    /// Restarts the worker with another configuration, without waiting until it is ready.
     pub fn launch_again_with(&mut self, config: &str) {
         self.write_config(config);
         self.forget_ready();
         self.child = launch(&self.setup, self.dir.path());
     }
 
-    /// Its configuration with the ports that it has.
+    /// Returns the configuration with the current ports.
     pub fn config(&self) -> String {
         config_text(&self.setup, &self.data_paths, Ports::of(&self.ready))
     }
 
-    /// Replaces the configuration; it is read at the next start or upgrade.
+    /// Replaces the configuration, which is read at the next start or upgrade.
     pub fn write_config(&self, text: &str) {
         std::fs::write(self.dir.path().join("config.toml"), text).expect("the configuration");
     }
 
-    /// SIGUSR2.
+    /// Starts an upgrade (SIGUSR2).
     pub fn begin_upgrade(&self) {
         self.forget_ready();
         self.signal(rustix::process::Signal::USR2);
     }
 
-    /// Waits until the successor is ready; the ports are the same.
+    /// Waits until the successor is ready, on the same ports.
     pub fn finish_upgrade(&mut self) {
         let ready = self.wait_ready();
         let ports = |ready: &Ready| (ready.grpc_port, ready.http_port, ready.urpc_port);
@@ -300,7 +303,7 @@ impl Worker {
         self.ready = ready;
     }
 
-    /// The same where the successor runs beside the process; its id.
+    /// Waits until a successor that runs beside the process is ready. Returns its process id.
     pub fn finish_upgrade_beside(&mut self) -> u32 {
         self.wait_log("the successor runs beside this process");
         let ready_file = self.dir.path().join(READY_FILE);
@@ -322,7 +325,7 @@ impl Worker {
         rustix::process::kill_process(pid, signal).expect("our own child");
     }
 
-    /// Whether the process lives.
+    /// Returns true while the process runs.
     pub fn is_running(&mut self) -> bool {
         self.child.try_wait().is_ok_and(|ended| ended.is_none())
     }
@@ -335,50 +338,50 @@ impl Worker {
         })
     }
 
-    /// Waits until its log has a line with `text`.
+    /// Waits until the log contains `text`.
     pub fn wait_log(&self, text: &str) {
         wait_until(&format!("worker {} logs {text:?}", self.setup.name), START_DEADLINE, || {
             if self.log().contains(text) { Ok(()) } else { Err("it does not".to_owned()) }
         });
     }
 
-    /// Its directory: configuration, log, disks.
+    /// Returns the worker's directory: configuration, log, disks.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// The process.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// What `spark.rss.coordinator.quorum` is set to.
+    /// Returns the value of `spark.rss.coordinator.quorum`.
     pub fn quorum(&self) -> String {
         format!("127.0.0.1:{}", self.ready.grpc_port)
     }
 
-    /// The ports.
+    /// Returns the ports.
     pub fn ready(&self) -> &Ready {
         &self.ready
     }
 
-    /// Its data directories.
+    /// Returns the data directories.
     pub fn data_paths(&self) -> &[PathBuf] {
         &self.data_paths
     }
 
-    /// Its metrics now.
+    /// Returns the current metrics.
     pub fn metrics(&self) -> Metrics {
         Metrics::fetch(self.ready.http_port)
             .unwrap_or_else(|error| panic!("worker {}: {error}", self.setup.name))
     }
 
-    /// The body of a page of its HTTP listener.
+    /// Returns the body of a page of the HTTP listener.
     pub fn page(&self, path: &str) -> Result<String, String> {
         metrics::get(self.ready.http_port, path)
     }
 
-    /// What it has logged so far, with the lines that it logged before this call.
+    /// Returns the log so far, including all lines logged before this call.
     pub fn log(&self) -> String {
         wait_until(&format!("worker {} writes its log", self.setup.name), START_DEADLINE, || {
             if has_lines_to_write(self.child.id()) { Err("lines wait".to_owned()) } else { Ok(()) }
@@ -386,28 +389,29 @@ impl Worker {
         std::fs::read_to_string(self.dir.path().join("worker.log")).unwrap_or_default()
     }
 
-    /// Processor time of the process so far, in seconds.
+    /// Returns the CPU time of the process so far, in seconds.
     pub fn cpu_seconds(&self) -> f64 {
         let stat =
             std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("the process lives");
         let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
-        // utime and stime are the 14th and 15th field of all, in ticks of 10 ms.
+        // utime and stime are fields 14 and 15, in ticks of 10 ms.
         let ticks: f64 = fields.skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
         ticks / 100.0
     }
 
-    /// The largest resident size that the process ever had, from the kernel.
+    /// Returns the peak resident size of the process, from the kernel.
     pub fn peak_resident_bytes(&self) -> u64 {
         peak_resident_bytes(self.child.id())
     }
 
-    /// A number in the kernel's `status` of the process; sizes are in KiB.
+    /// Returns a number in the kernel's `status` of the process. Sizes are in KiB.
     pub fn proc_status(&self, field: &str) -> u64 {
         proc_status(self.child.id(), field)
     }
 
-    /// Nothing of any application is left: the worker knows none (long before a missing heartbeat could tell), every
-    /// memory counter is zero, and the data directories hold the claim and no more.
+    /// Checks that nothing of any application is left: the worker knows none (long before missing
+    /// heartbeats could have ended it), all memory counters are zero, and the data directories hold
+    /// only the worker's own files.
     pub fn assert_clean(&self) {
         wait_until(&format!("worker {} is clean", self.setup.name), CLEAN_DEADLINE, || {
             let metrics = Metrics::fetch(self.ready.http_port)?;
@@ -431,10 +435,11 @@ impl Worker {
         });
     }
 
-    /// The Spark settings that a worker with an embedded coordinator prints for its user, separated by blanks.
+    /// Returns the Spark settings that a worker with an embedded coordinator prints, separated by
+    /// blanks.
     pub fn printed_settings(&self) -> String {
         let log = self.log();
-        // An upgraded or restarted worker prints them again.
+        // An upgraded or restarted worker prints them again, so the last ones count.
         let last = log.rfind("spark-submit \\\n").expect("a worker with an embedded coordinator prints them");
         let command = log[last..].lines().take_while(|line| !line.contains("YOUR_APPLICATION"));
         let settings: Vec<_> =
@@ -443,7 +448,7 @@ impl Worker {
         settings.join(" ")
     }
 
-    /// No line of level ERROR and no panic so far.
+    /// Checks that no ERROR line and no panic was logged.
     pub fn assert_no_error_logged(&self) {
         let log = self.log();
         let bad: Vec<_> = log
@@ -454,30 +459,30 @@ impl Worker {
         assert!(bad.is_empty(), "worker {} logged errors:\n{}", self.setup.name, bad.join("\n"));
     }
 
-    /// SIGTERM; it must end by itself with exit code 0.
+    /// Stops the worker (SIGTERM). It must end with exit code 0.
     pub fn stop(mut self) {
         self.terminate();
     }
 
-    /// Waits until it ends by itself, which must be with exit code 0.
+    /// Waits until the worker ends by itself, which must be with exit code 0.
     pub fn ends(mut self, why: &str) {
         let status = self.wait_end();
         assert_eq!(status.code(), Some(0), "worker {} ends {why}: {status}", self.setup.name);
     }
 
-    /// The same, and it can be started again.
+    /// Stops the worker like `stop`, so that it can be restarted.
     pub fn terminate(&mut self) {
         assert_eq!(self.terminated(), Some(0), "worker {}", self.setup.name);
     }
 
-    /// SIGTERM; the exit code with which it ends.
+    /// Stops the worker (SIGTERM) and returns its exit code.
     pub fn terminated(&mut self) -> Option<i32> {
         self.signal(rustix::process::Signal::TERM);
         self.wait_end().code()
     }
 }
 
-/// The binary as a user starts it, with its configuration and files in `dir`.
+/// Starts the binary like a user, with its configuration and files in `dir`.
 fn launch(setup: &Setup, dir: &Path) -> Child {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("worker.log"));
     let log = log.expect("the log");
@@ -505,7 +510,8 @@ fn launch(setup: &Setup, dir: &Path) -> Child {
         .expect("the worker's binary was built with this test")
 }
 
-/// Whether the thread that writes the log of a process runs; without lines it sleeps.
+/// Returns true if the log-writing thread of a process is running. It sleeps when there are no
+/// lines.
 fn has_lines_to_write(pid: u32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok()).any(|stat| {
@@ -516,7 +522,7 @@ fn has_lines_to_write(pid: u32) -> bool {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // After stop() it has been waited for, and these do nothing.
+        // After `stop()` the process has already been waited for, and these calls do nothing.
         drop(self.child.kill());
         drop(self.child.wait());
         if std::thread::panicking() {
@@ -534,7 +540,7 @@ impl Drop for Worker {
     }
 }
 
-/// The largest resident size that a process ever had, from the kernel.
+/// Returns the peak resident size of a process, from the kernel.
 pub fn peak_resident_bytes(pid: u32) -> u64 {
     proc_status(pid, "VmHWM") << 10
 }
@@ -564,12 +570,13 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {
     lines.text(data_paths)
 }
 
-/// Everything below a data directory but its claim and the empty directories of applications and of what is deleted.
+/// Returns everything below a data directory except the worker's own files and the empty
+/// directories of applications and of the trash.
 pub fn leftovers(base: &Path) -> Vec<PathBuf> {
     let mut left = Vec::new();
     let mut open = vec![base.to_owned()];
     while let Some(dir) = open.pop() {
-        // A directory that a purge removes meanwhile is not left.
+        // A directory that a concurrent purge removes does not count.
         for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
             let path = entry.path();
             if path == base.join("apps") || path == base.join("trash") {

@@ -26,10 +26,10 @@ use crate::clients::{key, local, patient};
 #[derive(Debug, Clone)]
 pub(super) struct Crew {
     pub(super) history: Arc<Mutex<History>>,
-    /// The process is about to be killed: a read may have begun before and end after it, without what was lost. Java's
-    /// client finds that out by the ids that it expects.
+    /// Set just before the process is killed. A read may begin before and end after the kill,
+    /// without the lost blocks. Java's client detects this by the expected ids.
     pub(super) killed: Arc<AtomicBool>,
-    /// Remote files cannot be read, or not all.
+    /// Set while remote files cannot be read completely.
     pub(super) disturbed: Arc<AtomicBool>,
     pub(super) remote: Option<Arc<dyn Remote>>,
     pub(super) ports: (u16, u16),
@@ -45,7 +45,7 @@ impl Crew {
         Ok(ShuffleClient::connect(local(self.ports.0)).await?.with_backoff(patient()))
     }
 
-    /// Sends and reports tasks until the process does not answer or the round ends.
+    /// Sends and reports tasks until the process does not respond or the round ends.
     pub(super) async fn write(self, id: i32, mut random: ChaCha8Rng) {
         let tasks = Tasks::new();
         while let Ok(client) = self.grpc().await {
@@ -66,7 +66,8 @@ impl Crew {
         let mut batch: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
         let mut task = TaskAttemptId(0);
         for _ in 0..random.random_range(1..8) {
-            // Every block is a task's only one: readers filter by task, and so they can read around each lost block by itself.
+            // Every task has one block: readers filter by task, so they can avoid each lost block
+            // separately.
             task = self.history.lock().new_task();
             let partition = random.random_range(0..PARTITIONS);
             let length = if random.random_bool(0.1) { 200_000 } else { 20_000 };
@@ -92,7 +93,8 @@ impl Crew {
         Ok(())
     }
 
-    /// Reads random partitions; what was reported before must be there as long as the process answers.
+    /// Reads random partitions. Blocks reported before must be readable as long as the process
+    /// responds.
     pub(super) async fn read(self, id: i32, mut random: ChaCha8Rng) {
         while let Ok(client) = self.grpc().await {
             loop {
@@ -114,7 +116,7 @@ impl Crew {
     }
 }
 
-/// What a client finds: in memory, on the worker's disks, and then in remote files.
+/// Reads like a client: memory, then the worker's disks, then remote files.
 async fn read_all(
     client: &ShuffleClient,
     remote: Option<&dyn Remote>,
@@ -125,7 +127,7 @@ async fn read_all(
     let read = client.read_partition(key, PartitionId(partition), &options).await?;
     let mut found = read.blocks;
     if let Some(remote) = remote {
-        // One that does not answer is as good as empty: what is missing then is judged by the caller.
+        // A storage that does not respond counts as empty. The caller evaluates missing blocks.
         let mut behind = remote.read(key, partition).await.unwrap_or_default();
         let wanted =
             |id: &BlockId| tasks.is_none_or(|tasks| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned()));
@@ -135,9 +137,9 @@ async fn read_all(
     Ok(found)
 }
 
-/// The same until all that is expected is there or time is up: a remote file that is being appended to shows its last
-/// HDFS block to Java's client and not to this one, and a file that was left open to neither before it is closed. What is
-/// lost does not come back.
+/// Reads until all expected blocks are found or the time limit is reached. Java's client sees the
+/// last HDFS block of a file that is being appended to, this client does not. A file that was left
+/// open is visible to neither before it is closed. Lost blocks never come back.
 pub(super) async fn read_patiently(
     client: &ShuffleClient,
     remote: Option<&dyn Remote>,

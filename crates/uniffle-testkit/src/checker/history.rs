@@ -1,4 +1,4 @@
-//! What clients of a checked worker have sent and were told.
+//! Blocks that clients of a checked worker sent, and the worker's responses.
 
 use std::collections::BTreeMap;
 
@@ -7,17 +7,17 @@ use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 
 use crate::judge::{self, Told};
 
-/// Blocks by partition, of one shuffle.
+/// Blocks of one shuffle, by partition.
 pub(super) type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
 
-/// What is known of the shuffles, by id.
+/// Known facts about the shuffles, by id.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    /// Everything that clients sent and were told.
+    /// All blocks that clients sent, and all responses.
     pub(super) told: BTreeMap<i32, Told>,
-    /// Acknowledged and reported, and the report was acknowledged too.
+    /// Acknowledged blocks whose report was acknowledged too.
     pub(super) reported: BTreeMap<i32, Blocks>,
-    /// Those, and what was in reports that no answer came to: the worker may know of them.
+    /// These blocks, and blocks in reports without a response, which the worker may know.
     pub(super) in_reports: BTreeMap<i32, Blocks>,
     next_task: i64,
 }

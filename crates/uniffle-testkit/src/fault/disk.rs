@@ -1,4 +1,4 @@
-//! Any disk, of which each operation asks the rules first.
+//! A disk whose operations consult the rules first.
 
 use std::io;
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub struct FaultDisk {
 }
 
 impl FaultDisk {
-    /// `disk` with the faults of `faults`.
+    /// Adds `faults` to `disk`.
     #[must_use]
     pub fn new(disk: Arc<dyn Disk>, faults: Faults) -> Self {
         Self { disk, faults }
@@ -128,11 +128,11 @@ struct FaultFile {
     file: Arc<dyn File>,
     faults: Faults,
     path: PathBuf,
-    /// Opened to be written around the page cache.
+    /// Opened for direct writes.
     direct: bool,
 }
 
-/// The first `limit` bytes of `pieces`.
+/// Returns the first `limit` bytes of `pieces`.
 fn cut(pieces: Vec<Bytes>, mut limit: usize) -> Vec<Bytes> {
     let mut kept = Vec::new();
     for piece in pieces {

@@ -1,4 +1,4 @@
-//! What a disk in memory holds: names, bytes, and what of them the device has.
+//! Content of an in-memory disk: names, bytes, and the durable part of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -12,18 +12,18 @@ use rand::rngs::StdRng;
 
 use uniffle_io::DiskLock;
 
-/// Bytes that a device writes wholly or not at all.
+/// Unit that a device writes atomically.
 const SECTOR_BYTES: usize = 512;
 
 pub(super) type Content = Arc<Mutex<Stored>>;
 
-/// A file's bytes.
+/// Content of a file.
 #[derive(Debug, Default)]
 pub(super) struct Stored {
     pub(super) bytes: Vec<u8>,
-    /// What of them the device has.
+    /// Content that is on the device.
     pub(super) durable: Vec<u8>,
-    /// A sync has failed: nothing more gets to the device, whatever later ones say.
+    /// Set after a failed sync: no further data reaches the device, whatever later syncs report.
     pub(super) doomed: bool,
 }
 
@@ -34,7 +34,8 @@ impl Stored {
         }
     }
 
-    /// Of what was not synced every sector is there, or as it was before, or zeros; the end is anywhere behind the old.
+    /// Each unsynced sector keeps its new content, its old content or zeros. The file ends anywhere
+    /// after the old end.
     pub(super) fn lose_power(&mut self, random: &mut StdRng) {
         let (old, new) = (std::mem::take(&mut self.durable), std::mem::take(&mut self.bytes));
         let length = match random.random_range(0..3) {
@@ -58,24 +59,24 @@ impl Stored {
 #[derive(Debug, Default)]
 pub(super) struct Tree {
     pub(super) capacity_bytes: Option<u64>,
-    /// Files and directories that it can hold.
+    /// Maximum number of files and directories.
     pub(super) inodes: Option<u64>,
-    /// Nothing can be changed.
+    /// Rejects all modifications.
     pub(super) read_only: bool,
-    /// Where it says that it is mounted; none, at its root.
+    /// Reported mount point. `None` is the root.
     pub(super) mount_point: Option<PathBuf>,
     pub(super) directories: BTreeSet<PathBuf>,
     pub(super) files: BTreeMap<PathBuf, Content>,
-    /// Files and directories whose name the device may not have.
+    /// Files and directories whose names may not be on the device.
     pub(super) unsynced: BTreeSet<PathBuf>,
-    /// Syncs of files that are to fail.
+    /// Number of file syncs that will fail.
     pub(super) failing_syncs: u32,
-    /// Syncs say that all is well and do nothing.
+    /// Makes syncs succeed without effect.
     pub(super) lies: bool,
-    /// Nobody is told that a file that is open was removed.
+    /// Hides the removal of open files from their writers.
     pub(super) lies_about_files: bool,
     pub(super) locked: BTreeSet<PathBuf>,
-    /// What was said to be read soon, and the bytes there.
+    /// Announced ranges and their bytes.
     pub(super) advised: Vec<(Range<u64>, Vec<u8>)>,
 }
 
@@ -126,7 +127,8 @@ impl Tree {
         self.unsynced.retain(|entry| !entry.starts_with(path));
     }
 
-    /// Frees so much of what is below `path`, the first files first and each from its end; whether all of it is gone.
+    /// Frees up to `bytes_max` bytes below `path`: the first files first, each from its end.
+    /// Returns true once everything is gone.
     pub(super) fn remove_part(&mut self, path: &Path, bytes_max: u64) -> bool {
         let mut left = usize::try_from(bytes_max).unwrap_or(usize::MAX);
         for (_, content) in self.files.iter().filter(|(file, _)| file.starts_with(path)) {

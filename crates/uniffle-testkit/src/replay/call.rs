@@ -1,6 +1,6 @@
-//! gRPC below its messages: a call whose request and answer are bytes, and the fields of a message by number.
+//! gRPC below its messages: calls with raw bytes, and access to the fields of a message by number.
 //!
-//! Generated types would drop what they do not know, and a recorded client may be newer than they are.
+//! Generated types would drop unknown fields, and a recorded client may be newer than the types.
 
 use std::io;
 
@@ -13,7 +13,7 @@ use tower::ServiceExt as _;
 /// Compressed flag and length before a message.
 const PREFIX_BYTES: usize = 5;
 
-/// What a unary call was answered.
+/// Response of a unary call.
 #[derive(Debug)]
 pub struct Answered {
     pub headers: http::response::Parts,
@@ -31,7 +31,7 @@ pub async fn forward(channel: &Channel, request: Request<Bytes>) -> io::Result<A
     Ok(Answered { headers, body: body.to_bytes(), trailers })
 }
 
-/// Calls `path` with a message; `grpc-status` and message of the answer.
+/// Calls `path` with a message. Returns `grpc-status` and message of the response.
 pub async fn call(channel: &Channel, path: &str, message: &Bytes) -> io::Result<(u32, Bytes)> {
     let request = Request::post(path)
         .header("content-type", "application/grpc")
@@ -43,14 +43,14 @@ pub async fn call(channel: &Channel, path: &str, message: &Bytes) -> io::Result<
 }
 
 impl Answered {
-    /// `grpc-status`, wherever it is.
+    /// Returns `grpc-status` from the trailers or the headers.
     pub fn status(&self) -> u32 {
         let of = |headers: &HeaderMap| headers.get("grpc-status")?.to_str().ok()?.parse().ok();
         self.trailers.as_ref().and_then(of).or_else(|| of(&self.headers.headers)).unwrap_or(0)
     }
 }
 
-/// A message with its prefix.
+/// Returns a message with its prefix.
 pub fn framed(message: &[u8]) -> Bytes {
     let mut body = BytesMut::with_capacity(PREFIX_BYTES + message.len());
     body.put_u8(0);
@@ -59,19 +59,20 @@ pub fn framed(message: &[u8]) -> Bytes {
     body.freeze()
 }
 
-/// The message of a unary body; empty when there is none (an error that is trailers only).
+/// Returns the message of a unary body. Empty if there is none (an error with trailers only).
 pub fn message_of(body: &Bytes) -> Bytes {
     assert!(body.first().is_none_or(|compressed| *compressed == 0), "a compressed message");
     body.slice(PREFIX_BYTES.min(body.len())..)
 }
 
-/// The last value of a varint field; 0 is what protobuf leaves out.
+/// Returns the last value of a varint field, or 0, which protobuf omits.
 pub fn varint(message: &[u8], field: u64) -> u64 {
     let values = fields(message).into_iter().filter(|found| found.number == field);
     values.filter_map(|found| found.varint).next_back().unwrap_or(0)
 }
 
-/// The message with `value` in a varint field and all else as it was, unknown fields included.
+/// Returns the message with `value` in a varint field. All other fields stay, including unknown
+/// ones.
 pub fn with_varint(message: &[u8], field: u64, value: u64) -> Bytes {
     let mut out = BytesMut::with_capacity(message.len() + 11);
     let mut is_written = false;
@@ -98,7 +99,7 @@ struct Field<'a> {
     bytes: &'a [u8],
 }
 
-/// The fields of a message, which must be well-formed.
+/// Splits a message, which must be well-formed, into fields.
 fn fields(message: &[u8]) -> Vec<Field<'_>> {
     let mut found = Vec::new();
     let mut rest = message;

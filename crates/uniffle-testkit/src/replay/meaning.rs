@@ -1,6 +1,6 @@
-//! What an exchange of either plane says, as far as a replay has to know.
+//! Meaning of an exchange of either plane, as far as a replay needs it.
 //!
-//! The two planes meet here: behind this file it does not matter which one it was. Recorded bytes must be well-formed.
+//! Code that uses this module does not depend on the plane. Recorded bytes must be well-formed.
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 
@@ -22,7 +22,7 @@ pub struct Place {
     pub partition: PartitionId,
 }
 
-/// What a request asks for.
+/// Meaning of a request.
 #[derive(Debug)]
 pub enum Request {
     Ticket,
@@ -43,19 +43,19 @@ pub enum Request {
         offset: u64,
         length: u64,
     },
-    /// Block ids of partitions.
+    /// Requests the block ids of partitions.
     Result,
     Assignments,
-    /// Of one shuffle or of all.
+    /// Unregisters one shuffle or all.
     Unregister {
         app: AppId,
         shuffle: Option<ShuffleId>,
     },
-    /// Only the status matters.
+    /// A request of which only the status matters.
     Other,
 }
 
-/// An answer, recorded or new.
+/// A response, recorded or new.
 #[derive(Debug)]
 pub enum Answer {
     Grpc { path: String, status: u32, message: Bytes },
@@ -74,27 +74,27 @@ fn unsigned(value: i64) -> u64 {
     u64::try_from(value).expect("not negative")
 }
 
-/// A message of the generated types out of recorded bytes.
+/// Decodes recorded bytes as a generated message type.
 fn grpc<T: prost::Message + Default>(message: &Bytes) -> T {
     T::decode(message.clone()).expect("well-formed")
 }
 
-/// The last part of a path.
+/// Returns the last part of a path.
 fn method(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or_default()
 }
 
-/// What an exchange means.
+/// Access to the meaning of an exchange.
 pub trait Meaning {
-    /// What it asks for.
+    /// Returns the meaning of the request.
     fn asks(&self) -> Request;
-    /// What it was told when it was recorded.
+    /// Returns the recorded response.
     fn was_told(&self) -> Answer;
-    /// The request with another ticket; it must be a send.
+    /// Returns the request with another ticket. It must be a send.
     fn with_ticket(&self, ticket: u64) -> Bytes;
-    /// The request with another `lastBlockId`; it must be a read of memory.
+    /// Returns the request with another `lastBlockId`. It must be a read of memory.
     fn with_cursor(&self, cursor: i64) -> Bytes;
-    /// The request for another range; it must be a read of local data.
+    /// Returns the request with another range. It must be a read of local data.
     fn with_range(&self, offset: u64, length: u64) -> Bytes;
 }
 
@@ -154,7 +154,8 @@ impl Meaning for Exchange {
     }
 }
 
-/// A frame with other bytes, `at` bytes behind request id, application and shuffle (docs/protocol.md §7.4).
+/// Returns a frame with other bytes at `at` bytes after request id, application and shuffle
+/// (docs/protocol.md §7.4).
 fn overwritten(exchange: &Exchange, at: usize, bytes: &[u8]) -> Bytes {
     let app_at = HEADER_BYTES + 8;
     let app_bytes = exchange.request[app_at..].first_chunk().map(|length| u32::from_be_bytes(*length));
@@ -184,7 +185,7 @@ fn grpc_request(method: &str, message: &Bytes) -> Request {
         "getMemoryShuffleData" => {
             let read: proto::GetMemoryShuffleDataRequest = grpc(message);
             let place = place(&read.app_id, read.shuffle_id, read.partition_id);
-            // 0.9.2 sends an empty one for none.
+            // 0.9.2 sends an empty filter instead of none.
             let filter = read.serialized_expected_task_ids_bitmap.filter(|bytes| !bytes.is_empty());
             Request::Memory { place, cursor: read.last_block_id, filter }
         }
@@ -230,7 +231,7 @@ fn tcp_request(kind: FrameType, message: &[u8]) -> Request {
 }
 
 impl Answer {
-    /// `grpc-status` and the protocol's own, which is 0 for SUCCESS.
+    /// Returns `grpc-status` and the protocol's own status, which is 0 for SUCCESS.
     pub fn status(&self) -> (u32, i32) {
         match self {
             Self::Grpc { path, status, message } => {
@@ -245,24 +246,24 @@ impl Answer {
         }
     }
 
-    /// True when the protocol's status is `code`.
+    /// Returns true if the protocol's status is `code`.
     pub fn is(&self, code: proto::StatusCode) -> bool {
         self.status() == (0, code.into())
     }
 
-    /// The ticket that was granted.
+    /// Returns the granted ticket.
     pub fn ticket(&self) -> u64 {
         varint(self.message(), 1)
     }
 
-    /// Set of block ids.
+    /// Returns the set of block ids.
     pub fn block_ids(&self) -> Result<croaring::Treemap, String> {
-        // Both forms of the answer have it in the same field.
+        // Both response types have the bitmap in the same field.
         let answer: proto::GetShuffleResultResponse = grpc(self.message());
         read::decode_bitmap(&answer.serialized_bitmap).map_err(|error| error.to_string())
     }
 
-    /// First and last partition and number of servers of each range, in order.
+    /// Returns first partition, last partition and number of servers of each range, in order.
     pub fn assigned(&self) -> Vec<(i32, i32, usize)> {
         let answer: proto::GetShuffleAssignmentsResponse = grpc(self.message());
         let range = |range: &proto::PartitionRangeAssignment| {
@@ -273,7 +274,7 @@ impl Answer {
         ranges
     }
 
-    /// Blocks of a read of memory.
+    /// Returns the blocks of a read of memory.
     pub fn memory_blocks(&self) -> Result<Vec<Block>, String> {
         let blocks = match self {
             Self::Grpc { message, .. } => {
@@ -291,7 +292,7 @@ impl Answer {
         blocks.map_err(|error| error.to_string())
     }
 
-    /// The index of a partition.
+    /// Returns the index of a partition.
     pub fn index(&self) -> Result<Vec<IndexRecord>, String> {
         let bytes = match self {
             Self::Grpc { message, .. } => grpc::<proto::GetLocalShuffleIndexResponse>(message).index_data,
@@ -300,7 +301,7 @@ impl Answer {
         read::decode_index(&bytes).map_err(|error| error.to_string())
     }
 
-    /// Bytes of a partition.
+    /// Returns data of a partition.
     pub fn data(&self) -> Bytes {
         match self {
             Self::Grpc { message, .. } => grpc::<proto::GetLocalShuffleDataResponse>(message).data,

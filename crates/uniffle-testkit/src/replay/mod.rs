@@ -1,5 +1,6 @@
-//! Sessions of clients on the wire: a [`Recorder`] stands between a client and a worker and writes down what they say,
-//! a [`Player`] says a session's requests again to another worker and compares what the answers mean.
+//! Client sessions on the wire: a [`Recorder`] is a proxy that records the exchanges of a client
+//! and a worker. A [`Player`] sends a session's requests to another worker and compares the meaning
+//! of the responses.
 
 pub mod call;
 pub mod meaning;

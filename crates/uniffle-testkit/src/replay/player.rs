@@ -1,8 +1,9 @@
-//! Replays a recorded session against a fresh worker in this process.
+//! Replays a recorded session against a new worker in this process.
 //!
-//! Requests go out one after another in the order of their recording, with the bytes that were recorded; only tickets,
-//! read cursors and offsets of local data are exchanged for the new worker's. Statuses, assignments, sets of block
-//! ids and blocks must be those of the recording; times, texts and the split between memory and disk need not.
+//! Requests are sent one after another in recorded order with the recorded bytes. Only tickets,
+//! read cursors and offsets of local data are replaced with the new worker's. Statuses,
+//! assignments, sets of block ids and blocks must equal the recording. Times, texts and the split
+//! between memory and disk may differ.
 
 use std::collections::HashMap;
 use std::io;
@@ -25,24 +26,25 @@ use super::meaning::{Answer, Meaning as _, Place, Request};
 use super::reads::PartitionReads;
 use crate::recording::{Exchange, Plane, Session};
 
-/// NO_BUFFER is a matter of time too; clients repeat it.
+/// Pause after NO_BUFFER, which depends on timing. Clients retry it.
 const NO_BUFFER_PAUSE: Duration = Duration::from_millis(10);
 const NO_BUFFER_TRIES: u32 = 1_000;
 
-/// What a replay did, so that one that compares nothing is noticed.
+/// Totals of a replay, to detect a replay that compares nothing.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Summary {
     pub exchanges: usize,
     pub blocks_sent: usize,
     pub from_memory: usize,
-    /// Reads of memory that name tasks.
+    /// Number of memory reads with a task filter.
     pub filtered_reads: usize,
     pub from_disk: usize,
-    /// Blocks that are on another tier than they were, read as a client would have gone on.
+    /// Number of blocks that are on another tier than recorded, and were read as a client would
+    /// have continued.
     pub caught_up: usize,
 }
 
-/// One recorded session on its way through a worker.
+/// A recorded session during its replay.
 #[derive(Debug)]
 pub struct Player {
     channel: Channel,
@@ -75,7 +77,7 @@ impl Player {
         })
     }
 
-    /// Replays `session` to its end.
+    /// Replays the whole `session`.
     pub async fn play(mut self, session: &Session) -> Result<Summary, String> {
         for (number, exchange) in session.exchanges.iter().enumerate() {
             let asks = exchange.asks();
@@ -150,7 +152,7 @@ impl Player {
         Ok(())
     }
 
-    /// Sends `request` as `exchange` was; the answer must have the recorded status.
+    /// Sends `request` like `exchange`. The response must have the recorded status.
     async fn ask(&self, exchange: &Exchange, request: &Bytes, recorded: &Answer) -> Result<Answer, String> {
         let mut tries = 0;
         loop {
@@ -186,7 +188,8 @@ impl Player {
         }
     }
 
-    /// Nothing more will be read of these partitions: fetches what is on another tier than it was, and compares.
+    /// Completes the reads of these partitions: fetches blocks that are on another tier than
+    /// recorded, and compares all.
     async fn close(&mut self, done: impl Fn(&Place) -> bool) -> Result<(), String> {
         let places: Vec<_> = self.reads.keys().filter(|place| done(place)).cloned().collect();
         for place in places {

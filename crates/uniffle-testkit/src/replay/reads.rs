@@ -1,7 +1,7 @@
-//! What was read of one partition, in the recording and in the replay.
+//! Blocks read from one partition, in the recording and in the replay.
 //!
-//! When a block leaves memory for a disk is a matter of time, so answers are not compared one by one: what counts is
-//! that the replay has, by all its reads together, every block that the recording had, unchanged.
+//! The time at which a block moves from memory to a disk varies, so responses are not compared one
+//! by one. All reads of the replay together must return every recorded block, unchanged.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,18 +12,19 @@ use uniffle_client::block::Block;
 use uniffle_client::read::{self, IndexRecord};
 use uniffle_wire::types::{BlockId, BlockMeta};
 
-/// Blocks of one partition by id, as the recording and as the replay read them.
+/// Blocks of one partition by id, as read by the recording and by the replay.
 #[derive(Debug, Default)]
 pub(super) struct PartitionReads {
     recorded: BTreeMap<BlockId, BlockMeta>,
     replayed: BTreeMap<BlockId, BlockMeta>,
     recorded_index: Vec<IndexRecord>,
     replayed_index: Vec<IndexRecord>,
-    /// Last block of the replay's last answer, by task filter: each is one reader of memory.
+    /// Last block of the replay's last response by task filter. Each filter is a separate reader of
+    /// memory.
     cursors: HashMap<Option<Bytes>, BlockId>,
 }
 
-/// A piece of a partition's data with the blocks in it.
+/// A range of a partition's data and its blocks.
 #[derive(Debug)]
 pub(super) struct Piece {
     pub(super) offset: u64,
@@ -32,7 +33,7 @@ pub(super) struct Piece {
 }
 
 impl PartitionReads {
-    /// Where the replay's reader goes on, when the recording's reader is at `recorded`.
+    /// Returns the cursor of the replay's reader when the recorded reader is at `recorded`.
     pub(super) fn cursor(&mut self, filter: Option<&Bytes>, recorded: i64) -> i64 {
         let reader = filter.cloned();
         if recorded == -1 {
@@ -41,7 +42,7 @@ impl PartitionReads {
         self.cursors.get(&reader).map_or(-1, |last| last.0)
     }
 
-    /// Both answers to a read of memory.
+    /// Adds both responses to a read of memory.
     pub(super) fn memory(
         &mut self,
         filter: Option<&Bytes>,
@@ -57,13 +58,14 @@ impl PartitionReads {
         replayed.iter().try_for_each(|block| self.take(block, wanted.as_ref()))
     }
 
-    /// Both answers to a read of the index.
+    /// Adds both responses to a read of the index.
     pub(super) fn index(&mut self, recorded: Vec<IndexRecord>, replayed: Vec<IndexRecord>) {
         self.recorded_index = recorded;
         self.replayed_index = replayed;
     }
 
-    /// Where the replay has the blocks that the recording read at `offset`; what is still in its memory is left out.
+    /// Returns the replay's ranges of the blocks that the recording read at `offset`. Blocks that
+    /// are still in memory are omitted.
     pub(super) fn data(&mut self, offset: u64, length: u64) -> Vec<Piece> {
         let range = offset..offset + length;
         let wanted: Vec<BlockMeta> = self
@@ -90,7 +92,7 @@ impl PartitionReads {
         pieces
     }
 
-    /// The replay's answer to the read of a piece.
+    /// Adds the replay's response to the read of a range. Returns the number of blocks.
     pub(super) fn piece(&mut self, piece: Piece, data: &Bytes) -> Result<usize, String> {
         let segment = read::Segment { offset: piece.offset, length: piece.length, records: piece.records };
         let blocks = read::segment_blocks(&segment, data).map_err(|error| error.to_string())?;
@@ -98,12 +100,13 @@ impl PartitionReads {
         Ok(blocks.len())
     }
 
-    /// Blocks that the recording had and the replay has not.
+    /// Returns the blocks of the recording that the replay lacks.
     pub(super) fn missing(&self) -> Vec<BlockId> {
         self.recorded.keys().filter(|id| !self.replayed.contains_key(id)).copied().collect()
     }
 
-    /// A block that the replay got. Its bytes are those of its checksum, its checksum is compared with what was sent.
+    /// Adds a block of the replay. Its bytes must match its checksum, which is compared with the
+    /// sent one later.
     pub(super) fn take(&mut self, block: &Block, wanted: Option<&Treemap>) -> Result<(), String> {
         read::check_crc(block).map_err(|error| error.to_string())?;
         let task = block.meta.task_attempt_id.0.cast_unsigned();
@@ -114,7 +117,7 @@ impl PartitionReads {
         Ok(())
     }
 
-    /// Every block that either had is as it was sent.
+    /// Checks that every block of both sides is as it was sent.
     pub(super) fn compare(&self, sent: &HashMap<BlockId, BlockMeta>) -> Result<(), String> {
         for meta in self.recorded.values().chain(self.replayed.values()) {
             let sent = sent.get(&meta.block_id);

@@ -1,7 +1,8 @@
-//! A proxy between a client and a worker that writes down every exchange of both planes.
+//! A proxy between a client and a worker that records every exchange of both planes.
 //!
-//! It does not know the protocol but for two things: the answer of getShuffleAssignments names this proxy's ports to
-//! the client (the worker's answer is what is recorded), and a TCP frame's header and request id.
+//! It only interprets two parts of the protocol. It replaces the ports in the response of
+//! getShuffleAssignments with its own, while the worker's response is recorded. It parses a TCP
+//! frame's header and request id.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -52,7 +53,7 @@ struct Shared {
 }
 
 impl Recorder {
-    /// A proxy on two free ports, before the worker with these.
+    /// Starts a proxy on two free ports in front of the worker with these addresses.
     pub async fn start(grpc: SocketAddr, tcp: Option<SocketAddr>) -> io::Result<Self> {
         let endpoint = Endpoint::from_shared(format!("http://{grpc}")).map_err(io::Error::other)?;
         let grpc_listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -81,12 +82,12 @@ impl Recorder {
         Ok(Self { shared, tasks })
     }
 
-    /// Where clients find it.
+    /// Returns the address for clients.
     pub fn address(&self) -> SocketAddr {
         self.shared.grpc
     }
 
-    /// Ends it; what it has seen.
+    /// Stops the proxy and returns the recorded session.
     pub async fn stop(self, title: &str) -> Session {
         self.tasks.cancel();
         self.tasks.drained().await;
@@ -133,7 +134,7 @@ async fn serve_grpc(shared: Arc<Shared>, socket: TcpStream, connection: u32) -> 
     http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(socket), service).await
 }
 
-/// One unary call.
+/// Forwards one unary call.
 async fn forward(
     shared: Arc<Shared>,
     request: Request<Incoming>,
@@ -160,7 +161,7 @@ async fn forward(
 }
 
 impl Shared {
-    /// The same assignments, to this proxy.
+    /// Replaces the servers of the assignments with this proxy.
     fn assignments(&self, answer: &Bytes) -> Bytes {
         let mut answer =
             proto::GetShuffleAssignmentsResponse::decode(answer.clone()).expect("the worker's answer");
@@ -174,7 +175,7 @@ impl Shared {
     }
 }
 
-/// Requests without an answer yet. Ids are unique in what is under way: only retries use one again.
+/// Requests without a response yet. Ids are unique among them: only retries reuse an id.
 type Open = Mutex<HashMap<i64, (u64, Bytes)>>;
 
 async fn serve_tcp(shared: Arc<Shared>, client: TcpStream, connection: u32) -> io::Result<()> {
@@ -208,7 +209,7 @@ async fn serve_tcp(shared: Arc<Shared>, client: TcpStream, connection: u32) -> i
     }
 }
 
-/// A whole frame, header included.
+/// Reads a whole frame, including the header.
 async fn read_frame(socket: &mut (impl tokio::io::AsyncRead + Unpin)) -> io::Result<Bytes> {
     let mut bytes = [0; HEADER_BYTES];
     socket.read_exact(&mut bytes).await?;
@@ -220,7 +221,7 @@ async fn read_frame(socket: &mut (impl tokio::io::AsyncRead + Unpin)) -> io::Res
     Ok(frame.into())
 }
 
-/// The request id of a frame of any type.
+/// Returns the request id of a frame of any type.
 pub(super) fn request_id(frame: &Bytes) -> i64 {
     let message = &frame[HEADER_BYTES..];
     message.first_chunk().map_or(-1, |bytes| i64::from_be_bytes(*bytes))

