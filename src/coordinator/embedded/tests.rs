@@ -149,7 +149,7 @@ async fn n13_a_huge_partition_number_is_refused_before_anything_is_allocated() {
     for request in [request(i32::MAX, 1, &[]), request(1 << 17, 2, &[]), request(1, i32::MAX, &[])] {
         let answer = assignments(&coordinator, request).await;
         assert_eq!(answer.status(), StatusCode::InternalError);
-        let text = "at most 131072 are assigned (embedded_coordinator.assignment_ranges_max)";
+        let text = "the limit is 131072 (embedded_coordinator.assignment_ranges_max)";
         assert!(answer.ret_msg.contains(text), "{}", answer.ret_msg);
     }
     let largest = assignments(&coordinator, request(1 << 17, 1, &[])).await;
