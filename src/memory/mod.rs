@@ -326,7 +326,14 @@ impl Memory {
         let (ahead, memory) = (self.ahead.clone(), Arc::downgrade(&self));
         drop(self);
         if let Some(ahead) = ahead {
-            tokio::join!(ahead.run(), protection::run(memory));
+            let protected = memory.clone();
+            let unprotected = move || Some(memory.upgrade()?.unprotected_shuffles());
+            let protect = move || {
+                let memory = protected.upgrade()?;
+                memory.protect_shuffles();
+                Some(memory.unprotected_shuffles())
+            };
+            tokio::join!(ahead.run(), protection::run(unprotected, protect));
         }
     }
 

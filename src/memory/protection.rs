@@ -2,12 +2,10 @@
 //!
 //! Not here: places and rows (`persistent`). Until a shuffle has them, what it has in memory is lost if the process is killed.
 
-use std::sync::Weak;
 use std::time::Duration;
 
 use tokio::time::interval;
 
-use super::Memory;
 use crate::telemetry::LogLimiter;
 
 /// Between two attempts.
@@ -15,19 +13,20 @@ const EVERY: Duration = Duration::from_secs(1);
 /// Shuffles without a place are logged once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Tries again and again, until it is dropped or `memory` is gone.
-pub(super) async fn run(memory: Weak<Memory>) {
+/// Tries once a second until it is dropped. `unprotected` returns the number of shuffles without a place, and `protect` the
+/// number that is left after an attempt; either ends this with `None`.
+pub(super) async fn run(
+    unprotected: impl Fn() -> Option<u64>,
+    protect: impl Fn() -> Option<u64> + Clone + Send + 'static,
+) {
     let (mut every, limiter) = (interval(EVERY), LogLimiter::new(1, LOG_INTERVAL));
     let mut is_logged = false;
     loop {
         every.tick().await;
-        let Some(memory) = memory.upgrade() else { return };
-        if memory.unprotected_shuffles() > 0 {
-            let protecting = tokio::task::spawn_blocking(move || {
-                memory.protect_shuffles();
-                memory.unprotected_shuffles()
-            });
-            let Ok(shuffles @ 1..) = protecting.await else { continue };
+        let Some(waiting) = unprotected() else { return };
+        if waiting > 0 {
+            let protecting = tokio::task::spawn_blocking(protect.clone());
+            let Ok(Some(shuffles @ 1..)) = protecting.await else { continue };
             if limiter.pass().is_some() {
                 let text = "memory_store.backing has no place for some shuffles: a kill of the process loses what they have in \
                             memory; free space there";

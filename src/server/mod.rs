@@ -181,9 +181,8 @@ impl Worker {
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let embedded = embedded_coordinator(config, memory.heap(), &registry)?;
-        resume(&state, config, (&service, &live, embedded.as_ref()));
         let parts = (Arc::clone(&service), Arc::clone(&live), embedded.clone());
-        let state = Arc::new(StateWriter::new(config, &silent, state, parts));
+        let state = Arc::new(resume(config, &silent, state, parts));
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
@@ -487,12 +486,13 @@ fn embedded_coordinator(
     Ok(made.transpose()?)
 }
 
-/// Applies the settings that an earlier process was given at run time.
+/// Applies the settings that an earlier process was given at run time. Returns the writer of later ones.
 fn resume(
-    state: &RuntimeState,
     config: &Config,
-    (service, live, embedded): (&Service, &RuntimeSettings, Option<&EmbeddedCoordinator>),
-) {
+    silent: &[PathBuf],
+    state: RuntimeState,
+    (service, live, embedded): (Arc<Service>, Arc<RuntimeSettings>, Option<EmbeddedCoordinator>),
+) -> StateWriter {
     if state.decommission {
         tracing::info!(
             "decommissioning continues from before the restart; POST /admin/decommission/cancel ends it"
@@ -503,9 +503,10 @@ fn resume(
         tracing::info!(?tags, "tags set by a call before the restart stay in effect");
         live.set_tags(tags);
     }
-    if let Some(embedded) = embedded {
+    if let Some(embedded) = &embedded {
         embedded.restore_apps(&state.apps);
     }
+    StateWriter::new(config, silent, state, (service, live, embedded))
 }
 
 /// Maps the memory, or takes over what an earlier process left in it (`left`, if that was passed on). Data directories that are `silent`

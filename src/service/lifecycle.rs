@@ -30,7 +30,7 @@ use super::insight::Insight;
 use super::known::Known;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
-use super::noted::Noting;
+use super::noted::{Noting, note_registration};
 use super::quota::{self, QuotaConfig};
 use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
@@ -147,7 +147,8 @@ impl Lifecycle {
             self.weights.weigh(&app);
         }
         if let Some((tier, noting)) = noted {
-            self.note_registration(&key, &**tier, noting).await?;
+            let app = self.apps.find(&key.app);
+            note_registration(app, &key, (&**tier, &self.tiers), noting).await?;
         }
         self.metrics.apps_registered.inc_by(u64::from(new_app));
         self.metrics.partitions_registered.inc_by(partitions);

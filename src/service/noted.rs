@@ -4,14 +4,14 @@
 //! written again, whoever repeats it.
 
 use std::hash::{Hash, Hasher};
+use std::sync::Arc;
 
 use crate::app::{App, Counted, NextNote, NotedRegistrations, Registration, ShuffleState};
 use crate::durability::{self, Record};
-use crate::tiers::{MetadataLog, RemoteStorage, StoreErrorKind, Tier};
+use crate::tiers::{MetadataLog, RemoteStorage, StoreErrorKind, Tier, Tiers};
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
-use super::lifecycle::Lifecycle;
 
 /// Ranges of remote directories that are remembered of one shuffle.
 const REMOTE_RANGES_MAX: usize = 1 << 18;
@@ -21,14 +21,17 @@ pub(super) struct Noting {
     /// Without ranges and remote storage.
     fields: durability::Registration,
     /// As the client said it, and the ranges that name directories.
-    remote: Option<(Option<RemoteStorage>, Vec<(i32, i32)>)>,
+    remote: Option<(Option<RemoteStorage>, Vec<SentRange>)>,
 }
+
+/// First and last partition of a range, as it was sent.
+pub(super) type SentRange = (i32, i32);
 
 impl Noting {
     /// Returns what a registration says; `remote` with the ranges as they were sent.
     pub(super) fn of(
         registration: &Registration,
-        remote: Option<(Option<RemoteStorage>, &[(i32, i32)])>,
+        remote: Option<(Option<RemoteStorage>, &[SentRange])>,
     ) -> Self {
         let properties = registration.properties.iter();
         let mut properties: Vec<_> = properties.map(|(key, value)| (key.clone(), value.clone())).collect();
@@ -70,31 +73,28 @@ impl Noting {
     }
 }
 
-impl Lifecycle {
-    /// Makes a registration survive the process.
-    pub(super) async fn note_registration(
-        &self,
-        key: &ShuffleKey,
-        tier: &dyn Tier,
-        noting: Noting,
-    ) -> Result<(), ServiceError> {
-        let app = self.apps.find(&key.app);
-        let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
-        // Unregistered in the meantime: nothing is left to survive.
-        let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
-        let mut noted = state.noted().lock().await;
-        let Some((next, record, digest)) = noting.next(&state, &noted) else { return Ok(()) };
-        check(&app, &noted, &next, record.len())?;
-        let bytes = record.len() as u64;
-        match write(&*log, &state, &mut noted, record).await {
-            Err(error) if is_gone(&error) => return Ok(()),
-            written => written?,
-        }
-        noted.written(next, digest, bytes);
-        drop(noted);
-        state.count_on_disk(|| self.tiers.occupied_bytes(key));
-        Ok(())
+/// Writes the registration of a shuffle of `app` to the metadata log of `tier`.
+pub(super) async fn note_registration(
+    app: Option<Arc<App>>,
+    key: &ShuffleKey,
+    (tier, tiers): (&dyn Tier, &Tiers),
+    noting: Noting,
+) -> Result<(), ServiceError> {
+    let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
+    // Unregistered in the meantime: nothing is left to survive.
+    let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
+    let mut noted = state.noted().lock().await;
+    let Some((next, record, digest)) = noting.next(&state, &noted) else { return Ok(()) };
+    check(&app, &noted, &next, record.len())?;
+    let bytes = record.len() as u64;
+    match write(&*log, &state, &mut noted, record).await {
+        Err(error) if is_gone(&error) => return Ok(()),
+        written => written?,
     }
+    noted.written(next, digest, bytes);
+    drop(noted);
+    state.count_on_disk(|| tiers.occupied_bytes(key));
+    Ok(())
 }
 
 /// A registration that changes another one is refused where it makes the log grow beyond what its application may have.

@@ -37,8 +37,8 @@ async fn records_of_two_generations_of_an_epoch_are_all_read() {
     let (one, two, three, four) = (said("one"), said("two"), said("three"), said("four"));
     let parts = vec![
         part(1, Some(5), &[one.clone(), two.clone()]),
-        part(2, Some(5), &[three.clone()]),
-        part(3, None, &[four.clone()]),
+        part(2, Some(5), std::slice::from_ref(&three)),
+        part(3, None, std::slice::from_ref(&four)),
         Part { directory: 0, path: "1".into(), generation: 1, epoch: Some(5), frames: u64::MAX, file: None },
     ];
     let directory = Directory {

@@ -119,10 +119,12 @@ async fn n22_a_commit_waits_for_disks_that_fail_and_for_no_shuffle_that_is_gone(
     })
     .await;
     assert!(!first.is_finished() && !second.is_finished());
-    client.unregister(&keys[0]).await.unwrap();
+    let refused = client.unregister(&keys[0]).await.unwrap_err();
+    assert_eq!(refused.status(), Some(StatusCode::InternalError), "no disk takes the end: {refused}");
     assert_eq!(first.await.unwrap().unwrap_err().status(), StatusCode::NoRegister);
     assert!(!second.is_finished());
     fixture.heal().await;
+    client.unregister(&keys[0]).await.unwrap();
     assert_eq!(second.await.unwrap().unwrap(), 1);
     fixture.flushed().await;
     drop(client);

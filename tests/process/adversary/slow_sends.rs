@@ -105,12 +105,7 @@ fn trickle_over_grpc(target: Target) -> BoxFuture<'static, io::Error> {
                 connections.push((connection, calls));
             }
             for _ in 0..TRICKLED {
-                for (connection, calls) in &mut connections {
-                    connection.ping().await?;
-                    for id in calls {
-                        connection.data(*id, b"x", false).await?;
-                    }
-                }
+                trickle(&mut connections).await?;
                 sleep(BETWEEN_BYTES).await;
             }
             Ok(())
@@ -118,6 +113,17 @@ fn trickle_over_grpc(target: Target) -> BoxFuture<'static, io::Error> {
         .await
     }
     .boxed()
+}
+
+/// Sends a ping on each connection and a byte of each call.
+async fn trickle(connections: &mut [(Connection, Vec<u32>)]) -> io::Result<()> {
+    for (connection, calls) in connections {
+        connection.ping().await?;
+        for id in calls {
+            connection.data(*id, b"x", false).await?;
+        }
+    }
+    Ok(())
 }
 
 /// A connection for each send.

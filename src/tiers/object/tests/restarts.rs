@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use tokio::task::JoinSet;
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
@@ -93,14 +94,15 @@ async fn a_start_asks_for_many_segments_at_a_time() {
     assert_eq!(segments(&store).await.len(), 96);
     store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
     let held = store.clone();
-    let starting = tokio::spawn(async move { Process::start(&held).await });
+    let mut starting = JoinSet::new();
+    let start = starting.spawn(async move { Process::start(&held).await });
     let mut rounds = 0;
-    while !starting.is_finished() {
+    while !start.is_finished() {
         tokio::time::sleep(Duration::from_millis(1)).await;
         rounds += u64::from(store.held() > 0);
         store.let_go();
     }
-    let process = starting.await.unwrap();
+    let process = starting.join_next().await.unwrap().unwrap();
     store.heal();
     assert!(rounds <= 20, "{rounds} round trips");
     assert_eq!(present(&process.tier.take_recovered(), 1, 0), (0..96).collect::<Vec<_>>());

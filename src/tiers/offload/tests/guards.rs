@@ -1,5 +1,6 @@
 //! Nothing is deleted because of what another place says, and a store that hangs delays nobody who does not need it.
 
+use tokio::task::JoinSet;
 use uniffle_testkit::eventually;
 use uniffle_testkit::object_fault::{Call, Fault};
 
@@ -44,7 +45,8 @@ async fn reports_do_not_wait_for_a_store_that_hangs_at_the_first_move() {
     fill(&process, &key, 0..10).await;
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
-    let moving = tokio::spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let mut moving = JoinSet::new();
+    moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
     eventually("the first page is on its way", held).await;
     let began = tokio::time::Instant::now();
@@ -53,7 +55,7 @@ async fn reports_do_not_wait_for_a_store_that_hangs_at_the_first_move() {
     assert!(process.fixture.store.held() > 0, "it still hangs");
 
     process.fixture.store.heal();
-    assert!(moving.await.unwrap().unwrap());
+    assert!(moving.join_next().await.unwrap().unwrap().unwrap());
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (recovered, said) = heard(&process).await;
     assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
@@ -67,14 +69,15 @@ async fn copy_is_given_up_when_reports_outrun_the_store() {
     fill(&process, &key, 0..10).await;
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
-    let moving = tokio::spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let mut moving = JoinSet::new();
+    moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
     let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
     eventually("the first page is on its way", held).await;
     for number in 0..10_u8 {
         process.say(&key, &[number].repeat(1 << 20)).await.unwrap();
     }
     process.fixture.store.heal();
-    let error = moving.await.unwrap().unwrap_err().to_string();
+    let error = moving.join_next().await.unwrap().unwrap().unwrap_err().to_string();
     assert!(error.contains("faster than the object store takes them"), "{error}");
     assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
     process.move_all(&key).await.unwrap();
@@ -96,12 +99,14 @@ async fn a_report_during_the_copy_costs_the_disks_nothing() {
             if call == Call::Put && puts > at { Fault::Hold } else { Fault::None }
         });
         let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
-        let moving = tokio::spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+        let mut moving = JoinSet::new();
+        moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
         let log = process.tier.metadata_log(&key).unwrap();
-        let saying = tokio::spawn(async move { log.append(Bytes::from_static(b"report")).await.is_ok() });
+        let mut saying = JoinSet::new();
+        let report = saying.spawn(async move { log.append(Bytes::from_static(b"report")).await.is_ok() });
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
-        let is_acknowledged = saying.is_finished() && saying.await.unwrap();
-        moving.abort();
+        let is_acknowledged = report.is_finished() && saying.join_next().await.unwrap().unwrap();
+        moving.shutdown().await;
         let fixture = process.kill().await;
         fixture.store.heal();
         let process = fixture.start().await;
