@@ -7,7 +7,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use fastrace::Span;
-use fastrace::collector::{SpanContext, SpanId, SpanRecord};
+use fastrace::collector::SpanContext;
+#[cfg(any(test, feature = "otlp"))]
+use fastrace::collector::{SpanId, SpanRecord};
 
 /// Maximum number of roots that are open or not exported yet. A flush uses five places in the queue
 /// of a thread (start, three spans, end). The queue has 10,240; beyond that fastrace would
@@ -36,6 +38,7 @@ impl Spans {
     }
 
     /// Starts or stops admitting roots.
+    #[cfg(any(feature = "otlp", test))]
     pub(super) fn set_exported(&self, are_exported: bool) {
         self.are_exported.store(are_exported, Ordering::Relaxed);
     }

@@ -167,7 +167,7 @@ async fn d5_memory_that_cannot_be_mapped_is_refused_before_anything_stops() {
     let wrapper = ["bash", "-c", "ulimit -v 16777216; exec \"$@\"", "bash"].map(str::to_owned).to_vec();
     let mut refusing = Refusing::start(Setup { wrapper, ..setup("no-memory") }).await;
     let config = refusing.config.replace("\"64M\"", "\"20G\"");
-    refusing.refuses(&config, "cannot map memory_store.capacity = 20000000000 bytes").await;
+    refusing.refuses(&config, "memory_store.capacity: blocks may take 18.6 GiB, RLIMIT_AS is 16.0 GiB").await;
     refusing.ends_with_an_upgrade().await;
 }
 
