@@ -495,7 +495,7 @@ fn resume(
 ) -> StateWriter {
     if state.decommission {
         tracing::info!(
-            "decommissioning continues from before the restart; POST /admin/decommission/cancel ends it"
+            "decommissioning continues from before the restart; POST /admin/cancel-decommission ends it"
         );
         service.lifecycle.decommission();
     }
