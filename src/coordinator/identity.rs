@@ -115,20 +115,45 @@ fn is_reachable(ip: &IpAddr) -> bool {
 /// # Errors
 /// See [`AddressError`].
 pub async fn resolve(advertised: Option<&Advertised>, bind_address: IpAddr) -> Result<IpAddr, AddressError> {
-    let local = local_addresses();
-    let (variable, ip) = match advertised {
-        Some(Advertised::Ip(ip)) => (WORKER_VARIABLE, *ip),
-        Some(Advertised::Name(name)) => (WORKER_VARIABLE, look_up(name).await?),
-        None => match ip_for_java(std::env::var(JAVA_VARIABLE).ok())? {
-            Some(ip) => (JAVA_VARIABLE, ip),
-            None => return Ok(own_address(bind_address, &local, route_source)),
-        },
+    let configured = match advertised {
+        Some(Advertised::Name(name)) => Some((WORKER_VARIABLE, look_up(name).await?)),
+        advertised => configured_ip(advertised)?,
     };
+    let local = local_addresses();
+    let Some((variable, ip)) = configured else { return Ok(own_address(bind_address, &local, route_source)) };
+    check_bound((variable, ip), bind_address, &local)?;
+    Ok(ip)
+}
+
+/// Checks a configured address as [`resolve`] does. Looks up no host name.
+///
+/// # Errors
+/// See [`AddressError`].
+pub fn check(advertised: Option<&Advertised>, bind_address: IpAddr) -> Result<(), AddressError> {
+    let configured = configured_ip(advertised)?;
+    configured.map_or(Ok(()), |configured| check_bound(configured, bind_address, &local_addresses()))
+}
+
+/// Returns the configured address, unless that is a host name, and the variable that names it.
+fn configured_ip(advertised: Option<&Advertised>) -> Result<Option<(&'static str, IpAddr)>, AddressError> {
+    match advertised {
+        Some(Advertised::Ip(ip)) => Ok(Some((WORKER_VARIABLE, *ip))),
+        Some(Advertised::Name(_)) => Ok(None),
+        None => Ok(ip_for_java(std::env::var(JAVA_VARIABLE).ok())?.map(|ip| (JAVA_VARIABLE, ip))),
+    }
+}
+
+/// Refuses an address of this machine on which nothing listens. An address of another machine may be
+/// translated to this one, as for a Kubernetes Service.
+fn check_bound(
+    (variable, ip): (&'static str, IpAddr),
+    bind_address: IpAddr,
+    local: &[LocalAddress],
+) -> Result<(), AddressError> {
     if local.iter().any(|address| address.ip == ip) && !accepts(bind_address, ip) {
         return Err(AddressError::NotBound { variable, ip, bind_address });
     }
-    // An address of another machine may be translated to this one, as for a Kubernetes Service.
-    Ok(ip)
+    Ok(())
 }
 
 /// Returns whether a listener at `bind_address` accepts connections to the local address `ip`.
@@ -371,6 +396,8 @@ mod tests {
             refused.contains("WORKER_IP = 127.0.0.1") && refused.contains("bind_address = ::1"),
             "{refused}"
         );
+        let checked = check(loopback.as_ref(), "::1".parse().unwrap()).unwrap_err().to_string();
+        assert_eq!(checked, refused, "--check says the same");
         for bound in ["0.0.0.0", "::", "127.0.0.1"] {
             let ip = resolve(loopback.as_ref(), bound.parse().unwrap()).await;
             assert_eq!(ip, Ok(Ipv4Addr::LOCALHOST.into()), "{bound}");

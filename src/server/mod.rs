@@ -580,11 +580,13 @@ fn finish_restore(memory: &Memory) {
     }
 }
 
-/// Reads the files that `config` names beside itself, as a start will.
+/// Reads the files that `config` names and checks the announced address, as a start will.
 ///
 /// # Errors
-/// A certificate, key or token that cannot be used, with its key of the configuration.
+/// A certificate, key or token that cannot be used, with its key of the configuration, or an address
+/// on which nothing listens.
 pub fn check_files(config: &Config) -> anyhow::Result<()> {
+    identity::check(config.worker.advertised.as_ref(), config.worker.bind_address)?;
     Tls::load(config)?;
     admin::token(config)?;
     #[cfg(feature = "object")]
