@@ -124,9 +124,9 @@ async fn n22_a_commit_waits_for_disks_that_fail_and_for_no_shuffle_that_is_gone(
     assert_eq!(first.await.unwrap().unwrap_err().status(), StatusCode::NoRegister);
     assert!(!second.is_finished());
     fixture.heal().await;
-    client.unregister(&keys[0]).await.unwrap();
     assert_eq!(second.await.unwrap().unwrap(), 1);
     fixture.flushed().await;
+    client.unregister(&keys[0]).await.unwrap();
     drop(client);
     fixture.finish().await;
 }
