@@ -315,6 +315,9 @@ mod tests {
         assert!(refusal.starts_with("tls.cert_file = ") && refusal.contains("at most 65536"), "{refusal}");
         std::fs::File::create(files.path("cert.pem")).unwrap().set_len(1 << 40).unwrap();
         let refusal = files.load(None).unwrap_err().to_string();
-        assert!(refusal.starts_with("tls.cert_file = ") && refusal.contains("the limit is 1048576"), "{refusal}");
+        assert!(
+            refusal.starts_with("tls.cert_file = ") && refusal.contains("the limit is 1048576"),
+            "{refusal}"
+        );
     }
 }

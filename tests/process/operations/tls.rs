@@ -210,7 +210,7 @@ async fn ctl_asks_over_tls_and_shows_its_certificate() {
         assert_eq!(ctl(&others, call).await.code, 3, "{call}: another authority");
     }
     let done = super::ctl::run(&["ctl", "status", "--worker", &http]).await;
-    assert!(done.code == 3 && done.stderr.contains("--ca-file is needed"), "{}", done.stderr);
+    assert!(done.code == 3 && done.stderr.contains("https needs --ca-file"), "{}", done.stderr);
     assert_eq!(worker.stop().await, 0);
 }
 
