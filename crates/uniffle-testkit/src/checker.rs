@@ -7,7 +7,7 @@
 //! directories before the next start. Resending the blocks repairs a loss. A worker may also have
 //! remote files, which clients read after its disks and which a test disturbs during a round.
 
-mod crew;
+mod clients;
 mod history;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,12 +31,12 @@ use uniffle_client::send::SendForm;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 use uniffle_worker::proto::{RemoteStorage, StatusCode};
 
-use self::crew::{Crew, read_patiently, shuffle};
+use self::clients::{Clients, read_patiently, shuffle};
 use self::history::{Blocks, History};
 use crate::block_generator::BlockGenerator;
 use crate::clients::client_of;
-use crate::judge::{self, Answers, Findings, Refusal, verify};
 use crate::on_disk::{read_directory, stored_blocks};
+use crate::oracle::{self, Answers, Findings, Refusal, verify};
 use crate::say;
 use crate::worker::Worker;
 
@@ -137,7 +137,7 @@ pub type RemoteRead<'a> = BoxFuture<'a, Result<BTreeMap<BlockId, Bytes>, String>
 
 /// A worker and its remote files, as the oracle sees them.
 #[derive(Debug)]
-struct Judged<'a> {
+struct CheckedWorker<'a> {
     client: &'a ShuffleClient,
     remote: Option<&'a dyn Remote>,
     /// Blocks that a read may have to wait for if there are remote files.
@@ -151,7 +151,7 @@ fn refusal(error: &ClientError) -> Refusal {
     }
 }
 
-impl Answers for Judged<'_> {
+impl Answers for CheckedWorker<'_> {
     async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
         let results = self.client.results(key, &[PartitionId(partition)], Some(LAYOUT)).await;
         let results = results.map_err(|error| refusal(&error))?;
@@ -163,7 +163,7 @@ impl Answers for Judged<'_> {
         key: &ShuffleKey,
         partition: i32,
         tasks: &Treemap,
-    ) -> Result<judge::Blocks, Refusal> {
+    ) -> Result<oracle::Blocks, Refusal> {
         let wanted = |id: &BlockId| tasks.contains(LAYOUT.task_of(*id).0.cast_unsigned());
         let mut expected = self.expected.get(&partition).cloned().unwrap_or_default();
         expected.retain(|id, _| wanted(id));
@@ -229,7 +229,7 @@ impl Checker {
         request.remote_storage = self.remote.as_ref().map(|remote| remote.storage());
         client.register_with(request).await.expect("registered");
         self.kept.push(id);
-        let crew = Crew {
+        let clients = Clients {
             history: Arc::clone(&self.history),
             killed: Arc::default(),
             disturbed: Arc::default(),
@@ -240,19 +240,19 @@ impl Checker {
         let mut work = JoinSet::new();
         let mut child = || ChaCha8Rng::seed_from_u64(random.random());
         for _ in 0..WRITERS {
-            work.spawn(crew.clone().write(id, child()));
+            work.spawn(clients.clone().write(id, child()));
         }
         for _ in 0..READERS {
-            work.spawn(crew.clone().read(id, child()));
+            work.spawn(clients.clone().read(id, child()));
         }
         sleep(Duration::from_millis(random.random_range(0..500))).await;
         if let Some(remote) = &self.remote {
-            crew.disturbed.store(true, Ordering::SeqCst);
+            clients.disturbed.store(true, Ordering::SeqCst);
             block_in_place(|| remote.disturb());
             sleep(Duration::from_millis(random.random_range(0..500))).await;
         }
         let began = Instant::now();
-        let left = block_in_place(|| end.bring_to(worker, &crew.killed)).filter(|_| !self.memory_is_kept);
+        let left = block_in_place(|| end.bring_to(worker, &clients.killed)).filter(|_| !self.memory_is_kept);
         let took = began.elapsed();
         if let Some(remote) = &self.remote {
             block_in_place(|| remote.heal());
@@ -314,9 +314,9 @@ impl Checker {
         let was_left = |partition, id| {
             left.is_none_or(|left| left.has(&key, partition, id)) || behind.contains(&(partition, id))
         };
-        let judged = Judged { client, remote, expected: &expected };
+        let checked = CheckedWorker { client, remote, expected: &expected };
         let should_be_there = |partition, id| is_known(partition, id) && was_left(partition, id);
-        let findings = verify(&judged, &key, &told, LAYOUT, should_be_there).await;
+        let findings = verify(&checked, &key, &told, LAYOUT, should_be_there).await;
         let what = format!("shuffle {id} after {end:?}");
         assert_strict(&findings, &what);
         assert!(left.is_some() || findings.lost.is_empty(), "{what}: lost: {:?}", findings.lost);

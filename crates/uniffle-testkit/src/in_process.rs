@@ -18,7 +18,7 @@ use uniffle_worker::service::{
     SendSession, Service, ServiceError,
 };
 
-use crate::judge::{Answers, Blocks, Refusal};
+use crate::oracle::{Answers, Blocks, Refusal};
 
 /// Number of retries after NO_BUFFER.
 const NO_BUFFER_WAITS: u32 = 60;

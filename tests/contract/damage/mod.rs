@@ -11,14 +11,14 @@
 //!
 //! Which files there are is found by walking the directories, so that a new kind of file is damaged too.
 //! `DAMAGE_SEEDS=20000 cargo test --test contract damage -- --nocapture` runs more seeds; `DAMAGE_SEED=17` runs one;
-//! `DAMAGE_GAPS=1` also what is not survived yet ([`ways::Damage::is_known_gap`]).
+//! `DAMAGE_GAPS=1` also what is not survived yet ([`corruption::Damage::is_known_gap`]).
 
-mod again;
+mod corruption;
+mod corruptor;
 mod fixture;
-mod forge;
 mod mutations;
+mod reregistration;
 mod tally;
-mod ways;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -27,17 +27,17 @@ use std::time::Duration;
 use rand::RngExt;
 
 use uniffle_testkit::claims::{self, CLAIM};
-use uniffle_testkit::judge::{Answers, Findings, Refusal, verify};
 use uniffle_testkit::on_disk::{Files, stored_blocks};
+use uniffle_testkit::oracle::{Answers, Findings, Refusal, verify};
 use uniffle_testkit::{say, seeds};
 use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::service::ServiceError;
 use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
+use self::corruption::{Damage, readable};
 use self::fixture::{Fixture, LAYOUT, Life};
 use self::mutations::Mutation;
 use self::tally::{Report, Total};
-use self::ways::{Damage, readable};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 1_000;
@@ -47,7 +47,7 @@ const PROBED_WITHIN: Duration = Duration::from_secs(150);
 const SERVED_OF_10_000: u64 = 9_900;
 
 #[test]
-fn what_was_acknowledged_is_answered_or_refused_by_name_whatever_is_damaged() {
+fn results_of_damaged_directories_are_complete_or_refused() {
     let (seeds, alone) = seeds::from_env("DAMAGE", SEEDS_DEFAULT);
     if alone {
         let filter =
@@ -76,7 +76,7 @@ fn what_was_acknowledged_is_answered_or_refused_by_name_whatever_is_damaged() {
 
 /// A process that ended between a write of the metadata log and its sync leaves a record that is known and not on the device.
 #[test]
-fn what_is_known_is_not_acknowledged_again_while_nothing_can_be_written() {
+fn known_report_is_refused_while_log_is_unwritable() {
     let mut fixture = Fixture::new(1);
     fixture.disks.truncate(1);
     fixture.faults.truncate(1);
@@ -112,7 +112,7 @@ fn run_safely(seed: u64, mutation: Mutation) -> Report {
 /// A history, its damage, and what came of it.
 fn run(seed: u64, mutation: Mutation) -> Report {
     let mut fixture = Fixture::new(seed);
-    mutation.of_parts(&mut fixture);
+    mutation.apply_to_worker(&mut fixture);
     for _ in 0..fixture.rng.random_range(1..=3) {
         let steps = fixture.rng.random_range(8..30);
         let lived = fixture.live(async |fixture, life| {
@@ -123,12 +123,12 @@ fn run(seed: u64, mutation: Mutation) -> Report {
         fixture.remember_version();
     }
     let before = fixture.files();
-    let damage = ways::damage(&mut fixture);
+    let damage = corruption::damage(&mut fixture);
     fixture.is_damaged = true;
     if damage.is_known_gap(&fixture) && std::env::var_os("DAMAGE_GAPS").is_none() {
         return Report::known_gap();
     }
-    mutation.of_disks(&mut fixture);
+    mutation.apply_to_disks(&mut fixture);
     let mut report = Report::new(&damage, fixture.disks.len(), mutation.damages_more());
     outlive(&mut fixture, damage, before, mutation, &mut report);
     report
@@ -144,18 +144,18 @@ fn outlive(
 ) {
     let mut lives = if damage.heals() { 2 } else { fixture.rng.random_range(1..=2) };
     loop {
-        mutation.of_start(fixture);
+        mutation.apply_to_start(fixture);
         lives -= 1;
         let is_last = lives == 0;
         let files = (before, std::mem::take(&mut damage.after));
-        if live_and_judge(fixture, files, is_last, report).is_err() {
+        if live_and_check(fixture, files, is_last, report).is_err() {
             report.refused_start();
         }
         if is_last {
             return;
         }
         before = fixture.files();
-        if damage.goes_on(fixture) {
+        if damage.heal_next(fixture) {
             lives += 1;
         }
         damage.after = readable(fixture);
@@ -164,7 +164,7 @@ fn outlive(
 
 /// One life on what there is. A store that refuses to open has named a directory, which is left out as an operator does, or told
 /// how its claim is written again, which is done.
-fn live_and_judge(
+fn live_and_check(
     fixture: &mut Fixture,
     (before, mut after): (Vec<Files>, Vec<Files>),
     is_last: bool,
@@ -174,7 +174,7 @@ fn live_and_judge(
     let damage_is_unseen = after.iter().all(Files::is_empty);
     loop {
         let lived = fixture.live(async |fixture, life| {
-            judge(fixture, life, (&before, &after), report).await;
+            check(fixture, life, (&before, &after), report).await;
             if is_last {
                 finish(fixture, life, report).await;
             } else {
@@ -209,7 +209,7 @@ fn live_and_judge(
     }
 }
 
-async fn judge(
+async fn check(
     fixture: &mut Fixture,
     life: &Life,
     (before, after): (&[Files], &[Files]),

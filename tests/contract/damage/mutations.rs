@@ -9,14 +9,14 @@ use rand::seq::IndexedRandom;
 use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::judge::{Answers, Blocks, Breach, Findings, Refusal, verify};
+use uniffle_testkit::oracle::{Answers, Blocks, Breach, Findings, Refusal, verify};
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::durability::frame::{Entry, Frame};
 use uniffle_worker::tiers::VerifyReads;
 
+use super::corruptor;
 use super::fixture::{Fixture, LAYOUT};
-use super::forge;
 use super::run_safely;
 
 /// A mutation must be noticed within so many seeds.
@@ -60,7 +60,7 @@ pub(crate) enum Mutation {
 
 impl Mutation {
     /// What is other in the workers or their disks from the beginning.
-    pub(crate) fn of_parts(self, fixture: &mut Fixture) {
+    pub(crate) fn apply_to_worker(self, fixture: &mut Fixture) {
         match self {
             Self::NoSync => fixture.disks.iter().for_each(|disk| disk.lie_about_syncs()),
             Self::NoVerifiedReads => fixture.verify_reads = VerifyReads::Off,
@@ -70,7 +70,7 @@ impl Mutation {
     }
 
     /// What the disks have lost or never had, which the test does not know.
-    pub(crate) fn of_disks(self, fixture: &mut Fixture) {
+    pub(crate) fn apply_to_disks(self, fixture: &mut Fixture) {
         match self {
             Self::NoSecondCopy => {
                 for disk in fixture.disks.iter().skip(1) {
@@ -89,19 +89,20 @@ impl Mutation {
             }
             Self::NoIndexes => {
                 for disk in &fixture.disks {
-                    remove(disk.files(), forge::is_index, |path| disk.put(path, None));
+                    remove(disk.files(), corruptor::is_index, |path| disk.put(path, None));
                 }
             }
             Self::NoLogChecksums => rewrite(fixture, |path, content| {
-                if forge::is_log(path) || forge::is_members(path) {
-                    forge::log_without_checksums(content);
+                if corruptor::is_log(path) || corruptor::is_members(path) {
+                    corruptor::log_without_checksums(content);
                 }
             }),
             Self::NoLogChain => lose_a_frame(fixture, |content, lost| {
-                forge::chained(content, |frame| (frame.sequence != lost).then_some(frame.entry))
+                corruptor::chained(content, |frame| (frame.sequence != lost).then_some(frame.entry))
             }),
             Self::LostFrame => lose_a_frame(fixture, |content, lost| {
-                let before = forge::chained(content, |frame| (frame.sequence < lost).then_some(frame.entry));
+                let before =
+                    corruptor::chained(content, |frame| (frame.sequence < lost).then_some(frame.entry));
                 let mut content = content.to_vec();
                 content[before.len()] ^= 1;
                 content
@@ -112,21 +113,23 @@ impl Mutation {
                 }
             }
             Self::NoClaimChecksum => rewrite(fixture, |path, content| {
-                if let Some(forged) = forge::claim_without_checksum(content).filter(|_| is_claim(path)) {
-                    *content = forged;
+                if let Some(resealed) = corruptor::claim_without_checksum(content).filter(|_| is_claim(path))
+                {
+                    *content = resealed;
                 }
             }),
             Self::NoUnclaimed => {
                 for disk in fixture.disks.iter().filter(|disk| !disk.files().is_empty()) {
-                    let claim = disk.content(Path::new(CLAIM)).filter(|claim| forge::is_sound_claim(claim));
+                    let claim =
+                        disk.content(Path::new(CLAIM)).filter(|claim| corruptor::is_sound_claim(claim));
                     if claim.is_none() {
                         disk.put(Path::new(CLAIM), Some(claims::another()));
                     }
                 }
             }
             Self::NoIndexChecksums => rewrite(fixture, |path, content| {
-                if forge::is_index(path) {
-                    forge::index_without_checksums(content);
+                if corruptor::is_index(path) {
+                    corruptor::index_without_checksums(content);
                 }
             }),
             Self::NoReadOnlyDisks if fixture.disks.len() > 1 => {
@@ -138,9 +141,9 @@ impl Mutation {
     }
 
     /// The same before every start that is judged.
-    pub(crate) fn of_start(self, fixture: &mut Fixture) {
+    pub(crate) fn apply_to_start(self, fixture: &mut Fixture) {
         if self == Self::NoMembers {
-            miss_nobody(fixture);
+            clear_missing_members(fixture);
         }
     }
 
@@ -166,7 +169,8 @@ fn rewrite(fixture: &Fixture, change: impl Fn(&Path, &mut Vec<u8>)) {
 /// All copies lose the same frame, which is not the last one.
 fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
     let files: Vec<_> = fixture.disks.iter().flat_map(|disk| disk.snapshot()).collect();
-    let frames = files.iter().filter(|(path, _)| forge::is_log(path)).map(|(_, log)| forge::frames(log));
+    let frames =
+        files.iter().filter(|(path, _)| corruptor::is_log(path)).map(|(_, log)| corruptor::frames(log));
     let Some(longest) = frames.max_by_key(Vec::len) else { return };
     let said: Vec<u64> = longest[..longest.len().saturating_sub(1)]
         .iter()
@@ -175,31 +179,31 @@ fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
         .collect();
     let Some(lost) = said.choose(&mut fixture.rng).copied() else { return };
     rewrite(fixture, |path, content| {
-        if forge::is_log(path) && forge::frames(content).len() == longest.len() {
+        if corruptor::is_log(path) && corruptor::frames(content).len() == longest.len() {
             *content = lose(content, lost);
         }
     });
 }
 
 /// Every list and every log of the directories that are here knows nobody else.
-fn miss_nobody(fixture: &Fixture) {
+fn clear_missing_members(fixture: &Fixture) {
     let here: Vec<_> = fixture.disks.iter().zip(&fixture.present).filter(|(_, present)| **present).collect();
     let files: Vec<_> = here.iter().flat_map(|(disk, _)| disk.snapshot()).collect();
     let claims = files.iter().filter(|(path, _)| is_claim(path));
     let uuid = |claim: &[u8]| String::from_utf8_lossy(claim).lines().nth(1).unwrap_or_default().to_owned();
     let uuids: Vec<String> = claims.map(|(_, claim)| uuid(claim)).collect();
-    let says_epoch = |path: &Path| forge::is_log(path) || forge::is_members(path);
+    let says_epoch = |path: &Path| corruptor::is_log(path) || corruptor::is_members(path);
     let logs = files.iter().filter(|(path, _)| says_epoch(path));
     let epoch = |frame: Frame| match frame.entry {
         Entry::Epoch(epoch) => Some(epoch.id),
         _ => None,
     };
-    let ids: Vec<u64> = logs.flat_map(|(_, log)| forge::frames(log)).filter_map(epoch).collect();
+    let ids: Vec<u64> = logs.flat_map(|(_, log)| corruptor::frames(log)).filter_map(epoch).collect();
     rewrite(fixture, |path, content| {
         if says_epoch(path) {
-            *content = forge::chained(content, |frame| match frame.entry {
+            *content = corruptor::chained(content, |frame| match frame.entry {
                 Entry::Epoch(epoch) => {
-                    Some(Entry::Epoch(Box::new(forge::missing_nobody(*epoch, &uuids, &ids))))
+                    Some(Entry::Epoch(Box::new(corruptor::without_missing_members(*epoch, &uuids, &ids))))
                 }
                 said => Some(said),
             });
@@ -239,72 +243,72 @@ fn must_be_noticed_as(kind: &str, mutation: Mutation, control: Mutation) {
 }
 
 #[test]
-fn syncs_that_do_nothing_are_noticed() {
+fn ineffective_syncs_are_noticed() {
     must_be_noticed(Mutation::NoSync);
 }
 
 #[test]
-fn a_second_copy_that_is_not_there_is_noticed() {
+fn missing_second_copy_is_noticed() {
     must_be_noticed(Mutation::NoSecondCopy);
 }
 
 #[test]
-fn metadata_that_went_back_in_time_is_noticed() {
+fn outdated_metadata_is_noticed() {
     must_be_noticed(Mutation::OldMetadata);
 }
 
 #[test]
-fn reads_without_checksums_are_noticed() {
+fn unverified_reads_are_noticed() {
     must_be_noticed_as("WrongBytes", Mutation::NoVerifiedReads, Mutation::None);
 }
 
 #[test]
-fn a_worker_that_takes_nothing_over_is_noticed() {
+fn missing_recovery_is_noticed() {
     must_be_noticed(Mutation::NoRecovery);
 }
 
 #[test]
-fn a_worker_that_calls_everything_lost_is_noticed() {
+fn missing_indexes_are_noticed() {
     must_be_noticed_as("TooLittle", Mutation::NoIndexes, Mutation::None);
 }
 
 #[test]
-fn a_metadata_log_without_checksums_is_noticed() {
+fn missing_log_checksums_are_noticed() {
     must_be_noticed_as("ShortResult", Mutation::NoLogChecksums, Mutation::None);
 }
 
 #[test]
-fn a_metadata_log_without_a_chain_is_noticed() {
+fn missing_log_chain_is_noticed() {
     must_be_noticed_as("ShortResult", Mutation::NoLogChain, Mutation::LostFrame);
 }
 
 #[test]
-fn a_metadata_log_without_marks_is_noticed() {
+fn missing_marks_are_noticed() {
     must_be_noticed_as("ShortResult", Mutation::NoMarks, Mutation::None);
 }
 
 #[test]
-fn a_start_that_does_not_ask_who_is_missing_is_noticed() {
+fn missing_member_check_is_noticed() {
     must_be_noticed_as("ShortResult", Mutation::NoMembers, Mutation::None);
 }
 
 #[test]
-fn a_claim_without_its_checksum_is_noticed() {
+fn missing_claim_checksum_is_noticed() {
     must_be_noticed(Mutation::NoClaimChecksum);
 }
 
 #[test]
-fn a_directory_without_its_claim_that_is_taken_for_a_new_one_is_noticed() {
+fn unreadable_claim_taken_as_new_is_noticed() {
     must_be_noticed(Mutation::NoUnclaimed);
 }
 
 #[test]
-fn an_index_without_checksums_is_noticed() {
+fn missing_index_checksums_are_noticed() {
     must_be_noticed(Mutation::NoIndexChecksums);
 }
 
 #[test]
-fn a_read_only_disk_that_is_left_out_is_noticed() {
+fn skipped_read_only_disk_is_noticed() {
     must_be_noticed(Mutation::NoReadOnlyDisks);
 }
 
@@ -365,7 +369,7 @@ impl Answers for Liar<'_> {
 }
 
 /// What the judge finds of a worker that has everything and lies about it.
-fn judged(lie: Lie) -> Findings {
+fn findings_for(lie: Lie) -> Findings {
     let mut fixture = Fixture::new(1);
     let lived = fixture.live(async |fixture, life| {
         let key = fixture.some_key();
@@ -382,18 +386,18 @@ fn judged(lie: Lie) -> Findings {
 }
 
 #[test]
-fn every_lie_of_a_worker_is_found_out() {
-    let honest = judged(Lie::None);
+fn false_responses_are_detected() {
+    let honest = findings_for(Lie::None);
     assert!(honest.violations.is_empty() && honest.withheld.is_empty(), "{honest:?}");
     assert!(honest.intact > 5 && honest.served == honest.intact && honest.lost.is_empty(), "{honest:?}");
-    let found = |lie, breach| judged(lie).violations.iter().any(|violation| violation.breach == breach);
+    let found = |lie, breach| findings_for(lie).violations.iter().any(|violation| violation.breach == breach);
     assert!(found(Lie::ShortResult, Breach::ShortResult));
     assert!(found(Lie::EmptyResult, Breach::ShortResult));
     assert!(found(Lie::StrangeResult, Breach::StrangeResult));
     assert!(found(Lie::WrongBytes, Breach::WrongBytes));
     assert!(found(Lie::UntoldLoss, Breach::UntoldLoss));
     assert!(found(Lie::NamelessRefusal, Breach::NamelessRefusal));
-    let nothing = judged(Lie::AllLost);
+    let nothing = findings_for(Lie::AllLost);
     assert_eq!((nothing.served, nothing.withheld.len() as u64), (0, nothing.intact));
-    assert!(!judged(Lie::UntoldLoss).withheld.is_empty());
+    assert!(!findings_for(Lie::UntoldLoss).withheld.is_empty());
 }

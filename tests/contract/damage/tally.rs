@@ -1,12 +1,12 @@
-//! What came of the damages, by way and kind of file.
+//! What came of the damages, by corruption and kind of file.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-use uniffle_testkit::judge::{Findings, Refusal};
+use uniffle_testkit::oracle::{Findings, Refusal};
 use uniffle_wire::types::ShuffleKey;
 
-use super::ways::{Damage, Way};
+use super::corruption::{Corruption, Damage};
 
 /// Failures that are shown.
 const SHOWN_MAX: usize = 40;
@@ -48,7 +48,7 @@ impl Counts {
 /// What came of one seed.
 #[derive(Debug)]
 pub(crate) struct Report {
-    way: Option<Way>,
+    corruption: Option<Corruption>,
     kind: String,
     what: String,
     disks: usize,
@@ -60,7 +60,7 @@ pub(crate) struct Report {
 impl Report {
     pub(crate) fn new(damage: &Damage, disks: usize, damages_more: bool) -> Self {
         Self {
-            way: Some(damage.way),
+            corruption: Some(damage.corruption),
             kind: damage.kind.clone(),
             what: damage.what.clone(),
             disks,
@@ -74,7 +74,7 @@ impl Report {
     pub(crate) fn known_gap() -> Self {
         let counts = Counts { seeds: 1, ..Counts::default() };
         Self {
-            way: None,
+            corruption: None,
             kind: "known gap".to_owned(),
             what: String::new(),
             disks: 0,
@@ -86,7 +86,7 @@ impl Report {
 
     pub(crate) fn panicked(text: String) -> Self {
         Self {
-            way: None,
+            corruption: None,
             kind: "panic".to_owned(),
             what: String::new(),
             disks: 0,
@@ -138,7 +138,9 @@ impl Report {
             self.fail(format!("NeedlessRefusal of {key}: {}", refusal.text()));
         }
         // What is damaged in part is looked at in the sum; here nothing is.
-        if let Some(first) = findings.withheld.first().filter(|_| self.way == Some(Way::Nothing)) {
+        if let Some(first) =
+            findings.withheld.first().filter(|_| self.corruption == Some(Corruption::Nothing))
+        {
             let (count, partition, block) = (findings.withheld.len(), first.partition, first.block);
             self.fail(format!(
                 "{count} blocks of {key} are not served, {block} of {partition}: {}",
@@ -151,7 +153,7 @@ impl Report {
 /// What came of all seeds.
 #[derive(Debug, Default)]
 pub(crate) struct Total {
-    rows: BTreeMap<(Option<Way>, String), Counts>,
+    rows: BTreeMap<(Option<Corruption>, String), Counts>,
     breaches: BTreeMap<String, u64>,
     failures: Vec<(u64, String)>,
 }
@@ -159,17 +161,17 @@ pub(crate) struct Total {
 impl Total {
     pub(crate) fn add(&mut self, seed: u64, mut report: Report) {
         report.counts.failed = u64::from(!report.failures.is_empty());
-        self.rows.entry((report.way, report.kind)).or_default().add(&report.counts);
+        self.rows.entry((report.corruption, report.kind)).or_default().add(&report.counts);
         for failure in &report.failures {
             let breach = failure.split_once([':', ' ']).map_or(failure.as_str(), |(first, _)| first);
             *self.breaches.entry(breach.to_owned()).or_default() += 1;
         }
         if let Some(first) = report.failures.first() {
-            let (way, disks) = (report.way, report.disks);
+            let (corruption, disks) = (report.corruption, report.disks);
             let more = report.failures.len() - 1;
             self.failures.push((
                 seed,
-                format!("{way:?} of {} on {disks} disks: {first} (and {more} more)", report.what),
+                format!("{corruption:?} of {} on {disks} disks: {first} (and {more} more)", report.what),
             ));
         }
     }
@@ -187,10 +189,10 @@ impl Total {
     }
 
     /// Ways of which no seed was.
-    pub(crate) fn never(&self) -> Vec<Way> {
-        let seen = |way: &Way| self.rows.keys().any(|(seen, _)| *seen == Some(*way));
+    pub(crate) fn never(&self) -> Vec<Corruption> {
+        let seen = |corruption: &Corruption| self.rows.keys().any(|(seen, _)| *seen == Some(*corruption));
         let gaps = self.rows.keys().any(|(_, kind)| kind == "known gap");
-        super::ways::WAYS.into_iter().filter(|way| !gaps && !seen(way)).collect()
+        super::corruption::CORRUPTIONS.into_iter().filter(|corruption| !gaps && !seen(corruption)).collect()
     }
 }
 
@@ -233,9 +235,9 @@ impl fmt::Display for Total {
                  {refused_starts:>8} {claims:>6} {intact:>9} {withheld:>8} {lost:>7}"
             )
         };
-        for ((way, kind), row) in &self.rows {
-            let way = way.map_or_else(String::new, |way| format!("{way:?} "));
-            line(f, &format!("{way}{kind}"), row)?;
+        for ((corruption, kind), row) in &self.rows {
+            let corruption = corruption.map_or_else(String::new, |corruption| format!("{corruption:?} "));
+            line(f, &format!("{corruption}{kind}"), row)?;
             sum.add(row);
         }
         line(f, "all", &sum)?;

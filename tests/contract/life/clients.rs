@@ -15,7 +15,7 @@ use uniffle_worker::service::{
 
 use super::Mutation;
 use super::history::{APPS, History, Key, LAYOUT};
-use super::promises::{PARTITIONS, Promised};
+use super::invariants::{Invariants, PARTITIONS};
 
 const SHUFFLES: [i32; 2] = [1, 10];
 
@@ -34,7 +34,7 @@ impl History {
     }
 
     pub(super) fn known_key(&mut self) -> Option<Key> {
-        let mut keys: Vec<Key> = self.promised.keys().copied().collect();
+        let mut keys: Vec<Key> = self.expected.keys().copied().collect();
         keys.sort_unstable();
         keys.choose(&mut self.rng).copied()
     }
@@ -50,8 +50,8 @@ impl History {
         // Also by one that is refused: it may have been written.
         let is_again = !self.registered.insert(key);
         self.ended.remove(&key);
-        let local_order = match self.promised.get(&key) {
-            Some(promised) => promised.local_order,
+        let local_order = match self.expected.get(&key) {
+            Some(expected) => expected.local_order,
             None => self.rng.random(),
         };
         let request = RegisterRequest {
@@ -69,8 +69,8 @@ impl History {
             return;
         }
         self.next_epoch += 1;
-        let fresh = Promised { epoch: self.next_epoch, local_order, is_again, ..Promised::default() };
-        self.promised.entry(key).or_insert(fresh);
+        let fresh = Invariants { epoch: self.next_epoch, local_order, is_again, ..Invariants::default() };
+        self.expected.entry(key).or_insert(fresh);
     }
 
     pub(super) async fn open_send(&mut self) {
@@ -104,11 +104,11 @@ impl History {
         };
         let session =
             self.service().ingest.begin_send(header).expect("a fresh ticket of a registered shuffle");
-        let promised = self.promised.get_mut(&key).expect("a known key");
+        let expected = self.expected.get_mut(&key).expect("a known key");
         for (partition, id, data) in &blocks {
-            promised.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
+            expected.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
         }
-        let epoch = promised.epoch;
+        let epoch = expected.epoch;
         self.sends.push(OpenSend { key, epoch, session, blocks, next: 0 });
         if self.rng.random_bool(0.5) {
             let last = self.sends.len() - 1;
@@ -126,7 +126,7 @@ impl History {
     /// Resends of an id are normal after a time-out; length and bytes are a function of the id. No two registrations have
     /// the same: a block on a disk says whose it is.
     fn block(&mut self, key: Key) -> (i32, i64, Vec<u8>) {
-        let sent = self.promised.get(&key).map(|promised| &promised.sent);
+        let sent = self.expected.get(&key).map(|expected| &expected.sent);
         let mut again: Vec<i64> =
             sent.into_iter().flat_map(HashMap::values).flat_map(BTreeMap::keys).copied().collect();
         again.sort_unstable();
@@ -174,7 +174,7 @@ impl History {
 
     fn commit(&mut self, send: OpenSend) {
         let committed = send.session.commit();
-        let Some(promised) = self.promised.get_mut(&send.key).filter(|promised| promised.epoch == send.epoch)
+        let Some(expected) = self.expected.get_mut(&send.key).filter(|expected| expected.epoch == send.epoch)
         else {
             assert!(committed.is_err(), "a send into a purged shuffle was acknowledged");
             return;
@@ -183,7 +183,7 @@ impl History {
         let ids: Vec<_> = send.blocks.iter().map(|(partition, id, _)| (*partition, *id)).collect();
         tracing::info!(target: "life", key = ?send.key, ?ids, "acknowledged");
         for (partition, id, data) in send.blocks {
-            promised.acknowledge(partition, id, data, self.life);
+            expected.acknowledge(partition, id, data, self.life);
             self.tally.acknowledged += 1;
         }
     }
@@ -217,8 +217,8 @@ impl History {
             assert!(matches!(error, ServiceError::Store(_)), "the end of what is known was refused: {error}");
         }
         let has_ended = |other: &Key| if is_of_app { other.0 == key.0 } else { *other == key };
-        let keys: Vec<Key> = self.promised.keys().copied().filter(has_ended).collect();
-        self.promised.retain(|other, _| !has_ended(other));
+        let keys: Vec<Key> = self.expected.keys().copied().filter(has_ended).collect();
+        self.expected.retain(|other, _| !has_ended(other));
         if ended.is_ok() {
             self.ended.extend(keys);
         }
@@ -233,8 +233,8 @@ impl History {
     /// A task of a shuffle does.
     pub(super) async fn report_of(&mut self, key: Key, wait: bool) {
         let now = self.now();
-        let promised = self.promised.get_mut(&key).expect("a known key");
-        let mut partitions = promised.unreported();
+        let expected = self.expected.get_mut(&key).expect("a known key");
+        let mut partitions = expected.unreported();
         for (_, ids) in &mut partitions {
             ids.retain(|_| self.rng.random_bool(0.7));
         }
@@ -243,7 +243,7 @@ impl History {
             return;
         }
         for (partition, ids) in &partitions {
-            promised.tried.entry(*partition).or_default().extend(ids);
+            expected.tried.entry(*partition).or_default().extend(ids);
         }
         let request = ReportRequest {
             app: key.0,
@@ -263,17 +263,17 @@ impl History {
                 Err(_) => return,
             },
         };
-        let promised = self.promised.get_mut(&key).expect("a known key");
+        let expected = self.expected.get_mut(&key).expect("a known key");
         match answer {
             Ok(()) => {
                 tracing::info!(target: "life", ?key, ?partitions, "reported");
                 self.tally.reports += 1;
                 for (partition, ids) in partitions {
-                    promised.reported.entry(partition).or_default().extend(ids);
+                    expected.reported.entry(partition).or_default().extend(ids);
                 }
             }
             Err(ServiceError::Lost(text)) => {
-                assert!(promised.can_miss(&partitions, now), "a report is refused without a loss: {text}");
+                assert!(expected.can_miss(&partitions, now), "a report is refused without a loss: {text}");
                 self.tally.reports_refused += 1;
             }
             Err(error) => assert!(matches!(error, ServiceError::Store(_)), "a report failed: {error}"),

@@ -1,4 +1,4 @@
-//! The history around a worker that lives several times: its clients, its disks, and what the clients were promised.
+//! The history around a worker that lives several times: its clients, its disks, and what the clients were expected.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -22,9 +22,9 @@ use uniffle_worker::tiers::{DiskInfo, LetGo, LocalConfig, StoreError, SyncWrites
 
 use super::Mutation;
 use super::clients::OpenSend;
+use super::invariants::{Invariants, Now, PARTITIONS};
 use super::objects::Objects;
 use super::process::{EXPIRY_INTERVAL, Process};
-use super::promises::{Now, PARTITIONS, Promised};
 use super::reader::Reader;
 use super::tally::Tally;
 
@@ -73,7 +73,7 @@ pub(crate) struct History {
     /// What the life before said to this one, and a disk that it let go of.
     let_go: Option<(Option<usize>, LetGo)>,
     /// The disks are not healthy when this life begins.
-    pub(super) is_troubled: bool,
+    pub(super) is_faulty: bool,
     /// A directory of a disk that cannot be listed in this life.
     pub(super) unlisted: Option<(usize, PathBuf)>,
     /// A disk whose claim was damaged before this life, and what it was.
@@ -93,7 +93,7 @@ pub(crate) struct History {
     pub(super) reads_fail: bool,
     /// In this life files were removed under the worker.
     pub(super) files_removed: bool,
-    pub(crate) promised: HashMap<Key, Promised>,
+    pub(crate) expected: HashMap<Key, Invariants>,
     /// Shuffles that were ever registered.
     pub(super) registered: BTreeSet<Key>,
     /// Shuffles that a life did not know: if they were registered again, either registration may come back.
@@ -135,7 +135,7 @@ impl History {
             faults: Vec::new(),
             missing: None,
             let_go: None,
-            is_troubled: false,
+            is_faulty: false,
             unlisted: None,
             claim: None,
             excused: false,
@@ -144,7 +144,7 @@ impl History {
             ended: BTreeSet::new(),
             reads_fail: false,
             files_removed: false,
-            promised: HashMap::new(),
+            expected: HashMap::new(),
             registered: BTreeSet::new(),
             forgotten: BTreeSet::new(),
             sends: Vec::new(),
@@ -214,7 +214,7 @@ impl History {
     async fn start(&mut self, all_disks: bool) {
         self.life += 1;
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
-        (self.missing, self.unlisted, self.claim, self.is_troubled) = (None, None, None, false);
+        (self.missing, self.unlisted, self.claim, self.is_faulty) = (None, None, None, false);
         let let_go = self.let_go.take().filter(|_| !all_disks);
         if let_go.is_none() && !all_disks && self.rng.random_bool(0.1) {
             self.start_unmounted().await;
@@ -224,8 +224,8 @@ impl History {
             Some((Some(disk), _)) => self.missing = Some(*disk),
             // Now and then something happens between the two.
             Some((None, _)) if self.rng.random_bool(0.7) => {}
-            Some((None, _)) => self.make_trouble(),
-            None if !all_disks && self.life > 1 && self.has_disks() => self.make_trouble(),
+            Some((None, _)) => self.plan_fault(),
+            None if !all_disks && self.life > 1 && self.has_disks() => self.plan_fault(),
             None => {}
         }
         let let_go = let_go.map(|(_, let_go)| let_go).unwrap_or_default();
@@ -243,7 +243,7 @@ impl History {
         self.tally.lives += 1;
         self.tally.missing_disks += u64::from(self.missing.is_some());
         self.tally.lost_blocks += self.process().counter("total_lost_blocks");
-        self.forget_strangers();
+        self.unregister_unknown();
         self.heartbeat();
         self.check_recovered(&stored).await;
     }
@@ -271,9 +271,9 @@ impl History {
     /// What was seen in an index or brought down by an orderly end, and not damaged since.
     pub(super) fn durable_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         let mut all = BTreeSet::new();
-        for ((app, shuffle), promised) in &self.promised {
+        for ((app, shuffle), expected) in &self.expected {
             let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(*shuffle));
-            for (partition, ids) in &promised.durable {
+            for (partition, ids) in &expected.durable {
                 all.extend(ids.iter().map(|id| (key.clone(), *partition, BlockId(*id))));
             }
         }
@@ -282,10 +282,10 @@ impl History {
 
     /// What readers of earlier lives know of the shuffle is not true any more: they end.
     pub(super) fn lose_places_of(&mut self, key: Key) {
-        let Some(promised) = self.promised.get_mut(&key) else { return };
-        promised.lose_places();
+        let Some(expected) = self.expected.get_mut(&key) else { return };
+        expected.lose_places();
         self.next_epoch += 1;
-        promised.epoch = self.next_epoch;
+        expected.epoch = self.next_epoch;
     }
 
     pub(super) async fn start_process(&mut self, let_go: LetGo) -> Result<(), StoreError> {
@@ -308,14 +308,14 @@ impl History {
         }
     }
 
-    /// A shuffle that was promised to no one is known when its removal did not get through before the end, or did not
+    /// A shuffle that was expected to no one is known when its removal did not get through before the end, or did not
     /// reach a disk that was missing. Clients would leave it to expiry; here it ends at once.
-    fn forget_strangers(&mut self) {
+    fn unregister_unknown(&mut self) {
         let service = self.service();
         for app in service.apps().apps() {
             for shuffle in app.shuffles() {
                 let id = shuffle.key().shuffle.0;
-                let known = self.promised.keys().any(|key| key.0 == app.id().as_str() && key.1 == id);
+                let known = self.expected.keys().any(|key| key.0 == app.id().as_str() && key.1 == id);
                 if !known {
                     let has_ended = APPS
                         .iter()
@@ -383,7 +383,7 @@ impl History {
             if self.sync == SyncWrites::Off && !self.unsynced.is_empty() {
                 self.tally.unsynced_power_losses += 1;
                 (self.torn, self.excused) = (true, true);
-                self.promised.values_mut().for_each(Promised::lose_places);
+                self.expected.values_mut().for_each(Invariants::lose_places);
             }
             for disk in &self.disks {
                 disk.lose_power(self.rng.random());
@@ -406,7 +406,7 @@ impl History {
         self.unsynced.retain(|disk| !here.contains(disk));
         if self.process().is_flushed() {
             self.tally.orderly_stops += 1;
-            self.promised.values_mut().for_each(|promised| promised.settle(self.life));
+            self.expected.values_mut().for_each(|expected| expected.settle(self.life));
         }
     }
 
@@ -452,7 +452,7 @@ impl History {
         // The model's processes follow each other.
         drop(locks);
         self.tally.upgrades_beside += 1;
-        let vouch = let_go.vouch.clone().filter(|_| self.mutation != Mutation::NoVouching);
+        let vouch = let_go.vouch.clone().filter(|_| self.mutation != Mutation::NoHandOff);
         self.let_go = Some((Some(hung), LetGo { vouch, ..let_go }));
     }
 
@@ -549,7 +549,7 @@ impl History {
         let Some(key) = self.known_key() else { return };
         let partition = self.rng.random_range(0..PARTITIONS);
         for _ in 0..4 {
-            let mut reader = Reader::new(key, partition, 10_000, (&self.promised[&key], self.now()));
+            let mut reader = Reader::new(key, partition, 10_000, (&self.expected[&key], self.now()));
             while !reader.is_done() {
                 reader.step(self).await;
             }
@@ -600,7 +600,7 @@ impl History {
         let read_buffer_size = *[1, 3_000, 100_000].choose(&mut self.rng).expect("not empty");
         let now = self.now();
         tracing::info!(target: "life", ?key, partition, "a reader begins");
-        self.readers.push(Reader::new(key, partition, read_buffer_size, (&self.promised[&key], now)));
+        self.readers.push(Reader::new(key, partition, read_buffer_size, (&self.expected[&key], now)));
     }
 
     async fn step_readers(&mut self) {
@@ -615,10 +615,10 @@ impl History {
         self.readers = readers;
     }
 
-    /// Reads everything that was promised, then unregisters all and checks that nothing is left.
+    /// Reads everything that was expected, then unregisters all and checks that nothing is left.
     async fn finish(&mut self) {
         let now = self.now();
-        let mut keys: Vec<Key> = self.promised.keys().copied().collect();
+        let mut keys: Vec<Key> = self.expected.keys().copied().collect();
         keys.sort_unstable();
         let rewrites = self.has_disks() && self.rng.random();
         for key in keys {
@@ -626,7 +626,7 @@ impl History {
                 self.process().rewrite(key).await;
             }
             for partition in 0..PARTITIONS {
-                let mut reader = Reader::new(key, partition, 10_000, (&self.promised[&key], now));
+                let mut reader = Reader::new(key, partition, 10_000, (&self.expected[&key], now));
                 while !reader.is_done() {
                     reader.step(self).await;
                 }

@@ -32,21 +32,23 @@
 //! `DAMAGED_LIFE_SEED` those with moves and damage.
 
 mod clients;
+mod fault_plan;
 mod history;
+mod invariants;
 mod moves;
 mod objects;
 mod process;
-mod promises;
 mod reader;
 mod recovered;
 mod tally;
-mod troubles;
 mod unmounted;
 
 use uniffle_testkit::{say, seeds};
 
 use self::history::History;
-use self::tally::{OF_DAMAGED_MOVES, OF_DISKS, OF_DISKS_ALONE, OF_MOVES, OF_OBJECTS, Tally, UNMOUNTED};
+use self::tally::{
+    DISK_EVENTS, DISKS_ALONE_EVENTS, LATE_EVENTS, MOVE_EVENTS, OBJECT_EVENTS, Tally, UNMOUNTED_EVENTS,
+};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
@@ -57,9 +59,9 @@ const MOVED_SEEDS_DEFAULT: u64 = 600;
 /// Of those with disks above objects that are damaged.
 const DAMAGED_SEEDS_DEFAULT: u64 = 300;
 
-/// What is below the worker.
+/// What is storage the worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Below {
+enum Storage {
     Disks,
     Objects,
     /// Disks, from which data is moved to a store.
@@ -79,7 +81,7 @@ enum Mutation {
     /// A stop does not sync what it has flushed.
     NoLastSync,
     /// A successor beside a disk that hangs is not told that nothing newer is there.
-    NoVouching,
+    NoHandOff,
     /// A directory whose claim cannot be read is taken for a new one.
     NoUnclaimed,
     /// The copies of pages of metadata do not reach the object store.
@@ -96,68 +98,71 @@ enum Mutation {
     NoLastFlush,
 }
 
-fn run_history(seed: u64, below: Below, mutation: Mutation) -> Tally {
-    let mut history = match below {
-        Below::Disks => History::new(seed, mutation),
-        Below::Objects => History::above_objects(seed, mutation),
-        Below::Both => History::with_moves(seed, mutation),
-        Below::BothDamaged => History::with_moves_and_damage(seed, mutation),
+fn run_history(seed: u64, storage: Storage, mutation: Mutation) -> Tally {
+    let mut history = match storage {
+        Storage::Disks => History::new(seed, mutation),
+        Storage::Objects => History::above_objects(seed, mutation),
+        Storage::Both => History::with_moves(seed, mutation),
+        Storage::BothDamaged => History::with_moves_and_damage(seed, mutation),
     };
-    let mut goes_on = true;
-    while goes_on {
+    let mut has_more = true;
+    while has_more {
         let life = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .start_paused(true)
             .build()
             .expect("a runtime");
-        goes_on = life.block_on(history.live());
+        has_more = life.block_on(history.live());
     }
     history.tally
 }
 
-fn run_safely(seed: u64, below: Below, mutation: Mutation) -> Result<Tally, String> {
-    seeds::run(|| run_history(seed, below, mutation))
+fn run_safely(seed: u64, storage: Storage, mutation: Mutation) -> Result<Tally, String> {
+    seeds::run(|| run_history(seed, storage, mutation))
 }
 
 #[test]
-fn every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
-    run_seeds(("LIFE", SEEDS_DEFAULT), Below::Disks, &[OF_OBJECTS, OF_MOVES, OF_DAMAGED_MOVES]);
+fn acknowledged_blocks_on_disks_are_served_or_reported_lost() {
+    run_seeds(("LIFE", SEEDS_DEFAULT), Storage::Disks, &[OBJECT_EVENTS, MOVE_EVENTS, LATE_EVENTS]);
 }
 
 #[test]
-fn above_an_object_store_every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
-    run_seeds(("OBJECT_LIFE", OBJECT_SEEDS_DEFAULT), Below::Objects, &[OF_DISKS, OF_MOVES, OF_DAMAGED_MOVES]);
-}
-
-#[test]
-fn with_moves_to_an_object_store_every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
+fn acknowledged_blocks_in_objects_are_served_or_reported_lost() {
     run_seeds(
-        ("MOVED_LIFE", MOVED_SEEDS_DEFAULT),
-        Below::Both,
-        &[OF_OBJECTS, OF_DAMAGED_MOVES, OF_DISKS_ALONE],
+        ("OBJECT_LIFE", OBJECT_SEEDS_DEFAULT),
+        Storage::Objects,
+        &[DISK_EVENTS, MOVE_EVENTS, LATE_EVENTS],
     );
 }
 
 #[test]
-fn with_moves_to_objects_that_are_damaged_every_acknowledged_and_reported_block_is_readable_or_reported_lost()
-{
+fn moved_blocks_are_served_or_reported_lost() {
+    run_seeds(
+        ("MOVED_LIFE", MOVED_SEEDS_DEFAULT),
+        Storage::Both,
+        &[OBJECT_EVENTS, LATE_EVENTS, DISKS_ALONE_EVENTS],
+    );
+}
+
+#[test]
+fn blocks_of_damaged_objects_are_served_or_reported_lost() {
     run_seeds(
         ("DAMAGED_LIFE", DAMAGED_SEEDS_DEFAULT),
-        Below::BothDamaged,
-        &[&["refused_starts"], UNMOUNTED, OF_DISKS_ALONE],
+        Storage::BothDamaged,
+        &[&["refused_starts"], UNMOUNTED_EVENTS, DISKS_ALONE_EVENTS],
     );
 }
 
 /// The results of the registration before were given, which the store still had: of the first in nearly every run.
 #[test]
-fn a_shuffle_registered_again_is_not_given_what_the_store_has_of_the_one_before() {
+fn reregistered_shuffle_hides_moved_results_of_predecessor() {
     for seed in [5011, 7300] {
-        let ran = run_safely(seed, Below::Both, Mutation::None);
+        let ran = run_safely(seed, Storage::Both, Mutation::None);
         assert!(ran.is_ok(), "MOVED_LIFE_SEED={seed}: {ran:?}");
     }
 }
 
-fn run_seeds((variable, count): (&str, u64), below: Below, elsewhere: &[&[&str]]) {
+fn run_seeds((variable, count): (&str, u64), storage: Storage, elsewhere: &[&[&str]]) {
     let (seeds, alone) = seeds::from_env(variable, count);
     if alone {
         // One history is run to see what happens in it.
@@ -166,7 +171,7 @@ fn run_seeds((variable, count): (&str, u64), below: Below, elsewhere: &[&[&str]]
         let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
     }
     let (mut total, mut failures) = (Tally::default(), Vec::new());
-    for (seed, ran) in seeds::run_all(seeds, |seed| run_history(seed, below, Mutation::None)) {
+    for (seed, ran) in seeds::run_all(seeds, |seed| run_history(seed, storage, Mutation::None)) {
         match ran {
             Ok(tally) => total.add(tally),
             Err(cause) => failures.push(format!("{variable}_SEED={seed}: {cause}")),
@@ -178,75 +183,76 @@ fn run_seeds((variable, count): (&str, u64), below: Below, elsewhere: &[&[&str]]
     assert!(alone || never.is_empty(), "the model never reached {never:?}");
 }
 
-fn must_be_noticed(below: Below, mutation: Mutation) {
-    let is_sound = |seed| run_safely(seed, below, Mutation::None).is_ok();
-    let noticed = (0..SEEDS_DEFAULT).find_map(|seed| Some((seed, run_safely(seed, below, mutation).err()?)));
+fn must_be_noticed(storage: Storage, mutation: Mutation) {
+    let is_sound = |seed| run_safely(seed, storage, Mutation::None).is_ok();
+    let noticed =
+        (0..SEEDS_DEFAULT).find_map(|seed| Some((seed, run_safely(seed, storage, mutation).err()?)));
     let (seed, cause) = noticed.unwrap_or_else(|| panic!("{mutation:?} is not noticed"));
     assert!(is_sound(seed), "seed {seed} fails without {mutation:?} too");
     say(&format!("{mutation:?} is noticed at seed {seed}: {cause}"));
 }
 
 #[test]
-fn a_model_with_syncs_that_do_nothing_fails() {
-    must_be_noticed(Below::Disks, Mutation::NoSync);
+fn ineffective_syncs_fail_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoSync);
 }
 
 #[test]
-fn t1_a_recovery_that_serves_nothing_and_calls_all_lost_fails_the_model() {
-    must_be_noticed(Below::Disks, Mutation::NoIndexes);
+fn lost_indexes_fail_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoIndexes);
 }
 
 #[test]
-fn d5_a_successor_that_nobody_vouches_for_fails_the_model() {
-    must_be_noticed(Below::Disks, Mutation::NoVouching);
+fn missing_hand_off_fails_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoHandOff);
 }
 
 #[test]
-fn a_directory_without_its_claim_that_is_taken_for_a_new_one_fails_the_model() {
-    must_be_noticed(Below::Disks, Mutation::NoUnclaimed);
+fn unreadable_claim_taken_as_new_fails_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoUnclaimed);
 }
 
 #[test]
-fn a_stop_that_does_not_sync_fails_the_model() {
-    must_be_noticed(Below::Disks, Mutation::NoLastSync);
+fn stop_without_sync_fails_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoLastSync);
 }
 
 #[test]
-fn deadlines_that_count_pauses_fail_the_model() {
-    must_be_noticed(Below::Disks, Mutation::PausesCount);
+fn deadlines_counting_pauses_fail_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::PausesCount);
 }
 
 #[test]
-fn an_end_that_is_acknowledged_before_it_is_logged_fails_the_model() {
-    must_be_noticed(Below::Disks, Mutation::NoEndLog);
+fn unlogged_end_fails_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoEndLog);
 }
 
 #[test]
-fn empty_directories_that_are_taken_for_new_ones_fail_the_model() {
-    must_be_noticed(Below::Both, Mutation::NoMountGuard);
+fn missing_mount_guard_fails_the_model() {
+    must_be_noticed(Storage::Both, Mutation::NoMountGuard);
 }
 
 #[test]
 fn appends_to_removed_files_fail_the_model() {
-    must_be_noticed(Below::Disks, Mutation::NoLinkCount);
+    must_be_noticed(Storage::Disks, Mutation::NoLinkCount);
 }
 
 #[test]
 fn stop_that_obeys_watermarks_fails_the_model() {
-    must_be_noticed(Below::Disks, Mutation::NoLastFlush);
+    must_be_noticed(Storage::Disks, Mutation::NoLastFlush);
 }
 
 #[test]
-fn pages_of_metadata_without_copies_fail_the_model() {
-    must_be_noticed(Below::Objects, Mutation::NoCopies);
+fn metadata_pages_without_copies_fail_the_model() {
+    must_be_noticed(Storage::Objects, Mutation::NoCopies);
 }
 
 #[test]
-fn segments_that_are_gone_though_nothing_was_damaged_fail_the_model() {
-    must_be_noticed(Below::Objects, Mutation::NoIndexes);
+fn lost_segments_fail_the_model() {
+    must_be_noticed(Storage::Objects, Mutation::NoIndexes);
 }
 
 #[test]
-fn moved_segments_that_are_gone_fail_the_model() {
-    must_be_noticed(Below::Both, Mutation::NoIndexes);
+fn lost_moved_segments_fail_the_model() {
+    must_be_noticed(Storage::Both, Mutation::NoIndexes);
 }

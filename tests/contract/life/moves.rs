@@ -84,7 +84,7 @@ impl History {
             let drained = self.service().lifecycle.drain();
             if drained.may_go() {
                 self.tally.machines_left += 1;
-                self.promised.values_mut().for_each(|promised| promised.settle(self.life));
+                self.expected.values_mut().for_each(|expected| expected.settle(self.life));
                 self.disks = new_disks(self.disks.len());
                 self.limit_disks();
                 self.unsynced.clear();

@@ -71,11 +71,11 @@ impl History {
             left -= i32::from(matches!(call, Call::Get | Call::List));
             if left < 0 { Fault::Refuse } else { Fault::None }
         });
-        (self.is_troubled, self.excused) = (true, true);
+        (self.is_faulty, self.excused) = (true, true);
     }
 
     async fn start_again(&mut self, store: &FaultyObjects, error: &StoreError) -> Process {
-        assert!(self.is_troubled, "a start above a healthy store is refused: {error}");
+        assert!(self.is_faulty, "a start above a healthy store is refused: {error}");
         assert!(error.to_string().contains(ROOT), "a start is refused without a key: {error}");
         self.tally.refused_starts += 1;
         self.heal_the_store(store);

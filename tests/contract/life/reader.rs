@@ -1,5 +1,5 @@
 //! A reducer that follows the Java client step by step: memory until empty, index once, data segments. It may outlive
-//! the worker that it began with: its offsets stay promises.
+//! the worker that it began with: its offsets stay invariants.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ServiceError};
 
 use super::history::{History, Key};
-use super::promises::{Now, Promised};
+use super::invariants::{Invariants, Now};
 
 /// Bytes of an index record (docs/protocol.md §5.2).
 const RECORD: usize = 40;
@@ -28,7 +28,7 @@ pub(crate) struct Reader {
     began: Now,
     read_buffer_size: i32,
     /// What it must find, unless it is told of a loss.
-    must: BTreeMap<i64, Vec<u8>>,
+    required: BTreeMap<i64, Vec<u8>>,
     found: BTreeMap<i64, Vec<u8>>,
     phase: Phase,
 }
@@ -38,15 +38,15 @@ impl Reader {
         key: Key,
         partition: i32,
         read_buffer_size: i32,
-        (promised, now): (&Promised, Now),
+        (expected, now): (&Invariants, Now),
     ) -> Self {
         Self {
             key,
             partition,
-            epoch: promised.epoch,
+            epoch: expected.epoch,
             began: now,
             read_buffer_size,
-            must: promised.must(partition, now),
+            required: expected.required(partition, now),
             found: BTreeMap::new(),
             phase: Phase::Memory { cursor: -1 },
         }
@@ -61,7 +61,7 @@ impl Reader {
         if self.is_done() {
             return;
         }
-        if history.promised.get(&self.key).is_none_or(|promised| promised.epoch != self.epoch) {
+        if history.expected.get(&self.key).is_none_or(|expected| expected.epoch != self.epoch) {
             self.phase = Phase::Done;
             return;
         }
@@ -80,7 +80,7 @@ impl Reader {
     }
 
     fn check_found(&self, history: &History) {
-        for (id, data) in &self.must {
+        for (id, data) in &self.required {
             let found = self.found.get(id);
             // What was given up after the reader had looked into memory is told to the next one.
             let may_be_given_up = self.began.reads_fail || self.began.files_removed;
@@ -89,7 +89,7 @@ impl Reader {
             }
             assert!(
                 found.is_some(),
-                "block {id} of {:?}/{} was promised and is gone",
+                "block {id} of {:?}/{} was expected and is gone",
                 self.key,
                 self.partition
             );
@@ -100,10 +100,10 @@ impl Reader {
     /// Only a loss may refuse a read, and only one that can be true.
     fn check_refusal(&self, history: &mut History, error: &ServiceError) {
         let now = history.now();
-        let promised = &history.promised[&self.key];
+        let expected = &history.expected[&self.key];
         match error {
             ServiceError::Lost(text) => {
-                assert!(promised.can_have_lost(self.partition, now), "a loss that cannot be: {text}");
+                assert!(expected.can_have_lost(self.partition, now), "a loss that cannot be: {text}");
                 tracing::info!(target: "life", text, "a read is refused");
                 history.tally.reads_refused += 1;
             }
@@ -148,12 +148,12 @@ impl Reader {
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
         let now = history.now();
-        let promised = history.promised.get_mut(&self.key).expect("checked by step");
-        let seen = promised.index_seen.entry(self.partition).or_default();
-        check_promises(seen, &records, now.has_holes());
+        let expected = history.expected.get_mut(&self.key).expect("checked by step");
+        let seen = expected.index_seen.entry(self.partition).or_default();
+        check_index(seen, &records, now.has_holes());
         if !now.has_holes() {
             let ids = records.chunks(RECORD).filter(|record| !is_filler(record)).map(id_of);
-            promised.durable.entry(self.partition).or_default().extend(ids);
+            expected.durable.entry(self.partition).or_default().extend(ids);
             seen.clone_from(&records);
         }
         self.phase = Phase::Data { records, next: 0 };
@@ -195,7 +195,7 @@ impl Reader {
             let fits = crc == u64::from(crc32fast::hash(bytes));
             if !fits && history.now().has_holes() {
                 // A hole; the client sees that the checksum does not fit and gives up.
-                self.must.clear();
+                self.required.clear();
                 return Ok(());
             }
             assert!(fits, "crc of a block on disk");
@@ -229,7 +229,7 @@ fn check_gapless(records: &[u8], data_length: u64) {
 
 /// What an index said once holds forever: the same block at the same place. Only a missing disk and one that fails
 /// leave holes, and the gap behind what may be on it is filled when it comes back.
-fn check_promises(seen: &[u8], records: &[u8], may_have_holes: bool) {
+fn check_index(seen: &[u8], records: &[u8], may_have_holes: bool) {
     let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();
     for record in records.chunks(RECORD) {
         now.insert(u64_at(record, 0), record);

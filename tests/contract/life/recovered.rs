@@ -5,23 +5,23 @@ use std::collections::BTreeSet;
 
 use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::judge::verify;
 use uniffle_testkit::on_disk::{Files, stored_blocks};
+use uniffle_testkit::oracle::verify;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 
+use super::fault_plan::hides;
 use super::history::{History, Key, LAYOUT};
-use super::troubles::hides;
 
 impl History {
     /// Every acknowledged report is known or the results are refused by name, what the disks have is served, and only what
     /// they do not have is lost.
     pub(super) async fn check_recovered(&mut self, stored: &BTreeSet<(ShuffleKey, i32, BlockId)>) {
         let client = InProcess { service: self.service(), layout: LAYOUT };
-        let mut keys: Vec<Key> = self.promised.keys().copied().collect();
+        let mut keys: Vec<Key> = self.expected.keys().copied().collect();
         keys.sort_unstable();
         for name in keys {
             let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
-            let told = self.promised[&name].told();
+            let told = self.expected[&name].told();
             let is_there = |partition, id| stored.contains(&(key.clone(), partition, id));
             let findings = verify(&client, &key, &told, LAYOUT, is_there).await;
             assert!(findings.violations.is_empty(), "{:?}", findings.violations);
@@ -34,13 +34,13 @@ impl History {
                     self.service().lifecycle.unregister_shuffle(name.0, name.1).expect("the app is known");
                 }
                 self.forgotten.insert(name);
-                self.promised.remove(&name);
+                self.expected.remove(&name);
                 self.tally.forgotten_shuffles += 1;
                 continue;
             }
             // Of directories that went on one without the other, both may have given a place to other blocks. The job is
             // told to run again, or what was or will be reported of them is lost by name.
-            let runs_again = self.went_on_apart()
+            let runs_again = self.diverged()
                 || refusal.is_some_and(|refusal| refusal.text().contains("run its application again"));
             // With other bytes than were written an extent may be given up.
             let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
@@ -49,22 +49,22 @@ impl History {
                 withheld.is_none(),
                 "{key}: {withheld:?} of {intact} blocks on the disks, refused: {refusal:?}"
             );
-            let promised = self.promised.get_mut(&name).expect("a known key");
+            let expected = self.expected.get_mut(&name).expect("a known key");
             if runs_again && !findings.withheld.is_empty() {
-                promised.lose_places();
+                expected.lose_places();
                 // Readers of earlier lives end.
                 self.next_epoch += 1;
-                promised.epoch = self.next_epoch;
+                expected.epoch = self.next_epoch;
             }
-            promised.is_refused = findings.results_refused.is_some();
-            self.tally.refused_results += u64::from(promised.is_refused);
+            expected.is_refused = findings.results_refused.is_some();
+            self.tally.refused_results += u64::from(expected.is_refused);
             self.tally.compared_blocks += findings.served;
         }
     }
 
     /// Whether directories went on one without the other. Of a shuffle that has moved the store proves all that it said: then its
     /// results are not refused for that.
-    fn went_on_apart(&self) -> bool {
+    fn diverged(&self) -> bool {
         let tiers = self.process().flusher.tiers();
         let gap = tiers.metadata().filter(|_| self.objects.is_some()).and_then(|tier| tier.metadata_gap());
         gap.is_some_and(|gap| gap.contains("was used without the others"))

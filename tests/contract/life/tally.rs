@@ -75,11 +75,11 @@ tally!(
 );
 
 /// What happens above object stores only.
-pub(crate) const OF_OBJECTS: &[&str] =
+pub(crate) const OBJECT_EVENTS: &[&str] =
     &["refused_starts", "missing_objects", "damaged_objects", "earlier_objects"];
 
 /// What happens where data is moved from disks to a store only.
-pub(crate) const OF_MOVES: &[&str] = &[
+pub(crate) const MOVE_EVENTS: &[&str] = &[
     "moved_bytes",
     "failed_moves",
     "divided_shuffles",
@@ -90,10 +90,10 @@ pub(crate) const OF_MOVES: &[&str] = &[
 ];
 
 /// What happens where data is moved to a store that does things late only.
-pub(crate) const OF_DAMAGED_MOVES: &[&str] = &["late_requests"];
+pub(crate) const LATE_EVENTS: &[&str] = &["late_requests"];
 
 /// What happens on disks only.
-pub(crate) const OF_DISKS: &[&str] = &[
+pub(crate) const DISK_EVENTS: &[&str] = &[
     "upgrades_beside",
     "upgrades",
     "power_losses",
@@ -112,7 +112,7 @@ pub(crate) const OF_DISKS: &[&str] = &[
 ];
 
 /// What does not happen where objects are damaged: which directories the store knows is not certain then.
-pub(crate) const UNMOUNTED: &[&str] = &["unmounted_starts", "unmounted_refusals"];
+pub(crate) const UNMOUNTED_EVENTS: &[&str] = &["unmounted_starts", "unmounted_refusals"];
 
 /// What happens on disks without an object store only.
-pub(crate) const OF_DISKS_ALONE: &[&str] = &["removed_files", "stops_above_watermark"];
+pub(crate) const DISKS_ALONE_EVENTS: &[&str] = &["removed_files", "stops_above_watermark"];

@@ -68,16 +68,16 @@ impl History {
             let app = service.apps().apps().into_iter().find(|app| app.id().as_str() == key.0);
             app.is_some_and(|app| app.shuffles().iter().any(|shuffle| shuffle.key().shuffle.0 == key.1))
         };
-        let all = std::mem::take(&mut self.promised);
+        let all = std::mem::take(&mut self.expected);
         let (here, away) = all.into_iter().partition(|(key, _)| knows(key));
-        self.promised = here;
-        tracing::info!(target: "life", known = self.promised.len(), "a worker begins on empty directories");
+        self.expected = here;
+        tracing::info!(target: "life", known = self.expected.len(), "a worker begins on empty directories");
         for _ in 0..self.rng.random_range(0..4) {
             self.heartbeat();
             self.report_some(true).await;
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
-        self.promised.extend(away);
+        self.expected.extend(away);
         self.is_unmounted = false;
     }
 
@@ -94,12 +94,12 @@ impl History {
         store.set(|call, _| if call == Call::Get { Fault::None } else { Fault::Hold });
         // Moves begin meanwhile.
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let mut unmoved: Vec<Key> = self.promised.keys().copied().collect();
+        let mut unmoved: Vec<Key> = self.expected.keys().copied().collect();
         unmoved.sort_unstable();
         unmoved
             .retain(|(app, shuffle)| APPS.contains(app) && !moved.contains(&((*app).to_owned(), *shuffle)));
         // Of an earlier registration something may be there.
-        unmoved.retain(|key| !self.promised[key].is_again);
+        unmoved.retain(|key| !self.expected[key].is_again);
         for key in unmoved {
             let reported = tokio::time::timeout(REPORT_DEADLINE, self.report_of(key, true)).await;
             assert!(

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use uniffle_client::block::Block;
 use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 
-use crate::judge::{self, Told};
+use crate::oracle::{self, Told};
 
 /// Blocks of one shuffle, by partition.
 pub(super) type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
@@ -42,7 +42,11 @@ impl History {
         }
     }
 
-    pub(super) fn tried(&mut self, id: i32, (batch, report): (&[(PartitionId, Vec<Block>)], &judge::Report)) {
+    pub(super) fn tried(
+        &mut self,
+        id: i32,
+        (batch, report): (&[(PartitionId, Vec<Block>)], &oracle::Report),
+    ) {
         remember(&mut self.in_reports, id, batch);
         self.told.entry(id).or_default().tried(report);
     }
@@ -50,7 +54,7 @@ impl History {
     pub(super) fn reported(
         &mut self,
         id: i32,
-        (batch, report): (&[(PartitionId, Vec<Block>)], &judge::Report),
+        (batch, report): (&[(PartitionId, Vec<Block>)], &oracle::Report),
     ) {
         remember(&mut self.reported, id, batch);
         self.told.entry(id).or_default().reported(report);

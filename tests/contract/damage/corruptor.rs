@@ -119,11 +119,11 @@ pub(crate) fn claim_without_checksum(content: &[u8]) -> Option<Vec<u8>> {
 
 /// Whether a claim has the checksum of what it says.
 pub(crate) fn is_sound_claim(content: &[u8]) -> bool {
-    claim_without_checksum(content).is_some_and(|forged| forged == content)
+    claim_without_checksum(content).is_some_and(|resealed| resealed == content)
 }
 
 /// An epoch of which no member is absent: its members are those who are here, and it came after all `others`.
-pub(crate) fn missing_nobody(mut epoch: Epoch, here: &[String], others: &[u64]) -> Epoch {
+pub(crate) fn without_missing_members(mut epoch: Epoch, here: &[String], others: &[u64]) -> Epoch {
     epoch.members.retain(|member| here.contains(&member.uuid().to_string()));
     epoch.lineage.extend(others);
     epoch.gap = None;

@@ -24,7 +24,7 @@ use crate::block_generator::BlockGenerator;
 use crate::clients::{key, local, patient};
 
 #[derive(Debug, Clone)]
-pub(super) struct Crew {
+pub(super) struct Clients {
     pub(super) history: Arc<Mutex<History>>,
     /// Set just before the process is killed. A read may begin before and end after the kill,
     /// without the lost blocks. Java's client detects this by the expected ids.
@@ -40,7 +40,7 @@ pub(super) fn shuffle(id: i32) -> ShuffleKey {
     key("checker", id)
 }
 
-impl Crew {
+impl Clients {
     async fn grpc(&self) -> Result<ShuffleClient, ClientError> {
         Ok(ShuffleClient::connect(local(self.ports.0)).await?.with_backoff(patient()))
     }

@@ -164,7 +164,7 @@ pub async fn verify(
 ) -> Findings {
     let mut findings = Findings::default();
     for (partition, told) in &told.partitions {
-        let known = judge_results(worker, key, (*partition, told), &mut findings).await;
+        let known = check_results(worker, key, (*partition, told), &mut findings).await;
         let wanted = told.sent.keys().chain(known.iter().flatten());
         let tasks: Treemap = wanted.map(|id| layout.task_of(*id).0.cast_unsigned()).collect();
         let read = read_around(worker, key, *partition, tasks).await;
@@ -195,7 +195,7 @@ pub async fn verify(
 }
 
 /// Returns the result of a partition, if there is one.
-async fn judge_results(
+async fn check_results(
     worker: &impl Answers,
     key: &ShuffleKey,
     (partition, told): (i32, &ToldPartition),

@@ -12,14 +12,14 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::on_disk::Files;
 
+use super::corruptor;
 use super::fixture::Fixture;
-use super::forge;
 
 const SECTOR_BYTES: usize = 512;
 
 /// What is damaged, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Way {
+pub(crate) enum Corruption {
     /// The control: everything is to be there.
     Nothing,
     /// One bit of a file.
@@ -53,34 +53,34 @@ pub(crate) enum Way {
 }
 
 /// Frequent ones more than once.
-pub(crate) const WAYS: [Way; 21] = [
-    Way::Nothing,
-    Way::Flip,
-    Way::Flip,
-    Way::Flip,
-    Way::Zero,
-    Way::Zero,
-    Way::Cut,
-    Way::Cut,
-    Way::Delete,
-    Way::Delete,
-    Way::Older,
-    Way::Older,
-    Way::BothCopies,
-    Way::DeleteDirectory,
-    Way::Absent,
-    Way::Alternate,
-    Way::Unmounted,
-    Way::Reset,
-    Way::FailingFile,
-    Way::FailingList,
-    Way::ReadOnly,
+pub(crate) const CORRUPTIONS: [Corruption; 21] = [
+    Corruption::Nothing,
+    Corruption::Flip,
+    Corruption::Flip,
+    Corruption::Flip,
+    Corruption::Zero,
+    Corruption::Zero,
+    Corruption::Cut,
+    Corruption::Cut,
+    Corruption::Delete,
+    Corruption::Delete,
+    Corruption::Older,
+    Corruption::Older,
+    Corruption::BothCopies,
+    Corruption::DeleteDirectory,
+    Corruption::Absent,
+    Corruption::Alternate,
+    Corruption::Unmounted,
+    Corruption::Reset,
+    Corruption::FailingFile,
+    Corruption::FailingList,
+    Corruption::ReadOnly,
 ];
 
 /// One damage.
 #[derive(Debug)]
 pub(crate) struct Damage {
-    pub(crate) way: Way,
+    pub(crate) corruption: Corruption,
     /// The kind of file: its extension when it is numbered, else its name. Empty for a whole disk.
     pub(crate) kind: String,
     /// In words.
@@ -88,20 +88,20 @@ pub(crate) struct Damage {
     /// What can be read of the disks after it; that of an absent disk is nothing.
     pub(crate) after: Vec<Files>,
     /// The disk that was replaced by an empty one.
-    aside: Option<(usize, Arc<MemoryDisk>)>,
+    replaced: Option<(usize, Arc<MemoryDisk>)>,
     /// Of alternating absence, the disk that is absent next.
     next_absent: Option<usize>,
 }
 
 impl Damage {
     /// A life is over: what is another disk's turn, or comes back. False when everything is back.
-    pub(crate) fn goes_on(&mut self, fixture: &mut Fixture) -> bool {
+    pub(crate) fn heal_next(&mut self, fixture: &mut Fixture) -> bool {
         fixture.faults.iter().for_each(|faults| {
             faults.clear();
             faults.set_read_only(false);
         });
         fixture.present.fill(true);
-        if let Some((index, disk)) = self.aside.take() {
+        if let Some((index, disk)) = self.replaced.take() {
             fixture.disks[index] = disk;
         }
         let next = self.next_absent.take();
@@ -111,75 +111,83 @@ impl Damage {
     /// Whether a later start finds more than the first one did.
     pub(crate) fn heals(&self) -> bool {
         matches!(
-            self.way,
-            Way::Absent
-                | Way::Alternate
-                | Way::Unmounted
-                | Way::FailingFile
-                | Way::FailingList
-                | Way::ReadOnly
+            self.corruption,
+            Corruption::Absent
+                | Corruption::Alternate
+                | Corruption::Unmounted
+                | Corruption::FailingFile
+                | Corruption::FailingList
+                | Corruption::ReadOnly
         )
     }
 
     /// The one known gap (docs/durability.md): the only data directory is an empty mount point.
     pub(crate) fn is_known_gap(&self, fixture: &Fixture) -> bool {
-        self.way == Way::Unmounted && fixture.disks.len() == 1
+        self.corruption == Corruption::Unmounted && fixture.disks.len() == 1
     }
 
-    /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else, claims aside.
+    /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else, claims replaced.
     /// A loss of power does: registrations and reports are on the device before they are acknowledged.
     pub(crate) fn spares_metadata(&self, disks: usize) -> bool {
         let one_file = matches!(
-            self.way,
-            Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older | Way::FailingFile
+            self.corruption,
+            Corruption::Flip
+                | Corruption::Zero
+                | Corruption::Cut
+                | Corruption::Delete
+                | Corruption::Older
+                | Corruption::FailingFile
         );
         let bulk = self.kind == "data" || self.kind == "index";
         // A claim is written again as the refused start says. While it cannot be read, the directory is left out.
         let is_kept = match self.kind == CLAIM {
-            true => self.way != Way::FailingFile,
+            true => self.corruption != Corruption::FailingFile,
             false => disks > 1,
         };
-        matches!(self.way, Way::Nothing | Way::ReadOnly | Way::Reset) || one_file && (bulk || is_kept)
+        matches!(self.corruption, Corruption::Nothing | Corruption::ReadOnly | Corruption::Reset)
+            || one_file && (bulk || is_kept)
     }
 }
 
 /// Does something to the disks of a fixture in which nobody lives.
 pub(crate) fn damage(fixture: &mut Fixture) -> Damage {
-    let way = *WAYS.choose(&mut fixture.rng).expect("not empty");
+    let corruption = *CORRUPTIONS.choose(&mut fixture.rng).expect("not empty");
     let all = fixture.disks.len();
-    let way = if way == Way::Alternate && all == 1 { Way::Absent } else { way };
+    let corruption =
+        if corruption == Corruption::Alternate && all == 1 { Corruption::Absent } else { corruption };
     // Nothing starts without a disk.
-    let way = if way == Way::Absent && all == 1 { Way::Unmounted } else { way };
+    let corruption =
+        if corruption == Corruption::Absent && all == 1 { Corruption::Unmounted } else { corruption };
     let disk = fixture.rng.random_range(0..all);
     let mut damage = Damage {
-        way,
+        corruption,
         kind: String::new(),
         what: format!("/disk{disk}"),
         after: Vec::new(),
-        aside: None,
+        replaced: None,
         next_absent: None,
     };
-    match way {
-        Way::Nothing => {}
-        Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older => {
+    match corruption {
+        Corruption::Nothing => {}
+        Corruption::Flip | Corruption::Zero | Corruption::Cut | Corruption::Delete | Corruption::Older => {
             damage_file(fixture, disk, &mut damage)
         }
-        Way::BothCopies => damage_both_copies(fixture, &mut damage),
-        Way::DeleteDirectory => delete_directory(fixture, disk, &mut damage),
-        Way::Absent | Way::Alternate => {
+        Corruption::BothCopies => damage_both_copies(fixture, &mut damage),
+        Corruption::DeleteDirectory => delete_directory(fixture, disk, &mut damage),
+        Corruption::Absent | Corruption::Alternate => {
             fixture.present[disk] = false;
-            if way == Way::Alternate {
+            if corruption == Corruption::Alternate {
                 damage.next_absent = Some((disk + fixture.rng.random_range(1..all)) % all);
             }
         }
-        Way::Unmounted => {
+        Corruption::Unmounted => {
             let empty = Arc::new(MemoryDisk::new(&format!("/disk{disk}"), None));
-            damage.aside = Some((disk, std::mem::replace(&mut fixture.disks[disk], empty)));
+            damage.replaced = Some((disk, std::mem::replace(&mut fixture.disks[disk], empty)));
         }
-        Way::Reset => fixture.lose_power(),
-        Way::FailingFile => fail_file(fixture, disk, &mut damage),
-        Way::FailingList => fail_list(fixture, disk, &mut damage),
-        Way::ReadOnly => fixture.faults[disk].set_read_only(true),
+        Corruption::Reset => fixture.lose_power(),
+        Corruption::FailingFile => fail_file(fixture, disk, &mut damage),
+        Corruption::FailingList => fail_list(fixture, disk, &mut damage),
+        Corruption::ReadOnly => fixture.faults[disk].set_read_only(true),
     }
     if damage.after.is_empty() {
         damage.after = readable(fixture);
@@ -218,22 +226,22 @@ fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
     damage.what = format!("/disk{disk}/{} of {} bytes", path.display(), content.len());
     damage.kind = kind;
     let at = if content.is_empty() { 0 } else { some_offset(fixture, content.len()) };
-    let new = match damage.way {
-        Way::Flip => {
+    let new = match damage.corruption {
+        Corruption::Flip => {
             content.get_mut(at).into_iter().for_each(|byte| *byte ^= 1 << fixture.rng.random_range(0..8));
             Some(content)
         }
-        Way::Zero => {
+        Corruption::Zero => {
             let sector = at / SECTOR_BYTES * SECTOR_BYTES;
             let end = (sector + SECTOR_BYTES).min(content.len());
             content[sector..end].fill(0);
             Some(content)
         }
-        Way::Cut => {
+        Corruption::Cut => {
             content.truncate(at);
             Some(content)
         }
-        Way::Older => {
+        Corruption::Older => {
             let older = |files: &Vec<Files>| files[disk].get(&path).filter(|old| **old != content).cloned();
             // One that was never another stays as it is.
             let versions: Vec<_> = fixture.versions.iter().filter_map(older).collect();
@@ -247,14 +255,14 @@ fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
 
 fn damage_both_copies(fixture: &mut Fixture, damage: &mut Damage) {
     let logs = |disk: &Arc<MemoryDisk>| {
-        let files = disk.snapshot().into_iter().filter(|(path, _)| forge::is_log(path));
+        let files = disk.snapshot().into_iter().filter(|(path, _)| corruptor::is_log(path));
         files.map(|(path, content)| (Arc::clone(disk), path, content)).collect::<Vec<_>>()
     };
     let copies: Vec<_> = fixture.disks.iter().flat_map(logs).collect();
     let Some((_, _, longest)) = copies.iter().max_by_key(|(_, _, content)| content.len()) else { return };
-    let frames = forge::frames(longest).len() as u64;
+    let frames = corruptor::frames(longest).len() as u64;
     let kept = frames.saturating_sub(fixture.rng.random_range(1..=3)).max(1);
-    let fits = forge::chained(longest, |frame| (frame.sequence < kept).then_some(frame.entry)).len();
+    let fits = corruptor::chained(longest, |frame| (frame.sequence < kept).then_some(frame.entry)).len();
     let (torn, flips) = (fixture.rng.random(), fixture.rng.random());
     for (disk, path, content) in copies.iter().filter(|(_, _, content)| content.len() == longest.len()) {
         let mut content = content.clone();

@@ -1,6 +1,6 @@
 //! A client registers a shuffle again of which the worker has lost the registration.
 
-use uniffle_testkit::judge::{Answers as _, Refusal};
+use uniffle_testkit::oracle::{Answers as _, Refusal};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::durability::METADATA;
 
@@ -22,7 +22,7 @@ fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, S
 }
 
 #[test]
-fn d2_a_shuffle_whose_registration_was_lost_is_refused_when_its_client_registers_it_again() {
+fn reregistration_after_lost_registration_is_refused() {
     let mut fixture = Fixture::new(3);
     let key = |shuffle| ShuffleKey::new(AppId::parse("app-1").expect("an id"), ShuffleId(shuffle));
     let keys = [key(0), key(1), key(10)];

@@ -11,13 +11,13 @@ use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
 use super::Mutation;
 use super::history::History;
-use super::promises::Promised;
+use super::invariants::Invariants;
 
 const SECTOR_BYTES: usize = 512;
 
 impl History {
     /// Sometimes.
-    pub(super) fn make_trouble(&mut self) {
+    pub(super) fn plan_fault(&mut self) {
         let disk = self.rng.random_range(0..self.disks.len());
         match self.rng.random_range(0..100) {
             // One that was never used is not missed: without it the others would be another machine.
@@ -26,7 +26,7 @@ impl History {
                 self.excused = true;
             }
             30..40 => {
-                (self.is_troubled, self.excused) = (true, true);
+                (self.is_faulty, self.excused) = (true, true);
                 self.faults[disk].set_read_only(true);
                 self.tally.read_only_disks += 1;
             }
@@ -46,7 +46,7 @@ impl History {
         let times = if self.rng.random() { 1 } else { u32::MAX };
         self.faults[disk].add(Rule { times, ..rule });
         self.unlisted = Some((disk, path.clone()));
-        self.is_troubled = true;
+        self.is_faulty = true;
         self.excused = true;
         self.tally.failing_lists += 1;
     }
@@ -114,7 +114,7 @@ impl History {
             return;
         }
         self.files_removed = true;
-        self.promised.values_mut().for_each(Promised::lose_files);
+        self.expected.values_mut().for_each(Invariants::lose_files);
         // What they know is not true any more.
         self.readers.clear();
     }
@@ -135,12 +135,12 @@ impl History {
             assert!(self.missing.take().is_some(), "a start on all disks is refused: {text}");
             return;
         }
-        assert!(self.is_troubled, "a start on healthy disks is refused: {text}");
+        assert!(self.is_faulty, "a start on healthy disks is refused: {text}");
         self.faults.iter().for_each(|faults| {
             faults.clear();
             faults.set_read_only(false);
         });
-        (self.is_troubled, self.unlisted) = (false, None);
+        (self.is_faulty, self.unlisted) = (false, None);
     }
 
     /// Where nothing was ever said the directory does not know its identity: its claim is put back from a copy.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use bytes::Bytes;
-use uniffle_testkit::judge::Told;
+use uniffle_testkit::oracle::Told;
 use uniffle_wire::types::BlockId;
 
 /// Of every shuffle.
@@ -17,9 +17,9 @@ pub(crate) struct Block {
     pub(crate) life: u32,
 }
 
-/// What clients of one registered shuffle were promised.
+/// What clients of one registered shuffle were expected.
 #[derive(Debug, Default)]
-pub(crate) struct Promised {
+pub(crate) struct Invariants {
     /// Blocks of sends of any outcome, per partition.
     pub(crate) sent: HashMap<i32, BTreeMap<i64, Bytes>>,
     /// Acknowledged blocks per partition.
@@ -41,7 +41,7 @@ pub(crate) struct Promised {
     pub(crate) is_again: bool,
 }
 
-impl Promised {
+impl Invariants {
     /// The same as the judge takes it.
     pub(crate) fn told(&self) -> Told {
         let mut told = Told::default();
@@ -88,7 +88,7 @@ impl Promised {
     }
 
     /// What a reader that begins now must find, unless it is told of a loss.
-    pub(crate) fn must(&self, partition: i32, now: Now) -> BTreeMap<i64, Vec<u8>> {
+    pub(crate) fn required(&self, partition: i32, now: Now) -> BTreeMap<i64, Vec<u8>> {
         let blocks = self.acknowledged.get(&partition).into_iter().flatten();
         let wanted = blocks.filter(|(id, _)| {
             let is_reported = !self.is_refused && contains(&self.reported, partition, **id);
