@@ -9,7 +9,7 @@ use bytes::Bytes;
 use uniffle_io::blocking::BlockingDisk;
 #[cfg(feature = "io-uring")]
 use uniffle_io::uring;
-use uniffle_io::{Disk, File, ReadPart, ReadTarget, WriteOpen, buffers};
+use uniffle_io::{Disk, File, ReadPart, ReadTarget, Vanished, WriteOpen, buffers};
 use uniffle_testkit::fault::{self, FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 #[cfg(feature = "io-uring")]
@@ -148,6 +148,51 @@ async fn real_disk_buffered_and_direct() {
     for direct in [false, true] {
         let root = tempfile::tempdir().unwrap();
         suite(Arc::new(BlockingDisk::new(root.path(), 2, 2)), direct).await;
+    }
+}
+
+/// Changes a named file at a path in each way that its writer must notice before it acknowledges more.
+async fn changed_files_are_noticed(disk: &dyn Disk, directory: &Path) {
+    let path = directory.join("log");
+    let changes: [fn(&Path); 5] = [
+        |path| std::fs::remove_file(path).unwrap(),
+        |path| std::fs::rename(path, path.with_extension("moved")).unwrap(),
+        |path| {
+            std::fs::write(path.with_extension("other"), b"12345678").unwrap();
+            std::fs::rename(path.with_extension("other"), path).unwrap();
+        },
+        |path| {
+            std::fs::rename(path, path.with_extension("linked")).unwrap();
+            std::os::unix::fs::symlink(path.with_extension("linked"), path).unwrap();
+        },
+        |path| std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(3).unwrap(),
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let how = WriteOpen { create: true, is_named: true, ..WriteOpen::default() };
+        let file = disk.open_write(Path::new("log"), how).await.unwrap();
+        let append = |at| file.write_at(vec![Bytes::from_static(b"12345678")], at);
+        append(0).await.unwrap();
+        file.verify().await.unwrap();
+        change(&path);
+        let error = append(8).await.unwrap_err();
+        assert_eq!(Vanished::of(&error), Some(Vanished::File), "{number}: {error}");
+        let _ = std::fs::remove_file(&path);
+    }
+}
+
+#[tokio::test]
+async fn append_fails_when_its_file_was_changed() {
+    let root = tempfile::tempdir().unwrap();
+    changed_files_are_noticed(&BlockingDisk::new(root.path(), 2, 2), root.path()).await;
+}
+
+#[cfg(feature = "io-uring")]
+#[tokio::test]
+async fn append_over_io_uring_fails_when_its_file_was_changed() {
+    let root = tempfile::tempdir().unwrap();
+    match uring::UringDisk::new(BlockingDisk::new(root.path(), 2, 2)) {
+        Ok(disk) => changed_files_are_noticed(&disk, root.path()).await,
+        Err(error) => without_io_uring(&error),
     }
 }
 

@@ -103,7 +103,7 @@ impl File for UringFile {
         let (written, reads) = (self.open.clone(), self.reads.clone());
         let end = pieces.iter().fold(offset, |end, piece| end + piece.len() as u64);
         Box::pin(async move {
-            let permits = gate.enter().await;
+            let permits = open.require_length(gate.enter().await).await?;
             let (done, answer) = oneshot::channel();
             let progress = WriteProgress::new(pieces, offset, open.direct);
             ring.post(Job { open, work: Work::Write(progress, done), _permits: permits })?;
