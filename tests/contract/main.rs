@@ -1,21 +1,8 @@
 //! The worker's contract over both transports, against workers and their parts in this process.
 //!
-//! | module | against what |
-//! | --- | --- |
-//! | `grpc` | docs/protocol.md over gRPC: [`grpc::fixture::WorkerFixture`] is a whole worker as a user configures it, [`grpc::parts::parts`] gives the same parts over disks that can be made to hang or fail, with a clock that can be paused |
-//! | `tcp`, `per_core` | the raw TCP listener over real sockets, each way to run it |
-//! | `replay` | recorded sessions of real clients |
-//! | `damage` | seeded damages of data directories, against what clients were told |
-//! | `life` | seeded histories of blocks under paused time, against a model |
-//! | `object_client` | the client of object stores, against a store with faults and SeaweedFS |
-//! | `object_tier` | the object tier over its client, against the store with faults |
-//! | `disks` | every disk of `uniffle-io` and of the testkit: what the store relies on |
-//! | `client` | the client crate and its example, against workers |
-//! | `burst` | a burst against a disk of which the speed is simulated |
-//! | `cluster`, `metrics` | workers and coordinators together; the names of metrics |
-//!
-//! Tests end with the common check: nothing reserved, nothing stored, nothing in flight, no files, no tasks. No
-//! expectation lives in a fixture.
+//! `grpc` and `tcp` follow docs/protocol.md. `life` and `damage` are the simulated runs, and
+//! `replay` has recorded sessions of clients. Tests end with the common check: nothing is reserved,
+//! stored or in flight, and no files or tasks remain. Fixtures contain no expectations.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "to panic is how a test fails")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
@@ -69,7 +56,7 @@ mod grpc {
 
 /// Connections are tasks of the shared runtime: `urpc_runtime = "shared"`.
 mod tcp {
-    /// Runtimes of the listener's own.
+    /// Number of runtimes of the listener.
     pub(crate) const OWN_THREADS: usize = 0;
 
     pub(crate) mod bad_input;
@@ -79,8 +66,8 @@ mod tcp {
     pub(crate) mod requests;
 }
 
-/// Connections live on threads with a runtime each, as by default. Not the deadlines, which need the
-/// test's own paused clock.
+/// Connections run on threads with a runtime each, which is the default. Excludes `deadlines`,
+/// which needs the paused clock of the test.
 #[allow(dead_code, reason = "some of the fixture is for the deadlines")]
 #[path = "tcp"]
 mod per_core {

@@ -1,4 +1,4 @@
-//! The ways in which the files of a stopped worker, or the disks under the next one, are damaged.
+//! Corruptions of the files of a stopped worker and of the disks of the next one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,42 +17,43 @@ use super::fixture::Fixture;
 
 const SECTOR_BYTES: usize = 512;
 
-/// What is damaged, and how.
+/// A kind of corruption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Corruption {
-    /// The control: everything is to be there.
+    /// The control: everything must be served.
     Nothing,
-    /// One bit of a file.
+    /// Flips one bit of a file.
     Flip,
-    /// A sector of a file reads as zeros.
+    /// Zeros a sector of a file.
     Zero,
-    /// A file ends too early.
+    /// Truncates a file.
     Cut,
-    /// A file is gone.
+    /// Deletes a file.
     Delete,
-    /// A file is as it was at some time before.
+    /// Resets a file to an earlier version.
     Older,
-    /// Both copies of the metadata log have lost their last records, or the last one is damaged in both.
+    /// Removes the last records of both copies of the metadata log, or damages the last one in
+    /// both.
     BothCopies,
-    /// A directory below the data directory is gone.
+    /// Deletes a directory below the data directory.
     DeleteDirectory,
-    /// A data directory is absent for one start.
+    /// Removes a data directory for one start.
     Absent,
-    /// One data directory is absent for a start, another one for the next.
+    /// Removes one data directory for one start and another one for the next.
     Alternate,
-    /// The mount point is there, the file system is not.
+    /// Replaces a data directory by an empty mount point.
     Unmounted,
-    /// The machine goes down.
+    /// Loses power.
     Reset,
-    /// A file answers EIO.
+    /// Lets a file return EIO.
     FailingFile,
-    /// A directory cannot be listed.
+    /// Makes a directory unlistable.
     FailingList,
-    /// The disk is mounted read-only.
+    /// Makes the disk read-only.
     ReadOnly,
 }
 
-/// Frequent ones more than once.
+/// Corruptions, with frequent ones listed more than once.
 pub(crate) const CORRUPTIONS: [Corruption; 21] = [
     Corruption::Nothing,
     Corruption::Flip,
@@ -77,24 +78,26 @@ pub(crate) const CORRUPTIONS: [Corruption; 21] = [
     Corruption::ReadOnly,
 ];
 
-/// One damage.
+/// One corruption and its place.
 #[derive(Debug)]
 pub(crate) struct Damage {
     pub(crate) corruption: Corruption,
-    /// The kind of file: its extension when it is numbered, else its name. Empty for a whole disk.
+    /// The kind of file: the extension of a numbered file, otherwise the name. Empty for a whole
+    /// disk.
     pub(crate) kind: String,
-    /// In words.
+    /// Description for the report.
     pub(crate) what: String,
-    /// What can be read of the disks after it; that of an absent disk is nothing.
+    /// Readable files of each disk after the corruption. An absent disk has none.
     pub(crate) after: Vec<Files>,
     /// The disk that was replaced by an empty one.
     replaced: Option<(usize, Arc<MemoryDisk>)>,
-    /// Of alternating absence, the disk that is absent next.
+    /// With alternating absence, the disk that is absent next.
     next_absent: Option<usize>,
 }
 
 impl Damage {
-    /// A life is over: what is another disk's turn, or comes back. False when everything is back.
+    /// Restores what was temporary, or lets the next disk be absent. Returns false when everything
+    /// is back.
     pub(crate) fn heal_next(&mut self, fixture: &mut Fixture) -> bool {
         fixture.faults.iter().for_each(|faults| {
             faults.clear();
@@ -108,7 +111,7 @@ impl Damage {
         next.inspect(|index| fixture.present[*index] = false).is_some()
     }
 
-    /// Whether a later start finds more than the first one did.
+    /// Returns whether a later start finds more than the first one.
     pub(crate) fn heals(&self) -> bool {
         matches!(
             self.corruption,
@@ -121,13 +124,15 @@ impl Damage {
         )
     }
 
-    /// The one known gap (docs/durability.md): the only data directory is an empty mount point.
+    /// Returns whether it is the known gap (docs/durability.md): the only data directory is an
+    /// empty mount point.
     pub(crate) fn is_known_gap(&self, fixture: &Fixture) -> bool {
         self.corruption == Corruption::Unmounted && fixture.disks.len() == 1
     }
 
-    /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else, claims replaced.
-    /// A loss of power does: registrations and reports are on the device before they are acknowledged.
+    /// Returns whether all metadata with two copies keeps one, and single files are intact, except
+    /// claims. A power loss qualifies: registrations and reports are on the device before they are
+    /// acknowledged.
     pub(crate) fn spares_metadata(&self, disks: usize) -> bool {
         let one_file = matches!(
             self.corruption,
@@ -139,7 +144,8 @@ impl Damage {
                 | Corruption::FailingFile
         );
         let bulk = self.kind == "data" || self.kind == "index";
-        // A claim is written again as the refused start says. While it cannot be read, the directory is left out.
+        // A claim is restored from the error of the refused start. An unreadable one omits the
+        // directory.
         let is_kept = match self.kind == CLAIM {
             true => self.corruption != Corruption::FailingFile,
             false => disks > 1,
@@ -149,13 +155,13 @@ impl Damage {
     }
 }
 
-/// Does something to the disks of a fixture in which nobody lives.
+/// Applies a random corruption to the disks of a stopped worker.
 pub(crate) fn damage(fixture: &mut Fixture) -> Damage {
     let corruption = *CORRUPTIONS.choose(&mut fixture.rng).expect("not empty");
     let all = fixture.disks.len();
     let corruption =
         if corruption == Corruption::Alternate && all == 1 { Corruption::Absent } else { corruption };
-    // Nothing starts without a disk.
+    // A start needs at least one disk.
     let corruption =
         if corruption == Corruption::Absent && all == 1 { Corruption::Unmounted } else { corruption };
     let disk = fixture.rng.random_range(0..all);
@@ -195,7 +201,7 @@ pub(crate) fn damage(fixture: &mut Fixture) -> Damage {
     damage
 }
 
-/// The files of the disks that are present.
+/// Returns the files of the present disks.
 pub(crate) fn readable(fixture: &Fixture) -> Vec<Files> {
     let files = fixture.files().into_iter().zip(&fixture.present);
     files.map(|(files, present)| if *present { files } else { Files::new() }).collect()
@@ -210,7 +216,7 @@ fn kind_of(path: &Path) -> String {
     }
 }
 
-/// A file of a kind, every kind being as likely as any other.
+/// Returns a random file. Every kind of file is equally likely.
 fn some_file(fixture: &mut Fixture, disk: usize) -> Option<(String, PathBuf)> {
     let mut kinds: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
     for path in fixture.disks[disk].files().into_iter().filter(|path| !path.starts_with("trash")) {
@@ -243,7 +249,7 @@ fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
         }
         Corruption::Older => {
             let older = |files: &Vec<Files>| files[disk].get(&path).filter(|old| **old != content).cloned();
-            // One that was never another stays as it is.
+            // A file without another version stays as it is.
             let versions: Vec<_> = fixture.versions.iter().filter_map(older).collect();
             Some(versions.choose(&mut fixture.rng).cloned().unwrap_or(content))
         }
@@ -276,7 +282,7 @@ fn damage_both_copies(fixture: &mut Fixture, damage: &mut Damage) {
     damage.what = format!("both copies of {frames} records, {kept} of which are left");
 }
 
-/// Anywhere, or near the end.
+/// Returns an offset anywhere or near the end.
 fn some_offset(fixture: &mut Fixture, length: usize) -> usize {
     match fixture.rng.random_bool(0.3) {
         true => length - 1 - fixture.rng.random_range(0..length.min(100)),

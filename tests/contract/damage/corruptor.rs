@@ -1,7 +1,7 @@
-//! Files that pass a check of the worker although they should not: what it would believe without that check.
+//! Corrupted files with valid checksums, which a worker reads as if it verified none.
 //!
-//! The worker has no switches for its defences, and should not have any. A file whose checksums are computed anew after it
-//! was damaged is read as a worker would read it that compares none.
+//! The worker has no switches for its defences and should not have any. Recomputing the checksums
+//! after a corruption shows the effect of a missing defence.
 
 use std::path::Path;
 
@@ -11,19 +11,19 @@ use uniffle_worker::durability::METADATA;
 use uniffle_worker::durability::frame::{self, Encoder, Entry, Epoch, Frame};
 use uniffle_worker::tiers::local::index;
 
-/// Bytes of the header of a frame before its own checksum.
+/// Bytes of a frame header before its checksum.
 const FRAME_CHECKED: usize = 36;
-/// The same of an index group.
+/// Bytes of an index group header before its checksum.
 const GROUP_CHECKED: usize = 60;
-/// Of an index group's entry.
+/// Bytes of an index entry before its checksum.
 const ENTRY_CHECKED: usize = 36;
 
-/// A copy of the metadata log.
+/// Returns whether the file is a copy of the metadata log.
 pub(crate) fn is_log(path: &Path) -> bool {
     path.starts_with(METADATA) && path.ends_with("log")
 }
 
-/// The metadata log's list of data directories.
+/// Returns whether the file is the list of data directories.
 pub(crate) fn is_members(path: &Path) -> bool {
     path.starts_with(METADATA) && path.ends_with("members")
 }
@@ -32,7 +32,7 @@ pub(crate) fn is_index(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "index")
 }
 
-/// A log or a list in which every frame has its checksum and that of the one before.
+/// Recomputes the checksum and the chain of every frame of a log or list.
 pub(crate) fn log_without_checksums(content: &mut [u8]) {
     let (mut at, mut previous) = (0, 0_u32);
     while let Ok(length) = frame::total_bytes(content.get(at..).unwrap_or_default()) {
@@ -47,7 +47,7 @@ pub(crate) fn log_without_checksums(content: &mut [u8]) {
     }
 }
 
-/// The frames that `keep` makes of those of a log or a list, as one chain.
+/// Maps the frames of a log or list with `keep` and encodes the result as one chain.
 pub(crate) fn chained(content: &[u8], mut keep: impl FnMut(Frame) -> Option<Entry>) -> Vec<u8> {
     let (mut at, mut out, mut encoder) = (0, BytesMut::new(), None);
     while let Ok(frame) = frame::decode(content.get(at..).unwrap_or_default()) {
@@ -60,7 +60,7 @@ pub(crate) fn chained(content: &[u8], mut keep: impl FnMut(Frame) -> Option<Entr
     out.to_vec()
 }
 
-/// Frames of a log.
+/// Returns the frames of a log.
 pub(crate) fn frames(content: &[u8]) -> Vec<Frame> {
     let mut all = Vec::new();
     chained(content, |frame| {
@@ -70,7 +70,7 @@ pub(crate) fn frames(content: &[u8]) -> Vec<Frame> {
     all
 }
 
-/// An index in which every group that is as long as it says has its checksums.
+/// Recomputes the checksums of every index group that is as long as it declares.
 pub(crate) fn index_without_checksums(content: &mut [u8]) {
     let mut at = 0;
     while let Some(found) = find(content, at) {
@@ -81,7 +81,7 @@ pub(crate) fn index_without_checksums(content: &mut [u8]) {
             u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]) as usize
         };
         let head = index::HEADER_BYTES.saturating_add(word(44).saturating_mul(index::ENTRY_BYTES));
-        // The whole length is the second half of the word at 8: a test's groups are small.
+        // The length is the second half of the word at 8, because test groups are small.
         let total = word(12);
         if head > total || total > group.len() {
             continue;
@@ -108,7 +108,7 @@ fn find(content: &[u8], from: usize) -> Option<usize> {
     rest.windows(index::MAGIC.len()).position(|bytes| bytes == index::MAGIC).map(|at| from + at)
 }
 
-/// A claim whose checksum is that of what it says.
+/// Returns the claim with a valid checksum.
 pub(crate) fn claim_without_checksum(content: &[u8]) -> Option<Vec<u8>> {
     let text = std::str::from_utf8(content).ok()?;
     let checked = text.lines().take(2).map(|line| line.len() + 1).sum::<usize>();
@@ -117,12 +117,12 @@ pub(crate) fn claim_without_checksum(content: &[u8]) -> Option<Vec<u8>> {
     Some(format!("{}{crc:08x}\n", text.get(..checksum)?).into_bytes())
 }
 
-/// Whether a claim has the checksum of what it says.
+/// Returns whether a claim has a valid checksum.
 pub(crate) fn is_sound_claim(content: &[u8]) -> bool {
     claim_without_checksum(content).is_some_and(|resealed| resealed == content)
 }
 
-/// An epoch of which no member is absent: its members are those who are here, and it came after all `others`.
+/// Returns an epoch without absent members: its members are `here`, and it succeeds all `others`.
 pub(crate) fn without_missing_members(mut epoch: Epoch, here: &[String], others: &[u64]) -> Epoch {
     epoch.members.retain(|member| here.contains(&member.uuid().to_string()));
     epoch.lineage.extend(others);

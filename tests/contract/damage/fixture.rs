@@ -1,4 +1,4 @@
-//! Data directories with a history: workers that live on them one after the other, and what their clients were told.
+//! Data directories used by successive worker processes, and the responses to their clients.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,28 +25,28 @@ pub(crate) const LAYOUT: IdLayout = IdLayout::HISTORIC;
 const PARTITIONS: i32 = 3;
 const APPS: [&str; 3] = ["app-1", "app-10", "app-2"];
 const SHUFFLES: [i32; 3] = [0, 1, 10];
-/// Versions of the files that are kept for a file to fall back to.
+/// Number of file versions that a file can be reset to.
 const VERSIONS_MAX: usize = 8;
 
 pub(crate) struct Fixture {
     pub(crate) rng: StdRng,
     pub(crate) disks: Vec<Arc<MemoryDisk>>,
-    /// Of each disk, in the life that comes.
+    /// Injected faults of the next process, by disk.
     pub(crate) faults: Vec<Faults>,
-    /// Which disks that life finds.
+    /// Whether the next process finds the disk.
     pub(crate) present: Vec<bool>,
     pub(crate) told: BTreeMap<ShuffleKey, Told>,
-    /// The files as they were now and then.
+    /// Earlier versions of the files.
     pub(crate) versions: Vec<Vec<Files>>,
     pub(crate) sync: SyncWrites,
     pub(crate) verify_reads: VerifyReads,
     pub(crate) recovery: bool,
-    /// From now on disks may fail.
+    /// Disks may fail from now on.
     pub(crate) is_damaged: bool,
     next_task: i64,
 }
 
-/// One worker.
+/// One worker process.
 pub(crate) struct Life {
     pub(crate) client: InProcess,
     pub(crate) worker: ServiceFixture,
@@ -73,12 +73,13 @@ impl Fixture {
         }
     }
 
-    /// The files of all disks, also of those that are not present.
+    /// Returns the files of all disks, including missing ones.
     pub(crate) fn files(&self) -> Vec<Files> {
         self.disks.iter().map(|disk| disk.snapshot()).collect()
     }
 
-    /// One life of a worker on the disks that are present; nothing but files outlives it. The store may refuse to open.
+    /// Runs one worker process on the present disks. Only files survive it. Fails if the store
+    /// refuses to open.
     pub(crate) fn live<T>(&mut self, body: impl AsyncFnOnce(&mut Self, &Life) -> T) -> Result<T, StoreError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
         runtime.expect("a runtime").block_on(async {
@@ -99,7 +100,7 @@ impl Fixture {
         Ok(Life { client, worker })
     }
 
-    /// So many random steps of clients.
+    /// Runs `steps` random steps of clients.
     pub(crate) async fn work(&mut self, life: &Life, steps: u32) {
         for _ in 0..steps {
             match self.rng.random_range(0..20) {
@@ -158,7 +159,7 @@ impl Fixture {
             batch.push((partition, vec![block]));
         }
         if let Err(error) = life.client.send(key, &batch) {
-            // The same shuffle may be unknown after a recovery that refuses it.
+            // A shuffle is unknown after a recovery that refuses it.
             assert!(error.status() as i32 == 4 || error.status() as i32 == 2, "{key}: {error}");
             return;
         }
@@ -197,8 +198,8 @@ impl Fixture {
         self.told.remove(key);
     }
 
-    /// The worker ends after a flush, or in the middle of whatever it does, but not within a moment after it has acknowledged
-    /// something: then nothing but the two copies of the log knows of it.
+    /// Ends the worker after a flush or at any point, but a moment after its last acknowledgement.
+    /// Until then only the two copies of the log contain the report.
     pub(crate) async fn end(&mut self, life: &Life) {
         if self.rng.random() {
             self.flush(life).await;
@@ -206,7 +207,7 @@ impl Fixture {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 
-    /// The machine goes down.
+    /// Simulates a power loss.
     pub(crate) fn lose_power(&mut self) {
         for disk in &self.disks {
             disk.lose_power(self.rng.next_u64());

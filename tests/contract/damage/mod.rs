@@ -1,17 +1,9 @@
-//! Data directories of a stopped worker are damaged in seeded ways, and the next workers on them are asked for everything
-//! that clients were told: the real service, memory, flusher and store over disks in memory, under paused time.
+//! Seeded corruptions of the data directories of a stopped worker, checked by the oracle against
+//! the responses to clients. The real service runs over disks in memory, under paused time.
 //!
-//! What must hold, whatever was damaged:
-//! - a result contains every block whose report was acknowledged, or it is refused with a text that names the shuffle;
-//! - no block has other bytes than were sent, and a block of a result that is not served is told as lost;
-//! - blocks that the damage did not touch are served, at least 99 of 100 of them;
-//! - damage of one file costs no result where there is another copy of what results are made of, nor does that of a claim once it
-//!   is written again as the refused start says;
-//! - a refused shuffle can be unregistered, and registered again it is whole.
-//!
-//! Which files there are is found by walking the directories, so that a new kind of file is damaged too.
-//! `DAMAGE_SEEDS=20000 cargo test --test contract damage -- --nocapture` runs more seeds; `DAMAGE_SEED=17` runs one;
-//! `DAMAGE_GAPS=1` also what is not survived yet ([`corruption::Damage::is_known_gap`]).
+//! Files are found by walking the directories, so new kinds of file are covered. `DAMAGE_SEEDS` and
+//! `DAMAGE_SEED` choose the seeds. `DAMAGE_GAPS=1` adds the known gap
+//! ([`corruption::Damage::is_known_gap`]).
 
 mod corruption;
 mod corruptor;
@@ -41,11 +33,18 @@ use self::tally::{Report, Total};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 1_000;
-/// A disk that failed a read is taken into use again by the next probe.
+/// Time after which a probe returns a disk that failed a read.
 const PROBED_WITHIN: Duration = Duration::from_secs(150);
-/// Of 10,000 blocks that were not touched so many must be served.
+/// Share of undamaged blocks that must be served, in 1/10,000.
 const SERVED_OF_10_000: u64 = 9_900;
 
+/// After any corruption:
+/// - A result contains every block whose report was acknowledged, or its refusal names the shuffle.
+/// - No block has wrong bytes, and every block of a result that is not served is reported lost.
+/// - At least 99 % of the undamaged blocks are served.
+/// - Damage to one file costs no result if another copy exists. Nor does a damaged claim, once it is
+///   restored from the error of the refused start.
+/// - A refused shuffle can be unregistered, and its next registration is complete.
 #[test]
 fn results_of_damaged_directories_are_complete_or_refused() {
     let (seeds, alone) = seeds::from_env("DAMAGE", SEEDS_DEFAULT);
@@ -74,7 +73,8 @@ fn results_of_damaged_directories_are_complete_or_refused() {
     assert!(alone || total.never().is_empty(), "never damaged: {:?}", total.never());
 }
 
-/// A process that ended between a write of the metadata log and its sync leaves a record that is known and not on the device.
+/// A process that ended between a write and a sync of the metadata log leaves a record that is
+/// known but not on the device.
 #[test]
 fn known_report_is_refused_while_log_is_unwritable() {
     let mut fixture = Fixture::new(1);
@@ -109,7 +109,7 @@ fn run_safely(seed: u64, mutation: Mutation) -> Report {
     seeds::run(|| run(seed, mutation)).unwrap_or_else(Report::panicked)
 }
 
-/// A history, its damage, and what came of it.
+/// Runs one seed: processes, a corruption, and the starts after it.
 fn run(seed: u64, mutation: Mutation) -> Report {
     let mut fixture = Fixture::new(seed);
     mutation.apply_to_worker(&mut fixture);
@@ -134,7 +134,7 @@ fn run(seed: u64, mutation: Mutation) -> Report {
     report
 }
 
-/// Starts again and again until everything is back that comes back, and judges each start.
+/// Starts until everything temporary has returned, and checks each start.
 fn outlive(
     fixture: &mut Fixture,
     mut damage: Damage,
@@ -162,15 +162,15 @@ fn outlive(
     }
 }
 
-/// One life on what there is. A store that refuses to open has named a directory, which is left out as an operator does, or told
-/// how its claim is written again, which is done.
+/// Runs one process on the present disks. If a start is refused, omits the named directory or
+/// restores the claim as the error says.
 fn live_and_check(
     fixture: &mut Fixture,
     (before, mut after): (Vec<Files>, Vec<Files>),
     is_last: bool,
     report: &mut Report,
 ) -> Result<(), StoreError> {
-    // What is acknowledged on an empty mount point is gone with it, and nothing is left to tell.
+    // Data acknowledged on an empty mount point disappears with it, and nothing can report that.
     let damage_is_unseen = after.iter().all(Files::is_empty);
     loop {
         let lived = fixture.live(async |fixture, life| {
@@ -230,11 +230,11 @@ async fn check(
         }
         report.take(key, findings);
     }
-    // Their jobs fail; one that is registered again begins anew.
+    // Their jobs fail. A new registration begins from scratch.
     unknown.iter().for_each(|key| _ = fixture.told.remove(key));
 }
 
-/// Everything can be unregistered, and what is registered again is whole, also after the next start.
+/// Checks that everything can be unregistered, and that a new registration is complete.
 async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
     let keys: Vec<ShuffleKey> = fixture.told.keys().cloned().collect();
     let service = &life.client.service;
@@ -247,7 +247,7 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
     tokio::time::sleep(PROBED_WITHIN).await;
     let key = keys.first().cloned().unwrap_or_else(|| fixture.some_key());
     if keys.is_empty() && life.client.register(&key, 3).await.is_ok() {
-        // It may be one that was lost, and is refused then until it is unregistered.
+        // It may be a lost shuffle, which is refused until it is unregistered.
         fixture.unregister(life, &key);
     }
     for key in &keys {

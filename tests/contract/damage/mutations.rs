@@ -1,4 +1,5 @@
-//! The tests are tested: with a defence switched off, or a worker that lies, they must fail.
+//! Mutations: with a defence switched off, or a worker that gives false responses, the checks must
+//! fail.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -19,47 +20,47 @@ use super::corruptor;
 use super::fixture::{Fixture, LAYOUT};
 use super::run_safely;
 
-/// A mutation must be noticed within so many seeds.
+/// Seeds within which a mutation must be noticed.
 const SEEDS_MAX: u64 = 2_000;
 
-/// A defence that is off. Disks lie where the worker has no switch, and should not have one.
+/// A defence that is switched off. Disks simulate it where the worker has no switch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mutation {
     None,
-    /// Syncs bring nothing to the device.
+    /// Syncs do not write to the device.
     NoSync,
-    /// Metadata was never written to the other disks.
+    /// Metadata is missing on all other disks.
     NoSecondCopy,
-    /// All copies of the metadata are as they were some time ago.
+    /// All metadata copies are outdated.
     OldMetadata,
-    /// Nothing that is read is compared with its checksum.
+    /// Reads do not verify checksums.
     NoVerifiedReads,
-    /// Nothing is taken over.
+    /// Nothing is recovered.
     NoRecovery,
-    /// No index is found: everything is called lost.
+    /// No index is found, and everything is reported lost.
     NoIndexes,
-    /// Frames of the metadata log are not compared with their checksums.
+    /// Checksums of the metadata log are not verified.
     NoLogChecksums,
-    /// A frame that all copies of the metadata log have lost is not missed by the frames behind it.
+    /// A frame missing in all copies of the metadata log is not noticed by its successors.
     NoLogChain,
-    /// The same where it is missed: nothing is switched off.
+    /// The same lost frame with all defences: the control of [`Self::NoLogChain`].
     LostFrame,
-    /// Nothing beside the copies of the metadata log says what is acknowledged.
+    /// Only the copies of the metadata log say which records are acknowledged.
     NoMarks,
-    /// It is not asked who else may have newer metadata.
+    /// A start does not check for missing members with newer metadata.
     NoMembers,
-    /// A claim is not compared with its checksum.
+    /// The checksum of a claim is not verified.
     NoClaimChecksum,
-    /// A directory whose claim cannot be read is taken for a new one.
+    /// A directory whose claim is unreadable is treated as new.
     NoUnclaimed,
-    /// Index groups are not compared with their checksums.
+    /// Checksums of index groups are not verified.
     NoIndexChecksums,
-    /// A read-only disk is left out.
+    /// Read-only disks are omitted.
     NoReadOnlyDisks,
 }
 
 impl Mutation {
-    /// What is other in the workers or their disks from the beginning.
+    /// Applies the mutation to the workers or disks before the first process.
     pub(crate) fn apply_to_worker(self, fixture: &mut Fixture) {
         match self {
             Self::NoSync => fixture.disks.iter().for_each(|disk| disk.lie_about_syncs()),
@@ -69,7 +70,7 @@ impl Mutation {
         }
     }
 
-    /// What the disks have lost or never had, which the test does not know.
+    /// Applies the mutation to the disks after the corruption, unseen by the checks.
     pub(crate) fn apply_to_disks(self, fixture: &mut Fixture) {
         match self {
             Self::NoSecondCopy => {
@@ -140,20 +141,20 @@ impl Mutation {
         }
     }
 
-    /// The same before every start that is judged.
+    /// Applies the mutation before every checked start.
     pub(crate) fn apply_to_start(self, fixture: &mut Fixture) {
         if self == Self::NoMembers {
             clear_missing_members(fixture);
         }
     }
 
-    /// Whether it takes from the disks what one damage does not.
+    /// Returns whether the mutation damages more than one corruption does.
     pub(crate) fn damages_more(self) -> bool {
         matches!(self, Self::NoLogChain | Self::LostFrame)
     }
 }
 
-/// Lets `change` have every file of the disks.
+/// Passes every file of the disks to `change`.
 fn rewrite(fixture: &Fixture, change: impl Fn(&Path, &mut Vec<u8>)) {
     for disk in &fixture.disks {
         for (path, before) in disk.snapshot() {
@@ -166,7 +167,7 @@ fn rewrite(fixture: &Fixture, change: impl Fn(&Path, &mut Vec<u8>)) {
     }
 }
 
-/// All copies lose the same frame, which is not the last one.
+/// Removes the same frame from all copies, but not the last one.
 fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
     let files: Vec<_> = fixture.disks.iter().flat_map(|disk| disk.snapshot()).collect();
     let frames =
@@ -185,7 +186,7 @@ fn lose_a_frame(fixture: &mut Fixture, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
     });
 }
 
-/// Every list and every log of the directories that are here knows nobody else.
+/// Removes absent directories from every list and log.
 fn clear_missing_members(fixture: &Fixture) {
     let here: Vec<_> = fixture.disks.iter().zip(&fixture.present).filter(|(_, present)| **present).collect();
     let files: Vec<_> = here.iter().flat_map(|(disk, _)| disk.snapshot()).collect();
@@ -215,7 +216,7 @@ fn remove(files: Vec<std::path::PathBuf>, which: impl Fn(&Path) -> bool, remove:
     files.iter().filter(|path| which(path)).for_each(|path| remove(path));
 }
 
-/// Neither data nor index, nor what makes the directory the worker's.
+/// Returns whether the file is neither data, index nor claim.
 fn is_metadata(path: &Path) -> bool {
     let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
     !of_data && !is_claim(path) && !path.starts_with("trash")
@@ -225,9 +226,10 @@ fn must_be_noticed(mutation: Mutation) {
     must_be_noticed_as("", mutation, Mutation::None);
 }
 
-/// By a breach of this kind, and `control` differs from the mutation in nothing but the defence.
+/// Requires a breach that starts with `kind`. `control` differs from the mutation only in the
+/// defence.
 fn must_be_noticed_as(kind: &str, mutation: Mutation, control: Mutation) {
-    // A seed that fails without the mutation too says nothing of it.
+    // A seed that fails without the mutation proves nothing.
     let is_sound = |seed| run_safely(seed, control).breaches().is_empty();
     let noticed = |seed| {
         let mut breaches = run_safely(seed, mutation).breaches().into_iter();
@@ -312,23 +314,23 @@ fn skipped_read_only_disk_is_noticed() {
     must_be_noticed(Mutation::NoReadOnlyDisks);
 }
 
-/// What a worker says that is not true.
+/// A false response of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Lie {
     None,
-    /// One block of a result is left out.
+    /// One block of a result is omitted.
     ShortResult,
     /// A result is empty, with success.
     EmptyResult,
-    /// A result names a block that nobody reported.
+    /// A result contains a block that nobody reported.
     StrangeResult,
-    /// A bit of a block is another.
+    /// One bit of a block is flipped.
     WrongBytes,
-    /// Everything is called lost.
+    /// Every block is reported lost.
     AllLost,
-    /// A read leaves a block out.
+    /// A read omits a block.
     UntoldLoss,
-    /// A result is refused without a word.
+    /// A result is refused without a reason.
     NamelessRefusal,
 }
 
@@ -368,7 +370,7 @@ impl Answers for Liar<'_> {
     }
 }
 
-/// What the judge finds of a worker that has everything and lies about it.
+/// Returns the findings of the oracle for a healthy worker with false responses.
 fn findings_for(lie: Lie) -> Findings {
     let mut fixture = Fixture::new(1);
     let lived = fixture.live(async |fixture, life| {

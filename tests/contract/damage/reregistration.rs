@@ -1,4 +1,4 @@
-//! A client registers a shuffle again of which the worker has lost the registration.
+//! Clients register a shuffle again after the worker has lost its registration.
 
 use uniffle_testkit::oracle::{Answers as _, Refusal};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
@@ -6,7 +6,7 @@ use uniffle_worker::durability::METADATA;
 
 use super::fixture::{Fixture, Life};
 
-/// Unregistered, registered again: it is whole.
+/// Unregisters and registers a shuffle, and runs a task of it.
 async fn begin_anew(fixture: &mut Fixture, life: &Life, key: &ShuffleKey) {
     fixture.unregister(life, key);
     life.client.register(key, 3).await.expect("healthy disks");
@@ -46,7 +46,7 @@ fn reregistration_after_lost_registration_is_refused() {
             life.client.register(key, 3).await.expect("healthy disks");
             fixture.run_task_of(life, key).await;
         }
-        // Above all that were found: new.
+        // An id above all recovered ones is new.
         let new = ShuffleKey::new(keys[0].app.clone(), ShuffleId(11));
         begin_anew(fixture, life, &new).await;
         assert!(!life.client.results(&new, 0).await.expect("it is new").is_empty());

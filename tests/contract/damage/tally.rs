@@ -1,4 +1,4 @@
-//! What came of the damages, by corruption and kind of file.
+//! Results of the corruptions, by corruption and kind of file.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,7 +8,7 @@ use uniffle_wire::types::ShuffleKey;
 
 use super::corruption::{Corruption, Damage};
 
-/// Failures that are shown.
+/// Number of failures that are printed.
 const SHOWN_MAX: usize = 40;
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -19,10 +19,10 @@ struct Counts {
     shuffles: u64,
     refused_results: u64,
     unknown: u64,
-    /// Starts without a directory that the worker refused, and starts that could not be.
+    /// Directories that were omitted after a refused start.
     left_out: u64,
     refused_starts: u64,
-    /// Claims that were written again as a refused start said.
+    /// Claims that were restored from the error of a refused start.
     claims: u64,
     intact: u64,
     withheld: u64,
@@ -45,7 +45,7 @@ impl Counts {
     }
 }
 
-/// What came of one seed.
+/// Result of one seed.
 #[derive(Debug)]
 pub(crate) struct Report {
     corruption: Option<Corruption>,
@@ -70,7 +70,7 @@ impl Report {
         }
     }
 
-    /// A damage that is not judged yet.
+    /// Returns the report of a corruption that is not checked yet.
     pub(crate) fn known_gap() -> Self {
         let counts = Counts { seeds: 1, ..Counts::default() };
         Self {
@@ -96,7 +96,7 @@ impl Report {
         }
     }
 
-    /// Why this seed alone fails the test: failures, or so little served that the sum would not hold.
+    /// Returns the reasons why this seed alone fails: failures, or too few served blocks.
     pub(crate) fn breaches(&self) -> Vec<String> {
         let served = (self.counts.intact - self.counts.withheld) * 10_000;
         let too_little = served < self.counts.intact * super::SERVED_OF_10_000;
@@ -120,7 +120,7 @@ impl Report {
         self.counts.left_out += 1;
     }
 
-    /// What was found of a shuffle after a start.
+    /// Adds the findings for a shuffle after a start.
     pub(crate) fn take(&mut self, key: &ShuffleKey, findings: Findings) {
         self.counts.shuffles += 1;
         self.counts.intact += findings.intact;
@@ -137,7 +137,7 @@ impl Report {
         {
             self.fail(format!("NeedlessRefusal of {key}: {}", refusal.text()));
         }
-        // What is damaged in part is looked at in the sum; here nothing is.
+        // Partial damage is checked in the total. Without damage every block must be served.
         if let Some(first) =
             findings.withheld.first().filter(|_| self.corruption == Some(Corruption::Nothing))
         {
@@ -150,7 +150,7 @@ impl Report {
     }
 }
 
-/// What came of all seeds.
+/// Result of all seeds.
 #[derive(Debug, Default)]
 pub(crate) struct Total {
     rows: BTreeMap<(Option<Corruption>, String), Counts>,
@@ -176,7 +176,7 @@ impl Total {
         }
     }
 
-    /// The first failure of each seed.
+    /// Returns the first failure of each seed.
     pub(crate) fn failures(&self) -> Vec<String> {
         let mut failures = self.failures.clone();
         failures.sort();
@@ -188,7 +188,7 @@ impl Total {
         (sum(|row| row.intact), sum(|row| row.intact - row.withheld))
     }
 
-    /// Ways of which no seed was.
+    /// Returns the corruptions that no seed chose.
     pub(crate) fn never(&self) -> Vec<Corruption> {
         let seen = |corruption: &Corruption| self.rows.keys().any(|(seen, _)| *seen == Some(*corruption));
         let gaps = self.rows.keys().any(|(_, kind)| kind == "known gap");

@@ -1,4 +1,4 @@
-//! What clients of the worker do: they register, send in pieces or break off, report and unregister.
+//! Simulated clients: they register, send in pieces, abort, report and unregister.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -47,7 +47,7 @@ impl History {
 
     pub(super) async fn register(&mut self) {
         let key = self.key();
-        // Also by one that is refused: it may have been written.
+        // A refused registration counts too: it may have been written.
         let is_again = !self.registered.insert(key);
         self.ended.remove(&key);
         let local_order = match self.expected.get(&key) {
@@ -123,8 +123,9 @@ impl History {
         blocks
     }
 
-    /// Resends of an id are normal after a time-out; length and bytes are a function of the id. No two registrations have
-    /// the same: a block on a disk says whose it is.
+    /// Returns a block whose length and bytes are a function of its id, because clients resend ids
+    /// after a timeout. Two registrations never share a block, so each stored block identifies its
+    /// shuffle.
     fn block(&mut self, key: Key) -> (i32, i64, Vec<u8>) {
         let sent = self.expected.get(&key).map(|expected| &expected.sent);
         let mut again: Vec<i64> =
@@ -153,7 +154,7 @@ impl History {
         self.feed(index, blocks);
     }
 
-    /// Feeds up to `blocks` blocks of a send; commits it after its last.
+    /// Sends up to `blocks` blocks of a send. Commits it after its last block.
     fn feed(&mut self, index: usize, blocks: usize) {
         let send = &mut self.sends[index];
         for _ in 0..blocks {
@@ -224,13 +225,13 @@ impl History {
         }
     }
 
-    /// A task reports what of its blocks was acknowledged.
+    /// Reports acknowledged blocks of a random shuffle as a task does.
     pub(super) async fn report_some(&mut self, wait: bool) {
         let Some(key) = self.known_key() else { return };
         self.report_of(key, wait).await;
     }
 
-    /// A task of a shuffle does.
+    /// Reports acknowledged blocks of the shuffle `key` as a task does.
     pub(super) async fn report_of(&mut self, key: Key, wait: bool) {
         let now = self.now();
         let expected = self.expected.get_mut(&key).expect("a known key");
@@ -257,7 +258,7 @@ impl History {
         let reporting = service.ingest.report(request);
         let answer = match wait {
             true => reporting.await,
-            // The worker will die before this is answered.
+            // The worker ends before it responds.
             false => match tokio::time::timeout(Duration::from_millis(5), reporting).await {
                 Ok(answer) => answer,
                 Err(_) => return,

@@ -1,4 +1,4 @@
-//! What may be wrong with the disks when a life begins.
+//! Faults of the disks at the start of a process.
 
 use std::path::{Path, PathBuf};
 
@@ -16,11 +16,11 @@ use super::invariants::Invariants;
 const SECTOR_BYTES: usize = 512;
 
 impl History {
-    /// Sometimes.
+    /// Sometimes injects a fault for the next process.
     pub(super) fn plan_fault(&mut self) {
         let disk = self.rng.random_range(0..self.disks.len());
         match self.rng.random_range(0..100) {
-            // One that was never used is not missed: without it the others would be another machine.
+            // An unused disk is never missing: without it the others would be a different machine.
             0..30 if self.disks.len() > 1 && !self.disks[disk].files().is_empty() => {
                 self.missing = Some(disk);
                 self.excused = true;
@@ -37,7 +37,7 @@ impl History {
         }
     }
 
-    /// A directory of the disk cannot be listed at the start, once or for the whole life.
+    /// Makes a directory of the disk unlistable at the start, once or for the whole process.
     fn fail_a_list(&mut self, disk: usize) {
         let mut directories = self.disks[disk].directories();
         directories.retain(|path| !path.as_os_str().is_empty());
@@ -51,7 +51,7 @@ impl History {
         self.tally.failing_lists += 1;
     }
 
-    /// A file that is neither data nor index is damaged.
+    /// Damages a file that is neither data nor index.
     fn damage_metadata(&mut self, disk: usize) {
         let mut files = self.disks[disk].files();
         files.retain(|path| is_metadata(path));
@@ -61,7 +61,7 @@ impl History {
         self.tally.damaged_metadata += 1;
     }
 
-    /// What the disk's directory is known by is damaged: that costs nothing.
+    /// Damages the claim of the disk's directory, which must lose no data.
     fn damage_claim(&mut self, disk: usize) {
         let Some(intact) = self.disks[disk].content(Path::new(CLAIM)) else { return };
         self.damage(disk, Path::new(CLAIM));
@@ -98,7 +98,7 @@ impl History {
         self.disks[disk].put(path, damaged);
     }
 
-    /// Another program removes files of applications, or a copy of the metadata, from a disk that is in use.
+    /// Removes application files or a metadata copy from a disk in use, as another program might.
     pub(super) fn remove_files(&mut self) {
         let disk = self.rng.random_range(0..self.disks.len());
         let all = self.disks[disk].files().into_iter().chain(self.disks[disk].directories());
@@ -115,23 +115,23 @@ impl History {
         }
         self.files_removed = true;
         self.expected.values_mut().for_each(Invariants::lose_files);
-        // What they know is not true any more.
+        // Their offsets are invalid.
         self.readers.clear();
     }
 
-    /// A start was refused: the claim is written as it says, or the directory that is named is left out, as an operator does, or
-    /// the disk is healed.
+    /// Resolves a refused start as an operator does: restores the claim, omits the named directory
+    /// or repairs the disk.
     pub(super) fn leave_out(&mut self, error: &StoreError) {
         let text = error.to_string();
         let is_named = (0..self.disks.len()).any(|disk| text.contains(&format!("/disk{disk}")));
-        // What the store alone has cannot be taken over where no directory takes a word of it.
+        // A directory must be writable to take over data that only the store has.
         let is_any = self.objects.is_some() && text.contains("no data directory can be written");
         assert!(is_named || is_any, "a start is refused without a directory's name: {text}");
         if error.kind == StoreErrorKind::Unclaimed {
             return self.write_claim(&text);
         }
         if error.kind == StoreErrorKind::NotMounted {
-            // Those that are there were never used.
+            // The present directories were never used.
             assert!(self.missing.take().is_some(), "a start on all disks is refused: {text}");
             return;
         }
@@ -143,13 +143,13 @@ impl History {
         (self.is_faulty, self.unlisted) = (false, None);
     }
 
-    /// Where nothing was ever said the directory does not know its identity: its claim is put back from a copy.
+    /// Restores the claim from a copy. A directory without metadata does not know its identity.
     fn write_claim(&mut self, refusal: &str) {
         let (disk, intact) =
             self.claim.take().expect("a directory with an intact claim is not refused for it");
         if let Some((path, told)) = claims::told(refusal) {
             assert_eq!(path, PathBuf::from(format!("/disk{disk}/{CLAIM}")), "{refusal}");
-            // A claim that was cut before its checksum is a whole one of earlier versions.
+            // A claim cut before its checksum is a complete one of earlier versions.
             assert!(told.starts_with(&intact), "{refusal}");
             self.tally.claims_written += 1;
         }
@@ -157,13 +157,13 @@ impl History {
     }
 }
 
-/// Not the claim: what it is damaged for is another trouble.
+/// Excludes the claim, whose damage is a separate fault.
 fn is_metadata(path: &Path) -> bool {
     let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
     !of_data && !is_claim(path) && !path.starts_with("trash")
 }
 
-/// Whether a directory that cannot be listed hides a file.
+/// Returns whether a directory that cannot be listed hides a file.
 pub(super) fn hides(unlisted: Option<&(usize, PathBuf)>, disk: usize, file: &Path) -> bool {
     unlisted.is_some_and(|(hidden, path)| *hidden == disk && file.starts_with(path))
 }

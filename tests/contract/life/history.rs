@@ -1,4 +1,4 @@
-//! The history around a worker that lives several times: its clients, its disks, and what the clients were expected.
+//! A simulated run: successive worker processes, their disks and clients, and the invariants.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -30,28 +30,28 @@ use super::tally::Tally;
 
 const DISKS_MAX: usize = 3;
 pub(super) const APPS: [&str; 2] = ["app-1", "app-10"];
-/// Random steps of one history.
+/// Random steps of one run.
 const STEPS: u32 = 60;
 
-/// Ids are small: each is a task's only block.
+/// Ids are small because each block is the only one of its task.
 pub(super) const LAYOUT: IdLayout = IdLayout::HISTORIC;
 
 pub(crate) type Key = (&'static str, i32);
 
-/// How a life of the worker ends.
+/// Ways in which a worker process ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// In the middle of whatever it does.
+    /// Ends at any point.
     Crash,
-    /// While a write is on its way to a disk: a part of it gets there.
+    /// Ends during a write, which reaches the disk in part.
     Torn,
-    /// What is in memory is flushed first.
+    /// Flushes memory first.
     Stop,
-    /// The same without a disk that hangs, of which the successor is told.
+    /// Hands over to a successor without a disk that hangs.
     Beside,
-    /// The successor follows at once, and is told how the metadata log was left.
+    /// Hands over to a successor at once, with the state of the metadata log.
     Upgrade,
-    /// Everything is moved to the object store, and the next life has a machine with empty disks.
+    /// Moves all data to the object store. The next process starts on empty disks.
     Elsewhere,
 }
 
@@ -61,42 +61,44 @@ pub(crate) struct History {
     pub(super) life: u32,
     steps_left: u32,
     pub(super) disks: Vec<Arc<MemoryDisk>>,
-    /// Instead of disks, or below them.
+    /// Object store that replaces the disks or receives data from them.
     pub(super) objects: Option<Objects>,
-    /// Beyond these data is moved from the disks to the store.
+    /// Fill levels of the disks at which data is moved to the object store.
     pub(super) watermarks: Watermarks,
     pub(super) mutation: Mutation,
-    /// Of this life.
+    /// Injected faults of the current process, by disk.
     pub(super) faults: Vec<Faults>,
-    /// A disk that is not there in this life.
+    /// Disk that the current process does not find.
     pub(super) missing: Option<usize>,
-    /// What the life before said to this one, and a disk that it let go of.
+    /// Hand-off of the previous process, and the disk that it released.
     let_go: Option<(Option<usize>, LetGo)>,
-    /// The disks are not healthy when this life begins.
+    /// Disks are unhealthy when the current process starts.
     pub(super) is_faulty: bool,
-    /// A directory of a disk that cannot be listed in this life.
+    /// Directory of a disk that the current process cannot list.
     pub(super) unlisted: Option<(usize, PathBuf)>,
-    /// A disk whose claim was damaged before this life, and what it was.
+    /// Disk whose claim was damaged before the current process started, and the intact claim.
     pub(super) claim: Option<(usize, Vec<u8>)>,
-    /// Something happened, now or before, that may have cost metadata: results may be refused, never short.
+    /// Metadata may have been lost at some time: results may be refused but never incomplete.
     pub(super) excused: bool,
-    /// The machine went down while not everything was synced: what an index names may have other bytes.
+    /// The machine lost power with unsynced data: indexed blocks may have wrong bytes.
     torn: bool,
     pub(super) sync: SyncWrites,
-    /// Disks with something that is not on the device: the last life that had them did not end with a sync.
+    /// Disks with data that is not on the device, because their last process did not end with a
+    /// sync.
     pub(super) unsynced: BTreeSet<usize>,
-    /// The worker runs on empty directories, as none of its disks is mounted.
+    /// The worker runs on empty directories because none of its disks is mounted.
     pub(super) is_unmounted: bool,
-    /// Shuffles whose end was acknowledged and that were not registered since.
+    /// Shuffles whose end was acknowledged and that were not registered again.
     pub(super) ended: BTreeSet<Key>,
-    /// In this life.
+    /// Reads fail in the current process.
     pub(super) reads_fail: bool,
-    /// In this life files were removed under the worker.
+    /// Files were removed under the current process.
     pub(super) files_removed: bool,
     pub(crate) expected: HashMap<Key, Invariants>,
     /// Shuffles that were ever registered.
     pub(super) registered: BTreeSet<Key>,
-    /// Shuffles that a life did not know: if they were registered again, either registration may come back.
+    /// Shuffles unknown to an earlier process. If they were registered again, either registration
+    /// may be recovered.
     pub(super) forgotten: BTreeSet<Key>,
     pub(super) sends: Vec<OpenSend>,
     pub(super) readers: Vec<Reader>,
@@ -173,12 +175,12 @@ impl History {
         Now { life, disk_is_missing, reads_fail, files_removed: self.files_removed }
     }
 
-    /// Whether what an index names may have other bytes.
+    /// Returns whether indexed blocks may have wrong bytes.
     pub(super) fn is_torn(&self) -> bool {
         self.torn
     }
 
-    /// Whether readers are told that a block is lost.
+    /// Returns whether the worker reports the block as lost.
     pub(crate) fn is_told_lost(&self, key: Key, partition: i32, id: i64) -> bool {
         let told = self.service().insight.losses().losses;
         let mut here = told
@@ -187,11 +189,11 @@ impl History {
         here.any(|loss| loss.ranges.iter().any(|(first, last)| (*first..=*last).contains(&id)))
     }
 
-    /// One life, from a start to its end. False when the history is over.
+    /// Runs one worker process from start to end. Returns false when the run is over.
     pub(crate) async fn live(&mut self) -> bool {
         let _clock = clock::of_this_thread();
         if self.mutation != Mutation::PausesCount {
-            // It ends with the life's runtime.
+            // Ends with the runtime of this process.
             Tasks::new().spawn("clock", clock::run());
         }
         let is_last = self.steps_left == 0;
@@ -220,9 +222,9 @@ impl History {
             self.start_unmounted().await;
         }
         match &let_go {
-            // Its results are complete all the same.
+            // Results are complete without this disk.
             Some((Some(disk), _)) => self.missing = Some(*disk),
-            // Now and then something happens between the two.
+            // Sometimes a fault happens between the two processes.
             Some((None, _)) if self.rng.random_bool(0.7) => {}
             Some((None, _)) => self.plan_fault(),
             None if !all_disks && self.life > 1 && self.has_disks() => self.plan_fault(),
@@ -263,12 +265,13 @@ impl History {
         !self.disks.is_empty()
     }
 
-    /// The object store, where there is one.
+    /// Returns the object store, if the run has one.
     pub(super) fn store(&self) -> Option<FaultyObjects> {
         self.objects.as_ref().map(|objects| objects.store.clone())
     }
 
-    /// What was seen in an index or brought down by an orderly end, and not damaged since.
+    /// Returns the blocks that were seen in an index or flushed by an orderly stop, and are
+    /// undamaged.
     pub(super) fn durable_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         let mut all = BTreeSet::new();
         for ((app, shuffle), expected) in &self.expected {
@@ -280,7 +283,7 @@ impl History {
         all
     }
 
-    /// What readers of earlier lives know of the shuffle is not true any more: they end.
+    /// Ends the readers that began in earlier processes, whose offsets may be invalid now.
     pub(super) fn lose_places_of(&mut self, key: Key) {
         let Some(expected) = self.expected.get_mut(&key) else { return };
         expected.lose_places();
@@ -308,8 +311,9 @@ impl History {
         }
     }
 
-    /// A shuffle that was expected to no one is known when its removal did not get through before the end, or did not
-    /// reach a disk that was missing. Clients would leave it to expiry; here it ends at once.
+    /// Unregisters shuffles that no client registered. The worker knows one if its removal was not
+    /// written before the process ended, or not on a disk that was missing. Real clients let them
+    /// expire.
     fn unregister_unknown(&mut self) {
         let service = self.service();
         for app in service.apps().apps() {
@@ -392,7 +396,7 @@ impl History {
         }
     }
 
-    /// Memory is emptied and the disks `here` are synced.
+    /// Flushes memory and syncs the disks `here`.
     async fn stop_in_order(&mut self, here: &BTreeSet<usize>) {
         self.faults.iter().for_each(Faults::clear);
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
@@ -410,7 +414,8 @@ impl History {
         }
     }
 
-    /// The last flush. What the watermarks or an earlier refusal say does not count: with disks that work nothing is left.
+    /// Runs the final flush. It ignores watermarks and earlier refusals, so healthy disks receive
+    /// everything.
     async fn flush_all(&mut self, here: &BTreeSet<usize>) {
         if self.objects.is_some() {
             return self.process().flush().await;
@@ -430,7 +435,8 @@ impl History {
         }
     }
 
-    /// A disk hangs, memory is brought to the others, and a successor is told of it. When that does not work, it is a crash.
+    /// Lets a disk hang, flushes memory to the others and hands over to a successor. If that fails,
+    /// the process has crashed.
     async fn upgrade_beside(&mut self) {
         self.faults.iter().for_each(Faults::clear);
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
@@ -441,7 +447,7 @@ impl History {
         let paths = vec![PathBuf::from(format!("/disk{hung}"))];
         let store = self.process().store();
         if store.avoid(&paths).await.is_err() {
-            // Both copies are on it: the upgrade is refused.
+            // Both metadata copies are on the disk, so the upgrade is refused.
             return;
         }
         self.process().flush().await;
@@ -449,14 +455,15 @@ impl History {
             return;
         }
         let (let_go, locks) = store.let_go(paths).await;
-        // The model's processes follow each other.
+        // Processes of the model follow each other.
         drop(locks);
         self.tally.upgrades_beside += 1;
         let vouch = let_go.vouch.clone().filter(|_| self.mutation != Mutation::NoHandOff);
         self.let_go = Some((Some(hung), LetGo { vouch, ..let_go }));
     }
 
-    /// Memory is emptied, whatever the disks do to it, and the successor is told how the log was left. Else it is a crash.
+    /// Flushes memory despite failing disks and hands over the state of the log. If that fails, the
+    /// process has crashed.
     async fn upgrade(&mut self) {
         self.process().flush().await;
         if self.process().is_flushed() {
@@ -544,7 +551,7 @@ impl History {
         }
     }
 
-    /// Four attempts, one after the other.
+    /// Makes four successive attempts, like a Spark task.
     pub(super) async fn read_as_a_task_does(&mut self) {
         let Some(key) = self.known_key() else { return };
         let partition = self.rng.random_range(0..PARTITIONS);
@@ -556,7 +563,8 @@ impl History {
         }
     }
 
-    /// Small extents of a shuffle are copied together, also while its disks are needed, and however the life ends.
+    /// Copies small extents of a shuffle together, while its disks are in use and however the
+    /// process ends.
     fn rewrite_one(&mut self) {
         if !self.has_disks() {
             return;
@@ -585,12 +593,13 @@ impl History {
         tokio::time::sleep(Duration::from_millis(millis)).await;
     }
 
-    /// The process does not run for `duration`, which is often longer than the timeouts of applications and tickets.
+    /// Pauses the process for `duration`, which often exceeds the timeouts of applications and
+    /// tickets.
     async fn pause(&mut self, duration: Duration) {
         tracing::info!(target: "life", ?duration, "the process is paused");
         self.tally.pauses += 1;
         tokio::time::advance(duration).await;
-        // What was due is done before the first heartbeat is read.
+        // Everything due runs before the first heartbeat is read.
         tokio::time::sleep(EXPIRY_INTERVAL).await;
     }
 
@@ -615,7 +624,7 @@ impl History {
         self.readers = readers;
     }
 
-    /// Reads everything that was expected, then unregisters all and checks that nothing is left.
+    /// Reads everything that was acknowledged, unregisters all and checks that nothing remains.
     async fn finish(&mut self) {
         let now = self.now();
         let mut keys: Vec<Key> = self.expected.keys().copied().collect();
@@ -638,14 +647,14 @@ impl History {
         }
         drop(service);
         self.readers.clear();
-        // Tickets that were never redeemed expire; batches under way end; files are deleted.
+        // Unused tickets expire, running flushes end and files are deleted.
         tokio::time::sleep(Duration::from_secs(200)).await;
         self.process().assert_nothing_left();
         let files = self.disks.iter().flat_map(|disk| disk.files());
-        // What may belong to a shuffle whose registration is gone is left alone.
+        // Files that may belong to a shuffle without a registration are kept.
         let left: Vec<PathBuf> = files.filter(|path| path.starts_with("apps") && !self.excused).collect();
         assert!(left.is_empty(), "files left: {left:?}");
-        // Nor are the objects of such a one deleted.
+        // Objects of such a shuffle are kept too.
         let may_be_left = self.has_disks() && self.excused;
         if let Some(store) = self.store().filter(|_| !may_be_left) {
             self.assert_empty(&store).await;

@@ -1,4 +1,5 @@
-//! What clients were told, and so what must be true whatever happened since.
+//! Invariants of a shuffle: the responses to its clients, and the blocks that must therefore be
+//! served.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -6,43 +7,61 @@ use bytes::Bytes;
 use uniffle_testkit::oracle::Told;
 use uniffle_wire::types::BlockId;
 
-/// Of every shuffle.
+/// Partitions of every shuffle.
 pub(crate) const PARTITIONS: i32 = 3;
 
-/// A block that was acknowledged.
+/// An acknowledged block.
 #[derive(Debug, Clone)]
 pub(crate) struct Block {
     pub(crate) data: Vec<u8>,
-    /// The life of the worker that acknowledged it last.
+    /// The worker process that acknowledged it last.
     pub(crate) life: u32,
 }
 
-/// What clients of one registered shuffle were expected.
+/// Responses to the clients of one registered shuffle. They determine the invariants:
+///
+/// - Every acknowledged and reported block is readable with the same bytes or is reported lost.
+///   Only possible losses are reported.
+/// - Blocks acknowledged in this process, or once seen in an index, are readable.
+/// - A partition's data stream has no gaps, and index entries never change, also for readers that
+///   began in an earlier process.
+/// - A start serves every block on the disks, and reports only missing blocks as lost.
+/// - Acknowledged reports are known, and no others. Where metadata was damaged or missing, or power
+///   was lost with unsynced data, results are refused, but never incomplete.
+/// - Unacknowledged blocks are invisible, except those of a send that failed after some partitions.
+/// - A power loss does not affect data that an orderly stop has flushed.
+/// - A shuffle whose end was acknowledged is not recovered.
+/// - Empty directories are refused while the object store has part of the data on the disks. Where
+///   they are accepted, they lose nothing.
+/// - A store that hangs delays no report of a shuffle that has nothing in it.
+/// - After everything is unregistered, all counters are zero and no file remains.
 #[derive(Debug, Default)]
 pub(crate) struct Invariants {
-    /// Blocks of sends of any outcome, per partition.
+    /// Blocks of all sends, whatever the outcome, by partition.
     pub(crate) sent: HashMap<i32, BTreeMap<i64, Bytes>>,
-    /// Acknowledged blocks per partition.
+    /// Acknowledged blocks, by partition.
     pub(crate) acknowledged: HashMap<i32, BTreeMap<i64, Block>>,
-    /// Ids of acknowledged reports per partition.
+    /// Ids in acknowledged reports, by partition.
     pub(crate) reported: HashMap<i32, BTreeSet<i64>>,
-    /// Ids of reports that were tried: a report that failed may have been written down.
+    /// Ids in all reports, by partition. A failed report may have been written.
     pub(crate) tried: HashMap<i32, BTreeSet<i64>>,
-    /// Blocks that stood in an index, or were on the disks at an orderly end: they survive everything but disks.
+    /// Blocks that were in an index or on disk at an orderly stop. Only a damaged disk can lose
+    /// them.
     pub(crate) durable: HashMap<i32, BTreeSet<i64>>,
-    /// The longest index seen per partition.
+    /// The longest index that was read, by partition.
     pub(crate) index_seen: HashMap<i32, Vec<u8>>,
-    /// Distinguishes registrations of the same shuffle.
+    /// Number of the registration of this shuffle.
     pub(crate) epoch: u64,
     pub(crate) local_order: bool,
-    /// Its results are refused in this life: what was reported is not demanded.
+    /// Results are refused in the current process, so reported blocks are not required.
     pub(crate) is_refused: bool,
-    /// It was registered before: on a directory that was away the earlier one is not over.
+    /// The shuffle was registered before. A missing directory may still contain the earlier
+    /// registration.
     pub(crate) is_again: bool,
 }
 
 impl Invariants {
-    /// The same as the judge takes it.
+    /// Returns the responses in the form of the oracle.
     pub(crate) fn told(&self) -> Told {
         let mut told = Told::default();
         (0..PARTITIONS).for_each(|partition| _ = told.partition(partition));
@@ -60,13 +79,13 @@ impl Invariants {
         told
     }
 
-    /// Any file may be gone: what was acknowledged so far may be lost, but not silently.
+    /// Any file may be missing: acknowledged blocks may be lost, but not silently.
     pub(crate) fn lose_files(&mut self) {
         self.acknowledged.values_mut().flat_map(BTreeMap::values_mut).for_each(|block| block.life = 0);
         self.lose_places();
     }
 
-    /// What is on the disks may not be found there any more.
+    /// Places of blocks on the disks may have changed.
     pub(crate) fn lose_places(&mut self) {
         self.durable.clear();
         self.index_seen.clear();
@@ -77,7 +96,7 @@ impl Invariants {
         self.acknowledged.entry(partition).or_default().insert(id, block);
     }
 
-    /// Whether a block is certain to be in a tier now.
+    /// Returns whether a block is certain to be in a tier.
     fn is_safe(&self, partition: i32, id: i64, now: Now) -> bool {
         if now.reads_fail {
             return false;
@@ -87,7 +106,7 @@ impl Invariants {
         fresh || (!now.disk_is_missing && contains(&self.durable, partition, id))
     }
 
-    /// What a reader that begins now must find, unless it is told of a loss.
+    /// Returns the blocks that a new reader must find, unless it is told of a loss.
     pub(crate) fn required(&self, partition: i32, now: Now) -> BTreeMap<i64, Vec<u8>> {
         let blocks = self.acknowledged.get(&partition).into_iter().flatten();
         let wanted = blocks.filter(|(id, _)| {
@@ -97,19 +116,19 @@ impl Invariants {
         wanted.map(|(id, block)| (*id, block.data.clone())).collect()
     }
 
-    /// Whether a loss in this partition can be true.
+    /// Returns whether a loss in this partition is possible.
     pub(crate) fn can_have_lost(&self, partition: i32, now: Now) -> bool {
         let mut tried = self.tried.get(&partition).into_iter().flatten();
         self.is_refused && self.is_again || tried.any(|id| !self.is_safe(partition, *id, now))
     }
 
-    /// Whether one of `ids` can be gone.
+    /// Returns whether one of `ids` can be lost.
     pub(crate) fn can_miss(&self, ids: &[(i32, Vec<i64>)], now: Now) -> bool {
         let mut all = ids.iter().flat_map(|(partition, ids)| ids.iter().map(|id| (*partition, *id)));
         all.any(|(partition, id)| !self.is_safe(partition, id, now))
     }
 
-    /// Everything is on the disks.
+    /// Records that everything is on the disks.
     pub(crate) fn settle(&mut self, life: u32) {
         for (partition, blocks) in &self.acknowledged {
             let fresh = blocks.iter().filter(|(_, block)| block.life == life).map(|(id, _)| *id);
@@ -117,7 +136,7 @@ impl Invariants {
         }
     }
 
-    /// Acknowledged blocks that no report named.
+    /// Returns acknowledged blocks that no report contains.
     pub(crate) fn unreported(&self) -> Vec<(i32, Vec<i64>)> {
         let mut all: Vec<(i32, Vec<i64>)> = Vec::new();
         for (partition, blocks) in &self.acknowledged {
@@ -134,19 +153,19 @@ fn contains(sets: &HashMap<i32, BTreeSet<i64>>, partition: i32, id: i64) -> bool
     sets.get(&partition).is_some_and(|ids| ids.contains(&id))
 }
 
-/// The moment of a question.
+/// State of the worker at the time of a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Now {
     pub(crate) life: u32,
     pub(crate) disk_is_missing: bool,
-    /// In this life disks fail to give back what they have, and some of it is given up.
+    /// Disks fail to return stored data in this process, and some of it is abandoned.
     pub(crate) reads_fail: bool,
-    /// In this life files were removed under the worker.
+    /// Files were removed under this process.
     pub(crate) files_removed: bool,
 }
 
 impl Now {
-    /// Whether what is on the disks may be out of reach.
+    /// Returns whether stored data may be unreachable.
     pub(crate) fn has_holes(self) -> bool {
         self.disk_is_missing || self.reads_fail || self.files_removed
     }

@@ -1,35 +1,9 @@
-//! The life of a block as an executable model: seeded random interleavings of sends, aborts, flushes, reports, faults,
-//! purges, time-outs, reads, crashes and restarts run against the real service, memory, flusher and store over in-memory
-//! disks, under paused time. Every life of the worker has a runtime of its own: when it is dropped, so is everything that
-//! had not reached a disk. There are one to three disks. In half of the histories writes are synced
-//! (`localfile_store.sync = "group"`). The machine may go down, and takes from the disks what was not synced. A life may
-//! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file or claim. It may end
-//! with an upgrade beside a disk that hangs, which the next life then does without. The process may be paused for longer than every
-//! timeout. Files may be removed under the worker, and a stop may find its disks above their watermarks. Small extents are copied
-//! together at any time (`localfile_store.rewrite_below`). Before a life all disks may be unmounted, so that a worker is started on
-//! empty directories in between.
+//! The life of a block as a model: seeded random operations and faults of clients, disks, the
+//! object store and the process run against the real service in memory, under paused time.
 //!
-//! Invariants, checked at every read and at the end:
-//! - **every acknowledged and reported block is readable byte-exact or reported lost**, whatever happened; and no loss is
-//!   reported that cannot be one;
-//! - what was acknowledged in this life, or stood in an index once, is readable, byte for byte;
-//! - a partition's data stream is gapless, and what an index said once holds forever, for readers of an earlier life too;
-//! - after a start every block that the disks have is served, and those that are told as lost are not there, one by one;
-//! - reports that were acknowledged are known, and none that was never made; where metadata was damaged or missing, or the
-//!   machine went down with something unsynced, the results are refused instead, never short;
-//! - nothing that was not acknowledged is ever visible, except blocks of a send that failed after some partitions;
-//! - what an orderly stop has flushed outlives power, too;
-//! - a shuffle whose end was acknowledged does not come back;
-//! - empty directories are refused while the object store has a part of what is on the disks, and cost nothing where they are taken;
-//! - a store that hangs delays no report of a shuffle of which it has nothing;
-//! - when everything is unregistered, every counter is zero and no file is left.
-//!
-//! The same histories run above an object store instead of disks ([`objects`]), and on disks from which data is moved to a store
-//! meanwhile ([`moves`]), also to one whose objects are damaged.
-//!
-//! `LIFE_SEEDS=10000 cargo test --test contract life` runs more seeds; `LIFE_SEED=17` runs one of them alone, as do
-//! `OBJECT_LIFE_SEEDS` and `OBJECT_LIFE_SEED` those above objects, `MOVED_LIFE_SEEDS` and `MOVED_LIFE_SEED` those with moves, `DAMAGED_LIFE_SEEDS` and
-//! `DAMAGED_LIFE_SEED` those with moves and damage.
+//! Every worker process has a runtime of its own. Dropping it loses everything that is not on a
+//! disk. The [`Invariants`](invariants::Invariants) are checked at every read and at the end of a
+//! run. `LIFE_SEEDS` sets the number of seeds, and `LIFE_SEED` runs one alone (docs/testing.md).
 
 mod clients;
 mod fault_plan;
@@ -52,49 +26,49 @@ use self::tally::{
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
-/// Of those above objects.
+/// Seeds on an object store alone.
 const OBJECT_SEEDS_DEFAULT: u64 = 300;
-/// Of those with disks above objects.
+/// Seeds on disks with moves to an object store.
 const MOVED_SEEDS_DEFAULT: u64 = 600;
-/// Of those with disks above objects that are damaged.
+/// Seeds on disks with moves to a store whose objects are damaged.
 const DAMAGED_SEEDS_DEFAULT: u64 = 300;
 
-/// What is storage the worker.
+/// Storage of the simulated worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Storage {
     Disks,
     Objects,
-    /// Disks, from which data is moved to a store.
+    /// Disks, from which data is moved to an object store.
     Both,
-    /// The same, and objects are damaged, and writes of pages that were not answered are done late.
+    /// Like `Both`, with damaged objects and metadata pages that are written late.
     BothDamaged,
 }
 
-/// A defence that is off: the model must fail then.
+/// A defence that is switched off: the model must fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mutation {
     None,
-    /// Syncs bring nothing to the device.
+    /// Syncs do not write to the device.
     NoSync,
-    /// No index is found at a start: nothing is served, and everything told as lost.
+    /// A start finds no index: nothing is served, and everything is reported lost.
     NoIndexes,
-    /// A stop does not sync what it has flushed.
+    /// A stop does not sync after its flush.
     NoLastSync,
-    /// A successor beside a disk that hangs is not told that nothing newer is there.
+    /// The hand-off to a successor beside a hung disk does not prove that nothing is newer.
     NoHandOff,
-    /// A directory whose claim cannot be read is taken for a new one.
+    /// A directory whose claim is unreadable is treated as new.
     NoUnclaimed,
-    /// The copies of pages of metadata do not reach the object store.
+    /// Copies of metadata pages do not reach the object store.
     NoCopies,
-    /// Deadlines count the time in which the process is paused.
+    /// Deadlines include the time in which the process is paused.
     PausesCount,
-    /// The end of a shuffle is acknowledged before it is in the metadata log.
+    /// The end of a shuffle is acknowledged before it is logged.
     NoEndLog,
-    /// Empty directories are taken for new ones, whatever the object store knows.
+    /// Empty directories are treated as new, whatever the object store contains.
     NoMountGuard,
-    /// Nobody looks whether a file that is written is still there.
+    /// Link counts of written files are not checked.
     NoLinkCount,
-    /// The last flush obeys watermarks and earlier refusals.
+    /// The final flush obeys watermarks and earlier refusals.
     NoLastFlush,
 }
 
@@ -153,7 +127,8 @@ fn blocks_of_damaged_objects_are_served_or_reported_lost() {
     );
 }
 
-/// The results of the registration before were given, which the store still had: of the first in nearly every run.
+/// Seeds with which nearly every run returned the results of the first registration, which the
+/// object store still had.
 #[test]
 fn reregistered_shuffle_hides_moved_results_of_predecessor() {
     for seed in [5011, 7300] {
@@ -165,7 +140,7 @@ fn reregistered_shuffle_hides_moved_results_of_predecessor() {
 fn run_seeds((variable, count): (&str, u64), storage: Storage, elsewhere: &[&[&str]]) {
     let (seeds, alone) = seeds::from_env(variable, count);
     if alone {
-        // One history is run to see what happens in it.
+        // A single run is for reading its log.
         let filter = std::env::var("RUST_LOG")
             .unwrap_or_else(|_| "uniffle_worker=info,audit=info,life=info".to_owned());
         let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();

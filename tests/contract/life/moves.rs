@@ -1,6 +1,7 @@
-//! The same histories on disks from which data is moved to an object store meanwhile: all of it as soon as it is there, or what is beyond
-//! a watermark. Both fail and come back, each at times of its own, and what is wrong with the disks when a life begins may be so while
-//! part of a stream is in the store.
+//! Simulated runs on disks from which data moves to an object store.
+//!
+//! Data moves at once or above a watermark. Disks and store fail and recover independently, also
+//! while a stream is divided between them.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -18,17 +19,17 @@ use super::history::{History, new_disks};
 use super::objects::Objects;
 use super::process::ROOT;
 
-/// Of each disk, and far more than a history writes: no disk is full of it.
+/// Capacity of each disk, far above the volume of a run, so that no disk fills up.
 const CAPACITY_BYTES: u64 = 64 << 20;
-/// Everything is moved; or some tens of blocks stay.
+/// Moves everything, or keeps some tens of blocks.
 const WATERMARKS: [Watermarks; 2] =
     [Watermarks { high: 1e-9, low: 0.0 }, Watermarks { high: 2e-3, low: 5e-4 }];
 
-/// A store that failed is left alone for a while.
+/// Covers the pause after a failed request to the store.
 const DRAIN_SECONDS: u32 = 300;
 
 impl History {
-    /// A history of a worker on disks above an object store.
+    /// Returns a run of a worker on disks above an object store.
     pub(crate) fn with_moves(seed: u64, mutation: Mutation) -> Self {
         let mut history = Self::new(seed, mutation);
         history.limit_disks();
@@ -37,7 +38,7 @@ impl History {
         history
     }
 
-    /// One above a store whose objects are damaged.
+    /// Returns such a run whose objects are damaged.
     pub(crate) fn with_moves_and_damage(seed: u64, mutation: Mutation) -> Self {
         let mut history = Self::with_moves(seed, mutation);
         history.objects = Some(Objects { is_damaged: true, ..Objects::default() });
@@ -48,7 +49,8 @@ impl History {
         self.disks.iter().for_each(|disk| disk.set_capacity(Some(CAPACITY_BYTES)));
     }
 
-    /// What must be found there by a worker that finds both as trouble has left them.
+    /// Starts on disks and a store with their current faults. Returns the blocks that must be
+    /// served.
     pub(super) async fn start_on_both(
         &mut self,
         store: &FaultyObjects,
@@ -65,18 +67,19 @@ impl History {
         while let Err(error) = self.start_process(let_go.clone()).await {
             self.leave_out(&error);
         }
-        // What arrives now the next start removes.
+        // The next start removes late arrivals.
         if !is_last {
             self.deliver_late(store).await;
         }
-        // What a directory has that cannot be found now may not have been moved.
+        // Blocks in unreadable directories may not have been moved.
         if self.missing.is_none() && self.unlisted.is_none() {
             there.extend(self.durable_blocks());
         }
         there
     }
 
-    /// Everything is moved, and the next life finds it from empty disks. Where something cannot be moved, it is a crash.
+    /// Moves everything and continues on empty disks. If something cannot be moved, the process has
+    /// crashed.
     pub(super) async fn move_elsewhere(&mut self) {
         self.sends.clear();
         self.heal_the_disks().await;
@@ -95,7 +98,8 @@ impl History {
         }
     }
 
-    /// Where a history has it: an object is damaged, and what was asked of the store in the life before is done now.
+    /// Damages an object and delivers late requests of the previous process, if the run allows
+    /// damage.
     async fn damage_the_store(&mut self, store: &FaultyObjects, is_last: bool) {
         if !self.damages_objects() {
             return;
@@ -105,12 +109,12 @@ impl History {
         if !is_last && self.life() > 1 && self.rng.random_bool(0.4) {
             self.damage_an_object(store, &before).await;
         }
-        // What is damaged stays so.
+        // Damage is permanent.
         let after = store.snapshot().await;
         self.objects.as_mut().expect("there is a store").earlier = after;
     }
 
-    /// Sometimes, what was not answered is done.
+    /// Sometimes delivers requests that were not answered.
     async fn deliver_late(&mut self, store: &FaultyObjects) {
         if self.damages_objects() && self.rng.random() {
             self.tally.late_requests += store.deliver().await as u64;
@@ -138,7 +142,7 @@ impl History {
         self.tally.whole_disks_moved += u64::from(!moved.is_empty() && here.is_empty());
     }
 
-    /// Everything that was moved is gone.
+    /// Deletes everything that was moved.
     pub(super) async fn remove_segments(&self, store: &FaultyObjects) {
         for (key, _) in store.objects().await {
             let is_segment = matches!(parse_key(ROOT, &key), Some((_, Name::Segment(_))));

@@ -1,8 +1,8 @@
-//! The same histories above an object store instead of disks: requests fail, hang or are done without an answer, and
-//! before a life begins one object may be missing, damaged, or what it was when the life before began.
+//! Simulated runs on an object store instead of disks.
 //!
-//! A segment that is damaged excuses the loss of blocks of its shuffle. A page of metadata excuses nothing: it has a
-//! copy.
+//! Requests fail, hang, or succeed without a response. Before a start, one object may be missing,
+//! damaged or outdated. A damaged segment may lose blocks of its shuffle. A damaged metadata page
+//! loses nothing, because it has a copy.
 
 use std::collections::BTreeMap;
 
@@ -21,18 +21,18 @@ use super::Mutation;
 use super::history::{APPS, History};
 use super::process::{Process, ROOT};
 
-/// The store that outlives the worker.
+/// The store, which survives the worker.
 #[derive(Default)]
 pub(super) struct Objects {
     pub(super) store: FaultyObjects,
-    /// What was in it when the life before began.
+    /// Content of the store when the previous process started.
     pub(super) earlier: BTreeMap<String, Bytes>,
-    /// Where there are disks above it: objects are damaged, and requests done late.
+    /// Objects below the disks are damaged, and requests are delivered late.
     pub(super) is_damaged: bool,
 }
 
 impl History {
-    /// A history of a worker above an object store.
+    /// Returns a run of a worker on an object store.
     pub(crate) fn above_objects(seed: u64, mutation: Mutation) -> Self {
         let mut history = Self::new(seed, mutation);
         history.disks.clear();
@@ -40,7 +40,7 @@ impl History {
         history
     }
 
-    /// A worker that finds the store as trouble has left it.
+    /// Starts a worker on the store with its current faults.
     pub(super) async fn start_above(&mut self, store: &FaultyObjects, is_last: bool) {
         self.heal_the_store(store);
         let before = store.snapshot().await;
@@ -64,7 +64,8 @@ impl History {
         self.process = Some(process);
     }
 
-    /// Requests of a start fail: it ends, or says of what it cannot read that it may not be complete.
+    /// Lets requests of a start fail: the start fails, or marks unreadable shuffles as possibly
+    /// incomplete.
     fn refuse_some_reads(&mut self, store: &FaultyObjects) {
         let mut left = self.rng.random_range(0..12);
         store.set(move |call, _| {
@@ -111,8 +112,8 @@ impl History {
         self.excuse(key, now);
     }
 
-    /// An object is not what it was: of a segment, and of what stood behind it, blocks may be lost. A page whose other
-    /// object never arrived was not acknowledged, which cannot be told from one that was.
+    /// Records which blocks may be lost after an object changed: those of a segment and its
+    /// successors. A page whose other copy never arrived looks like an acknowledged one.
     fn excuse(&mut self, key: &str, now: &BTreeMap<String, Bytes>) {
         let (shuffle, name) = parse_key(ROOT, key).expect("the worker's keys");
         let other = match name {
@@ -128,7 +129,8 @@ impl History {
         self.excused |= !now.contains_key(&object_key(&shuffle_prefix(ROOT, &shuffle), other));
     }
 
-    /// None, or other bytes; of a segment those of its index: bytes of blocks are looked at when they are read.
+    /// Returns no bytes or other bytes. Of a segment only the index changes, because block bytes
+    /// are verified when they are read.
     fn damaged(&mut self, name: Name, bytes: &Bytes) -> Option<Bytes> {
         let mut bytes = bytes.to_vec();
         let first = match (name, bytes.last_chunk::<FOOTER_BYTES>()) {
@@ -152,8 +154,8 @@ impl History {
         }
     }
 
-    /// From now on requests fail now and then, also such as are done. No read, unless reads fail in this life; and who
-    /// waits for registrations and reports is not left waiting.
+    /// Lets requests fail occasionally, also those that take effect. Reads fail only if reads fail
+    /// in this process. Requests behind registrations and reports do not hang.
     pub(super) async fn break_the_store(&mut self, store: &FaultyObjects) {
         let (one_in, reads_fail) = (self.rng.random_range(1..4), self.reads_fail);
         let mut rng = StdRng::seed_from_u64(self.rng.random());
@@ -194,7 +196,7 @@ impl History {
         });
     }
 
-    /// What goes up when the worker dies is there, or is not, and nobody was told.
+    /// Loses responses of uploads when the worker ends, whether they were stored or not.
     pub(super) fn lose_answers(&mut self, store: &FaultyObjects) {
         let mut rng = StdRng::seed_from_u64(self.rng.random());
         let mutation = self.mutation;
@@ -209,14 +211,14 @@ impl History {
         });
     }
 
-    /// Everything was unregistered: nothing is left in the store.
+    /// Asserts that the store is empty after everything was unregistered.
     pub(super) async fn assert_empty(&self, store: &FaultyObjects) {
         let left = store.objects().await;
         assert!(left.is_empty(), "objects left: {left:?}");
     }
 }
 
-/// What the store does that is not as it should be.
+/// Returns the fault that a mutation causes.
 fn of_mutation(mutation: Mutation, call: Call, name: Option<Name>) -> Option<Fault> {
     let is_copy = call == Call::Put && matches!(name, Some(Name::Copy(_)));
     (mutation == Mutation::NoCopies && is_copy).then_some(Fault::Pretend)

@@ -1,4 +1,4 @@
-//! One life of a worker: the real service, memory, flusher and store over disks that outlive it.
+//! One worker process: the real service, memory, flusher and store over disks that survive it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,9 +25,9 @@ use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier};
 use super::history::Key;
 
 const CAPACITY: u64 = 1 << 20;
-/// Interval at which expired applications are looked for.
+/// Interval of the check for expired applications.
 pub(crate) const EXPIRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Where the worker's objects are.
+/// Prefix of the worker's objects.
 pub(crate) const ROOT: &str = "p/worker-1";
 
 pub(crate) struct Process {
@@ -39,7 +39,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts on `disks`, with faults that begin with the first operation.
+    /// Starts on `disks`. Their faults apply from the first operation.
     pub(crate) async fn start(
         disks: &[(Arc<MemoryDisk>, Faults)],
         local: LocalConfig,
@@ -47,14 +47,14 @@ impl Process {
         Self::of(ServiceBuilder { local, disks: disks.to_vec(), ..ServiceBuilder::default() }).await
     }
 
-    /// Starts above an object store, with faults that begin with the first request.
+    /// Starts on an object store. Its faults apply from the first request.
     pub(crate) async fn above(store: &FaultyObjects) -> Result<Self, StoreError> {
         let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
         let tier = objects(store, (&extents, &tasks), &registry).await?;
         Self::over(tier, tasks, registry).await
     }
 
-    /// Starts on `disks`, from which what is beyond `watermarks` is moved to an object store.
+    /// Starts on `disks`. Data above `watermarks` moves to an object store.
     pub(crate) async fn moving(
         disks: &[(Arc<MemoryDisk>, Faults)],
         local: LocalConfig,
@@ -104,12 +104,12 @@ impl Process {
         Ok(Self { service, memory, flusher, tasks, registry })
     }
 
-    /// Whether nothing is in memory any more.
+    /// Returns whether memory is empty.
     pub(crate) fn is_flushed(&self) -> bool {
         self.flusher.unfinished() == 0 && self.memory.block_count() == 0
     }
 
-    /// Brings everything to the disks if they let it within a while.
+    /// Flushes everything if the disks allow it within a while.
     pub(crate) async fn flush(&self) {
         for _ in 0..20 {
             self.flusher.flush_all();
@@ -120,17 +120,18 @@ impl Process {
         }
     }
 
-    /// Brings everything to the disks as a stop does.
+    /// Flushes everything as a stop does.
     pub(crate) async fn empty(&self) {
         self.flusher.empty(Instant::now() + Duration::from_secs(20)).await;
     }
 
-    /// The local tier.
+    /// Returns the local tier.
     pub(crate) fn store(&self) -> Arc<LocalStore> {
         self.flusher.tiers().find().expect("the worker has disks")
     }
 
-    /// What is worth it or not, a shuffle's small extents are copied together as far as the disks let it.
+    /// Copies small extents of a shuffle together regardless of the gain, as far as the disks
+    /// allow.
     pub(crate) fn rewrite(&self, (app, shuffle): Key) -> impl Future<Output = ()> + Send + use<> {
         let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle));
         let store = self.store();
@@ -141,7 +142,7 @@ impl Process {
         }
     }
 
-    /// The last that an orderly stop does.
+    /// Syncs as the last step of an orderly stop.
     pub(crate) async fn sync(&self) {
         let tiers = self.flusher.tiers();
         futures::future::join_all(tiers.iter().map(|tier| tier.sync(Duration::from_secs(10)))).await;
@@ -153,7 +154,7 @@ impl Process {
         value
     }
 
-    /// After the last app is gone.
+    /// Asserts that nothing remains after the last application has ended.
     pub(crate) fn assert_nothing_left(&self) {
         assert_eq!(self.flusher.unfinished(), 0, "batches left");
         assert_eq!(self.memory.budget().used(), 0, "bytes charged");

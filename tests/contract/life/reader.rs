@@ -1,5 +1,5 @@
-//! A reducer that follows the Java client step by step: memory until empty, index once, data segments. It may outlive
-//! the worker that it began with: its offsets stay invariants.
+//! A reducer that follows the Java client step by step: memory until empty, the index once, then
+//! data segments. It may outlive the worker that it began with, because offsets stay valid.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub(crate) struct Reader {
     epoch: u64,
     began: Now,
     read_buffer_size: i32,
-    /// What it must find, unless it is told of a loss.
+    /// Blocks that it must find, unless it is told of a loss.
     required: BTreeMap<i64, Vec<u8>>,
     found: BTreeMap<i64, Vec<u8>>,
     phase: Phase,
@@ -56,7 +56,7 @@ impl Reader {
         matches!(self.phase, Phase::Done)
     }
 
-    /// One RPC of the client. A reader whose shuffle was purged gives up, as does one that is told of a loss.
+    /// Sends one request of the client. Ends if the shuffle was purged or a loss is reported.
     pub(crate) async fn step(&mut self, history: &mut History) {
         if self.is_done() {
             return;
@@ -73,7 +73,7 @@ impl Reader {
         };
         match step {
             Err(error) => self.check_refusal(history, &error),
-            // A restart in between takes what was in memory: the client sees that blocks are missing and tries again.
+            // A restart in between loses memory: the client notices missing blocks and retries.
             Ok(()) if self.is_done() && self.began.life == history.life() => self.check_found(history),
             Ok(()) => {}
         }
@@ -82,7 +82,7 @@ impl Reader {
     fn check_found(&self, history: &History) {
         for (id, data) in &self.required {
             let found = self.found.get(id);
-            // What was given up after the reader had looked into memory is told to the next one.
+            // Data abandoned after the read of memory is reported to the next reader.
             let may_be_given_up = self.began.reads_fail || self.began.files_removed;
             if found.is_none() && may_be_given_up && history.is_told_lost(self.key, self.partition, *id) {
                 continue;
@@ -97,7 +97,7 @@ impl Reader {
         }
     }
 
-    /// Only a loss may refuse a read, and only one that can be true.
+    /// Checks that only a possible loss refuses a read.
     fn check_refusal(&self, history: &mut History, error: &ServiceError) {
         let now = history.now();
         let expected = &history.expected[&self.key];
@@ -107,9 +107,9 @@ impl Reader {
                 tracing::info!(target: "life", text, "a read is refused");
                 history.tally.reads_refused += 1;
             }
-            // Clients wait until a probe of the disk succeeds, and ask again.
+            // Clients retry until a probe of the disk succeeds.
             ServiceError::DiskHangs(_) => {}
-            // A disk that fails, or an index of a time when the missing disk was there.
+            // The disk fails, or the index was read while the missing disk was present.
             _ if now.has_holes() || self.began.has_holes() => {}
             other => panic!("a read failed: {other}"),
         }
@@ -194,7 +194,7 @@ impl Reader {
             let crc = u64_at(&records, record * RECORD + 16);
             let fits = crc == u64::from(crc32fast::hash(bytes));
             if !fits && history.now().has_holes() {
-                // A hole; the client sees that the checksum does not fit and gives up.
+                // A hole: the client notices the wrong checksum and ends.
                 self.required.clear();
                 return Ok(());
             }
@@ -227,8 +227,8 @@ fn check_gapless(records: &[u8], data_length: u64) {
     assert_eq!(end, data_length, "index and data length disagree");
 }
 
-/// What an index said once holds forever: the same block at the same place. Only a missing disk and one that fails
-/// leave holes, and the gap behind what may be on it is filled when it comes back.
+/// Checks that an index keeps every block at its place. Only missing and failing disks leave holes.
+/// A gap after their data is filled when they return.
 fn check_index(seen: &[u8], records: &[u8], may_have_holes: bool) {
     let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();
     for record in records.chunks(RECORD) {

@@ -1,5 +1,4 @@
-//! What a worker knows after a start is compared with what clients were told and with what the disks have, one block at a
-//! time.
+//! Compares a started worker block by block with the responses to its clients and with the disks.
 
 use std::collections::BTreeSet;
 
@@ -13,8 +12,8 @@ use super::fault_plan::hides;
 use super::history::{History, Key, LAYOUT};
 
 impl History {
-    /// Every acknowledged report is known or the results are refused by name, what the disks have is served, and only what
-    /// they do not have is lost.
+    /// Checks that acknowledged reports are known or results are refused with the name of the
+    /// shuffle, that stored blocks are served, and that only missing blocks are lost.
     pub(super) async fn check_recovered(&mut self, stored: &BTreeSet<(ShuffleKey, i32, BlockId)>) {
         let client = InProcess { service: self.service(), layout: LAYOUT };
         let mut keys: Vec<Key> = self.expected.keys().copied().collect();
@@ -29,7 +28,7 @@ impl History {
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
             let is_known = self.knows(&key);
             if findings.results_refused.is_some() && (!is_known || self.forgotten.contains(&name)) {
-                // Its job fails. What is known may be an earlier registration, or both.
+                // Its job fails. The worker may know an earlier registration, or both.
                 if is_known {
                     self.service().lifecycle.unregister_shuffle(name.0, name.1).expect("the app is known");
                 }
@@ -38,11 +37,11 @@ impl History {
                 self.tally.forgotten_shuffles += 1;
                 continue;
             }
-            // Of directories that went on one without the other, both may have given a place to other blocks. The job is
-            // told to run again, or what was or will be reported of them is lost by name.
+            // Directories that ran separately may have given one place to different blocks. The job
+            // is told to run again, or the reported blocks are listed as lost.
             let runs_again = self.diverged()
                 || refusal.is_some_and(|refusal| refusal.text().contains("run its application again"));
-            // With other bytes than were written an extent may be given up.
+            // An extent with wrong bytes may be abandoned.
             let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
             let intact = findings.intact;
             assert!(
@@ -52,7 +51,7 @@ impl History {
             let expected = self.expected.get_mut(&name).expect("a known key");
             if runs_again && !findings.withheld.is_empty() {
                 expected.lose_places();
-                // Readers of earlier lives end.
+                // Ends the readers of earlier processes.
                 self.next_epoch += 1;
                 expected.epoch = self.next_epoch;
             }
@@ -62,8 +61,8 @@ impl History {
         }
     }
 
-    /// Whether directories went on one without the other. Of a shuffle that has moved the store proves all that it said: then its
-    /// results are not refused for that.
+    /// Returns whether directories ran separately. The store proves a moved shuffle complete, so
+    /// its results are not refused.
     fn diverged(&self) -> bool {
         let tiers = self.process().flusher.tiers();
         let gap = tiers.metadata().filter(|_| self.objects.is_some()).and_then(|tier| tier.metadata_gap());
@@ -75,13 +74,13 @@ impl History {
         app.is_some_and(|app| app.shuffle(key.shuffle).is_some())
     }
 
-    /// What the disks have that are there in this life.
+    /// Returns the blocks on the disks that are present.
     pub(super) fn stored_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         let stored = stored_blocks(&self.readable_files());
         stored.into_iter().map(|block| (block.key, block.partition, block.id)).collect()
     }
 
-    /// The worker is to find no index, and so to call everything lost.
+    /// Removes all indexes, so that the worker reports everything as lost.
     pub(super) fn remove_indexes(&self) {
         for disk in &self.disks {
             let mut files = disk.files();
@@ -90,7 +89,7 @@ impl History {
         }
     }
 
-    /// The files that can be found in this life.
+    /// Returns the files that the current process can find.
     fn readable_files(&self) -> Vec<Files> {
         let mut files: Vec<Files> = self.disks.iter().map(|disk| disk.snapshot()).collect();
         if let Some((disk, intact)) = &self.claim {

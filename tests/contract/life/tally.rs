@@ -1,8 +1,8 @@
-//! What histories did, so that a model that no longer reaches something is noticed.
+//! Counts of events in simulated runs, to notice a model that no longer reaches an event.
 
 macro_rules! tally {
     ($($name:ident),* $(,)?) => {
-        /// Counts of one history, or of many.
+        /// Counts of one run or of many.
         #[derive(Debug, Default, Clone, Copy)]
         pub(crate) struct Tally {
             $(pub(crate) $name: u64,)*
@@ -13,7 +13,7 @@ macro_rules! tally {
                 $(self.$name += other.$name;)*
             }
 
-            /// Names of what never happened, without those that happen `elsewhere`.
+            /// Returns the names of events that never happened, except those of `elsewhere`.
             pub(crate) fn never(&self, elsewhere: &[&[&str]]) -> Vec<&'static str> {
                 let figures = [$((stringify!($name), self.$name)),*];
                 let here = figures.into_iter().filter(|(name, _)| !elsewhere.iter().any(|of| of.contains(name)));
@@ -74,11 +74,11 @@ tally!(
     hung_stores,
 );
 
-/// What happens above object stores only.
+/// Events that need an object store without disks.
 pub(crate) const OBJECT_EVENTS: &[&str] =
     &["refused_starts", "missing_objects", "damaged_objects", "earlier_objects"];
 
-/// What happens where data is moved from disks to a store only.
+/// Events that need moves from disks to an object store.
 pub(crate) const MOVE_EVENTS: &[&str] = &[
     "moved_bytes",
     "failed_moves",
@@ -89,10 +89,10 @@ pub(crate) const MOVE_EVENTS: &[&str] = &[
     "hung_stores",
 ];
 
-/// What happens where data is moved to a store that does things late only.
+/// Events that need a store that delivers requests late.
 pub(crate) const LATE_EVENTS: &[&str] = &["late_requests"];
 
-/// What happens on disks only.
+/// Events that need disks.
 pub(crate) const DISK_EVENTS: &[&str] = &[
     "upgrades_beside",
     "upgrades",
@@ -111,8 +111,9 @@ pub(crate) const DISK_EVENTS: &[&str] = &[
     "unmounted_starts",
 ];
 
-/// What does not happen where objects are damaged: which directories the store knows is not certain then.
+/// Events that need intact objects. With damaged ones it is unclear which directories the store
+/// knows.
 pub(crate) const UNMOUNTED_EVENTS: &[&str] = &["unmounted_starts", "unmounted_refusals"];
 
-/// What happens on disks without an object store only.
+/// Events that need disks without an object store.
 pub(crate) const DISKS_ALONE_EVENTS: &[&str] = &["removed_files", "stops_above_watermark"];

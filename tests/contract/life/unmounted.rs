@@ -1,4 +1,4 @@
-//! Disks that are not mounted at one start and are at the next, and a store that hangs while tasks report.
+//! Disks that are unmounted at one start only, and a store that hangs while tasks report.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -14,12 +14,13 @@ use super::Mutation;
 use super::history::{APPS, History, Key, new_disks};
 use super::process::ROOT;
 
-/// A report of a shuffle of which the store has nothing takes less.
+/// Limit for a report of a shuffle that has nothing in the store.
 const REPORT_DEADLINE: Duration = Duration::from_secs(5);
 
 impl History {
-    /// A worker starts on empty directories, between two lives on the disks. What it is told there costs the disks nothing. Where the store has a
-    /// part of what is on the disks, it starts only if the operator insists.
+    /// Starts a worker on empty directories between two processes on the disks, which must lose
+    /// nothing. If the store has some of the shuffles on the disks, the start needs the operator's
+    /// override.
     pub(super) async fn start_unmounted(&mut self) {
         let is_used = self.disks.iter().any(|disk| !disk.files().is_empty());
         if !is_used || self.damages_objects() {
@@ -60,7 +61,7 @@ impl History {
         process.tasks.drained().await;
     }
 
-    /// Tasks report to it, of shuffles that it knows.
+    /// Reports to it from tasks of the shuffles that it knows.
     async fn live_unmounted(&mut self) {
         self.is_unmounted = true;
         let service = self.service();
@@ -81,7 +82,8 @@ impl History {
         self.is_unmounted = false;
     }
 
-    /// The store hangs while tasks of all shuffles report. Those of which it has nothing do not wait for it.
+    /// Lets the store hang while tasks of all shuffles report. Shuffles without objects do not
+    /// wait.
     pub(super) async fn hang_the_store(&mut self) {
         let Some(store) = self.store().filter(|_| self.has_disks()) else { return };
         self.heal_the_disks().await;
@@ -92,13 +94,13 @@ impl History {
             .map(|(name, _)| (name.key.app.as_str().to_owned(), name.key.shuffle.0))
             .collect();
         store.set(|call, _| if call == Call::Get { Fault::None } else { Fault::Hold });
-        // Moves begin meanwhile.
+        // Moves begin in the meantime.
         tokio::time::sleep(Duration::from_secs(2)).await;
         let mut unmoved: Vec<Key> = self.expected.keys().copied().collect();
         unmoved.sort_unstable();
         unmoved
             .retain(|(app, shuffle)| APPS.contains(app) && !moved.contains(&((*app).to_owned(), *shuffle)));
-        // Of an earlier registration something may be there.
+        // The store may have objects of an earlier registration.
         unmoved.retain(|key| !self.expected[key].is_again);
         for key in unmoved {
             let reported = tokio::time::timeout(REPORT_DEADLINE, self.report_of(key, true)).await;
