@@ -1,7 +1,8 @@
-//! P7: a burst of four times the memory against a disk that is slower than its writers, by the clock of a simulated device.
+//! A burst of four times the memory against a disk that is slower than its writers, on the clock of
+//! a simulated device.
 //!
-//! Scale does not matter, only how long the disk needs for all of the memory, here two seconds as for 1 GB at 0.5 GB/s, and how
-//! small a batch is beside it. The figure of docs/benchmarks.md is printed by `cargo test --test contract burst -- --nocapture`.
+//! Only the time to write all memory matters, here two seconds, and a batch that is small beside
+//! it. `cargo test --test contract burst -- --nocapture` prints the figure of docs/benchmarks.md.
 
 use std::sync::Arc;
 
@@ -23,11 +24,11 @@ use super::grpc::fixture::key;
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 64 * MIB;
-/// What the disk writes in a second.
+/// Bytes that the disk writes per second.
 const SPEED: u64 = CAPACITY / 2;
 const BATCH: u64 = CAPACITY / 16;
 const WRITERS: i64 = 8;
-/// Sends of a MiB each, of each writer.
+/// Sends of one MiB of each writer.
 const SENDS: i64 = 32;
 
 async fn service(page_cache_bytes: u64) -> ServiceFixture {
@@ -46,7 +47,7 @@ async fn service(page_cache_bytes: u64) -> ServiceFixture {
     fixture
 }
 
-/// Sends a MiB to a partition; what is refused comes again after a second, as clients do.
+/// Sends one MiB to a partition. Retries a refused send after a second, as clients do.
 async fn send(client: &InProcess, key: &ShuffleKey, (partition, number): (i32, i64)) {
     let (app, shuffle, waiting) = (key.app.as_str(), key.shuffle.0, Semaphore::new(1));
     let request =
@@ -68,13 +69,14 @@ async fn send(client: &InProcess, key: &ShuffleKey, (partition, number): (i32, i
 }
 
 #[expect(clippy::print_stdout, reason = "the figure of docs/benchmarks.md")]
-/// How many times as fast as the disk a burst of four times the memory is taken.
+/// Returns the speed of accepting a burst of four times the memory, as a multiple of the disk's
+/// speed.
 async fn speed_of_a_burst(page_cache_bytes: u64) -> f64 {
     let fixture = service(page_cache_bytes).await;
     let (key, layout) = (key("app-1", 1), IdLayout::SPARK);
     let client = Arc::new(InProcess { service: Arc::clone(&fixture.service), layout });
     client.register(&key, i32::try_from(WRITERS).unwrap()).await.unwrap();
-    // How fast the disk is, is known of what it wrote before.
+    // The worker estimates the disk's speed from earlier writes.
     for number in 0..4 {
         send(&client, &key, (0, 1 << 40 | number)).await;
     }
@@ -106,7 +108,7 @@ async fn speed_of_a_burst(page_cache_bytes: u64) -> f64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn p7_a_burst_of_four_times_the_memory_is_taken_at_three_times_the_speed_of_the_disk() {
+async fn burst_is_accepted_at_three_times_the_disk_speed() {
     let (without, with) = (speed_of_a_burst(0).await, speed_of_a_burst(4 * CAPACITY).await);
     assert!(without < 2.0, "{without}: that is what the disk and the memory take");
     assert!(with >= 3.0, "{with}");

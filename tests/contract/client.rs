@@ -1,4 +1,5 @@
-//! The client against real workers in this process, over real sockets. Every wait has a deadline.
+//! The client crate against real workers in this process, over real sockets. Every wait has a
+//! deadline.
 
 #[path = "../../crates/uniffle-client/examples/word_count.rs"]
 mod word_count;
@@ -31,7 +32,7 @@ struct Node {
 }
 
 impl Node {
-    /// A worker on free ports with its own directory.
+    /// Starts a worker on free ports with its own directory.
     async fn start(capacity: &str, top: &str, tables: &str) -> Self {
         let dir = tempfile::Builder::new().prefix("uniffle-client-").tempdir().unwrap();
         let top = format!("urpc_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}");
@@ -44,7 +45,7 @@ impl Node {
         self.worker.addresses().grpc.to_string()
     }
 
-    /// As in assignments.
+    /// Returns the id that assignments contain.
     fn id(&self) -> String {
         let addresses = self.worker.addresses();
         format!("127.0.0.1-{}-{}", addresses.grpc.port(), addresses.tcp.unwrap().port())
@@ -72,7 +73,7 @@ fn options() -> ClientOptions {
     }
 }
 
-/// The content of block `sequence` of a task.
+/// Returns the content of block `sequence` of a task.
 fn content(partition: i32, task: i64, sequence: u32, length: u32) -> Bytes {
     let blocks = BlockGenerator::new(5, IdLayout::SPARK);
     blocks.block(PartitionId(partition), TaskAttemptId(task), sequence, length).data
@@ -89,7 +90,7 @@ async fn write_task(shuffle: &Shuffle, task: i64, partitions: i32, blocks: u32, 
     assert_eq!(totals.blocks, u64::from(blocks) * u64::try_from(partitions).unwrap());
 }
 
-/// Reads partitions `0..partitions`, which have `blocks` blocks of each of `tasks`.
+/// Reads partitions `0..partitions`, which contain `blocks` blocks of each of `tasks`.
 async fn assert_reads(shuffle: &Shuffle, tasks: &[i64], partitions: i32, blocks: u32, length: u32) {
     for partition in 0..partitions {
         let reader = shuffle.reader(PartitionId(partition), &TaskFilter::all()).await.unwrap();
@@ -107,9 +108,10 @@ async fn assert_reads(shuffle: &Shuffle, tasks: &[i64], partitions: i32, blocks:
     }
 }
 
-/// 32 MB go through a memory of 16 MiB, so a part of them is read from disk; over either transport.
+/// Sends 32 MB through 16 MiB of memory, so that part of it is read from disk, over both
+/// transports.
 #[tokio::test(flavor = "multi_thread")]
-async fn one_worker_over_both_transports_from_memory_and_disk() {
+async fn blocks_are_read_from_memory_and_disk_over_both_transports() {
     const LENGTH: u32 = 100_000;
     let node = Node::start("16MiB", "", "").await;
     for (transport, id) in [(Transport::Grpc, "both-grpc"), (Transport::Tcp, "both-tcp")] {
@@ -119,7 +121,7 @@ async fn one_worker_over_both_transports_from_memory_and_disk() {
         write_task(&small, 1, 2, 3, 1000).await;
         assert_reads(&small, &[1], 2, 3, 1000).await;
 
-        // Another process writes and reads with the handle alone.
+        // Another process writes and reads with only the handle.
         let large = application.register_shuffle(ShuffleId(1), 4).await.unwrap();
         let handle = ShuffleHandle::decode(&large.handle().encode()).unwrap();
         let elsewhere = Cluster::new([node.address()], ClientOptions { transport, ..options() }).unwrap();
@@ -128,7 +130,7 @@ async fn one_worker_over_both_transports_from_memory_and_disk() {
         tokio::join!(write_task(&one, 1, 4, 40, LENGTH), write_task(&two, 2, 4, 40, LENGTH));
         assert_reads(&large, &[1, 2], 4, 40, LENGTH).await;
 
-        // A reader of some tasks gets theirs.
+        // A filtered reader receives the blocks of its tasks.
         let filter = TaskFilter::of([TaskAttemptId(2)]);
         let read = large.reader(PartitionId(3), &filter).await.unwrap().read_all().await.unwrap();
         assert_eq!(read.len(), 40);
@@ -140,9 +142,9 @@ async fn one_worker_over_both_transports_from_memory_and_disk() {
     node.stop().await;
 }
 
-/// A replica that stops between write and read, or before a write, costs nothing but time.
+/// A replica that stops before a write, or between write and read, only costs time.
 #[tokio::test(flavor = "multi_thread")]
-async fn three_replicas_outlive_one_worker() {
+async fn three_replicas_survive_one_stopped_worker() {
     let first = Node::start("32MiB", "", "").await;
     let quorum = format!("coordinator_quorum = [\"{}\"]\n", first.address());
     let (second, third) = (Node::start("32MiB", &quorum, "").await, Node::start("32MiB", &quorum, "").await);
@@ -165,7 +167,7 @@ async fn three_replicas_outlive_one_worker() {
     write_task(&shuffle, 2, 6, 4, 10_000).await;
     assert_reads(&shuffle, &[1, 2], 6, 4, 10_000).await;
 
-    // With two of three gone neither a write nor a read has its quorum, and both say so.
+    // Without two of three replicas, writes and reads have no quorum and fail.
     third.stop().await;
     let mut writer = shuffle.writer(TaskAttemptId(3)).unwrap();
     writer.write(PartitionId(0), content(0, 3, 0, 100)).await.unwrap();
@@ -177,7 +179,7 @@ async fn three_replicas_outlive_one_worker() {
     first.stop().await;
 }
 
-/// Registers when the coordinator knows of enough servers.
+/// Registers as soon as the coordinator knows enough servers.
 async fn until_registered(application: &uniffle_client::Application, servers: usize) -> Shuffle {
     let start = Instant::now();
     loop {
@@ -193,12 +195,12 @@ async fn until_registered(application: &uniffle_client::Application, servers: us
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_quorum_answers_as_long_as_one_coordinator_does() {
+async fn silent_coordinator_does_not_prevent_registration() {
     let node = Node::start("16MiB", "", "").await;
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let refusing = closed.local_addr().unwrap().to_string();
     drop(closed);
-    // Connections are accepted by the kernel, and no answer ever comes.
+    // The kernel accepts connections, but nobody responds.
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addresses = [refusing.clone(), silent.local_addr().unwrap().to_string(), node.address()];
     let quick = ClientOptions { rpc_timeout: Duration::from_secs(2), ..options() };
@@ -220,7 +222,7 @@ async fn a_quorum_answers_as_long_as_one_coordinator_does() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn missing_blocks_are_named() {
+async fn missing_blocks_are_listed_in_error() {
     let node = Node::start("16MiB", "", "").await;
     let cluster = Cluster::new([node.address()], options()).unwrap();
     let application = cluster.application("missing").await.unwrap();
@@ -298,7 +300,7 @@ impl RemoteFile for FakeFile {
 }
 
 impl FakeFiles {
-    /// A pair of files as a server writes them.
+    /// Adds a pair of files as a server writes them.
     fn add(&mut self, stem: &str, blocks: &[&Block]) {
         let (mut index, mut data) = (Vec::new(), Vec::new());
         for block in blocks {
@@ -310,9 +312,9 @@ impl FakeFiles {
     }
 }
 
-/// What is neither in memory nor on the worker's disk is found in the remote files of that worker.
+/// Reads blocks that are neither in memory nor on disk from the remote files of their worker.
 #[tokio::test(flavor = "multi_thread")]
-async fn remote_files_are_read_behind_the_workers() {
+async fn evicted_blocks_are_read_from_remote_files() {
     const ROOT: &str = "hdfs://namenode:8020/rss";
     let tables = format!("[embedded_coordinator]\nremote_storage_path = [\"{ROOT}\"]\n");
     let node = Node::start("16MiB", "", &tables).await;
@@ -324,7 +326,7 @@ async fn remote_files_are_read_behind_the_workers() {
     let stem = |server: &str, number: u32| format!("{ROOT}/remote/0/1-1/{server}_{number}_0");
     files.add(&stem(&node.id(), 0), &[&blocks[0], &blocks[1]]);
     files.add(&stem(&node.id(), 1), &[&blocks[1], &blocks[2]]);
-    // Damaged data, data that is not all there yet, and half a record.
+    // Damaged data, missing data and half a record.
     files.add(&stem(&node.id(), 2), &[&blocks[3], &blocks[4]]);
     files.add(&stem(&node.id(), 3), &[&blocks[3], &blocks[4]]);
     let damage = |files: &mut FakeFiles, name: String, change: fn(&mut Vec<u8>)| {
@@ -335,7 +337,7 @@ async fn remote_files_are_read_behind_the_workers() {
     damage(&mut files, stem(&node.id(), 2) + ".data", |bytes| bytes[0] ^= 1);
     damage(&mut files, stem(&node.id(), 3) + ".data", |bytes| bytes.truncate(600));
     damage(&mut files, stem(&node.id(), 3) + ".index", |bytes| bytes.extend([0; 13]));
-    // Without its data, and of another server whose id begins alike.
+    // An index without data, and a file of another server whose id has the same prefix.
     files.0.insert(stem(&node.id(), 4) + ".index", Bytes::new());
     files.add(&stem(&(node.id() + "9"), 0), &[&blocks[5]]);
 
@@ -371,7 +373,7 @@ async fn remote_files_are_read_behind_the_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_example_counts_words() {
+async fn example_counts_words() {
     let node = Node::start("16MiB", "", "").await;
     for transport in [Transport::Grpc, Transport::Tcp] {
         let options = ClientOptions { transport, ..options() };

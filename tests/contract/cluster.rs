@@ -1,5 +1,8 @@
-//! Workers and coordinators together: two workers of which one is the other's coordinator, three of which two are, and a
-//! worker whose coordinators misbehave. All in this process, over real sockets; every wait has a deadline.
+//! Workers and coordinators together, in this process and over real sockets. Every wait has a
+//! deadline.
+//!
+//! The clusters are two workers with one coordinator, three with two, and one whose coordinators
+//! fail.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
@@ -23,10 +26,10 @@ use uniffle_worker::server::Worker;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Heartbeats that a test does not wait for.
+/// Interval of heartbeats that no test waits for.
 const OFTEN: &str = "heartbeat_interval_seconds = \"100ms\"";
 
-/// A worker on ports and in a directory of its own.
+/// Starts a worker on its own ports and directory.
 async fn worker(directory: &Path, top: &str, tables: &str) -> Worker {
     let top = format!("{OFTEN}\n{top}");
     let local = "healthy_check_min_disks = 1";
@@ -81,7 +84,7 @@ fn servers(answer: &proto::GetShuffleAssignmentsResponse) -> HashSet<String> {
 }
 
 #[tokio::test]
-async fn a_worker_is_the_coordinator_of_another() {
+async fn worker_coordinates_another_worker() {
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
     let embedded = "[embedded_coordinator]\nnode_timeout_sec = 2\nremote_storage_path = [\"hdfs://nn:8020/rss\"]\n\
                     remote_storage_conf = { nn = \"a=b,c\" }\nclient_conf = { \"rss.x.y\" = 5 }\n";
@@ -116,7 +119,7 @@ async fn a_worker_is_the_coordinator_of_another() {
     assert_eq!(storage.path, "hdfs://nn:8020/rss");
     assert_eq!(storage.remote_storage_conf[0].value, "b,c");
 
-    // A decommissioned worker gets nothing new, and a stopped one is forgotten.
+    // A decommissioned worker gets no new assignments, and a stopped one is removed.
     let address = format!("http://{}", b.addresses().grpc);
     let mut internal = ShuffleServerInternalClient::connect(address).await.expect("a connection");
     internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
@@ -132,9 +135,9 @@ async fn a_worker_is_the_coordinator_of_another() {
     assert_eq!(a.stop().await, 0);
 }
 
-/// F11: who joins is sent the data of applications and is asked over HTTP.
+/// A worker that joins receives application data and HTTP requests.
 #[tokio::test]
-async fn f11_a_worker_of_another_machine_joins_from_networks_that_are_named_only() {
+async fn worker_joins_from_allowed_networks_only() {
     let forged = proto::ShuffleServerHeartBeatRequest {
         server_id: Some(proto::ShuffleServerId {
             id: "10.6.6.6-21100".to_owned(),
@@ -165,7 +168,7 @@ async fn f11_a_worker_of_another_machine_joins_from_networks_that_are_named_only
 }
 
 #[tokio::test]
-async fn a_cluster_of_workers_alone_goes_on_when_a_coordinator_dies() {
+async fn cluster_continues_after_a_coordinator_dies() {
     let directories: Vec<_> = (0..3).map(|_| tempfile::tempdir().expect("a dir")).collect();
     let ports = [free_port(), free_port()];
     let members = ports.map(|port| format!("127.0.0.1:{port}"));
@@ -184,7 +187,7 @@ async fn a_cluster_of_workers_alone_goes_on_when_a_coordinator_dies() {
     let cluster = Cluster::new(&members, options).expect("a quorum");
     let application = cluster.application("app-1").await.expect("registered");
     write_and_read(&application, ShuffleId(0)).await;
-    // Each coordinator has heard of the application's data, on all workers that have some.
+    // Each coordinator knows the application's data on all workers.
     let start = Instant::now();
     let view = loop {
         let view = cluster_view(&b).await;
@@ -216,14 +219,14 @@ async fn a_cluster_of_workers_alone_goes_on_when_a_coordinator_dies() {
     assert_eq!(until_nodes(&mut of_b, 2).await.len(), 2);
     write_and_read(&application, ShuffleId(1)).await;
     assert_eq!(cluster_view(&b).await["lost"].as_array().map(Vec::len), Some(0), "it left in order");
-    // One of its servers is gone.
+    // One of the servers has stopped.
     drop(application.unregister().await);
     drop((of_b, cluster));
     assert_eq!(c.stop().await, 0);
     assert_eq!(b.stop().await, 0);
 }
 
-/// A shuffle of four partitions with a block each.
+/// Writes and reads a shuffle of four partitions with a block each.
 async fn write_and_read(application: &Application, id: ShuffleId) {
     let shuffle = application.register_shuffle(id, 4).await.expect("a shuffle");
     let mut writer = shuffle.writer(TaskAttemptId(0)).expect("a writer");
@@ -239,7 +242,7 @@ async fn write_and_read(application: &Application, id: ShuffleId) {
     }
 }
 
-/// One worker with a coordinator tells of the application at all; one without says that it cannot.
+/// A worker with a coordinator shows the whole application. One without says that it cannot.
 async fn assert_explained(with: &Worker, without: &Worker, view: &Value) {
     let it = api(with, "cluster/apps/app-1/explain").await;
     assert_eq!(
@@ -274,7 +277,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// A port of our own.
+/// Binds a free port.
 async fn listener() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
     let address = listener.local_addr().expect("bound");
@@ -282,17 +285,18 @@ async fn listener() -> (TcpListener, SocketAddr) {
 }
 
 #[tokio::test]
-async fn coordinators_that_misbehave_delay_and_stop_nothing() {
+async fn failing_coordinators_do_not_delay_the_worker() {
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
-    // Accepted by the kernel and never read: half open. Closed again: refusing. And one that comes late.
+    // A half-open coordinator that never reads, one that refuses connections, and one that starts
+    // late.
     let (_half_open, silent) = listener().await;
     let (closed, refusing) = listener().await;
     drop(closed);
-    // No process listens there until the worker below does, and the system gives it to no other.
+    // The port stays reserved until the worker below listens on it.
     let late = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let quorum = format!("coordinator_quorum = [\"{silent}\", \"{refusing}\", \"{late}\"]");
     let b = worker(dir_b.path(), &quorum, "").await;
-    // It serves although no coordinator ever answered.
+    // The worker serves although no coordinator ever responded.
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc))
         .expect("an address");
     channel.connect().await.expect("the listener is open");
@@ -307,11 +311,11 @@ async fn coordinators_that_misbehave_delay_and_stop_nothing() {
 }
 
 #[tokio::test]
-async fn coordinators_that_answer_badly_are_told_again_and_delay_no_other() {
+async fn failed_heartbeats_are_retried_per_coordinator() {
     let mut good = CoordinatorDouble::start(Manner::Well).await;
     let mut refusing = CoordinatorDouble::start(Manner::Refusing(StatusCode::AccessDenied)).await;
     let mut failing = CoordinatorDouble::start(Manner::Failing).await;
-    // Longer than the interval, which is the deadline of a heartbeat: its answers come too late.
+    // Slower than the interval, which is the deadline of a heartbeat.
     let mut slow = CoordinatorDouble::start(Manner::Slow(Duration::from_secs(3600))).await;
     let doubles = [&good, &refusing, &failing, &slow].map(|double| format!("\"{}\"", double.address));
     let directory = tempfile::tempdir().expect("a dir");
@@ -342,10 +346,10 @@ async fn coordinators_that_answer_badly_are_told_again_and_delay_no_other() {
 }
 
 #[tokio::test]
-async fn coordinators_hear_at_once_that_the_last_application_has_gone() {
+async fn end_of_last_app_triggers_heartbeat() {
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let directory = tempfile::tempdir().expect("a dir");
-    // The next regular heartbeat comes an hour later.
+    // The next regular heartbeat is an hour away.
     let top =
         format!("coordinator_quorum = [\"{}\"]\nheartbeat_interval_seconds = 3600", coordinator.address);
     let data = [directory.path().join("data")];
@@ -376,7 +380,7 @@ async fn coordinators_hear_at_once_that_the_last_application_has_gone() {
     coordinator.stop().await;
 }
 
-/// As a heartbeat has it: N16.
+/// Returns the TCP port of a heartbeat.
 fn netty_port(worker: &Worker) -> i32 {
     worker.addresses().tcp.map_or(-1, |address| i32::from(address.port()))
 }

@@ -1,4 +1,4 @@
-//! One suite over every disk, the real ones and those of the testkit: what the store relies on.
+//! One suite for every disk, real ones and test doubles: the behaviour that the store relies on.
 
 use std::io;
 use std::path::Path;
@@ -57,7 +57,7 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     let outside = ReadTarget::one(Box::new(vec![0; 4]), 2..8, 0);
     assert_eq!(reader.read(outside).await.1.unwrap_err().kind(), io::ErrorKind::InvalidInput);
 
-    // Also beyond the end of the file, in any order, and again.
+    // Ranges beyond the end of the file, in any order and repeated.
     reader.advise(vec![4096..24_576, 1..2, 0..300_000, 1 << 40..(1 << 40) + 1, 5..5]).await.unwrap();
     reader.advise(Vec::new()).await.unwrap();
     assert_eq!(read(&reader, 3, 10).await.unwrap(), bytes[3..13]);
@@ -94,7 +94,7 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     names_and_locks(&disk).await;
 }
 
-/// `file` has `bytes` from 4,096 on.
+/// Checks that `file` contains `bytes` from 4,096 on.
 async fn read_in_parts(file: &Arc<dyn File>, bytes: &[u8]) {
     let parts = [(4096u64, 0..5000), (20_000, 5001..6001), (4096, 6001..6001), (4097, 6001..9000)];
     let parts = |end| {
@@ -133,25 +133,25 @@ async fn names_and_locks(disk: &Arc<dyn Disk>) {
 }
 
 #[tokio::test]
-async fn memory_disk() {
+async fn memory_disk_fulfils_the_contract() {
     suite(Arc::new(MemoryDisk::new("/memory", None)), false).await;
 }
 
 #[tokio::test]
-async fn fault_disk_without_faults() {
+async fn fault_disk_without_faults_fulfils_the_contract() {
     let disk = Arc::new(MemoryDisk::new("/memory", None));
     suite(Arc::new(FaultDisk::new(disk, Faults::default())), false).await;
 }
 
 #[tokio::test]
-async fn real_disk_buffered_and_direct() {
+async fn real_disk_fulfils_the_contract_buffered_and_direct() {
     for direct in [false, true] {
         let root = tempfile::tempdir().unwrap();
         suite(Arc::new(BlockingDisk::new(root.path(), 2, 2)), direct).await;
     }
 }
 
-/// Changes a named file at a path in each way that its writer must notice before it acknowledges more.
+/// Accepts both errors: of a kernel without io_uring and of a system that forbids it.
 async fn changed_files_are_noticed(disk: &dyn Disk, directory: &Path) {
     let path = directory.join("log");
     let changes: [fn(&Path); 5] = [
@@ -198,7 +198,7 @@ async fn append_over_io_uring_fails_when_its_file_was_changed() {
 
 #[cfg(feature = "io-uring")]
 #[tokio::test]
-async fn io_uring_buffered_and_direct() {
+async fn io_uring_fulfils_the_contract_buffered_and_direct() {
     for direct in [false, true] {
         let root = tempfile::tempdir().unwrap();
         match uring::UringDisk::new(BlockingDisk::new(root.path(), 2, 2)) {
@@ -216,7 +216,7 @@ fn without_io_uring(error: &io::Error) {
 }
 
 #[tokio::test]
-async fn a_full_memory_disk_stores_what_fits() {
+async fn full_memory_disk_stores_a_partial_write() {
     let disk = MemoryDisk::new("/memory", Some(10));
     let file =
         disk.open_write(Path::new("f"), WriteOpen { create: true, ..WriteOpen::default() }).await.unwrap();
@@ -230,7 +230,7 @@ async fn a_full_memory_disk_stores_what_fits() {
 }
 
 #[tokio::test]
-async fn a_hung_write_lands_when_it_is_released_although_its_caller_is_gone() {
+async fn hung_write_completes_after_its_caller_is_dropped() {
     let memory = Arc::new(MemoryDisk::new("/memory", None));
     let faults = Faults::default();
     let disk = FaultDisk::new(Arc::clone(&memory) as Arc<dyn Disk>, faults.clone());
@@ -266,7 +266,7 @@ async fn seeded_faults_repeat() {
 }
 
 #[tokio::test]
-async fn a_memory_disk_keeps_what_was_synced_and_may_lose_the_rest() {
+async fn memory_disk_loses_only_unsynced_data() {
     let path = Path::new("a/f");
     let (mut shorter, mut zeroed, mut whole, mut nameless) = (0, 0, 0, 0);
     for seed in 0..200 {
@@ -296,7 +296,7 @@ async fn a_memory_disk_keeps_what_was_synced_and_may_lose_the_rest() {
 }
 
 #[tokio::test]
-async fn a_sync_that_failed_is_not_made_good_by_the_next() {
+async fn failed_sync_is_not_repaired_by_the_next() {
     let path = Path::new("f");
     let disk = MemoryDisk::new("/memory", None);
     let file = disk.open_write(path, WriteOpen { create: true, ..WriteOpen::default() }).await.unwrap();

@@ -1,5 +1,5 @@
-//! The metrics and their documentation: `docs/metrics.md` is what the tables in the code say, and a worker exports
-//! exactly that.
+//! The metrics and their page: `docs/metrics.md` matches the tables in the code, and a worker
+//! exports exactly these metrics.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
@@ -23,15 +23,15 @@ use uniffle_worker::tiers::{HdfsStore, LocalStore, RemoteStorage};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What is exported once data is in HDFS, of which there is none here; `tests/hdfs/tiers.rs` looks for it.
+/// Exported once HDFS contains data, which `tests/hdfs/tiers.rs` checks.
 const OF_DATA_IN_HDFS: &str = "topN_of_on_hadoop_data_size_for_app";
 
-/// What is exported once something was asked of an object store; a worker above one is in `grpc/objects.rs`.
+/// Exported after a request to an object store, which `grpc/objects.rs` checks.
 const OF_REQUESTS_FOR_OBJECTS: &str = "object_store_request_duration_seconds";
 
 const PAGE: &str = "docs/metrics.md";
 
-/// What stands before the tables.
+/// Text before the tables.
 const INTRODUCTION: &str = "# Metrics
 
 <!-- Generated: `UPDATE_DOCS=1 cargo test --test contract metrics` writes this page from the tables in the code. -->
@@ -52,7 +52,7 @@ Those of `tiers::hdfs` and `tiers::object`, and those of `flush` that name a tie
 `coordinator::embedded` where the worker is a coordinator, and those of `coordinator::heartbeat` with a `coordinator_quorum`.
 ";
 
-/// All of them: those of the tables, and the process's, which the client library brings along.
+/// Returns all metrics: those of the tables and those of the process from the client library.
 fn described() -> Vec<Description> {
     let process = uniffle_worker::metrics::registry().expect("a registry").gather();
     let process = process.iter().map(|family| Description {
@@ -74,7 +74,7 @@ fn kind(family: &MetricFamily) -> &'static str {
     }
 }
 
-/// The page, a table per module.
+/// Returns the page, with a table per module.
 fn page(metrics: &[Description]) -> String {
     let mut page = INTRODUCTION.to_owned();
     let module =
@@ -93,7 +93,7 @@ fn page(metrics: &[Description]) -> String {
 }
 
 #[test]
-fn the_page_is_current() {
+fn metrics_page_is_current() {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE);
     let page = page(&described());
     if std::env::var_os("UPDATE_DOCS").is_some() {
@@ -103,7 +103,7 @@ fn the_page_is_current() {
     assert!(current, "{PAGE} is not what the tables say: UPDATE_DOCS=1 cargo test --test contract metrics");
 }
 
-/// What the worker answers: name, type and help, and how often each stands there.
+/// Returns name, type and help of every exported metric, with the number of occurrences.
 async fn scrape(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     let mut stream = tokio::net::TcpStream::connect(worker.addresses().http).await.expect("a connection");
     stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n").await.expect("sent");
@@ -130,7 +130,8 @@ async fn worker(directory: &std::path::Path, store_type: &str, top: &str) -> Wor
     lines.start(&[directory.join("data")]).await
 }
 
-/// A shuffle is written, flushed, read from disk, and forgotten. Returns what was exported while its app was known.
+/// Writes, flushes, reads and unregisters a shuffle. Returns the metrics while its application was
+/// known.
 async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     let client = ShuffleClient::connect(worker.addresses().grpc).await.expect("a connection");
     let key = ShuffleKey::new(AppId::parse("app").expect("an id"), ShuffleId(1));
@@ -157,7 +158,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     exported
 }
 
-/// A worker above an object store, and what the tier counts, also one with local disks.
+/// Starts a worker on an object store, which also exports the metrics of that tier.
 #[cfg(feature = "object")]
 async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Registry; 2]) {
     use uniffle_testkit::memory_disk::MemoryDisk;
@@ -188,8 +189,8 @@ async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Reg
 }
 
 #[tokio::test]
-async fn the_page_and_the_worker_name_the_same_metrics() {
-    // The others are exported once their placeholders are known.
+async fn metrics_page_matches_the_exported_metrics() {
+    // Others are exported once their placeholders are known.
     let fixed = described().into_iter().filter(|it| !it.name.contains('{'));
     let described: Vec<_> = fixed.map(|it| (it.name, it.kind.to_owned(), it.help)).collect();
     let names: BTreeSet<&String> = described.iter().map(|(name, ..)| name).collect();
@@ -200,7 +201,7 @@ async fn the_page_and_the_worker_name_the_same_metrics() {
     let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
     let top = format!("{quorum}\nhdfs_store.allowed_paths = [\"*\"]");
     let b = worker(dir_b.path(), "MEMORY_LOCALFILE_HDFS", &top).await;
-    // A remote store has metrics as soon as an application has named it; there is no connection yet.
+    // A remote store has metrics once an application has named it, before any connection.
     let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
     let storage = RemoteStorage { path, ..RemoteStorage::default() };
     let hdfs = b.service().tiers().find::<HdfsStore>().expect("a remote tier");
@@ -216,8 +217,8 @@ async fn the_page_and_the_worker_name_the_same_metrics() {
         }
         assert_eq!(c.stop().await, 0);
     }
-    // The embedded coordinator's metrics are A's, the heartbeats' and those of HDFS are B's. Some are exported at the next
-    // heartbeat or sweep only.
+    // Worker A exports the coordinator's metrics, and B those of heartbeats and HDFS. Some appear
+    // only at the next heartbeat or sweep.
     let start = Instant::now();
     let missing = loop {
         for answer in [scrape(&a).await, scrape(&b).await] {

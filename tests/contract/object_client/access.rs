@@ -1,4 +1,4 @@
-//! Who may use the store, and whom the client trusts to be it.
+//! Credentials for the store, and the certificates that the client trusts.
 
 use std::path::Path as File;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ async fn write(opened: &Opened) -> Result<(), Failure> {
 }
 
 #[tokio::test]
-async fn the_store_can_be_probed_and_nothing_is_left() {
+async fn probe_leaves_no_objects() {
     let server = S3Server::start().await;
     let opened = open(&server.config("x"));
     soon(opened.client.probe("worker-1")).await.unwrap();
@@ -39,7 +39,7 @@ async fn the_store_can_be_probed_and_nothing_is_left() {
 }
 
 #[tokio::test]
-async fn a_probe_that_fails_names_the_step_and_what_helps() {
+async fn failed_probe_names_step_and_remedy() {
     let server = S3Server::start().await;
     let no_retry = |config| ObjectConfig { retry_timeout: Duration::ZERO, ..config };
     let told = |config: ObjectConfig| async move {
@@ -85,7 +85,7 @@ fn keys(file: &File, secret: &str, more: &str) {
 }
 
 #[tokio::test]
-async fn keys_of_a_file_are_refused_by_name_until_they_are_renewed() {
+async fn wrong_keys_of_a_file_are_refused_until_renewed() {
     let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let file = dir.path().join("keys");
     let config = ObjectConfig {
@@ -112,7 +112,7 @@ async fn keys_of_a_file_are_refused_by_name_until_they_are_renewed() {
 }
 
 #[tokio::test]
-async fn what_is_missing_is_named_before_anything_is_asked() {
+async fn missing_credentials_are_named_before_any_request() {
     let server = S3Server::start().await;
     let refused = |config: ObjectConfig| {
         let error =
@@ -138,9 +138,10 @@ async fn what_is_missing_is_named_before_anything_is_asked() {
     assert!(told.contains("object_store.ca_file") && told.contains("/nowhere/ca.pem"), "{told}");
 }
 
-/// Keys of a role, out of a token that is in a file: STS is asked once, and its keys sign what follows.
+/// Exchanges a token file for the keys of a role: STS is called once, and its keys sign later
+/// requests.
 #[tokio::test]
-async fn a_web_identity_is_exchanged_for_keys() {
+async fn web_identity_is_exchanged_for_keys() {
     let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let token = dir.path().join("token");
     std::fs::write(&token, "the-token").unwrap();
@@ -151,7 +152,8 @@ async fn a_web_identity_is_exchanged_for_keys() {
          <Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult>\
          </AssumeRoleWithWebIdentityResponse>"
     );
-    // The fault layer stands in for STS: a POST to the root is its only request that is no list, upload or object.
+    // The fault layer acts as STS: a POST to the root is its only request that is no list, upload
+    // or object.
     server.faults.plan(On::Complete, 1, &Fault::Text(answer));
     let config = ObjectConfig {
         credentials: Credentials::WebIdentity,
@@ -163,7 +165,8 @@ async fn a_web_identity_is_exchanged_for_keys() {
         ..server.config("x")
     };
     let opened = open(&config);
-    // Whether s3s takes keys with a token is its affair; that the secret is the one of STS shows in the answer.
+    // Signatures with the secret of STS show in the response. Accepting keys with a token is up to
+    // s3s.
     for _ in 0..2 {
         match write(&opened).await {
             Ok(()) | Err(Failure::Refused(Refusal::CredentialsExpired)) => {}
@@ -175,7 +178,7 @@ async fn a_web_identity_is_exchanged_for_keys() {
     opened.end().await;
 }
 
-/// TLS in front of `server`: the port, and the authority that signed its certificate.
+/// Puts TLS in front of `server`. Returns the port and the authority that signed the certificate.
 async fn behind_tls(server: &S3Server, tasks: &Tasks) -> (u16, String) {
     let mut authority = CertificateParams::default();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -222,7 +225,7 @@ async fn behind_tls(server: &S3Server, tasks: &Tasks) -> (u16, String) {
 }
 
 #[tokio::test]
-async fn a_server_is_trusted_for_its_certificate_only() {
+async fn server_is_trusted_by_certificate_only() {
     let (server, front, dir) = (S3Server::start().await, Tasks::new(), tempfile::tempdir().unwrap());
     let (port, authority) = behind_tls(&server, &front).await;
     let (_, stranger) = behind_tls(&server, &front).await;

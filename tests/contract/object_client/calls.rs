@@ -1,4 +1,4 @@
-//! What every store answers alike.
+//! Calls that every store answers equally.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use super::fixture::{content, open, part, soon};
 
 const PART_BYTES: usize = 5 << 20;
 
-/// Everything that the tier asks of a store.
+/// Makes every call that the tier makes.
 pub(crate) async fn every_call(store: &Arc<dyn ObjectStore>) {
     objects_are_written_and_read(store).await;
     uploads_have_parts_in_parallel(store).await;
@@ -30,7 +30,7 @@ async fn objects_are_written_and_read(store: &Arc<dyn ObjectStore>) {
     let (path, bytes) = (Path::from("w1/segment"), content(300_000));
     let failed = store.get(&path).await.map(drop).unwrap_err();
     assert_eq!(Failure::of(&failed), Failure::NotFound, "{failed}");
-    // Pieces, as a tier has them.
+    // Chunks as the tier has them.
     let pieces: PutPayload = bytes.chunks(70_000).map(Bytes::copy_from_slice).collect();
     store.put(&path, pieces).await.unwrap();
     assert_eq!(store.head(&path).await.unwrap().size, 300_000);
@@ -41,7 +41,7 @@ async fn objects_are_written_and_read(store: &Arc<dyn ObjectStore>) {
     for (range, got) in ranges.iter().zip(got) {
         assert_eq!(got, part(&bytes, range), "{range:?}");
     }
-    // Another object under the same name.
+    // Replaces the object of that name.
     store.put(&path, PutPayload::from_static(b"other")).await.unwrap();
     assert_eq!(store.get(&path).await.unwrap().bytes().await.unwrap(), "other");
     store.put(&path, PutPayload::new()).await.unwrap();
@@ -101,7 +101,7 @@ async fn lists_have_pages_and_a_prefix_is_deleted(store: &Arc<dyn ObjectStore>) 
     assert_eq!(deleted.len(), OBJECTS);
     assert!(list("w2").await.is_empty());
     assert_eq!(list("w20").await.len(), 1, "a prefix ends with its name");
-    // What is gone already is gone.
+    // Deleting a missing object succeeds or returns not found.
     match store.delete(&path(0)).await {
         Ok(()) => {}
         Err(error) => assert_eq!(Failure::of(&error), Failure::NotFound),
@@ -109,13 +109,13 @@ async fn lists_have_pages_and_a_prefix_is_deleted(store: &Arc<dyn ObjectStore>) 
 }
 
 #[tokio::test]
-async fn memory_answers_every_call() {
+async fn memory_store_answers_every_call() {
     let store: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     every_call(&store).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_store_of_this_process_answers_every_call() {
+async fn in_process_store_answers_every_call() {
     let server = S3Server::start().await;
     let opened = open(&server.config("pre/fix"));
     soon(every_call(&opened.store)).await;
@@ -128,7 +128,7 @@ async fn the_store_of_this_process_answers_every_call() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bodies_are_signed_or_not_checked_where_that_is_configured() {
+async fn payload_signing_follows_the_configuration() {
     let server = S3Server::start().await;
     for upload_check in [UploadCheck::Signature, UploadCheck::Off] {
         let opened = open(&uniffle_worker::tiers::ObjectConfig { upload_check, ..server.config("") });

@@ -1,4 +1,4 @@
-//! Each way in which a store can fail has its meaning, and none of them hangs, reads without end or leaves a task.
+//! Faults of a store: each has its error, and none hangs, reads without end or leaves a task.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::fixture::{Opened, content, open, soon};
 
 const BYTES: usize = 200_000;
 
-/// Without retries, so that one fault is one error; times so short that a fault is over soon.
+/// Returns a configuration without retries and with short timeouts, so that one fault is one error.
 fn impatient(server: &S3Server) -> ObjectConfig {
     ObjectConfig {
         request_timeout: Duration::from_millis(700),
@@ -24,7 +24,7 @@ fn impatient(server: &S3Server) -> ObjectConfig {
     }
 }
 
-/// A few, and patience.
+/// Returns a configuration with a few retries and long timeouts.
 fn patient(server: &S3Server) -> ObjectConfig {
     ObjectConfig { retry_timeout: Duration::from_secs(60), ..impatient(server) }
 }
@@ -42,7 +42,7 @@ async fn with_object(opened: &Opened) {
 }
 
 #[tokio::test]
-async fn every_fault_of_a_read_has_its_meaning() {
+async fn read_faults_map_to_errors() {
     let server = S3Server::start().await;
     let opened = open(&impatient(&server));
     with_object(&opened).await;
@@ -74,7 +74,7 @@ async fn every_fault_of_a_read_has_its_meaning() {
             let told = explain(&error);
             assert!(told.contains(refusal.remedy()), "{told}");
         }
-        // The next one is not affected.
+        // The next read is not affected.
         assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..], "after {fault:?}");
     }
     for reason in ["timeout", "cut", "throttled", "server", "refused", "damaged"] {
@@ -85,7 +85,7 @@ async fn every_fault_of_a_read_has_its_meaning() {
 }
 
 #[tokio::test]
-async fn wrong_bytes_of_the_right_length_are_for_the_tier_to_find() {
+async fn wrong_bytes_of_right_length_are_returned() {
     let server = S3Server::start().await;
     let opened = open(&impatient(&server));
     with_object(&opened).await;
@@ -96,7 +96,7 @@ async fn wrong_bytes_of_the_right_length_are_for_the_tier_to_find() {
 }
 
 #[tokio::test]
-async fn what_passes_is_tried_again_and_counted() {
+async fn transient_faults_are_retried_and_counted() {
     let server = S3Server::start().await;
     let opened = open(&patient(&server));
     with_object(&opened).await;
@@ -108,7 +108,7 @@ async fn what_passes_is_tried_again_and_counted() {
     }
     assert_eq!(opened.metric("object_store_request_retries{operation=\"get\"}"), 6.0);
     assert_eq!(opened.metric("object_store_requests{operation=\"get\"}"), 9.0);
-    // What is refused is not asked for again.
+    // A refused request is not repeated.
     let before = server.faults.asked(On::Get);
     server.faults.plan(On::Get, 1, &Fault::Refuse(403, "AccessDenied"));
     soon(read(&opened)).await.unwrap_err();
@@ -117,7 +117,7 @@ async fn what_passes_is_tried_again_and_counted() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_cut_goes_on_where_it_ended() {
+async fn cut_response_resumes_at_its_end() {
     let server = S3Server::start().await;
     let opened = open(&patient(&server));
     with_object(&opened).await;
@@ -129,7 +129,7 @@ async fn an_answer_that_is_cut_goes_on_where_it_ended() {
 }
 
 #[tokio::test]
-async fn a_text_without_an_end_is_not_read_to_its_end() {
+async fn endless_error_body_is_not_read_completely() {
     let server = S3Server::start().await;
     let config = ObjectConfig { request_timeout: Duration::from_secs(60), ..impatient(&server) };
     let opened = open(&config);
@@ -148,7 +148,7 @@ async fn a_text_without_an_end_is_not_read_to_its_end() {
 }
 
 #[tokio::test]
-async fn a_write_that_fails_says_whether_the_store_is_expected_back() {
+async fn write_error_says_whether_the_store_may_recover() {
     let server = S3Server::start().await;
     let opened = open(&impatient(&server));
     let path = Path::from("written");
@@ -172,10 +172,11 @@ async fn a_write_that_fails_says_whether_the_store_is_expected_back() {
     opened.end().await;
 }
 
-/// The object is there, and nobody was told: after any error of a completion the object must be asked for before the upload is
-/// given up. Where the request is tried again, the upload has ended already, which stores call by different names.
+/// The object exists although the response was lost. After any error of a completion, the tier must
+/// look for the object before it aborts the upload. A retried completion finds no upload, for which
+/// stores have different errors.
 #[tokio::test]
-async fn a_completion_whose_answer_is_lost_has_made_the_object() {
+async fn completion_with_lost_response_creates_the_object() {
     let server = S3Server::start().await;
     for (config, asked) in [(impatient(&server), 1), (patient(&server), 2)] {
         let opened = open(&config);
@@ -197,7 +198,7 @@ async fn a_completion_whose_answer_is_lost_has_made_the_object() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_not_there_is_expected_back() {
+async fn unreachable_server_is_a_transient_error() {
     let server = S3Server::start().await;
     let config = impatient(&server);
     server.stop().await;
@@ -209,7 +210,7 @@ async fn a_server_that_is_not_there_is_expected_back() {
 }
 
 #[tokio::test]
-async fn reads_do_not_wait_for_uploads_that_hang() {
+async fn reads_do_not_wait_for_hung_uploads() {
     let server = S3Server::start().await;
     let config =
         ObjectConfig { max_concurrency: 2, request_timeout: Duration::from_secs(600), ..impatient(&server) };
@@ -225,13 +226,13 @@ async fn reads_do_not_wait_for_uploads_that_hang() {
     let first = futures::future::select(uploads, reads.boxed()).await;
     assert!(matches!(first, futures::future::Either::Right(_)), "an upload has ended");
     drop(first);
-    // Those that were given up make room.
+    // Aborted uploads free capacity.
     soon(put("d")).await.unwrap();
     opened.end().await;
 }
 
 #[tokio::test]
-async fn connections_are_used_again() {
+async fn connections_are_reused() {
     let server = S3Server::start().await;
     let opened = open(&impatient(&server));
     with_object(&opened).await;
@@ -242,9 +243,9 @@ async fn connections_are_used_again() {
     opened.end().await;
 }
 
-/// What the store may still do, after all that comes since, is known to who wrote it.
+/// A writer learns whether the store may still execute an attempt after later requests.
 #[tokio::test]
-async fn a_write_says_whether_an_attempt_of_it_was_not_answered() {
+async fn write_reports_unanswered_attempts() {
     let server = S3Server::start().await;
     let (opened, page) = (open(&patient(&server)), Path::from("page"));
     for (fault, is_unanswered) in [
@@ -252,7 +253,7 @@ async fn a_write_says_whether_an_attempt_of_it_was_not_answered() {
         (Fault::Close, true),
         (Fault::Refuse(500, "InternalError"), true),
         (Fault::Refuse(503, "SlowDown"), false),
-        // Of a gateway, not of the store.
+        // A response of a gateway, not of the store.
         (Fault::RefuseEndlessly(503), true),
     ] {
         server.faults.plan(On::Put, 1, &fault);

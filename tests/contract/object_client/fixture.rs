@@ -1,4 +1,5 @@
-//! A client with its own tasks and metrics; at the end none of its tasks and connections may be left.
+//! A client with its own tasks and metrics. At the end none of its tasks and connections may
+//! remain.
 
 use std::future::Future;
 use std::ops::Range;
@@ -12,7 +13,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::tiers::ObjectConfig;
 use uniffle_worker::tiers::object::client::Client;
 
-/// Everything here is over within seconds; what is not, hangs.
+/// Limit for every wait. Anything slower hangs.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 pub(crate) struct Opened {
@@ -30,14 +31,15 @@ pub(crate) fn open(config: &ObjectConfig) -> Opened {
 }
 
 impl Opened {
-    /// The value of the sample that begins with `name`, labels included.
+    /// Returns the value of the sample that begins with `name`, labels included.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap();
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         value.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
     }
 
-    /// Nothing is under way, and without the client there is no task and no connection.
+    /// Asserts that nothing is in flight, and that no task or connection remains without the
+    /// client.
     pub(crate) async fn end(self) {
         assert_eq!(self.metric("object_store_requests_in_flight"), 0.0);
         let Self { client, store, tasks, registry } = self;
@@ -57,13 +59,13 @@ pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.expect("it ends")
 }
 
-/// `bytes` of content that no other place of an object has.
+/// Returns `bytes` bytes of content that differ at every offset of an object.
 pub(crate) fn content(bytes: usize) -> Vec<u8> {
     let spread = |at: u64| at.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_be_bytes()[0];
     (0u64..).map(spread).take(bytes).collect()
 }
 
-/// The bytes of `range`.
+/// Returns the bytes of `range`.
 pub(crate) fn part(bytes: &[u8], range: &Range<u64>) -> Vec<u8> {
     let at = |place: u64| usize::try_from(place).unwrap();
     bytes[at(range.start)..at(range.end)].to_vec()

@@ -1,5 +1,4 @@
-//! The client of object stores, against a store in this process whose answers can be spoiled, SeaweedFS, and memory where
-//! that fits.
+//! The client of object stores, against a store with faults in this process, SeaweedFS, and memory.
 
 mod access;
 mod calls;

@@ -1,4 +1,5 @@
-//! What only a real server shows: it is killed and comes back, and it knows the uploads that nobody has ended.
+//! Behaviour that only a real server shows: it is killed and restarted, and lists unfinished
+//! uploads.
 
 use std::time::{Duration, SystemTime};
 
@@ -25,7 +26,7 @@ async fn begin(opened: &Opened, path: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn uploads_of_a_dead_worker_are_found_and_ended() {
+async fn uploads_of_a_dead_worker_are_aborted() {
     let Some(weed) = block_in_place(|| Weed::start("uploads that nobody ends")) else { return };
     let opened = open(&weed.config("pre/fix"));
     for path in ["w1/a", "w1/b", "w1/deep/c", "w10/d"] {
@@ -47,7 +48,7 @@ async fn uploads_of_a_dead_worker_are_found_and_ended() {
 }
 
 #[tokio::test]
-async fn a_store_that_lists_no_uploads_says_so() {
+async fn store_without_upload_listing_returns_an_error() {
     let server = S3Server::start().await;
     let opened = open(&server.config("x"));
     let error = soon(opened.client.uploads(&Path::from("w1"), in_an_hour())).await.unwrap_err();
@@ -56,7 +57,7 @@ async fn a_store_that_lists_no_uploads_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn seaweedfs_that_is_killed_comes_back_with_what_it_acknowledged() {
+async fn killed_seaweedfs_keeps_acknowledged_objects() {
     let Some(mut weed) = block_in_place(|| Weed::start("SeaweedFS killed and started again")) else { return };
     let config = ObjectConfig { retry_timeout: Duration::ZERO, ..weed.config("x") };
     let opened = open(&config);
@@ -72,7 +73,7 @@ async fn seaweedfs_that_is_killed_comes_back_with_what_it_acknowledged() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn seaweedfs_names_wrong_keys() {
+async fn seaweedfs_error_names_wrong_keys() {
     let Some(weed) = block_in_place(|| Weed::start("wrong keys on SeaweedFS")) else { return };
     for (config, refusal) in [
         (ObjectConfig { secret_key: Some(Secret::new("wrong")), ..weed.config("x") }, Refusal::WrongSecret),

@@ -1,6 +1,6 @@
-//! Sessions of real clients, recorded once (tests/contract/replay/*.rec, see README.md there), replayed in seconds.
+//! Replays recorded sessions of real clients (`*.rec`, see README.md in this folder) in seconds.
 //!
-//! Each runs twice: with all blocks in memory, and with a worker that spills whatever it gets. To record:
+//! Each session runs twice: with all blocks in memory, and with everything spilled. To record:
 //! `cargo test --test contract -- --ignored --nocapture record_spark` (needs Java and Maven).
 
 mod record;
@@ -17,7 +17,7 @@ use uniffle_testkit::say;
 use uniffle_worker::server::Worker;
 
 const RECORDINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/contract/replay");
-/// The files there; a session that is added is added here too.
+/// All recordings in this folder. A new one is added here.
 const NAMES: [&str; 8] = [
     "spark-3.5.6-client-0.10.0-grpc-local.rec",
     "spark-3.5.6-client-0.10.0-grpc-memory.rec",
@@ -28,20 +28,20 @@ const NAMES: [&str; 8] = [
     "spark-3.5.6-client-0.9.2-tcp-local.rec",
     "spark-3.5.6-client-0.9.2-tcp-memory.rec",
 ];
-/// All recordings together, so that they stay what belongs into git.
+/// Limit for the size of all recordings, which are in git.
 const RECORDINGS_BYTES_MAX: usize = 700_000;
-/// Purges run behind the answer to an unregistration.
+/// Purges continue after the response to an unregistration.
 const CLEAN_DEADLINE: Duration = Duration::from_secs(10);
 
 const MEMORY: &str = "";
-/// Whatever arrives is spilled as soon as the flusher sees it.
+/// The flusher spills everything as soon as it arrives.
 const SPILLING: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.000001\nmemory_spill_low_watermark = 0.0\n";
 
-/// The TCP listener on the threads of everything else.
+/// The TCP listener on the shared runtime.
 const SHARED: &str = "[runtime_config]\nurpc_runtime = \"shared\"\n";
 
-/// A worker in this process, with its data in a directory that goes with it.
+/// A worker in this process with a temporary data directory.
 struct Server {
     worker: Worker,
     _dir: tempfile::TempDir,
@@ -60,7 +60,7 @@ impl Server {
         (local(addresses.grpc), local(addresses.tcp.expect("configured")))
     }
 
-    /// Waits until nothing of any application is left, and stops.
+    /// Waits until no application has data left, and stops.
     async fn stop_clean(self) {
         let start = Instant::now();
         loop {
@@ -106,7 +106,7 @@ fn name(path: &Path) -> &str {
     path.file_name().and_then(|name| name.to_str()).expect("a name in UTF-8")
 }
 
-/// Whether blocks of the session were read from a disk when it was recorded.
+/// Returns whether the recorded session read blocks from disk.
 fn is_of_disk(path: &Path) -> bool {
     name(path).ends_with("-local.rec")
 }
@@ -154,7 +154,7 @@ async fn recorded_tcp_sessions_replay_on_the_shared_runtime() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_loses_a_block_fails_the_replay() {
+async fn lost_block_fails_the_replay() {
     let (_, session) = recordings().remove(0);
     let is_send = |path: &str| path.ends_with("/sendShuffleData");
     let mut lossy = session.clone();
@@ -162,7 +162,7 @@ async fn a_worker_that_loses_a_block_fails_the_replay() {
         .exchanges
         .iter()
         .position(|exchange| matches!(&exchange.plane, Plane::Grpc { path, .. } if is_send(path)));
-    // As if it had acknowledged a send and forgotten it.
+    // Simulates a worker that acknowledged a send and lost it.
     lossy.exchanges.remove(send.expect("the first recording has sends over gRPC"));
     let error = replay(&lossy, MEMORY).await.expect_err("blocks are missing");
     assert!(error.contains("never sent") || error.contains("not read"), "{error}");

@@ -1,4 +1,5 @@
-//! Makes recordings: of Spark with the published client (by hand), and of our own client (a test of the recorder).
+//! Records sessions: of Spark with the published client (by hand), and of the client crate (a test
+//! of the recorder).
 
 use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
@@ -12,7 +13,7 @@ use uniffle_testkit::say;
 use uniffle_testkit::spark::{Jvm, Kind};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_our_own_client_says_is_recorded_and_replays() {
+async fn session_of_client_crate_is_recorded_and_replayed() {
     let server = Server::start(MEMORY).await;
     let (grpc, tcp) = server.addresses();
     let recorder = Recorder::start(grpc, Some(tcp)).await.expect("ports");
@@ -37,7 +38,7 @@ async fn what_our_own_client_says_is_recorded_and_replays() {
     assert_eq!(summary.blocks_sent, 4, "{summary:?}");
 }
 
-/// Writes tests/contract/replay/spark-….rec anew.
+/// Overwrites tests/contract/replay/spark-….rec.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "makes the files that the other tests read"]
 async fn record_spark() {
@@ -50,7 +51,7 @@ async fn record_spark() {
             let quorum = recorder.address();
             let words = format!("scenarios=recorded_pairs,recorded_skew client={client} quorum={quorum}");
             jvm.begin("vanilla,uniffle", &words).unwrap_or_else(|error| panic!("{error}"));
-            // The JVM is waited for on this thread; the recorder has others.
+            // Waiting for the JVM blocks this thread only.
             let answers: Vec<_> = (0..2).flat_map(|_| jvm.finish().expect("it runs")).collect();
             assert!(answers.iter().all(|answer| answer["ok"] == true), "{answers:?}");
             let title = format!(

@@ -1,4 +1,5 @@
-//! What no client does. Each ends in a clear answer or a closed connection; nothing leaks, other connections go on.
+//! Invalid input. Each case ends in a clear response or a closed connection, leaks nothing and does
+//! not disturb other connections.
 
 use bytes::{BufMut, BytesMut};
 use rand::{RngExt, SeedableRng};
@@ -9,7 +10,7 @@ use uniffle_worker::proto::StatusCode;
 
 use super::fixture::{APP, TcpFixture, block, frame};
 
-/// A frame of any header.
+/// Returns a frame with any header.
 fn raw_frame(message_bytes: i32, kind: u8, body_bytes: i32, rest: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     out.put_i32(message_bytes);
@@ -19,7 +20,7 @@ fn raw_frame(message_bytes: i32, kind: u8, body_bytes: i32, rest: &[u8]) -> Vec<
     out
 }
 
-/// `frame` ends a connection while another goes on.
+/// Asserts that `frame` closes its connection while another one works.
 async fn closes(frame: &[u8]) {
     let fixture = TcpFixture::new().await;
     let (mut peer, mut other) = (fixture.raw().await, fixture.raw().await);
@@ -32,7 +33,7 @@ async fn closes(frame: &[u8]) {
     fixture.finish().await;
 }
 
-/// A send is refused with `status`, stores nothing, and the connection goes on.
+/// Asserts that a send is refused with `status` and stores nothing, and that the connection works.
 async fn refuses(status: StatusCode, frame: &[u8], fixture: TcpFixture) {
     let mut peer = fixture.raw().await;
     peer.say(frame).await;
@@ -47,58 +48,58 @@ async fn refuses(status: StatusCode, frame: &[u8], fixture: TcpFixture) {
 }
 
 #[tokio::test]
-async fn a_frame_over_the_limit_closes_the_connection() {
+async fn frame_over_limit_closes_connection() {
     closes(&raw_frame((1 << 30) + 1, 3, 0, &[])).await;
 }
 
 #[tokio::test]
-async fn a_frame_of_negative_length_closes_the_connection() {
+async fn frame_of_negative_length_closes_connection() {
     closes(&raw_frame(-1, 3, 0, &[])).await;
 }
 
 #[tokio::test]
-async fn a_frame_of_no_length_closes_the_connection() {
+async fn frame_of_zero_length_closes_connection() {
     closes(&raw_frame(0, 3, 0, &[])).await;
 }
 
 #[tokio::test]
-async fn a_negative_body_closes_the_connection() {
+async fn negative_body_length_closes_connection() {
     closes(&raw_frame(31, 4, -1, &[])).await;
 }
 
 #[tokio::test]
-async fn a_request_with_a_body_closes_the_connection() {
+async fn request_with_body_closes_connection() {
     closes(&raw_frame(31, 4, 1, &[0; 32])).await;
 }
 
 #[tokio::test]
-async fn an_unknown_type_closes_the_connection() {
+async fn unknown_frame_type_closes_connection() {
     closes(&raw_frame(31, 99, 0, &[0; 31])).await;
     closes(&raw_frame(31, 255, 0, &[0; 31])).await;
 }
 
 #[tokio::test]
-async fn a_response_sent_to_the_worker_closes_the_connection() {
+async fn response_from_client_closes_connection() {
     for kind in [0, 14, 15, 16, 22, 23, 26] {
         closes(&raw_frame(18, kind, 0, &[0; 18])).await;
     }
 }
 
 #[tokio::test]
-async fn a_request_too_short_for_its_id_closes_the_connection() {
+async fn request_without_complete_id_closes_connection() {
     for kind in [3, 4, 5, 6, 21, 24, 25] {
         closes(&raw_frame(7, kind, 0, &[0; 7])).await;
     }
 }
 
 #[tokio::test]
-async fn words_of_another_protocol_close_the_connection() {
+async fn other_protocols_close_connection() {
     closes(b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n").await;
     closes(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await;
 }
 
 #[tokio::test]
-async fn a_read_request_over_the_limit_is_refused_in_the_type_of_its_answer() {
+async fn oversized_read_is_refused_in_its_response_type() {
     let fixture = TcpFixture::with(TcpConfig { read_request_bytes_max: 1000, ..TcpConfig::default() }).await;
     let mut peer = fixture.raw().await;
     let mut message = BytesMut::new();
@@ -114,11 +115,11 @@ async fn a_read_request_over_the_limit_is_refused_in_the_type_of_its_answer() {
 }
 
 #[tokio::test]
-async fn reads_that_make_no_sense_are_refused_in_the_type_of_their_answer() {
+async fn invalid_reads_are_refused_in_their_response_type() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     for kind in [4, 5, 6, 21, 24, 25] {
-        // A request id and garbage: an appId of 2^31 - 1 bytes.
+        // A request id and an appId of 2^31 - 1 bytes.
         let mut message = BytesMut::new();
         message.put_i64(i64::from(kind));
         message.put_i32(i32::MAX);
@@ -143,7 +144,7 @@ async fn reads_that_make_no_sense_are_refused_in_the_type_of_their_answer() {
 }
 
 #[tokio::test]
-async fn a_send_without_a_ticket_is_drained_and_refused() {
+async fn send_without_ticket_is_drained_and_refused() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 5 << 20)]);
     fixture
@@ -154,7 +155,7 @@ async fn a_send_without_a_ticket_is_drained_and_refused() {
 }
 
 #[tokio::test]
-async fn a_ticket_is_good_for_one_send() {
+async fn ticket_is_valid_for_one_send() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     let bytes = frame(&fixture.request(1, &[block(0, 100)]));
@@ -168,7 +169,7 @@ async fn a_ticket_is_good_for_one_send() {
 }
 
 #[tokio::test]
-async fn another_apps_ticket_cannot_be_spent() {
+async fn ticket_of_another_app_is_refused() {
     let fixture = TcpFixture::new().await;
     fixture.register("other").await;
     let mut request = fixture.request(1, &[block(0, 100)]);
@@ -177,7 +178,7 @@ async fn another_apps_ticket_cannot_be_spent() {
 }
 
 #[tokio::test]
-async fn a_send_of_an_unknown_app_is_refused_as_on_grpc() {
+async fn send_of_unknown_app_is_refused_as_on_grpc() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 100)]);
     request.app = "stranger".to_owned();
@@ -185,7 +186,7 @@ async fn a_send_of_an_unknown_app_is_refused_as_on_grpc() {
 }
 
 #[tokio::test]
-async fn a_send_to_an_unknown_shuffle_is_refused_and_its_ticket_spent() {
+async fn send_to_unknown_shuffle_is_refused_and_spends_ticket() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 100)]);
     request.shuffle = 99;
@@ -194,13 +195,13 @@ async fn a_send_to_an_unknown_shuffle_is_refused_and_its_ticket_spent() {
     assert_eq!(peer.hear().await.status, i32::from(StatusCode::NoRegister));
     assert_eq!(fixture.used_bytes(), 0);
     drop(peer);
-    // Spent, whatever came of it.
+    // The ticket is spent, whatever the outcome.
     request.shuffle = 1;
     refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
-async fn a_send_to_a_partition_that_is_not_registered_is_refused() {
+async fn send_to_unregistered_partition_is_refused() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 100)]);
     request.partitions[0].0 = 100;
@@ -208,7 +209,7 @@ async fn a_send_to_a_partition_that_is_not_registered_is_refused() {
 }
 
 #[tokio::test]
-async fn a_send_without_blocks_is_refused() {
+async fn send_without_blocks_is_refused() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 100)]);
     request.partitions[0].1.clear();
@@ -216,7 +217,7 @@ async fn a_send_without_blocks_is_refused() {
 }
 
 #[tokio::test]
-async fn a_block_of_no_bytes_is_refused() {
+async fn empty_block_is_refused() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 100)]);
     request.partitions[0].1[0].data = bytes::Bytes::new();
@@ -224,7 +225,7 @@ async fn a_block_of_no_bytes_is_refused() {
 }
 
 #[tokio::test]
-async fn a_send_larger_than_its_ticket_is_refused() {
+async fn send_larger_than_its_ticket_is_refused() {
     let fixture = TcpFixture::new().await;
     let mut request = fixture.request(1, &[block(0, 100), block(1, 1 << 20)]);
     request.ticket = fixture.ticket(APP, 1000).0;
@@ -232,7 +233,7 @@ async fn a_send_larger_than_its_ticket_is_refused() {
 }
 
 #[tokio::test]
-async fn an_app_id_that_is_not_utf_8_is_refused() {
+async fn app_id_without_valid_utf8_is_refused() {
     let fixture = TcpFixture::new().await;
     let mut bytes = frame(&fixture.request(1, &[block(0, 100)])).to_vec();
     bytes[9 + 12] = 0xff;
@@ -240,7 +241,7 @@ async fn an_app_id_that_is_not_utf_8_is_refused() {
 }
 
 #[tokio::test]
-async fn counts_that_do_not_match_are_refused() {
+async fn inconsistent_counts_are_refused() {
     // Offsets in the frame: partition count, block count, data length; see docs/protocol.md §7.4.
     for (at, value) in [(9 + 27, 2), (9 + 27, 0), (9 + 27, -1), (9 + 27, i32::MAX), (9 + 35, 2), (9 + 35, 0)]
     {
@@ -260,7 +261,7 @@ async fn counts_that_do_not_match_are_refused() {
 }
 
 #[tokio::test]
-async fn a_block_of_another_partition_or_shuffle_than_its_list_is_refused() {
+async fn block_outside_its_partition_or_shuffle_is_refused() {
     for at in [9 + 39, 9 + 55] {
         let fixture = TcpFixture::new().await;
         let mut bytes = frame(&fixture.request(1, &[block(0, 100)])).to_vec();
@@ -270,7 +271,7 @@ async fn a_block_of_another_partition_or_shuffle_than_its_list_is_refused() {
 }
 
 #[tokio::test]
-async fn bytes_after_the_last_field_are_refused() {
+async fn trailing_bytes_are_refused() {
     let fixture = TcpFixture::new().await;
     let bytes = frame(&fixture.request(1, &[block(0, 100)]));
     let length = i32::try_from(bytes.len() - 9 + 5).unwrap();
@@ -280,7 +281,7 @@ async fn bytes_after_the_last_field_are_refused() {
 }
 
 #[tokio::test]
-async fn a_truncated_send_is_refused_when_its_frame_says_so() {
+async fn truncated_send_is_refused() {
     let fixture = TcpFixture::new().await;
     let bytes = frame(&fixture.request(1, &[block(0, 100)]));
     let cut = bytes.len() - 9 - 20;
@@ -289,12 +290,12 @@ async fn a_truncated_send_is_refused_when_its_frame_says_so() {
 }
 
 #[tokio::test]
-async fn a_frame_inside_another_is_payload_or_refused() {
+async fn nested_frame_is_payload_or_refused() {
     let fixture = TcpFixture::new().await;
     let (first, second) =
         (frame(&fixture.request(1, &[block(0, 100)])), frame(&fixture.request(2, &[block(1, 100)])));
-    // The second frame begins in the middle of the first one's data: the first is refused, for its crc does not
-    // hold, or its counts; then the stream is out of step and ends.
+    // The second frame begins in the middle of the first one's data. The first is refused because
+    // of its checksum or counts. Then the stream is out of step and ends.
     let mut bytes = first[..first.len() / 2].to_vec();
     bytes.extend_from_slice(&second);
     bytes.extend_from_slice(&first[first.len() / 2..]);
@@ -311,7 +312,7 @@ async fn a_frame_inside_another_is_payload_or_refused() {
 }
 
 #[tokio::test]
-async fn a_peer_that_disconnects_in_mid_block_leaves_nothing() {
+async fn disconnect_within_block_leaves_nothing() {
     let fixture = TcpFixture::new().await;
     let bytes = frame(&fixture.request(1, &[block(0, 3000), block(1, 1 << 20)]));
     for (before, cut) in (0u8..).zip([5, 9, 15, 40, 85, 2000, 3100, 100_000, bytes.len() - 1]) {
@@ -319,7 +320,7 @@ async fn a_peer_that_disconnects_in_mid_block_leaves_nothing() {
         let mut peer = fixture.raw().await;
         peer.say(&frame(&request)[..cut]).await;
         drop(peer);
-        // The connection may not even be accepted yet, and has not dropped what it holds when it is counted.
+        // The connection may not be accepted yet, and counts before it releases its memory.
         let cuts = f64::from(before + 1);
         fixture.until("it is cut", |fixture| fixture.metric("netty_handle_exception") >= cuts).await;
         fixture.until("closed", |fixture| fixture.metric("netty_active_connection") == 0.0).await;

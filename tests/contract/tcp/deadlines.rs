@@ -1,4 +1,4 @@
-//! Peers that take their time, under paused time: the clock jumps as soon as there is nothing to do.
+//! Slow peers under paused time, where the clock advances whenever everything is idle.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use uniffle_worker::listeners::tcp::TcpConfig;
 use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, frame};
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_stops_in_the_middle_of_a_block_is_dropped_and_its_memory_freed() {
+async fn stalled_send_is_dropped_and_its_memory_freed() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     let bytes = frame(&fixture.request(1, &[block(0, 1 << 20)]));
@@ -25,14 +25,14 @@ async fn a_peer_that_stops_in_the_middle_of_a_block_is_dropped_and_its_memory_fr
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_sends_one_byte_a_second_is_dropped_at_the_fill_deadline() {
+async fn slow_send_is_dropped_at_the_fill_deadline() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     let bytes = frame(&fixture.request(1, &[block(0, 1 << 20)]));
     let start = Instant::now();
     let mut sent = 0;
     for byte in &bytes {
-        // The first write after the worker closed is taken by the kernel, the next is not.
+        // The kernel accepts the first write after the worker has closed, but not the second.
         if tokio::io::AsyncWriteExt::write_all(&mut peer.stream, &[*byte]).await.is_err() {
             break;
         }
@@ -47,7 +47,7 @@ async fn a_peer_that_sends_one_byte_a_second_is_dropped_at_the_fill_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n3_a_connection_that_does_not_begin_is_closed_in_seconds() {
+async fn connection_without_request_is_closed_in_seconds() {
     let fixture = TcpFixture::new().await;
     let header = frame(&fixture.request(1, &[block(0, 10)]))[..3].to_vec();
     for bytes in [&[], &header[..]] {
@@ -61,7 +61,7 @@ async fn n3_a_connection_that_does_not_begin_is_closed_in_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_idle_connection_lives_longer_than_javas_ten_minutes_but_not_for_ever() {
+async fn idle_connection_survives_ten_minutes_but_not_forever() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     peer.expect_works(&fixture).await;
@@ -70,7 +70,7 @@ async fn an_idle_connection_lives_longer_than_javas_ten_minutes_but_not_for_ever
         let request = fixture.request(1, &[block(0, 10)]);
         peer.say(&frame(&request)).await;
         assert_eq!(peer.hear().await.status, 0);
-        // Keeps the app alive; its connection alone does not.
+        // Keeps the application alive, which its connection alone does not.
         fixture.service.lifecycle.heartbeat(APP).unwrap();
     }
     let start = Instant::now();
@@ -82,7 +82,7 @@ async fn an_idle_connection_lives_longer_than_javas_ten_minutes_but_not_for_ever
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_stops_reading_is_dropped_and_lets_go_of_memory() {
+async fn peer_that_stops_reading_is_dropped_and_memory_freed() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 8, ..TcpConfig::default() };
     let fixture = TcpFixture::with(config).await;
     let client = fixture.client().await;
@@ -102,7 +102,7 @@ async fn a_peer_that_stops_reading_is_dropped_and_lets_go_of_memory() {
     peer.say(&frames).await;
     fixture.until_later("dropped", |fixture| fixture.metric("netty_handle_exception") > 0.0).await;
     assert!(start.elapsed() >= Duration::from_secs(119), "{:?}", start.elapsed());
-    // Not more than its share was ever answered.
+    // Responses never exceeded the share of the connection.
     let answered = fixture.metric("netty_get_memory_shuffle_data_request_total");
     assert!(answered <= 12.0, "{answered}");
     drop(peer);

@@ -1,4 +1,5 @@
-//! A worker without its other listeners: memory, one disk with faults, the service and the TCP listener on a free port.
+//! A worker with only the TCP listener on a free port: memory, one disk with faults and the
+//! service.
 
 use std::collections::HashMap;
 use std::io;
@@ -34,11 +35,11 @@ use uniffle_worker::service::{RegisterRequest, RequireRequest, Service};
 use uniffle_worker::tiers::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
-/// Real time, longer than what the listener itself waits for.
+/// Real time, longer than any timeout of the listener.
 const PATIENCE: Duration = Duration::from_secs(180);
 pub(crate) const APP: &str = "app";
 pub(crate) const SHUFFLE: i32 = 1;
-/// Registered: 0..=99.
+/// Registered partitions are 0..=99.
 pub(crate) const PARTITION: PartitionId = PartitionId(2);
 
 pub(crate) struct TcpFixture {
@@ -57,7 +58,7 @@ pub(crate) fn key() -> ShuffleKey {
     ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(SHUFFLE))
 }
 
-/// Block `sequence` of the test's partition.
+/// Returns block `sequence` of the test's partition.
 pub(crate) fn block(sequence: u32, length: u32) -> Block {
     block_of(PARTITION, sequence, length)
 }
@@ -140,7 +141,7 @@ impl TcpFixture {
         self.service.lifecycle.register(request).await.unwrap();
     }
 
-    /// A ticket for `bytes` of payload.
+    /// Returns a ticket for `bytes` bytes of payload.
     pub(crate) fn ticket(&self, app: &str, bytes: i32) -> TicketId {
         let partitions = [PARTITION.0];
         let request =
@@ -166,12 +167,12 @@ impl TcpFixture {
 
     /// Sends `batch` as a client does.
     pub(crate) async fn send(&self, client: &TcpClient, batch: &Batch) {
-        // The TCP client asks for the encoded message on top (docs/protocol.md §2.4).
+        // The TCP client requires buffer for the encoded message too (docs/protocol.md §2.4).
         let ticket = self.ticket(APP, require_size(batch).unwrap() * 2);
         client.send(&key(), ticket, batch).await.unwrap();
     }
 
-    /// A well-formed send of `blocks` with a good ticket, as a request that tests may spoil.
+    /// Returns a valid send of `blocks` with a valid ticket, as a request that tests may corrupt.
     pub(crate) fn request(&self, request_id: i64, blocks: &[Block]) -> SendRequest {
         let bytes: u32 = blocks.iter().map(|block| block.meta.length + 32).sum();
         let ticket = self.ticket(APP, i32::try_from(bytes).unwrap());
@@ -190,12 +191,12 @@ impl TcpFixture {
             shuffle: SHUFFLE,
             ticket: ticket.0,
             partitions: vec![(PARTITION.0, blocks.collect())],
-            // A client's clock may be anywhere.
+            // A client's clock may have any time.
             timestamp_ms: i64::MAX,
         }
     }
 
-    /// Puts `blocks` on the disk, past the memory tier.
+    /// Writes `blocks` to the disk, bypassing memory.
     pub(crate) async fn store(&self, blocks: &[Block]) {
         let length = blocks.iter().map(|block| u64::from(block.meta.length)).sum();
         let data = ExtentData::Pieces(blocks.iter().map(|block| block.data.clone()).collect());
@@ -204,31 +205,32 @@ impl TcpFixture {
         self.store.write(&key(), vec![extent]).await.unwrap();
     }
 
-    /// Blocks that a reader finds in memory.
+    /// Returns the ids of blocks that a reader finds in memory.
     pub(crate) async fn blocks_in_memory(&self) -> Vec<BlockId> {
         let reply = self.client().await.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
         let uniffle_wire::reply::Answer::Memory(segments) = reply.answer else { panic!("{reply:?}") };
         segments.iter().map(|segment| BlockId(segment.block_id)).collect()
     }
 
-    /// The value of a counter or gauge, all labels together.
+    /// Returns the value of a counter or gauge, summed over all labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         sum_of(&self.registry, name)
     }
 
-    /// Bytes charged, after the flusher's scan has taken back what aborted sends left in a partition's open segment.
+    /// Returns the charged bytes after the flusher's scan. It frees space of aborted sends in open
+    /// segments.
     pub(crate) fn used_bytes(&self) -> u64 {
         drop(self.memory.candidates());
         self.memory.used_bytes()
     }
 
-    /// Yields until `reached`; time, where it is paused, does not go on.
+    /// Yields until `reached`. Paused time does not advance.
     pub(crate) async fn until(&self, what: &str, reached: impl Fn(&Self) -> bool) {
         let look = || if reached(self) { Ok(()) } else { Err("it is not".to_owned()) };
         eventually_in_no_time(what, PATIENCE, look).await;
     }
 
-    /// As [`TcpFixture::until`] under paused time: lets the clock go on between two looks.
+    /// Like [`TcpFixture::until`] under paused time, which advances between two checks.
     pub(crate) async fn until_later(&self, what: &str, reached: impl Fn(&Self) -> bool) {
         for _ in 0..3600 {
             if reached(self) {
@@ -239,7 +241,7 @@ impl TcpFixture {
         panic!("never {what}");
     }
 
-    /// Nothing is left: no task, no byte.
+    /// Asserts that no task and no memory remains.
     pub(crate) async fn finish(self) {
         self.clients.cancel();
         self.clients.drained().await;
@@ -256,7 +258,7 @@ impl TcpFixture {
     }
 }
 
-/// A peer that says what it likes.
+/// A peer that sends arbitrary bytes.
 pub(crate) struct Raw {
     pub(crate) stream: TcpStream,
 }
@@ -274,7 +276,7 @@ impl Raw {
         read_reply(&mut self.stream).await
     }
 
-    /// The worker closes without a word.
+    /// Expects the worker to close without a response.
     pub(crate) async fn expect_close(&mut self) {
         let mut rest = Vec::new();
         let end = self.stream.read_to_end(&mut rest).await;
@@ -285,7 +287,7 @@ impl Raw {
         assert!(rest.is_empty(), "{rest:?}");
     }
 
-    /// The connection still does what it is for.
+    /// Expects the connection to serve requests.
     pub(crate) async fn expect_works(&mut self, fixture: &TcpFixture) {
         let before = fixture.blocks_in_memory().await;
         let sequence = 1_000_000 + u32::try_from(before.len()).unwrap();

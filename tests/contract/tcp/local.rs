@@ -1,4 +1,4 @@
-//! Reads of the local tier.
+//! Reads of the local tier over TCP.
 
 use bytes::BytesMut;
 use uniffle_client::block::Block;
@@ -14,7 +14,7 @@ fn joined(blocks: &[Block]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn index_and_data_are_what_was_published() {
+async fn index_and_data_match_published_blocks() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     let blocks: Vec<_> = (0..40).map(|i| block(i, 100_000)).collect();
@@ -33,7 +33,7 @@ async fn index_and_data_are_what_was_published() {
 }
 
 #[tokio::test]
-async fn a_range_that_is_not_published_is_refused() {
+async fn unpublished_range_is_refused() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     fixture.store(&[block(0, 100)]).await;
@@ -47,7 +47,7 @@ async fn a_range_that_is_not_published_is_refused() {
 }
 
 #[tokio::test]
-async fn what_is_read_next_is_hinted_and_no_hint_is_refused() {
+async fn hints_for_next_reads_are_accepted() {
     let fixture = TcpFixture::new().await;
     fixture.store(&[block(0, 100)]).await;
     let mut peer = fixture.raw().await;
@@ -76,12 +76,12 @@ async fn what_is_read_next_is_hinted_and_no_hint_is_refused() {
 }
 
 #[tokio::test]
-async fn many_local_reads_share_little_read_memory() {
+async fn many_local_reads_share_the_read_memory() {
     let fixture = TcpFixture::new().await;
     let blocks: Vec<_> = (0..30).map(|i| block(i, 100_000)).collect();
     fixture.store(&blocks).await;
     let all = joined(&blocks);
-    // 60 answers of 3 MB under way while there are 8 MiB of read memory.
+    // 60 responses of 3 MB in flight with 8 MiB of read memory.
     let clients = [fixture.client().await, fixture.client().await, fixture.client().await];
     let key = key();
     let reads = (0..60).map(|i| clients[i % 3].read_data(&key, PARTITION, 0, 3_000_000));
@@ -93,7 +93,7 @@ async fn many_local_reads_share_little_read_memory() {
 }
 
 #[tokio::test]
-async fn a_hung_disk_holds_up_neither_memory_reads_nor_sends_behind_it() {
+async fn hung_disk_blocks_neither_memory_reads_nor_sends() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     fixture.store(&[block(0, 100)]).await;
@@ -123,7 +123,7 @@ async fn a_hung_disk_holds_up_neither_memory_reads_nor_sends_behind_it() {
 }
 
 #[tokio::test]
-async fn a_disk_that_fails_at_once_is_answered_with_a_status() {
+async fn disk_error_before_response_returns_a_status() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     fixture.store(&[block(0, 100)]).await;
@@ -137,7 +137,7 @@ async fn a_disk_that_fails_at_once_is_answered_with_a_status() {
 }
 
 #[tokio::test]
-async fn a_disk_that_fails_in_the_middle_of_an_answer_closes_the_connection() {
+async fn disk_error_within_response_closes_connection() {
     let fixture = TcpFixture::new().await;
     let (client, other) = (fixture.client().await, fixture.client().await);
     let blocks: Vec<_> = (0..40).map(|i| block(i, 100_000)).collect();

@@ -1,4 +1,4 @@
-//! What clients do.
+//! Valid requests over TCP.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use uniffle_worker::listeners::tcp::TcpConfig;
 use uniffle_worker::service::{Commit, Intake};
 
 #[tokio::test]
-async fn what_was_sent_is_read_back_from_memory() {
+async fn sent_blocks_are_read_from_memory() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     let blocks: Vec<_> =
@@ -43,7 +43,7 @@ async fn what_was_sent_is_read_back_from_memory() {
 }
 
 #[tokio::test]
-async fn the_cursor_goes_on_where_the_last_answer_ended() {
+async fn cursor_continues_after_the_last_response() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     let blocks: Vec<_> = (0..10).map(|i| block(i, 100)).collect();
@@ -64,7 +64,7 @@ async fn the_cursor_goes_on_where_the_last_answer_ended() {
 }
 
 #[tokio::test]
-async fn a_send_may_come_one_byte_at_a_time() {
+async fn send_in_single_bytes_is_accepted() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     peer.stream.set_nodelay(true).unwrap();
@@ -81,7 +81,7 @@ async fn a_send_may_come_one_byte_at_a_time() {
 }
 
 #[tokio::test]
-async fn many_partitions_and_a_partition_that_repeats() {
+async fn send_with_repeated_partition_is_accepted() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     let batch: Vec<_> = (0..200)
@@ -96,7 +96,7 @@ async fn many_partitions_and_a_partition_that_repeats() {
     fixture.finish().await;
 }
 
-/// The same blocks, each in a run of its own.
+/// Returns the same blocks, each in a run of its own.
 fn in_runs(request: SendRequest) -> SendRequest {
     let blocks = request.partitions.into_iter().flat_map(|(_, blocks)| blocks);
     let partitions = blocks.zip(0..).map(|(block, number)| (number % 100, vec![block])).collect();
@@ -104,7 +104,7 @@ fn in_runs(request: SendRequest) -> SendRequest {
 }
 
 #[tokio::test]
-async fn n1_sends_of_many_partitions_are_committed_aside_and_answered_in_turn() {
+async fn large_sends_commit_in_background_and_respond_in_order() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     let all: Vec<_> = (0..600).map(|number| block(number, 50)).collect();
@@ -136,7 +136,7 @@ async fn n1_sends_of_many_partitions_are_committed_aside_and_answered_in_turn() 
 }
 
 #[tokio::test]
-async fn n1_what_has_few_partitions_and_blocks_is_committed_where_it_was_read_and_what_has_many_is_not() {
+async fn small_sends_commit_inline_and_large_ones_in_background() {
     let fixture = TcpFixture::new().await;
     for (runs, blocks, is_aside) in [(256, 256, false), (257, 257, true), (1, 8192, false), (1, 8193, true)] {
         let mut intake = Intake::new(Arc::clone(&fixture.service.ingest), 1 << 20);
@@ -173,7 +173,7 @@ async fn n1_what_has_few_partitions_and_blocks_is_committed_where_it_was_read_an
 }
 
 #[tokio::test]
-async fn many_requests_under_way_on_one_connection_are_all_answered() {
+async fn concurrent_requests_of_a_connection_are_all_answered() {
     let config = TcpConfig {
         requests_in_flight_per_connection_max: 4,
         memory_reads_in_flight_max: 2,
@@ -199,7 +199,7 @@ async fn many_requests_under_way_on_one_connection_are_all_answered() {
 }
 
 #[tokio::test]
-async fn n8_one_connection_that_does_not_read_holds_its_share_and_others_read_on() {
+async fn unread_connection_holds_only_its_share() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     for number in 0..16 {
@@ -220,10 +220,10 @@ async fn n8_one_connection_that_does_not_read_holds_its_share_and_others_read_on
     for _ in 0..16 {
         let reply = client.read_memory(&key(), PARTITION, -1, 1, None).await.unwrap();
         assert_eq!(reply.body.len(), 1 << 20, "others read on");
-        // One block more than its share is let through, and this is one more.
+        // One block beyond the share is allowed, and one more is margin.
         assert!(answered.used() <= share + (2 << 20), "{} bytes of {share}", answered.used());
     }
-    // Those that were beyond the share are told to come back.
+    // Requests beyond the share get NO_BUFFER.
     let (mut taken, mut refused) = (0, 0);
     for _ in 0..200 {
         let reply = peer.hear().await;
@@ -237,7 +237,7 @@ async fn n8_one_connection_that_does_not_read_holds_its_share_and_others_read_on
 }
 
 #[tokio::test]
-async fn n8_replies_of_which_nothing_is_taken_give_way_to_one_that_waits_for_heap() {
+async fn unread_replies_are_dropped_for_requests_waiting_for_heap() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     for number in 0..16 {
@@ -255,11 +255,10 @@ async fn n8_replies_of_which_nothing_is_taken_give_way_to_one_that_waits_for_hea
         ReadRequest::Memory(request).encode_frame(&mut frames);
     }
     peer.say(&frames).await;
-    // What was free before is free whenever nothing is answered, and in the end only when the connection is gone: long before the
-    // 120 s that a reply may take.
+    // Memory must be free soon, long before the 120 s that a response may take.
     let began = Instant::now();
     let waits = async {
-        // Not without a pause: each time the heap's freed memory is looked at.
+        // Pauses because every attempt reads the heap's freed memory.
         let mut again = tokio::time::interval(Duration::from_millis(2));
         loop {
             drop(heap.charge(free).await.unwrap());
@@ -281,8 +280,8 @@ async fn n8_replies_of_which_nothing_is_taken_give_way_to_one_that_waits_for_hea
 }
 
 #[tokio::test]
-async fn n4_local_reads_that_wait_are_bounded_by_the_heap() {
-    // None gets its turn, so all of them wait with what they asked for.
+async fn waiting_local_reads_are_bounded_by_the_heap() {
+    // No request gets a permit, so all wait with their memory.
     let config = TcpConfig {
         local_reads_in_flight_max: 0,
         local_read_wait: Duration::from_secs(3600),
@@ -307,7 +306,7 @@ async fn n4_local_reads_that_wait_are_bounded_by_the_heap() {
         let used = requests.used();
         assert!(used <= requests.capacity() / 2, "{used} bytes after {sent} requests");
     }
-    // Those that found no heap are answered, by name; the others wait on.
+    // Requests without heap get a response that says so. The others continue to wait.
     let waiting = requests.capacity() / 2 / (5 * frame.len() as u64);
     for _ in waiting..50 {
         let reply = peer.hear().await;
@@ -321,7 +320,7 @@ async fn n4_local_reads_that_wait_are_bounded_by_the_heap() {
 }
 
 #[tokio::test]
-async fn a_pipe_full_of_reads_in_one_write_is_answered_in_order_of_readiness() {
+async fn pipelined_reads_are_answered_as_they_complete() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 3, ..TcpConfig::default() };
     let fixture = TcpFixture::with(config).await;
     let mut peer = fixture.raw().await;
@@ -345,9 +344,10 @@ async fn a_pipe_full_of_reads_in_one_write_is_answered_in_order_of_readiness() {
     fixture.finish().await;
 }
 
-/// What waits behind requests in progress had no heap, and the connection was closed with all that was in progress on it.
+/// Requests waiting behind others had no heap, and the connection was closed with all its requests
+/// in progress.
 #[tokio::test]
-async fn refusals_for_want_of_heap_disturb_no_read_of_the_connection() {
+async fn heap_refusals_do_not_disturb_other_reads() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 3, ..TcpConfig::default() };
     let fixture = TcpFixture::with(config).await;
     let client = fixture.client().await;
@@ -358,14 +358,14 @@ async fn refusals_for_want_of_heap_disturb_no_read_of_the_connection() {
     let mut frames = BytesMut::new();
     for request_id in 0..300 {
         let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
-        // Every second one needs heap for its filter.
+        // Every second request needs heap for its filter.
         let task_filter = (request_id % 2 == 1).then_some(&filter[..]);
         let (last_block_id, read_buffer_size, timestamp_ms) = (-1, 1 << 20, 0);
         let request = MemoryRequest { target, last_block_id, read_buffer_size, timestamp_ms, task_filter };
         ReadRequest::Memory(request).encode_frame(&mut frames);
     }
     let held = requests.force_charge(requests.free());
-    // A connection that is not read for a while sends all of them in one piece.
+    // A connection that is not read for a while sends all of them in one write.
     peer.say(&frames).await;
     for request_id in 0..300 {
         let reply = peer.hear().await;
@@ -385,15 +385,15 @@ async fn refusals_for_want_of_heap_disturb_no_read_of_the_connection() {
 }
 
 #[tokio::test]
-async fn reads_of_an_unknown_app_are_refused_in_the_type_of_their_answer() {
+async fn reads_of_unknown_app_are_refused_in_their_response_type() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     let stranger = uniffle_wire::types::ShuffleKey::new(
         uniffle_wire::types::AppId::parse("stranger").unwrap(),
         key().shuffle,
     );
-    // The client decodes by the type of the frame; a type-0 refusal would come back as `Answer::Rpc` and NO_REGISTER
-    // too, so the raw reply is looked at.
+    // The client decodes by the frame type. A type-0 refusal would arrive as `Answer::Rpc` and
+    // NO_REGISTER too, so the raw reply is checked.
     let target = |request_id| Target { request_id, app: "stranger", shuffle: SHUFFLE, partition: 0 };
     let mut frame = BytesMut::new();
     let request = MemoryRequest {
@@ -416,7 +416,7 @@ async fn reads_of_an_unknown_app_are_refused_in_the_type_of_their_answer() {
 }
 
 #[tokio::test]
-async fn a_read_of_sorted_data_is_refused() {
+async fn read_of_sorted_data_is_refused() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     let target = Target { request_id: 5, app: APP, shuffle: SHUFFLE, partition: 0 };
@@ -432,7 +432,7 @@ async fn a_read_of_sorted_data_is_refused() {
 }
 
 #[tokio::test]
-async fn a_read_with_a_filter_that_is_no_bitmap_is_refused() {
+async fn read_with_invalid_filter_is_refused() {
     let fixture = TcpFixture::new().await;
     let client = fixture.client().await;
     fixture.send(&client, &[(PARTITION, vec![block(0, 10)])]).await;
@@ -446,9 +446,9 @@ async fn a_read_with_a_filter_that_is_no_bitmap_is_refused() {
 }
 
 #[tokio::test]
-async fn n3_the_connection_that_did_least_lately_makes_room() {
+async fn least_active_connection_is_evicted() {
     let fixture = TcpFixture::with(TcpConfig { connections_max: 2, ..TcpConfig::default() }).await;
-    // Each with a ticket of its own.
+    // Each has a ticket of its own.
     let send = || frame(&fixture.request(1, &[block(0, 10)]));
     let (mut working, mut silent) = (fixture.raw().await, fixture.raw().await);
     working.say(&send()).await;
@@ -467,11 +467,11 @@ async fn n3_the_connection_that_did_least_lately_makes_room() {
 }
 
 #[tokio::test]
-async fn a_send_is_committed_as_a_whole_or_not_at_all() {
+async fn send_is_committed_completely_or_not_at_all() {
     let fixture = TcpFixture::new().await;
     let mut peer = fixture.raw().await;
     let mut request = fixture.request(1, &[block(0, 100), block(1, 100), block(2, 100)]);
-    // The last block's checksum is of other bytes.
+    // The last block's checksum belongs to other bytes.
     request.partitions[0].1[2].crc ^= 1;
     peer.say(&frame(&request)).await;
     let reply = peer.hear().await;
