@@ -1,5 +1,5 @@
-//! Well-formed requests with values that must do no harm: docs/architecture.md §6 items 3, 5 and 6, and everything
-//! negative.
+//! Well-formed requests with invalid or extreme values, which must do no harm (docs/architecture.md
+//! §6 items 3, 5 and 6).
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use super::fixture::{WorkerFixture, key};
 
 const P: PartitionId = PartitionId(0);
 
-/// Every path below `dir`.
+/// Returns every path below `dir`.
 fn tree(dir: &Path) -> BTreeSet<PathBuf> {
     let mut all = BTreeSet::new();
     let mut open = vec![dir.to_owned()];
@@ -35,7 +35,7 @@ fn tree(dir: &Path) -> BTreeSet<PathBuf> {
     all
 }
 
-/// The status of every call that takes an app id, in the words of `app`.
+/// Returns the status of every call that takes an application id.
 async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, StatusCode)> {
     let app = || app.to_owned();
     let mut raw = client.raw();
@@ -77,14 +77,14 @@ async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, Sta
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn app_ids_that_are_no_names_never_reach_the_file_system() {
+async fn invalid_app_ids_never_reach_the_file_system() {
     let fixture = WorkerFixture::start().await;
     let above = fixture.dir.path();
     let before = tree(above);
     let long = "x".repeat(5000);
     let absolute = above.join("x").display().to_string();
     let bad = [
-        // Where these lead to is seen: `above` holds the data directories.
+        // Paths that leave the data directories would appear in `above`, their parent.
         &absolute,
         "../../x",
         "../../../x",
@@ -124,7 +124,7 @@ async fn app_ids_that_are_no_names_never_reach_the_file_system() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn app_ids_that_look_odd_and_are_names_work_to_the_end() {
+async fn unusual_app_ids_are_accepted() {
     let fixture = WorkerFixture::start().await;
     let longest = "y".repeat(200);
     for app in
@@ -162,7 +162,7 @@ async fn data_refused(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_range_outside_of_the_data_returns_no_byte() {
+async fn range_outside_of_data_returns_no_bytes() {
     let fixture = WorkerFixture::start().await;
     let (mine, other) = (key("app-1", 1), key("app-2", 1));
     for key in [&mine, &other] {
@@ -181,7 +181,7 @@ async fn a_range_outside_of_the_data_returns_no_byte() {
         let (status, text) = data_refused(&fixture, &mine, offset, length).await;
         assert_eq!(status, StatusCode::InvalidRequest, "{offset}+{length}: {text}");
     }
-    // Exactly to the end, and every single byte of it, is what was written.
+    // The range up to the end, and every single byte of it, have the written content.
     let whole = fixture.client.read_data(&mine, P, 0, end.unsigned_abs()).await.unwrap();
     let expected: Vec<u8> = blocks(0, 1, 0..5).iter().flat_map(|block| block.data.to_vec()).collect();
     assert!(whole == expected);
@@ -191,7 +191,7 @@ async fn a_range_outside_of_the_data_returns_no_byte() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hints_of_what_is_read_next_are_taken_or_ignored_and_never_refused() {
+async fn read_ahead_hints_are_never_refused() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
@@ -223,13 +223,13 @@ async fn hints_of_what_is_read_next_are_taken_or_ignored_and_never_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_filter_that_is_no_bitmap_is_an_error_and_an_empty_one_is_none() {
+async fn invalid_filter_is_refused_and_empty_one_ignored() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     let good = uniffle_client::read::encode_bitmap(&croaring::Treemap::of(&[1, 2, 1 << 40]));
     let mut filters: Vec<Vec<u8>> = (1..good.len()).map(|cut| good[..cut].to_vec()).collect();
-    // Counts of maps and containers that are not there.
+    // Counts of maps and containers that do not exist.
     filters.push([&[0][..], &[0x7F, 0xFF, 0xFF, 0xFF]].concat());
     filters.push([&[0][..], &[0, 0, 0, 1, 0, 0, 0, 0, 0x3A, 0x30, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]].concat());
     filters.push(vec![0xFF; 100]);
@@ -257,7 +257,7 @@ async fn a_filter_that_is_no_bitmap_is_an_error_and_an_empty_one_is_none() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn negative_ids_and_sizes_of_reads_do_no_harm() {
+async fn negative_ids_and_sizes_of_reads_are_refused_or_empty() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
@@ -302,7 +302,7 @@ async fn negative_ids_and_sizes_of_reads_do_no_harm() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clocks_of_clients_may_say_anything() {
+async fn client_timestamps_of_any_value_are_accepted() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
     let mut raw = fixture.client.raw();
@@ -342,15 +342,15 @@ async fn clocks_of_clients_may_say_anything() {
     fixture.finish().await;
 }
 
-/// A panic in one call must not take others with it, so there is to be none: every call, empty.
+/// A panic in one call must not affect others, so no call may panic, even with an empty request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_with_every_field_at_its_default_are_answered() {
+async fn requests_with_default_fields_are_answered() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     for (rpc, status) in every_call(&fixture.client, "").await {
         assert_ne!(status, StatusCode::Success, "{rpc}");
     }
-    // shuffle 0 of a known app, which has only shuffle 1.
+    // Shuffle 0 of a known application, which only has shuffle 1.
     let said = every_call(&fixture.client, "app-1").await;
     let expected = [
         ("register_shuffle", StatusCode::Success),

@@ -1,4 +1,4 @@
-//! Blocks of the tests: their content follows from their id.
+//! Blocks of the tests, whose content follows from their id.
 
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_testkit::block_generator::BlockGenerator;
@@ -6,23 +6,23 @@ use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
 const SEED: u64 = 0x5eed;
 
-/// Block `sequence` of `task` for `partition`.
+/// Returns block `sequence` of `task` for `partition`.
 pub(crate) fn block(partition: i32, task: i64, sequence: u32, length: u32) -> Block {
     let generator = BlockGenerator::new(SEED, IdLayout::SPARK);
     generator.block(PartitionId(partition), TaskAttemptId(task), sequence, length)
 }
 
-/// Blocks of one task with small lengths, all different.
+/// Returns blocks of one task with small, different lengths.
 pub(crate) fn blocks(partition: i32, task: i64, sequences: std::ops::Range<u32>) -> Vec<Block> {
     sequences.map(|n| block(partition, task, n, 500 + n)).collect()
 }
 
-/// A batch of one partition.
+/// Returns a batch of one partition.
 pub(crate) fn batch(partition: i32, blocks: &[Block]) -> Vec<(PartitionId, Vec<Block>)> {
     vec![(PartitionId(partition), blocks.to_vec())]
 }
 
-/// Payload bytes.
+/// Returns the number of payload bytes.
 pub(crate) fn payload(blocks: &[Block]) -> u64 {
     blocks.iter().map(|block| u64::from(block.meta.length)).sum()
 }

@@ -1,4 +1,4 @@
-//! What one client can make the worker hold or do is bounded, and others are served meanwhile.
+//! Bounds on the memory and work of one client, while others are served.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -52,10 +52,10 @@ fn results(key: &ShuffleKey, partitions: Vec<i32>) -> GetShuffleResultForMultiPa
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n1_a_repeated_partition_costs_no_more_than_one() {
+async fn repeated_partition_costs_as_much_as_one() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
-    // Scattered, so that merging them once takes milliseconds, and 300,000 times minutes.
+    // Scattered ids: merging them once takes milliseconds, and merging them 300,000 times minutes.
     let ids = (0..20_000).map(|id| id << 33).collect();
     let taken = fixture.client.raw().report_shuffle_result(report(&key, 0, ids)).await;
     assert_eq!(taken.unwrap().into_inner().status(), StatusCode::Success);
@@ -75,13 +75,13 @@ async fn n1_a_repeated_partition_costs_no_more_than_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n2_unfinished_reports_of_one_connection_stay_within_half_of_their_heap() {
+async fn unfinished_reports_use_at_most_half_of_their_heap() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
     let heap = fixture.memory().heap().clone();
     let requests = heap.of(HeapKind::Requests);
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
-    // As many as a connection may have at once, each as large as a report may be, without its last byte.
+    // As many reports as a connection may have, each of the largest size and without its last byte.
     let (mut senders, mut calls) = (Vec::new(), Vec::new());
     for _ in 0..24 {
         let (sender, receiver) = mpsc::channel(1);
@@ -94,7 +94,7 @@ async fn n2_unfinished_reports_of_one_connection_stay_within_half_of_their_heap(
         let mut prefix = vec![0];
         prefix.extend_from_slice(&(60_u32 << 20).to_be_bytes());
         let _gone = sender.send(Bytes::from(prefix)).await;
-        // Until the worker has ended the call, which is when nobody takes any more.
+        // Sends until the worker has ended the call and nobody receives.
         while sender.send(Bytes::from(vec![0x80; 256 << 10])).await.is_ok() {}
     });
     let watching = async {
@@ -125,7 +125,7 @@ async fn n2_unfinished_reports_of_one_connection_stay_within_half_of_their_heap(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n6_a_send_of_one_byte_blocks_is_refused_before_they_fill_the_heap() {
+async fn send_of_one_byte_blocks_is_refused_before_heap_is_full() {
     let setup = Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -145,7 +145,7 @@ async fn n6_a_send_of_one_byte_blocks_is_refused_before_they_fill_the_heap() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n7_a_registration_says_which_field_is_too_large_and_keeps_nothing() {
+async fn refused_registration_names_field_and_stores_nothing() {
     let fixture =
         WorkerFixture::with(Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() }).await;
     let request = |user: usize, ranges: i32, path: usize| ShuffleRegisterRequest {
@@ -172,7 +172,7 @@ async fn n7_a_registration_says_which_field_is_too_large_and_keeps_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n8_answers_from_memory_that_are_not_taken_pin_a_bounded_part_of_it() {
+async fn unread_responses_pin_bounded_memory() {
     let setup = Setup { capacity: "64MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -189,7 +189,7 @@ async fn n8_answers_from_memory_that_are_not_taken_pin_a_bounded_part_of_it() {
     let answered = fixture.memory().answered();
     let address = format!("http://{}", fixture.worker.addresses().grpc);
     for _ in 0..40 {
-        // With the smallest window that there is at the start of a connection.
+        // The smallest window that HTTP/2 allows at the start of a connection.
         let endpoint = Endpoint::from_shared(address.clone()).unwrap().initial_stream_window_size(65_535);
         let channel = endpoint.initial_connection_window_size(65_535).connect().await.unwrap();
         bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
@@ -218,7 +218,7 @@ async fn n8_answers_from_memory_that_are_not_taken_pin_a_bounded_part_of_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n8_one_connection_that_does_not_read_holds_its_share_for_a_time_and_others_read_on() {
+async fn unread_connection_holds_its_share_until_timeout() {
     let setup = Setup { capacity: "64MiB", tables: "[grpc]\nanswer_timeout_sec = 1", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -242,7 +242,8 @@ async fn n8_one_connection_that_does_not_read_holds_its_share_for_a_time_and_oth
         assert!(answered.used() <= share + (1 << 20), "{} bytes of {share}", answered.used());
     }
     fixture.assert_reads(&key, 0, &blocks).await;
-    // HTTP/2 has the whole answers, and the socket does not take them: the connection is given up, and all is back.
+    // HTTP/2 holds complete responses that the socket does not accept. The connection is closed,
+    // and all memory is freed.
     eventually("nothing is pinned", || match answered.used() {
         0 => Ok(()),
         left => Err(format!("{left} bytes")),
@@ -256,7 +257,7 @@ async fn n8_one_connection_that_does_not_read_holds_its_share_for_a_time_and_oth
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n8_answers_of_which_nothing_is_taken_give_way_to_one_that_waits_for_heap() {
+async fn unread_responses_are_dropped_for_requests_waiting_for_heap() {
     let setup = Setup { capacity: "64MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -279,7 +280,7 @@ async fn n8_answers_of_which_nothing_is_taken_give_way_to_one_that_waits_for_hea
         bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
     }
     assert!(answered.used() > 0 && heap.free() < free);
-    // What was free before they came is free again only when they are gone: long before the 120 s that each may take.
+    // Memory must be free soon, long before the 120 s that each response may take.
     let began = Instant::now();
     drop(heap.charge(free).await.unwrap());
     assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
@@ -293,9 +294,9 @@ async fn n8_answers_of_which_nothing_is_taken_give_way_to_one_that_waits_for_hea
     fixture.finish().await;
 }
 
-/// What the worker's runtime must not see. In an optimised build every poll takes about a millisecond at most; here
-/// nothing is optimised and the machine may be busy, and what used to be done on a runtime thread took a hundred times as
-/// long.
+/// Limit for one poll on the worker's runtime. Optimised polls take at most about a millisecond.
+/// This build is not optimised, the machine may be busy, and blocking work took a hundred times
+/// longer.
 const POLL_MAX: Duration = Duration::from_secs(2);
 
 fn runtime() -> Runtime {
@@ -308,7 +309,7 @@ fn runtime() -> Runtime {
     builder.build().unwrap()
 }
 
-/// Polls that took longer than [`POLL_MAX`].
+/// Returns the number of polls that took longer than [`POLL_MAX`].
 fn long_polls(runtime: &Runtime) -> u64 {
     let metrics = runtime.metrics();
     (0..metrics.num_workers()).map(|worker| metrics.poll_time_histogram_bucket_count(worker, 1)).sum()
@@ -347,7 +348,8 @@ async fn attack(client: ShuffleClient, key: ShuffleKey) {
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
 }
 
-/// The largest assignment that there may be. The embedded coordinator makes it, and the gRPC listener encodes it.
+/// Requests the largest possible assignment: the coordinator computes it and the listener encodes
+/// it.
 async fn assignment(address: SocketAddr) {
     const RANGES: i32 = 1 << 17;
     let channel = raw::connect(address).await;
@@ -367,7 +369,7 @@ async fn assignment(address: SocketAddr) {
 }
 
 #[test]
-fn no_request_keeps_a_thread_of_the_runtime_for_long() {
+fn requests_do_not_block_runtime_threads() {
     let (of_worker, of_clients) = (runtime(), runtime());
     let setup = Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() };
     let fixture = of_worker.block_on(WorkerFixture::with(setup));

@@ -1,4 +1,4 @@
-//! Clients of storage types without MEMORY: tasks commit before they report, and nothing is read from memory
+//! Clients of storage types without MEMORY: tasks commit before they report, and memory is not read
 //! (docs/protocol.md §2.6).
 
 use std::sync::Arc;
@@ -24,7 +24,7 @@ async fn finish(fixture: &WorkerFixture, key: &ShuffleKey) -> StatusCode {
     fixture.client.raw().finish_shuffle(request).await.unwrap().into_inner().status()
 }
 
-/// What a reader that knows no memory finds: the index as it is now.
+/// Returns the current index, which is everything that a reader without MEMORY finds.
 async fn on_disk(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) -> Vec<i64> {
     let index = fixture.client.read_index(key, PartitionId(partition)).await.unwrap();
     let mut ids: Vec<i64> = index.records.iter().map(|record| record.meta.block_id.0).collect();
@@ -39,7 +39,7 @@ fn ids(blocks: &[Block]) -> Vec<i64> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n22_what_was_sent_before_a_commit_is_on_disk_after_it() {
+async fn commit_flushes_earlier_sends_to_disk() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let mut sent = [Vec::new(), Vec::new()];
@@ -63,7 +63,7 @@ async fn n22_what_was_sent_before_a_commit_is_on_disk_after_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn n22_tasks_that_commit_at_once_are_each_counted_and_each_on_disk() {
+async fn concurrent_commits_are_counted_and_flushed() {
     const TASKS: i64 = 32;
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -83,7 +83,7 @@ async fn n22_tasks_that_commit_at_once_are_each_counted_and_each_on_disk() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n22_a_commit_of_what_is_not_there_is_refused() {
+async fn commit_of_unknown_shuffle_is_refused() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     assert_eq!(commit(&fixture, &key).await.status(), StatusCode::NoRegister);
     assert_eq!(finish(&fixture, &key).await, StatusCode::NoRegister);
@@ -97,7 +97,7 @@ async fn n22_a_commit_of_what_is_not_there_is_refused() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
-async fn n22_a_commit_waits_for_disks_that_fail_and_for_no_shuffle_that_is_gone() {
+async fn commit_waits_for_disks_until_shuffle_is_unregistered() {
     let fixture = parts().start().await;
     let client = fixture.client().await;
     let keys = [key("app-1", 1), key("app-1", 2)];
@@ -132,7 +132,7 @@ async fn n22_a_commit_waits_for_disks_that_fail_and_for_no_shuffle_that_is_gone(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n22_a_worker_with_memory_only_refuses_commits() {
+async fn memory_only_worker_refuses_commits() {
     let setup = Setup { store_type: "MEMORY", ..Setup::default() };
     let dir = tempfile::tempdir().unwrap();
     let worker = setup.start(&[dir.path().join("unused")]).await;

@@ -1,4 +1,4 @@
-//! Connections that hold places and do nothing with them: each state has an end, and the idlest makes room.
+//! Idle connections: each state has a timeout, and the connection idle longest is evicted.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use super::raw;
 const BEGINNING: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 /// A PING frame.
 const PING: &[u8] = b"\0\0\x08\x06\0\0\0\0\0ping-pin";
-/// What a busy machine may take beyond any deadline.
+/// Delay that a busy machine may add to a deadline.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 async fn said(address: SocketAddr, bytes: &[u8]) -> TcpStream {
@@ -26,14 +26,14 @@ async fn said(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     stream
 }
 
-/// The worker closes it, by itself.
+/// Expects the worker to close the connection without a request.
 async fn expect_close(mut stream: TcpStream, what: &str) {
     let mut rest = Vec::new();
     let ended = timeout(PATIENCE, stream.read_to_end(&mut rest)).await;
     assert!(ended.is_ok(), "{what}: still open");
 }
 
-/// Both sides have begun, and the worker answers.
+/// Expects a PING response after both prefaces.
 async fn expect_pong(stream: &mut TcpStream) {
     stream.write_all(PING).await.unwrap();
     let mut seen = Vec::new();
@@ -45,7 +45,7 @@ async fn expect_pong(stream: &mut TcpStream) {
     timeout(PATIENCE, pong).await.expect("an answer to the ping");
 }
 
-/// A frame of HTTP/2.
+/// Returns an HTTP/2 frame.
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
@@ -56,7 +56,8 @@ async fn burst_of_cancelled_calls_does_not_end_the_connection() {
     const CALLS: u32 = 5000;
     let fixture = WorkerFixture::start().await;
     let path = b"/rss.common.ShuffleServer/appHeartbeat";
-    // POST and http of the static table, then a literal that is not indexed (RFC 7541 section 6.2.2).
+    // POST and http of the static table, then a literal that is not indexed (RFC 7541 section
+    // 6.2.2).
     let head = [&[0x83, 0x86, 0x04, u8::try_from(path.len()).unwrap()], &path[..]].concat();
     let call = |stream: u32| [frame(1, 4, stream, &head), frame(3, 0, stream, &8u32.to_be_bytes())].concat();
     let mut burst = BEGINNING.to_vec();
@@ -67,7 +68,7 @@ async fn burst_of_cancelled_calls_does_not_end_the_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n3_a_connection_that_does_not_begin_is_closed_and_one_that_has_begun_may_idle() {
+async fn connection_without_preface_is_closed_and_others_may_idle() {
     let setup = Setup { tables: "[grpc]\nopening_timeout_sec = 1", ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
     let address = fixture.worker.addresses().grpc;
@@ -82,14 +83,14 @@ async fn n3_a_connection_that_does_not_begin_is_closed_and_one_that_has_begun_ma
     ] {
         expect_close(said(address, opening).await, what).await;
     }
-    // It is older than all of them.
+    // The oldest of all connections.
     expect_pong(&mut idle).await;
     drop(idle);
     fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n3_half_sent_prefaces_do_not_keep_others_out() {
+async fn incomplete_prefaces_do_not_block_new_connections() {
     let setup =
         Setup { tables: "[grpc]\nmax_connections = 4\nopening_timeout_sec = 3600", ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
@@ -104,7 +105,7 @@ async fn n3_half_sent_prefaces_do_not_keep_others_out() {
     let newcomer = raw::connect(address).await;
     let answer = raw::call(&newcomer, path, vec![raw::prefixed(&[])], raw::End::Closed).await;
     assert_eq!(answer.grpc_status, Some(0));
-    // Those that had begun are there still: the fixture's client, this one, the newcomer.
+    // Connections that sent their preface remain: the fixture's client, this one and the new one.
     expect_pong(&mut idle).await;
     for half in halves.drain(..10) {
         expect_close(half, "a half-sent preface beyond the limit").await;
@@ -115,14 +116,14 @@ async fn n3_half_sent_prefaces_do_not_keep_others_out() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n3_the_idlest_makes_room_for_one_more() {
+async fn longest_idle_connection_is_evicted() {
     let setup = Setup { tables: "[grpc]\nmax_connections = 3", ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
     let address = fixture.worker.addresses().grpc;
     let (mut first, mut second) = (said(address, BEGINNING).await, said(address, BEGINNING).await);
     expect_pong(&mut first).await;
     expect_pong(&mut second).await;
-    // Later than both: the fixture's client and the first.
+    // Both the fixture's client and the first connection were active after it.
     fixture.client.register(&key("app-1", 1), &[(0, 0)]).await.unwrap();
     expect_pong(&mut first).await;
     let mut third = said(address, BEGINNING).await;
@@ -140,7 +141,7 @@ async fn n3_the_idlest_makes_room_for_one_more() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_connection_that_makes_room_ends_the_call_that_it_has() {
+async fn evicted_connection_ends_its_call() {
     let fixture =
         WorkerFixture::with(Setup { tables: "[grpc]\nmax_connections = 2", ..Setup::default() }).await;
     let address = fixture.worker.addresses().grpc;
@@ -149,7 +150,7 @@ async fn a_connection_that_makes_room_ends_the_call_that_it_has() {
     let (pieces, body) = mpsc::unbounded();
     let heartbeat = raw::prefixed(&[0x0A, 5, b'a', b'p', b'p', b'-', b'1']);
     pieces.unbounded_send(heartbeat.slice(..8)).unwrap();
-    // It has a call and has never ended one: the least of the two.
+    // Its call never ended, so it is the least active of the two.
     let leaving = raw::connect(address).await;
     let others = async {
         eventually("its call has begun", || match fixture.metric("grpc_open") {
@@ -172,7 +173,7 @@ async fn a_connection_that_makes_room_ends_the_call_that_it_has() {
         open => Err(format!("{open} connections")),
     })
     .await;
-    // A client goes on by another connection.
+    // The client continues on another connection.
     let again = raw::call(&leaving, path, vec![heartbeat.clone()], raw::End::Closed).await;
     assert_eq!(again.grpc_status, Some(0));
     drop((leaving, newcomer));
@@ -180,7 +181,7 @@ async fn a_connection_that_makes_room_ends_the_call_that_it_has() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n3_a_request_that_pauses_is_given_up_and_its_connection_goes_on() {
+async fn stalled_request_is_aborted_and_its_connection_continues() {
     let setup = Setup { tables: "[grpc]\nframe_timeout_sec = 1", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
@@ -200,9 +201,10 @@ async fn n3_a_request_that_pauses_is_given_up_and_its_connection_goes_on() {
     fixture.finish().await;
 }
 
-/// Clients since 0.10 send Spark's number, which begins at 0 again when a later job recomputes the shuffle.
+/// Clients since 0.10 send Spark's number, which starts at 0 again when a later job recomputes the
+/// shuffle.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n5_a_lower_stage_attempt_is_taken() {
+async fn lower_stage_attempt_is_accepted() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let channel = raw::connect(fixture.worker.addresses().grpc).await;

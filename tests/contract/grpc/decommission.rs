@@ -1,4 +1,4 @@
-//! A worker that is taken out of service: docs/protocol.md §2.14.
+//! Decommission of a worker: docs/protocol.md §2.14.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use super::blocks::{batch, blocks};
 use super::fixture::{Setup, WorkerFixture, key};
 use super::raw;
 
-/// Whether the coordinator gives partitions to this worker.
+/// Returns whether the coordinator assigns partitions to this worker.
 async fn is_assigned(channel: &Channel) -> bool {
     let request = GetShuffleServerRequest {
         application_id: "app-1".to_owned(),
@@ -39,7 +39,7 @@ async fn until_assigned(channel: &Channel, wanted: bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
+async fn decommissioned_worker_gets_no_assignments_and_serves_its_app() {
     let tables = "[admin]\ngrpc_decommission = \"loopback\"";
     let setup = Setup { top: "heartbeat_interval_seconds = 1", tables, ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
@@ -72,7 +72,7 @@ async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
 
     let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success);
-    // What the worker does by itself once a minute.
+    // The worker does this once a minute.
     fixture.worker.service().lifecycle.check_decommission();
     assert_eq!(status(), WorkerState::Decommissioned, "no app is left");
     drop((internal, channel));
@@ -80,7 +80,7 @@ async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_without_its_coordinators_serves_all_the_same() {
+async fn worker_without_coordinators_serves_clients() {
     // Nothing listens on port 1.
     let setup = Setup {
         top: "coordinator_quorum = [\"127.0.0.1:1\", \"127.0.0.1:2\"]\nheartbeat_interval_seconds = 1",

@@ -1,4 +1,4 @@
-//! Disks that fail while shuffles run, seen by clients: docs/architecture.md §6 items 4 and 7.
+//! Failing disks as clients see them: docs/architecture.md §6 items 4 and 7.
 
 use std::time::Duration;
 
@@ -19,13 +19,13 @@ use uniffle_testkit::service::{ServiceBuilder, ServiceFixture};
 const P: PartitionId = PartitionId(0);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_disk_that_fills_during_an_append_mixes_nothing() {
+async fn disk_full_during_append_does_not_mix_blocks() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all: Vec<Block> = Vec::new();
     for round in 0..12 {
-        // Every second batch is torn somewhere on the disk that gets it.
+        // Every second batch is torn on its disk.
         if round % 2 == 1 {
             let bytes = 1 + 700 * usize::try_from(round).unwrap();
             for faults in &fixture.faults {
@@ -48,7 +48,7 @@ async fn a_disk_that_fills_during_an_append_mixes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_batch_that_no_disk_takes_stays_readable_and_is_tried_again() {
+async fn unwritable_batch_stays_readable_and_is_retried() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
@@ -78,9 +78,9 @@ async fn a_batch_that_no_disk_takes_stays_readable_and_is_tried_again() {
     fixture.finish().await;
 }
 
-/// Before memory is handed over as it is, what is being written is waited for, and nothing more is begun.
+/// Before memory is handed over, running writes end and no new one starts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_flusher_at_rest_writes_nothing_until_it_goes_on() {
+async fn paused_flusher_writes_nothing_until_resumed() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
@@ -113,9 +113,9 @@ async fn a_flusher_at_rest_writes_nothing_until_it_goes_on() {
     fixture.finish().await;
 }
 
-/// A fixture with a partition that is on the disks and reported.
+/// Returns a fixture with a reported partition on disk.
 async fn flushed_and_reported() -> (ServiceFixture, ShuffleClient, ShuffleKey, Vec<Block>) {
-    // Every read asks the disk.
+    // Every read goes to the disk.
     let local = LocalConfig { index_cache_bytes: 0, ..local_config() };
     let (fixture, key) = (ServiceBuilder { local, ..parts() }.start().await, key("app-1", 1));
     let client = fixture.client().await;
@@ -129,7 +129,7 @@ async fn flushed_and_reported() -> (ServiceFixture, ShuffleClient, ShuffleKey, V
     (fixture, client, key, all)
 }
 
-/// What Spark's fourth attempt of a task is told, after three that failed.
+/// Returns the response to Spark's fourth attempt of a task, after three failed ones.
 async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'static str) {
     let (fixture, client, key, all) = flushed_and_reported().await;
     for faults in &fixture.faults {
@@ -145,7 +145,7 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
     let error = read().await.unwrap_err().to_string();
     assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");
     assert!(error.contains("/disk") && error.contains(suffix), "it says where: {error}");
-    // Sent again, it is found, and what cannot be read is not in the way.
+    // Resent blocks are found, and the unreadable copy does not interfere.
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
     let healed = read().await.unwrap();
     assert_same(&healed.blocks, &all);
@@ -155,16 +155,16 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_disk_never_gives_back_is_told_lost_without_a_restart() {
+async fn unreadable_blocks_are_reported_lost_without_restart() {
     the_fourth_attempt_is_told_of_the_loss(Operation::Read, ".data").await;
     the_fourth_attempt_is_told_of_the_loss(Operation::Read, ".index").await;
     the_fourth_attempt_is_told_of_the_loss(Operation::OpenRead, ".data").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_disk_gives_back_after_a_while_is_not_given_up() {
+async fn temporarily_unreadable_blocks_are_not_abandoned() {
     let (fixture, client, key, all) = flushed_and_reported().await;
-    // Three reads fail, and then the first two tries of what is there.
+    // Three reads fail, then the first two attempts to read existing data.
     for faults in &fixture.faults {
         faults.add(Rule { times: 5, ..Rule::once(Operation::Read, Fault::Errno(EIO)).on(".data") });
     }
@@ -181,7 +181,7 @@ async fn what_a_disk_gives_back_after_a_while_is_not_given_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_read_that_fails_on_the_disk_is_an_error_and_never_short() {
+async fn failed_disk_read_is_an_error_and_never_short() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
@@ -202,12 +202,12 @@ async fn a_read_that_fails_on_the_disk_is_an_error_and_never_short() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_disk_whose_probe_reads_back_zeros_stays_out() {
+async fn disk_whose_probe_reads_zeros_stays_unhealthy() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     client.push(&key, SendForm::Classic, &batch(0, &blocks(0, 1, 0..10))).await.unwrap();
-    // Of equal disks the first is chosen.
+    // The first of equal disks is chosen.
     let faults = &fixture.faults[0];
     faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)));
     faults.add(Rule::always(Operation::Write, Fault::Zeros));
@@ -226,8 +226,8 @@ async fn a_disk_whose_probe_reads_back_zeros_stays_out() {
     fixture.finish().await;
 }
 
-/// Which of 16 reads of data with a flipped bit is the first that is refused; one before was right, and they begin as the
-/// second of a sample of 16.
+/// Returns which of 16 reads of data with a flipped bit is the first to be refused. One read before
+/// was correct, so they begin as the second of a sample of 16.
 async fn first_refusal(verify_reads: VerifyReads) -> Option<usize> {
     let local = LocalConfig { verify_reads, ..local_config() };
     let (fixture, key) = (ServiceBuilder { local, ..parts() }.start().await, key("app-1", 1));
@@ -257,7 +257,7 @@ async fn first_refusal(verify_reads: VerifyReads) -> Option<usize> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reads_from_disk_are_verified_always_in_samples_or_not_at_all() {
+async fn disk_reads_are_verified_as_configured() {
     assert_eq!(first_refusal(VerifyReads::Always).await, Some(0));
     assert_eq!(first_refusal(VerifyReads::Sampled).await, Some(15));
     assert_eq!(first_refusal(VerifyReads::Off).await, None);

@@ -1,4 +1,4 @@
-//! A whole worker in this process, started from TOML text on ports that the system chose, and a client of it.
+//! A complete worker in this process, started from TOML on free ports, and a client of it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ impl WorkerFixture {
         Self::on(setup, dir, disks).await
     }
 
-    /// A worker whose only tier below memory is one that no configuration names.
+    /// Starts a worker whose only tier below memory is a test double.
     pub(crate) async fn above(tier: Arc<dyn Tier>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let unused = vec![dir.path().join("unused")];
@@ -50,7 +50,7 @@ impl WorkerFixture {
         Self::of(setup.start_above(vec![tier], &unused).await, dir, unused).await
     }
 
-    /// A worker on directories that another had before.
+    /// Starts a worker on the directories of an earlier one.
     pub(crate) async fn on(setup: Setup<'_>, dir: TempDir, disks: Vec<PathBuf>) -> Self {
         Self::of(setup.start(&disks).await, dir, disks).await
     }
@@ -64,12 +64,12 @@ impl WorkerFixture {
         self.worker.memory()
     }
 
-    /// Ticket and send in the classic form; must succeed.
+    /// Gets a ticket and sends in the classic form. Both must succeed.
     pub(crate) async fn push(&self, key: &ShuffleKey, batch: &Batch) {
         self.client.push(key, SendForm::Classic, batch).await.unwrap();
     }
 
-    /// A ticket of `bytes`; must be granted.
+    /// Gets a ticket for `bytes` bytes, which must be granted.
     pub(crate) async fn ticket(&self, key: &ShuffleKey, bytes: i32) -> TicketId {
         let answer = self.client.require_raw(require(key, bytes)).await.unwrap();
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
@@ -92,7 +92,7 @@ impl WorkerFixture {
         .await;
     }
 
-    /// A reader of every kind gets exactly `blocks`, byte for byte.
+    /// Asserts that readers of every kind get exactly `blocks`.
     pub(crate) async fn assert_reads(&self, key: &ShuffleKey, partition: i32, blocks: &[Block]) {
         for trust_is_end in [true, false] {
             let options = ReadOptions { trust_is_end, read_buffer_size: 1 << 20, ..Default::default() };
@@ -101,12 +101,12 @@ impl WorkerFixture {
         }
     }
 
-    /// The sum of a metric over its labels.
+    /// Returns the sum of a metric over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         sum_of(self.worker.registry(), name)
     }
 
-    /// Observations and their sum.
+    /// Returns the number of observations and their sum.
     pub(crate) fn histogram(&self, name: &str) -> (u64, f64) {
         let families = self.worker.registry().gather();
         let found = families.iter().find(|family| family.name() == name);
@@ -114,7 +114,7 @@ impl WorkerFixture {
         (histogram.get_sample_count(), histogram.get_sample_sum())
     }
 
-    /// What of this worker is not as it was when it had no application.
+    /// Describes the state that differs from a worker without applications.
     pub(crate) fn leftovers(&self) -> Vec<String> {
         let memory = self.memory();
         let flusher = self.worker.flusher().unwrap();
@@ -139,8 +139,8 @@ impl WorkerFixture {
             .collect()
     }
 
-    /// The memory counters are back to zero, without any application having been unregistered: what is on disks has lists
-    /// of extents.
+    /// Asserts that the memory counters are zero before any application is unregistered. Data on
+    /// disks still has extent lists.
     pub(crate) async fn assert_memory_is_free(&self) {
         let memory = self.memory();
         eventually("memory is free", || {
@@ -155,7 +155,7 @@ impl WorkerFixture {
         .await;
     }
 
-    /// The common end of every test: unregisters what is left, finds nothing left, stops with no task left.
+    /// Ends every test: unregisters applications, and asserts that no state and no task remains.
     pub(crate) async fn finish(self) {
         for app in self.worker.apps().apps() {
             self.client.unregister_app(app.id().as_str()).await.unwrap();
@@ -174,7 +174,7 @@ pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
 }
 
-/// `requireBuffer` as a 0.9 client sends it: no sizes per partition.
+/// Returns `requireBuffer` as a 0.9 client sends it, without sizes per partition.
 pub(crate) fn require(key: &ShuffleKey, bytes: i32) -> proto::RequireBufferRequest {
     proto::RequireBufferRequest {
         require_size: bytes,
@@ -185,7 +185,7 @@ pub(crate) fn require(key: &ShuffleKey, bytes: i32) -> proto::RequireBufferReque
     }
 }
 
-/// `read` has exactly `blocks`.
+/// Asserts that `read` contains exactly `blocks`.
 pub(crate) fn assert_same(
     read: &std::collections::BTreeMap<uniffle_wire::types::BlockId, bytes::Bytes>,
     blocks: &[Block],

@@ -1,4 +1,4 @@
-//! The three forms of `sendShuffleData`, and what is none of them: docs/protocol.md §1.8.
+//! The three forms of `sendShuffleData`, and invalid forms: docs/protocol.md §1.8.
 
 use prost::Message;
 use uniffle_client::send::{self, SendForm};
@@ -33,7 +33,7 @@ async fn all_three_forms_store_the_same_blocks() {
     fixture.finish().await;
 }
 
-/// One way to spoil a request.
+/// An invalid request.
 struct Spoiled {
     name: &'static str,
     form: SendForm,
@@ -203,7 +203,7 @@ async fn malformed_sends_store_nothing_and_leak_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_send_to_a_partition_that_was_not_registered_stores_nothing() {
+async fn send_to_unregistered_partition_stores_nothing() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
@@ -221,7 +221,7 @@ async fn a_send_to_a_partition_that_was_not_registered_stores_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_checksum_of_0_is_not_compared() {
+async fn checksum_of_zero_is_not_verified() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = blocks(0, 1, 0..2);
@@ -237,7 +237,7 @@ async fn a_checksum_of_0_is_not_compared() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn one_partition_in_several_entries_is_one_partition() {
+async fn repeated_partition_entries_are_merged() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let all = blocks(0, 1, 0..3);
@@ -252,9 +252,9 @@ async fn one_partition_in_several_entries_is_one_partition() {
     fixture.finish().await;
 }
 
-/// The same id twice within one message.
+/// The same id occurs twice in one message.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_block_twice_in_one_message_is_stored_once() {
+async fn repeated_block_in_message_is_stored_once() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let one = block(0, 1, 0, 5000);

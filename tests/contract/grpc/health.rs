@@ -1,4 +1,5 @@
-//! A worker whose disks fail, as its coordinator, its clients and its operators see it: docs/protocol.md §8.5.
+//! A worker with failing disks, as its coordinator, clients and operators see it: docs/protocol.md
+//! §8.5.
 
 use std::time::Duration;
 
@@ -13,11 +14,11 @@ use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::raw;
 use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
 
-/// The longest that an interval may be; only a change of the state is told in between.
+/// The longest interval allowed. In between, only a change of state is reported.
 const SELDOM: &str = "heartbeat_interval_seconds = 3600";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn too_few_healthy_disks_make_a_worker_unhealthy_until_there_are_enough_again() {
+async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let top = format!("coordinator_quorum = [\"{}\"]\n{SELDOM}", coordinator.address);
     let local = "healthy_check_min_disks = 2\ndisk_healthy_check_interval_sec = 1";
@@ -29,7 +30,8 @@ async fn too_few_healthy_disks_make_a_worker_unhealthy_until_there_are_enough_ag
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     fixture.flush().await;
 
-    // A probe needs this name for a directory; a test without privileges can make a disk fail in this way.
+    // A probe creates a directory of this name, so a file in its place makes the disk fail without
+    // privileges.
     let in_the_way = fixture.disks[0].join("probe");
     std::fs::write(&in_the_way, "").unwrap();
     let told = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;
@@ -39,7 +41,8 @@ async fn too_few_healthy_disks_make_a_worker_unhealthy_until_there_are_enough_ag
     service.insight.refresh_metrics(&service.insight.app_statistics());
     assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
 
-    // It takes and serves what running applications send, on the disk that is left; Java's answer to a coordinator is a refusal.
+    // Running applications can still write and read on the other disk. Java's response to a
+    // coordinator is a refusal.
     fixture.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
@@ -61,7 +64,7 @@ async fn too_few_healthy_disks_make_a_worker_unhealthy_until_there_are_enough_ag
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_heartbeat_tells_of_memory_disks_and_applications() {
+async fn heartbeat_reports_memory_disks_and_applications() {
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let top =
         format!("coordinator_quorum = [\"{}\"]\nheartbeat_interval_seconds = \"100ms\"", coordinator.address);
@@ -94,12 +97,13 @@ async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     coordinator.stop().await;
 }
 
-/// Some probes of the disks, on a busy machine.
+/// Time for several probes of the disks on a busy machine.
 const TOLD_WITHIN: Duration = Duration::from_secs(30);
 
-/// Coordinators are told nothing (`healthy_check_min_disks` is 0): what running applications write from now on is better off elsewhere.
+/// `healthy_check_min_disks` is 0, so coordinators see a healthy worker. Running applications
+/// should write elsewhere.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn while_no_disk_takes_data_every_partition_is_to_move() {
+async fn partitions_move_away_while_no_disk_is_writable() {
     let setup = Setup {
         local: "disk_healthy_check_interval_sec = 1",
         tables: "[app_config]\npartition_split_enable = true",
@@ -128,7 +132,7 @@ async fn while_no_disk_takes_data_every_partition_is_to_move() {
     };
     eventually("no disk takes data", || if takes_data() { Err(format!("{:?}", state())) } else { Ok(()) })
         .await;
-    // The health checker is told of it.
+    // The health checker is notified.
     let told = async |is_told| while to_move().await.is_empty() == is_told {};
     timeout(TOLD_WITHIN, told(true)).await.expect("the health checker looks every second");
     assert_eq!(to_move().await, [2, 0], "also before the first block");

@@ -1,5 +1,5 @@
-//! The heap's budget among applications and reports: one that fills its part keeps no other out, and what has no room
-//! is refused as a whole.
+//! Fair shares of the heap budget among applications and reports. Full shares do not affect other
+//! applications, and refused requests store nothing.
 
 use futures::stream::{FuturesUnordered, StreamExt};
 use uniffle_client::block::IdLayout;
@@ -25,7 +25,7 @@ fn held(fixture: &WorkerFixture, kind: HeapKind) -> u64 {
     fixture.memory().heap().of(kind).used()
 }
 
-/// Reports ids of a task attempt; status and text.
+/// Reports ids of a task attempt. Returns status and text.
 async fn report(
     fixture: &WorkerFixture,
     key: &ShuffleKey,
@@ -46,7 +46,7 @@ async fn report(
     (answer.status(), answer.ret_msg)
 }
 
-/// Registers a shuffle with so many ranges that cannot be merged; status and text.
+/// Registers a shuffle with `ranges` ranges that cannot be merged. Returns status and text.
 async fn register(fixture: &WorkerFixture, key: &ShuffleKey, ranges: i32) -> (StatusCode, String) {
     let request = ShuffleRegisterRequest {
         app_id: key.app.as_str().to_owned(),
@@ -58,7 +58,7 @@ async fn register(fixture: &WorkerFixture, key: &ShuffleKey, ranges: i32) -> (St
     (answer.status(), answer.ret_msg)
 }
 
-/// Registers shuffles until not even a small one is taken any more.
+/// Registers shuffles until even a small one is refused.
 async fn fill_registrations(fixture: &WorkerFixture, app: &str) {
     let mut shuffle = 0;
     for ranges in [20_000, 2_000, 200, 1] {
@@ -74,12 +74,12 @@ async fn fill_registrations(fixture: &WorkerFixture, app: &str) {
     }
 }
 
-/// Ids that are near to nothing.
+/// Returns ids that are far apart.
 fn far(ids: std::ops::Range<i64>) -> Vec<i64> {
     ids.map(|id| id.wrapping_mul(0x61c8_8646_80b5_83eb) & i64::MAX).collect()
 }
 
-/// Reports ids of twice the heap that an application has for them: all are taken.
+/// Reports ids of twice the heap share of an application. All are accepted.
 async fn fill_reported_ids(fixture: &WorkerFixture, key: &ShuffleKey) {
     for partition in 0..20 {
         let first = i64::from(partition) * 100_000;
@@ -91,7 +91,7 @@ async fn fill_reported_ids(fixture: &WorkerFixture, key: &ShuffleKey) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n7_n17_applications_that_fill_their_parts_of_the_heap_keep_no_other_from_finishing() {
+async fn full_heap_shares_do_not_block_other_applications() {
     let fixture = small_heap().await;
     for app in ["hog-1", "hog-2"] {
         let hog = key(app, 0);
@@ -112,11 +112,11 @@ async fn n7_n17_applications_that_fill_their_parts_of_the_heap_keep_no_other_fro
         }
         fixture.client.unregister_app(app).await.unwrap();
     }
-    // Nothing was taken from those that fill it.
+    // Nothing was revoked from the applications that fill the heap.
     let before = held(&fixture, HeapKind::Registrations);
     assert_eq!(register(&fixture, &key("hog-2", 1), 1).await.0, StatusCode::Success, "known");
     assert_eq!(held(&fixture, HeapKind::Registrations), before);
-    // The first has more than its part since there is a second, and more again when that is gone.
+    // The first exceeds its share while there is a second application, and not after that ends.
     fixture.client.unregister(&key("hog-1", 1)).await.unwrap();
     assert_ne!(register(&fixture, &key("hog-1", 1), 5_000).await.0, StatusCode::Success);
     fixture.client.unregister_app("hog-2").await.unwrap();
@@ -124,9 +124,10 @@ async fn n7_n17_applications_that_fill_their_parts_of_the_heap_keep_no_other_fro
     fixture.finish().await;
 }
 
-/// Each is charged for sets that the first one makes, until it is entered: together more than an application has.
+/// Each report is charged for sets that the first one creates, until it is entered. Together they
+/// exceed the share of an application.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reports_that_come_at_once_wait_for_heap_that_those_before_will_not_need() {
+async fn concurrent_reports_wait_for_overcharged_heap() {
     let fixture = small_heap().await;
     let key = key("app-1", 0);
     fixture.client.register(&key, &[(0, 39)]).await.unwrap();
@@ -141,7 +142,8 @@ async fn reports_that_come_at_once_wait_for_heap_that_those_before_will_not_need
     fixture.finish().await;
 }
 
-/// Opens sends of blocks of a byte that lack their last bytes, until one is refused; those that wait for them stay open.
+/// Opens sends of one-byte blocks without their last bytes until one is refused. Sends that wait
+/// for heap stay open.
 async fn hold_unfinished_blocks(fixture: &WorkerFixture, key: &ShuffleKey) -> impl Sized + use<> {
     let written: Vec<_> = (0..1_000).map(|n| block(0, 1, n, 1)).collect();
     let mut calls = FuturesUnordered::new();
@@ -163,7 +165,7 @@ async fn hold_unfinished_blocks(fixture: &WorkerFixture, key: &ShuffleKey) -> im
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n2_applications_that_do_not_finish_their_sends_leave_heap_for_those_of_others() {
+async fn unfinished_sends_leave_heap_for_other_applications() {
     let fixture = small_heap().await;
     let mut held = Vec::new();
     for app in ["hog-1", "hog-2"] {
@@ -184,7 +186,7 @@ async fn told(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) -> Vec<
 }
 
 #[test]
-fn report_beyond_the_heap_is_answered_before_and_after_a_restart() {
+fn report_beyond_heap_is_refused_before_and_after_restart() {
     use super::restarts::{crashed, process};
     let (large, small) = (key("app-1", 1), key("app-1", 2));
     let ids = |partition: i32| far(i64::from(partition) * 3_500..(i64::from(partition) + 1) * 3_500);
@@ -201,7 +203,7 @@ fn report_beyond_the_heap_is_answered_before_and_after_a_restart() {
         for key in [&large, &small] {
             fixture.client.register(key, &[(0, 39)]).await.unwrap();
         }
-        // Others leave less than the report takes.
+        // Other applications leave less than the report needs.
         let reported = fixture.memory().heap().of(HeapKind::ReportedIds).clone();
         let others = reported.force_charge(reported.free() - (1 << 20));
         for _retried in 0..2 {

@@ -1,5 +1,6 @@
-//! Bytes that no client sends: truncated and mutated messages, huge claims, other protocols, silence.
-//! docs/architecture.md §6 items 1, 2 and 12: a clear answer, nothing allocated or kept for it, and the worker goes on.
+//! Invalid bytes: truncated and mutated messages, huge declared lengths, other protocols and
+//! silence (docs/architecture.md §6 items 1, 2 and 12). The response is clear, nothing is allocated
+//! or stored, and the worker continues.
 
 use bytes::{Bytes, BytesMut};
 use rand::rngs::StdRng;
@@ -16,7 +17,7 @@ use super::raw::{self, End};
 
 const FORMS: [SendForm; 3] = [SendForm::Classic, SendForm::Contiguous, SendForm::Combined];
 
-/// A valid message of two partitions, without its prefix.
+/// Returns a valid message of two partitions, without its prefix.
 fn message(key: &ShuffleKey, ticket: TicketId, form: SendForm) -> Bytes {
     let parts: Vec<_> =
         (0..2).map(|p| (PartitionId(p), vec![block(p, 1, 0, 20), block(p, 1, 1, 30)])).collect();
@@ -24,7 +25,7 @@ fn message(key: &ShuffleKey, ticket: TicketId, form: SendForm) -> Bytes {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_message_cut_anywhere_stores_nothing() {
+async fn truncated_message_stores_nothing() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
@@ -33,7 +34,8 @@ async fn a_message_cut_anywhere_stores_nothing() {
         for cut in 0..whole {
             let ticket = fixture.ticket(&key, 1000).await;
             let message = message(&key, ticket, form);
-            // The prefix promises all of it (the client goes away), or only what comes (a broken encoder).
+            // The prefix declares the whole message (the client disconnects) or only the sent part
+            // (a broken encoder).
             let honest = cut % 2 == 0;
             let body = match honest {
                 true => raw::prefixed(&message[..cut]),
@@ -46,7 +48,7 @@ async fn a_message_cut_anywhere_stores_nothing() {
             }
         }
     }
-    // Tickets whose send never got as far as naming them are there until they expire or the app ends.
+    // Tickets that no send has named exist until they expire or the application ends.
     fixture.client.unregister_app("app-1").await.unwrap();
     fixture.assert_memory_is_free().await;
     drop(channel);
@@ -54,7 +56,7 @@ async fn a_message_cut_anywhere_stores_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn mutated_messages_never_leak_and_never_break_the_worker() {
+async fn mutated_messages_do_not_leak_or_break_the_worker() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
@@ -75,7 +77,7 @@ async fn mutated_messages_never_leak_and_never_break_the_worker() {
     fixture.finish().await;
 }
 
-/// A varint of `value`.
+/// Returns a varint of `value`.
 fn varint(mut value: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     while value >= 0x80 {
@@ -87,12 +89,12 @@ fn varint(mut value: u64) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
+async fn tiny_frames_with_huge_lengths_are_refused_at_once() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
 
-    // gRPC's own prefix: nothing follows, and none is waited for.
+    // A gRPC prefix without a message, for which the worker does not wait.
     let claim = Bytes::from_static(&[0, 0xFF, 0xFF, 0xFF, 0xFF]);
     let answer = raw::call(&channel, raw::SEND, vec![claim.clone()], End::Stalled).await;
     assert_eq!(answer.grpc_status, Some(8), "RESOURCE_EXHAUSTED: {}", answer.grpc_message);
@@ -102,7 +104,7 @@ async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
         assert_ne!(answer.grpc_status, Some(0), "{path}: {}", answer.grpc_message);
     }
 
-    // Inside of a message: each field that has a length.
+    // Within a message: each field that has a length.
     let head = [&[0x0A, 5][..], b"app-1", &[0x10, 1]].concat();
     let fields: [(&str, &[u8]); 5] = [
         ("appId", &[0x0A]),
@@ -122,7 +124,7 @@ async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
         }
     }
 
-    // A block that announces 2^31−1 bytes which the ticket does not cover.
+    // A block with a declared length of 2^31−1 bytes, which the ticket does not cover.
     let ticket = fixture.ticket(&key, 1000).await;
     let mut parts = batch(0, &blocks(0, 1, 0..1));
     parts[0].1[0].meta.length = i32::MAX.unsigned_abs();
@@ -137,7 +139,7 @@ async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_million_partitions_in_one_request_cost_nothing() {
+async fn million_partitions_in_one_request_allocate_nothing() {
     let setup = Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, i32::MAX)]).await.unwrap();
@@ -152,7 +154,7 @@ async fn a_million_partitions_in_one_request_cost_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_stalls_in_a_message_and_disconnects_leaves_nothing() {
+async fn disconnect_within_message_leaves_nothing() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     for form in FORMS {
@@ -177,7 +179,7 @@ async fn a_client_that_stalls_in_a_message_and_disconnects_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_message_that_does_not_end_in_time_is_given_up() {
+async fn incomplete_message_is_aborted_after_timeout() {
     let setup = Setup { tables: "[grpc]\nrequest_timeout_sec = 1", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
@@ -189,7 +191,7 @@ async fn a_message_that_does_not_end_in_time_is_given_up() {
     let answer = raw::call(&channel, raw::SEND, vec![half], End::Stalled).await;
     assert_eq!(answer.grpc_status, Some(4), "DEADLINE_EXCEEDED: {}", answer.grpc_message);
     fixture.assert_memory_is_free().await;
-    // The connection is as good as before.
+    // The connection still works.
     let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &parts));
     let answer = raw::call(&channel, raw::SEND, vec![message], End::Closed).await;
@@ -211,10 +213,10 @@ async fn other_protocols_on_the_grpc_port_are_closed() {
     for opening in openings {
         let mut socket = TcpStream::connect(address).await.unwrap();
         socket.write_all(opening).await.unwrap();
-        // Half-closed, since a short opening could still become a preface.
+        // Half-closed, because a short opening could still become a preface.
         socket.shutdown().await.unwrap();
         let mut answer = Vec::new();
-        // A reset is an end, too.
+        // A reset also ends the connection.
         drop(socket.read_to_end(&mut answer).await);
         assert!(answer.len() < 1000, "{} bytes", answer.len());
     }
@@ -223,7 +225,7 @@ async fn other_protocols_on_the_grpc_port_are_closed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn calls_that_are_no_grpc_calls_get_a_status() {
+async fn invalid_grpc_calls_get_a_status() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let channel = raw::connect(fixture.worker.addresses().grpc).await;

@@ -1,11 +1,12 @@
-//! What Uniffle's Kubernetes operator and dashboard ask of a server over HTTP (docs/protocol.md §10.1).
+//! HTTP requests of Uniffle's Kubernetes operator and dashboard (docs/protocol.md §10.1).
 
 use serde::Deserialize;
 use uniffle_testkit::metrics::get;
 
 use super::fixture::{Setup, WorkerFixture, key};
 
-/// As the operator's webhook reads them (`pkg/webhook/util/util.go`): a value that is no number fails older ones.
+/// Metrics as the operator's webhook reads them (`pkg/webhook/util/util.go`). Values that are no
+/// numbers break older versions.
 #[derive(Debug, Deserialize)]
 struct MetricList {
     metrics: Vec<MetricItem>,
@@ -25,7 +26,7 @@ async fn asked(fixture: &WorkerFixture, path: &'static str) -> Result<String, St
     tokio::task::spawn_blocking(move || get(port, path)).await.unwrap()
 }
 
-/// The webhook's question before it lets a pod be deleted.
+/// Returns the check of the webhook before it allows the deletion of a pod.
 async fn has_zero_apps(fixture: &WorkerFixture) -> bool {
     let body = asked(fixture, "/metrics/server").await.unwrap();
     let list: MetricList = serde_json::from_str(&body).unwrap();
@@ -38,7 +39,7 @@ async fn has_zero_apps(fixture: &WorkerFixture) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n10_the_operators_webhook_sees_when_a_pod_may_be_deleted() {
+async fn operator_webhook_sees_when_a_pod_may_be_deleted() {
     let fixture = WorkerFixture::start().await;
     assert!(has_zero_apps(&fixture).await);
     fixture.client.register(&key("app-1", 1), &[(0, 1)]).await.unwrap();
@@ -49,7 +50,7 @@ async fn n10_the_operators_webhook_sees_when_a_pod_may_be_deleted() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n26_the_dashboards_links_are_answered_and_stacks_where_profiles_are() {
+async fn dashboard_links_are_served() {
     let fixture = WorkerFixture::start().await;
     for path in ["grpc", "netty", "jvm", "all"].map(|kind| format!("/api/shuffleServer/metrics/{kind}")) {
         let body = asked(&fixture, path.leak()).await.unwrap();

@@ -1,4 +1,5 @@
-//! Registration, purge and expiry: docs/protocol.md §2.2, §2.3 and §8.4, docs/architecture.md §6 items 3 and 10.
+//! Registration, purge and expiry: docs/protocol.md §2.2, §2.3 and §8.4, docs/architecture.md §6
+//! items 3 and 10.
 
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use uniffle_testkit::service::ServiceFixture;
 const P: PartitionId = PartitionId(0);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn registering_again_with_the_same_and_further_ranges_loses_nothing() {
+async fn reregistration_with_further_ranges_loses_nothing() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let (flushed, kept) = (blocks(0, 1, 0..5), blocks(0, 2, 0..5));
@@ -43,7 +44,7 @@ async fn registering_again_with_the_same_and_further_ranges_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shuffle_that_was_unregistered_starts_clean_when_it_comes_back() {
+async fn reregistered_shuffle_is_empty() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     for round in 0..10 {
         fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -54,14 +55,14 @@ async fn a_shuffle_that_was_unregistered_starts_clean_when_it_comes_back() {
             fixture.flush().await;
         }
         fixture.assert_reads(&key, 0, &flushed).await;
-        // Registered again at once, while the old files are being removed.
+        // Registers again while the old files are being removed.
         fixture.client.unregister(&key).await.unwrap();
     }
     fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn names_that_begin_alike_are_different_apps_and_shuffles() {
+async fn names_with_common_prefix_are_distinct() {
     let fixture = WorkerFixture::start().await;
     let keys = [key("app-1", 1), key("app-1", 10), key("app-10", 1), key("app-", 1), key("app-1 ", 1)];
     for key in &keys {
@@ -88,7 +89,7 @@ async fn names_that_begin_alike_are_different_apps_and_shuffles() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unregistering_frees_memory_tickets_and_files() {
+async fn unregistration_frees_memory_tickets_and_files() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
     for p in 0..10 {
@@ -114,7 +115,7 @@ async fn unregistering_frees_memory_tickets_and_files() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unregistering_during_a_flush_drops_the_batch_and_makes_no_directory() {
+async fn unregistration_during_flush_drops_the_batch() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
@@ -148,7 +149,7 @@ async fn unregistering_during_a_flush_drops_the_batch_and_makes_no_directory() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unregistering_while_a_send_arrives_fails_the_send_and_frees_its_memory() {
+async fn unregistration_during_send_fails_it_and_frees_memory() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
@@ -179,7 +180,7 @@ async fn unregistering_while_a_send_arrives_fails_the_send_and_frees_its_memory(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_call_of_an_unknown_app_is_no_register_and_makes_none() {
+async fn calls_of_unknown_app_return_no_register() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     let client = &fixture.client;
     let no_register = Some(StatusCode::NoRegister);
@@ -202,7 +203,7 @@ async fn every_call_of_an_unknown_app_is_no_register_and_makes_none() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_partition_without_data_is_empty_and_no_error() {
+async fn partition_without_data_reads_as_empty() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 3)]).await.unwrap();
     for (shuffle, partition) in [(1, 3), (1, 99), (2, 0)] {
@@ -215,7 +216,7 @@ async fn a_partition_without_data_is_empty_and_no_error() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn everything_a_client_of_any_version_registers_with_is_taken() {
+async fn registrations_of_all_client_versions_are_accepted() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     let mut request = register_request(&key, &[(0, 0), (2, 2)]);
     request.max_concurrency_per_partition_to_write = -1;
@@ -267,9 +268,9 @@ fn put(fixture: &ServiceFixture, app: &str, id: i64, length: i32) {
     session.commit().unwrap();
 }
 
-/// Paused time, so without the gRPC listener: 60 s of silence, looked for every 10 s.
+/// Needs paused time, so it runs without the gRPC listener: 60 s of silence, checked every 10 s.
 #[tokio::test(start_paused = true)]
-async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other() {
+async fn app_without_heartbeat_expires_after_timeout() {
     let fixture = parts().start().await;
     for app in ["silent", "alive", "reading"] {
         fixture.service.lifecycle.register(register(app)).await.unwrap();

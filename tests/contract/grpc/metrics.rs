@@ -1,5 +1,5 @@
-//! What requests leave in the metrics of the listeners and of the tiers, by the names of the Java server
-//! (docs/protocol.md §10.2, §10.3): the same session through gRPC and through raw TCP.
+//! Metrics of the listeners and tiers after the same session over gRPC and TCP, named as in the
+//! Java server (docs/protocol.md §10.2, §10.3).
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -23,20 +23,21 @@ use super::fixture::{WorkerFixture, eventually, key};
 const APP: &str = "app-1";
 const P: PartitionId = PartitionId(0);
 const BLOCK_BYTES: u32 = 1000;
-/// How long the requests claim to have been on their way.
+/// Transport time that the requests declare.
 const ON_THE_WAY_MS: i64 = 5_000;
 
 fn now_ms() -> i64 {
     i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap()
 }
 
-/// Timestamps of which only the first says how long a request was on its way: none, clocks ahead and far behind.
+/// Returns timestamps of which only the first is usable. The others are absent, ahead or far
+/// behind.
 fn timestamps() -> [i64; 6] {
     let now = now_ms();
     [now - ON_THE_WAY_MS, 0, -1, now + 3_600_000, i64::MAX, 1]
 }
 
-/// Count and sum of a histogram.
+/// Returns count and sum of a histogram.
 fn histogram(fixture: &WorkerFixture, name: &str) -> (u64, f64) {
     let families = fixture.worker.registry().gather();
     let family = families.iter().find(|family| family.name() == name);
@@ -46,7 +47,7 @@ fn histogram(fixture: &WorkerFixture, name: &str) -> (u64, f64) {
     (histogram.get_sample_count(), histogram.get_sample_sum())
 }
 
-/// One time was told, and it is the claimed one (and what the request really took).
+/// Asserts that one transport time was observed: the declared one, plus the real one.
 fn assert_on_the_way(fixture: &WorkerFixture, name: &str, in_a_second: f64) {
     let (count, sum) = histogram(fixture, name);
     assert_eq!(count, 1, "{name}");
@@ -54,8 +55,8 @@ fn assert_on_the_way(fixture: &WorkerFixture, name: &str, in_a_second: f64) {
     assert!((5_000.0..3_600_000.0).contains(&ms), "{name}: {ms} ms");
 }
 
-/// The requests of one session, each with every one of [`timestamps`]: sends, then reads of memory, of disk (one that
-/// fails, too), and of what is not there.
+/// The requests of one session, each with all [`timestamps`]: sends, then reads of memory, of disk
+/// with one failure, and of missing data.
 trait Session {
     async fn send(&self, fixture: &WorkerFixture, timestamp: i64, sequence: u32);
     async fn memory(&self, timestamp: i64);
@@ -187,7 +188,7 @@ impl Session for Tcp {
     }
 }
 
-/// Everything that both sessions leave in the tiers' metrics; the shuffle is gone at the end.
+/// Checks the metrics of the tiers after either session, and unregisters the shuffle.
 async fn assert_tiers(fixture: WorkerFixture) {
     let requests = timestamps().len() as f64;
     let sent = requests * f64::from(BLOCK_BYTES);
@@ -232,7 +233,7 @@ async fn assert_tiers(fixture: WorkerFixture) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_grpc_listener_tells_how_long_requests_were_on_their_way() {
+async fn grpc_listener_measures_transport_time() {
     let (fixture, key) = (WorkerFixture::start().await, key(APP, 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     Grpc(&fixture, key).run(&fixture).await;
@@ -272,7 +273,7 @@ async fn the_grpc_listener_tells_how_long_requests_were_on_their_way() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_tcp_listener_tells_how_long_requests_were_on_their_way() {
+async fn tcp_listener_measures_transport_time() {
     let (fixture, key) = (WorkerFixture::start().await, key(APP, 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();

@@ -1,5 +1,5 @@
-//! What MapReduce's and Tez's clients ask of a server, call by call (docs/protocol.md §2, §3.1). No such client is published,
-//! so these are the sequences of Uniffle's sources and not recordings.
+//! Calls of MapReduce's and Tez's clients (docs/protocol.md §2, §3.1). These clients are not
+//! published, so the sequences come from Uniffle's sources instead of recordings.
 
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_testkit::block_generator::BlockGenerator;
@@ -11,7 +11,7 @@ use uniffle_worker::proto::{
 
 use super::fixture::{WorkerFixture, key};
 
-/// Of clients that never send a layout.
+/// The layout of clients that never send one.
 const HISTORIC: IdLayout = IdLayout { sequence_bits: 18, partition_bits: 24, task_bits: 21 };
 const PARTITIONS: i32 = 4;
 const MAPS: i64 = 3;
@@ -22,7 +22,7 @@ fn blocks_of(partition: i32, task: i64) -> Vec<Block> {
     (0..3).map(block).collect()
 }
 
-/// One map task: a send for all its partitions, then (without MEMORY) a commit, then its report.
+/// Runs a map task: a send for all partitions, a commit if there is no MEMORY, and a report.
 async fn map(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, commits: bool) {
     let batch: Vec<_> = (0..PARTITIONS).map(|it| (PartitionId(it), blocks_of(it, task))).collect();
     fixture.push(key, &batch).await;
@@ -41,7 +41,7 @@ async fn map(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, commits: bool
     fixture.client.report(key, TaskAttemptId(task), &report).await.unwrap();
 }
 
-/// One reduce task: what it is to expect, asked without a layout, then all of it.
+/// Runs a reduce task: gets the expected ids without a layout, then reads all blocks.
 async fn reduce(fixture: &WorkerFixture, key: &ShuffleKey, partition: i32) {
     let request = GetShuffleResultRequest {
         app_id: key.app.as_str().to_owned(),
@@ -63,9 +63,10 @@ async fn alive(fixture: &WorkerFixture, app: &str) {
     assert_eq!(answer.status(), StatusCode::Success);
 }
 
-/// The application master registers shuffle 0 with one range per reducer before any task runs, and unregisters it at the end.
+/// The application master registers shuffle 0 with one range per reducer before any task runs, and
+/// unregisters it at the end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_mapreduce_job_runs_with_memory_and_without() {
+async fn mapreduce_job_runs_with_and_without_memory() {
     for (app, commits) in [("appattempt_1700000000000_0001_000001", false), ("job-2", true)] {
         let (fixture, key) = (WorkerFixture::start().await, key(app, 0));
         let ranges: Vec<(i32, i32)> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
@@ -83,23 +84,24 @@ async fn a_mapreduce_job_runs_with_memory_and_without() {
     }
 }
 
-/// The id of an edge of a DAG, as Tez's client computes it in 32 bits.
+/// Returns the id of an edge of a DAG as Tez's client computes it in 32 bits.
 fn edge(dag: i32, up: i32, down: i32) -> ShuffleId {
     ShuffleId(dag.wrapping_mul(1_000_000).wrapping_add(up * 1000).wrapping_add(down))
 }
 
-/// Several edges of a DAG are shuffles at a time; the application goes on with the next DAG.
+/// Edges of a DAG are concurrent shuffles. The application continues with the next DAG.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn dags_of_a_tez_session_run_one_after_the_other() {
+async fn tez_session_runs_successive_dags() {
     let fixture = WorkerFixture::start().await;
     let app = "application_1700000000000_0002";
-    // The ids of the second and third DAG are beyond 31 bits.
+    // The ids of the second and third DAG exceed 31 bits.
     for dag in [1, 2148, 4000] {
         let edges =
             [edge(dag, 0, 1), edge(dag, 1, 2)].map(|id| ShuffleKey::new(AppId::parse(app).unwrap(), id));
         assert!(dag != 2148 || edges[0].shuffle.0 < 0, "{}", edges[0]);
         for key in &edges {
-            // Once before the partitions are known, then with them, by every task that asks.
+            // Registered once before the partitions are known, then by every task that asks for
+            // them.
             fixture.client.register(key, &[]).await.unwrap();
             for _ in 0..2 {
                 fixture.client.register(key, &[(0, PARTITIONS - 1)]).await.unwrap();
@@ -121,9 +123,9 @@ async fn dags_of_a_tez_session_run_one_after_the_other() {
     fixture.finish().await;
 }
 
-/// With remote merge on in the client and off in the server it hears Java's words.
+/// Java's text for remote merge that is on in the client and off in the server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn remote_merge_is_refused_in_javas_words() {
+async fn remote_merge_is_refused_with_the_java_text() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 0));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let (app_id, shuffle_id) = ("app-1".to_owned(), 0);

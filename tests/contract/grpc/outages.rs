@@ -1,4 +1,4 @@
-//! Disks that are out altogether, late disks, and what a worker that was away owes its applications.
+//! Outages of all disks, late disks, and the heartbeat timeout after a restart.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use uniffle_testkit::service::{ServiceBuilder, memory_disks};
 
 const P: PartitionId = PartitionId(0);
 
-/// Writers until memory is full, over disks that all fail with `errno`; then the disks are well again.
+/// Writes until memory is full while all disks fail with `errno`, then repairs the disks.
 async fn all_disks_out(errno: i32) {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let once = Backoff { attempts: 1, ..quickly() };
@@ -46,7 +46,7 @@ async fn all_disks_out(errno: i32) {
 
     fixture.heal().await;
     fixture.flushed().await;
-    // What waited is on the disks, and there is room again.
+    // Waiting data is on disk, and there is room again.
     let more = blocks(0, 2, 0..10);
     client.push(&key, SendForm::Classic, &batch(0, &more)).await.unwrap();
     all.extend(more);
@@ -58,20 +58,20 @@ async fn all_disks_out(errno: i32) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn while_all_disks_are_out_writers_wait_and_nothing_is_lost() {
+async fn writers_wait_without_loss_while_all_disks_fail() {
     all_disks_out(EIO).await;
     all_disks_out(EROFS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_batch_that_misses_its_deadline_goes_to_another_disk_from_memory_that_is_still_held() {
+async fn late_batch_is_rewritten_to_another_disk() {
     let local = LocalConfig { write_timeout: Duration::from_millis(200), ..local_config() };
     let (fixture, key) = (ServiceBuilder { local, ..parts() }.start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    // Of equal disks the first is chosen.
+    // The first of equal disks is chosen.
     fixture.faults[0].add(Rule::once(Operation::Write, Fault::Hang).on(".data"));
     fixture.flusher.flush_all();
     fixture.flushed().await;
@@ -91,16 +91,16 @@ async fn a_batch_that_misses_its_deadline_goes_to_another_disk_from_memory_that_
     fixture.finish().await;
 }
 
-/// A runtime of its own with paused time, which takes everything in it with it.
+/// Runs a process on its own runtime with paused time. Everything in it ends with it.
 fn life<T>(life: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     runtime.unwrap().block_on(life)
 }
 
 #[test]
-fn an_application_has_a_full_heartbeat_timeout_after_a_restart() {
+fn heartbeat_timeout_restarts_with_the_worker() {
     const LITTLE: Duration = Duration::from_secs(1);
-    /// The registry is looked through every 10 s.
+    /// Longer than the interval of the expiry check, 10 s.
     const LOOK: Duration = Duration::from_secs(11);
     let disks = memory_disks(2);
     life(async {
@@ -116,7 +116,7 @@ fn an_application_has_a_full_heartbeat_timeout_after_a_restart() {
             from: None,
         };
         fixture.service.lifecycle.register(request).await.unwrap();
-        // Its last sign of life was long ago when the worker dies.
+        // The last heartbeat was long before the worker dies.
         tokio::time::sleep(HEARTBEAT_TIMEOUT - LITTLE).await;
         assert_eq!(fixture.service.apps().app_count(), 1);
     });

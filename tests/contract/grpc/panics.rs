@@ -1,4 +1,4 @@
-//! A panic in one task: it ends that task, is answered or seen at once, and nothing of it stays.
+//! A panic in a task ends that task, is reported at once and leaves no state.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use uniffle_worker::service::WorkerState;
 use super::fixture::{assert_same, key};
 use super::parts::parts;
 
-/// What a client is told at once comes much sooner.
+/// An immediate response takes much less.
 const SOON: Duration = Duration::from_secs(20);
 
 fn blocks(task: i64) -> Vec<Block> {
@@ -23,7 +23,7 @@ fn blocks(task: i64) -> Vec<Block> {
 }
 
 #[tokio::test]
-async fn a_panic_while_a_batch_is_written_costs_a_try() {
+async fn panic_during_write_costs_one_attempt() {
     let fixture = parts().start().await;
     let client = fixture.client().await;
     let key = key("panics", 0);
@@ -44,7 +44,7 @@ async fn a_panic_while_a_batch_is_written_costs_a_try() {
 }
 
 #[tokio::test]
-async fn a_panic_while_a_client_is_served_is_its_alone() {
+async fn panic_during_call_affects_only_that_call() {
     let fixture = parts().start().await;
     let client = fixture.client().await;
     let key = key("panics", 1);
@@ -62,7 +62,7 @@ async fn a_panic_while_a_client_is_served_is_its_alone() {
     for faults in &fixture.faults {
         faults.clear();
     }
-    // The same connection, the same partition.
+    // The same connection and partition.
     let read = client.read_partition(&key, PartitionId(0), &options).await.unwrap();
     assert_same(&read.blocks, &sent);
     let more = blocks(2);

@@ -1,7 +1,8 @@
-//! The worker's parts over disks in memory that can hang or fail, as most tests here take them.
+//! Parts of a worker over disks in memory that can hang or fail.
 //!
-//! For what a whole worker cannot show: a batch that stays in flight for as long as the test looks, disks that fail, and
-//! minutes that pass at once (paused time; without the listener, whose sockets know no paused clock).
+//! They allow what a complete worker does not: batches that stay in flight, failing disks, and
+//! minutes that pass at once. Paused time excludes the listener, because sockets use the real
+//! clock.
 
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use uniffle_worker::flush::FlushConfig;
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::tiers::LocalConfig;
 
-/// Without a heartbeat for so long an application is expired.
+/// Time without a heartbeat after which an application expires.
 pub(crate) const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn parts() -> ServiceBuilder {
@@ -22,7 +23,7 @@ pub(crate) fn parts() -> ServiceBuilder {
     ServiceBuilder { local: local_config(), apps, flush, ..ServiceBuilder::default() }
 }
 
-/// A disk that failed is looked at again soon.
+/// Returns a configuration that probes a failed disk soon.
 pub(crate) fn local_config() -> LocalConfig {
     let soon = Duration::from_millis(50);
     LocalConfig { space_interval: soon, probe_interval: soon, ..LocalConfig::default() }

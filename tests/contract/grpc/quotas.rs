@@ -1,5 +1,5 @@
-//! What is over a quota is refused with its key's name, over both transports; what is there stays, and what an earlier process
-//! left is never refused.
+//! Quotas over both transports: excess is refused with the name of the key, existing data stays,
+//! and recovered data is never refused.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ async fn register(
     (answer.status(), answer.ret_msg)
 }
 
-/// A client of the TCP listener; its driver ends with the runtime.
+/// Connects a client to the TCP listener. Its driver ends with the runtime.
 async fn tcp(fixture: &WorkerFixture) -> TcpClient {
     let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
     #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
@@ -49,7 +49,7 @@ async fn tcp(fixture: &WorkerFixture) -> TcpClient {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn partitions_are_bounded_by_application_and_by_user() {
+async fn partitions_are_limited_per_application_and_user() {
     let fixture = WorkerFixture::with(with("[quota]\napp_partitions = 10\nuser_partitions = 15")).await;
     let (a, b, other) = (key("app-a", 1), key("app-b", 1), key("app-c", 1));
     assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success);
@@ -64,7 +64,7 @@ async fn partitions_are_bounded_by_application_and_by_user() {
     assert_eq!(fixture.worker.service().insight.quotas()[0].refused, 1);
     fixture.client.unregister(&a).await.unwrap();
     assert_eq!(register(&fixture, &b, "etl", 10).await.0, StatusCode::Success);
-    // A reload counts at once, and takes nothing away.
+    // A reload takes effect at once and removes nothing.
     let lower = QuotaConfig { app_partitions: 3, ..QuotaConfig::default() };
     fixture.worker.service().lifecycle.set_quotas(&lower);
     assert_eq!(register(&fixture, &b, "etl", 11).await.0, StatusCode::InternalError);
@@ -74,7 +74,7 @@ async fn partitions_are_bounded_by_application_and_by_user() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reported_ids_are_bounded() {
+async fn reported_ids_are_limited() {
     let fixture = WorkerFixture::with(with("[quota]\napp_reported_ids = 10")).await;
     let key = key("app-1", 1);
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -87,7 +87,7 @@ async fn reported_ids_are_bounded() {
     let refused = report(2, 8..11).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError));
     assert!(refused.to_string().contains("quota.app_reported_ids is 10, 8 are in use"), "{refused}");
-    // What a report repeats counts as it is kept: once.
+    // Repeated ids count once, as they are stored.
     let repeated: Vec<BlockId> = [8, 9, 8, 9, 8].map(BlockId).to_vec();
     let twice = [(P, repeated.clone()), (P, repeated)];
     fixture.client.report(&key, TaskAttemptId(3), &twice).await.unwrap();
@@ -97,7 +97,7 @@ async fn reported_ids_are_bounded() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reports_that_come_at_once_do_not_pass_a_quota_together() {
+async fn concurrent_reports_do_not_exceed_a_quota() {
     let fixture = WorkerFixture::with(with("[quota]\napp_reported_ids = 100")).await;
     let key = key("app-1", 1);
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -106,7 +106,7 @@ async fn reports_that_come_at_once_do_not_pass_a_quota_together() {
         fixture.client.report(&key, TaskAttemptId(task), &[(P, ids)]).await.is_ok()
     };
     let at_once = futures::future::join_all((0..50).map(report)).await;
-    // Two that ask at once for the last of it may both have been refused.
+    // Two concurrent requests for the last capacity may both be refused.
     let taken = at_once.iter().filter(|taken| **taken).count();
     assert!(taken <= 10, "{taken} reports of 10 ids were taken");
     let mut in_turn = 0;
@@ -118,7 +118,7 @@ async fn reports_that_come_at_once_do_not_pass_a_quota_together() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn over_the_quota_of_disk_bytes_sends_are_refused_and_what_was_taken_is_still_flushed() {
+async fn disk_quota_refuses_sends_and_flushes_accepted_blocks() {
     let fixture = WorkerFixture::with(with("[quota]\napp_disk = \"1MiB\"")).await;
     let (key, other) = (key("app-1", 1), super::fixture::key("app-2", 1));
     for key in [&key, &other] {
@@ -132,7 +132,7 @@ async fn over_the_quota_of_disk_bytes_sends_are_refused_and_what_was_taken_is_st
     fixture.flush().await;
     let small = batch(0, &[block(0, 2, 0, 1000)]);
     let expected = "quota.app_disk is 1048576, ";
-    // No ticket, and with one from before no send.
+    // No ticket is granted, and an earlier ticket allows no send.
     let refused = fixture.client.push(&key, SendForm::Classic, &small).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError), "{refused}");
     assert!(refused.to_string().contains(expected), "{refused}");
@@ -163,7 +163,7 @@ async fn over_the_quota_of_disk_bytes_sends_are_refused_and_what_was_taken_is_st
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn one_open_read_too_many_waits_for_the_others() {
+async fn reads_beyond_the_quota_wait() {
     let fixture = WorkerFixture::with(with("[quota]\napp_open_reads = 1")).await;
     let key = key("app-1", 1);
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -206,7 +206,7 @@ async fn one_open_read_too_many_waits_for_the_others() {
 }
 
 #[test]
-fn what_an_earlier_process_left_is_taken_over_and_counts() {
+fn recovered_state_is_accepted_and_counts() {
     let key = key("app-1", 1);
     let all = blocks(0, 1, 0..20);
     let process =

@@ -1,4 +1,4 @@
-//! Things that happen at once: sends, flushes, purges, stops, and peers that take nothing.
+//! Concurrent sends, flushes, purges and stops, and peers that do not read.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ const P: PartitionId = PartitionId(0);
 
 /// docs/architecture.md §6 item 13.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
+async fn batches_in_flight_are_read_by_age_without_duplicates() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
@@ -38,7 +38,7 @@ async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
         let new = blocks(0, round, 0..3);
         client.push(&key, SendForm::Classic, &batch(0, &new)).await.unwrap();
         all.extend(new);
-        // Everything so far again: some of it is in flight.
+        // Sends everything again while part of it is in flight.
         client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
         if round < 3 {
             fixture.flusher.flush_all();
@@ -68,7 +68,8 @@ async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
     fixture.finish().await;
 }
 
-/// Every acknowledged block of a registration is readable until the shuffle is unregistered, and nothing is left.
+/// Asserts that acknowledged blocks are readable until the shuffle is unregistered, and that
+/// nothing remains.
 async fn write_read_unregister(fixture: &WorkerFixture, app: i64) {
     let key = key(&format!("app-{app}"), 1);
     for round in 0..15 {
@@ -84,7 +85,7 @@ async fn write_read_unregister(fixture: &WorkerFixture, app: i64) {
             }
         }
         fixture.assert_reads(&key, 0, &all).await;
-        // A send that is under way when its shuffle goes; it may succeed or not.
+        // A send in progress when its shuffle is unregistered may succeed or fail.
         let late = blocks(1, round, 0..50);
         let late = batch(1, &late);
         let (sent, gone) = tokio::join!(
@@ -100,14 +101,14 @@ async fn write_read_unregister(fixture: &WorkerFixture, app: i64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sends_flushes_and_unregistrations_at_once_leak_nothing() {
+async fn concurrent_sends_flushes_and_unregistrations_do_not_leak() {
     let fixture = WorkerFixture::start().await;
     futures::future::join_all((0..6).map(|app| write_read_unregister(&fixture, app))).await;
     fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_send_that_has_begun_is_finished_before_the_worker_stops() {
+async fn started_send_completes_before_the_worker_stops() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
@@ -148,7 +149,7 @@ async fn a_send_that_has_begun_is_finished_before_the_worker_stops() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
+async fn stalled_reader_holds_bounded_memory_until_timeout() {
     let setup = Setup {
         memory: "read_buffer_capacity = \"4MiB\"",
         tables: "[grpc]\nanswer_timeout_sec = 1",
@@ -160,7 +161,7 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
     fixture.client.push(&key, SendForm::Contiguous, &batch(0, std::slice::from_ref(&large))).await.unwrap();
     fixture.flush().await;
 
-    // The channel's windows are 64 KiB; the head is awaited and the body never read.
+    // The channel's windows are 64 KiB. The headers are awaited, and the body is never read.
     let request = GetLocalShuffleDataRequest {
         app_id: "app-1".to_owned(),
         shuffle_id: 1,
@@ -196,16 +197,16 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
     fixture.finish().await;
 }
 
-/// A client of which each connection may have two calls at once waits with the third until one of them has ended.
+/// A client with connections of two calls each makes the third call after one of them has ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn calls_beyond_a_connections_limit_wait_and_other_connections_do_not() {
+async fn calls_beyond_the_limit_wait_per_connection() {
     let setup = Setup { tables: "[grpc]\nmax_concurrent_streams = 2", ..Setup::default() };
     let fixture = WorkerFixture::with(setup).await;
     let address = fixture.worker.addresses().grpc;
     let channel = raw::connect(address).await;
     let path = "/rss.common.ShuffleServer/appHeartbeat";
     let heartbeat = || vec![raw::prefixed(&[])];
-    // The first call lets the client learn of the limit.
+    // The first call tells the client the limit.
     assert_eq!(raw::call(&channel, path, heartbeat(), raw::End::Closed).await.grpc_status, Some(0));
     let stalled = || Box::pin(raw::call(&channel, raw::SEND, heartbeat(), raw::End::Stalled));
     let mut stalled = [stalled(), stalled()];
@@ -230,7 +231,7 @@ async fn calls_beyond_a_connections_limit_wait_and_other_connections_do_not() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_message_beyond_the_limit_is_refused_by_its_prefix() {
+async fn oversized_message_is_refused_by_its_prefix() {
     let setup = Setup { tables: "[grpc]\nmax_message_size = \"1MiB\"", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -248,7 +249,7 @@ async fn a_message_beyond_the_limit_is_refused_by_its_prefix() {
 
 /// docs/architecture.md §6 item 11: a client property kills the server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn client_properties_of_any_kind_are_taken_or_refused() {
+async fn client_properties_are_accepted_or_refused() {
     use uniffle_client::grpc::register_request;
     let fixture = WorkerFixture::start().await;
     let values = ["", "-1", "99999999999999999999", "NaN", "\0", "true", "1g", "../x", "ä"];

@@ -1,4 +1,4 @@
-//! gRPC calls below gRPC: any bytes, in any pieces, ended, broken off or left open.
+//! gRPC calls at the HTTP/2 level: arbitrary bytes in any pieces, complete, aborted or left open.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -16,16 +16,16 @@ use uniffle_worker::proto::{SendShuffleDataResponse, StatusCode};
 
 pub(crate) const SEND: &str = "/rss.common.ShuffleServer/sendShuffleData";
 
-/// How a request goes on after its pieces.
+/// End of a request after its pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// Half-closed, as it should be.
+    /// Half-closed, as the protocol requires.
     Closed,
-    /// Nothing more comes, forever.
+    /// Sends nothing more and does not close.
     Stalled,
 }
 
-/// What came back.
+/// The response to a raw call.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) grpc_status: Option<i32>,
@@ -34,7 +34,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// The status inside of an answer to a send, with its text.
+    /// Returns the status and text within the response to a send.
     pub(crate) fn send_status(&self) -> (StatusCode, String) {
         assert_eq!(self.grpc_status, Some(0), "{}", self.grpc_message);
         let answer = SendShuffleDataResponse::decode(&self.message[5..]).unwrap();
@@ -42,17 +42,17 @@ impl Answer {
     }
 }
 
-/// A connection of its own.
+/// Opens a connection.
 pub(crate) async fn connect(address: SocketAddr) -> Channel {
     Endpoint::from_shared(format!("http://{address}")).unwrap().connect().await.unwrap()
 }
 
-/// `message` behind gRPC's prefix.
+/// Returns `message` with a gRPC prefix.
 pub(crate) fn framed(message: &impl Message) -> Bytes {
     prefixed(&message.encode_to_vec())
 }
 
-/// `bytes` behind gRPC's prefix.
+/// Returns `bytes` with a gRPC prefix.
 pub(crate) fn prefixed(bytes: &[u8]) -> Bytes {
     let mut all = BytesMut::with_capacity(bytes.len() + 5);
     all.put_u8(0);
@@ -71,7 +71,7 @@ pub(crate) async fn call(channel: &Channel, path: &str, pieces: Vec<Bytes>, end:
     call_streamed(channel, path, sent.chain(rest)).await
 }
 
-/// Calls `path` with `message` and returns the answer's body unread.
+/// Calls `path` with `message`. Returns the body unread.
 pub(crate) async fn open(channel: &Channel, path: &str, message: Bytes) -> Body {
     let request = Request::post(path)
         .header("content-type", "application/grpc")
@@ -82,7 +82,7 @@ pub(crate) async fn open(channel: &Channel, path: &str, message: Bytes) -> Body 
     channel.ready().await.unwrap().call(request).await.unwrap().into_body()
 }
 
-/// Calls `path` with a body that comes when `pieces` gives it.
+/// Calls `path` with a body that `pieces` produces.
 pub(crate) async fn call_streamed(
     channel: &Channel,
     path: &str,
@@ -101,7 +101,7 @@ pub(crate) async fn call_streamed(
     let trailers = collected.trailers().cloned().unwrap_or_default();
     let text =
         |headers: &HeaderMap, name: &str| headers.get(name).map(|value| value.to_str().unwrap().to_owned());
-    // An answer without a message has its status among the headers.
+    // A response without a message has its status in the headers.
     let grpc = |name: &str| text(&trailers, name).or_else(|| text(&head.headers, name));
     Answer {
         grpc_status: grpc("grpc-status").map(|status| status.parse().unwrap()),

@@ -1,5 +1,6 @@
-//! Read memory is bounded and counts until the socket has taken it: a reader that does not read holds what it was given,
-//! and what is beyond the bound is answered with NO_BUFFER. Answers from memory follow the pace of their connection.
+//! Read memory is bounded and is charged until the socket has accepted the bytes. Readers that do
+//! not read keep their memory, and requests beyond the limit get NO_BUFFER. Responses from memory
+//! follow the pace of their connection.
 
 use std::time::Duration;
 
@@ -33,7 +34,7 @@ const SETUP: Setup<'_> = Setup {
 };
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_to_wait() {
+async fn reads_beyond_pinned_read_memory_get_no_buffer() {
     let (fixture, key) = (WorkerFixture::with(SETUP).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let length = 8 << 20;
@@ -50,19 +51,20 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
 
     let pool = fixture.memory().read_pool().clone();
     assert_eq!(pool.used_bytes(), 0);
-    // One connection has two chunks of it at most, so there are some.
+    // Several connections, because one may have two chunks of it.
     let channels = join_all((0..CONNECTIONS).map(|_| raw::connect(fixture.worker.addresses().grpc))).await;
-    // No one reads, so windows and socket buffers take a dozen chunks, read memory three, and the rest must wait.
+    // Nobody reads, so windows and socket buffers hold a dozen chunks, read memory holds three, and
+    // the rest must wait.
     let opened = (0..READERS)
         .map(|reader| raw::open(&channels[reader % CONNECTIONS], GET_LOCAL_DATA, raw::framed(&request)));
     let bodies = join_all(opened).await;
-    // The last eighth of it is kept for other applications.
+    // The last eighth is reserved for other applications.
     let most = pool.capacity_bytes() - pool.capacity_bytes() / 8;
     let held = pool.used_bytes();
     assert!(held <= most && held + (1 << 20) > most, "answers that are not taken hold their memory: {held}");
 
     let (mut complete, mut refused) = (0, 0);
-    // All at once: what one stream leaves unread takes from the connection's window, which the others need.
+    // All at once, because unread data of one stream uses the window of the connection.
     for whole in join_all(bodies.into_iter().map(BodyExt::collect)).await {
         let whole = whole.unwrap().to_bytes();
         let answer = GetLocalShuffleDataResponse::decode(whole.slice(5..)).unwrap();
@@ -88,7 +90,7 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
     fixture.finish().await;
 }
 
-/// The payload of an answer from memory that is taken at once.
+/// Returns the payload of a response from memory that is read at once.
 async fn taken(channel: &Channel, request: &GetMemoryShuffleDataRequest) -> usize {
     let whole = raw::open(channel, GET_MEMORY_DATA, raw::framed(request)).await.collect().await.unwrap();
     let answer = GetMemoryShuffleDataResponse::decode(whole.to_bytes().slice(5..)).unwrap();
@@ -105,7 +107,7 @@ async fn until_taken(channel: &Channel, request: &GetMemoryShuffleDataRequest, e
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n8_a_connection_that_does_not_take_an_answer_gets_smaller_ones_until_it_does_and_others_do_not() {
+async fn slow_connection_gets_smaller_responses() {
     let setup = Setup { capacity: "64MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -120,7 +122,7 @@ async fn n8_a_connection_that_does_not_take_an_answer_gets_smaller_ones_until_it
         ..GetMemoryShuffleDataRequest::default()
     };
     let asked = usize::try_from(asked).unwrap();
-    // A stream that is not read stops at its window, and leaves the connection's to others.
+    // An unread stream stops at its own window and leaves that of the connection to others.
     let endpoint = Endpoint::from_shared(format!("http://{}", fixture.worker.addresses().grpc)).unwrap();
     let endpoint = endpoint.initial_stream_window_size(65_535).initial_connection_window_size(8 << 20);
     let slow = endpoint.connect().await.unwrap();

@@ -1,5 +1,5 @@
-//! A worker ends, another starts on the same directories: what was acknowledged is there, byte for byte, at the same
-//! offsets. A crash is a runtime that is shut down with everything in it; what it had not written is gone.
+//! A worker ends, and another one starts on its directories: acknowledged data has the same bytes
+//! at the same offsets. A crash is a runtime that is dropped, which loses everything unwritten.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use super::fixture::{Setup, WorkerFixture, assert_same, eventually, key};
 
 const P: PartitionId = PartitionId(0);
 
-/// Runs `life` as a process of its own would: nothing of it outlives it but files.
+/// Runs `life` like a separate process, which only files survive.
 pub(crate) fn process<T>(life: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let result = runtime.block_on(life);
@@ -26,7 +26,7 @@ pub(crate) fn process<T>(life: impl Future<Output = T>) -> T {
     result
 }
 
-/// The worker is gone, its directories are left.
+/// Ends the worker and returns its directories.
 pub(crate) fn crashed(fixture: WorkerFixture) -> (TempDir, Vec<PathBuf>) {
     let WorkerFixture { worker, client, dir, disks } = fixture;
     drop((worker, client));
@@ -49,7 +49,7 @@ fn ids(blocks: &[Block]) -> Vec<u64> {
 }
 
 #[test]
-fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets() {
+fn crash_keeps_flushed_blocks_at_the_same_offsets() {
     let (kept, other) = (key("app-1", 1), key("app-10", 10));
     let (first, second) = (blocks(0, 1, 0..40), blocks(0, 2, 0..40));
     let (home, before) = process(async {
@@ -75,7 +75,7 @@ fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets()
         assert_eq!(index.records, before.records);
         fixture.assert_reads(&kept, 0, &all).await;
         assert_eq!(reported(&fixture, &kept).await, ids(&all));
-        // It goes on: more blocks, more reports, ranges that were registered before are known.
+        // More blocks and reports are accepted, and earlier ranges are known.
         let third = blocks(3, 3, 0..10);
         fixture.push(&kept, &batch(3, &third)).await;
         fixture.flush().await;
@@ -85,7 +85,7 @@ fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets()
 }
 
 #[test]
-fn n18_every_shuffle_id_is_taken_and_outlives_the_process() {
+fn all_shuffle_ids_are_accepted_and_recovered() {
     let shuffles = [i32::MIN, -1, 0, i32::MAX].map(|shuffle| key("app-1", shuffle));
     let all: Vec<Vec<Block>> = (1..).take(4).map(|task| blocks(0, task, 0..10)).collect();
     let home = process(async {
@@ -112,7 +112,7 @@ fn n18_every_shuffle_id_is_taken_and_outlives_the_process() {
 }
 
 #[test]
-fn n19_record_numbers_outlive_the_process() {
+fn record_numbers_are_recovered() {
     use super::results::{report_stats, stats, stats_told};
     let key = key("app-1", 1);
     let home = process(async {
@@ -131,7 +131,7 @@ fn n19_record_numbers_outlive_the_process() {
     });
 }
 
-/// Every copy of the metadata log.
+/// Returns every copy of the metadata log.
 fn log_copies(disks: &[PathBuf]) -> Vec<PathBuf> {
     let copies =
         disks.iter().flat_map(|disk| std::fs::read_dir(disk.join("uniffle-worker.metadata")).unwrap());
@@ -147,7 +147,7 @@ fn damage(path: &std::path::Path) {
 }
 
 #[test]
-fn d2_a_damaged_metadata_log_is_made_good_by_its_other_copy() {
+fn damaged_metadata_log_is_repaired_from_its_copy() {
     let key = key("app-1", 1);
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
@@ -168,7 +168,7 @@ fn d2_a_damaged_metadata_log_is_made_good_by_its_other_copy() {
 }
 
 #[test]
-fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() {
+fn unproven_results_are_refused_until_the_app_ends() {
     let (damaged, unknown, fresh) = (key("app-1", 1), key("app-1", 7), key("app-2", 1));
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
@@ -184,7 +184,7 @@ fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() 
     let copies = log_copies(&disks);
     assert_eq!(copies.len(), 2);
     for copy in &copies {
-        // In the middle: what follows says that it is no end that was never acknowledged.
+        // Damage in the middle: the records behind it prove that it is not an unacknowledged end.
         let mut bytes = std::fs::read(copy).unwrap();
         let at = bytes.windows(4).enumerate().filter(|(_, word)| word == b"UWML").nth(2).unwrap().0;
         bytes[at + 20] ^= 1;
@@ -234,7 +234,7 @@ fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() 
 }
 
 #[test]
-fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() {
+fn orderly_stop_keeps_blocks_but_no_unregistered_app() {
     let (kept, gone) = (key("app-1", 1), key("app-1", 2));
     let all = blocks(0, 1, 0..20);
     let (dir, disks) = process(async {
@@ -263,7 +263,7 @@ fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() 
 }
 
 #[test]
-fn without_recovery_a_start_finds_nothing_and_deletes_what_was_there() {
+fn start_without_recovery_deletes_existing_data() {
     let key = key("app-1", 1);
     let home = process(async {
         let fixture = WorkerFixture::start().await;
@@ -281,7 +281,8 @@ fn without_recovery_a_start_finds_nothing_and_deletes_what_was_there() {
     });
 }
 
-/// A crash takes what was in memory: `flushed` is on disk, `lost` was in memory and reported, `unreported` was in memory.
+/// Crashes a worker: `flushed` is on disk, `lost` was in memory and reported, and `unreported` was
+/// in memory.
 fn after_a_loss(key: &ShuffleKey, parts: [&[Block]; 3]) -> (TempDir, Vec<PathBuf>) {
     let [flushed, lost, unreported] = parts;
     process(async {
@@ -308,7 +309,7 @@ const WITH_TCP: Setup<'_> = Setup {
 };
 
 #[test]
-fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_is_sent_again() {
+fn blocks_lost_from_memory_are_reported_lost_until_resent() {
     let key = key("app-1", 1);
     let (flushed, lost, unreported) = (blocks(0, 1, 0..10), blocks(0, 2, 0..5), blocks(0, 3, 0..3));
     let home = after_a_loss(&key, [&flushed, &lost, &unreported]);
@@ -329,14 +330,14 @@ fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_
         drop(tcp);
         driver.await.unwrap();
 
-        // A reader that wants other tasks' blocks is not disturbed.
+        // A reader of other tasks' blocks is not affected.
         let wanted = Treemap::of(&[1]);
         let answer = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&wanted)).await.unwrap();
         assert!(answer.blocks.is_empty());
         let told = fixture.worker.service().insight.losses();
         assert_eq!((told.losses.len(), told.losses[0].blocks, told.unlisted_blocks), (1, 5, 0));
         assert_eq!((told.losses[0].app.as_str(), told.losses[0].partition), ("app-1", 0));
-        // The task whose blocks went with the worker before it could report them runs again.
+        // Spark repeats the task whose unreported blocks were lost with the worker.
         let late = unreported.iter().map(|block| block.meta.block_id).collect();
         let late = fixture.client.report(&key, TaskAttemptId(3), &[(P, late)]).await.unwrap_err();
         assert!(late.to_string().contains("the task must run again"), "{late}");
@@ -352,7 +353,7 @@ fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_
 }
 
 #[test]
-fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
+fn loss_error_names_the_missing_data_directory() {
     let key = key("app-1", 1);
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
@@ -378,7 +379,7 @@ fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
         let reason =
             format!("data directory {} is missing, or the blocks were in memory when", gone.display());
         assert!(refused.contains(&reason), "{refused}");
-        // A report of blocks that went with the process, or with the directory.
+        // A report of blocks that were lost with the process or the directory.
         let late = blocks(0, 2, 0..3).iter().map(|block| block.meta.block_id).collect();
         let late = fixture.client.report(&key, TaskAttemptId(2), &[(P, late)]).await.unwrap_err().to_string();
         assert!(late.contains(&reason), "{late}");
@@ -387,8 +388,8 @@ fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
-    // Files of a disk that was blamed are removed once a probe has succeeded.
+async fn corrupt_reads_blame_the_disk_and_report_the_loss() {
+    // Files of a blamed disk are removed once a probe has succeeded.
     let setup = Setup { local: "disk_healthy_check_interval_sec = 1", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -423,7 +424,7 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     assert!(told.losses[0].reason.contains("another checksum"), "{told:?}");
     let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
     assert!(refused.contains("1 block of shuffle app-1/1 partition 0 are lost"), "{refused}");
-    // Sent again, it is found, and the damaged copy is not in the way.
+    // Resent blocks are found, and the damaged copy does not interfere.
     fixture.push(&key, &batch(0, &damaged)).await;
     fixture.assert_reads(&key, 0, &[damaged.clone(), whole.clone()].concat()).await;
     fixture.flush().await;

@@ -1,4 +1,4 @@
-//! Reported block ids and what reducers get of them: docs/protocol.md §2.8, §2.9.
+//! Reported block ids and the results for reducers: docs/protocol.md §2.8, §2.9.
 
 use bytes::Bytes;
 use uniffle_client::block::IdLayout;
@@ -54,14 +54,14 @@ async fn result_bytes(
     (answer.status(), answer.serialized_bitmap)
 }
 
-/// Record numbers by task attempt.
+/// Returns record numbers by task attempt.
 pub(crate) fn stats(partition_id: i32, tasks: &[(i64, i64)]) -> PartitionStats {
     let task =
         |&(task_attempt_id, record_number): &_| TaskAttemptIdToRecords { task_attempt_id, record_number };
     PartitionStats { partition_id, task_attempt_id_to_records: tasks.iter().map(task).collect() }
 }
 
-/// What the result of `partitions` says of records.
+/// Returns the record numbers in the result of `partitions`.
 pub(crate) async fn stats_told(
     fixture: &WorkerFixture,
     key: &ShuffleKey,
@@ -78,7 +78,7 @@ pub(crate) async fn stats_told(
     answer.partition_stats
 }
 
-/// A report of one block of partition 0 with these record numbers.
+/// Reports one block of partition 0 with these record numbers.
 pub(crate) async fn report_stats(
     fixture: &WorkerFixture,
     key: &ShuffleKey,
@@ -94,11 +94,11 @@ pub(crate) async fn report_stats(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n19_record_numbers_come_back_with_the_result_of_many_partitions() {
+async fn multi_partition_result_contains_record_numbers() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 9)]).await.unwrap();
     assert_eq!(stats_told(&fixture, &key, &[0, 1]).await, []);
-    // The second time it is a retry; the third has new numbers beside known blocks.
+    // The second report is a retry. The third has new numbers for known blocks.
     for _ in 0..2 {
         report_stats(&fixture, &key, 7, vec![stats(0, &[(7, 100)]), stats(1, &[(7, 0)])]).await;
     }
@@ -119,9 +119,9 @@ fn hex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
 }
 
-/// An empty success would be taken for a shuffle without blocks: readers would miss nothing.
+/// An empty success would look like a shuffle without blocks, and readers would miss nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn results_of_a_shuffle_that_went_with_its_application_are_refused_when_that_is_back() {
+async fn results_of_purged_shuffle_are_refused_after_reregistration() {
     let (fixture, gone, new) = (WorkerFixture::start().await, key("app-1", 1), key("app-1", 2));
     fixture.client.register(&gone, &[(0, 9)]).await.unwrap();
     assert_eq!(reported(&fixture, report(&gone, &[(0, vec![7])])).await.0, StatusCode::Success);
@@ -146,7 +146,7 @@ async fn results_of_a_shuffle_that_went_with_its_application_are_refused_when_th
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn results_are_javas_bytes() {
+async fn results_equal_the_java_bytes() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 5000)]).await.unwrap();
     let success = |bytes: &str| (StatusCode::Success, Bytes::from(hex(bytes)));
@@ -173,7 +173,7 @@ async fn results_are_javas_bytes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ids_beyond_32_bits_are_javas_bytes() {
+async fn ids_beyond_32_bits_equal_the_java_bytes() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 5000)]).await.unwrap();
     let ids = [(0, vec![5]), (4096, vec![(1 << 33) + 7])];
@@ -186,7 +186,7 @@ async fn ids_beyond_32_bits_are_javas_bytes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_layout_gives_the_ids_of_exactly_the_partitions_asked_for() {
+async fn results_contain_exactly_the_requested_partitions() {
     let fixture = WorkerFixture::start().await;
     let layouts = [
         (1, None, IdLayout::HISTORIC),
@@ -205,7 +205,7 @@ async fn every_layout_gives_the_ids_of_exactly_the_partitions_asked_for() {
             |p: i32, n: u32| layout.block_id(n, PartitionId(p), TaskAttemptId(i64::from(n) + 1)).unwrap();
         let ids = |p: i32| (0..20).map(|n| id(p, n)).collect::<Vec<BlockId>>();
         let all: Vec<_> = (0..10).map(|p| (PartitionId(p), ids(p))).collect();
-        // A report that is repeated changes nothing.
+        // A repeated report changes nothing.
         for _ in 0..2 {
             fixture.client.report(&key, TaskAttemptId(1), &all).await.unwrap();
         }
@@ -219,7 +219,7 @@ async fn every_layout_gives_the_ids_of_exactly_the_partitions_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn layouts_that_are_none_are_invalid_requests() {
+async fn invalid_layouts_are_refused() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     for widths in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
@@ -232,7 +232,7 @@ async fn layouts_that_are_none_are_invalid_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_report_that_is_refused_is_not_taken_in_part() {
+async fn refused_report_stores_nothing() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let good = report(&key, &[(0, vec![1])]);
@@ -251,15 +251,16 @@ async fn a_report_that_is_refused_is_not_taken_in_part() {
     fixture.finish().await;
 }
 
-/// Java looks at the application only; here its blocks were refused, so that its ids would be results without blocks.
+/// Java only checks the application. Here the blocks were refused, so accepted ids would be results
+/// without blocks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n23_a_report_for_a_shuffle_that_is_not_registered_is_refused_by_name() {
+async fn report_for_unregistered_shuffle_is_refused_with_its_name() {
     let (fixture, known) = (WorkerFixture::start().await, key("app-1", 99));
     fixture.client.register(&known, &[(0, 0)]).await.unwrap();
     let unknown = key("app-1", 1);
     let (status, text) = reported(&fixture, report(&unknown, &[(0, vec![2])])).await;
     assert_eq!((status, text.as_str()), (StatusCode::NoRegister, "shuffle 1 is not registered"));
-    // Nor is it there once the shuffle is.
+    // It is also absent after the shuffle is registered.
     fixture.client.register(&unknown, &[(0, 0)]).await.unwrap();
     let set = fixture.client.results(&unknown, &[PartitionId(0)], None).await.unwrap();
     assert!(set.is_empty());
@@ -267,7 +268,7 @@ async fn n23_a_report_for_a_shuffle_that_is_not_registered_is_refused_by_name() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reports_and_results_at_once_never_show_half_a_report() {
+async fn concurrent_results_never_contain_partial_reports() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let layout = IdLayout::SPARK;

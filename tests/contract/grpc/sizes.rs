@@ -1,4 +1,4 @@
-//! Blocks from one byte to the largest that a ticket can be for.
+//! Blocks from one byte to the largest size of a ticket.
 
 use uniffle_client::block::Block;
 use uniffle_client::send::SendForm;
@@ -9,17 +9,17 @@ use super::blocks::{batch, block};
 use super::fixture::{Setup, WorkerFixture, key};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn blocks_from_1_byte_to_64_mib() {
+async fn blocks_from_1_byte_to_64_mib_are_served() {
     let setup = Setup { capacity: "200MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    // Around page, segment and chunk sizes.
+    // Lengths around page, segment and chunk sizes.
     let lengths = [1, 2, 31, 4095, 4096, 4097, 65_537, 1 << 20, (2 << 20) - 1, (2 << 20) + 1, 64 << 20];
     let all: Vec<Block> = (0..).zip(lengths).map(|(n, length)| block(0, 1, n, length)).collect();
     let (small, large) = all.split_at(8);
     fixture.push(&key, &batch(0, small)).await;
     fixture.client.push(&key, SendForm::Contiguous, &batch(0, large)).await.unwrap();
-    // Larger than what is asked for, and whole nevertheless.
+    // Larger than the limit of the request, and returned completely.
     let cursor = Some(all[9].meta.block_id);
     let answer = fixture.client.read_memory(&key, PartitionId(0), cursor, 1, None).await.unwrap();
     assert_eq!((answer.blocks.len(), answer.is_end), (1, Some(false)));
@@ -30,12 +30,12 @@ async fn blocks_from_1_byte_to_64_mib() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_block_of_512_mib() {
+async fn block_of_512_mib_is_served() {
     const LENGTH: u32 = 512 << 20;
     let setup = Setup { capacity: "600MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    // Zeros, because making random bytes would take longer than everything else.
+    // Zeros, because random bytes would take longer than the rest of the test.
     let id = block(0, 1, 0, 1).meta;
     let largest = Block::new(id.block_id, id.task_attempt_id, vec![0; LENGTH as usize].into());
     fixture.push(&key, &batch(0, std::slice::from_ref(&largest))).await;
@@ -46,12 +46,12 @@ async fn a_block_of_512_mib() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_block_beyond_the_limit_is_refused_by_its_announced_length() {
+async fn block_beyond_limit_is_refused_by_its_declared_length() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut parts = batch(0, &[block(0, 1, 0, 100)]);
     parts[0].1[0].meta.length = (512 << 20) + 1;
-    // Only the announcement is large.
+    // Only the declared length is large.
     let ticket = fixture.ticket(&key, 1 << 20).await;
     let refused = fixture.client.send(&key, ticket, SendForm::Contiguous, &parts).await.unwrap_err();
     let status = refused.status().unwrap();
@@ -61,7 +61,7 @@ async fn a_block_beyond_the_limit_is_refused_by_its_announced_length() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_thousand_tiny_partitions_in_one_message() {
+async fn thousand_tiny_partitions_in_one_message_are_served() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 999)]).await.unwrap();
     let parts: Vec<_> = (0..1000).map(|p| (PartitionId(p), vec![block(p, 1, 0, 10)])).collect();

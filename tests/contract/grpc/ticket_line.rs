@@ -1,4 +1,5 @@
-//! P6: a request for a ticket that cannot be granted now waits for memory, fairly and within bounds, and holds nothing up.
+//! Ticket requests that cannot be granted yet wait for memory, fairly and with a bound, and block
+//! nothing else.
 
 use std::time::Duration;
 
@@ -13,9 +14,9 @@ use uniffle_worker::runtime::Tasks;
 use super::blocks::{batch, block};
 use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 
-/// Longer than any test goes on.
+/// Longer than any test.
 const PATIENT: &str = "buffer_ticket_wait_sec = 30";
-/// What nothing else fits beside.
+/// The largest ticket, beside which no other fits.
 const MOST: i32 = 13 << 20;
 
 async fn fixture(memory: &str, tables: &str) -> (WorkerFixture, ShuffleKey, ShuffleKey) {
@@ -28,10 +29,10 @@ async fn fixture(memory: &str, tables: &str) -> (WorkerFixture, ShuffleKey, Shuf
     (fixture, holder, other)
 }
 
-/// Calls under way; those that are not answered end when it is dropped.
+/// Calls in progress. Dropping the set cancels them.
 type Asked = JoinSet<RequireBufferResponse>;
 
-/// Requests for tickets by the connection of all others.
+/// Requests tickets on the connection of all other calls.
 fn ask(fixture: &WorkerFixture, key: &ShuffleKey, bytes: i32, count: usize) -> Asked {
     let mut asked = JoinSet::new();
     for _ in 0..count {
@@ -59,13 +60,13 @@ fn granted(answer: &RequireBufferResponse) -> TicketId {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p6_over_grpc_a_ticket_waits_for_memory_while_other_calls_of_its_connection_go_on() {
+async fn waiting_ticket_does_not_block_other_grpc_calls() {
     let (fixture, holder, other) = fixture(PATIENT, "").await;
     let all = vec![block(0, 1, 0, 11 << 20)];
     let ticket = fixture.ticket(&holder, MOST).await;
     let mut waiting = ask(&fixture, &other, 8 << 20, 1);
     wait_in_line(&fixture, 1).await;
-    // The send that gives the memory back goes by the same connection.
+    // The send that frees memory uses the same connection.
     fixture.client.heartbeat("app-2").await.unwrap();
     fixture.client.send(&holder, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
     fixture.assert_reads(&holder, 0, &all).await;
@@ -80,7 +81,7 @@ async fn p6_over_grpc_a_ticket_waits_for_memory_while_other_calls_of_its_connect
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p6_over_tcp_frames_go_on_while_tickets_of_their_application_wait() {
+async fn waiting_tickets_do_not_block_tcp_frames() {
     let (fixture, holder, other) = fixture(PATIENT, "").await;
     let address = fixture.worker.addresses().tcp.expect("urpc_port is set");
     let (client, driver) = TcpClient::connect(address).await.unwrap();
@@ -115,7 +116,7 @@ async fn p6_over_tcp_frames_go_on_while_tickets_of_their_application_wait() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p6_who_waits_too_long_is_sent_away_and_a_call_that_is_gone_leaves_the_line() {
+async fn waiting_ticket_is_refused_after_timeout_or_cancelled() {
     let (fixture, holder, other) = fixture("buffer_ticket_wait_sec = \"300ms\"", "").await;
     fixture.ticket(&holder, MOST).await;
     let began = Instant::now();
@@ -130,7 +131,7 @@ async fn p6_who_waits_too_long_is_sent_away_and_a_call_that_is_gone_leaves_the_l
     wait_in_line(&fixture, 1).await;
     drop(gone);
     wait_in_line(&fixture, 0).await;
-    // An application that goes while it waits gets no ticket.
+    // An application that is unregistered while it waits gets no ticket.
     let mut gone = ask(&fixture, &other, 8 << 20, 1);
     wait_in_line(&fixture, 1).await;
     fixture.client.unregister_app("app-2").await.unwrap();
@@ -140,7 +141,7 @@ async fn p6_who_waits_too_long_is_sent_away_and_a_call_that_is_gone_leaves_the_l
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p6_tickets_wait_on_half_of_a_connections_streams_at_most() {
+async fn tickets_wait_on_at_most_half_of_the_streams() {
     let (fixture, holder, other) = fixture(PATIENT, "[grpc]\nmax_concurrent_streams = 4").await;
     fixture.ticket(&holder, MOST).await;
     let mut waiting = ask(&fixture, &other, 8 << 20, 2);
@@ -149,7 +150,7 @@ async fn p6_tickets_wait_on_half_of_a_connections_streams_at_most() {
     assert_eq!(third.status(), StatusCode::NoBuffer, "at once");
     fixture.client.heartbeat("app-2").await.unwrap();
     fixture.client.unregister_app("app-1").await.unwrap();
-    // One after the other fits.
+    // They fit one after the other.
     granted(&next(&mut waiting).await);
     fixture.client.unregister_app("app-2").await.unwrap();
     assert_eq!(next(&mut waiting).await.status(), StatusCode::NoRegister);

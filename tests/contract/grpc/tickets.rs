@@ -1,4 +1,4 @@
-//! Tickets: docs/protocol.md §2.4 and §4.4, and what docs/architecture.md §6 says of them (items 2 and 15).
+//! Tickets: docs/protocol.md §2.4 and §4.4, docs/architecture.md §6 items 2 and 15.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::parts::parts;
 use super::raw;
 
-/// Long after every ticket that there is.
+/// Expires every ticket.
 fn expire_tickets(fixture: &WorkerFixture) -> usize {
     fixture.memory().expire_tickets(Instant::now() + Duration::from_secs(3600))
 }
@@ -30,7 +30,7 @@ fn refused(result: Result<(), ClientError>) -> (StatusCode, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_expired_ticket_is_an_internal_error_and_a_new_one_succeeds() {
+async fn expired_ticket_is_refused_and_a_new_one_succeeds() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
@@ -50,7 +50,7 @@ async fn an_expired_ticket_is_an_internal_error_and_a_new_one_succeeds() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_send_that_has_begun_outlives_its_tickets_expiry() {
+async fn started_send_survives_the_expiry_of_its_ticket() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
@@ -81,7 +81,7 @@ async fn a_send_that_has_begun_outlives_its_tickets_expiry() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn blocks_that_are_sent_again_are_stored_once() {
+async fn resent_blocks_are_stored_once() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
@@ -93,10 +93,10 @@ async fn blocks_that_are_sent_again_are_stored_once() {
     assert_eq!(fixture.memory().block_count(), 10);
     let memory = fixture.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
     assert_eq!(memory.blocks.len(), 10, "each id once, or a cursor could loop");
-    // What was sent again left holes in the buffer's chain; they are bounded by what was sent.
+    // Resent blocks leave holes in the buffer's chain, bounded by the size of the sends.
     assert!(fixture.memory().budget().used() <= 4 * used + (64 << 10));
     fixture.flush().await;
-    // Across a flush the copy is kept, which is legal: readers count each id once.
+    // After a flush the copy is stored too, which is legal: readers count each id once.
     fixture.push(&key, &batch(0, &all)).await;
     fixture.assert_reads(&key, 0, &all).await;
     fixture.flush().await;
@@ -106,7 +106,7 @@ async fn blocks_that_are_sent_again_are_stored_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_buffer_under_pressure_and_then_success() {
+async fn full_memory_returns_no_buffer_until_freed() {
     let setup = Setup { capacity: "16MiB", memory: "buffer_ticket_wait_sec = 0", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 7)]).await.unwrap();
@@ -120,7 +120,7 @@ async fn no_buffer_under_pressure_and_then_success() {
             }
         }
     };
-    // 64 MiB through 16 MiB, with more under way at once than fits.
+    // 64 MiB through 16 MiB, with more requests in progress than fit.
     futures::future::join_all((0..8).map(writer)).await;
     let refusals = fixture.metric("total_require_buffer_failed");
     assert!(refusals > 0.0, "no writer had to wait");
@@ -139,7 +139,7 @@ async fn no_buffer_under_pressure_and_then_success() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_refused_ticket_reserves_nothing_and_has_the_id_minus_1() {
+async fn refused_ticket_reserves_nothing_and_has_id_minus_1() {
     let setup = Setup { capacity: "16MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -158,7 +158,7 @@ async fn a_refused_ticket_reserves_nothing_and_has_the_id_minus_1() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sizes_that_can_never_be_granted_are_invalid_requests() {
+async fn ticket_larger_than_memory_is_an_invalid_request() {
     let setup = Setup { capacity: "16MiB", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -179,7 +179,7 @@ async fn sizes_that_can_never_be_granted_are_invalid_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_ticket_is_single_use() {
+async fn ticket_is_single_use() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let (first, second) = (blocks(0, 1, 0..3), blocks(0, 2, 0..3));
@@ -198,7 +198,7 @@ async fn a_ticket_is_single_use() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn another_apps_ticket_cannot_be_spent_and_is_not_lost() {
+async fn ticket_of_another_app_is_refused_and_stays_valid() {
     let fixture = WorkerFixture::start().await;
     let (owner, thief) = (key("app-1", 1), key("app-2", 1));
     for key in [&owner, &thief] {
@@ -215,7 +215,7 @@ async fn another_apps_ticket_cannot_be_spent_and_is_not_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_send_larger_than_its_ticket_stores_nothing_and_gives_everything_back() {
+async fn send_larger_than_its_ticket_stores_nothing() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 3)]).await.unwrap();
     let parts: Vec<_> = (0..4).map(|p| (PartitionId(p), vec![block(p, 1, 0, 64 << 10)])).collect();
@@ -234,11 +234,11 @@ async fn a_send_larger_than_its_ticket_stores_nothing_and_gives_everything_back(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_ticket_has_too_much_comes_back_after_the_send() {
+async fn excess_of_a_ticket_is_freed_after_the_send() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = vec![block(0, 1, 0, 1000)];
-    // A client on the other transport asks for about twice its data; here it is a thousand times.
+    // A TCP client requests about twice its data. This test requests a thousand times as much.
     let ticket = fixture.ticket(&key, 1 << 20).await;
     fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
     assert_eq!(fixture.memory().tickets().pre_allocated_bytes(), 0);
@@ -248,7 +248,7 @@ async fn what_a_ticket_has_too_much_comes_back_after_the_send() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_number_of_tickets_is_bounded_and_they_expire() {
+async fn number_of_tickets_is_bounded() {
     let setup = Setup { memory: "buffer_ticket_max_count = 10", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -264,7 +264,7 @@ async fn the_number_of_tickets_is_bounded_and_they_expire() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tickets_are_looked_through_without_being_asked() {
+async fn tickets_expire_in_the_background() {
     let fixture = parts().start().await;
     fixture.memory.tickets().require(&key("app-1", 1).app, 1000, 1).unwrap();
     sleep(Duration::from_secs(20)).await;
@@ -275,7 +275,7 @@ async fn tickets_are_looked_through_without_being_asked() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_small_block_does_not_keep_its_request_alive() {
+async fn small_block_does_not_pin_its_request() {
     let setup = Setup {
         tables: "[hybrid_store]\nmemory_single_buffer_max_spill_size = \"1MiB\"",
         ..Setup::default()
@@ -285,7 +285,7 @@ async fn a_small_block_does_not_keep_its_request_alive() {
     let (large, small) = (block(0, 1, 0, 8 << 20), block(1, 1, 0, 100));
     let parts = [(PartitionId(1), vec![small.clone()]), (PartitionId(0), vec![large.clone()])];
     fixture.push(&key, &parts).await;
-    // The large partition goes to disk by its own threshold; the small one stays.
+    // The large partition is flushed by its own threshold. The small one stays.
     eventually("the large partition is on disk", || match fixture.memory().block_count() {
         1 => Ok(()),
         count => Err(format!("{count} blocks in memory")),
@@ -302,7 +302,7 @@ async fn a_small_block_does_not_keep_its_request_alive() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_stops_grants_no_ticket() {
+async fn stopping_worker_grants_no_ticket() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     fixture.worker.service().status().stop(uniffle_worker::service::Stopping::ForGood);

@@ -1,4 +1,4 @@
-//! What readers see while blocks go from memory to disk: docs/protocol.md §3.4, §3.5 and §4.5.
+//! Reads while blocks move from memory to disk: docs/protocol.md §3.4, §3.5 and §4.5.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -24,13 +24,13 @@ fn ids(blocks: &[Block]) -> Vec<BlockId> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn memory_answers_in_order_from_the_cursor_on_and_up_to_the_limit() {
+async fn memory_read_starts_at_cursor_and_ends_at_limit() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 7, 0..10);
     fixture.push(&key, &batch(0, &all)).await;
 
-    // 500 + 501 reach 1,000: a block that reaches the limit is the last.
+    // 500 + 501 exceed 1,000: the block that reaches the limit is the last.
     let first = fixture.client.read_memory(&key, P, None, 1000, None).await.unwrap();
     assert_eq!((ids(&first.blocks), first.is_end), (ids(&all[..2]), Some(false)));
     let cursor = Some(all[1].meta.block_id);
@@ -38,7 +38,7 @@ async fn memory_answers_in_order_from_the_cursor_on_and_up_to_the_limit() {
     assert_eq!((ids(&rest.blocks), rest.is_end), (ids(&all[2..]), Some(true)));
     let end = fixture.client.read_memory(&key, P, Some(all[9].meta.block_id), 1000, None).await.unwrap();
     assert_eq!((end.blocks.len(), end.is_end), (0, Some(true)));
-    // A limit of nothing is one block; exactly the bytes that are there are not the end.
+    // A limit of zero returns one block. Reading exactly all bytes is not the end.
     let one = fixture.client.read_memory(&key, P, None, 0, None).await.unwrap();
     assert_eq!(ids(&one.blocks), ids(&all[..1]));
     let exact = u32::try_from(payload(&all)).unwrap();
@@ -48,7 +48,7 @@ async fn memory_answers_in_order_from_the_cursor_on_and_up_to_the_limit() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cursor_that_was_flushed_away_starts_again_at_the_head() {
+async fn flushed_cursor_restarts_at_the_first_block() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let (old, new) = (blocks(0, 1, 0..6), blocks(0, 2, 0..4));
@@ -69,7 +69,7 @@ async fn a_cursor_that_was_flushed_away_starts_again_at_the_head() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_batch_in_flight_is_read_from_memory_until_its_index_is_readable() {
+async fn batch_in_flight_is_read_from_memory_until_published() {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
     let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
@@ -87,7 +87,7 @@ async fn a_batch_in_flight_is_read_from_memory_until_its_index_is_readable() {
     let all: Vec<Block> = first.iter().chain(&second).cloned().collect();
     let memory = client.read_memory(&key, P, None, 1 << 20, None).await.unwrap();
     assert_eq!(ids(&memory.blocks), ids(&all), "the batch in flight is older");
-    // The cursor walks over the seam between the batch and what came later.
+    // The cursor crosses from the batch to later blocks.
     let cursor = Some(first[4].meta.block_id);
     let rest = client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
     assert_eq!(ids(&rest.blocks), ids(&second));
@@ -104,7 +104,7 @@ async fn a_batch_in_flight_is_read_from_memory_until_its_index_is_readable() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_index_right_after_an_empty_memory_answer_holds_all_the_rest() {
+async fn index_after_empty_memory_response_is_complete() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = Vec::new();
@@ -122,7 +122,7 @@ async fn the_index_right_after_an_empty_memory_answer_holds_all_the_rest() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn local_order_extents_are_sorted_by_task_and_gapless() {
+async fn local_order_extents_are_sorted_and_gapless() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     let mut request = register_request(&key, &[(0, 0)]);
     request.set_shuffle_data_distribution(DataDistribution::LocalOrder);
@@ -139,7 +139,7 @@ async fn local_order_extents_are_sorted_by_task_and_gapless() {
     }
     let metas: Vec<BlockMeta> =
         fixture.client.read_index(&key, P).await.unwrap().records.iter().map(|record| record.meta).collect();
-    // `read_index` has checked that each record begins where the one before it ends.
+    // `read_index` has checked that records are adjacent.
     for (flush, extent) in metas.chunks(24).enumerate() {
         let order: Vec<(i64, i64)> =
             extent.iter().map(|meta| (meta.task_attempt_id.0, meta.block_id.0)).collect();
@@ -156,7 +156,7 @@ async fn local_order_extents_are_sorted_by_task_and_gapless() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_task_filter_leaves_out_the_others_in_memory_and_on_disk() {
+async fn task_filter_excludes_other_tasks_in_all_tiers() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = Vec::new();
@@ -170,7 +170,7 @@ async fn a_task_filter_leaves_out_the_others_in_memory_and_on_disk() {
 
     let memory = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&tasks)).await.unwrap();
     assert_eq!(ids(&memory.blocks), ids(&wanted));
-    // The cursor may be a block that the filter leaves out.
+    // The cursor may be a block that the filter excludes.
     let cursor = Some(all[4].meta.block_id);
     let rest = fixture.client.read_memory(&key, P, cursor, 1 << 20, Some(&tasks)).await.unwrap();
     assert_eq!(ids(&rest.blocks), ids(&wanted[2..]));
@@ -186,7 +186,7 @@ async fn a_task_filter_leaves_out_the_others_in_memory_and_on_disk() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_reducers_with_different_filters_do_not_disturb_each_other() {
+async fn reducers_with_different_filters_are_independent() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = Vec::new();
@@ -216,7 +216,7 @@ async fn two_reducers_with_different_filters_do_not_disturb_each_other() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn block_id_0_is_a_block_like_any_other() {
+async fn block_id_zero_is_valid() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 0, 0..3);
@@ -232,7 +232,7 @@ async fn block_id_0_is_a_block_like_any_other() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_runs_over_a_tier_that_it_does_not_know() {
+async fn worker_runs_over_an_unknown_tier() {
     let fixture = WorkerFixture::above(Arc::new(ThirdTier::default())).await;
     let key = key("app-1", 1);
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
@@ -252,7 +252,7 @@ async fn a_worker_runs_over_a_tier_that_it_does_not_know() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stop_syncs_the_tiers_behind_its_last_flush() {
+async fn stop_syncs_the_tiers_after_its_last_flush() {
     let (tier, key) = (Arc::new(ThirdTier::default()), key("app-1", 1));
     let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -263,10 +263,10 @@ async fn a_stop_syncs_the_tiers_behind_its_last_flush() {
     assert_eq!(tier.synced_bytes(), payload(&all));
 }
 
-/// Anyone may unregister an application, and what it has may be millions of blocks and extents. While they are freed, the one
-/// thread that this worker has goes on with other calls.
+/// An application may have millions of blocks and extents. While they are freed, the only thread of
+/// this worker serves other calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn n1_the_end_of_an_application_or_shuffle_keeps_no_thread_of_the_runtime() {
+async fn purge_does_not_block_runtime_threads() {
     let tier = Arc::new(ThirdTier::default());
     let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
     let other = key("app-2", 1);
@@ -298,7 +298,7 @@ async fn n1_the_end_of_an_application_or_shuffle_keeps_no_thread_of_the_runtime(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n24_a_tier_hears_how_many_writers_an_application_wants() {
+async fn tier_receives_the_requested_number_of_writers() {
     let tier = Arc::new(ThirdTier::default());
     let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
     for (shuffle, wanted, expected) in [(1, 2, Some(2)), (2, 0, None), (3, -1, None)] {
