@@ -36,20 +36,19 @@ const INTRODUCTION: &str = "# Metrics
 
 <!-- Generated: `UPDATE_DOCS=1 cargo test --test contract metrics` writes this page from the tables in the code. -->
 
-`GET /metrics` gives Prometheus text, `/metrics/all` the same as JSON in Java's shape. Names are those of the Java server and
-of riffle where they have a counterpart, so that their dashboards fill; some values therefore stand under two names. Three
-conventions of theirs surprise:
-`service_is_healthy`, `is_healthy` and `local_disk_is_healthy` are 0 when healthy, `local_storage_is_writable` is 0 when
-writable, and `used_buffer_size` includes `allocated_buffer_size`.
+`GET /metrics` returns Prometheus text, `/metrics/all` the same as JSON in the Java server's shape. Metrics have the names of
+the Java server and of riffle if those have a counterpart, so existing dashboards work. Some values therefore have two names.
+`service_is_healthy`, `is_healthy` and `local_disk_is_healthy` are 0 when healthy, and `local_storage_is_writable` is 0 when
+writable. `used_buffer_size` includes `allocated_buffer_size`.
 
-Java's summaries are histograms here, so quantiles come from `histogram_quantile`. Times on the way (`…_transport_latency`)
-compare the clocks of two machines: what is negative or longer than an hour is dropped, and a request without a timestamp
-does not count (that of the local index has none). Not exported is what has no counterpart here: Java's `jvm_*` and
-`JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, `committed_block_count` (commits are counted by call) and threads
-of its executor; riffle's event bus, permits and alignment pool.
+Summaries of the Java server are histograms here: use `histogram_quantile`. Transport times (`…_transport_latency`) compare the
+clocks of two machines. Negative times, times over an hour and requests without a timestamp do not count.
 
-Those of `tiers::hdfs` and `tiers::object`, and those of `flush` that name a tier, are there where the store type has it, those of
-`coordinator::embedded` where the worker is a coordinator, and those of `coordinator::heartbeat` with a `coordinator_quorum`.
+Not exported: Java's `jvm_*` and `JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, `committed_block_count` (commits
+are counted by call) and executor threads; riffle's event bus, permits and alignment pool.
+
+Metrics of `tiers::hdfs`, `tiers::object` and of each tier in `flush` exist if the store type has the tier. Those of
+`coordinator::embedded` exist if the worker is a coordinator, those of `coordinator::heartbeat` with a `coordinator_quorum`.
 ";
 
 /// Returns all metrics: those of the tables and those of the process from the client library.
