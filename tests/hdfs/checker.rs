@@ -1,5 +1,6 @@
-//! The checker of killed and stopped workers, over disks and a real HDFS: its DataNode is killed, its NameNode restarted or
-//! put into safe mode while writers write, and the worker with it.
+//! The checker of killed and stopped workers, over disks and a real HDFS. During writes the
+//! DataNode is killed or the NameNode restarted or put into safe mode, and the worker is killed as
+//! well.
 //!
 //! `PROCESS_ROUNDS` sets the rounds, `PROCESS_SEED` repeats a run.
 
@@ -24,7 +25,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 const ROUNDS: u64 = PLAN.len() as u64;
 
-/// Every fault with a process that is killed meanwhile and with one that goes on; in any order.
+/// Every fault with each end of the process, in random order.
 const PLAN: [(Fault, End); 9] = [
     (Fault::DataNode, End::Kill),
     (Fault::DataNode, End::Nothing),
@@ -37,7 +38,7 @@ const PLAN: [(Fault, End); 9] = [
     (Fault::None, End::Upgrade),
 ];
 
-/// What happens to HDFS in a round.
+/// Fault of HDFS in a round.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     None,
@@ -94,12 +95,12 @@ impl Remote for Hdfs {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn over_hdfs_every_acknowledged_and_reported_block_is_readable_or_told_as_lost() {
+async fn reported_blocks_are_readable_or_listed_as_lost() {
     let Some(servers) = real().await else { return };
     let (rounds, mut random) = run_of(ROUNDS);
     let fs = open(&*plain_connector(), &servers.url("/checker"));
     let hdfs = Arc::new(Hdfs { servers, fs, fault: Mutex::new(Fault::None) });
-    // Some chains are cold when they are flushed and some are not.
+    // Some chains are cold when flushed, others are not.
     let setup = Setup {
         name: "checker",
         capacity: "24MiB",

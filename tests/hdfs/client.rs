@@ -1,4 +1,5 @@
-//! The Rust client over a real HDFS: blocks in a worker's memory and in its remote files are one partition to a reader.
+//! The Rust client over a real HDFS: a reader combines blocks in a worker's memory with its remote
+//! files.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use uniffle_wire::types::{PartitionId, ShuffleId, TaskAttemptId};
 use crate::fixture::{open, plain_connector};
 use crate::real::{SETTLE_DEADLINE, real};
 
-/// Writes blocks of `length` bytes to each partition as one task; what was written.
+/// Writes blocks of `length` bytes to each partition as one task. Returns their data.
 async fn write(shuffle: &Shuffle, task: i64, partitions: &[i32], (blocks, length): (u32, u32)) -> Vec<Bytes> {
     let generator = BlockGenerator::new(5, IdLayout::SPARK);
     let mut writer = shuffle.writer(TaskAttemptId(task)).unwrap();
@@ -50,7 +51,7 @@ fn wait_until_in_hdfs(worker: &Worker, expected: f64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_client_reads_memory_and_remote_files_together() {
+async fn client_combines_memory_and_remote_files() {
     let Some(hdfs) = real().await else { return };
     let root = hdfs.url("/client");
     let made_tables = format!(
@@ -75,7 +76,7 @@ async fn the_client_reads_memory_and_remote_files_together() {
     let application = Cluster::new([address], options).unwrap().application("client").await.unwrap();
     let shuffle = application.register_shuffle(ShuffleId(0), 2).await.unwrap();
 
-    // Beyond 1 MiB a buffer is flushed; what comes later stays in memory.
+    // A buffer beyond 1 MiB is flushed; later blocks stay in memory.
     let large = write(&shuffle, 1, &[0], (3, 600_000)).await;
     wait_until_in_hdfs(&worker, 1_800_000.0);
     let small = write(&shuffle, 2, &[0, 1], (1, 1000)).await;
@@ -83,7 +84,7 @@ async fn the_client_reads_memory_and_remote_files_together() {
     assert_eq!(set(&read(&shuffle, 0, &all).await.unwrap()), set(large.iter().chain(&small[..1])));
     assert_eq!(read(&shuffle, 1, &all).await.unwrap(), small[1..]);
 
-    // The same files, appended to.
+    // Appended to the same files.
     let more = write(&shuffle, 3, &[0], (3, 500_000)).await;
     wait_until_in_hdfs(&worker, 3_301_000.0);
     let everything = set(large.iter().chain(&small[..1]).chain(&more));

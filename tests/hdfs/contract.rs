@@ -1,6 +1,5 @@
-//! What every tier promises the flusher and readers: one suite over local disks, real and in memory, over an HDFS in
-//! memory and a real one, over object stores in memory, in this process and of SeaweedFS, and over the third tier of the test
-//! kit.
+//! The contract between tiers, flusher and readers. One suite runs over local disks, HDFS and
+//! object stores, real and in memory, and over the third tier of the test kit.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,10 +29,10 @@ use crate::fixture::{FakeConnector, SERVER_ID, open, plain_connector};
 use crate::reader::read_directory;
 use crate::real::real;
 
-/// A tier as the flusher sees it, and what a reader finds in it.
+/// A tier as the flusher and a reader see it.
 struct Subject {
     tier: Arc<dyn Tier>,
-    /// What a client names at its registration, and where it finds files.
+    /// Remote storage of the registration, and access to its files.
     files: Option<(RemoteStorage, Arc<dyn RemoteFs>, String)>,
 }
 
@@ -44,7 +43,7 @@ impl Subject {
 
     async fn local(disks: Vec<Arc<dyn Disk>>) -> Self {
         let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
-        // However full the machine's disk is.
+        // Accepts any fill level of the machine's disk.
         let config = LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() };
         Self::served(LocalStore::open(config, disks, &extents, &registry).await.unwrap())
     }
@@ -85,7 +84,7 @@ impl Subject {
         }
     }
 
-    /// What is read, what is present and what is used are the same.
+    /// Asserts that read, present and used bytes agree with `blocks`.
     async fn assert_holds(&self, key: &ShuffleKey, partition: i32, blocks: &[Block]) {
         assert_eq!(self.read(key, partition).await, expected(blocks));
         let mut present = IdSet::default();
@@ -202,7 +201,7 @@ async fn padding_is_not_data(subject: &Subject) {
     subject.purge(&key).await;
 }
 
-/// The blocks' bytes with zeroes up to a page's end.
+/// Returns the blocks' bytes, padded with zeroes to a whole page.
 fn page(blocks: &[Block]) -> Vec<Bytes> {
     let mut bytes: Vec<u8> = blocks.iter().flat_map(|block| block.data.to_vec()).collect();
     bytes.resize(bytes.len().next_multiple_of(4096), 0);
@@ -229,13 +228,13 @@ async fn a_purged_shuffle_is_gone_and_its_name_is_free(subject: &Subject) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn local_disks_in_memory_keep_the_contract() {
+async fn memory_disks_fulfil_the_contract() {
     let disks = (0..2).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None)) as Arc<dyn Disk>);
     suite(&Subject::local(disks.collect()).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn local_disks_keep_the_contract() {
+async fn local_disks_fulfil_the_contract() {
     let dir = tempfile::tempdir().unwrap();
     let config =
         LocalConfig { paths: vec![dir.path().join("a"), dir.path().join("b")], ..LocalConfig::default() };
@@ -244,7 +243,7 @@ async fn local_disks_keep_the_contract() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_third_tier_keeps_the_contract() {
+async fn third_tier_fulfils_the_contract() {
     suite(&Subject::served(Arc::new(ThirdTier::default()))).await;
 }
 
@@ -278,7 +277,7 @@ mod objects {
 
     async fn suite_at(config: &ObjectConfig) {
         let client = Client::open(config, &Tasks::new(), &Registry::new()).unwrap();
-        // S3 takes no smaller parts.
+        // The minimum part size of S3.
         suite_over(&client.store(), &[5 << 20]).await;
         the_newer_process_has_the_prefix(&client.store()).await;
     }
@@ -301,29 +300,29 @@ mod objects {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn an_object_store_in_memory_keeps_the_contract() {
+    async fn memory_object_store_fulfils_the_contract() {
         let store = FaultyObjects::default();
-        // Objects of one request, and uploads in parts.
+        // Objects of one request, and multipart uploads.
         suite_over(&(Arc::new(store.clone()) as Arc<dyn ObjectStore>), &[8 << 20, 5000]).await;
         assert_eq!(store.open_uploads(), 0);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_store_that_speaks_s3_keeps_the_contract() {
+    async fn s3_store_fulfils_the_contract() {
         let server = S3Server::start().await;
         suite_at(&server.config("uniffle")).await;
         server.stop().await;
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn seaweedfs_keeps_the_contract() {
+    async fn seaweedfs_fulfils_the_contract() {
         let Some(weed) = block_in_place(|| Weed::start("the contract of tiers on SeaweedFS")) else { return };
         suite_at(&weed.config("uniffle")).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hdfs_in_memory_keeps_the_contract() {
+async fn memory_hdfs_fulfils_the_contract() {
     let fs = FakeFs::default();
     let subject = Subject::hdfs(
         Arc::new(FakeConnector(fs.clone())),
@@ -336,7 +335,7 @@ async fn hdfs_in_memory_keeps_the_contract() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_real_hdfs_keeps_the_contract() {
+async fn real_hdfs_fulfils_the_contract() {
     let Some(hdfs) = real().await else { return };
     let path = hdfs.url("/contract");
     let connector = plain_connector();

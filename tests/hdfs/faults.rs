@@ -1,5 +1,5 @@
-//! What fails, over the file system in memory and over the real one: each ends in another file or another tier, and
-//! nothing is ever nowhere.
+//! Failures over the file system in memory and over a real HDFS. A failed write continues in
+//! another file or tier; at every moment each block is visible somewhere.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,14 +15,14 @@ use crate::fixture::{HdfsFixture, SERVER_ID, Setup, open, plain_connector};
 use crate::real::real;
 use uniffle_testkit::hdfs::MiniHdfs;
 
-/// Names of the files in a partition's directory, in memory.
+/// Returns the file names in a partition's directory, in memory.
 fn names(files: impl IntoIterator<Item = String>) -> Vec<String> {
     let name = |path: String| path.rsplit('/').next().unwrap_or_default().replace(SERVER_ID, "");
     files.into_iter().map(name).collect()
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_any_failure_of_a_write_a_new_pair_of_files_is_begun() {
+async fn failed_write_continues_in_a_new_pair_of_files() {
     use RemoteCall::{Append, Create};
     let failures = [
         (Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable)),
@@ -66,13 +66,13 @@ async fn after_any_failure_of_a_write_a_new_pair_of_files_is_begun() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn files_of_an_earlier_process_are_not_touched() {
+async fn files_of_an_earlier_process_stay_unchanged() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fixture.push(1, 0, 3, 1000);
     fixture.flush().await;
     let before = fs.files();
-    // The same worker, started again: it knows nothing of the files.
+    // The same worker, restarted without knowledge of the files.
     let connector = Arc::new(crate::fixture::FakeConnector(fs.clone()));
     let path = "hdfs://fake:8020/uniffle";
     let mut again = HdfsFixture::start(Setup::default(), connector, Arc::new(fs.clone()), path).await;
@@ -91,7 +91,7 @@ async fn files_of_an_earlier_process_are_not_touched() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_remote_that_fails_is_told_and_tried_again() {
+async fn failed_remote_is_logged_and_retried() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
@@ -106,11 +106,11 @@ async fn a_remote_that_fails_is_told_and_tried_again() {
         .await;
     fixture.hdfs.refresh_metrics();
     assert_eq!(fixture.metric("remote_storage_is_failing"), 1.0);
-    // How many batches found it out for themselves before it was known is the scheduler's.
+    // The number of batches that fail before the suspension depends on scheduling.
     let before = fs.calls().len();
     sleep(Duration::from_secs(300)).await;
     let calls = fs.calls().len() - before;
-    // The five batches together: after 1, 2, 4, 8 and 16 seconds, then every 30.
+    // The five batches together retry after 1, 2, 4, 8 and 16 seconds, then every 30.
     assert!((10..=16).contains(&calls), "{calls} calls in five minutes are not one for each suspension");
     fixture.assert_nothing_missing().await;
     fs.release();
@@ -122,7 +122,7 @@ async fn a_remote_that_fails_is_told_and_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_remote_that_failed_and_that_no_batch_tries_is_asked() {
+async fn suspended_remote_is_probed_without_batches() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fixture.register(2).await;
@@ -134,8 +134,8 @@ async fn a_remote_that_failed_and_that_no_batch_tries_is_asked() {
     fixture
         .eventually("it fails", || if fixture.hdfs.all_failing() { Ok(()) } else { Err(String::new()) })
         .await;
-    // What could not be written is not wanted any more, and shuffle 2 writes nothing. The deletion of shuffle 1 fails, too:
-    // its success would tell that the remote works.
+    // Failed batches are not retried, and shuffle 2 writes nothing. The deletion of shuffle 1 must
+    // fail as well, because its success would end the suspension.
     fs.add_fault(RemoteCall::Delete, "", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
     fixture.service.lifecycle.unregister_shuffle(crate::fixture::APP, 1).unwrap();
     fixture.all.clear();
@@ -165,7 +165,7 @@ async fn a_remote_that_failed_and_that_no_batch_tries_is_asked() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deletion_that_fails_is_tried_again_and_told_in_the_end() {
+async fn failed_deletion_is_retried_and_finally_logged() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fixture.push(1, 0, 1, 1000);
@@ -192,13 +192,13 @@ async fn a_deletion_that_fails_is_tried_again_and_told_in_the_end() {
     fixture.finish().await;
 }
 
-/// Quick to give up, so that the tests are.
-fn hasty() -> Setup {
+/// Short timeouts, for quick tests.
+fn short_timeouts() -> Setup {
     let hdfs = HdfsConfig { write_timeout: Duration::from_secs(20), ..Setup::default().hdfs };
     Setup { hdfs, ..Setup::default() }
 }
 
-/// Runs `fault` while batches are on their way, `heal` later, and looks for every block all the time.
+/// Runs `fault` during writes and `heal` later, and checks the visibility of every block meanwhile.
 async fn survives(
     mut fixture: HdfsFixture,
     fault: impl FnOnce(&MiniHdfs),
@@ -237,9 +237,9 @@ async fn survives(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_datanode_that_dies_amid_appends_loses_nothing() {
+async fn datanode_killed_during_appends_loses_nothing() {
     let Some(hdfs) = real().await else { return };
-    let fixture = HdfsFixture::real(hasty(), &hdfs.url("/datanode")).await;
+    let fixture = HdfsFixture::real(short_timeouts(), &hdfs.url("/datanode")).await;
     let fixture = survives(
         fixture,
         |hdfs| drop(hdfs.run("stop-datanode")),
@@ -254,9 +254,9 @@ async fn a_datanode_that_dies_amid_appends_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_namenode_that_restarts_loses_nothing() {
+async fn namenode_restart_loses_nothing() {
     let Some(hdfs) = real().await else { return };
-    let fixture = HdfsFixture::real(hasty(), &hdfs.url("/namenode")).await;
+    let fixture = HdfsFixture::real(short_timeouts(), &hdfs.url("/namenode")).await;
     let fixture = survives(
         fixture,
         |hdfs| drop(hdfs.run("stop-namenode")),
@@ -269,9 +269,9 @@ async fn a_namenode_that_restarts_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn safe_mode_is_waited_for() {
+async fn flush_waits_for_the_end_of_safe_mode() {
     let Some(hdfs) = real().await else { return };
-    let fixture = HdfsFixture::real(hasty(), &hdfs.url("/safe")).await;
+    let fixture = HdfsFixture::real(short_timeouts(), &hdfs.url("/safe")).await;
     let fixture = survives(
         fixture,
         |hdfs| drop(hdfs.run("safe-mode on")),
@@ -282,11 +282,11 @@ async fn safe_mode_is_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_exceeded_quota_falls_back_to_the_disks() {
+async fn exceeded_quota_falls_back_to_disks() {
     let Some(hdfs) = real().await else { return };
     hdfs.run("mkdirs /quota");
-    // Less than a block: nothing can be written.
-    let fixture = HdfsFixture::real(Setup { local: true, ..hasty() }, &hdfs.url("/quota")).await;
+    // The quota is less than a block, so nothing can be written.
+    let fixture = HdfsFixture::real(Setup { local: true, ..short_timeouts() }, &hdfs.url("/quota")).await;
     let quota = |hdfs: &MiniHdfs| drop(hdfs.run("quota /quota 1000000"));
     let fixture = survives(fixture, quota, |_| (), &hdfs).await;
     assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "the quota was not noticed");
@@ -295,14 +295,14 @@ async fn an_exceeded_quota_falls_back_to_the_disks() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn denied_permission_falls_back_to_the_disks_or_waits() {
+async fn denied_permission_falls_back_to_disks_or_waits() {
     let Some(hdfs) = real().await else { return };
     hdfs.run("mkdirs /denied");
     hdfs.run("chmod 777 /denied");
-    // Nothing is denied to the user that started HDFS.
+    // Permissions do not apply to the user that started HDFS.
     for local in [true, false] {
         let connector = Arc::new(AsUser(plain_connector(), "nobody"));
-        let (path, setup) = (hdfs.url("/denied"), Setup { local, ..hasty() });
+        let (path, setup) = (hdfs.url("/denied"), Setup { local, ..short_timeouts() });
         let fixture = HdfsFixture::start(setup, connector, open(&*plain_connector(), &path), &path).await;
         let deny = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chown hdfs", "chmod 755"]);
         let allow = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chmod 777"]);
@@ -314,7 +314,7 @@ async fn denied_permission_falls_back_to_the_disks_or_waits() {
     }
 }
 
-/// Runs commands on the shuffle's directory and everything below.
+/// Runs commands on the shuffle's directory, recursively.
 fn each_of_the_shuffle(hdfs: &MiniHdfs, commands: &[&str]) {
     let shuffle = "/denied/app-1/1";
     let mut paths = vec![shuffle.to_owned()];
@@ -325,7 +325,7 @@ fn each_of_the_shuffle(hdfs: &MiniHdfs, commands: &[&str]) {
     }
 }
 
-/// Connects as another user, which a file system without security believes.
+/// Connects as another user; HDFS without security accepts any name.
 #[derive(Debug)]
 struct AsUser(Arc<dyn Connector>, &'static str);
 

@@ -1,4 +1,5 @@
-//! The worker's parts over an HDFS, in memory or real, with or without local disks; and a client that forgets nothing.
+//! The worker's parts over an HDFS, in memory or real, with or without local disks; and a client
+//! that remembers every acknowledged block.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -34,11 +35,11 @@ use crate::reader::read_directory;
 
 pub(crate) const SERVER_ID: &str = "10.0.0.1-21100";
 pub(crate) const APP: &str = "app-1";
-/// Everything at once, so that only a test decides when something is flushed.
+/// Large enough that flushes happen only when a test requests them.
 const CAPACITY: u64 = 64 << 20;
 const SETTLE_DEADLINE: Duration = Duration::from_secs(600);
 
-/// Hands out one file system in memory to all.
+/// Returns the same file system in memory for all users.
 #[derive(Debug)]
 pub(crate) struct FakeConnector(pub(crate) FakeFs);
 
@@ -52,18 +53,18 @@ impl Connector for FakeConnector {
     }
 }
 
-/// A connector without settings and login, as a worker without `HADOOP_CONF_DIR` has it.
+/// Returns a connector without settings and login, like a worker without `HADOOP_CONF_DIR`.
 pub(crate) fn plain_connector() -> Arc<dyn Connector> {
     Arc::new(HdfsConnector { conf: HadoopConf::default(), login: Login::default() })
 }
 
-/// The file system behind a path, as the tests look at it.
+/// Opens the file system of a path for the assertions of a test.
 pub(crate) fn open(connector: &dyn Connector, path: &str) -> Arc<dyn RemoteFs> {
     let location = RemoteLocation::parse(path).unwrap();
     connector.connect(&RemoteTarget { location, conf: Vec::new(), user: None }).unwrap()
 }
 
-/// What a test chooses.
+/// Options of a test.
 #[derive(Debug, Clone)]
 pub(crate) struct Setup {
     pub(crate) local: bool,
@@ -87,7 +88,7 @@ pub(crate) struct HdfsFixture {
     pub(crate) local: Option<Arc<LocalStore>>,
     pub(crate) disk_faults: Faults,
     pub(crate) registry: Registry,
-    /// The same file system, beside the worker.
+    /// The worker's file system, for assertions.
     pub(crate) fs: Arc<dyn RemoteFs>,
     pub(crate) root: String,
     storage: RemoteStorage,
@@ -98,14 +99,14 @@ pub(crate) struct HdfsFixture {
 }
 
 impl HdfsFixture {
-    /// Over a file system in memory.
+    /// Starts over a file system in memory.
     pub(crate) async fn fake(setup: Setup) -> (Self, FakeFs) {
         let fs = FakeFs::default();
         let connector = Arc::new(FakeConnector(fs.clone()));
         (Self::start(setup, connector, Arc::new(fs.clone()), "hdfs://fake:8020/uniffle").await, fs)
     }
 
-    /// Over a real one.
+    /// Starts over a real HDFS.
     pub(crate) async fn real(setup: Setup, path: &str) -> Self {
         let connector = plain_connector();
         let fs = open(&*connector, path);
@@ -225,7 +226,8 @@ impl HdfsFixture {
         sent.extend(blocks);
     }
 
-    /// Blocks that a client finds in memory, then on local disks, then in HDFS: in this order, as clients read.
+    /// Returns the blocks that a client finds in memory, on local disks, and in HDFS, in the order
+    /// of reads.
     pub(crate) async fn visible(&self, shuffle: i32, partition: i32) -> [BTreeMap<i64, Bytes>; 3] {
         let memory = self.in_memory(shuffle, partition);
         let local = self.on_disks(shuffle, partition).await;
@@ -285,13 +287,13 @@ impl HdfsFixture {
         found
     }
 
-    /// Every acknowledged block is somewhere, with its bytes.
+    /// Asserts that every acknowledged block is in some tier, byte for byte.
     pub(crate) async fn assert_nothing_missing(&self) {
         let missing = self.missing().await;
         assert!(missing.is_empty(), "nowhere: {missing:?}");
     }
 
-    /// The same, once files that were torn are closed again.
+    /// Like [`HdfsFixture::assert_nothing_missing`], after torn files were closed.
     pub(crate) async fn nothing_is_missing_soon(&self) {
         let start = Instant::now();
         loop {
@@ -304,7 +306,7 @@ impl HdfsFixture {
         }
     }
 
-    /// Acknowledged blocks that no reader would find.
+    /// Returns the acknowledged blocks that no reader would find.
     async fn missing(&self) -> Vec<String> {
         let mut missing = Vec::new();
         for ((shuffle, partition), blocks) in &self.all {
@@ -321,12 +323,12 @@ impl HdfsFixture {
         missing
     }
 
-    /// Puts everything in flight.
+    /// Starts a flush of everything.
     pub(crate) fn begin_flush(&self) {
         self.flusher.flush_all();
     }
 
-    /// Waits until nothing is in flight any more.
+    /// Waits until no flush is in flight.
     pub(crate) async fn settled(&self) {
         self.eventually("everything is stored", || match self.flusher.unfinished() {
             0 => Ok(()),
@@ -348,18 +350,18 @@ impl HdfsFixture {
         }
     }
 
-    /// The sum of a metric over its labels.
+    /// Returns the sum of a metric over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         sum_of(&self.registry, name)
     }
 
-    /// Unregisters, finds nothing left in any tier and no task.
+    /// Unregisters the application, and asserts that no data and no task is left.
     pub(crate) async fn finish(self) {
         drop(self.service.lifecycle.unregister_app(APP));
         self.end().await;
     }
 
-    /// The same for a fixture whose application is gone already.
+    /// Like [`HdfsFixture::finish`], for an application that is already gone.
     pub(crate) async fn end(self) {
         let start = Instant::now();
         let app = format!("{}/{APP}", self.root);

@@ -1,4 +1,4 @@
-//! Two NameNodes of one nameservice: the active one dies while a worker writes.
+//! Two NameNodes of one nameservice; the active one dies while a worker writes.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ const PARTITIONS: i32 = 6;
 const PATH: &str = "hdfs://ns1/uniffle";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn when_the_active_namenode_dies_the_other_one_is_written_to() {
+async fn writes_continue_on_standby_after_namenode_dies() {
     if !maven::is_available() {
         return;
     }
@@ -72,7 +72,7 @@ async fn when_the_active_namenode_dies_the_other_one_is_written_to() {
             batches => Err(format!("{batches} batches")),
         }
     });
-    // What did not fit into so many batches of a partition at a time goes with the next.
+    // Blocks above the per-partition limit of in-flight batches go with the next flush.
     send(8).await;
     wait_until("all tasks are in HDFS", SETTLE_DEADLINE, || match in_hdfs() {
         bytes if bytes >= 8.0 * 7_200_000.0 => Ok(()),
@@ -97,7 +97,7 @@ async fn when_the_active_namenode_dies_the_other_one_is_written_to() {
     worker.stop();
 }
 
-/// A registration that names the nameservice and how to find it.
+/// Returns a registration with the settings of the nameservice.
 fn registration(key: &ShuffleKey, settings: &[(String, String)]) -> ShuffleRegisterRequest {
     let ranges: Vec<_> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
     let mut request = register_request(key, &ranges);
@@ -108,7 +108,7 @@ fn registration(key: &ShuffleKey, settings: &[(String, String)]) -> ShuffleRegis
     request
 }
 
-/// What is in the files of all partitions, by block id.
+/// Returns the data in the files of all partitions, by block id.
 async fn everything(fs: &dyn RemoteFs) -> BTreeMap<i64, Bytes> {
     let mut found = BTreeMap::new();
     for at in 0..PARTITIONS {

@@ -1,4 +1,4 @@
-//! A secured HDFS, and a KDC of Debian's packages, both on ports of their own: nothing here needs root or a namespace.
+//! A secured HDFS and a KDC of Debian's packages, on their own ports, without root or namespaces.
 //!
 //! The worker is a process, because Kerberos is configured by environment variables.
 
@@ -25,7 +25,7 @@ const REALM: &str = "UNIFFLE.TEST";
 const WORKER: &str = "uniffle/localhost@UNIFFLE.TEST";
 const WRITE_DEADLINE: Duration = Duration::from_secs(60);
 
-/// The KDC and the file system that trusts it.
+/// A KDC and an HDFS that trusts it.
 struct Secured {
     hdfs: MiniHdfs,
     kdc: Arc<Kdc>,
@@ -108,7 +108,8 @@ impl Kdc {
             .concat()
     }
 
-    /// Takes a ticket for so long into a cache, as an administrator would.
+    /// Obtains a ticket with the lifetime `life` and stores it in a cache, as an administrator
+    /// would.
     fn kinit(&self, cache: &str, name: &str, life: &str) -> Result<PathBuf, String> {
         let path = self.path(cache);
         let output = Command::new(find("kinit").unwrap())
@@ -132,7 +133,7 @@ fn succeed(command: &mut Command) {
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The next turn with both. `None` when something is missing.
+/// Waits for both. Returns `None` if a tool is missing.
 async fn secured() -> Option<MutexGuard<'static, Option<Secured>>> {
     if !is_available() {
         return None;
@@ -170,7 +171,7 @@ async fn secured() -> Option<MutexGuard<'static, Option<Secured>>> {
 }
 
 impl Secured {
-    /// A worker that flushes a partition as soon as it has a MiB.
+    /// Returns a worker that flushes partitions of 1 MiB.
     fn setup(&self, name: &'static str, kerberos: &str, cache: Option<&Path>) -> Setup {
         let mut env = vec![
             ("KRB5_CONFIG", self.kdc.path("krb5.conf").display().to_string()),
@@ -192,7 +193,7 @@ impl Secured {
         }
     }
 
-    /// What a cluster's administrators put there.
+    /// Returns the directory of the cluster's Hadoop configuration.
     fn conf_dir(&self) -> String {
         let dir = self.kdc.path("hadoop");
         std::fs::create_dir_all(&dir).unwrap();
@@ -214,7 +215,7 @@ impl Secured {
         format!("[hdfs_store.kerberos_security_config]\nkeytab_path = {path:?}\nprincipal = \"{principal}\"")
     }
 
-    /// Sends two MiB for `user` and waits for them in HDFS; then the application goes, and its files.
+    /// Sends two MiB for `user`, waits for them in HDFS, and unregisters the application.
     async fn write_as(&self, worker: &Worker, user: &str) -> Vec<Listed> {
         let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
         let client = ShuffleClient::connect(address).await.unwrap();
@@ -247,7 +248,7 @@ impl Secured {
     fn registration(&self, key: &ShuffleKey, user: &str) -> ShuffleRegisterRequest {
         let mut request = register_request(key, &[(0, 0)]);
         user.clone_into(&mut request.user);
-        // A client that sends its own settings, with something that does not matter here.
+        // A client with settings of its own, irrelevant here.
         let item =
             |key: &str, value: &str| RemoteStorageConfItem { key: key.to_owned(), value: value.to_owned() };
         let remote_storage_conf =
@@ -258,7 +259,7 @@ impl Secured {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_keytab_the_worker_writes_as_the_applications_user() {
+async fn keytab_login_writes_as_the_apps_user() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let precheck = format!("precheck_enable = true\n{}", secured.keytab("uniffle"));
@@ -278,19 +279,19 @@ async fn with_a_keytab_the_worker_writes_as_the_applications_user() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_keytab_outlives_its_tickets() {
+async fn keytab_login_renews_expired_tickets() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let own = format!("{}\nproxy_user_enable = false", secured.keytab("short"));
     let worker = Worker::start(&secured.setup("renewal", &own, None));
     let files = secured.write_as(&worker, "alice").await;
     assert!(files.iter().all(|file| file.owner == "short"), "{files:?}");
-    // One that is taken later than the worker's tells when that has expired.
+    // A ticket obtained after the worker's has the later expiry.
     let expires = secured.kdc.kinit("short", "short", "1h").unwrap();
     wait_until("the ticket expires", Duration::from_secs(30), || {
         Worker::refused(&secured.setup("short", "", Some(&expires)))
     });
-    // Every connection is made anew.
+    // Forces a new login on every connection.
     secured.hdfs.run("stop-namenode");
     secured.hdfs.run("start-namenode");
     secured.write_as(&worker, "alice").await;
@@ -298,7 +299,7 @@ async fn a_keytab_outlives_its_tickets() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_ticket_cache_the_worker_writes_as_the_applications_user() {
+async fn ticket_cache_login_writes_as_the_apps_user() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let cache = secured.kdc.kinit("good", "uniffle", "1h").unwrap();
@@ -310,9 +311,9 @@ async fn with_a_ticket_cache_the_worker_writes_as_the_applications_user() {
     worker.stop();
 }
 
-/// Memory holds what cannot be written meanwhile; a job only takes longer.
+/// Blocks that cannot be written stay in memory; the job only takes longer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_ticket_cache_that_expired_is_waited_for_until_it_is_renewed() {
+async fn flush_waits_for_renewal_of_expired_ticket_cache() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let kinit = |life| secured.kdc.kinit("brief", "uniffle", life).unwrap();
@@ -340,7 +341,7 @@ async fn a_ticket_cache_that_expired_is_waited_for_until_it_is_renewed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_a_login_the_worker_does_not_start_and_says_why() {
+async fn start_without_login_fails_with_a_reason() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let expired = secured.kdc.kinit("expired", "uniffle", "1s").unwrap();

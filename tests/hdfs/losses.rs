@@ -1,4 +1,5 @@
-//! What a worker over disks and HDFS says after `kill -9`: blocks in memory are named lost, those in HDFS are not.
+//! Reads from a worker over disks and HDFS after `kill -9`: blocks in memory are reported lost,
+//! blocks in HDFS are not.
 
 use std::collections::BTreeMap;
 
@@ -17,14 +18,14 @@ use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// Its partition is cold when it is flushed, so it goes to HDFS.
+/// A partition that is cold when flushed, so it goes to HDFS.
 const COLD: i32 = 0;
-/// Flushed, and not cold: on a local disk.
+/// A partition that is flushed to a local disk.
 const WARM: i32 = 1;
-/// Too small to be flushed at all.
+/// A partition too small to be flushed.
 const IN_MEMORY: i32 = 2;
 
-/// One shuffle of a worker, with everything that was sent to it.
+/// A worker with one shuffle and all blocks sent to it.
 struct LossesFixture {
     worker: Worker,
     key: ShuffleKey,
@@ -59,7 +60,7 @@ impl LossesFixture {
         ShuffleClient::connect(([127, 0, 0, 1], self.worker.ready().grpc_port).into()).await.unwrap()
     }
 
-    /// A task's blocks, sent at once and acknowledged.
+    /// Sends a task's blocks and waits for the acknowledgement.
     async fn send(&mut self, partition: i32, count: u32, bytes: u32) -> (TaskAttemptId, Vec<Block>) {
         self.tasks += 1;
         let (at, task) = (PartitionId(partition), TaskAttemptId(self.tasks));
@@ -79,7 +80,7 @@ impl LossesFixture {
         self.client().await.report(&self.key, *task, &[(PartitionId(partition), ids)]).await
     }
 
-    /// Sends a batch for each place and waits until it is there.
+    /// Sends a batch for each partition and waits until it is in its tier.
     async fn fill(&mut self) -> [(TaskAttemptId, Vec<Block>); 3] {
         let cold = self.send(COLD, 6, 600_000).await;
         let warm = self.send(WARM, 2, 600_000).await;
@@ -96,16 +97,16 @@ impl LossesFixture {
         [cold, warm, in_memory]
     }
 
-    /// What a client is given by the worker itself.
-    async fn near(&self, partition: i32) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
+    /// Reads from the worker only.
+    async fn read_from_worker(&self, partition: i32) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
         let client = self.client().await.with_backoff(Backoff { attempts: 1, ..Backoff::default() });
         let read = client.read_partition(&self.key, PartitionId(partition), &ReadOptions::default()).await?;
         Ok(read.blocks)
     }
 
-    /// The same, and what it then finds in HDFS: everything that was sent.
+    /// Reads from the worker, then from HDFS. Asserts that all sent blocks are there.
     async fn read(&self, partition: i32) -> Result<(), ClientError> {
-        let mut found = self.near(partition).await?;
+        let mut found = self.read_from_worker(partition).await?;
         let fs = open(&*plain_connector(), &self.url);
         let root = &self.url[self.url.rfind('/').unwrap()..];
         let directory = format!("{root}/{}/{partition}-{partition}", self.key);
@@ -153,11 +154,11 @@ fn refusal(result: Result<(), ClientError>) -> (StatusCode, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_there() {
+async fn killed_worker_reports_only_memory_blocks_as_lost() {
     let Some(hdfs) = real().await else { return };
     let mut fixture = LossesFixture::start(&hdfs, "losses").await;
     let [cold, warm, in_memory] = fixture.fill().await;
-    // One task has not reported in each place when the process dies.
+    // In each partition one task has not reported when the process dies.
     fixture.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
     fixture.report(WARM, &warm).await.unwrap();
     fixture.report(IN_MEMORY, &in_memory).await.unwrap();
@@ -165,7 +166,7 @@ async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_ther
     let files = hdfs.list("/losses");
     assert_eq!(files.len(), 2, "{files:?}");
     fixture.worker.kill();
-    // As a process leaves them that is killed amid an append.
+    // The state of a file after a process was killed during an append.
     for file in &files {
         hdfs.run(&format!("leave-open {}", file.path));
     }
@@ -180,11 +181,11 @@ async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_ther
         assert!(text.contains(part), "{part} in {text}");
     }
     assert_eq!(fixture.worker.metrics().expect("lost_blocks"), 3.0, "{:?}", fixture.worker.page("/losses"));
-    // Reports that come after the fact.
+    // Reports that arrive after the kill.
     fixture.report(COLD, &(cold.0, cold.1[3..].to_vec())).await.unwrap();
     let (_, text) = refusal(fixture.report(3, &unreported).await);
     assert!(text.contains("the task must run again"), "{text}");
-    // What is sent again heals.
+    // Resending the blocks repairs the loss.
     let lost = fixture.sent[&IN_MEMORY].clone();
     let batch = [(PartitionId(IN_MEMORY), lost)];
     fixture.client().await.push(&fixture.key, SendForm::Classic, &batch).await.unwrap();
@@ -194,7 +195,7 @@ async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_ther
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answered_short() {
+async fn unreachable_hdfs_reports_no_loss_and_no_short_result() {
     let Some(hdfs) = real().await else { return };
     let mut fixture = LossesFixture::start(&hdfs, "unverified").await;
     let [cold, warm, in_memory] = fixture.fill().await;
@@ -210,8 +211,8 @@ async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answer
         assert_eq!(status, StatusCode::NoBuffer, "{text}");
         assert!(text.contains("sought in the remote store"), "{text}");
     }
-    fixture.assert_all(WARM, &fixture.near(WARM).await.unwrap());
-    // It cannot be said that these are lost.
+    fixture.assert_all(WARM, &fixture.read_from_worker(WARM).await.unwrap());
+    // These blocks cannot be declared lost.
     fixture.report(3, &unreported).await.unwrap();
     assert_eq!((fixture.unverified(), fixture.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
     hdfs.run("start-namenode");

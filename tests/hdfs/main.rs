@@ -1,7 +1,7 @@
-//! The HDFS tier: over a file system in memory, and over a real NameNode and DataNode.
+//! The HDFS tier over a file system in memory, and over a real NameNode and DataNode.
 //!
-//! Whatever fails, a block that was acknowledged is visible in a tier at every moment: `fixture` reads all of them the way
-//! clients do, and every test asks it.
+//! At every moment each acknowledged block must be visible in some tier: `fixture` reads all of
+//! them as clients do, and every test checks it.
 
 #![cfg(feature = "hdfs")]
 #![allow(clippy::panic, reason = "to panic is how a test fails")]

@@ -1,4 +1,5 @@
-//! Reads a partition's directory as the published client does (docs/protocol.md §6.4), with every check that it makes.
+//! Reads a partition's directory like the published client (docs/protocol.md §6.4), with all of its
+//! checks.
 
 use std::collections::BTreeMap;
 
@@ -7,12 +8,12 @@ use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
-/// Blocks by id. An index that names bytes that are not there is a short read for the client, so it is a failure here.
+/// Returns the blocks by id. Panics if an index names missing bytes, a short read for the client.
 pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &str) -> BTreeMap<i64, Bytes> {
     try_read_directory(fs, path, server_id).await.expect("a directory")
 }
 
-/// The same; an error when the directory cannot be listed.
+/// Like [`read_directory`], but returns an error if the directory cannot be listed.
 pub(crate) async fn try_read_directory(
     fs: &dyn RemoteFs,
     path: &str,
@@ -30,7 +31,7 @@ pub(crate) async fn try_read_directory(
             entries.iter().any(|entry| entry.name == data_name),
             "an index without data fails the client"
         );
-        // One that cannot be read is as good as empty.
+        // The client treats an unreadable index as empty.
         let Ok(index) = fs.read(&format!("{path}/{}", entry.name)).await else { continue };
         let Ok(data) = fs.read(&format!("{path}/{data_name}")).await else { continue };
         let mut next = 0;
@@ -40,7 +41,7 @@ pub(crate) async fn try_read_directory(
             assert_eq!(record.offset, next, "{}: blocks must lie side by side", entry.name);
             next += i64::from(record.length);
             if next > i64::try_from(data.len()).expect("a length") {
-                break; // still being written, to the client
+                break; // the client assumes that it is still being written
             }
             let (start, end) = (usize::try_from(record.offset).unwrap(), usize::try_from(next).unwrap());
             let bytes = data.slice(start..end);

@@ -1,8 +1,6 @@
-//! How fast a worker spills to HDFS, beside Hadoop's own copy of as many bytes to the same HDFS:
+//! Speed of spilling to HDFS, compared with Hadoop's own copy of as many bytes to the same HDFS.
 //!
-//! ```text
-//! cargo test --release --test hdfs -- --ignored --nocapture spilling_two_gigabytes
-//! ```
+//! Run: `cargo test --release --test hdfs -- --ignored --nocapture spilling_two_gigabytes`
 
 use std::time::Duration;
 
@@ -19,14 +17,14 @@ use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{say, wait_until};
 
 const PARTITIONS: i32 = 32;
-/// Just below the threshold from which on a partition is spilled.
+/// Just below the spill threshold of a partition.
 const BLOCKS: u32 = 63;
 const BLOCK_BYTES: u32 = 1 << 20;
 const DEADLINE: Duration = Duration::from_secs(600);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement, on an idle machine and with --release"]
-async fn spilling_two_gigabytes_beside_a_put() {
+async fn spilling_two_gigabytes_compared_with_put() {
     let Some(hdfs) = real().await else { return };
     let worker = Worker::start(&Setup {
         name: "speed",
@@ -55,7 +53,7 @@ async fn spilling_two_gigabytes_beside_a_put() {
     send(0..BLOCKS).await;
     assert_eq!(worker.metrics().expect("memory_spill_total_bytes"), 0.0, "nothing is spilled yet");
     let (start, cpu) = (Instant::now(), worker.cpu_seconds());
-    // What makes each partition pass the threshold: 3 % more to receive.
+    // 3 % more blocks, with which each partition passes the threshold.
     send(BLOCKS..BLOCKS + 2).await;
     let wanted = f64::from(BLOCK_BYTES) * f64::from(BLOCKS + 2) * f64::from(PARTITIONS);
     wait_until("everything is in HDFS", DEADLINE, || {

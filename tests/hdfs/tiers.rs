@@ -1,4 +1,5 @@
-//! Memory, local disks and HDFS together, over a file system in memory that hangs and fails on purpose.
+//! Memory, local disks and HDFS together, over a file system in memory with injected hangs and
+//! failures.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ fn both() -> Setup {
     Setup { local: true, ..Setup::default() }
 }
 
-/// One partition's extent of one block.
+/// Returns one partition's extent of one block.
 fn extent(partition: i32) -> ExtentWrite {
     let data = Bytes::from_static(b"0123456789");
     let block = BlockMeta {
@@ -32,10 +33,10 @@ fn extent(partition: i32) -> ExtentWrite {
     ExtentWrite { partition, blocks, length: 10, data: ExtentData::Pieces(vec![data]) }
 }
 
-/// A write of an application hangs, and one of its shuffles goes: its other writes wait for that. They hold no place
-/// meanwhile, so that another application writes on.
+/// A hung write of an application, and the deletion of one of its shuffles, make its other writes
+/// wait. Waiting writes hold no permit, so other applications continue.
 #[tokio::test(start_paused = true)]
-async fn d11_an_app_that_waits_for_its_own_deletion_keeps_nobody_else_from_writing() {
+async fn app_waiting_for_its_deletion_does_not_block_others() {
     let hdfs = HdfsConfig { max_concurrency: 2, ..Setup::default().hdfs };
     let (fixture, fs) = HdfsFixture::fake(Setup { hdfs, ..Setup::default() }).await;
     let store = std::sync::Arc::clone(&fixture.hdfs);
@@ -74,9 +75,9 @@ async fn d11_an_app_that_waits_for_its_own_deletion_keeps_nobody_else_from_writi
     fixture.finish().await;
 }
 
-/// `app_config.partition_limit_threshold` changes while the worker runs.
+/// A reload changes `app_config.partition_limit_threshold`.
 #[tokio::test(start_paused = true)]
-async fn what_is_huge_follows_a_reload() {
+async fn huge_partition_limit_follows_reload() {
     let (mut fixture, _) = HdfsFixture::fake(both()).await;
     fixture.flusher.set_limits(Limits { huge_partition_bytes: 50_000, ..fixture.flusher.limits() });
     fixture.register(1).await;
@@ -88,14 +89,14 @@ async fn what_is_huge_follows_a_reload() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn cold_and_huge_partitions_go_to_hdfs_and_the_rest_to_disks() {
+async fn cold_and_huge_partitions_go_to_hdfs() {
     let (mut fixture, _) = HdfsFixture::fake(Setup { huge_partition_bytes: 300_000, ..both() }).await;
     fixture.register(1).await;
-    fixture.push(1, 0, 10, 10_000); // not more than the threshold
-    fixture.push(1, 1, 11, 10_000); // more
+    fixture.push(1, 0, 10, 10_000); // not above the threshold
+    fixture.push(1, 1, 11, 10_000); // above the threshold
     fixture.flush().await;
     for _ in 0..4 {
-        fixture.push(1, 2, 9, 10_000); // never more, but huge in the end
+        fixture.push(1, 2, 9, 10_000); // each below the threshold, but huge in total
         fixture.flush().await;
     }
     let small = fixture.visible(1, 0).await;
@@ -138,7 +139,7 @@ async fn blocks_stay_in_memory_until_both_files_are_readable() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tier_that_fails_is_left_for_the_other() {
+async fn failed_tier_is_replaced_by_the_other() {
     let (mut fixture, fs) = HdfsFixture::fake(both()).await;
     fixture.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Io), None);
@@ -159,7 +160,7 @@ async fn a_tier_that_fails_is_left_for_the_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_hdfs_that_hangs_does_not_hold_up_the_disks() {
+async fn hung_hdfs_does_not_delay_the_disks() {
     let (mut fixture, fs) =
         HdfsFixture::fake(Setup { hdfs: HdfsConfig { in_flight_max: 3, ..both().hdfs }, ..both() }).await;
     fixture.register(1).await;
@@ -174,7 +175,7 @@ async fn an_hdfs_that_hangs_does_not_hold_up_the_disks() {
             calls => Err(format!("{calls} calls")),
         })
         .await;
-    // Cold, but HDFS has its fill; and small ones as ever.
+    // Cold, but all HDFS writers are busy; small partitions as usual.
     fixture.push(1, 3, 20, 10_000);
     fixture.push(1, 4, 2, 1000);
     fixture.begin_flush();
@@ -187,7 +188,7 @@ async fn an_hdfs_that_hangs_does_not_hold_up_the_disks() {
     assert_eq!(fixture.visible(1, 3).await[1].len(), 20);
     assert_eq!(fixture.visible(1, 4).await[1].len(), 2);
     fixture.assert_nothing_missing().await;
-    // After its time the write is given up, and the disks take what HDFS did not.
+    // After the timeout the write is abandoned, and the disks take its blocks.
     fixture.settled().await;
     assert_eq!(fixture.visible(1, 0).await[1].len(), 20);
     fs.release();
@@ -196,7 +197,7 @@ async fn an_hdfs_that_hangs_does_not_hold_up_the_disks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn writes_are_bounded_per_file_system_and_per_partition() {
+async fn writers_are_limited_per_file_system_and_partition() {
     let hdfs = HdfsConfig { max_concurrency: 4, partition_write_max_concurrency: 2, ..Setup::default().hdfs };
     let (mut fixture, fs) = HdfsFixture::fake(Setup { hdfs, ..Setup::default() }).await;
     fixture.register(1).await;
@@ -223,7 +224,7 @@ async fn writes_are_bounded_per_file_system_and_per_partition() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n24_an_applications_own_number_of_writers_goes_before_the_default_up_to_the_limit() {
+async fn apps_writer_count_overrides_default_up_to_limit() {
     let hdfs = HdfsConfig {
         partition_write_max_concurrency: 1,
         partition_write_concurrency_limit: 3,
@@ -250,7 +251,7 @@ async fn n24_an_applications_own_number_of_writers_goes_before_the_default_up_to
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_writer_per_partition_has_the_short_names() {
+async fn single_writer_uses_short_file_names() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     let path = "hdfs://fake:8020/uniffle".to_owned();
     let storage = RemoteStorage { path, writers: Some(1), ..RemoteStorage::default() };
@@ -267,7 +268,7 @@ async fn one_writer_per_partition_has_the_short_names() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn clients_without_a_remote_path_keep_to_memory_and_disks() {
+async fn apps_without_remote_path_use_memory_and_disks() {
     let (mut fixture, fs) = HdfsFixture::fake(both()).await;
     fixture.register_with(1, None).await.unwrap();
     fixture.push(1, 0, 20, 10_000);
@@ -283,7 +284,7 @@ async fn clients_without_a_remote_path_keep_to_memory_and_disks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn remote_paths_that_are_not_allowed_are_refused_by_name() {
+async fn disallowed_remote_paths_are_refused_with_reason() {
     let allowed = AllowList(vec![RemoteLocation::parse("hdfs://fake:8020/uniffle").unwrap()]);
     let hdfs = HdfsConfig { allowed, ..Setup::default().hdfs };
     let (fixture, fs) = HdfsFixture::fake(Setup { hdfs, ..Setup::default() }).await;
@@ -302,7 +303,7 @@ async fn remote_paths_that_are_not_allowed_are_refused_by_name() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
+async fn unregistration_deletes_all_and_expiry_only_own_files() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     let others = |fs: &FakeFs| {
         fs.files().into_keys().filter(|path| !path.contains(&format!("/{SERVER_ID}_"))).collect::<Vec<_>>()
@@ -318,7 +319,7 @@ async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
     fixture.push(2, 3, 3, 1000);
     fixture.flush().await;
     write_foreign().await;
-    // A shuffle, with what others have of it.
+    // A shuffle whose directory has files of other workers.
     fixture.service.lifecycle.unregister_shuffle(APP, 1).unwrap();
     fixture.all.retain(|(shuffle, _), _| *shuffle != 1);
     fixture
@@ -329,7 +330,7 @@ async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
         .await;
     fixture.assert_nothing_missing().await;
 
-    // An app that is silent.
+    // An app without heartbeats.
     fixture.register(1).await;
     fixture.push(1, 0, 3, 1000);
     fixture.flush().await;
@@ -347,7 +348,7 @@ async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
     let left = fs.paths();
     assert!(!left.iter().any(|path| path.contains("/2")), "empty directories go as well: {left:?}");
 
-    // The same app, told to go.
+    // The same app, unregistered.
     fixture.all.clear();
     fixture.register(1).await;
     fixture.finish().await;
@@ -359,12 +360,12 @@ async fn create(fs: &FakeFs, path: &str, data: Vec<bytes::Bytes>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_registration_after_an_unregistration_loses_nothing_to_it() {
+async fn reregistered_shuffle_survives_earlier_deletion() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fixture.push(1, 0, 3, 1000);
     fixture.flush().await;
-    // The deletion of the old files is under way for long.
+    // The deletion of the old files takes long.
     fs.add_fault(RemoteCall::Delete, "/1", RemoteFault::Hang, Some(1));
     fixture.service.lifecycle.unregister_shuffle(APP, 1).unwrap();
     fixture.all.clear();

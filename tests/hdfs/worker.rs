@@ -1,4 +1,4 @@
-//! Whole workers over HDFS: what coordinators and operators are told when it cannot be used.
+//! Workers over HDFS: reports to coordinators and operators when HDFS is unusable.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use uniffle_testkit::ports::free_port;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// A worker with nothing but HDFS below memory, and `more` in its section.
+/// Returns a worker with HDFS as the only tier below memory, and `more` in its section.
 fn only_hdfs(name: &'static str, more: &str) -> Setup {
     Setup {
         name,
@@ -30,7 +30,7 @@ fn only_hdfs(name: &'static str, more: &str) -> Setup {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn while_no_remote_store_works_the_worker_is_unhealthy_and_keeps_everything() {
+async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
     let Some(hdfs) = real().await else { return };
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let quorum = Some(coordinator.address.to_string());
@@ -82,7 +82,7 @@ async fn while_no_remote_store_works_the_worker_is_unhealthy_and_keeps_everythin
     coordinator.stop().await;
 }
 
-/// The line that says why a worker does not start; it ended with exit code 1.
+/// Asserts that a worker does not start and exits with code 1. Returns its error line.
 fn refusal(setup: &Setup) -> String {
     let log = Worker::refused(setup).unwrap();
     assert!(!log.contains("panicked"), "{log}");
@@ -91,15 +91,15 @@ fn refusal(setup: &Setup) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_remote_path_that_fails_the_check_at_the_start_is_named_with_the_key() {
-    // No process is there.
+async fn unusable_remote_path_fails_start_and_names_key() {
+    // No process listens on this port.
     let port = free_port();
     let absent = format!("hdfs://127.0.0.1:{port}/uniffle");
     let setup = only_hdfs("no-namenode", &format!("precheck_enable = true\nallowed_paths = [\"{absent}\"]"));
     let line = refusal(&setup);
     assert!(line.contains("hdfs_store.precheck_enable") && line.contains(&absent), "{line}");
 
-    // Everybody else may go there.
+    // All other users may access the path.
     let Some(hdfs) = real().await else { return };
     hdfs.run("mkdirs /private");
     hdfs.run("chmod 700 /private");
@@ -121,8 +121,8 @@ async fn a_remote_path_that_fails_the_check_at_the_start_is_named_with_the_key()
 }
 
 #[test]
-fn without_the_kerberos_library_the_worker_does_not_start_and_names_it() {
-    // The loader takes the first file of that name, and this one is no library.
+fn start_without_kerberos_library_names_it() {
+    // The loader takes the first file with this name, which is not a library.
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("libgssapi_krb5.so.2"), "no library").unwrap();
     let keytab = Path::new("/nonexistent/uniffle.keytab");

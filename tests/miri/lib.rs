@@ -1,4 +1,4 @@
-//! The segment region with what it stands on: `memory/` links to the worker's own files.
+//! The memory region and its dependencies for Miri; `memory/` links to the worker's own files.
 
 #![allow(dead_code, missing_docs, reason = "only the region's tests are of interest")]
 

@@ -1,4 +1,5 @@
-//! Random writers and readers against a worker over local disks: `uniffle_testkit::checker` says what must hold.
+//! Random writers and readers against a worker with local disks; `uniffle_testkit::checker` has the
+//! invariants.
 
 use rand::RngExt as _;
 use tokio::task::block_in_place;
@@ -10,7 +11,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 const ROUNDS: u64 = 30;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_acknowledged_and_reported_block_is_readable_or_told_as_lost() {
+async fn reported_blocks_are_readable_or_listed_as_lost() {
     let (rounds, mut random) = run_of(ROUNDS);
     let setup = Setup { name: "checker", capacity: "24MiB", disks: 2, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));

@@ -1,4 +1,4 @@
-//! The command line of the real binary: what it prints, how it exits.
+//! Command line of the real binary: output and exit codes.
 
 use std::process::{Command, Output};
 use std::time::Duration;
@@ -29,14 +29,14 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn a_valid_configuration_is_said_to_be_valid() {
+fn check_accepts_valid_configuration() {
     let output = worker(&["--check"], "grpc_port = 0\nhttp_port = 0\n");
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains("is valid"), "{}", text(&output.stdout));
 }
 
 #[test]
-fn every_problem_of_a_configuration_is_told_at_once() {
+fn check_reports_all_errors_at_once() {
     let config = "grcp_port = 1\ncapacity = \"1G\"\n[memory_store]\ncapacity = \"tiny\"\n\
                   [hybrid_store]\nmemory_spill_high_watermark = 0.1\nmemory_spill_low_watermark = 0.5\n";
     for arguments in [&["--check"][..], &[]] {
@@ -50,7 +50,7 @@ fn every_problem_of_a_configuration_is_told_at_once() {
 }
 
 #[test]
-fn the_printed_configuration_is_a_configuration() {
+fn printed_configuration_is_valid() {
     let first = worker(&["--print-config"], "grpc_port = 1234\n");
     assert!(first.status.success());
     let printed = text(&first.stdout);
@@ -60,7 +60,7 @@ fn the_printed_configuration_is_a_configuration() {
 }
 
 #[test]
-fn without_the_feature_hdfs_is_refused_by_name() {
+fn hdfs_without_feature_is_refused_with_reason() {
     for store_type in ["MEMORY_HDFS", "MEMORY_LOCALFILE_HDFS"] {
         let output = worker(&["--check"], &format!("store_type = \"{store_type}\"\n"));
         let stderr = text(&output.stderr);
@@ -71,7 +71,7 @@ fn without_the_feature_hdfs_is_refused_by_name() {
 }
 
 #[test]
-fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
+fn start_errors_take_one_line() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("an address").port();
     let output = worker(&[], &format!("bind_address = \"127.0.0.1\"\ngrpc_port = {port}\nhttp_port = 0\n"));
@@ -93,11 +93,11 @@ fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
 }
 
 #[test]
-fn the_version_names_the_commit() {
+fn version_contains_the_commit() {
     let output =
         Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
     let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
-    // A tarball has no commit; a checkout has exactly this one, but in a build for development.
+    // A tarball has no commit. A checkout has exactly this one, except in a development build.
     let commit = match git {
         _ if cfg!(debug_assertions) => "development".to_owned(),
         Ok(git) if git.status.success() => text(&git.stdout),
@@ -108,7 +108,7 @@ fn the_version_names_the_commit() {
 }
 
 #[test]
-fn a_decommissioned_worker_ends_by_itself_when_its_last_application_is_gone() {
+fn decommissioned_worker_exits_after_last_app() {
     let top = "decommission_shutdown = true\ndecommission_check_interval_sec = 1";
     let made_tables = "[admin]\ngrpc_decommission = \"loopback\"".to_owned();
     let worker = Worker::start(&Setup { name: "retiring", top, made_tables, ..Setup::default() });
@@ -130,14 +130,14 @@ fn a_decommissioned_worker_ends_by_itself_when_its_last_application_is_gone() {
     });
     runtime.block_on(client.unregister_app("app-1")).expect("unregistered");
     drop(client);
-    // With the connections that it drives.
+    // Ends the runtime and its connections.
     drop(runtime);
     worker.assert_no_error_logged();
     worker.ends("once it is decommissioned");
 }
 
 #[test]
-fn an_imported_configuration_is_valid() {
+fn imported_configuration_is_valid() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let write = |name: &str, text: &str| {
         let path = dir.path().join(name);

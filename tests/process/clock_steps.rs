@@ -1,4 +1,4 @@
-//! The machine's clock steps under a worker: what lives, waits or is due goes by the monotonic clock.
+//! Steps of the system clock do not affect a worker: its deadlines use the monotonic clock.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -11,11 +11,12 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 use crate::writes::{Written, client_of, key};
 
-/// The worker takes its figures every second.
+/// The worker updates its figures once a second.
 const LOOK_DEADLINE: Duration = Duration::from_secs(60);
 
-/// Loaded before libc: `CLOCK_REALTIME` with the seconds added that are in a file. (libfaketime does the same, but asks
-/// for memory within `clock_gettime`, and jemalloc asks for the time within that.)
+/// A library preloaded before libc that adds an offset in seconds, read from a file, to
+/// `CLOCK_REALTIME`. libfaketime would deadlock: it allocates within `clock_gettime`, which
+/// jemalloc calls during allocations.
 const SHIM: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -41,7 +42,8 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 }
 "#;
 
-/// A clock in `dir` that steps: the environment of a process that goes by it, and the file of its offset.
+/// Builds an adjustable clock in `dir`. Returns the environment for a process and the file of the
+/// offset.
 fn stepping_clock(dir: &Path) -> (Vec<(&'static str, String)>, PathBuf) {
     let (source, library, file) = (dir.join("clock.c"), dir.join("clock.so"), dir.join("offset"));
     std::fs::write(&source, SHIM).expect("the source");
@@ -52,15 +54,15 @@ fn stepping_clock(dir: &Path) -> (Vec<(&'static str, String)>, PathBuf) {
     (vec![("LD_PRELOAD", text(&library)), ("CLOCK_OFFSET_FILE", text(&file))], file)
 }
 
-/// Written in place: the process has the file mapped.
+/// Writes in place, because the process has the file mapped.
 fn set(file: &Path, hours: i64) {
     let mut options = std::fs::OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).open(file).expect("the clock's file");
     file.write_all_at(&(hours * 3600).to_ne_bytes(), 0).expect("the clock's file is written");
 }
 
-/// Steps the worker's clock to `hours` from the true time, and waits until the worker has counted by it: each loop of its
-/// own that ticks once a second has run then.
+/// Steps the worker's clock to `hours` from the true time, and waits until all of its one-second
+/// loops have run once.
 fn step(worker: &Worker, file: &Path, hours: i64) {
     set(file, hours);
     let expected_ms = |now: Duration| i128::from(hours) * 3_600_000 + now.as_millis().cast_signed();
@@ -77,7 +79,7 @@ fn step(worker: &Worker, file: &Path, hours: i64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_step_of_the_clock_in_either_direction_ends_no_application_and_loses_nothing() {
+async fn clock_steps_expire_and_lose_nothing() {
     let dir = tempfile::tempdir().expect("a temp dir");
     let (env, clock) = stepping_clock(dir.path());
     let mut worker =
@@ -90,7 +92,7 @@ async fn a_step_of_the_clock_in_either_direction_ends_no_application_and_loses_n
         written.task(&client, task, 20_000).await.expect("sent after a step");
         written.assert_readable(&client).await;
     }
-    // A machine whose clock is behind at the next start.
+    // A restart after the clock moved back.
     block_in_place(|| {
         step(&worker, &clock, 10);
         worker.terminate();

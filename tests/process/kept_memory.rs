@@ -1,4 +1,4 @@
-//! `memory_store.backing`: what is in memory outlives the process, however it ends.
+//! `memory_store.backing`: blocks in memory survive the process, however it ends.
 
 use std::io::{IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
@@ -28,7 +28,7 @@ use crate::writes::{Written, key};
 
 const ROUNDS: u64 = 20;
 
-/// A directory of a tmpfs, deleted at the end, and the lines of `[memory_store]` that name it.
+/// Returns a temporary tmpfs directory and the lines of `[memory_store]` that name it.
 pub(crate) fn directory() -> (tempfile::TempDir, &'static str) {
     let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir_in("/dev/shm");
     let directory = directory.expect("a directory of a tmpfs");
@@ -38,12 +38,12 @@ pub(crate) fn directory() -> (tempfile::TempDir, &'static str) {
 
 pub(crate) const MEMFD: &str = "backing = \"memfd\"\n";
 
-/// A batch that is in memory stays there.
+/// Settings that keep every batch in memory.
 pub(crate) const NEVER_FLUSHED: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.99\nmemory_spill_low_watermark = 0.98\n";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_acknowledged_block_is_readable_after_a_kill() {
+async fn acknowledged_blocks_are_readable_after_kill() {
     let (rounds, mut random) = run_of(ROUNDS);
     let (directory, memory) = directory();
     let setup = Setup { name: "kept", capacity: "24MiB", disks: 2, memory, ..Setup::default() };
@@ -60,8 +60,8 @@ async fn every_acknowledged_block_is_readable_after_a_kill() {
     assert_eq!(std::fs::read_dir(directory.path()).expect("there").count(), 0, "an empty memory is deleted");
 }
 
-/// Ends a worker with all of its blocks in memory by `end`, and reads them from the next.
-async fn outlives(setup: Setup, end: impl FnOnce(&mut Worker), said: &str) {
+/// Ends a worker that has all of its blocks in memory, and reads them from the next process.
+async fn survives(setup: Setup, end: impl FnOnce(&mut Worker), said: &str) {
     let setup = Setup { tables: NEVER_FLUSHED, ..setup };
     let mut worker = block_in_place(|| Worker::start(&setup));
     let client = client_of(&worker).await;
@@ -83,42 +83,42 @@ async fn outlives(setup: Setup, end: impl FnOnce(&mut Worker), said: &str) {
     block_in_place(|| worker.stop());
 }
 
-const TAKEN: &str = "took over blocks that an earlier process left in memory";
+const RECOVERED: &str = "took over blocks that an earlier process left in memory";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_worker_s_memory_is_the_next_one_s() {
+async fn memory_directory_survives_kill() {
     let (_directory, memory) = directory();
     let end = |worker: &mut Worker| {
         worker.kill();
         worker.start_again();
     };
-    outlives(Setup { name: "killed", memory, ..Setup::default() }, end, TAKEN).await;
+    survives(Setup { name: "killed", memory, ..Setup::default() }, end, RECOVERED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_hands_memory_over_in_a_directory() {
+async fn upgrade_hands_over_memory_directory() {
     let (_directory, memory) = directory();
     let end = |worker: &mut Worker| {
         worker.begin_upgrade();
         worker.finish_upgrade();
     };
     let setup = Setup { name: "handed over", memory, ..Setup::default() };
-    outlives(setup, end, "the successor has rehearsed it, memory is handed over").await;
+    survives(setup, end, "the successor has rehearsed it, memory is handed over").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_hands_memory_over_in_a_memfd() {
+async fn upgrade_hands_over_memfd() {
     let end = |worker: &mut Worker| {
         worker.begin_upgrade();
         worker.finish_upgrade();
         worker.begin_upgrade();
         worker.finish_upgrade();
     };
-    outlives(Setup { name: "memfd", memory: MEMFD, ..Setup::default() }, end, TAKEN).await;
+    survives(Setup { name: "memfd", memory: MEMFD, ..Setup::default() }, end, RECOVERED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_and_a_start_take_memory_over_into_a_larger_one() {
+async fn memory_is_recovered_into_larger_capacity() {
     let end = |worker: &mut Worker| {
         let config = worker.config();
         worker.write_config(&config.replace("256M", "300M"));
@@ -126,22 +126,22 @@ async fn an_upgrade_and_a_start_take_memory_over_into_a_larger_one() {
         worker.finish_upgrade();
     };
     let said = "the successor has rehearsed it, memory is handed over";
-    outlives(Setup { name: "grown memfd", memory: MEMFD, ..Setup::default() }, end, said).await;
+    survives(Setup { name: "grown memfd", memory: MEMFD, ..Setup::default() }, end, said).await;
     let (_directory, memory) = directory();
-    outlives(Setup { name: "grown", memory, ..Setup::default() }, end, said).await;
+    survives(Setup { name: "grown", memory, ..Setup::default() }, end, said).await;
     let (_directory, memory) = directory();
     let end = |worker: &mut Worker| {
         worker.kill();
         let config = worker.config();
         worker.start_again_with(&config.replace("256M", "300M"));
     };
-    outlives(Setup { name: "grown start", memory, ..Setup::default() }, end, TAKEN).await;
+    survives(Setup { name: "grown start", memory, ..Setup::default() }, end, RECOVERED).await;
 }
 
-/// A service manager's descriptor store, as systemd's: what it is sent stays open here. A worker that is told of it and nothing of its
-/// memory uses it.
+/// A service manager's descriptor store, like systemd's: it keeps the descriptors that it receives.
+/// A worker with such a manager uses it by default.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
+async fn service_manager_stores_memfd_of_killed_worker() {
     let directory = tempfile::tempdir().expect("a directory");
     let (socket, kept) = (directory.path().join("notify"), directory.path().join("kept"));
     let manager = UnixDatagram::bind(&socket).expect("a socket");
@@ -160,12 +160,12 @@ async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
         worker.kill();
         worker.start_again();
     };
-    outlives(setup, end, TAKEN).await;
+    survives(setup, end, RECOVERED).await;
 }
 
-/// A memfd that the manager passes on is not given up for another backing.
+/// A start with another backing must not discard a memfd that the manager passes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_memfd_of_a_killed_worker_is_not_given_up_for_private_memory() {
+async fn start_refuses_to_discard_stored_memfd() {
     let directory = tempfile::tempdir().expect("a directory");
     let (socket, kept) = (directory.path().join("notify"), directory.path().join("kept"));
     let manager = UnixDatagram::bind(&socket).expect("a socket");
@@ -200,7 +200,7 @@ async fn a_memfd_of_a_killed_worker_is_not_given_up_for_private_memory() {
     drop(stored);
 }
 
-/// A command that executes a worker with what the file `kept` names as its memory, once there is one: descriptor 3 of the next process.
+/// Returns a command that starts a worker with the file named in `kept` as descriptor 3.
 fn passing_on(kept: &Path) -> Vec<String> {
     let line = format!(
         "if [ -e {kept:?} ]; then exec 3<>\"$(cat {kept:?})\"; \
@@ -209,10 +209,10 @@ fn passing_on(kept: &Path) -> Vec<String> {
     ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec()
 }
 
-/// Whatever instruction a successor dies at, the manager has the memory: it is stored before the first process serves, and never
-/// taken out.
+/// Memory is stored in the manager before the first process serves and is never removed. A
+/// successor may therefore die at any moment.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_successor_leaves_its_memory_in_the_manager_s_store() {
+async fn successor_keeps_memfd_in_service_manager() {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("notify");
     let manager = UnixDatagram::bind(&socket).expect("a socket");
@@ -234,7 +234,8 @@ async fn a_successor_leaves_its_memory_in_the_manager_s_store() {
     worker.stop();
 }
 
-/// The descriptor called `memory` of those that a worker has in its manager's store once it is ready, and what else it said.
+/// Waits until a worker is ready. Returns the last descriptor it stored as `memory`, and its other
+/// notifications.
 fn stored_until_ready(manager: &UnixDatagram) -> (OwnedFd, Vec<String>) {
     let (memory, said) = said_until_ready(manager);
     (memory.expect("stored before the worker is ready"), said)
@@ -264,9 +265,10 @@ fn said_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>) {
     }
 }
 
-/// Another backing or size is an ordinary upgrade, with a flush; one that cannot be is refused before anything stops.
+/// Another backing or size requires a flush. An upgrade that cannot succeed is refused before
+/// anything stops.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_to_another_memory_flushes() {
+async fn upgrade_to_other_memory_flushes() {
     let (_directory, memory) = directory();
     let setup = Setup { name: "changed", memory, tables: NEVER_FLUSHED, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));
@@ -294,10 +296,10 @@ async fn an_upgrade_to_another_memory_flushes() {
     block_in_place(|| worker.stop());
 }
 
-/// A start that has another backing gives up nothing that a killed process left: it is refused by name, and what is there is served when
-/// the backing is what it was. Where nothing is left, it starts.
+/// A start with another backing is refused while a killed process's memory holds blocks. With the
+/// former backing the blocks are served; without blocks any backing is accepted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_start_with_another_memory_than_the_killed_one_s_is_refused() {
+async fn start_with_other_memory_is_refused_after_kill() {
     let ((first, memory), (_second, other)) = (directory(), directory());
     let setup = Setup { name: "other backing", memory, tables: NEVER_FLUSHED, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));
@@ -319,7 +321,7 @@ async fn a_start_with_another_memory_than_the_killed_one_s_is_refused() {
     written.assert_readable(&client).await;
     client.unregister_app("app").await.expect("known");
     worker.assert_clean();
-    // Nothing is in it any more.
+    // The memory holds no block now.
     block_in_place(|| {
         worker.kill();
         worker.start_again_with(&config.replace(memory, ""));
@@ -328,7 +330,7 @@ async fn a_start_with_another_memory_than_the_killed_one_s_is_refused() {
     block_in_place(|| worker.stop());
 }
 
-/// A tmpfs of its own, unmounted when it is dropped.
+/// A mounted tmpfs, unmounted on drop.
 pub(crate) struct SmallTmpfs(PathBuf);
 
 impl SmallTmpfs {
@@ -345,12 +347,12 @@ impl SmallTmpfs {
         made.then(|| Self(at.to_owned()))
     }
 
-    /// Where it is mounted.
+    /// Returns the mount point.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Others take all that is left; the file that they do it with.
+    /// Fills the file system. Returns the file that takes the space.
     pub(crate) fn fill(&self) -> PathBuf {
         let path = self.0.join("others");
         let mut file = std::fs::File::create(&path).expect("a file");
@@ -371,9 +373,9 @@ fn run(program: &str, options: &[&str], path: &Path) -> bool {
     Command::new(program).args(options).arg(path).status().is_ok_and(|status| status.success())
 }
 
-/// A page that the tmpfs has no room for is a refusal, not the end of the worker.
+/// A page that the tmpfs cannot provide is refused; the worker continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tmpfs_that_others_fill_is_less_memory_until_there_is_room() {
+async fn full_tmpfs_reduces_memory_until_freed() {
     let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a directory");
     let Some(tmpfs) = SmallTmpfs::mount(directory.path(), "150m") else { return };
     let memory: &'static str = Box::leak(format!("backing = {:?}\n", tmpfs.0.display().to_string()).into());
@@ -400,15 +402,15 @@ async fn a_tmpfs_that_others_fill_is_less_memory_until_there_is_room() {
     block_in_place(|| worker.stop());
 }
 
-/// A killed worker's memory is served by the next before it has looked at all of it. How long that takes:
-/// `D15_GIGABYTES=10 D15_WORKER=target/release/uniffle-worker cargo test --test process d15_ -- --nocapture`; without the second
-/// variable the worker is the test's own build, which is not optimised, and the time is told but not judged.
+/// The next process serves a killed worker's memory before it has verified all of it. Run with
+/// `RESTART_GIGABYTES=10 RESTART_WORKER=target/release/uniffle-worker` and `--nocapture` to assert
+/// the time with an optimized build.
 #[tokio::test(flavor = "multi_thread")]
-async fn d15_a_start_with_memory_serves_it_at_once() {
+async fn restart_serves_memory_before_verification() {
     const BLOCK_BYTES: u32 = 14 << 10;
     const PARTITIONS: i32 = 500;
     const START_MS_MAX: u128 = 1_000;
-    let gigabytes = std::env::var("D15_GIGABYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(0.1);
+    let gigabytes = std::env::var("RESTART_GIGABYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(0.1);
     let (_directory, memory) = directory();
     let capacity: &'static str = Box::leak(format!("{:.0}M", 500.0 + gigabytes * 1200.0).into());
     let mut worker = block_in_place(|| {
@@ -417,7 +419,7 @@ async fn d15_a_start_with_memory_serves_it_at_once() {
             capacity,
             memory,
             tables: NEVER_FLUSHED,
-            binary: std::env::var_os("D15_WORKER").map(PathBuf::from),
+            binary: std::env::var_os("RESTART_WORKER").map(PathBuf::from),
             ..Setup::default()
         })
     });
@@ -445,7 +447,7 @@ async fn d15_a_start_with_memory_serves_it_at_once() {
     say(&format!(
         "{blocks} blocks of {BLOCK_BYTES} bytes: ready after {ready:?}, a partition read after {served:?}"
     ));
-    if std::env::var_os("D15_WORKER").is_some() {
+    if std::env::var_os("RESTART_WORKER").is_some() {
         assert!(served.as_millis() <= START_MS_MAX, "{served:?}");
     }
     assert_eq!(i64::try_from(read.blocks.len()), Ok(tasks));
@@ -462,9 +464,9 @@ async fn d15_a_start_with_memory_serves_it_at_once() {
     block_in_place(|| worker.stop());
 }
 
-/// A block of a killed worker's memory that has other bytes than were sent is lost by name, and the others are served.
+/// A damaged block in a killed worker's memory is reported as lost; all others are served.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_damaged_block_of_a_killed_worker_s_memory_is_lost_by_name() {
+async fn damaged_block_in_memory_is_reported_lost() {
     let (directory, memory) = directory();
     let setup =
         Setup { name: "damaged", capacity: "24MiB", memory, tables: NEVER_FLUSHED, ..Setup::default() };
@@ -484,7 +486,7 @@ async fn a_damaged_block_of_a_killed_worker_s_memory_is_lost_by_name() {
         loop {
             match client.read_partition(&key("app", 0), PartitionId(0), &options).await {
                 Ok(read) => panic!("{} blocks of a partition that lost its only one", read.blocks.len()),
-                // It is looked for in all tiers meanwhile.
+                // All tiers are searched for it meanwhile.
                 Err(error) if format!("{error:?}").contains("NoBuffer") => {}
                 Err(error) => return format!("{error:?}"),
             }
@@ -499,7 +501,7 @@ async fn a_damaged_block_of_a_killed_worker_s_memory_is_lost_by_name() {
     block_in_place(|| worker.stop());
 }
 
-/// Of the first place in the file that has these bytes.
+/// Flips a bit of the first occurrence of `bytes` in the file.
 fn flip_a_bit_of(path: &Path, bytes: &[u8]) {
     let content = std::fs::read(path).expect("the memory of a worker");
     let at = content.windows(64).position(|window| window == &bytes[..64]).expect("it is there");

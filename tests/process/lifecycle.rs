@@ -19,10 +19,10 @@ use uniffle_testkit::ports::KeptPort;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// Each takes a rehearsal, a flush and a start.
+/// Each attempt takes a rehearsal, a flush and a start.
 const UPGRADES_DEADLINE: Duration = Duration::from_secs(120);
 
-/// Bytes of the data logs below the worker's disks.
+/// Returns the bytes of the data logs on the worker's disks.
 fn data_bytes(worker: &Worker) -> u64 {
     let mut open: Vec<_> = worker.data_paths().to_vec();
     let mut bytes = 0;
@@ -42,7 +42,7 @@ fn data_bytes(worker: &Worker) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sigterm_brings_what_is_in_memory_to_the_disks() {
+async fn sigterm_flushes_memory_to_disks() {
     let mut worker = Worker::start(&Setup { name: "sigterm", capacity: "64M", disks: 2, ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 50).await;
@@ -65,7 +65,7 @@ async fn sigterm_brings_what_is_in_memory_to_the_disks() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restart_with_other_ports_and_another_capacity_has_everything_and_a_missing_directory_is_named() {
+async fn restart_with_other_ports_and_capacity_recovers_data() {
     let setup = Setup { name: "changed", capacity: "64M", disks: 2, ..Setup::default() };
     let mut worker = Worker::start(&setup);
     let client = client_of(&worker).await;
@@ -100,14 +100,14 @@ async fn a_restart_with_other_ports_and_another_capacity_has_everything_and_a_mi
     block_in_place(|| worker.stop());
 }
 
-/// Connects again and again until it is dropped; none may be refused.
-struct Knocking {
+/// Reconnects until dropped; no attempt may be refused.
+struct Reconnecting {
     stop: Arc<AtomicBool>,
     connected: Arc<AtomicU64>,
     knocker: Option<std::thread::JoinHandle<()>>,
 }
 
-impl Knocking {
+impl Reconnecting {
     fn at(port: u16) -> Self {
         let (stop, connected) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (stopped, count) = (Arc::clone(&stop), Arc::clone(&connected));
@@ -128,12 +128,12 @@ impl Knocking {
     }
 }
 
-/// From the end of one process's listeners to the start of the next one's, with a few MB in memory: milliseconds, and some more on a
+/// Time between the listeners of two processes with a few MB in memory: milliseconds, more on a
 /// busy machine.
 const UPGRADE_GAP_MS_MAX: u64 = 5000;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upgrade_keeps_ports_process_and_idle_connections() {
+async fn upgrade_keeps_ports_process_and_connections() {
     let mut worker = Worker::start(&Setup { name: "upgrade", capacity: "64M", disks: 2, ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 20).await;
@@ -146,16 +146,16 @@ async fn an_upgrade_keeps_ports_process_and_idle_connections() {
     tasks.spawn("tcp client", driver);
     tcp.read_memory(&written.key, PartitionId(0), -1, 1 << 20, None).await.expect("an answer");
     for round in 0..2 {
-        let knocking = [worker.ready().grpc_port, worker.ready().http_port].map(Knocking::at);
+        let knocking = [worker.ready().grpc_port, worker.ready().http_port].map(Reconnecting::at);
         block_in_place(|| {
             worker.begin_upgrade();
             worker.finish_upgrade();
         });
-        let connected = knocking.map(Knocking::end);
+        let connected = knocking.map(Reconnecting::end);
         assert!(connected.iter().all(|connected| *connected > 0));
         let gap_ms = worker.ready().upgrade_gap_ms.expect("it was an upgrade");
         assert!(gap_ms <= UPGRADE_GAP_MS_MAX, "calls wait for {gap_ms} ms");
-        // The same connection.
+        // The same connection still works.
         tcp.read_index(&written.key, PartitionId(0)).await.expect("an answer");
         let client = client_of(&worker).await;
         written.assert_readable(&client).await;
@@ -168,7 +168,7 @@ async fn an_upgrade_keeps_ports_process_and_idle_connections() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upgrade_to_what_does_not_fit_is_refused_and_the_worker_goes_on() {
+async fn upgrade_to_unfit_configuration_is_refused() {
     let worker = Worker::start(&Setup { name: "refused", capacity: "64M", disks: 2, ..Setup::default() });
     let config = worker.config();
     let port = format!("grpc_port = {}", worker.ready().grpc_port);
@@ -193,8 +193,8 @@ async fn an_upgrade_to_what_does_not_fit_is_refused_and_the_worker_goes_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upgrade_that_would_lose_what_is_in_memory_is_refused() {
-    // Files get no longer than 100 KiB, and every block is: notes can be written, data cannot.
+async fn upgrade_that_would_lose_memory_is_refused() {
+    // Files are limited to 100 KiB and every block is larger: metadata can be written, data cannot.
     let line = "ulimit -f 100; exec \"$@\"";
     let mut worker = Worker::start(&Setup {
         name: "unflushable",
@@ -208,13 +208,13 @@ async fn an_upgrade_that_would_lose_what_is_in_memory_is_refused() {
     written.task(&client, 0, 200_000).await.expect("sent");
     worker.begin_upgrade();
     block_in_place(|| worker.wait_log("not everything in memory could be brought to a disk"));
-    // It goes on.
+    // The worker continues.
     client.heartbeat("app").await.expect("known");
     written.assert_readable(&client).await;
-    // A file that is too large is not its disk's fault.
+    // EFBIG does not count as a disk failure.
     let log = worker.log();
     assert!(!log.contains("disk failed") && log.contains("RLIMIT_FSIZE is"), "{log}");
-    // Told to stop it stops, and says what goes with it.
+    // It stops on SIGTERM and reports the data that is lost.
     assert_eq!(block_in_place(|| worker.terminated()), Some(3));
     let log = worker.log();
     let told: Vec<_> = log.lines().filter(|line| line.contains("lost with this process")).collect();
@@ -243,7 +243,7 @@ async fn stop_flushes_to_disks_above_their_watermark() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upgrade_of_a_worker_without_a_journal_is_refused() {
+async fn upgrade_without_metadata_log_is_refused() {
     for store_type in ["MEMORY", "MEMORY_HDFS"] {
         let worker = Worker::start(&Setup {
             name: "no-journal",
@@ -263,7 +263,7 @@ async fn an_upgrade_of_a_worker_without_a_journal_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
+async fn upgrade_signals_never_kill_a_starting_program() {
     let mut worker = Worker::start(&Setup { name: "signals", capacity: "64M", ..Setup::default() });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
@@ -271,7 +271,7 @@ async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
     block_in_place(|| {
         worker.begin_upgrade();
         wait_until("three upgrades", UPGRADES_DEADLINE, || {
-            // So many that some come between two programs.
+            // Enough signals that some arrive between two programs.
             for _ in 0..1000 {
                 worker.signal(rustix::process::Signal::USR2);
             }
@@ -288,13 +288,14 @@ async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
         let begun = log.matches("upgrade: the successor has rehearsed it").count();
         (begun, log.matches("upgraded: so long no connection was accepted").count())
     };
-    // A signal may be left that was not seen yet.
+    // A signal may still be pending.
     let calm = async {
         loop {
             let before = upgrades();
             let read = written.readable(&client_of(&worker).await).await;
             if before.0 == before.1 && upgrades() == before {
-                // This client does not call again what met a closing connection, so only now it must not fail.
+                // This client does not retry a call on a closing connection, so failures count only
+                // from here on.
                 return read.expect("nothing is going on any more");
             }
         }
@@ -312,7 +313,7 @@ fn script(path: &Path, text: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_binary_that_cannot_be_executed_leaves_the_old_one_serving() {
+async fn unusable_binary_leaves_old_process_serving() {
     let dir = tempfile::tempdir().expect("a directory");
     let binary = dir.path().join("worker");
     std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &binary).expect("copied");
@@ -321,16 +322,16 @@ async fn a_binary_that_cannot_be_executed_leaves_the_old_one_serving() {
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.expect("sent");
-    // It passes its check and is gone.
+    // It passes its check and then deletes itself.
     script(&binary, "#!/bin/sh\nrm -- \"$0\"\n");
-    let knocking = Knocking::at(worker.ready().grpc_port);
+    let knocking = Reconnecting::at(worker.ready().grpc_port);
     block_in_place(|| {
         worker.begin_upgrade();
         worker.finish_upgrade();
     });
     assert!(knocking.end() > 0);
     assert!(worker.log().contains("the successor cannot be executed"));
-    // One that is no program for this is refused, and a good one works after all that.
+    // A binary that is not a worker is refused; afterwards a valid one is accepted.
     script(&binary, "#!/bin/sh\nexit 7\n");
     worker.signal(rustix::process::Signal::USR2);
     block_in_place(|| worker.wait_log("--check: exit status: 7"));
@@ -344,7 +345,7 @@ async fn a_binary_that_cannot_be_executed_leaves_the_old_one_serving() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_manager_passes_sockets_and_is_told() {
+async fn service_manager_passes_sockets_and_is_notified() {
     let dir = tempfile::tempdir().expect("a directory");
     let manager = UnixDatagram::bind(dir.path().join("notify")).expect("a socket");
     manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");

@@ -1,4 +1,4 @@
-//! Limits that the system sets for the process, children that it did not start, and a process that is paused.
+//! System limits for the process, foreign children, and a paused process.
 
 use std::io::Write as _;
 use std::net::TcpStream;
@@ -15,12 +15,12 @@ use crate::writes::{Written, client_of, key, local};
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 
-/// Executes the worker behind commands of a shell.
+/// Returns a wrapper that runs shell commands and then executes the worker.
 fn shell(commands: &str) -> Vec<String> {
     vec!["sh".to_owned(), "-c".to_owned(), format!("{commands}\nexec \"$0\" \"$@\"")]
 }
 
-/// The soft and the hard limit of descriptors of a process.
+/// Returns the soft and the hard descriptor limit of a process.
 fn descriptors_of(pid: u32) -> (u64, u64) {
     let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
@@ -29,7 +29,7 @@ fn descriptors_of(pid: u32) -> (u64, u64) {
 }
 
 #[test]
-fn soft_limit_of_descriptors_is_raised_to_the_hard_one() {
+fn descriptor_soft_limit_is_raised_to_hard_limit() {
     let worker = Worker::start(&Setup { wrapper: shell("ulimit -Sn 300"), ..Setup::default() });
     let (soft, hard) = descriptors_of(worker.pid());
     assert_eq!(soft, hard);
@@ -37,7 +37,7 @@ fn soft_limit_of_descriptors_is_raised_to_the_hard_one() {
 }
 
 #[test]
-fn health_answers_when_connections_are_as_many_as_descriptors_allow() {
+fn health_responds_when_descriptors_are_exhausted() {
     raise_soft_limits();
     if SystemLimits::read().descriptors.is_some_and(|limit| limit.value < 4096) {
         return say("skipped: this test has too few descriptors itself");
@@ -56,7 +56,7 @@ fn health_answers_when_connections_are_as_many_as_descriptors_allow() {
     for number in 0..1400 {
         let mut stream = TcpStream::connect(local(if number % 2 == 0 { grpc } else { tcp })).unwrap();
         if number % 2 == 0 {
-            // It may have been closed for a later one already.
+            // May be closed already, in favour of a later connection.
             let _ = stream.write_all(PREFACE);
         }
         open.push(stream);
@@ -70,7 +70,8 @@ fn health_answers_when_connections_are_as_many_as_descriptors_allow() {
     worker.stop();
 }
 
-/// Runs the binary as a user who may have `threads` threads; as root of a user that has none yet and no privileges.
+/// Runs the binary with a limit of `threads` threads; as root, under an unused user without
+/// privileges.
 fn with_threads(threads: u32, arguments: &[&str]) -> Output {
     let state = tempfile::tempdir().unwrap();
     let limit = format!("--nproc={threads}");
@@ -83,7 +84,7 @@ fn with_threads(threads: u32, arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn too_few_threads_end_the_start_with_limit_and_key() {
+fn start_without_threads_names_limit_and_key() {
     for (arguments, code) in [(&["--check"][..], 2), (&[], 1)] {
         let output = with_threads(6, arguments);
         let text = String::from_utf8_lossy(&output.stderr);
@@ -96,7 +97,7 @@ fn too_few_threads_end_the_start_with_limit_and_key() {
 }
 
 #[test]
-fn capacity_beyond_the_memory_is_refused_with_both_figures() {
+fn capacity_beyond_memory_is_refused_with_both_values() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("config.toml");
     std::fs::write(&file, "[memory_store]\ncapacity = \"15TiB\"\n").unwrap();
@@ -112,10 +113,11 @@ fn capacity_beyond_the_memory_is_refused_with_both_figures() {
 }
 
 #[test]
-fn child_that_nobody_waits_for_is_reaped() {
+fn orphaned_child_is_reaped() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("pid");
-    // It is a child of the process that executes the worker, which knows nothing of it: as an orphan is in a container.
+    // Like an orphan in a container: a child of the process that executes the worker, unknown to
+    // the worker.
     let commands = format!("sleep 3 & echo $! > {}", file.display());
     let worker = Worker::start(&Setup { wrapper: shell(&commands), ..Setup::default() });
     let child: u32 = std::fs::read_to_string(file).unwrap().trim().parse().unwrap();
@@ -130,11 +132,11 @@ fn child_that_nobody_waits_for_is_reaped() {
     worker.stop();
 }
 
-/// Longer than the timeouts of [`application_outlives_a_pause_of_the_process`].
+/// Longer than the timeouts of [`app_survives_pause_of_the_process`].
 const PAUSE: &str = "12";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn application_outlives_a_pause_of_the_process() {
+async fn app_survives_pause_of_the_process() {
     let setup = Setup {
         tables: "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n[embedded_coordinator]\nnode_timeout_sec = 5",
         ..Setup::default()
@@ -145,7 +147,7 @@ async fn application_outlives_a_pause_of_the_process() {
     written.task(&client, 1, 1000).await.expect("sent");
     block_in_place(|| {
         worker.signal(Signal::STOP);
-        // A test that waits for less than the pause would not see it.
+        // A shorter pause would make the test pass vacuously.
         assert!(Command::new("sleep").arg(PAUSE).status().unwrap().success());
         worker.signal(Signal::CONT);
         worker.wait_log("this process did not run");

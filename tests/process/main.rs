@@ -1,6 +1,6 @@
-//! The worker as a process: stopped, killed, upgraded in place, out of memory, cut off.
+//! The worker as a process: stopped, killed, upgraded in place, out of memory, disconnected.
 //!
-//! Each test has a process of its own, started with the binary as a user starts it, and looks at it through its listeners.
+//! Each test starts the binary as a user does and observes it through its listeners.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 

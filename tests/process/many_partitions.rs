@@ -1,7 +1,7 @@
-//! A worker that has 200,000 partitions with data stays within the bound of its memory, when they are written and when another
-//! process takes them over, and gives everything back.
+//! A worker with 200,000 partitions stays within its memory bound while writing, after recovery by
+//! another process, and releases everything at the end.
 //!
-//! `cargo test --test process d12 -- --nocapture` prints what a partition costs.
+//! `cargo test --test process many_partitions -- --nocapture` prints the cost per partition.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const CAPACITY_BYTES: u64 = 200_000_000;
-/// Of each of two applications.
+/// Partitions of each of two applications.
 const PARTITIONS: i32 = 100_000;
-/// Of one request, whose ticket is a page per partition.
+/// Partitions of one request. The ticket takes a page per partition.
 const REQUEST_PARTITIONS: usize = 2500;
 const BLOCK_BYTES: u32 = 100;
 
@@ -25,7 +25,7 @@ fn block(partition: i32) -> Block {
     generator.block(PartitionId(partition), TaskAttemptId(0), 0, BLOCK_BYTES)
 }
 
-/// A block in every partition, reported.
+/// Writes and reports a block in every partition.
 async fn write(client: ShuffleClient, key: ShuffleKey) {
     client.register(&key, &[(0, PARTITIONS - 1)]).await.unwrap();
     let partitions: Vec<i32> = (0..PARTITIONS).collect();
@@ -74,7 +74,7 @@ fn tell(worker: &Worker, idle: u64, what: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn d12_two_hundred_thousand_partitions_with_data_stay_within_the_bound() {
+async fn many_partitions_stay_within_memory_bound() {
     let memory = "heap_capacity = \"128MiB\"";
     let setup = Setup { name: "partitions", capacity: "200M", memory, disks: 2, ..Setup::default() };
     let mut worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
@@ -86,7 +86,7 @@ async fn d12_two_hundred_thousand_partitions_with_data_stay_within_the_bound() {
     tell(&worker, idle, "written");
     drop(client);
 
-    // What is in memory is flushed first, so that all of it is found on the disks.
+    // The stop flushes memory, so that the next process recovers everything from disk.
     let mut worker = tokio::task::spawn_blocking(move || {
         worker.terminate();
         worker.start_again();

@@ -1,7 +1,7 @@
-//! A network that cuts, delays and goes silent between clients and a worker, on both data planes.
+//! Connections between clients and a worker that break, lag or go silent, on both data planes.
 //!
-//! A proxy stands before each listener. What was acknowledged is readable afterwards, whatever happened to the connections,
-//! and once the clients are gone nothing of them is left.
+//! A proxy sits in front of each listener. Acknowledged blocks must be readable afterwards, and no
+//! state of departed clients may remain.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,19 +30,19 @@ const WRITERS: u64 = 8;
 const TASKS: i64 = 25;
 const PATIENCE: Duration = Duration::from_millis(700);
 
-/// What a proxied connection suffers after some bytes in one direction.
+/// Fault of a proxied connection in one direction.
 #[derive(Debug, Clone, Copy)]
-enum Trouble {
+enum Fault {
     None,
-    /// Both sides see the connection end.
+    /// Closes both sides after this many bytes.
     Cut(usize),
-    /// Every piece comes late.
+    /// Delays every chunk.
     Delay(Duration),
-    /// Bytes are swallowed without a word.
+    /// Swallows all bytes after this many.
     Silence(usize),
 }
 
-impl Trouble {
+impl Fault {
     fn any(random: &mut ChaCha8Rng) -> Self {
         let after = random.random_range(0..300_000);
         match random.random_range(0..5) {
@@ -54,17 +54,16 @@ impl Trouble {
     }
 }
 
-/// Forwards to `port` with troubles; ends when it is aborted.
-async fn proxy(listener: TcpListener, port: u16, seed: u64, troubled: Arc<AtomicU64>) {
+/// Forwards to `port` with faults, until aborted.
+async fn proxy(listener: TcpListener, port: u16, seed: u64, faulty: Arc<AtomicU64>) {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mut connections = JoinSet::new();
     while let Ok((near, _)) = listener.accept().await {
         let Ok(far) = TcpStream::connect(local(port)).await else { continue };
         let (near_read, near_write) = near.into_split();
         let (far_read, far_write) = far.into_split();
-        let (up, down) = (Trouble::any(&mut random), Trouble::any(&mut random));
-        troubled
-            .fetch_add(u64::from(!matches!((up, down), (Trouble::None, Trouble::None))), Ordering::Relaxed);
+        let (up, down) = (Fault::any(&mut random), Fault::any(&mut random));
+        faulty.fetch_add(u64::from(!matches!((up, down), (Fault::None, Fault::None))), Ordering::Relaxed);
         connections.spawn(async move {
             // A cut in one direction ends both.
             tokio::select! {
@@ -75,25 +74,25 @@ async fn proxy(listener: TcpListener, port: u16, seed: u64, troubled: Arc<Atomic
     }
 }
 
-async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, trouble: Trouble) {
+async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, fault: Fault) {
     let mut buffer = vec![0; 16 << 10];
     let mut passed = 0;
     loop {
         let Ok(length @ 1..) = from.read(&mut buffer).await else { return };
-        match trouble {
-            Trouble::Cut(after) if passed + length > after => {
+        match fault {
+            Fault::Cut(after) if passed + length > after => {
                 let rest = after.saturating_sub(passed);
                 let _ = to.write_all(&buffer[..rest]).await;
                 return;
             }
-            Trouble::Silence(after) if passed > after => {}
-            Trouble::Delay(pause) => {
+            Fault::Silence(after) if passed > after => {}
+            Fault::Delay(pause) => {
                 sleep(pause).await;
                 if to.write_all(&buffer[..length]).await.is_err() {
                     return;
                 }
             }
-            Trouble::None | Trouble::Cut(_) | Trouble::Silence(_) => {
+            Fault::None | Fault::Cut(_) | Fault::Silence(_) => {
                 if to.write_all(&buffer[..length]).await.is_err() {
                     return;
                 }
@@ -103,7 +102,8 @@ async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, trouble: Troub
     }
 }
 
-/// One writer: every task is tried on fresh connections until it is acknowledged or given up. What was acknowledged.
+/// Retries every task on fresh connections until it is acknowledged or abandoned. Returns the
+/// acknowledged blocks.
 async fn write(ports: (u16, u16), writer: u64) -> Vec<Block> {
     let mut acknowledged = Vec::new();
     let generator = BlockGenerator::new(5, IdLayout::SPARK);
@@ -134,7 +134,7 @@ async fn write(ports: (u16, u16), writer: u64) -> Vec<Block> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_acknowledged_survives_cuts_delays_and_silence() {
+async fn acknowledged_blocks_survive_network_faults() {
     let seed: u64 =
         std::env::var("NETWORK_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
     say(&format!("network: NETWORK_SEED={seed}"));
@@ -142,7 +142,7 @@ async fn what_was_acknowledged_survives_cuts_delays_and_silence() {
     let worker = block_in_place(|| Worker::start(&setup));
     let direct = client_of(&worker).await;
     direct.register(&key("net", 0), &[(0, 0)]).await.expect("registered");
-    let troubled = Arc::new(AtomicU64::new(0));
+    let faulty = Arc::new(AtomicU64::new(0));
     let mut proxies = JoinSet::new();
     let mut ports = Vec::new();
     for (at, port) in
@@ -150,7 +150,7 @@ async fn what_was_acknowledged_survives_cuts_delays_and_silence() {
     {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         ports.push(listener.local_addr().expect("bound").port());
-        proxies.spawn(proxy(listener, port, seed ^ at as u64, Arc::clone(&troubled)));
+        proxies.spawn(proxy(listener, port, seed ^ at as u64, Arc::clone(&faulty)));
     }
     let mut writers = JoinSet::new();
     for writer in 0..WRITERS {
@@ -160,10 +160,10 @@ async fn what_was_acknowledged_survives_cuts_delays_and_silence() {
     while let Some(blocks) = writers.join_next().await {
         acknowledged.extend(blocks.expect("a writer"));
     }
-    let troubled = troubled.load(Ordering::Relaxed);
+    let faulty = faulty.load(Ordering::Relaxed);
     let tasks = acknowledged.len() / 4;
-    say(&format!("network: {tasks} of 200 tasks acknowledged, {troubled} connections in trouble"));
-    assert!(troubled > 10 && tasks > 20, "{tasks} tasks, {troubled} troubles");
+    say(&format!("network: {tasks} of 200 tasks acknowledged, {faulty} faulty connections"));
+    assert!(faulty > 10 && tasks > 20, "{tasks} tasks, {faulty} faults");
 
     let read = direct.read_partition(&key("net", 0), PartitionId(0), &ReadOptions::default()).await;
     let read = read.expect("readable").blocks;

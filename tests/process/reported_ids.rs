@@ -1,5 +1,5 @@
-//! One application reports more block ids than its part of the heap: results are right and memory is bounded, before and after
-//! `kill -9` and an upgrade in place.
+//! One application reports more block ids than its share of the heap. Results are correct and
+//! memory is bounded, also after `kill -9` and after an upgrade in place.
 
 use bytes::Bytes;
 use tokio::task::block_in_place;
@@ -18,15 +18,15 @@ const CAPACITY_BYTES: u64 = 256_000_000;
 const PARTITIONS: i32 = 2000;
 const TASKS: i64 = 10;
 const SEQUENCES: i64 = 500;
-/// Tasks of the shuffle whose ids are near to nothing.
+/// Tasks of the shuffle with arbitrary ids.
 const FAR_TASKS: i64 = 3;
 /// Partitions of one report: 100,000 ids.
 const PARTITIONS_REPORTED: i32 = 200;
 
-/// Whose ids, and how they are laid out.
+/// Layout of block ids.
 #[derive(Clone, Copy)]
 enum Layout {
-    /// Spark's: sequence numbers far apart, 21, 20 and 22 bits.
+    /// Spark's: distant sequence numbers; 21, 20 and 22 bits.
     Spark,
     /// Any 63 bits.
     Far,
@@ -58,7 +58,7 @@ impl Layout {
         (0..SEQUENCES).map(|sequence| self.id(partition, task, sequence)).collect()
     }
 
-    /// The answer for some partitions, as Java's bitmap of them is written.
+    /// Returns the expected bitmap for some partitions, in Java's serialization.
     fn bitmap(self, partitions: &[i32]) -> Bytes {
         let tasks = |partition: &i32| (0..self.tasks()).map(|task| (*partition, task)).collect::<Vec<_>>();
         let ids = partitions.iter().flat_map(tasks).flat_map(|(partition, task)| self.ids(partition, task));
@@ -86,7 +86,7 @@ impl Layout {
         }
     }
 
-    async fn assert_told(self, client: &ShuffleClient) {
+    async fn assert_results(self, client: &ShuffleClient) {
         let (app_id, shuffle_id) = ("app-1".to_owned(), self.key().shuffle.0);
         for partition_id in [0, 1, 199, 200, 1234, PARTITIONS - 1] {
             let request = GetShuffleResultRequest {
@@ -112,10 +112,10 @@ impl Layout {
     }
 }
 
-async fn assert_all_told(worker: &Worker, when: &str) {
+async fn assert_all_results(worker: &Worker, when: &str) {
     let client = client_of(worker).await.with_answer_bytes_max(64 << 20);
     for layout in [Layout::Spark, Layout::Far] {
-        layout.assert_told(&client).await;
+        layout.assert_results(&client).await;
     }
     let (peak, bound) = (worker.peak_resident_bytes(), CAPACITY_BYTES / 100 * 105 + (200 << 20));
     say(&format!("{when}: largest resident size {} MiB of {}", peak >> 20, bound >> 20));
@@ -132,17 +132,17 @@ async fn ids_beyond_the_heap_survive_kill_and_upgrade() {
     }
     drop(client);
     block_in_place(|| worker.wait_log("reported block ids exceed the heap"));
-    assert_all_told(&worker, "reported").await;
+    assert_all_results(&worker, "reported").await;
     block_in_place(|| {
         worker.kill();
         worker.start_again();
     });
-    assert_all_told(&worker, "after kill -9").await;
+    assert_all_results(&worker, "after kill -9").await;
     block_in_place(|| {
         worker.begin_upgrade();
         worker.finish_upgrade();
     });
-    assert_all_told(&worker, "after an upgrade").await;
+    assert_all_results(&worker, "after an upgrade").await;
     let client = client_of(&worker).await;
     client.unregister_app("app-1").await.unwrap();
     drop(client);

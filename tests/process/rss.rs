@@ -1,8 +1,8 @@
-//! The worker's resident memory stays bounded by its configuration while a writer pushes four times the capacity in
-//! the shape that costs most: 1 KiB blocks, one per partition and task, over 10,000 partitions.
+//! Resident memory stays within its bound while a client writes four times the capacity in the most
+//! expensive shape: 1 KiB blocks, one per partition and task, over 10,000 partitions.
 //!
-//! `cargo test --test process rss -- --nocapture` prints the figures of docs/benchmarks.md. The bound is the goal's: capacity × 1.05
-//! plus 200 MiB for everything that is no shuffle data.
+//! The bound is capacity × 1.05 + 200 MiB. `cargo test --test process rss -- --nocapture` prints
+//! the figures of docs/benchmarks.md.
 
 use std::time::Duration;
 
@@ -20,11 +20,12 @@ use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 const CAPACITY_BYTES: u64 = 200_000_000;
 const BLOCK_BYTES: u32 = 1024;
 const PARTITIONS: i32 = 10_000;
-/// Each writes one block to every partition: 80 × 10,000 KiB are 4.1 times the capacity.
+/// Each task writes one block to every partition: 80 × 10,000 KiB are 4.1 times the capacity.
 const TASKS: i64 = 80;
-/// Partitions of one request, so that its ticket (a page per partition on top of the data) is a part of the capacity.
+/// Partitions of one request. Its ticket, a page per partition on top of the data, fits into the
+/// capacity.
 const REQUEST_PARTITIONS: i32 = 2500;
-/// Tasks that write at once.
+/// Concurrent tasks.
 const WRITERS: i64 = 4;
 
 fn block(partition: i32, task: i64) -> Block {
@@ -54,7 +55,7 @@ async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usiz
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn resident_memory_is_bounded_while_four_times_the_capacity_is_written() {
+async fn writing_four_times_capacity_stays_within_bound() {
     let setup = Setup { name: "rss", capacity: "200M", disks: 2, ..Setup::default() };
     let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
     let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
@@ -96,17 +97,18 @@ async fn resident_memory_is_bounded_while_four_times_the_capacity_is_written() {
     .unwrap();
 }
 
-/// The adversary suite found it: each arena of the allocator kept what was freed in it for seconds, and under attack that grew to
-/// 160 MiB beside a heap of 72.
+/// Regression test: each allocator arena retained freed memory for seconds, under attack up to 160
+/// MiB beside a heap of 72 MiB.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_answers_gave_back_is_returned_to_the_system_as_more_is_charged() {
-    /// What the allocator may keep, a step of charges, what the last request gave back, and what nobody charges.
+async fn freed_response_memory_is_returned_to_the_system() {
+    /// Memory retained by the allocator, one charge step, the memory freed by the last request, and
+    /// uncharged memory.
     const KEPT_BYTES_MAX: f64 = (24 << 20) as f64;
     let setup = Setup { name: "freed", capacity: "256M", ..Setup::default() };
     let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
     let address = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let coordinator = CoordinatorServerClient::connect(address).await.unwrap();
-    // Some 30 MB to make each; 1,000 ranges are a hundredth of that.
+    // An assignment of all ranges takes about 30 MB; 1,000 ranges take a hundredth of that.
     let assign = async |ranges: i32| {
         let request = proto::GetShuffleServerRequest {
             application_id: "app-1".to_owned(),
@@ -137,12 +139,12 @@ async fn what_answers_gave_back_is_returned_to_the_system_as_more_is_charged() {
     });
 }
 
-/// docs/benchmarks.md has the figures of a release build: 11 threads and 24 MiB.
+/// docs/benchmarks.md has the figures of a release build.
 #[test]
-fn a_worker_without_work_has_few_threads_and_little_memory() {
+fn idle_worker_has_few_threads_and_little_memory() {
     let worker = Worker::start(&Setup { name: "idle", ..Setup::default() });
     let threads_max = 12 + 2 * std::thread::available_parallelism().unwrap().get() as u64;
-    // Threads that the start needed end by themselves.
+    // Threads of the start end by themselves.
     wait_until("only the threads of an idle worker are left", Duration::from_secs(60), || {
         match worker.proc_status("Threads") {
             threads if threads <= threads_max => Ok(()),

@@ -1,4 +1,5 @@
-//! Settings made by calls while a worker runs: which of them an upgrade, a kill and an orderly stop keep.
+//! Settings changed by calls at run time, and which of them survive an upgrade, a kill and an
+//! orderly stop.
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -26,7 +27,7 @@ fn is_decommissioned(worker: &Worker) -> bool {
     node(worker)["state"].as_str().expect("a state").starts_with("decommission")
 }
 
-/// Whether the coordinator lets another application of `user` in.
+/// Returns whether the coordinator admits another application of `user`.
 async fn admits(worker: &Worker, user: &str) -> bool {
     let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
@@ -54,7 +55,7 @@ async fn saved(worker: &Worker, text: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn calls_survive_upgrade_and_kill_and_stop_ends_decommission() {
+async fn settings_survive_upgrade_and_kill() {
     let setup = Setup { name: "runtime-state", capacity: "64M", tables: TABLES, ..Setup::default() };
     let mut worker = Worker::start(&setup);
     call(&worker, "/admin/tags", r#"{"tags": ["night"]}"#).await;

@@ -1,15 +1,16 @@
-//! Resident memory when a thousand connections are in the middle of a 4 MiB frame at once and nothing can be spilled.
+//! Resident memory when a thousand connections are in the middle of a 4 MiB frame and nothing can
+//! be spilled.
 //!
-//! The bound (docs/architecture.md §2.2) is the capacity and a twentieth, and 200 MiB. One worker is the real binary
-//! with a disk that takes nothing because it counts as full from the start; the other is in this process with a disk
-//! whose calls hang. Whatever was accepted stays in memory. Most frames come without a ticket, because there is none
-//! left: those must be drained, not kept. Not here: times.
+//! One worker is the real binary with a disk that counts as full; the other runs in this process
+//! with a disk whose calls hang. Accepted blocks stay in memory. Most frames have no ticket: they
+//! must be drained, not buffered. The bound is capacity × 1.05 + 200 MiB (docs/architecture.md
+//! §2.2).
 
 #[allow(dead_code, reason = "made for the tests of the TCP listener")]
 #[path = "../contract/tcp/fixture.rs"]
 mod fixture;
 
-/// For `fixture`: connections on the shared runtime.
+/// For `fixture`: connections share the runtime.
 const OWN_THREADS: usize = 0;
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -35,23 +36,24 @@ const CONNECTIONS: usize = 1000;
 const BLOCK_BYTES: u32 = 4 << 20;
 const CAPACITY_BYTES: u64 = 256 << 20;
 const APP: &str = "application_1_1";
-/// Stands for the ticket until it is known; no other bytes of the frame's head look like it.
+/// Placeholder for the ticket, distinct from all other bytes of the frame's head.
 const TICKET: i64 = 0x1122_3344_5566_7788;
-/// Stands for the partition in the same way.
+/// Placeholder for the partition.
 const PARTITION: i32 = 0x0765_4321;
 const PARTITIONS: i32 = 100;
-/// More than what stands in front of a frame's payload.
+/// More than the bytes before a frame's payload.
 const HEAD_BYTES: usize = 256;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_thousand_frames_at_once_and_a_disk_that_takes_nothing_stay_within_the_bound() {
+async fn frames_beside_full_disk_stay_within_memory_bound() {
     let setup = Setup {
         name: "tcp_rss",
         capacity: "256MiB",
         disks: 1,
-        // Memory does not come free: no ticket is worth waiting for.
+        // No memory is freed, so waiting for a ticket is useless.
         memory: "buffer_ticket_wait_sec = 0",
-        // The first two belong to `[localfile_store]`, the table before: every disk is fuller than this.
+        // The first two belong to `[localfile_store]`, the preceding table: every disk is above
+        // these.
         tables: "disk_high_watermark = 0.0002\ndisk_low_watermark = 0.0001\n[tcp]\nmax_connections = 1100\n",
         ..Setup::default()
     };
@@ -65,7 +67,7 @@ async fn a_thousand_frames_at_once_and_a_disk_that_takes_nothing_stay_within_the
     let halfway = Arc::new(Barrier::new(CONNECTIONS));
     let tcp = address(worker.ready().urpc_port.expect("embedded mode opens the TCP listener"));
     let mut sends = tokio::task::JoinSet::new();
-    // A block that is in a partition already would be dropped as a repeat: hence as many partitions.
+    // A second block with the same id would be dropped as a duplicate, hence as many partitions.
     for partition in (0..PARTITIONS).cycle().take(CONNECTIONS) {
         let stream = TcpStream::connect(tcp).await.unwrap();
         let ticket = ticket(&control, partition, frame.len()).await;
@@ -73,7 +75,7 @@ async fn a_thousand_frames_at_once_and_a_disk_that_takes_nothing_stay_within_the
     }
     let (stored, refused) = answers(sends).await;
     let used = worker.metrics().expect("memory_used");
-    // Nothing has left memory: the disk takes nothing.
+    // No block has left memory: the disk accepts nothing.
     let sent = f64::from(u32::try_from(stored).unwrap()) * f64::from(BLOCK_BYTES);
     assert!(used >= sent, "{used} bytes of {stored} blocks are in memory");
     let peak = worker.peak_resident_bytes();
@@ -90,7 +92,7 @@ async fn a_thousand_frames_at_once_and_a_disk_that_takes_nothing_stay_within_the
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_thousand_frames_at_once_and_a_disk_whose_calls_hang_stay_within_the_bound() {
+async fn frames_beside_hung_disk_stay_within_memory_bound() {
     let this = "tcp_rss::a_thousand_frames_at_once_and_a_disk_whose_calls_hang_stay_within_the_bound";
     if !tokio::task::block_in_place(|| alone(this)) {
         return;
@@ -115,7 +117,7 @@ async fn a_thousand_frames_at_once_and_a_disk_whose_calls_hang_stay_within_the_b
         sends.spawn(send(ticket, stream, (partition, frame.clone()), Arc::clone(&halfway)));
     }
     let (stored, refused) = answers(sends).await;
-    // The refusals have asked for room, and whatever is written for that hangs.
+    // The refusals have triggered a flush, whose writes hang.
     fixture.until("a write hangs", |fixture| fixture.faults.hung() > 0).await;
     let peak = uniffle_testkit::worker::peak_resident_bytes(std::process::id());
     uniffle_testkit::say(&format!("{stored} sends stored, {refused} refused, peak {peak} bytes resident"));
@@ -132,7 +134,7 @@ fn assert_bounded(peak: u64, capacity: u64) {
     assert!(peak <= bound, "{} MiB resident, {} MiB allowed", peak >> 20, bound >> 20);
 }
 
-/// How many were stored and how many refused; only those with a ticket may be stored.
+/// Returns the numbers of stored and refused frames. Only frames with a ticket may be stored.
 async fn answers(mut sends: tokio::task::JoinSet<(bool, StatusCode, String)>) -> (u64, u64) {
     let (mut stored, mut refused) = (0, 0);
     while let Some(answer) = sends.join_next().await {
@@ -143,7 +145,7 @@ async fn answers(mut sends: tokio::task::JoinSet<(bool, StatusCode, String)>) ->
     (stored, refused)
 }
 
-/// A ticket for a frame of `bytes`, if there is one left.
+/// Requests a ticket for a frame of `bytes`. Returns `None` without free memory.
 async fn ticket(control: &ShuffleClient, partition: i32, bytes: usize) -> Option<i64> {
     let size = i32::try_from(bytes).unwrap();
     let request = RequireBufferRequest {
@@ -157,7 +159,7 @@ async fn ticket(control: &ShuffleClient, partition: i32, bytes: usize) -> Option
     (grant.status() == StatusCode::Success).then_some(grant.require_buffer_id)
 }
 
-/// A frame of one block, with [`TICKET`] and [`PARTITION`] where those belong.
+/// Returns a frame of one block, with the placeholders [`TICKET`] and [`PARTITION`].
 fn frame(app: &str, shuffle: i32) -> Bytes {
     let block =
         BlockGenerator::new(7, IdLayout::SPARK).block(PartitionId(0), TaskAttemptId(1), 0, BLOCK_BYTES);
@@ -183,15 +185,15 @@ fn frame(app: &str, shuffle: i32) -> Bytes {
     frame.freeze()
 }
 
-/// Sends the frame in two halves, between which each waits for all; whether it had a ticket, and the
-/// answer's status and text.
+/// Sends the frame in two halves and waits for all other senders in between. Returns whether it had
+/// a ticket, and status and text of the response.
 async fn send(
     ticket: Option<i64>,
     mut stream: TcpStream,
     (partition, frame): (i32, Bytes),
     halfway: Arc<Barrier>,
 ) -> (bool, StatusCode, String) {
-    // Without one the frame names a ticket that was given to no one.
+    // A frame without a ticket names one that was never issued.
     let (had_ticket, ticket) = (ticket.is_some(), ticket.unwrap_or(-1));
     let mut head = frame[..HEAD_BYTES].to_vec();
     put(&mut head, TICKET.to_be_bytes(), ticket.to_be_bytes());
@@ -205,10 +207,10 @@ async fn send(
     (had_ticket, StatusCode::try_from(reply.status).unwrap(), reply.message)
 }
 
-/// Puts `value` wherever `place` stands; each block names its partition again.
-fn put<const N: usize>(head: &mut [u8], place: [u8; N], value: [u8; N]) {
+/// Replaces `place` with `value` everywhere; each block names its partition again.
+fn put<const N: usize>(head: &mut [u8], placeholder: [u8; N], value: [u8; N]) {
     let mut found = 0;
-    while let Some(at) = head.windows(N).position(|bytes| bytes == place) {
+    while let Some(at) = head.windows(N).position(|bytes| bytes == placeholder) {
         head[at..at + N].copy_from_slice(&value);
         found += 1;
     }

@@ -1,4 +1,5 @@
-//! SIGUSR2 while a batch is on its way to a disk that is slow: it is waited for, and each block is in one place afterwards.
+//! SIGUSR2 during a write to a slow disk: the upgrade waits for it, and each block is stored once
+//! afterwards.
 
 use tokio::task::block_in_place;
 use uniffle_client::send::SendForm;
@@ -12,13 +13,14 @@ use crate::writes::{Written, client_of, key};
 
 const PARTITIONS: i32 = 20;
 const BLOCK_BYTES: u32 = 64 << 10;
-/// Of a capacity of 24 MiB: from 7 MiB on batches are flushed.
+/// Flushes from 7 MiB on, with a capacity of 24 MiB.
 const SOON_FLUSHED: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.3\nmemory_spill_low_watermark = 0.05\n";
 
-/// The number behind `name=` in the last line of `log` that has `said`.
-fn told(log: &str, said: &str, name: &str) -> u64 {
-    let line = log.lines().rev().find(|line| line.contains(said)).unwrap_or_else(|| panic!("{said}: {log}"));
+/// Returns the number behind `name=` in the last line of `log` that contains `said`.
+fn logged_number(log: &str, message: &str, name: &str) -> u64 {
+    let line =
+        log.lines().rev().find(|line| line.contains(message)).unwrap_or_else(|| panic!("{message}: {log}"));
     let field = format!(" {name}=");
     let value = line.split_once(&field).unwrap_or_else(|| panic!("{name}: {line}")).1;
     value.split(' ').next().and_then(|value| value.parse().ok()).expect("a number")
@@ -32,13 +34,13 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
     let mut worker = block_in_place(|| Worker::start_in(&setup, dir, paths));
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), PARTITIONS).await;
-    // Some is on the disk, and some is not to be flushed yet.
+    // Some blocks are on the disk, others are below the flush threshold.
     for task in 0..8 {
         written.task(&client, task, BLOCK_BYTES).await.expect("sent");
     }
     let frozen = disk.freeze();
     for task in 8..16 {
-        // What is reported is written to the disk, too.
+        // Reports are written to the disk as well.
         client.push(&written.key, SendForm::Classic, &written.batch(task, BLOCK_BYTES)).await.expect("sent");
     }
     block_in_place(|| {
@@ -55,8 +57,9 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
     });
     let log = worker.log();
     assert!(log.contains("the successor has rehearsed it, memory is handed over"), "{log}");
-    let on_disk = told(&log, "took over what an earlier process left", "blocks");
-    let in_memory = told(&log, "took over blocks that an earlier process left in memory", "restored");
+    let on_disk = logged_number(&log, "took over what an earlier process left", "blocks");
+    let in_memory =
+        logged_number(&log, "took over blocks that an earlier process left in memory", "restored");
     let blocks = 16 * u64::try_from(PARTITIONS).expect("small");
     assert!(on_disk > 0 && in_memory > 0, "{on_disk} blocks on the disk, {in_memory} in memory");
     assert_eq!(on_disk + in_memory, blocks, "each in one place");
@@ -74,7 +77,7 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_being_written_at_an_upgrade_is_in_one_place_afterwards() {
+async fn upgrade_during_a_flush_stores_each_block_once() {
     let (_directory, memory) = directory();
     handed_over_in_a_flush("flushed meanwhile", memory).await;
     handed_over_in_a_flush("flushed meanwhile, memfd", MEMFD).await;

@@ -1,4 +1,5 @@
-//! SIGUSR2 to a worker without disks: registrations, reports and blocks are in an object store, where the successor finds them.
+//! SIGUSR2 to a worker without disks: registrations, reports and blocks are in an object store,
+//! where the successor finds them.
 
 use tokio::task::block_in_place;
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
@@ -10,7 +11,7 @@ use crate::writes::{Written, client_of, key};
 const PARTITIONS: i32 = 20;
 const BLOCK_BYTES: u32 = 50_000;
 
-/// A worker without disks on the store, and the directory that its keys are in.
+/// Starts a worker without disks on the store. Returns also the directory of its objects.
 fn start(server: &S3Server) -> (Worker, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("a temp dir");
     let keys = dir.path().join("keys");
@@ -33,7 +34,7 @@ fn start(server: &S3Server) -> (Worker, tempfile::TempDir) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_of_a_worker_without_disks_keeps_what_clients_were_told() {
+async fn upgrade_without_disks_keeps_acknowledged_state() {
     let server = S3Server::start().await;
     let (mut worker, _keys) = start(&server);
     let client = client_of(&worker).await;
@@ -71,7 +72,7 @@ async fn an_upgrade_of_a_worker_without_disks_keeps_what_clients_were_told() {
     server.stop().await;
 }
 
-/// Segments below `dir`.
+/// Returns the number of segments below `dir`.
 fn segments(dir: &std::path::Path) -> usize {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let of = |entry: std::fs::DirEntry| match entry.path() {
@@ -82,7 +83,7 @@ fn segments(dir: &std::path::Path) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_to_another_place_in_the_store_is_refused_before_anything_stops() {
+async fn upgrade_to_another_store_location_is_refused() {
     let server = S3Server::start().await;
     let (worker, _keys) = start(&server);
     let client = client_of(&worker).await;

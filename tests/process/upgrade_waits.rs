@@ -1,4 +1,5 @@
-//! SIGUSR2 where the successor takes over what is in memory: no call is refused, nothing is flushed, and how long the longest call waits.
+//! SIGUSR2 with a hand-over of memory: no call is refused, nothing is flushed, and the longest wait
+//! is measured.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -30,13 +31,13 @@ use crate::writes::{Written, client_of, key, local, patient};
 
 const BLOCK_BYTES: u32 = 14 << 10;
 const LAYOUT: IdLayout = IdLayout::SPARK;
-/// Of the shuffle that fills memory.
+/// Partitions of the shuffle that fills memory.
 const PARTITIONS: i32 = 500;
 const READ_PARTITIONS: i32 = 20;
 const READ_BLOCKS: i32 = 10;
-/// A call that is made again for so long gets no answer.
+/// A call that is retried for this long counts as unanswered.
 const CALL_DEADLINE: Duration = Duration::from_secs(60);
-/// Of a release build that is judged.
+/// Bound on a wait in a release build.
 const WAIT_MAX: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Clone, Copy)]
@@ -45,17 +46,17 @@ enum Transport {
     Tcp,
 }
 
-/// Why a call is made again.
+/// Reason for a retry.
 #[derive(Debug)]
 #[expect(dead_code, reason = "for the message")]
-enum Again {
-    /// The worker's word.
+enum Retry {
+    /// Status returned by the worker.
     Refused(StatusCode),
     /// The connection ended.
     Connection(String),
 }
 
-impl From<ClientError> for Again {
+impl From<ClientError> for Retry {
     fn from(error: ClientError) -> Self {
         match (&error, error.status()) {
             (_, Some(status)) => Self::Refused(status),
@@ -65,19 +66,19 @@ impl From<ClientError> for Again {
     }
 }
 
-impl From<TcpClientError> for Again {
+impl From<TcpClientError> for Retry {
     fn from(error: TcpClientError) -> Self {
         error.status().map_or_else(|| Self::Connection(error.to_string()), Self::Refused)
     }
 }
 
-/// The connections of one caller.
+/// Connections of one caller.
 struct Clients {
     grpc: ShuffleClient,
     tcp: TcpClient,
 }
 
-/// Writers and readers, and what they saw.
+/// Concurrent writers and readers with their observations.
 #[derive(Debug)]
 struct Callers {
     ports: (u16, u16),
@@ -88,7 +89,7 @@ struct Callers {
     stop: AtomicBool,
     answered: [AtomicUsize; 4],
     longest: Mutex<BTreeMap<String, Duration>>,
-    again: Mutex<Vec<Again>>,
+    again: Mutex<Vec<Retry>>,
 }
 
 impl Callers {
@@ -99,7 +100,7 @@ impl Callers {
         Clients { grpc: grpc.with_backoff(patient()), tcp }
     }
 
-    /// Makes one call after the other, each until it has its answer.
+    /// Makes one call after another, each until it is answered.
     async fn call(self: Arc<Self>, number: usize) {
         let by = [Transport::Grpc, Transport::Tcp][number % 2];
         let mut clients = self.connect().await;
@@ -116,7 +117,7 @@ impl Callers {
                 };
                 let Err(again) = done else { break };
                 assert!(began.elapsed() < CALL_DEADLINE, "a call is not answered: {again:?}");
-                if matches!(again, Again::Connection(_)) {
+                if matches!(again, Retry::Connection(_)) {
                     clients = self.connect().await;
                 }
                 self.again.lock().push(again);
@@ -130,7 +131,7 @@ impl Callers {
         }
     }
 
-    async fn write(&self, clients: &Clients, by: Transport, task: TaskAttemptId) -> Result<(), Again> {
+    async fn write(&self, clients: &Clients, by: Transport, task: TaskAttemptId) -> Result<(), Retry> {
         let (batch, key) = (batch_of(task, 10), &self.written);
         let ticket = clients.grpc.require_once(require_request(key, &batch)?).await?;
         match by {
@@ -141,7 +142,7 @@ impl Callers {
         Ok(clients.grpc.report(key, task, &ids).await?)
     }
 
-    async fn read(&self, clients: &Clients, by: Transport, call: i32) -> Result<(), Again> {
+    async fn read(&self, clients: &Clients, by: Transport, call: i32) -> Result<(), Retry> {
         let (partition, key) = (PartitionId(call % READ_PARTITIONS), &self.read);
         let answer = match by {
             Transport::Grpc => clients.grpc.read_memory(key, partition, None, 1 << 20, None).await?,
@@ -155,7 +156,7 @@ impl Callers {
     }
 
     /// Waits until every caller has five more answers than `before`.
-    async fn get_on(&self, before: Vec<usize>) {
+    async fn progress(&self, before: Vec<usize>) {
         eventually("all callers get on", || {
             let now = self.answered();
             let all = now.iter().zip(&before).all(|(now, before)| *now >= before + 5);
@@ -169,7 +170,7 @@ impl Callers {
     }
 }
 
-/// A block of each of `partitions`, all with the same bytes: thousands of them are made in no time.
+/// Returns one block for each partition. All have the same bytes, so creating thousands is cheap.
 fn batch_of(task: TaskAttemptId, partitions: i32) -> Vec<(PartitionId, Vec<Block>)> {
     let like = Block::new(BlockId(0), task, Bytes::from(vec![7; BLOCK_BYTES as usize]));
     let block = |at| {
@@ -179,13 +180,13 @@ fn batch_of(task: TaskAttemptId, partitions: i32) -> Vec<(PartitionId, Vec<Block
     (0..partitions).map(|at| (PartitionId(at), vec![block(at)])).collect()
 }
 
-/// How much is in memory when it is handed over; the binary that is judged, if any.
-fn asked() -> (f64, Option<PathBuf>) {
-    let gigabytes = std::env::var("D5_GIGABYTES").ok().and_then(|text| text.parse().ok());
-    (gigabytes.unwrap_or(0.05), std::env::var_os("D5_WORKER").map(PathBuf::from))
+/// Returns the amount of data in memory, and the binary to assert the waits of, if any.
+fn parameters() -> (f64, Option<PathBuf>) {
+    let gigabytes = std::env::var("UPGRADE_GIGABYTES").ok().and_then(|text| text.parse().ok());
+    (gigabytes.unwrap_or(0.05), std::env::var_os("UPGRADE_WORKER").map(PathBuf::from))
 }
 
-/// Registers `filled` and writes so much of it; how many tasks that is.
+/// Registers `filled` and writes `gigabytes` to it. Returns the number of tasks.
 async fn fill(client: &ShuffleClient, filled: &ShuffleKey, gigabytes: f64) -> i64 {
     client.register(filled, &[(0, PARTITIONS - 1)]).await.expect("registered");
     #[expect(clippy::cast_possible_truncation, reason = "a number of tasks")]
@@ -199,10 +200,10 @@ async fn fill(client: &ShuffleClient, filled: &ShuffleKey, gigabytes: f64) -> i6
     tasks
 }
 
-/// `D5_GIGABYTES=10 D5_WORKER=target/release/uniffle-worker cargo test --test process no_call_is_refused -- --nocapture --test-threads 1`
-/// says how long the longest call waits; without the second variable that is told but not judged.
-async fn handed_over_under_calls(name: &'static str, memory: &'static str) {
-    let (gigabytes, binary) = asked();
+/// Run with `UPGRADE_GIGABYTES=10 UPGRADE_WORKER=target/release/uniffle-worker`, `--nocapture` and
+/// `--test-threads 1` to assert the longest wait with an optimized build.
+async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
+    let (gigabytes, binary) = parameters();
     let capacity: &'static str = Box::leak(format!("{:.0}M", gigabytes * 1250.0 + 256.0).into());
     let (setup, is_judged) =
         (Setup { name, capacity, memory, tables: NEVER_FLUSHED, ..Setup::default() }, binary.is_some());
@@ -228,13 +229,13 @@ async fn handed_over_under_calls(name: &'static str, memory: &'static str) {
     });
     let mut running = JoinSet::new();
     (0..4).for_each(|number| drop(running.spawn(Arc::clone(&callers).call(number))));
-    callers.get_on(vec![0; 4]).await;
+    callers.progress(vec![0; 4]).await;
     let usual = callers.longest.lock().values().copied().max().unwrap_or_default();
     block_in_place(|| {
         worker.begin_upgrade();
         worker.finish_upgrade();
     });
-    callers.get_on(callers.answered()).await;
+    callers.progress(callers.answered()).await;
     callers.stop.store(true, Ordering::Relaxed);
     while let Some(ended) = running.join_next().await {
         ended.expect("every call is answered");
@@ -246,7 +247,7 @@ async fn handed_over_under_calls(name: &'static str, memory: &'static str) {
          accepted for {gap_ms} ms, made again: {again:?}",
         tasks * i64::from(PARTITIONS)
     ));
-    let broken = |again: &&Again| !matches!(again, Again::Connection(why) if why.is_empty());
+    let broken = |again: &&Retry| !matches!(again, Retry::Connection(why) if why.is_empty());
     assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "of {}", again.len());
     let log = worker.log();
     assert!(log.contains("memory is handed over") && log.contains("flushed_bytes=0"), "{log}");
@@ -270,17 +271,17 @@ async fn handed_over_under_calls(name: &'static str, memory: &'static str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn no_call_is_refused_when_a_memfd_is_handed_over() {
-    handed_over_under_calls("memfd under calls", MEMFD).await;
+async fn memfd_hand_over_refuses_no_call() {
+    hand_over_under_calls("memfd under calls", MEMFD).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn no_call_is_refused_when_a_directory_of_a_tmpfs_is_handed_over() {
+async fn tmpfs_hand_over_refuses_no_call() {
     let (_directory, memory) = directory();
-    handed_over_under_calls("directory under calls", memory).await;
+    hand_over_under_calls("directory under calls", memory).await;
 }
 
-/// A send of 14 MiB, as a frame.
+/// Returns a send of 14 MiB as a frame.
 fn large_send(key: &ShuffleKey, ticket: i64, batch: &Batch) -> Bytes {
     let block = |block: &Block| SendBlock {
         block_id: block.meta.block_id.0,
@@ -304,10 +305,11 @@ fn large_send(key: &ShuffleKey, ticket: i64, batch: &Batch) -> Bytes {
     frame.freeze()
 }
 
-/// A send that is half received when the worker is told to hand over is acknowledged by it and found in the successor, once, and
-/// the connection goes on. One whose rest does not come before the next process is killed with it is not there at all.
+/// A send that is half received at an upgrade is acknowledged by the old process, and visible once
+/// in the successor on the same connection. If the process is killed before the rest arrives, the
+/// send is not visible.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_send_half_received_at_an_upgrade_is_visible_once_and_at_a_kill_not_at_all() {
+async fn send_received_during_upgrade_is_stored_once() {
     let (_directory, memory) = directory();
     let setup = Setup { name: "half a send", memory, tables: NEVER_FLUSHED, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));
@@ -333,7 +335,7 @@ async fn a_send_half_received_at_an_upgrade_is_visible_once_and_at_a_kill_not_at
     block_in_place(|| worker.finish_upgrade());
     let client = client_of(&worker).await;
     assert_holds(&worker, &client, &key, &first).await;
-    // The connection is the successor's.
+    // The connection belongs to the successor now.
     let ticket = client.require_buffer(&key, &second).await.expect("room");
     let frame = large_send(&key, ticket.0, &second);
     socket.write_all(&frame[..frame.len() / 2]).await.expect("taken");
@@ -351,7 +353,7 @@ async fn a_send_half_received_at_an_upgrade_is_visible_once_and_at_a_kill_not_at
     block_in_place(|| worker.stop());
 }
 
-/// `blocks` are in memory, byte for byte, and no others.
+/// Asserts that `blocks` are in memory, byte for byte, and no others.
 async fn assert_holds(worker: &Worker, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
     let read = client.read_partition(key, PartitionId(0), &Default::default()).await.expect("readable");
     let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();

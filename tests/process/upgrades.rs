@@ -1,4 +1,4 @@
-//! SIGUSR2 when the successor cannot take over, and what callers see while it does.
+//! SIGUSR2 when the successor cannot take over, and the effect of an upgrade on callers.
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
@@ -26,11 +26,11 @@ use uniffle_worker::proto::StatusCode;
 use crate::writes::{Written, client_of, key, local, patient};
 
 const COUNT_DEADLINE: Duration = Duration::from_secs(10);
-/// A call that is refused for so long is not only told to come back.
+/// A call that is refused for this long counts as failed.
 const CALL_DEADLINE: Duration = Duration::from_secs(60);
 
-/// A worker that refuses one upgrade after another, with a job that goes on.
-struct Refusing {
+/// A worker that refuses successive upgrades while a job runs.
+struct RefusedUpgrades {
     worker: Worker,
     config: String,
     client: ShuffleClient,
@@ -38,7 +38,7 @@ struct Refusing {
     refused: i32,
 }
 
-impl Refusing {
+impl RefusedUpgrades {
     async fn start(setup: Setup) -> Self {
         let worker = Worker::start(&setup);
         let (client, config) = (client_of(&worker).await, worker.config());
@@ -46,8 +46,8 @@ impl Refusing {
         Self { worker, config, client, written, refused: 0 }
     }
 
-    /// Asks for an upgrade to `config`, or to whatever the test has changed. It must be refused with `complaint` by a
-    /// rehearsal while calls go on, on the connections of before and on new ones.
+    /// Requests an upgrade to `config`. The rehearsal must refuse it with `complaint`, while calls
+    /// continue on old and new connections.
     async fn refuses(&mut self, config: &str, complaint: &str) {
         let pid = self.worker.pid();
         self.worker.write_config(config);
@@ -69,8 +69,8 @@ impl Refusing {
         self.worker.write_config(&self.config);
     }
 
-    /// After all that a good one is taken.
-    async fn ends_with_an_upgrade(mut self) {
+    /// Asserts that a valid upgrade succeeds afterwards.
+    async fn finish_with_an_upgrade(mut self) {
         block_in_place(|| {
             self.worker.begin_upgrade();
             self.worker.finish_upgrade();
@@ -86,9 +86,8 @@ fn setup(name: &'static str) -> Setup {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_new_directory_that_is_not_empty_and_one_that_cannot_be_made_are_refused_before_anything_stops()
-{
-    let mut refusing = Refusing::start(setup("new-directory")).await;
+async fn upgrade_with_unusable_directory_is_refused() {
+    let mut refusing = RefusedUpgrades::start(setup("new-directory")).await;
     let theirs = refusing.worker.dir().join("theirs");
     std::fs::create_dir(&theirs).expect("a directory");
     std::fs::write(theirs.join("file"), "not ours").expect("a file");
@@ -100,12 +99,12 @@ async fn d5_a_new_directory_that_is_not_empty_and_one_that_cannot_be_made_are_re
     refusing.refuses(&not_a_directory, "theirs/file: File exists").await;
     assert_eq!(std::fs::read(theirs.join("file")).expect("a file"), b"not ours");
     refusing.worker.write_config(&fresh);
-    refusing.ends_with_an_upgrade().await;
+    refusing.finish_with_an_upgrade().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_claim_that_is_damaged_alone_is_refused_before_anything_stops() {
-    let mut refusing = Refusing::start(setup("damaged-claim")).await;
+async fn upgrade_with_damaged_claim_file_is_refused() {
+    let mut refusing = RefusedUpgrades::start(setup("damaged-claim")).await;
     let claim = refusing.worker.data_paths()[1].join(CLAIM);
     let intact = std::fs::read(&claim).expect("a claim");
     let config = refusing.config.clone();
@@ -115,25 +114,25 @@ async fn d5_a_claim_that_is_damaged_alone_is_refused_before_anything_stops() {
         refusing.refuses(&config, &told).await;
     }
     std::fs::write(&claim, &intact).expect("a file");
-    refusing.ends_with_an_upgrade().await;
+    refusing.finish_with_an_upgrade().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_new_port_in_use_is_refused_before_anything_stops() {
-    let mut refusing = Refusing::start(setup("new-port")).await;
+async fn upgrade_with_port_in_use_is_refused() {
+    let mut refusing = RefusedUpgrades::start(setup("new-port")).await;
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("bound").port();
     let config = format!("{}[admin]\nport = {port}\n", refusing.config);
     refusing.refuses(&config, &format!("cannot listen on admin.port = 127.0.0.1:{port}")).await;
     drop(taken);
     refusing.worker.write_config(&config);
-    refusing.ends_with_an_upgrade().await;
+    refusing.finish_with_an_upgrade().await;
 }
 
 #[cfg(feature = "hdfs")]
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_precheck_or_a_login_that_fails_is_refused_before_anything_stops() {
-    let mut refusing = Refusing::start(setup("precheck")).await;
+async fn upgrade_with_failing_hdfs_or_login_is_refused() {
+    let mut refusing = RefusedUpgrades::start(setup("precheck")).await;
     let hdfs = refusing.config.replace("\"MEMORY_LOCALFILE\"", "\"MEMORY_LOCALFILE_HDFS\"");
     // Port 1 has no NameNode.
     let config = format!(
@@ -144,12 +143,12 @@ async fn d5_a_precheck_or_a_login_that_fails_is_refused_before_anything_stops() 
         "{hdfs}[hdfs_store.kerberos_security_config]\nkeytab_path = \"/nonexistent/keytab\"\nprincipal = \"a@B\"\n"
     );
     refusing.refuses(&config, "Hadoop's security is on").await;
-    refusing.ends_with_an_upgrade().await;
+    refusing.finish_with_an_upgrade().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_configuration_that_cannot_be_read_or_deletes_the_jobs_is_refused_before_anything_stops() {
-    let mut refusing = Refusing::start(setup("bad-config")).await;
+async fn upgrade_with_unusable_configuration_is_refused() {
+    let mut refusing = RefusedUpgrades::start(setup("bad-config")).await;
     refusing.refuses("grpc_port = [", "--check: exit status: 2").await;
     let config = refusing.config.replace("[localfile_store]\n", "[localfile_store]\nrecovery = false\n");
     refusing.refuses(&config, "localfile_store.recovery = false would delete the data of running jobs").await;
@@ -158,21 +157,21 @@ async fn d5_a_configuration_that_cannot_be_read_or_deletes_the_jobs_is_refused_b
         refusing.config
     );
     refusing.refuses(&config, "tls.cert_file").await;
-    refusing.ends_with_an_upgrade().await;
+    refusing.finish_with_an_upgrade().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_memory_that_cannot_be_mapped_is_refused_before_anything_stops() {
+async fn upgrade_with_unmappable_memory_is_refused() {
     // 16 GiB of address space.
     let wrapper = ["bash", "-c", "ulimit -v 16777216; exec \"$@\"", "bash"].map(str::to_owned).to_vec();
-    let mut refusing = Refusing::start(Setup { wrapper, ..setup("no-memory") }).await;
+    let mut refusing = RefusedUpgrades::start(Setup { wrapper, ..setup("no-memory") }).await;
     let config = refusing.config.replace("\"64M\"", "\"20G\"");
     refusing.refuses(&config, "memory_store.capacity: blocks may take 18.6 GiB, RLIMIT_AS is 16.0 GiB").await;
-    refusing.ends_with_an_upgrade().await;
+    refusing.finish_with_an_upgrade().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_binary_that_is_not_executable_or_never_answers_leaves_everything_as_it_is() {
+async fn upgrade_with_unusable_binary_is_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     let binary = dir.path().join("worker");
     let install = |mode| {
@@ -182,18 +181,18 @@ async fn d5_a_binary_that_is_not_executable_or_never_answers_leaves_everything_a
         std::fs::rename(beside, &binary).expect("renamed");
     };
     install(0o755);
-    let mut refusing = Refusing::start(Setup { binary: Some(binary.clone()), ..setup("mode") }).await;
+    let mut refusing = RefusedUpgrades::start(Setup { binary: Some(binary.clone()), ..setup("mode") }).await;
     let config = refusing.config.clone();
     install(0o644);
     refusing.refuses(&config, "cannot be run: Permission denied").await;
     std::fs::remove_file(&binary).expect("our file");
     refusing.refuses(&config, "cannot be run: No such file").await;
     install(0o755);
-    refusing.ends_with_an_upgrade().await;
+    refusing.finish_with_an_upgrade().await;
 }
 
-/// A file system of its own in a file, which can be frozen: then a thread that writes to it hangs in the kernel. Unmounted when
-/// it is dropped.
+/// A mounted file system in a file. While frozen, a thread that writes to it hangs in the kernel.
+/// Unmounted on drop.
 pub(crate) struct FreezableDisk(pub(crate) PathBuf);
 
 impl FreezableDisk {
@@ -217,7 +216,7 @@ impl FreezableDisk {
     }
 }
 
-/// Thaws when it is dropped, which must be before the end of a process is waited for that hangs.
+/// Thaws on drop. Drop it before waiting for the end of a process that hangs.
 pub(crate) struct Frozen<'a>(&'a FreezableDisk);
 
 impl Drop for Frozen<'_> {
@@ -242,9 +241,9 @@ fn run_with(program: &str, options: &[&str], paths: &[&Path]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// A worker on two disks, one of which hangs in the kernel while calls go on; it is upgraded, and told to stop by a signal to
-/// the process that was first or to its successor.
-async fn upgrade_beside_a_hung_disk(is_first_told: bool) {
+/// Upgrades a worker while one of its two disks hangs in the kernel, under calls. Then stops it by
+/// a signal to the first process or to its successor.
+async fn upgrade_beside_a_hung_disk(is_first_signalled: bool) {
     let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
     let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
     let paths = vec![disk.0.join("data"), dir.path().join("disk1")];
@@ -254,7 +253,7 @@ async fn upgrade_beside_a_hung_disk(is_first_told: bool) {
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.expect("sent");
     let frozen = disk.freeze();
-    // Notes of it go to both disks.
+    // The metadata log has a copy on each disk.
     let mut more = Written::register(&client, key("app", 1), 5).await;
     block_in_place(|| worker.wait_log("disk failed, avoiding it"));
     more.task(&client, 0, 1000).await.expect("it goes on");
@@ -264,7 +263,7 @@ async fn upgrade_beside_a_hung_disk(is_first_told: bool) {
         worker.finish_upgrade_beside()
     });
     let before = calls.answered();
-    eventually("calls are answered", || calls.have_got_on(before)).await;
+    eventually("calls are answered", || calls.check_progress(before)).await;
     calls.end(&mut callers, "an upgrade beside a disk that hangs").await;
     let client = client_of(&worker).await;
     more.assert_readable(&client).await;
@@ -274,9 +273,9 @@ async fn upgrade_beside_a_hung_disk(is_first_told: bool) {
     say(&format!("an upgrade beside a disk that hangs: no process accepted for {gap_ms:?} ms"));
     let log = worker.log();
     assert!(!log.contains("not proven complete"), "{log}");
-    // What a stop has to do is done while the disk still hangs; only the thread that hangs is waited for.
+    // The stop completes its work while the disk hangs, except for the hung thread.
     block_in_place(|| {
-        match is_first_told {
+        match is_first_signalled {
             true => worker.signal(rustix::process::Signal::TERM),
             false => signal_to(successor, rustix::process::Signal::TERM),
         }
@@ -299,30 +298,30 @@ fn signal_to(pid: u32, signal: rustix::process::Signal) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_disk_that_hangs_in_the_kernel_does_not_block_an_upgrade() {
+async fn hung_disk_does_not_block_upgrade() {
     upgrade_beside_a_hung_disk(true).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_a_successor_beside_a_hung_thread_takes_the_first_process_along_when_it_stops() {
+async fn stop_of_successor_ends_hung_first_process() {
     upgrade_beside_a_hung_disk(false).await;
 }
 
-/// Calls that one side made while the worker was upgraded.
+/// Calls made during an upgrade.
 #[derive(Debug, Default)]
 struct Calls {
     stop: AtomicBool,
     reported: AtomicUsize,
     asked: AtomicUsize,
     no_buffer: AtomicUsize,
-    /// Not begun by a server that was closing the connection.
+    /// Calls on a closing connection that the server did not start.
     repeated: AtomicUsize,
     acknowledged: Mutex<BTreeSet<u64>>,
     failed: Mutex<Vec<String>>,
 }
 
 impl Calls {
-    /// One call on a connection of its own, until it is answered.
+    /// Makes one call on a new connection, and retries until it is answered.
     async fn call<T, F>(&self, port: u16, call: impl Fn(ShuffleClient) -> F) -> Option<T>
     where
         F: Future<Output = Result<T, ClientError>>,
@@ -362,19 +361,19 @@ impl Calls {
         None
     }
 
-    /// Reports and result queries that were answered.
+    /// Returns the numbers of answered reports and result queries.
     fn answered(&self) -> (usize, usize) {
         (self.reported.load(Ordering::Relaxed), self.asked.load(Ordering::Relaxed))
     }
 
-    /// Whether all callers get on: two answers of each kind by every one of them.
-    fn have_got_on(&self, before: (usize, usize)) -> Result<(), String> {
+    /// Checks that every caller has two more answers of each kind.
+    fn check_progress(&self, before: (usize, usize)) -> Result<(), String> {
         let now = self.answered();
         let is_enough = now.0 >= before.0 + 16 && now.1 >= before.1 + 16;
         if is_enough || !self.failed.lock().is_empty() { Ok(()) } else { Err(format!("{now:?}")) }
     }
 
-    /// Ends the callers, none of which may have failed.
+    /// Ends the callers and asserts that none has failed.
     async fn end(&self, callers: &mut JoinSet<()>, under: &str) {
         self.stop.store(true, Ordering::Relaxed);
         while let Some(ended) = callers.join_next().await {
@@ -420,8 +419,9 @@ impl Calls {
     }
 }
 
-/// HTTP/2 says which streams a closing server has not looked at (RFC 9113, 6.8), and a call that was still to be sent when
-/// its connection closed never was. gRPC clients repeat both on another connection without a word.
+/// HTTP/2 reports streams that a closing server has not processed (RFC 9113, 6.8). A call that was
+/// not sent before its connection closed was not processed either. gRPC clients retry both
+/// transparently.
 pub(crate) fn was_not_begun(status: &tonic::Status) -> bool {
     let text = format!("{status:?}");
     let signs = [
@@ -432,7 +432,7 @@ pub(crate) fn was_not_begun(status: &tonic::Status) -> bool {
     signs.iter().any(|sign| text.contains(sign))
 }
 
-/// Four that report and four that ask for the results, of a shuffle of 4,000 blocks.
+/// Starts four reporting and four querying callers, on a shuffle of 4,000 blocks.
 async fn under_calls(client: &ShuffleClient, port: u16, key: ShuffleKey) -> (Arc<Calls>, JoinSet<()>) {
     client.register(&key, &[(0, 0)]).await.expect("registered");
     let generator = BlockGenerator::new(7, IdLayout::SPARK);
@@ -448,7 +448,7 @@ async fn under_calls(client: &ShuffleClient, port: u16, key: ShuffleKey) -> (Arc
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_reports_and_result_queries_are_held_in_the_gap_and_none_fails() {
+async fn reports_and_queries_wait_during_upgrade_gap() {
     let mut worker = Worker::start(&setup("held"));
     let (client, key, port) = (client_of(&worker).await, key("app", 0), worker.ready().grpc_port);
     let (calls, mut callers) = under_calls(&client, port, key).await;
@@ -458,25 +458,25 @@ async fn d5_reports_and_result_queries_are_held_in_the_gap_and_none_fails() {
             worker.begin_upgrade();
             worker.finish_upgrade();
         });
-        eventually("calls are answered", || calls.have_got_on(before)).await;
+        eventually("calls are answered", || calls.check_progress(before)).await;
     }
     calls.end(&mut callers, "three upgrades").await;
     worker.assert_no_error_logged();
     block_in_place(|| worker.stop());
 }
 
-/// Memory is empty before the gap begins, however much was in it. How long the gap is:
-/// `D5_GIGABYTES=10 D5_WORKER=target/release/uniffle-worker cargo test --test process d5_the_gap -- --nocapture`; without the second
-/// variable the worker is the test's own build, whose recovery is not optimised, and the gap is told but not judged.
+/// Memory is flushed before the gap begins, however full it was. Run with `UPGRADE_GIGABYTES=10
+/// UPGRADE_WORKER=target/release/uniffle-worker` and `--nocapture` to assert the gap with an
+/// optimized build.
 #[tokio::test(flavor = "multi_thread")]
-async fn d5_the_gap_flushes_nothing_and_leaves_nothing_behind() {
+async fn upgrade_gap_starts_with_empty_memory() {
     const BLOCK_BYTES: u32 = 14 << 10;
     const PARTITIONS: i32 = 500;
     const GAP_MS_MAX: u64 = 1_000;
-    let gigabytes = std::env::var("D5_GIGABYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(0.1);
+    let gigabytes = std::env::var("UPGRADE_GIGABYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(0.1);
     let mut worker = Worker::start(&Setup {
         capacity: "1G",
-        binary: std::env::var_os("D5_WORKER").map(PathBuf::from),
+        binary: std::env::var_os("UPGRADE_WORKER").map(PathBuf::from),
         ..setup("gap")
     });
     let (client, key) = (client_of(&worker).await, key("app", 0));
@@ -498,7 +498,7 @@ async fn d5_the_gap_flushes_nothing_and_leaves_nothing_behind() {
     let gap_ms = worker.ready().upgrade_gap_ms.expect("an upgrade");
     let blocks = tasks * i64::from(PARTITIONS);
     say(&format!("{blocks} blocks of {BLOCK_BYTES} bytes: no process accepted for {gap_ms} ms"));
-    if std::env::var_os("D5_WORKER").is_some() {
+    if std::env::var_os("UPGRADE_WORKER").is_some() {
         assert!(gap_ms <= GAP_MS_MAX, "{gap_ms} ms");
     }
     let log = worker.log();

@@ -1,4 +1,4 @@
-//! Blocks that a test has written, and reading them back.
+//! Blocks written by a test, and reading them back.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
 pub(crate) use uniffle_testkit::clients::{client_of, key, local, patient};
 
-/// One shuffle with `partitions` partitions, of which a test writes blocks.
+/// Blocks of one shuffle with `partitions` partitions.
 #[derive(Debug)]
 pub(crate) struct Written {
     pub(crate) key: ShuffleKey,
@@ -28,7 +28,7 @@ impl Written {
         written
     }
 
-    /// One that was registered before.
+    /// Uses a shuffle that was registered before.
     pub(crate) fn of(key: ShuffleKey, partitions: i32) -> Self {
         Self { key, generator: BlockGenerator::new(7, IdLayout::SPARK), partitions, blocks: BTreeMap::new() }
     }
@@ -42,14 +42,14 @@ impl Written {
         (0..self.partitions).map(|at| (PartitionId(at), vec![block(at)])).collect()
     }
 
-    /// What [`Written::task`] sent before, in another process.
+    /// Expects the blocks that [`Written::task`] sent in another process.
     pub(crate) fn expect(&mut self, task: i64, length: u32) {
         for (partition, blocks) in self.batch(task, length) {
             self.blocks.entry(partition.0).or_default().extend(blocks);
         }
     }
 
-    /// One task's blocks, `length` bytes each, one for each partition: sent and reported.
+    /// Sends and reports one task's blocks: `length` bytes for each partition.
     pub(crate) async fn task(
         &mut self,
         client: &ShuffleClient,
@@ -64,17 +64,17 @@ impl Written {
         Ok(())
     }
 
-    /// Bytes of all blocks.
+    /// Returns the bytes of all blocks.
     pub(crate) fn bytes(&self) -> u64 {
         self.blocks.values().flatten().map(|block| block.data.len() as u64).sum()
     }
 
-    /// A reader of every partition finds the ids reported, and each block byte for byte.
+    /// Asserts that every partition has the reported ids and each block byte for byte.
     pub(crate) async fn assert_readable(&self, client: &ShuffleClient) {
         self.readable(client).await.unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// As [`Written::assert_readable`], but calls may fail.
+    /// Like [`Written::assert_readable`], but calls may fail.
     pub(crate) async fn readable(&self, client: &ShuffleClient) -> Result<(), ClientError> {
         for (partition, blocks) in &self.blocks {
             let partition = PartitionId(*partition);

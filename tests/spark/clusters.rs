@@ -1,11 +1,11 @@
-//! More than one of something: executors, applications, workers, replicas.
+//! Several executors, applications, workers and replicas.
 
 use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::restarts::{JOB, REPLICAS, goes_on, wait_total};
+use crate::restarts::{JOB, REPLICAS, assert_running, wait_total};
 use crate::{Application, spark};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::spark::Kind;
@@ -13,11 +13,11 @@ use uniffle_testkit::tools::binary;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// A worker tells the coordinator of itself as soon as it is ready.
+/// A worker registers with the coordinator as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
 
 #[test]
-fn executors_in_jvms_of_their_own_read_what_the_others_wrote() {
+fn executors_in_separate_jvms_read_each_others_blocks() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "executors", capacity: "400M", ..Setup::default() });
     let words = "master=local-cluster[2,1,1024]";
@@ -27,9 +27,9 @@ fn executors_in_jvms_of_their_own_read_what_the_others_wrote() {
 }
 
 #[test]
-fn two_applications_at_once_do_not_meet() {
+fn concurrent_apps_with_equal_shuffle_ids_are_isolated() {
     let Some(mut spark) = spark() else { return };
-    // The same scenarios, so that both have the same shuffle ids, with more bytes than there is memory.
+    // Both run the same scenarios, so their shuffle ids are equal. Their data exceeds the memory.
     let worker = Worker::start(&Setup { name: "two-apps", capacity: "64M", ..Setup::default() });
     let scenarios = "query_aqe_on,skew_join_aqe";
     let apps =
@@ -42,7 +42,7 @@ fn two_applications_at_once_do_not_meet() {
 }
 
 #[test]
-fn two_workers_share_partitions_and_keep_replicas() {
+fn two_workers_share_partitions_and_replicas() {
     let Some(mut spark) = spark() else { return };
     let first = Worker::start(&Setup { name: "first", capacity: "400M", ..Setup::default() });
     let quorum = Some(first.quorum());
@@ -72,9 +72,9 @@ fn two_workers_share_partitions_and_keep_replicas() {
     }
 }
 
-/// Three workers, two of them coordinators to which all report; clients know both. Each has its own
-/// lines of `[memory_store]`.
-pub(super) fn workers_alone(memory: [&'static str; 3]) -> Vec<Worker> {
+/// Starts three workers, two of them coordinators that all workers report to and that clients know.
+/// `memory` has each worker's lines of `[memory_store]`.
+pub(super) fn embedded_cluster(memory: [&'static str; 3]) -> Vec<Worker> {
     let ports = [free_port(), free_port()];
     let quorum = Some(ports.map(|port| format!("127.0.0.1:{port}")).join(","));
     let with = |name, grpc_port: Option<u16>, memory| {
@@ -92,7 +92,7 @@ pub(super) fn workers_alone(memory: [&'static str; 3]) -> Vec<Worker> {
     workers
 }
 
-/// Waits until both coordinators know three workers and so many that take shuffles.
+/// Waits until both coordinators know three workers, of which `active` accept shuffles.
 fn until_active(workers: &[Worker], active: f64) {
     wait_until("the workers are nodes of both", JOIN_DEADLINE, || {
         let nodes = [&workers[0], &workers[1]].map(|worker| {
@@ -103,9 +103,9 @@ fn until_active(workers: &[Worker], active: f64) {
     });
 }
 
-/// The same, of which the first takes no shuffles, so that it is a coordinator and nothing else.
-fn workers_of_a_coordinator_alone() -> Vec<Worker> {
-    let workers = workers_alone([""; 3]);
+/// Starts the same workers, of which the first is only a coordinator.
+fn cluster_with_dedicated_coordinator() -> Vec<Worker> {
+    let workers = embedded_cluster([""; 3]);
     let ready = workers[0].ready();
     let [http, admin] = [Some(ready.http_port), ready.admin_port]
         .map(|port| format!("127.0.0.1:{}", port.expect("its administration is open")));
@@ -119,16 +119,16 @@ fn workers_of_a_coordinator_alone() -> Vec<Worker> {
 }
 
 #[test]
-fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next_one() {
+fn embedded_cluster_survives_loss_of_dedicated_coordinator() {
     let Some(mut spark) = spark() else { return };
     let application = Application { words: "failures=allowed master=local[2,4]", ..Application::of(JOB) };
-    let (workers, _) = spark.run_while(workers_of_a_coordinator_alone(), application, |workers| {
+    let (workers, _) = spark.run_while(cluster_with_dedicated_coordinator(), application, |workers| {
         wait_total(&workers[1], "total_received_data", 15e6);
         // The first of the quorum.
         workers[0].kill();
-        goes_on(&workers[1], "total_received_data");
+        assert_running(&workers[1], "total_received_data");
     });
-    // A new application registers and is assigned with one coordinator of two.
+    // A new application registers with the one remaining coordinator.
     let (workers, _) = spark.run_while(workers, Application::of("range_sort"), |_| {});
     for worker in workers.into_iter().skip(1).rev() {
         worker.assert_no_error_logged();
@@ -136,19 +136,19 @@ fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next
     }
 }
 
-/// Once all is written, one copy of two is enough. While a map stage writes, clients want both of two, so that its tasks fail
-/// without the second worker; of three they want two.
+/// Two copies are required after writing, so a job survives a loss. While a map stage writes with
+/// two replicas, clients require both, so a loss fails its tasks; with three they require two.
 const THREE_REPLICAS: &str = "failures=allowed spark.rss.data.replica=3 spark.rss.data.replica.write=2 \
                               spark.rss.data.replica.read=2 master=local[2,4]";
 
-/// In a cluster of its own: `victim` is killed when its `counter` has come to `after`, while the job goes on.
-fn loses(victim: usize, counter: &str, after: f64, words: &str) -> Vec<Worker> {
+/// Runs a job on a new cluster and kills `victim` when its `counter` reaches `after`.
+fn survives_loss(victim: usize, counter: &str, after: f64, words: &str) -> Vec<Worker> {
     let mut spark = spark().expect("it was there");
     let application = Application { words, ..Application::of(JOB) };
-    let (workers, _) = spark.run_while(workers_alone([""; 3]), application, |workers| {
+    let (workers, _) = spark.run_while(embedded_cluster([""; 3]), application, |workers| {
         wait_total(&workers[victim], counter, after);
         workers[victim].kill();
-        goes_on(&workers[(victim + 1) % 3], counter);
+        assert_running(&workers[(victim + 1) % 3], counter);
     });
     workers.into_iter().enumerate().filter(|(n, _)| *n != victim).map(|(_, worker)| worker).collect()
 }
@@ -160,29 +160,29 @@ fn stop_without_errors(workers: Vec<Worker>) {
     }
 }
 
-/// It is the coordinator that clients ask first; afterwards the next application goes on without it.
+/// Clients ask this coordinator first; the next application must work without it.
 #[test]
-fn with_two_replicas_a_cluster_of_workers_alone_loses_its_first_coordinator() {
+fn two_replicas_survive_loss_of_first_coordinator() {
     if spark().is_none() {
         return;
     }
-    let rest = loses(0, "total_read_data", 5e6, REPLICAS);
+    let rest = survives_loss(0, "total_read_data", 5e6, REPLICAS);
     let replicas = Application { words: REPLICAS, ..Application::of("range_sort") };
     let (rest, _) = spark().expect("it was there").run_while(rest, replicas, |_| {});
     stop_without_errors(rest);
 }
 
 #[test]
-fn with_two_replicas_a_cluster_of_workers_alone_loses_one_that_is_no_coordinator() {
+fn two_replicas_survive_loss_of_plain_worker() {
     if spark().is_some() {
-        stop_without_errors(loses(2, "total_read_data", 5e6, REPLICAS));
+        stop_without_errors(survives_loss(2, "total_read_data", 5e6, REPLICAS));
     }
 }
 
 #[test]
-fn with_three_replicas_a_cluster_of_workers_alone_loses_a_coordinator_in_the_map_stage() {
+fn three_replicas_survive_loss_in_map_stage() {
     if spark().is_some() {
-        stop_without_errors(loses(1, "total_received_data", 15e6, THREE_REPLICAS));
+        stop_without_errors(survives_loss(1, "total_received_data", 15e6, THREE_REPLICAS));
     }
 }
 

@@ -1,11 +1,9 @@
-//! The published Java client library without Spark (`tests/driver/`), against a worker process: everything written is
-//! read back by the client's own composed reader and compared, byte by byte, with what was written.
+//! The published Java client library without Spark (`tests/driver/`), against a worker process. It
+//! reads back everything that it wrote and compares every byte.
 //!
-//! Small here, in the shape of the field's own figures when asked for (docs/benchmarks.md):
-//! ```text
-//! DRIVER=full cargo test --release --test spark -- driver --nocapture --test-threads 1
-//! ```
-//! By hand, against any server that runs on this machine (`uniffle.driver.Main` has the words):
+//! The full size, with the figures of docs/benchmarks.md:
+//! `DRIVER=full cargo test --release --test spark -- driver --nocapture --test-threads 1`
+//! By hand, against any server on this machine (`uniffle.driver.Main` documents the arguments):
 //! ```text
 //! mvn -q -f tests/driver package
 //! java @tests/driver/jvm.options -cp 'target/tmp/driver/classes:target/tmp/driver/jars/*' uniffle.driver.Main \
@@ -23,20 +21,20 @@ use uniffle_testkit::{maven, say};
 
 const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/driver");
 
-/// Maven is not made for two builds of one project at once.
+/// Maven does not support concurrent builds of one project.
 static BUILDING: Mutex<()> = Mutex::new(());
 
-/// How much is written through how much memory.
+/// Size of a run.
 struct Size {
     capacity: &'static str,
     capacity_bytes: u64,
     words: &'static [&'static str],
     rounds: usize,
-    /// Measure the bare machine before and after.
+    /// Measures the baseline of the machine before and after.
     floor: bool,
 }
 
-/// A second of work.
+/// About one second of work.
 const SMALL: Size = Size {
     capacity: "24MB",
     capacity_bytes: 24_000_000,
@@ -44,7 +42,7 @@ const SMALL: Size = Size {
     rounds: 2,
     floor: false,
 };
-/// 3.14 GB of 14 KiB blocks in 14 MiB sends by 4 threads to 200 partitions, through 1 GB of memory.
+/// 3.14 GB of 14 KiB blocks in 14 MiB sends by 4 threads to 200 partitions, with 1 GB of memory.
 const FULL: Size =
     Size { capacity: "1GB", capacity_bytes: 1_000_000_000, words: &["rounds=5"], rounds: 5, floor: true };
 
@@ -93,7 +91,7 @@ fn run(name: &'static str, client: &str) {
     worker.assert_no_error_logged();
 }
 
-/// Returns where it is.
+/// Builds the driver. Returns its directory.
 fn build() -> PathBuf {
     let output = kept_dir().join("driver");
     let _one_at_a_time = BUILDING.lock();
@@ -101,7 +99,7 @@ fn build() -> PathBuf {
     output
 }
 
-/// The bare machine in the same minute, with the command that anyone else has.
+/// Measures the baseline of the machine with the same command that users have.
 fn floor(worker: &Worker, size: &Size) {
     if !size.floor {
         return;
@@ -123,20 +121,20 @@ fn median(rounds: &[Value], figure: &str) -> f64 {
     values[values.len() / 2]
 }
 
-/// What `.ci/run` does first, so that downloads and Maven are no part of the time of a test.
+/// Run first by `.ci/run`, so that downloads and Maven do not count as test time.
 #[test]
-fn the_driver_builds() {
+fn driver_builds() {
     if maven::is_available() {
         build();
     }
 }
 
 #[test]
-fn the_java_client_reads_back_what_it_wrote_over_grpc() {
+fn java_client_reads_its_blocks_over_grpc() {
     run("driver-grpc", "GRPC");
 }
 
 #[test]
-fn the_java_client_reads_back_what_it_wrote_over_raw_tcp() {
+fn java_client_reads_its_blocks_over_tcp() {
     run("driver-tcp", "GRPC_NETTY");
 }

@@ -1,10 +1,8 @@
-//! One application that floods a worker and nine small ones beside it: the small ones take at most half as long again as
+//! An application floods a worker. Nine small ones beside it take at most 1.5 times as long as
 //! without the flood.
 //!
-//! By hand, on a machine that does nothing else; it prints the figures of `docs/benchmarks.md`:
-//! ```text
-//! cargo test --release --test spark fairness -- --ignored --nocapture --test-threads 1
-//! ```
+//! Needs an idle machine, and prints the figures of `docs/benchmarks.md`:
+//! `cargo test --release --test spark fairness -- --ignored --nocapture --test-threads 1`
 
 use serde_json::Value;
 use uniffle_testkit::say;
@@ -13,20 +11,20 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 use crate::spark;
 
-/// Applications that are not to be held up.
+/// Number of small applications.
 const SMALL: usize = 9;
-/// 55 MB each, so that the nine want twice the memory.
+/// 55 MB each: the nine need twice the memory.
 const SMALL_WORDS: &str = "scenarios=sized master=local[2] spark.scenario.rows=500000";
-/// 440 MB in each round ...
+/// 440 MB in each round.
 const FLOOD_WORDS: &str = "scenarios=sized master=local[8] spark.scenario.rows=4000000";
-/// ... for longer than the small ones take.
+/// Longer than the small applications take.
 const FLOOD_LONG: &str = "spark.scenario.seconds=150";
-/// The flood gets the processor when no one else wants it: what is shared here is the worker.
+/// Low priority for the flood: this test is about sharing the worker, not the processor.
 const NICE: &[&str] = &["nice", "-n", "10"];
-/// Of a small one's time.
-const MOST: f64 = 1.5;
+/// Bound on a small application's time, relative to its time without the flood.
+const SLOWDOWN_MAX: f64 = 1.5;
 
-/// JVMs that have run something: the first application of each takes ten seconds more.
+/// Warmed-up JVMs: the first application of each takes ten seconds longer.
 struct Jvms {
     small: Vec<Jvm>,
     flood: Jvm,
@@ -37,7 +35,7 @@ impl Jvms {
         let start = |at| Jvm::start_as(Kind::NoUnsafe, &format!("small-{at}"), (&[], &["-Xmx1g"]));
         let mut small: Vec<_> = (0..SMALL).map(start).collect();
         let mut flood = Jvm::start_as(Kind::NoUnsafe, "flood", (NICE, &[]));
-        // Each with its own rows: what it does later is compared with this.
+        // Each runs once with its own rows, as the reference for later results.
         for jvm in &mut small {
             begin(jvm, "vanilla", SMALL_WORDS);
         }
@@ -48,7 +46,7 @@ impl Jvms {
         Self { small, flood }
     }
 
-    /// Seconds of each small application, all at once; every row is right.
+    /// Runs all small applications at once and checks every row. Returns the seconds of each.
     fn run_small(&mut self, words: &str) -> Vec<f64> {
         for jvm in &mut self.small {
             begin(jvm, "printed", &format!("{SMALL_WORDS} {words}"));
@@ -77,8 +75,8 @@ fn tell(what: &str, seconds: &[f64]) -> f64 {
     longest
 }
 
-/// What the worker said to requests for tickets so far.
-fn tell_tickets(worker: &Worker, what: &str) {
+/// Prints the numbers of granted and refused ticket requests.
+fn print_tickets(worker: &Worker, what: &str) {
     let metrics = worker.metrics();
     let count = |name| metrics.total(name).unwrap_or_default();
     say(&format!(
@@ -96,11 +94,11 @@ fn run(name: &'static str, client: &str) {
     let mut jvms = Jvms::start();
     jvms.run_small(&words);
     let alone = tell(&format!("{client}, nine without the flood"), &jvms.run_small(&words));
-    tell_tickets(&worker, client);
+    print_tickets(&worker, client);
 
     begin(&mut jvms.flood, "printed", &format!("{FLOOD_WORDS} {FLOOD_LONG} {words}"));
     let beside = tell(&format!("{client}, nine beside the flood"), &jvms.run_small(&words));
-    tell_tickets(&worker, client);
+    print_tickets(&worker, client);
     let flood = finish(&mut jvms.flood);
     let flooded = flood["seconds"].as_f64().unwrap_or_default();
     say(&format!(
@@ -113,17 +111,17 @@ fn run(name: &'static str, client: &str) {
     worker.assert_no_error_logged();
     worker.stop();
     drop((jvms, turn));
-    assert!(beside <= MOST * alone, "{beside:.1} s beside the flood, {alone:.1} s without it");
+    assert!(beside <= SLOWDOWN_MAX * alone, "{beside:.1} s beside the flood, {alone:.1} s without it");
 }
 
 #[test]
 #[ignore = "takes minutes, and its figures mean nothing on a machine that does something else"]
-fn fairness_nine_small_applications_beside_a_flood_over_grpc() {
+fn flood_over_grpc_slows_small_apps_within_bound() {
     run("fairness-grpc", "GRPC");
 }
 
 #[test]
 #[ignore = "takes minutes, and its figures mean nothing on a machine that does something else"]
-fn fairness_nine_small_applications_beside_a_flood_over_tcp() {
+fn flood_over_tcp_slows_small_apps_within_bound() {
     run("fairness-tcp", "GRPC_NETTY");
 }

@@ -1,4 +1,4 @@
-//! Workers that spill to a real HDFS, which the client reads by itself.
+//! Workers that spill to a real HDFS, which the client reads directly.
 
 use crate::{Application, spark};
 use std::time::Duration;
@@ -6,10 +6,10 @@ use uniffle_testkit::hdfs::{Listed, MiniHdfs};
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// The client has no Hadoop settings but Spark's defaults; the worker needs none but the path.
+/// The client uses Spark's default Hadoop settings; the worker needs only the path.
 const WORDS: &str = "spark.rss.client.remote.storage.useLocalConfAsDefault=true";
 
-/// A watch on what stands in HDFS while an application runs.
+/// Observes the files in HDFS while an application runs.
 struct Watch<'a> {
     hdfs: &'a MiniHdfs,
     stop: std::sync::mpsc::Sender<()>,
@@ -35,7 +35,7 @@ impl<'a> Watch<'a> {
         Self { hdfs, stop, seen }
     }
 
-    /// What stood there when it was most. All of it is gone now, or will be in a moment.
+    /// Returns the largest listing observed. Its files are deleted by now, or will be soon.
     fn finish(self) -> Vec<Listed> {
         drop(self.stop);
         let seen = self.seen.join().expect("the watch does not panic");
@@ -54,10 +54,10 @@ fn total(files: &[Listed], ending: &str) -> u64 {
 }
 
 #[test]
-fn what_is_spilled_to_hdfs_is_read_by_the_client() {
+fn client_reads_blocks_spilled_to_hdfs() {
     let Some(mut spark) = spark() else { return };
     let hdfs = MiniHdfs::start(&[]);
-    // The embedded coordinator tells the client the path, and the store type.
+    // The embedded coordinator sends the path and the store type to the client.
     let worker = Worker::start(&Setup {
         name: "memory_hdfs",
         capacity: "104M",
@@ -83,7 +83,7 @@ fn what_is_spilled_to_hdfs_is_read_by_the_client() {
 }
 
 #[test]
-fn cold_partitions_go_to_hdfs_and_the_rest_to_local_disks() {
+fn cold_partitions_go_to_hdfs_and_others_to_disks() {
     let Some(mut spark) = spark() else { return };
     let hdfs = MiniHdfs::start(&[]);
     let worker = Worker::start(&Setup {
@@ -97,7 +97,8 @@ fn cold_partitions_go_to_hdfs_and_the_rest_to_local_disks() {
         ),
         ..Setup::default()
     });
-    // How large a partition's part of a batch is depends on how busy the machine is: there may be a run of which all is cold.
+    // The share of a partition in a batch varies with the load of the machine, and in some runs all
+    // partitions are cold. Hence several runs.
     let (mut seen, mut spilled) = (Vec::new(), [0.0; 2]);
     for _ in 0..5 {
         seen = std::thread::scope(|scope| {
@@ -118,8 +119,8 @@ fn cold_partitions_go_to_hdfs_and_the_rest_to_local_disks() {
     worker.stop();
 }
 
-/// Client and worker without memory as a place to read from: what a task wrote is in files when it has committed.
-fn n22_commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_client: &str) {
+/// Client and worker without reads from memory: a task's blocks are in files when it commits.
+fn commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_client: &str) {
     let Some(mut spark) = spark() else { return };
     let hdfs = MiniHdfs::start(&[]);
     let path = hdfs.url("/uniffle");
@@ -143,14 +144,14 @@ fn n22_commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_
     worker.stop();
 }
 
-/// Which a client takes in its test mode only.
+/// Clients accept this type in test mode only.
 #[test]
-fn n22_a_client_of_hdfs_alone_commits_and_reads_hdfs_only() {
+fn hdfs_only_client_commits_to_and_reads_hdfs() {
     let type_of_client = "spark.rss.storage.type=HDFS spark.rss.test.mode.enable=true";
-    n22_commits_reach_hdfs("hdfs-alone", "MEMORY_HDFS", type_of_client);
+    commits_reach_hdfs("hdfs-alone", "MEMORY_HDFS", type_of_client);
 }
 
 #[test]
-fn n22_a_client_of_disks_and_hdfs_commits_and_reads_both() {
-    n22_commits_reach_hdfs("disks-hdfs", "MEMORY_LOCALFILE_HDFS", "spark.rss.storage.type=LOCALFILE_HDFS");
+fn localfile_hdfs_client_commits_to_and_reads_both() {
+    commits_reach_hdfs("disks-hdfs", "MEMORY_LOCALFILE_HDFS", "spark.rss.storage.type=LOCALFILE_HDFS");
 }

@@ -1,12 +1,10 @@
-//! Jobs over a worker that is killed between their stages, with all of a finished map stage in its memory.
+//! Jobs over a worker that is killed between their stages, with a finished map stage in its memory.
 //!
-//! The jobs pause there (`spark.uniffle.pause`): by themselves they would meet a port without a listener, and
-//! fail for that.
-//!
-//! What becomes of such a job is up to its client. By default it fails, and says what is lost. With
-//! `spark.rss.resubmit.stage` client 0.9.2 makes Spark's `FetchFailedException` of the third failed read of a partition,
-//! but it leaves the map outputs registered (0.10 drops them then), so that Spark runs the reduce stage again, and the map
-//! stage only if it is a barrier stage.
+//! The jobs pause between the stages (`spark.uniffle.pause`); otherwise they would fail because the
+//! port has no listener. By default such a job fails and names the lost blocks. With
+//! `spark.rss.resubmit.stage`, client 0.9.2 makes Spark repeat the reduce stage, and the map stage
+//! only if it is a barrier stage, because the client keeps the map outputs registered. Client 0.10
+//! drops them.
 
 use std::time::Duration;
 
@@ -17,11 +15,11 @@ use uniffle_testkit::spark::Kind;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// A map stage of seconds, on a machine that others use as well.
+/// Upper bound for a map stage of seconds, on a shared machine.
 const STAGE_DEADLINE: Duration = Duration::from_secs(120);
 
-/// Runs a job whose worker is killed, and started again, between its stages.
-fn killed_between_the_stages(
+/// Runs a job whose worker is killed and restarted between the stages.
+fn kill_between_stages(
     spark: &mut Spark,
     application: Application<'_>,
     name: &'static str,
@@ -48,7 +46,7 @@ fn killed_between_the_stages(
     (workers.remove(0), answers)
 }
 
-/// The answer is a failure that names what is lost, of `scenario`'s one shuffle.
+/// Asserts a failure that names the lost blocks of `scenario`'s only shuffle.
 fn assert_names_the_loss(answers: &[Value]) {
     assert_eq!(answers[0]["ok"], false, "{answers:?}");
     let error = answers[0]["error"].as_str().unwrap_or_default();
@@ -57,10 +55,10 @@ fn assert_names_the_loss(answers: &[Value]) {
     }
 }
 
-fn fails_with_words(jvm: Kind, words: &str, name: &'static str) {
+fn fails_with_reason(jvm: Kind, words: &str, name: &'static str) {
     let Some(mut spark) = spark() else { return };
     let application = Application { jvm, scenarios: "paused", words };
-    let (worker, answers) = killed_between_the_stages(&mut spark, application, name);
+    let (worker, answers) = kill_between_stages(&mut spark, application, name);
     assert_names_the_loss(&answers);
     assert!(worker.metrics().expect("total_reads_refused_for_loss") > 0.0);
     worker.assert_clean();
@@ -68,26 +66,26 @@ fn fails_with_words(jvm: Kind, words: &str, name: &'static str) {
 }
 
 #[test]
-fn what_a_killed_worker_lost_fails_the_job_with_words_where_stages_may_not() {
-    fails_with_words(Kind::Main, "", "failed-grpc");
+fn lost_blocks_fail_the_job_with_a_reason() {
+    fails_with_reason(Kind::Main, "", "failed-grpc");
 }
 
 #[test]
-fn what_a_killed_worker_lost_fails_the_job_with_words_over_tcp() {
-    fails_with_words(Kind::NoUnsafe, "spark.rss.client.type=GRPC_NETTY", "failed-tcp");
+fn lost_blocks_fail_the_job_over_tcp() {
+    fails_with_reason(Kind::NoUnsafe, "spark.rss.client.type=GRPC_NETTY", "failed-tcp");
 }
 
 #[test]
-fn what_a_killed_worker_lost_fails_the_job_with_words_where_the_client_does_not_drop_map_outputs() {
-    fails_with_words(Kind::Main, "spark.rss.resubmit.stage=true", "not-dropped");
+fn lost_blocks_fail_the_job_if_map_outputs_stay_registered() {
+    fails_with_reason(Kind::Main, "spark.rss.resubmit.stage=true", "not-dropped");
 }
 
 #[test]
-fn what_a_killed_worker_lost_is_computed_again_where_stages_may_be() {
+fn lost_blocks_of_barrier_stage_are_recomputed() {
     let Some(mut spark) = spark() else { return };
     let scenario = "paused_barrier";
     let application = Application { words: "spark.rss.resubmit.stage=true", ..Application::of(scenario) };
-    let (worker, answers) = killed_between_the_stages(&mut spark, application, "computed-again");
+    let (worker, answers) = kill_between_stages(&mut spark, application, "computed-again");
     let vanilla = spark.vanilla_of(Kind::Main, scenario);
     assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(Kind::Main));
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");

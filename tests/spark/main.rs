@@ -1,9 +1,8 @@
-//! Unmodified Spark with the published Uniffle client, through worker processes, against vanilla Spark.
+//! Unmodified Spark with the published Uniffle client and worker processes, compared with vanilla
+//! Spark. A scenario runs once in vanilla mode, and its digest must equal that of every run through
+//! workers. Tests share a few JVMs and have their own workers.
 //!
-//! A few JVMs serve all tests of this file (they take turns), each test has workers of its own. A scenario runs in
-//! vanilla mode once, and every run of it through workers must have the same digest.
-//!
-//! By hand, against a worker that runs (`uniffle.Main` has the other words; `spark.…=…` sets anything of Spark):
+//! By hand, against a running worker (`uniffle.Main` documents the arguments):
 //! ```text
 //! mvn -q -f tests/spark package
 //! java @tests/spark/jvm.options -cp 'target/tmp/spark/classes:target/tmp/spark/jars/*' uniffle.Main \
@@ -34,24 +33,24 @@ use serde_json::Value;
 use uniffle_testkit::spark::{Jvm, Kind};
 use uniffle_testkit::worker::Worker;
 
-/// What the tests share. Its holder has the machine: two cores are not enough for two jobs.
+/// State shared by all tests. The lock serializes jobs: two cores are not enough for two.
 static SPARK: LazyLock<Mutex<Spark>> = LazyLock::new(Mutex::default);
 
-/// The JVMs, each started by the first test that needs it, and what vanilla Spark said in them.
+/// JVMs, started on first use, and the results of vanilla Spark.
 #[derive(Debug, Default)]
 struct Spark {
     jvms: HashMap<Kind, Jvm>,
-    /// By version of Spark and scenario.
+    /// Results by Spark version and scenario.
     vanilla: HashMap<(&'static str, String), Value>,
 }
 
-/// One application.
+/// An application to run.
 #[derive(Debug, Clone, Copy)]
 struct Application<'a> {
     jvm: Kind,
-    /// Separated by commas.
+    /// Comma-separated scenarios.
     scenarios: &'a str,
-    /// More words of the command, separated by blanks.
+    /// Further words of the command, separated by spaces.
     words: &'a str,
 }
 
@@ -61,7 +60,7 @@ impl<'a> Application<'a> {
     }
 }
 
-/// The next turn. `None` when Java or Maven is missing.
+/// Waits for the shared state. Returns `None` without Java or Maven.
 fn spark() -> Option<MutexGuard<'static, Spark>> {
     uniffle_testkit::maven::is_available().then(|| SPARK.lock())
 }
@@ -72,7 +71,7 @@ impl Spark {
         self.run_all(workers, &[application]).remove(0)
     }
 
-    /// The same with applications of which each runs while the others do.
+    /// Runs several applications concurrently, and asserts that they overlapped.
     fn run_all_at_once(&mut self, workers: &[&Worker], applications: &[Application<'_>]) {
         for application in applications {
             self.warm_up(application.jvm);
@@ -83,9 +82,9 @@ impl Spark {
         assert!(last_begin < first_end, "not at once: {intervals:?}");
     }
 
-    /// Runs the applications through `workers`, the first of which is the coordinator, all at once, with the settings
-    /// that it printed for its user and no others. All results are
-    /// those of vanilla Spark, and afterwards every worker has been used and is clean.
+    /// Runs applications concurrently through `workers`, of which the first is the coordinator,
+    /// with exactly the settings that it printed. Asserts that results equal those of vanilla
+    /// Spark, and that every worker was used and is clean afterwards.
     fn run_all(&mut self, workers: &[&Worker], applications: &[Application<'_>]) -> Vec<Vec<Value>> {
         for application in applications {
             self.run_vanilla(application);
@@ -115,8 +114,8 @@ impl Spark {
         answers
     }
 
-    /// Runs `application` through `workers`, the first of which is the coordinator, and `meanwhile` beside it. All
-    /// results are those of vanilla Spark, and afterwards every worker that lives is clean.
+    /// Runs `application` and, beside it, `meanwhile`. Asserts that results equal those of vanilla
+    /// Spark, and that every remaining worker is clean afterwards.
     fn run_while(
         &mut self,
         workers: Vec<Worker>,
@@ -138,7 +137,7 @@ impl Spark {
         (workers, answers)
     }
 
-    /// The same, whatever the answers are.
+    /// Like [`Spark::run_while`], without checks of the results.
     fn run_unchecked(
         &mut self,
         mut workers: Vec<Worker>,
@@ -163,9 +162,9 @@ impl Spark {
         self.jvms.get(&jvm).map(Jvm::log_tail).unwrap_or_default()
     }
 
-    /// Fills in what vanilla Spark says, where that is not known yet.
+    /// Computes missing results with vanilla Spark.
     fn run_vanilla(&mut self, application: &Application<'_>) {
-        // The flags of a JVM do not change results.
+        // JVM flags do not affect results.
         let jvm = if application.jvm == Kind::NoUnsafe { Kind::Main } else { application.jvm };
         let version = jvm.spark_version();
         let unknown: Vec<_> = application
@@ -188,7 +187,7 @@ impl Spark {
         self.jvms.entry(kind).or_insert_with(|| Jvm::start(kind))
     }
 
-    /// A new JVM needs ten seconds for its first application.
+    /// The first application of a new JVM takes ten seconds longer.
     fn warm_up(&mut self, kind: Kind) {
         if !self.jvms.contains_key(&kind) {
             let (jvm, scenarios, words) = (kind, "recorded_pairs", "");
@@ -204,7 +203,7 @@ impl Spark {
         }
     }
 
-    /// Waits for an application that was begun.
+    /// Waits for a started application. Returns its output.
     fn answers(&mut self, kind: Kind) -> Vec<Value> {
         let jvm = self.jvms.get_mut(&kind).expect("it was begun");
         match jvm.finish() {
@@ -216,7 +215,7 @@ impl Spark {
         }
     }
 
-    /// Waits for an application that was begun; each of its scenarios was well in itself.
+    /// Waits for a started application. Asserts that every scenario passed its own checks.
     fn finish(&mut self, application: &Application<'_>) -> Vec<Value> {
         let answers = self.answers(application.jvm);
         let bad: Vec<String> =
@@ -233,7 +232,7 @@ impl Spark {
     }
 }
 
-/// Start of the first and end of the last scenario, in ms of the machine's clock.
+/// Returns the start of the first and the end of the last scenario, in ms of the system clock.
 fn interval(answers: &[Value]) -> (u64, u64) {
     let time = |answer: Option<&Value>, name: &str| {
         answer.and_then(|answer| answer[name].as_u64()).unwrap_or_else(|| panic!("{name} in {answer:?}"))
@@ -241,9 +240,9 @@ fn interval(answers: &[Value]) -> (u64, u64) {
     (time(answers.first(), "began_ms"), time(answers.last(), "ended_ms"))
 }
 
-/// What `.ci/run` does first, so that downloads and Maven are no part of the time of a test.
+/// Run first by `.ci/run`, so that downloads and Maven do not count as test time.
 #[test]
-fn the_applications_build() {
+fn applications_build() {
     if spark().is_some() {
         uniffle_testkit::spark::build(Kind::Main);
         uniffle_testkit::spark::build(Kind::Spark33);

@@ -1,7 +1,8 @@
-//! Jobs over a worker above SeaweedFS, without disks and with disks that are moved from there: larger than the worker's
-//! memory or its disk several times, and with the worker or the store killed and started again in either stage. What is
-//! asserted is the right result or a loss that is named, and where only the store dies, the right result. A store takes
-//! seconds to start, in which another test may have its turn.
+//! Jobs over a worker above SeaweedFS, without disks and with disks whose data is migrated to it.
+//!
+//! The data exceeds the memory or the disk several times, and the worker or the store is killed and
+//! restarted in either stage. The result must be correct, or the loss reported; after a kill of the
+//! store alone it must be correct. Other tests may run while a store starts, which takes seconds.
 
 use serde_json::Value;
 use uniffle_testkit::ports::KeptPort;
@@ -14,7 +15,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 use crate::restarts::{JOB, JOB_BYTES, SmallDisk, wait_total};
 use crate::{Application, Spark, spark};
 
-/// A worker of `capacity` whose only tier is `weed`.
+/// Returns a worker of `capacity` whose only tier is `weed`.
 fn above(weed: &Weed, name: &'static str, capacity: &'static str) -> Setup {
     let tables = format!(
         "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
@@ -34,10 +35,10 @@ fn above(weed: &Weed, name: &'static str, capacity: &'static str) -> Setup {
     }
 }
 
-/// What moves everything as soon as it is on a disk, whatever else the machine has there.
+/// Watermarks that migrate everything at once, whatever else is on the machine's disk.
 const AT_ONCE: &str = "offload_high_watermark = 0.000002\noffload_low_watermark = 0.000001\n";
 
-/// The same with a disk, from which data is moved beyond these watermarks.
+/// Like [`above`], with a disk that migrates data beyond `watermarks`.
 fn with_a_disk(weed: &Weed, name: &'static str, capacity: &'static str, watermarks: &str) -> Setup {
     let above = above(weed, name, capacity);
     let made_tables = above.made_tables.clone() + watermarks;
@@ -45,7 +46,7 @@ fn with_a_disk(weed: &Weed, name: &'static str, capacity: &'static str, watermar
 }
 
 #[test]
-fn a_sort_five_times_the_disk_and_a_skewed_join_are_those_of_vanilla_spark() {
+fn jobs_larger_than_the_disk_match_vanilla_spark() {
     const DISK: &str = "30m";
     const DISK_BYTES: f64 = 30.0 * 1024.0 * 1024.0;
     let Some(weed) = Weed::start("Spark above a small disk and SeaweedFS") else { return };
@@ -77,7 +78,7 @@ fn a_sort_five_times_the_disk_and_a_skewed_join_are_those_of_vanilla_spark() {
 }
 
 #[test]
-fn a_sort_larger_than_memory_several_times_and_a_skewed_join_are_those_of_vanilla_spark() {
+fn jobs_larger_than_memory_match_vanilla_spark() {
     let Some(weed) = Weed::start("Spark above SeaweedFS") else { return };
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&above(&weed, "object-sort", "32M"));
@@ -94,11 +95,12 @@ fn a_sort_larger_than_memory_several_times_and_a_skewed_join_are_those_of_vanill
     worker.stop();
 }
 
-/// A task may be tried again, and the application may fail.
+/// Tasks may be retried, and the application may fail.
 const WORDS: &str = "failures=allowed master=local[2,4]";
 
-/// Runs the job; `in_the_map_stage` happens in the middle of one, `in_the_reduce_stage` of the other.
-fn disturbed(
+/// Runs the job with `in_the_map_stage` during one map stage and `in_the_reduce_stage` during a
+/// reduce stage.
+fn run_disturbed(
     spark: &mut Spark,
     worker: Worker,
     in_the_map_stage: impl FnOnce(&mut Worker),
@@ -120,7 +122,7 @@ fn assert_right(spark: &Spark, answers: &[Value]) {
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
 }
 
-/// A store that is killed in either stage and comes back costs nothing.
+/// The store is killed and restarted in each stage; the result must be correct.
 fn store_killed(setup: impl FnOnce(&Weed) -> Setup) {
     let Some(mut weed) = Weed::start("Spark above a SeaweedFS that is killed") else { return };
     let Some(mut spark) = spark() else { return };
@@ -131,9 +133,9 @@ fn store_killed(setup: impl FnOnce(&Weed) -> Setup) {
         worker.wait_log("the store does not answer as it should");
         weed.borrow_mut().start_again();
     };
-    let (worker, answers) = disturbed(&mut spark, worker, kill, |worker| {
+    let (worker, answers) = run_disturbed(&mut spark, worker, kill, |worker| {
         kill(worker);
-        // What was read ahead or lies on a disk may have been all of it.
+        // Read-ahead data and data on disk may cover the remaining reads.
         let read = worker.metrics().expect("total_read_data");
         if read < JOB_BYTES {
             wait_total(worker, "total_read_data", read + 1.0);
@@ -145,19 +147,19 @@ fn store_killed(setup: impl FnOnce(&Weed) -> Setup) {
 }
 
 #[test]
-fn a_store_that_is_killed_in_either_stage_and_comes_back_costs_nothing() {
+fn killed_store_loses_nothing() {
     store_killed(|weed| above(weed, "object-store-killed", "64M"));
 }
 
 #[test]
-fn a_store_below_disks_that_is_killed_in_either_stage_and_comes_back_costs_nothing() {
+fn killed_store_below_disks_loses_nothing() {
     store_killed(|weed| with_a_disk(weed, "offload-store-killed", "32M", AT_ONCE));
 }
 
-/// A worker that is killed when `counter` has come to `least`, and started again. Connections wait for it meanwhile, as for one whose
-/// socket a service manager keeps: all attempts of a task may meet a port without a listener otherwise, and then the application is over
-/// before anybody has looked for what is lost.
-fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
+/// Kills the worker when `counter` reaches `least`, and restarts it. Its socket stays open, as with
+/// a service manager: otherwise all attempts of a task may find no listener, and the application
+/// ends before it asks for lost blocks.
+fn kill_in_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
     let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
     let Some(mut spark) = spark() else { return };
     let kept = KeptPort::open();
@@ -191,38 +193,38 @@ fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str
     drop(kept);
 }
 
-/// Bytes that were received, or read, when a worker is killed.
+/// Received or read bytes at which the worker is killed.
 const IN_THE_MAP_STAGE: (&str, f64) = ("total_received_data", 40e6);
 const IN_THE_REDUCE_STAGE: (&str, f64) = ("total_read_data", 15e6);
 
 #[test]
-fn a_worker_that_is_killed_in_the_map_stage_names_what_is_lost() {
-    killed_in_a_stage(|weed| above(weed, "object-map-killed", "64M"), IN_THE_MAP_STAGE);
+fn worker_killed_in_map_stage_reports_losses() {
+    kill_in_stage(|weed| above(weed, "object-map-killed", "64M"), IN_THE_MAP_STAGE);
 }
 
 #[test]
-fn a_worker_that_is_killed_in_the_reduce_stage_names_what_is_lost() {
-    killed_in_a_stage(|weed| above(weed, "object-reduce-killed", "64M"), IN_THE_REDUCE_STAGE);
+fn worker_killed_in_reduce_stage_reports_losses() {
+    kill_in_stage(|weed| above(weed, "object-reduce-killed", "64M"), IN_THE_REDUCE_STAGE);
 }
 
 #[test]
-fn a_worker_with_a_disk_that_is_killed_in_the_map_stage_names_what_is_lost() {
-    killed_in_a_stage(|weed| with_a_disk(weed, "offload-map-killed", "32M", AT_ONCE), IN_THE_MAP_STAGE);
+fn worker_with_disk_killed_in_map_stage_reports_losses() {
+    kill_in_stage(|weed| with_a_disk(weed, "offload-map-killed", "32M", AT_ONCE), IN_THE_MAP_STAGE);
 }
 
 #[test]
-fn a_worker_with_a_disk_that_is_killed_in_the_reduce_stage_names_what_is_lost() {
-    killed_in_a_stage(|weed| with_a_disk(weed, "offload-reduce-killed", "32M", AT_ONCE), IN_THE_REDUCE_STAGE);
+fn worker_with_disk_killed_in_reduce_stage_reports_losses() {
+    kill_in_stage(|weed| with_a_disk(weed, "offload-reduce-killed", "32M", AT_ONCE), IN_THE_REDUCE_STAGE);
 }
 
-/// How much longer the map stage of a sort of 1.1 GB takes when all of it is moved to the store meanwhile:
+/// Measures the extra time for the map stage of a 1.1 GB sort while all of it is migrated to the
+/// store.
 ///
-/// ```text
-/// SPEED_WORKER=target/release/uniffle-worker cargo test --test spark -- --ignored --nocapture the_map_stage
-/// ```
+/// Run: `SPEED_WORKER=target/release/uniffle-worker cargo test --test spark -- --ignored
+/// --nocapture map_stage_with_migration`
 #[test]
 #[ignore = "a measurement, on an idle machine"]
-fn the_map_stage_with_all_moved_beside_the_one_with_disks_only() {
+fn map_stage_with_migration_compared_with_disks() {
     const TURNS: usize = 5;
     let Some(weed) = Weed::start("Spark above disks and SeaweedFS") else { return };
     let Some(mut spark) = spark() else { return };

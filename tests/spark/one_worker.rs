@@ -1,4 +1,4 @@
-//! Scenarios of one application and one worker, over gRPC.
+//! Scenarios with one application and one worker, over gRPC.
 
 use crate::share::say_share;
 use crate::{Application, spark};
@@ -6,7 +6,7 @@ use uniffle_testkit::spark::Kind;
 use uniffle_testkit::worker::{Setup, Worker};
 
 #[test]
-fn a_sort_of_a_gigabyte_is_in_order_and_complete() {
+fn sort_of_a_gigabyte_is_ordered_and_complete() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "sort", capacity: "1500M", disks: 2, ..Setup::default() });
     spark.run(&[&worker], Application::of("sort_1g"));
@@ -17,7 +17,7 @@ fn a_sort_of_a_gigabyte_is_in_order_and_complete() {
 }
 
 #[test]
-fn aggregations_and_joins_have_the_results_of_vanilla_spark() {
+fn aggregations_and_joins_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "queries", capacity: "800M", ..Setup::default() });
     spark.run(&[&worker], Application::of("sort_small,wide_aggregation,join,range_sort"));
@@ -30,7 +30,7 @@ fn aggregations_and_joins_have_the_results_of_vanilla_spark() {
 }
 
 #[test]
-fn rdds_are_grouped_cached_and_read_again() {
+fn grouped_and_cached_rdds_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "rdds", capacity: "300M", ..Setup::default() });
     spark.run(&[&worker], Application::of("cached_rdd,cogroup"));
@@ -39,10 +39,11 @@ fn rdds_are_grouped_cached_and_read_again() {
 }
 
 #[test]
-fn n22_a_storage_type_without_memory_commits_and_reads_disks_only() {
+fn localfile_client_commits_to_and_reads_disks() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "no-memory", capacity: "300M", ..Setup::default() });
-    // Clients take it in their test mode only, and the coordinator's goes before the job's own, where they ask for it.
+    // Clients accept this type in test mode only, and use the coordinator's value unless they have
+    // an own one.
     let words = "spark.rss.storage.type=LOCALFILE spark.rss.test.mode.enable=true \
                  spark.rss.dynamicClientConf.enabled=false";
     spark.run(&[&worker], Application { words, ..Application::of("sort_small,join,cogroup") });
@@ -54,7 +55,7 @@ fn n22_a_storage_type_without_memory_commits_and_reads_disks_only() {
 }
 
 #[test]
-fn a_million_tiny_blocks_arrive() {
+fn million_tiny_blocks_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "tiny", capacity: "800M", ..Setup::default() });
     let answers = spark.run(&[&worker], Application::of("tiny_partitions"));
@@ -64,7 +65,7 @@ fn a_million_tiny_blocks_arrive() {
 }
 
 #[test]
-fn a_shuffle_four_times_the_memory_goes_through_local_disks() {
+fn shuffle_of_four_times_memory_uses_local_disks() {
     const CAPACITY: &str = "104M";
     const CAPACITY_BYTES: u64 = 104_000_000;
     let Some(mut spark) = spark() else { return };
@@ -87,13 +88,13 @@ fn a_shuffle_four_times_the_memory_goes_through_local_disks() {
 }
 
 #[test]
-fn spark_3_3_has_the_results_of_vanilla_spark_3_3() {
+fn spark_3_3_matches_vanilla_spark_3_3() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "spark33", capacity: "300M", ..Setup::default() });
     let scenarios = "sort_small,cogroup,skew_join_aqe";
     let answers = spark.run(&[&worker], Application { jvm: Kind::Spark33, ..Application::of(scenarios) });
     assert!(answers.iter().all(|answer| answer["spark"] == "3.3.4"), "another Spark: {answers:?}");
-    // No other test needs it.
+    // No other test needs this JVM.
     spark.jvms.remove(&Kind::Spark33);
     worker.assert_no_error_logged();
     worker.stop();

@@ -1,7 +1,7 @@
-//! Jobs over workers that are upgraded, killed, or out of disk while the jobs run.
+//! Jobs over workers that are upgraded, killed, or out of disk space during the job.
 //!
-//! The job is `restarts`: 165 MB in 48 map tasks and 24 reduce tasks. Where in it a worker is hit is told by the worker's own
-//! counters, which begin anew with each process.
+//! The job is `restarts`: 165 MB in 48 map tasks and 24 reduce tasks. The worker's counters, which
+//! restart with each process, show the progress of the job.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -15,15 +15,15 @@ use uniffle_testkit::tools::{binary, may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{say, wait_until};
 
-/// The job on a machine that others use as well.
+/// Upper bound for the job on a shared machine.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);
-/// A worker tells the coordinator of itself as soon as it is ready.
+/// A worker registers with the coordinator as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
 pub(super) const JOB: &str = "restarts";
-/// Its bytes, less than what is written.
+/// Bytes of the job, less than it writes.
 pub(super) const JOB_BYTES: f64 = 155e6;
 
-/// Waits until the counter has come to `least`, and says to what.
+/// Waits until the counter reaches `least`. Returns its value.
 pub(super) fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
     wait_until(&format!("{counter} reaches {least}"), PROGRESS_DEADLINE, || {
         let total = Metrics::fetch(worker.ready().http_port)?.expect(counter);
@@ -31,14 +31,14 @@ pub(super) fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
     })
 }
 
-/// The stage that `counter` tells of was not over yet.
-pub(super) fn goes_on(worker: &Worker, counter: &str) {
+/// Asserts that the stage measured by `counter` was still running.
+pub(super) fn assert_running(worker: &Worker, counter: &str) {
     let now = worker.metrics().expect(counter);
     wait_total(worker, counter, now + 1.0);
 }
 
-/// What the worker begins as: a copy of the binary that `UPGRADE_FROM` names, which the first upgrade replaces as a
-/// package manager does. Without the variable it is upgraded to itself.
+/// A copy of the binary named by `UPGRADE_FROM`, which the first upgrade replaces as a package
+/// manager does. Without the variable the worker upgrades to itself.
 struct Installed(Option<(tempfile::TempDir, PathBuf)>);
 
 impl Installed {
@@ -74,8 +74,8 @@ fn upgrade(worker: &mut Worker, installed: &Installed) {
     ));
 }
 
-/// The same job in both of its stages.
-fn upgraded_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
+/// Upgrades in both stages of a job.
+fn upgrade_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
     let Some(mut spark) = spark() else { return };
     let installed = Installed::by_variable();
     let setup = Setup { name, capacity: "300M", disks: 2, binary: installed.path(), ..Setup::default() };
@@ -97,13 +97,13 @@ fn upgraded_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
 }
 
 #[test]
-fn an_upgrade_in_either_stage_fails_no_task_of_a_cluster() {
-    upgraded_in_both_stages("cluster-grpc", Kind::Main, "master=local-cluster[2,1,1024]");
+fn upgrades_fail_no_task_of_a_cluster() {
+    upgrade_in_both_stages("cluster-grpc", Kind::Main, "master=local-cluster[2,1,1024]");
 }
 
 #[test]
-fn an_upgrade_in_either_stage_fails_no_task_of_a_cluster_over_tcp() {
-    upgraded_in_both_stages(
+fn upgrades_fail_no_task_of_a_cluster_over_tcp() {
+    upgrade_in_both_stages(
         "cluster-tcp",
         Kind::NoUnsafe,
         "master=local-cluster[2,1,1024] spark.rss.client.type=GRPC_NETTY",
@@ -111,27 +111,23 @@ fn an_upgrade_in_either_stage_fails_no_task_of_a_cluster_over_tcp() {
 }
 
 #[test]
-fn an_upgrade_in_either_stage_fails_no_task_of_a_local_master() {
-    upgraded_in_both_stages("local-grpc", Kind::Main, "master=local[2,4]");
+fn upgrades_fail_no_task_of_a_local_master() {
+    upgrade_in_both_stages("local-grpc", Kind::Main, "master=local[2,4]");
 }
 
 #[test]
-fn an_upgrade_in_either_stage_fails_no_task_of_a_local_master_over_tcp() {
-    upgraded_in_both_stages(
-        "local-tcp",
-        Kind::NoUnsafe,
-        "master=local[2,4] spark.rss.client.type=GRPC_NETTY",
-    );
+fn upgrades_fail_no_task_of_a_local_master_over_tcp() {
+    upgrade_in_both_stages("local-tcp", Kind::NoUnsafe, "master=local[2,4] spark.rss.client.type=GRPC_NETTY");
 }
 
-/// Set by those who want to see the test without mounts.
+/// Set by users who want to run the tests without mounts.
 const NO_MOUNTS: &str = "NO_MOUNTS";
 
-/// A file system of its own, unmounted when it is dropped.
+/// A mounted file system, unmounted on drop.
 pub(super) struct SmallDisk(std::path::PathBuf);
 
 impl SmallDisk {
-    /// None where nothing may be mounted.
+    /// Mounts a file system. Returns `None` where mounts are not permitted.
     pub(super) fn mount(at: &Path, size: &str) -> Option<Self> {
         std::fs::create_dir(at).expect("a mount point");
         if std::env::var_os(NO_MOUNTS).is_some() {
@@ -148,13 +144,13 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Lazily: the worker may be about to end.
+        // Lazy unmount, because the worker may still be exiting.
         drop(Command::new("umount").arg("-l").arg(&self.0).status());
     }
 }
 
 #[test]
-fn a_disk_that_gets_full_costs_a_job_nothing() {
+fn full_disk_fails_no_task() {
     let Some(mut spark) = spark() else { return };
     let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
     let mounts = [dir.path().join("disk0"), dir.path().join("disk1")];
@@ -192,7 +188,7 @@ fn a_disk_that_gets_full_costs_a_job_nothing() {
     drop(mounted);
 }
 
-/// Takes all the space that is left.
+/// Takes all remaining space.
 fn fill(path: &Path) {
     let mut file = std::fs::File::create(path).expect("a file");
     let piece = vec![1; 1 << 20];
@@ -215,13 +211,13 @@ pub(super) const REPLICAS: &str = "failures=allowed spark.rss.data.replica=2 spa
                         spark.rss.data.replica.read=1 master=local[2,4]";
 
 #[test]
-fn with_two_replicas_a_worker_killed_in_the_map_stage_and_started_again_costs_no_result() {
+fn two_replicas_survive_kill_in_map_stage() {
     let Some(mut spark) = spark() else { return };
     let application = Application { words: REPLICAS, ..Application::of(JOB) };
     let (workers, _) = spark.run_while(three_workers("300M"), application, |workers| {
         wait_total(&workers[1], "total_received_data", 15e6);
         workers[1].kill();
-        goes_on(&workers[0], "total_received_data");
+        assert_running(&workers[0], "total_received_data");
         workers[1].start_again();
     });
     for worker in workers.into_iter().rev() {
@@ -230,13 +226,13 @@ fn with_two_replicas_a_worker_killed_in_the_map_stage_and_started_again_costs_no
 }
 
 #[test]
-fn with_two_replicas_a_worker_killed_in_the_reduce_stage_costs_no_result() {
+fn two_replicas_survive_kill_in_reduce_stage() {
     let Some(mut spark) = spark() else { return };
     let application = Application { words: REPLICAS, ..Application::of(JOB) };
     let (workers, _) = spark.run_while(three_workers("300M"), application, |workers| {
         wait_total(&workers[1], "total_read_data", 5e6);
         workers[1].kill();
-        goes_on(&workers[0], "total_read_data");
+        assert_running(&workers[0], "total_read_data");
     });
     drop(workers);
 }

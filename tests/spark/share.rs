@@ -1,4 +1,4 @@
-//! How much of an application's time the worker has: printed, not asserted.
+//! The worker's share of an application's time: printed, not asserted.
 
 use serde_json::Value;
 use uniffle_testkit::metrics::Metrics;
@@ -17,8 +17,8 @@ const RPCS: [&str; 9] = [
     "getLocalShuffleData",
 ];
 
-/// Calls of each RPC with the time from a call's head (over TCP: its last byte) to its answer, and the CPU time of the whole process,
-/// beside the seconds of the application's stages.
+/// Prints the stage times, the calls and latencies of each RPC, and the CPU time of the worker. A
+/// latency covers headers (over TCP the last byte) to response.
 pub(crate) fn say_share(metrics: &Metrics, answer: &Value) {
     let wall = answer["seconds"].as_f64().unwrap_or(f64::NAN);
     let cpu = metrics.expect("process_cpu_seconds_total");

@@ -1,4 +1,4 @@
-//! How long jobs take beside vanilla Spark: measurements, which need a machine that does nothing else.
+//! Job times compared with vanilla Spark. These measurements need an idle machine.
 
 use serde_json::Value;
 use uniffle_testkit::say;
@@ -7,18 +7,18 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 use crate::{Application, Spark, spark};
 
-/// After one to warm up the JVM and the worker's memory.
+/// Measured turns, after one warm-up.
 const TURNS: usize = 3;
 const SCENARIOS: [&str; 2] = ["sort_1g", "repartition_1000"];
-/// What the client type is, if any.
-const WAYS: [(&str, Option<&str>); 3] =
+/// Name and client type of each variant.
+const VARIANTS: [(&str, Option<&str>); 3] =
     [("vanilla", None), ("gRPC", Some("GRPC")), ("TCP", Some("GRPC_NETTY"))];
 
-/// A sort of 10 M rows and a repartition of 1,000 × 1,000 in vanilla Spark and through a worker's memory, in turns in one JVM:
+/// Sorts 10 M rows and repartitions 1,000 × 1,000 in vanilla Spark and through a worker's memory,
+/// in turns in one JVM.
 ///
-/// ```text
-/// SPEED_WORKER=target/release/uniffle-worker cargo test --test spark -- --ignored --nocapture in_turns_with_vanilla
-/// ```
+/// Run: `SPEED_WORKER=target/release/uniffle-worker cargo test --test spark -- --ignored
+/// --nocapture in_turns_with_vanilla`
 #[test]
 #[ignore = "a measurement, on an idle machine"]
 fn jobs_in_turns_with_vanilla_spark() {
@@ -27,7 +27,7 @@ fn jobs_in_turns_with_vanilla_spark() {
     let worker = Worker::start(&Setup { name: "turns", capacity: "3G", binary, ..Setup::default() });
     for turn in 0..=TURNS {
         for scenario in SCENARIOS {
-            for (way, client) in WAYS {
+            for (way, client) in VARIANTS {
                 let cpu = || worker.metrics().expect("process_cpu_seconds_total");
                 let before = cpu();
                 let answer = run(&mut spark, &worker, scenario, client);
@@ -41,7 +41,7 @@ fn jobs_in_turns_with_vanilla_spark() {
 }
 
 fn run(spark: &mut Spark, worker: &Worker, scenario: &str, client: Option<&str>) -> Value {
-    // One JVM for all, with the flags that TCP needs.
+    // The same JVM for all variants, with the flags that TCP needs.
     let jvm = Kind::NoUnsafe;
     let words = client.map(|client| format!("{} spark.rss.client.type={client}", worker.printed_settings()));
     let mode = if client.is_some() { "printed" } else { "vanilla" };

@@ -1,4 +1,4 @@
-//! The client type GRPC_NETTY: data over the raw TCP listener, the rest over gRPC.
+//! Client type GRPC_NETTY: data over the TCP listener, other calls over gRPC.
 
 use crate::share::say_share;
 use crate::{Application, spark};
@@ -9,9 +9,9 @@ use uniffle_testkit::worker::{Setup, Worker};
 const TCP: Application<'_> =
     Application { jvm: Kind::NoUnsafe, scenarios: "", words: "spark.rss.client.type=GRPC_NETTY" };
 
-/// Requests of each listener for one RPC.
+/// Returns the request counts of one RPC on both listeners.
 fn requests(metrics: &Metrics, rpc: &str) -> (f64, f64) {
-    // One listener labels with the whole path, the other with its last part.
+    // The gRPC listener labels with the whole path, the TCP listener with its last part.
     let count = |name: &str| metrics.total_of(name, &format!("{rpc}\"")).unwrap_or(0.0);
     (count("total_grpc_request_number"), count("total_urpc_request_number"))
 }
@@ -24,7 +24,7 @@ fn assert_tcp_only(metrics: &Metrics, rpcs: &[&str]) {
 }
 
 #[test]
-fn over_tcp_a_sort_a_skewed_join_and_tiny_partitions_have_the_results_of_vanilla_spark() {
+fn jobs_over_tcp_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "tcp", capacity: "800M", disks: 2, ..Setup::default() });
     let scenarios = "range_sort,skew_join_aqe,tiny_partitions";
@@ -39,10 +39,10 @@ fn over_tcp_a_sort_a_skewed_join_and_tiny_partitions_have_the_results_of_vanilla
 }
 
 #[test]
-fn over_tcp_a_shuffle_four_times_the_memory_goes_through_local_disks() {
+fn shuffle_of_four_times_memory_uses_disks_over_tcp() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "tcp-spill", capacity: "104M", disks: 2, ..Setup::default() });
-    // The same over gRPC has the client's own pauses between NO_BUFFER and the next try: 2 to 10 s.
+    // Over gRPC the client itself pauses 2 to 10 s after NO_BUFFER.
     let words = "spark.rss.client.type=GRPC_NETTY spark.rss.client.retry.interval.max=500";
     spark.run(&[&worker], Application { scenarios: "spill", words, ..TCP });
     let metrics = worker.metrics();
@@ -54,7 +54,7 @@ fn over_tcp_a_shuffle_four_times_the_memory_goes_through_local_disks() {
 }
 
 #[test]
-fn an_application_on_each_listener_at_once() {
+fn concurrent_apps_on_both_listeners_match_vanilla_spark() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "two-listeners", capacity: "400M", ..Setup::default() });
     let scenarios = "query_aqe_on,skew_join_aqe";

@@ -1,4 +1,4 @@
-//! What a collector gets of a job that knows nothing of it.
+//! Spans of an ordinary job at an OTLP collector.
 
 use std::time::Duration;
 
@@ -8,12 +8,12 @@ use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
 #[test]
-fn an_otlp_receiver_gets_the_spans_of_a_job() {
+fn otlp_receiver_gets_the_spans_of_a_job() {
     let Some(mut spark) = spark() else { return };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.expect("a runtime");
     let (receiver, port) = runtime.block_on(Receiver::start());
-    // Everything is traced, and a partition of more than 1 MiB goes to a disk at once.
+    // Traces everything, and flushes a partition of more than 1 MiB at once.
     let made_tables = format!(
         "[tracing]\notlp_endpoint = \"http://127.0.0.1:{port}\"\nsampling_ratio = 1.0\n\
          [hybrid_store]\nmemory_single_buffer_max_spill_size = \"1MiB\""
@@ -31,7 +31,7 @@ fn an_otlp_receiver_gets_the_spans_of_a_job() {
         "unregisterShuffleByAppId",
     ];
     let calls = names.map(|name| format!("/rss.common.ShuffleServer/{name}"));
-    // One span per call: the metrics counted as many sends.
+    // A span per call, as many as the metrics counted.
     let sends = worker.metrics().total_of("total_grpc_request_number", "sendShuffleData\"");
     let found = || -> Result<Vec<Vec<Span>>, String> {
         let names = calls.iter().map(String::as_str).chain(["flush", "write and publish"]);

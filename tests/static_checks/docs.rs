@@ -1,13 +1,12 @@
-//! The documents hold together: every relative link of a page resolves, its anchor too, and so does every citation of a
-//! page or of one of its sections in the sources.
+//! Links and citations in documents and sources resolve: pages, anchors and section numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
-/// Lines that a newcomer reads before the first link.
+/// Bound on the lines of the README.
 const README_LINES_MAX: usize = 200;
 
-/// A page's headings, as the anchors that links name and as the numbers that citations name.
+/// Headings of a page, as anchors and as section numbers.
 #[derive(Debug, Default)]
 struct Page {
     anchors: BTreeSet<String>,
@@ -56,7 +55,7 @@ fn links_and_citations_resolve() {
 }
 
 #[test]
-fn the_readme_stays_short() {
+fn readme_is_short() {
     let lines = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md"))
         .expect("a README")
         .lines()
@@ -64,7 +63,7 @@ fn the_readme_stays_short() {
     assert!(lines <= README_LINES_MAX, "README.md has {lines} lines, {README_LINES_MAX} are allowed");
 }
 
-/// Text files by their path below the root, without what is built or not ours.
+/// Reads text files, without build output and third-party files, by path below the root.
 fn read_tree(root: &Path, dir: &Path, files: &mut BTreeMap<PathBuf, String>) {
     for entry in std::fs::read_dir(dir).expect("a readable directory") {
         let entry = entry.expect("a readable entry");
@@ -96,7 +95,7 @@ fn page(text: &str) -> Page {
     page
 }
 
-/// A heading's anchor, as GitHub makes it.
+/// Returns a heading's anchor, as GitHub generates it.
 fn anchor(title: &str) -> String {
     let kept = title
         .to_lowercase()
@@ -106,7 +105,7 @@ fn anchor(title: &str) -> String {
     kept.replace(' ', "-")
 }
 
-/// The targets of a line's relative Markdown links.
+/// Returns the targets of a line's relative Markdown links.
 fn links(line: &str) -> impl Iterator<Item = &str> {
     let targets = line.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
     targets.filter(|target| !target.contains("://") && !target.contains(' ') && !target.is_empty())
@@ -129,7 +128,7 @@ fn resolves(root: &Path, pages: &BTreeMap<&Path, Page>, from: &Path, link: &str)
     }
 }
 
-/// What a line cites, the name of a page and ` §1.2, §3`: the pages and the sections behind their names.
+/// Returns each page cited in a line with its sections, as in ` §1.2, §3`.
 fn citations(line: &str) -> impl Iterator<Item = (&str, Vec<&str>)> {
     line.match_indices("docs/").filter_map(|(start, _)| {
         let rest = &line[start..];
@@ -141,7 +140,7 @@ fn citations(line: &str) -> impl Iterator<Item = (&str, Vec<&str>)> {
     })
 }
 
-/// The sections named right behind a page: ` §4.5, §4.7` and ` §10.2 and §10.6`.
+/// Returns the sections directly after a page: ` §4.5, §4.7` and ` §10.2 and §10.6`.
 fn sections(mut rest: &str) -> Vec<&str> {
     let mut sections = Vec::new();
     while let Some(start) = [" §", ", §", " and §", "–§"].iter().find_map(|lead| rest.strip_prefix(lead))

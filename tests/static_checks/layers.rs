@@ -1,11 +1,10 @@
-//! The direction of imports inside `src/`. Between top-level modules they point down the table of `src/lib.rs`, and
-//! siblings do not know each other. Inside a top-level module the files form no circle.
+//! Direction of imports inside `src/`: top-level modules import only lower ones of the table in
+//! `src/lib.rs`, and the files of a module form no cycle.
 //!
-//! A file imports another when one of its paths names an item of the other, in `use`, in code or in a macro's
-//! arguments. A name that a file only hands on (`pub use` of its own submodules) belongs to the file that it comes from,
-//! on both sides: `mod.rs` may re-export its children, and who takes the name from there imports the child. So a child
-//! that takes a type from `mod.rs` makes a circle only when code in `mod.rs` names an item of that child. Methods and
-//! fields are not seen, nor is anything inside `#[cfg(test)]` or a file of tests, for circles.
+//! A file imports another if a path in its code, `use` or macro arguments names an item of the
+//! other. A re-exported name (`pub use` of a submodule) counts as an import of its original file.
+//! So a child that takes a type from `mod.rs` forms a cycle only if code in `mod.rs` names an item
+//! of the child. Methods, fields, and (for cycles) test code are not considered.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,7 +15,7 @@ use quote::ToTokens as _;
 use syn::spanned::Spanned as _;
 use syn::visit::Visit;
 
-/// From the top to the bottom. A module may import any that stands in a line below its own.
+/// Layers from top to bottom. A module may import modules of the lines below its own.
 const LAYERS: &[&[&str]] = &[
     &["server"],
     &["config"],
@@ -32,17 +31,17 @@ const LAYERS: &[&[&str]] = &[
 
 type Names = Vec<String>;
 
-/// A path as it is written, and where.
+/// A path as written, with its position.
 struct Import {
     within: Names,
     path: Names,
     line: usize,
     in_test: bool,
-    /// `pub use`.
-    hands_on: bool,
+    /// True for `pub use`.
+    is_reexport: bool,
 }
 
-/// What one file says: the paths in it, and what the names that `use` brings stand for.
+/// Paths in a file, and the targets of its imported names.
 #[derive(Default)]
 struct Source {
     file: Names,
@@ -60,26 +59,26 @@ impl Source {
         source
     }
 
-    fn import(&mut self, path: Names, line: usize, hands_on: bool) {
+    fn import(&mut self, path: Names, line: usize, is_reexport: bool) {
         let (within, in_test) = (self.within.clone(), self.in_test);
-        self.imports.push(Import { within, path, line, in_test, hands_on });
+        self.imports.push(Import { within, path, line, in_test, is_reexport });
     }
 
-    fn use_tree(&mut self, tree: &syn::UseTree, mut path: Names, hands_on: bool) {
+    fn use_tree(&mut self, tree: &syn::UseTree, mut path: Names, is_reexport: bool) {
         let (name, line) = match tree {
             syn::UseTree::Path(part) => {
                 path.push(part.ident.to_string());
-                return self.use_tree(&part.tree, path, hands_on);
+                return self.use_tree(&part.tree, path, is_reexport);
             }
             syn::UseTree::Group(group) => {
-                return group.items.iter().for_each(|tree| self.use_tree(tree, path.clone(), hands_on));
+                return group.items.iter().for_each(|tree| self.use_tree(tree, path.clone(), is_reexport));
             }
             syn::UseTree::Name(name) => (name.ident.to_string(), name.ident.span().start().line),
             syn::UseTree::Rename(to) => {
                 path.push(to.ident.to_string());
                 (to.rename.to_string(), to.rename.span().start().line)
             }
-            syn::UseTree::Glob(glob) => return self.import(path, glob.span().start().line, hands_on),
+            syn::UseTree::Glob(glob) => return self.import(path, glob.span().start().line, is_reexport),
         };
         if matches!(tree, syn::UseTree::Name(_)) && name != "self" {
             path.push(name.clone());
@@ -88,7 +87,7 @@ impl Source {
         if !self.in_test {
             self.names.insert(name, absolute(&self.within, &path));
         }
-        self.import(path, line, hands_on);
+        self.import(path, line, is_reexport);
     }
 }
 
@@ -119,11 +118,11 @@ impl<'ast> Visit<'ast> for Source {
         }
     }
 
-    /// `pub(in crate::…)` imports nothing.
+    /// `pub(in crate::…)` is no import.
     fn visit_vis_restricted(&mut self, _: &'ast syn::VisRestricted) {}
 }
 
-/// Names and punctuation with a space between any two. `pub(super)` imports nothing here either.
+/// Joins names and punctuation with spaces. Here too `pub(super)` is no import.
 fn without_literals(tokens: TokenStream) -> String {
     let mut text = String::new();
     for token in tokens {
@@ -139,7 +138,7 @@ fn without_literals(tokens: TokenStream) -> String {
     text
 }
 
-/// A path from the root of the crate; one that begins with anything else is as if it began in the module itself.
+/// Resolves a path from the crate root. Other paths are relative to the module itself.
 fn absolute(within: &[String], path: &[String]) -> Names {
     let mut base = within.to_vec();
     for (at, name) in path.iter().enumerate() {
@@ -156,7 +155,7 @@ fn absolute(within: &[String], path: &[String]) -> Names {
 struct Tree(BTreeMap<Names, Source>);
 
 impl Tree {
-    /// The modules of the library below `src/`, test files too.
+    /// Reads all modules below `src/`, including test files.
     fn read() -> Self {
         let mut tree = Self(BTreeMap::new());
         tree.add(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &[]);
@@ -179,7 +178,7 @@ impl Tree {
         }
     }
 
-    /// The file that the path leads to, through names that other files hand on; `None` outside of the crate.
+    /// Returns the file that a path leads to, through re-exports; `None` outside of the crate.
     fn file_of(&self, import: &Import, names: &BTreeMap<String, Names>) -> Option<Names> {
         let first = import.path.first()?;
         let below = [&import.within[..], &import.path[..1]].concat();
@@ -205,13 +204,13 @@ impl Tree {
         }
     }
 
-    /// Which file imports which inside the top-level modules, tests left out.
+    /// Returns the imports between files of a top-level module, without tests.
     fn imports(&self) -> BTreeSet<(String, String)> {
         let mut found = BTreeSet::new();
         for (file, source) in &self.0 {
             for import in source.imports.iter().filter(|import| !import.in_test) {
                 let Some(to) = self.file_of(import, &source.names) else { continue };
-                let only_hands_on = import.hands_on && to.starts_with(file);
+                let only_hands_on = import.is_reexport && to.starts_with(file);
                 if to != *file && to.first() == file.first() && !only_hands_on {
                     found.insert((file.join("::"), to.join("::")));
                 }
@@ -221,7 +220,7 @@ impl Tree {
     }
 }
 
-/// What is wrong with the way a file imports across top-level modules.
+/// Returns the violations of the layering by a file.
 fn against_the_layers(source: &Source) -> Vec<String> {
     let layer = |module: &String| LAYERS.iter().position(|layer| layer.contains(&module.as_str()));
     let Some(own) = source.file.first() else { return Vec::new() };
@@ -236,8 +235,8 @@ fn against_the_layers(source: &Source) -> Vec<String> {
         .collect()
 }
 
-/// The groups of files of which each reaches every other, a line each.
-fn circles(imports: &BTreeSet<(String, String)>) -> BTreeSet<String> {
+/// Returns each group of files that import each other, one line per group.
+fn cycles(imports: &BTreeSet<(String, String)>) -> BTreeSet<String> {
     let graph: DiGraphMap<&str, ()> = imports.iter().map(|(from, to)| (from.as_str(), to.as_str())).collect();
     let mut groups = petgraph::algo::tarjan_scc(&graph);
     groups.retain(|group| group.len() > 1);
@@ -256,17 +255,17 @@ fn modules_import_downwards() {
 }
 
 #[test]
-fn files_of_a_module_form_no_circle() {
+fn files_of_a_module_form_no_cycle() {
     let imports = Tree::read().imports();
     let wrong: Vec<_> =
-        circles(&imports).iter().map(|line| format!("{line}\n{}", inside(line, &imports))).collect();
+        cycles(&imports).iter().map(|line| format!("{line}\n{}", inside(line, &imports))).collect();
     assert!(wrong.is_empty(), "files that reach each other:\n{}", wrong.join("\n"));
 }
 
-/// tokio's timers that count a pause of the process: `clock` has the same ones without that.
+/// tokio timers that include pauses of the process. `clock` has equivalents without pauses.
 const COUNT_PAUSES: &[&str] =
     &["Instant", "Sleep", "Timeout", "sleep", "sleep_until", "timeout", "timeout_at"];
-/// `clock` is made of them, and `telemetry` holds no deadline against others.
+/// `clock` is built on them, and the deadlines of `telemetry` affect no peer.
 const MAY_COUNT_PAUSES: &[&str] = &["clock", "telemetry"];
 
 #[test]
@@ -275,7 +274,7 @@ fn deadlines_are_measured_by_the_clock_module() {
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
 }
 
-/// Timers of a file that count pauses of the process.
+/// Returns the uses of such timers in a file.
 fn counting_pauses(source: &Source) -> Vec<String> {
     if source.file.first().is_some_and(|module| MAY_COUNT_PAUSES.contains(&module.as_str())) {
         return Vec::new();
@@ -302,16 +301,16 @@ fn inside(circle: &str, imports: &BTreeSet<(String, String)>) -> String {
     edges.fold(String::new(), |text, (from, to)| text + &format!("    {from} imports {to}\n"))
 }
 
-/// The rules themselves: what must be seen, and what must not be taken for an import.
+/// Tests of these rules.
 mod rules {
-    use super::{BTreeMap, Source, Tree, against_the_layers, circles, counting_pauses};
+    use super::{BTreeMap, Source, Tree, against_the_layers, counting_pauses, cycles};
 
     fn source(module: &str, text: &str) -> Source {
         Source::parse(&module.split("::").map(str::to_owned).collect::<Vec<_>>(), text)
     }
 
     #[test]
-    fn imports_from_above_and_from_siblings_are_found_wherever_they_stand() {
+    fn imports_from_above_and_siblings_are_found() {
         let wrong = |module: &str, text: &str| against_the_layers(&source(module, text));
         assert_eq!(
             wrong("memory::buffer", "//! Doc.\n\nuse crate::service::Service;"),
@@ -346,7 +345,7 @@ mod rules {
     }
 
     #[test]
-    fn timers_of_tokio_are_found_outside_of_tests() {
+    fn tokio_timers_are_found_outside_of_tests() {
         let wrong = |module: &str, text: &str| counting_pauses(&source(module, text)).len();
         assert_eq!(wrong("app", "use tokio::time::{Duration, Instant, interval, sleep};"), 2);
         assert_eq!(wrong("app", "use tokio::time; async fn f() { tokio::time::timeout(d, f).await; }"), 2);
@@ -356,26 +355,26 @@ mod rules {
     }
 
     #[test]
-    fn a_circle_is_what_code_makes_not_what_is_handed_on() {
-        let circles = |parent: &str, child: &str, sibling: &str| {
+    fn reexports_alone_form_no_cycle() {
+        let cycles = |parent: &str, child: &str, sibling: &str| {
             let files = [("app", parent), ("app::child", child), ("app::sibling", sibling)];
             let sources =
                 files.map(|(module, text)| source(module, text)).map(|source| (source.file.clone(), source));
-            circles(&Tree(BTreeMap::from(sources)).imports())
+            cycles(&Tree(BTreeMap::from(sources)).imports())
         };
-        assert!(circles("pub use child::C;", "use super::Limit;", "use super::C;").is_empty());
+        assert!(cycles("pub use child::C;", "use super::Limit;", "use super::C;").is_empty());
         assert_eq!(
-            circles("pub use child::C; fn f() { C::new() }", "use super::Limit;", "").first().unwrap(),
+            cycles("pub use child::C; fn f() { C::new() }", "use super::Limit;", "").first().unwrap(),
             "app app::child"
         );
-        assert_eq!(circles("use child::C;", "fn f() -> super::Limit {}", "").len(), 1);
-        assert_eq!(circles("fn f() { g!(child::h()) }", "use super::Limit;", "").len(), 1);
+        assert_eq!(cycles("use child::C;", "fn f() -> super::Limit {}", "").len(), 1);
+        assert_eq!(cycles("fn f() { g!(child::h()) }", "use super::Limit;", "").len(), 1);
         assert_eq!(
-            circles("pub use child::C; pub use sibling::S;", "use super::S;", "use super::C;").len(),
+            cycles("pub use child::C; pub use sibling::S;", "use super::S;", "use super::C;").len(),
             1
         );
         assert!(
-            circles("", "use super::sibling::S;", "#[cfg(test)] mod tests { use crate::app::child::C; }")
+            cycles("", "use super::sibling::S;", "#[cfg(test)] mod tests { use crate::app::child::C; }")
                 .is_empty()
         );
     }

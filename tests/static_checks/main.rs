@@ -1,4 +1,4 @@
-//! What holds of the sources, the documents and `deploy/` without a worker that runs.
+//! Checks of sources, documents and `deploy/` that need no running worker.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 

@@ -1,4 +1,4 @@
-//! `deploy/` is what its tools accept, and what it says of the worker is so.
+//! Files in `deploy/` pass their linters, and agree with the worker's configuration.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ const MANIFESTS: &str = include_str!("../../deploy/kubernetes/uniffle-worker.yam
 const SERVICES: &str = include_str!("../../deploy/kubernetes/services.yaml");
 const UNDER_OPERATOR: &str = include_str!("../../deploy/kubernetes/operator/uniffle-worker.yaml");
 
-/// Runs `tool`; says in a line when it is missing, which is a failure in the pipeline.
+/// Runs `tool` and asserts success. Prints a line if it is missing; in CI that panics.
 fn accepts(tool: &str, arguments: &[&str]) {
     if !available(&format!("{tool} on deploy/"), &[tool]) {
         return;
@@ -30,9 +30,9 @@ fn deploy(path: &str) -> String {
     format!("{}/deploy/{path}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The binary and the user are not installed where the test runs: stand-ins take their places, the rest is as shipped.
+/// Placeholders replace the binary and the user, which are not installed here.
 #[test]
-fn systemd_takes_the_unit() {
+fn systemd_accepts_the_unit() {
     let dir = tempfile::tempdir().unwrap();
     let unit: String = UNIT
         .lines()
@@ -44,9 +44,9 @@ fn systemd_takes_the_unit() {
     accepts("systemd-analyze", &["verify", "--man=no", path.to_str().unwrap()]);
 }
 
-/// It sets what the worker says at its start is missing.
+/// The unit sets the variable whose absence the worker logs at start.
 #[test]
-fn systemd_gives_a_memfd_huge_pages() {
+fn unit_enables_huge_pages_for_memfds() {
     let lines: Vec<_> = TMPFILES.lines().filter(|line| !line.starts_with('#')).collect();
     let said = include_str!("../../src/memory/persistent/huge.rs");
     let setting = said.split('"').find(|it| it.ends_with("shmem_enabled")).unwrap();
@@ -54,14 +54,14 @@ fn systemd_gives_a_memfd_huge_pages() {
 }
 
 #[test]
-fn yamllint_takes_the_manifests() {
+fn yamllint_accepts_the_manifests() {
     let rules = "{extends: default, rules: {line-length: {max: 160}, document-start: disable}}";
     accepts("yamllint", &["-d", rules, &deploy("kubernetes")]);
 }
 
-/// Against the schemas of Kubernetes: an unknown field is refused too.
+/// Checks against the schemas of Kubernetes, without unknown fields.
 #[test]
-fn kubernetes_takes_the_manifests() {
+fn kubernetes_accepts_the_manifests() {
     for file in ["kubernetes/uniffle-worker.yaml", "kubernetes/services.yaml"] {
         accepts("kubernetes-validate", &["--strict", &deploy(file)]);
     }
@@ -76,10 +76,10 @@ fn kubernetes_takes_the_manifests() {
     accepts("kubernetes-validate", &["--strict", scaler.to_str().unwrap()]);
 }
 
-/// The file for Uniffle's operator: its resource against a schema made after the operator's CRD, what the operator puts into a
-/// pod as such, and the rest against the schemas of Kubernetes.
+/// Checks the file for Uniffle's operator: its resource against a schema derived from the
+/// operator's CRD, and embedded pod parts and other documents against the schemas of Kubernetes.
 #[test]
-fn uniffles_operator_and_kubernetes_take_the_resource() {
+fn operator_and_kubernetes_accept_the_resource() {
     let dir = tempfile::tempdir().unwrap();
     let written = |name: &str, text: &str| {
         let path = dir.path().join(name);
@@ -99,7 +99,8 @@ fn uniffles_operator_and_kubernetes_take_the_resource() {
     assert_eq!((resources.len(), others.len()), (1, 2));
 }
 
-/// The pod that the operator makes of `shuffleServer`, without its own additions (`GenerateSts` in shuffleserver.go).
+/// Returns the pod that the operator creates from `shuffleServer`, without its additions
+/// (`GenerateSts` in shuffleserver.go).
 fn pod_of_the_operator(resource: &str) -> String {
     let server = resource.split_once("\n  shuffleServer:\n").unwrap().1;
     let part = |key: &str, indent: usize| {
@@ -119,14 +120,15 @@ fn pod_of_the_operator(resource: &str) -> String {
     )
 }
 
-/// What the operator asks of a shuffle server, and the worker's own configuration, agree.
+/// The operator's requirements on a shuffle server agree with the worker's configuration.
 #[test]
-fn the_operators_resource_configures_the_worker_that_it_starts() {
+fn operator_resource_matches_worker_configuration() {
     let config = configured(UNDER_OPERATOR, "config.toml: |\n");
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
     let (grpc, http) = (config.worker.grpc_port, config.worker.http_port);
     assert!(UNDER_OPERATOR.contains(&format!("    rpcPort: {grpc}\n    httpPort: {http}\n")));
-    // The operator names a node to be left out by address and gRPC port, which is all of its id without the TCP listener only.
+    // The operator excludes nodes by address and gRPC port. That is the complete id only without
+    // the TCP listener.
     assert_eq!(config.worker.urpc_port, None);
     assert!(config.heartbeat.coordinators.iter().all(|it| it.to_string().ends_with(":19997")));
     assert!(UNDER_OPERATOR.contains("    count: 2\n") && config.heartbeat.coordinators.len() == 2);
@@ -142,13 +144,13 @@ fn the_operators_resource_configures_the_worker_that_it_starts() {
 }
 
 #[test]
-fn hadolint_takes_the_dockerfile() {
+fn hadolint_accepts_the_dockerfile() {
     accepts("hadolint", &[&deploy("docker/Dockerfile")]);
 }
 
-/// What an operator relies on at night.
+/// Properties of the unit that operators rely on.
 #[test]
-fn the_unit_reloads_restarts_and_stops_in_order() {
+fn unit_reloads_restarts_and_stops() {
     for line in [
         "ExecReload=/bin/kill -HUP $MAINPID",
         "Restart=on-failure",
@@ -160,15 +162,16 @@ fn the_unit_reloads_restarts_and_stops_in_order() {
     ] {
         assert!(UNIT.lines().any(|it| it == line), "{line}");
     }
-    // Each of these ends in a unit that has failed for good, and so without its descriptor store.
+    // Each of these can make the unit fail permanently, which discards its descriptor store.
     for ends in ["StartLimitBurst=", "RestartPreventExitStatus=", "ExecStartPre="] {
         assert!(!UNIT.lines().any(|line| line.starts_with(ends)), "{ends}");
     }
 }
 
-/// No engine is needed to see that the image runs as an ordinary user, without a shell between it and its signals.
+/// The image runs as an ordinary user, without a shell between the worker and its signals. The file
+/// shows it without a container engine.
 #[test]
-fn the_image_is_made_in_two_stages_and_does_not_run_as_root() {
+fn image_has_two_stages_and_runs_as_ordinary_user() {
     let instructions: Vec<&str> = DOCKERFILE
         .lines()
         .filter_map(|line| line.split_once(' ').map(|(word, _)| word))
@@ -185,7 +188,7 @@ fn the_image_is_made_in_two_stages_and_does_not_run_as_root() {
     }
 }
 
-/// What stands, indented, behind `mark`.
+/// Returns the indented text after `mark`.
 fn indented(text: &str, mark: &str) -> String {
     let begin = text.find(mark).unwrap() + mark.len();
     let indent = text[begin..].len() - text[begin..].trim_start_matches(' ').len();
@@ -194,16 +197,16 @@ fn indented(text: &str, mark: &str) -> String {
     lines.map(|line| line.get(indent..).unwrap_or("").to_owned() + "\n").collect()
 }
 
-/// The configuration that stands there.
+/// Parses the configuration after `mark`.
 fn configured(text: &str, mark: &str) -> Config {
     let text = indented(text, mark);
     let machine = Machine { memory_bytes: 16 << 30, cores: 4, state_dir: PathBuf::from("/nonexistent") };
     Config::parse(&text, &HashMap::new(), &machine).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
-/// What docs/kubernetes.md puts in the place of the coordinators.
+/// docs/kubernetes.md replaces the Java coordinators with these pods.
 #[test]
-fn the_cluster_without_java_names_the_pods_of_the_manifests() {
+fn coordinator_quorum_names_pods_of_the_manifests() {
     let page = include_str!("../../docs/kubernetes.md");
     let config = configured(page, "## Without Java\n\n");
     assert!(
@@ -221,15 +224,15 @@ fn the_cluster_without_java_names_the_pods_of_the_manifests() {
 }
 
 #[test]
-fn compose_takes_its_file() {
+fn compose_accepts_its_file() {
     let rules = "{extends: default, rules: {line-length: {max: 160}, document-start: disable}}";
     accepts("yamllint", &["-d", rules, &deploy("compose.yaml")]);
     accepts("check-jsonschema", &["--builtin-schema", "vendor.compose-spec", &deploy("compose.yaml")]);
 }
 
-/// Every service, port and file that the file names is there.
+/// Every service, port and file named in the file exists.
 #[test]
-fn the_composed_cluster_is_of_one_piece() {
+fn compose_file_is_consistent() {
     let config = configured(COMPOSE, "  worker:\n    content: |\n");
     assert!(config.is_embedded() && config.warnings.is_empty(), "{:?}", config.warnings);
     for coordinator in &config.heartbeat.coordinators {
@@ -248,21 +251,21 @@ fn the_composed_cluster_is_of_one_piece() {
             "{file}"
         );
     }
-    // The job that the rules and the dashboard ask for.
+    // The job name that the alert rules and the dashboard expect.
     assert!(COMPOSE.contains("job_name: uniffle-worker\n") && RULES.contains("job=\"uniffle-worker\""));
     assert!(COMPOSE.contains("dockerfile: deploy/docker/Dockerfile") && !COMPOSE.contains(":latest"));
 }
 
-/// The configuration inside the manifests is one, and ports and paths are those of the rest of the file.
+/// The manifests contain one configuration, whose ports and paths match the rest of the file.
 #[test]
-fn the_manifests_configure_the_worker_that_they_start() {
+fn manifests_match_worker_configuration() {
     let config = configured(MANIFESTS, "config.toml: |\n");
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
     for port in [config.worker.grpc_port, config.worker.urpc_port.unwrap(), config.worker.http_port] {
         assert!(MANIFESTS.contains(&format!("containerPort: {port}")), "{port}");
     }
     let admin = config.admin.port.unwrap();
-    // Where `ctl` looks when it is told nothing else.
+    // The default address of `ctl`.
     assert_eq!((admin, config.worker.http_port), (19_997, 19_998));
     assert!(MANIFESTS.contains(r#"["uniffle-worker", "ctl", "decommission", "--wait", "--within", "600"]"#));
     for needed in [
@@ -279,10 +282,10 @@ fn the_manifests_configure_the_worker_that_they_start() {
     assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));
 }
 
-/// A pod is told as the address of the Service that has its name, so that it is the same worker wherever it runs; there is one for
-/// each that an autoscaler may ask for.
+/// A pod is announced as the address of the Service with its name, so it stays the same worker on
+/// every node. An autoscaler's maximum is covered.
 #[test]
-fn each_replica_has_a_service_of_its_own() {
+fn each_replica_has_its_own_service() {
     let config = configured(MANIFESTS, "config.toml: |\n");
     let number = |text: &str, key: &str| {
         let rest = text.split_once(key).unwrap().1;

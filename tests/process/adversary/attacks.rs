@@ -1,5 +1,5 @@
-//! Attacks, each usable alone or with others: they go on until they are dropped. What fails is tried again, except that
-//! nothing is skipped: an attack that does not get through at all ends with the error, which fails the test.
+//! Attacks on a worker, usable alone or combined. Each runs until it is dropped and repeats after a
+//! failed round. Only a refused connection ends an attack; the error then fails the test.
 
 use std::io;
 use std::time::Duration;
@@ -23,10 +23,10 @@ use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 
 use super::h2::Connection;
 
-/// The application that all attacks share; partitions 0 to 99 of shuffle 0 are registered.
+/// Application that all attacks share; partitions 0 to 99 of shuffle 0 are registered.
 pub(super) const APP: &str = "siege";
 
-/// What is attacked.
+/// Ports and seed of the worker under attack.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Target {
     pub(super) grpc: u16,
@@ -35,12 +35,12 @@ pub(super) struct Target {
     pub(super) seed: u64,
 }
 
-/// Goes on until it is dropped; an end is an error.
+/// Runs until it is dropped. Returns only on an error.
 pub(super) type Attack = fn(Target) -> BoxFuture<'static, io::Error>;
 
-/// Between two rounds of an attack whose point is not how often it is made.
+/// Pause between rounds of attacks that do not depend on frequency.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Connections per round of those that hold many.
+/// Connections per round of attacks that hold many.
 const MANY: usize = 500;
 
 fn impatient() -> Backoff {
@@ -52,13 +52,13 @@ pub(super) async fn client(target: Target) -> io::Result<ShuffleClient> {
     client.map(|client| client.with_backoff(impatient())).map_err(io::Error::other)
 }
 
-/// Runs `round` again and again.
-pub(super) async fn again<F>(round: impl Fn() -> F) -> io::Error
+/// Repeats `round` until its connection is refused.
+pub(super) async fn repeat<F>(round: impl Fn() -> F) -> io::Error
 where
     F: Future<Output = io::Result<()>>,
 {
     loop {
-        // A worker that sheds load cuts attackers off: the attack begins again.
+        // A worker that sheds load disconnects attackers; the attack then starts over.
         if let Err(error) = round().await
             && error.kind() == io::ErrorKind::ConnectionRefused
         {
@@ -68,12 +68,12 @@ where
     }
 }
 
-/// Opens `count` connections, says `bytes` on each and holds them for `time`.
+/// Opens `count` connections, sends `bytes` on each and holds them for `time`.
 async fn hold(port: u16, count: usize, bytes: &[u8], time: Duration) -> io::Result<()> {
     let mut streams = Vec::with_capacity(count);
     for _ in 0..count {
         let mut stream = TcpStream::connect(local(port)).await?;
-        // A connection that made room for another one meanwhile.
+        // May fail: the worker may have evicted this connection for a later one.
         let _ = stream.write_all(bytes).await;
         streams.push(stream);
     }
@@ -81,31 +81,31 @@ async fn hold(port: u16, count: usize, bytes: &[u8], time: Duration) -> io::Resu
     Ok(())
 }
 
-/// N3: connections that send the first byte of a preface, more than there may be, and silent ones on the TCP port.
-pub(super) fn n3_half_sent_prefaces(target: Target) -> BoxFuture<'static, io::Error> {
+/// Opens more connections than the limit that send one byte of a preface, and silent TCP ones.
+pub(super) fn half_sent_prefaces(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        let grpc = again(|| hold(target.grpc, 3 * MANY, b"P", Duration::from_secs(5)));
-        let tcp = again(|| hold(target.tcp, MANY, b"", Duration::from_secs(5)));
+        let grpc = repeat(|| hold(target.grpc, 3 * MANY, b"P", Duration::from_secs(5)));
+        let tcp = repeat(|| hold(target.tcp, MANY, b"", Duration::from_secs(5)));
         tokio::select! { error = grpc => error, error = tcp => error }
     }
     .boxed()
 }
 
-/// N12: sockets on the HTTP port that are slow in every way, and task dumps.
-pub(super) fn n12_slow_sockets_and_dumps(target: Target) -> BoxFuture<'static, io::Error> {
+/// Holds sockets on the HTTP port that read or write slowly, and requests task dumps.
+pub(super) fn slow_sockets_and_dumps(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        let heads = again(|| hold(target.http, 200, b"GET /health/li", Duration::from_secs(5)));
+        let heads = repeat(|| hold(target.http, 200, b"GET /health/li", Duration::from_secs(5)));
         let metrics = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";
-        let answers = again(|| hold(target.http, 100, metrics, Duration::from_secs(2)));
-        let dumps = again(|| hold(target.http, 10, b"GET /debug/tasks HTTP/1.1\r\nHost: x\r\n\r\n", PAUSE));
+        let answers = repeat(|| hold(target.http, 100, metrics, Duration::from_secs(2)));
+        let dumps = repeat(|| hold(target.http, 10, b"GET /debug/tasks HTTP/1.1\r\nHost: x\r\n\r\n", PAUSE));
         tokio::select! { error = heads => error, error = answers => error, error = dumps => error }
     }
     .boxed()
 }
 
-/// N13: heartbeats in the name of the coordinator's own worker and of thousands of others, and assignments as large as can
-/// be asked for. F11: explanations, for which all that joined are asked.
-pub(super) fn n13_forged_heartbeats(target: Target) -> BoxFuture<'static, io::Error> {
+/// Forges heartbeats of the coordinator's own worker and of thousands of others. Also requests the
+/// largest assignments, and explanations, which query all joined workers.
+pub(super) fn forged_heartbeats(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let mut random = ChaCha8Rng::seed_from_u64(target.seed);
         let forging = async {
@@ -119,7 +119,7 @@ pub(super) fn n13_forged_heartbeats(target: Target) -> BoxFuture<'static, io::Er
             }
         };
         let explain = b"GET /api/v1/cluster/apps/siege/explain HTTP/1.1\r\nHost: x\r\n\r\n";
-        let explanations = again(|| hold(target.http, 4, explain, Duration::from_secs(1)));
+        let explanations = repeat(|| hold(target.http, 4, explain, Duration::from_secs(1)));
         tokio::select! { error = forging => error, error = explanations => error }
     }
     .boxed()
@@ -147,7 +147,7 @@ async fn forge(
             port: i32::from(number).max(1),
             ..Default::default()
         };
-        // It asks for no tags that jobs ask for, so that honest ones are not sent there.
+        // The forged worker has no tags, so that honest jobs are not assigned to it.
         let heartbeat =
             proto::ShuffleServerHeartBeatRequest { server_id: Some(server_id), ..Default::default() };
         coordinator.heartbeat(heartbeat).await?;
@@ -161,13 +161,13 @@ async fn forge(
             assignment_shuffle_server_number: -1,
             ..Default::default()
         };
-        // The answer is larger than this client takes; what counts is what it costs.
+        // The response exceeds this client's limit; only its cost for the worker matters.
         let _ = coordinator.get_shuffle_assignments(request).await;
     }
     Ok(())
 }
 
-/// Blocks of one byte, 20,000 in a request.
+/// Sends requests of 20,000 one-byte blocks.
 pub(super) fn tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
@@ -189,7 +189,7 @@ pub(super) fn tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Sends without a right to it, tickets for more than there is, and tickets that are never used.
+/// Sends data without a valid ticket, requests oversized tickets, and leaves tickets unused.
 pub(super) fn forged_tickets(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
@@ -244,12 +244,12 @@ pub(super) fn frame(ticket: i64, block: &Block) -> Bytes {
     frame.freeze()
 }
 
-/// Frames of the TCP plane of which only the first half comes.
+/// Sends only the first half of TCP frames.
 pub(super) fn half_frames(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let block =
             BlockGenerator::new(9, IdLayout::SPARK).block(PartitionId(2), TaskAttemptId(1), 0, 1 << 20);
-        again(|| async {
+        repeat(|| async {
             let mut streams = Vec::new();
             for ticket in 0..i64::try_from(MANY).expect("small") {
                 let mut stream = TcpStream::connect(local(target.tcp)).await?;
@@ -265,10 +265,10 @@ pub(super) fn half_frames(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Readers on the TCP plane that ask a thousand times for what an honest application has and take a byte now and then.
+/// Reads the honest application's data a thousand times over TCP and takes a byte now and then.
 pub(super) fn slow_readers(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let mut streams = Vec::new();
             for _ in 0..100 {
                 let mut stream = TcpStream::connect(local(target.tcp)).await?;
@@ -300,10 +300,10 @@ fn reads(app: &str) -> BytesMut {
     requests
 }
 
-/// HTTP/2 connections that begin calls of every kind, pause in them or take nothing of the answers, and answer pings.
+/// Starts HTTP/2 calls of every kind, pauses in them or reads no response, and answers pings.
 pub(super) fn paused_calls(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let mut connections = Vec::new();
             for _ in 0..50 {
                 let mut connection = Connection::open(target.grpc, 0).await?;

@@ -1,4 +1,5 @@
-//! Callers that go: what was begun for them goes on, and what they had registered ends together.
+//! Attacks by callers that disconnect: the worker finishes their requests, and their shuffles end
+//! together.
 
 use std::io;
 use std::time::Duration;
@@ -10,16 +11,16 @@ use tokio::time::sleep;
 use uniffle_testkit::clients::{key, local};
 use uniffle_worker::proto;
 
-use super::attacks::{APP, Target, again, client};
+use super::attacks::{APP, Target, client, repeat};
 use super::h2::Connection;
 
-/// Long enough for the worker to begin.
+/// Time for the worker to start on a request.
 const BEGUN: Duration = Duration::from_millis(5);
 
-/// Assignments of 100,000 ranges, each 30 MB to make, on connections that close.
-pub(super) fn assignments(target: Target) -> BoxFuture<'static, io::Error> {
+/// Requests assignments of 100,000 ranges, 30 MB each, and disconnects.
+pub(super) fn abandoned_assignments(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let mut connection = Connection::open(target.grpc, 1 << 20).await?;
             let request = proto::GetShuffleServerRequest {
                 application_id: APP.to_owned(),
@@ -40,10 +41,10 @@ pub(super) fn assignments(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Looks at metrics that nobody waits for.
-pub(super) fn looks_at_metrics(target: Target) -> BoxFuture<'static, io::Error> {
+/// Requests metrics and disconnects.
+pub(super) fn abandoned_scrapes(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             for _ in 0..100 {
                 let mut stream = TcpStream::connect(local(target.http)).await?;
                 stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").await?;
@@ -55,13 +56,13 @@ pub(super) fn looks_at_metrics(target: Target) -> BoxFuture<'static, io::Error> 
     .boxed()
 }
 
-/// Two thousand small shuffles that end at once.
+/// Registers two thousand small shuffles that end at once.
 pub(super) fn small_shuffles(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let client = &client(target).await?;
             let shuffles: Vec<_> = (10_001..=12_000).map(|at| key(APP, at)).collect();
-            // Under attack some are refused.
+            // Some are refused under attack.
             let _registered = join_all(shuffles.iter().map(|it| client.register(it, &[(0, 0)]))).await;
             let _ended = join_all(shuffles.iter().map(|it| client.unregister(it))).await;
             Ok(())

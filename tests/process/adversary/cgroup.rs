@@ -1,4 +1,4 @@
-//! A cgroup with a limit on memory, version 1 or 2, where this process may make one.
+//! A cgroup (version 1 or 2) with a memory limit, if this process may create one.
 
 use std::io;
 use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use uniffle_testkit::tools::weaker;
 
-/// Removed when it is dropped.
+/// A cgroup, removed on drop.
 pub(super) struct Group {
     dir: PathBuf,
     version: u8,
 }
 
 impl Group {
-    /// None where this process may not make one. With `CI=true` one that can be made must work.
+    /// Creates a group. Returns `None` without the permission; with `CI=true` failures panic.
     pub(super) fn with_limit(bytes: u64) -> Option<Self> {
         let made = Self::make(bytes);
         if let Err(error) = &made {
@@ -37,7 +37,7 @@ impl Group {
                 _ => return None,
             };
             let own = Path::new(root).join(path.trim_start_matches('/'));
-            // In version 2 a group with processes can have no children with limits: beside it, then.
+            // In version 2 a group with processes cannot have limited children, so use a sibling.
             let made_in = if version == 1 { own } else { own.parent()?.to_owned() };
             Some((made_in, version))
         });
@@ -51,13 +51,13 @@ impl Group {
         Ok(group)
     }
 
-    /// A command that enters it and executes what follows.
+    /// Returns a command that enters the group and executes its arguments.
     pub(super) fn wrapper(&self) -> Vec<String> {
         let line = format!("echo $$ > {} && exec \"$@\"", self.dir.join("cgroup.procs").display());
         ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec()
     }
 
-    /// Times that the kernel has killed in it.
+    /// Returns the number of processes that the kernel killed in this group.
     pub(super) fn kills(&self) -> u64 {
         let file = if self.version == 1 { "memory.oom_control" } else { "memory.events" };
         let text = std::fs::read_to_string(self.dir.join(file)).unwrap_or_default();
@@ -70,7 +70,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // The kernel lets go of it once its processes are reaped.
+        // The kernel releases the group after its processes were reaped.
         drop(std::fs::remove_dir(&self.dir));
     }
 }

@@ -1,5 +1,6 @@
-//! Attacks on what outlives a request: space on disk, the metadata log, and the heap of the next start. After each the
-//! worker is killed and upgraded, and has to serve the honest application within its memory.
+//! Attacks on state that outlives a request: disk space, the metadata log, and the heap at the next
+//! start. After each attack the worker is killed and upgraded, and must serve the honest
+//! application within its memory bound.
 
 use std::io;
 use std::path::Path;
@@ -19,14 +20,14 @@ use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 use super::attacks::{APP, Target, client};
 use super::{ALONE, Attack, Siege};
 
-/// How long the honest application works after each start.
+/// Working time of the honest application after each start.
 const AFTERWARDS: Duration = Duration::from_secs(2);
-/// Before a connection is tried again.
+/// Pause before a connection is retried.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Copies of the metadata log, twice what is not worth to be compacted, and what lives.
+/// Both copies of the metadata log: twice the compaction threshold plus the live records.
 const LOG_BYTES_MAX: u64 = 2 * (2 * (8 << 20) + (8 << 20));
 
-/// Blocks of one byte whose ids are far apart. Some are reported.
+/// Sends one-byte blocks with widely spaced ids, and reports some of them.
 fn scattered_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
@@ -51,7 +52,7 @@ fn scattered_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Registrations of a few shuffles that differ each time, in their properties and in their ranges.
+/// Registers a few shuffles repeatedly, each time with other properties and ranges.
 fn changing_registrations(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let flood = (0..8).map(|shuffle| async move {
@@ -61,7 +62,7 @@ fn changing_registrations(target: Target) -> BoxFuture<'static, io::Error> {
                     continue;
                 };
                 for round in 0..100 {
-                    // Ranges that do not touch, so that there are ever more of them.
+                    // Ranges that do not touch cannot be merged, so their number grows.
                     let first = 2 * ((100 * n + round) % 10_000);
                     let mut request = register_request(&key(APP, shuffle), &[(first, first)]);
                     let value = format!("{n}-{round}-").repeat(2000);
@@ -76,7 +77,7 @@ fn changing_registrations(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Reports that repeat thousands of ids and name one new one.
+/// Sends reports that repeat thousands of ids and add one.
 fn repeated_reports(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let flood = (0..8).map(|partition| async move {
@@ -101,7 +102,7 @@ fn repeated_reports(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Blocks of one byte, each in a partition of its own, which take a page of the disk each.
+/// Sends one-byte blocks to one partition each; each takes a page on disk.
 fn blocks_that_fill_pages(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
@@ -121,7 +122,7 @@ fn blocks_that_fill_pages(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Bytes of all files below a directory. Files come and go meanwhile.
+/// Returns the bytes of all files below a directory; files may appear and vanish meanwhile.
 fn bytes_below(directory: &Path) -> u64 {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let bytes = entries.map(|entry| match entry.metadata() {
@@ -132,7 +133,7 @@ fn bytes_below(directory: &Path) -> u64 {
     bytes.sum()
 }
 
-/// Bytes below a directory of each data directory.
+/// Returns the bytes below `directory` in all data directories.
 fn on_disks(siege: &Siege, directory: &str) -> u64 {
     siege.worker.data_paths().iter().map(|path| bytes_below(&path.join(directory))).sum()
 }
@@ -143,7 +144,8 @@ enum End {
 }
 
 impl Siege {
-    /// Ends the worker and starts it again. The honest application goes on, with a new shuffle where its memory is gone.
+    /// Ends the worker and starts it again. The honest application continues; after a kill it uses
+    /// a new shuffle.
     async fn restart(&mut self, end: End) {
         block_in_place(|| match end {
             End::Kill => {
@@ -171,8 +173,13 @@ impl Siege {
     }
 }
 
-/// Makes an attack beside the honest application, and starts the worker again twice.
-async fn outlived(name: &'static str, tables: &str, attack: Attack, then: impl AsyncFn(&Siege)) {
+/// Runs an attack beside the honest application, then restarts the worker twice.
+async fn survives_restarts_after(
+    name: &'static str,
+    tables: &str,
+    attack: Attack,
+    then: impl AsyncFn(&Siege),
+) {
     let mut siege = Siege::start_with(name, tables).await;
     let outcome = siege.run(&[attack], ALONE).await;
     then(&siege).await;
@@ -186,7 +193,7 @@ async fn outlived(name: &'static str, tables: &str, attack: Attack, then: impl A
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restart_after_scattered_ids_serves_everyone() {
-    outlived("scattered ids", "", scattered_blocks, async |_| {}).await;
+    survives_restarts_after("scattered ids", "", scattered_blocks, async |_| {}).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -201,7 +208,7 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
     siege.client.report(&shuffle, TaskAttemptId(1), &[(partition, ids.clone())]).await.expect("reported");
     let outcome = siege.run(&[scattered_blocks], ALONE).await;
     siege.assert_bounds(&outcome);
-    // Everything is on the disks after an upgrade.
+    // After an upgrade everything is on the disks.
     siege.restart(End::Upgrade).await;
     siege.restart(End::Kill).await;
     let client: &ShuffleClient = &siege.client;
@@ -214,12 +221,12 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn changing_registrations_do_not_fill_the_log() {
-    outlived("changing registrations", "", changing_registrations, log_is_small).await;
+    survives_restarts_after("changing registrations", "", changing_registrations, log_is_small).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn repeated_reports_do_not_fill_the_log() {
-    outlived("repeated reports", "", repeated_reports, log_is_small).await;
+    survives_restarts_after("repeated reports", "", repeated_reports, log_is_small).await;
 }
 
 async fn log_is_small(siege: &Siege) {
@@ -230,13 +237,13 @@ async fn log_is_small(siege: &Siege) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disk_quota_counts_pages_of_tiny_blocks() {
     let tables = "[quota]\napp_disk = \"32MiB\"";
-    outlived("pages of tiny blocks", tables, blocks_that_fill_pages, async |siege| {
+    survives_restarts_after("pages of tiny blocks", tables, blocks_that_fill_pages, async |siege| {
         let bytes = on_disks(siege, &format!("apps/{APP}"));
         let max = (32 << 20) + super::CAPACITY_BYTES;
         assert!(bytes <= max, "{} MiB on disk with a quota of 32 MiB", bytes >> 20);
         let metrics = block_in_place(|| siege.worker.metrics());
         let used = metrics.largest("quota_used").unwrap_or_default().0;
-        // The page cache may have more than was counted when this was asked.
+        // The page cache may hold more than the last count of the worker.
         #[expect(clippy::cast_precision_loss, reason = "a comparison of sums of MiB")]
         let counted = used >= 0.5 * bytes as f64;
         assert!(counted, "quotas count {used} of {bytes} bytes");

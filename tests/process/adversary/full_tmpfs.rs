@@ -1,5 +1,5 @@
-//! Somebody fills the tmpfs on which the worker has its memory before a shuffle is registered: there is no place for the shuffle in
-//! the file. It gets one when there is room again, and a kill loses nothing of it then.
+//! Another process fills the worker's tmpfs before a shuffle is registered, so the file has no slot
+//! for the shuffle. The shuffle gets a slot once there is room, and survives a kill from then on.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use super::honest::{APP, Honest};
 use crate::kept_memory::{NEVER_FLUSHED, SmallTmpfs};
 use crate::writes::client_of;
 
-/// Pages that the worker takes ahead, at least: enough for what is written while there are no more.
-const AHEAD_BYTES: u64 = 32 << 20;
+/// Lower bound of pre-faulted pages: enough for the writes while the tmpfs is full.
+const PREFAULTED_BYTES: u64 = 32 << 20;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
@@ -28,7 +28,7 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
     eventually("pages are taken ahead", || {
         let files = std::fs::read_dir(tmpfs.path()).expect("there").flatten();
         let bytes: u64 = files.filter_map(|file| Some(512 * file.metadata().ok()?.blocks())).sum();
-        if bytes >= AHEAD_BYTES { Ok(()) } else { Err(format!("{bytes} bytes")) }
+        if bytes >= PREFAULTED_BYTES { Ok(()) } else { Err(format!("{bytes} bytes")) }
     })
     .await;
     let others = tmpfs.fill();

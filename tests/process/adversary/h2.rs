@@ -1,4 +1,4 @@
-//! HTTP/2 without manners: frames as bytes, windows that are never opened, requests that never end.
+//! A misbehaving HTTP/2 client: frames as bytes, windows that never open, unfinished requests.
 
 use std::io;
 use std::time::Duration;
@@ -19,17 +19,17 @@ const ACK: u8 = 1;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const INITIAL_WINDOW_SIZE: u16 = 4;
-/// The largest payload of a frame that every peer takes.
+/// Largest frame payload that every peer accepts.
 const FRAME_BYTES: usize = 16_384;
 
-/// One connection.
+/// An HTTP/2 connection.
 pub(super) struct Connection {
     stream: TcpStream,
     next_id: u32,
 }
 
 impl Connection {
-    /// Connected, with the window for answers as wanted: 0 takes nothing.
+    /// Connects with a receive window of `window` bytes; 0 accepts no response data.
     pub(super) async fn open(port: u16, window: u32) -> io::Result<Self> {
         let mut stream = TcpStream::connect(local(port)).await?;
         let mut settings = BytesMut::new();
@@ -42,10 +42,10 @@ impl Connection {
         Ok(Self { stream, next_id: 1 })
     }
 
-    /// The head of a call; its stream.
+    /// Sends the headers of a call. Returns its stream id.
     pub(super) async fn begin(&mut self, method: &str) -> io::Result<u32> {
         let path = format!("/rss.common.{method}");
-        // POST and http of the static table, then literals that are not indexed (RFC 7541 §6.2.2).
+        // POST and http from the static table, then literals without indexing (RFC 7541 §6.2.2).
         let mut head = BytesMut::from(&[0x83, 0x86][..]);
         head.put_slice(&[0x04]);
         put_text(&mut head, &path);
@@ -60,7 +60,7 @@ impl Connection {
         Ok(id)
     }
 
-    /// A part of a call's body.
+    /// Sends a part of a request body.
     pub(super) async fn data(&mut self, id: u32, bytes: &[u8], end: bool) -> io::Result<()> {
         let mut chunks = bytes.chunks(FRAME_BYTES).peekable();
         while let Some(chunk) = chunks.next() {
@@ -70,7 +70,7 @@ impl Connection {
         Ok(())
     }
 
-    /// A whole call, whose answer is not waited for.
+    /// Sends a complete call without waiting for the response.
     pub(super) async fn ask(&mut self, method: &str, message: &impl Message) -> io::Result<u32> {
         let id = self.begin(method).await?;
         let bytes = message.encode_to_vec();
@@ -82,12 +82,12 @@ impl Connection {
         Ok(id)
     }
 
-    /// Asks whether the worker is there, and does not wait for the answer.
+    /// Sends a liveness call without waiting for the response.
     pub(super) async fn ping(&mut self) -> io::Result<()> {
         self.frame(PING, 0, 0, &[0; 8]).await
     }
 
-    /// Takes frames for `time` and answers pings, so that the worker takes it for alive.
+    /// Reads frames for `time` and answers pings, so that the worker considers the peer alive.
     pub(super) async fn pong(&mut self, time: Duration) -> io::Result<()> {
         match timeout(time, self.answer_pings()).await {
             Ok(Err(error)) => Err(error),
@@ -123,7 +123,7 @@ fn put_frame(bytes: &mut BytesMut, kind: u8, flags: u8, id: u32, payload: &[u8])
     bytes.put_slice(payload);
 }
 
-/// A text of HPACK without Huffman code; short.
+/// Encodes a short HPACK string without Huffman coding.
 fn put_text(bytes: &mut BytesMut, text: &str) {
     bytes.put_u8(u8::try_from(text.len()).expect("less than 127 bytes"));
     bytes.put_slice(text.as_bytes());

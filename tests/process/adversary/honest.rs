@@ -1,4 +1,4 @@
-//! The honest application: it writes small sends, reads them back, and asks whether the worker lives.
+//! The honest application: it writes small sends, reads them back, and checks the worker's health.
 
 use std::fmt;
 use std::io;
@@ -12,34 +12,34 @@ use uniffle_testkit::clients::{key, local};
 
 use crate::writes::Written;
 
-/// Its id.
+/// Application id.
 pub(super) const APP: &str = "honest";
-/// An honest send.
+/// Bytes of one send.
 const SEND_BYTES: u32 = 16 << 10;
-/// Between two honest sends, so that an hour of them is no attack.
+/// Pause between sends, so that the application itself never overloads the worker.
 const SEND_PAUSE: Duration = Duration::from_millis(20);
-/// Sends after which all that was written is read.
+/// Number of sends between full reads.
 const SENDS_PER_READ: usize = 100;
-/// Writes of one shuffle; then there is a new one, so that what is read again stays small.
+/// Number of sends per shuffle; a new shuffle keeps the repeated reads small.
 const SENDS_PER_SHUFFLE: usize = 500;
 
-/// Longer than what is asserted of an answer to a question after the health.
+/// Longer than the asserted bound on a health response.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What the application has written.
+/// Blocks that the application has written.
 pub(super) struct Honest {
     written: Written,
     sends: usize,
 }
 
-/// How long its sends took, with their tickets and reports.
+/// Latencies of sends, including tickets and reports.
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) sends: usize,
     took: Vec<Duration>,
 }
 
-/// How the questions after the health went.
+/// Latencies of health checks.
 #[derive(Debug, Default)]
 pub(super) struct Health {
     asked: usize,
@@ -51,7 +51,7 @@ pub(super) struct Health {
 impl Honest {
     pub(super) async fn start(client: &ShuffleClient) -> Self {
         let mut written = Written::register(client, key(APP, 0), 1).await;
-        // What slow readers ask for.
+        // Data for the slow readers.
         written.task(client, 0, 1 << 20).await.expect("sent");
         Self { written, sends: 0 }
     }
@@ -68,7 +68,7 @@ impl Honest {
             }
             let task = i64::try_from(self.sends).expect("not so many");
             let began = Instant::now();
-            // Its ticket is waited for; with that the send is taken.
+            // The ticket waits for memory; a send with a ticket is accepted.
             self.written.task(client, task, SEND_BYTES).await.expect("an honest send is taken");
             figures.took.push(began.elapsed());
             if self.sends.is_multiple_of(SENDS_PER_READ) {
@@ -82,21 +82,21 @@ impl Honest {
         }
     }
 
-    /// Begins a new shuffle: what was in memory of the old one is gone.
+    /// Starts a new shuffle; the in-memory blocks of the old one were lost.
     pub(super) async fn begin_again(&mut self, client: &ShuffleClient) {
         self.sends = (self.sends / SENDS_PER_SHUFFLE + 1) * SENDS_PER_SHUFFLE;
         let shuffle = i32::try_from(self.sends / SENDS_PER_SHUFFLE).expect("not so many");
         self.written = Written::register(client, key(APP, shuffle), 1).await;
     }
 
-    /// Every byte is there.
+    /// Asserts that every byte is readable.
     pub(super) async fn assert_readable(&self, client: &ShuffleClient) {
         self.written.assert_readable(client).await;
     }
 }
 
 impl Figures {
-    /// So many percent of the sends took at most this.
+    /// Returns the latency that `percent` percent of the sends did not exceed.
     pub(super) fn percentile(&self, percent: usize) -> Duration {
         let mut sorted = self.took.clone();
         sorted.sort_unstable();
@@ -123,12 +123,12 @@ impl fmt::Display for Health {
     }
 }
 
-/// Asks whether the worker lives until `until`.
+/// Checks liveness until `until`.
 pub(super) async fn watch(http: u16, until: Instant) -> Health {
     let mut health = Health::default();
     while Instant::now() < until {
         let began = Instant::now();
-        // One that is cut off is asked again, as those who look after the health do.
+        // Retries a disconnected check, as health checkers do.
         while !matches!(timeout(PATIENCE, ask(http)).await, Ok(Ok(true))) && began.elapsed() < PATIENCE {
             health.missed += 1;
             sleep(Duration::from_millis(10)).await;

@@ -1,14 +1,11 @@
-//! An adversary against a worker whose memory is bounded by the kernel: it may be slowed down, not brought down.
+//! Attacks on a worker in a memory-limited cgroup. The worker may become slow but must not fail.
 //!
-//! Each attack ([`attacks`]) is made alone and with others while an honest application writes and reads: it finishes, every
-//! byte is right, the process stays within its memory, no poll of a task keeps a thread of its runtime for long, and it answers
-//! `/health/live`. `ADVERSARY_SECONDS` and
-//! `ADVERSARY_SEED` choose how long the combination goes on and how it is mixed; an hour by hand is
-//! `ADVERSARY_SECONDS=3600 cargo test --test process adversary::all -- --nocapture`, which also holds the 99th percentile of
-//! honest sends.
-//!
-//! The process is to stay below capacity × 1.05 + 200 MiB. The net below that is `memory.max` of a cgroup (version 2, or
-//! `memory.limit_in_bytes` of version 1) of the capacity and 256 MiB, where one can be made; the test says so.
+//! Each attack ([`attacks`]) runs alone and combined with others, beside an honest application. The
+//! application must finish with correct data. The process must stay below capacity × 1.05 + 200
+//! MiB, no poll may block a runtime thread for long, and `/health/live` must respond.
+//! `ADVERSARY_SECONDS` and `ADVERSARY_SEED` set the duration and the mix of the combined run; a
+//! long one also checks the 99th percentile of honest sends. Where a cgroup can be created,
+//! `memory.max` is the capacity + 256 MiB; otherwise the test prints a notice.
 
 mod attacks;
 mod cancelled;
@@ -17,7 +14,7 @@ mod costs;
 mod full_tmpfs;
 mod h2;
 mod honest;
-mod owed;
+mod memory_bounds;
 mod slow_sends;
 
 use std::time::Duration;
@@ -38,22 +35,21 @@ use crate::writes::{client_of, key};
 
 const CAPACITY_BYTES: u64 = 256_000_000;
 const ALLOWANCE_BYTES: u64 = 256 << 20;
-/// How long an attack goes on alone.
+/// Duration of a single attack.
 const ALONE: Duration = Duration::from_secs(5);
-/// How long all go on together when nothing else is said.
+/// Default duration of the combined attack.
 const TOGETHER: Duration = Duration::from_secs(60);
-/// From here on a run is long enough for its percentiles to mean something.
+/// Minimum duration for meaningful percentiles.
 const LONG: Duration = Duration::from_secs(1800);
-/// What an honest send of 16 KiB may take at the 99th percentile; on a machine that does nothing else.
+/// Bound on the 99th percentile of honest sends of 16 KiB, on an idle machine.
 const SEND_MAX: Duration = Duration::from_secs(1);
-/// `/health/live` is to be there within a second; on a busy machine, in a debug build, within this.
+/// Bound on `/health/live`, generous for a busy machine and a debug build. The goal is one second.
 const HEALTH_MAX: Duration = Duration::from_secs(20);
-/// CPU seconds that a poll of any task may take (`tasks_longest_poll_seconds`). CPU time, so that it is the same on a
-/// machine that has more to do than cores; in an optimised build it is some milliseconds, here nothing is optimised,
-/// and what this is against (N1) took more than twenty seconds.
+/// Bound on the CPU time of one poll (`tasks_longest_poll_seconds`). CPU time does not depend on
+/// the load of the machine. An unbounded poll took more than 20 s in a debug build.
 const POLL_SECONDS_MAX: f64 = 1.0;
 
-/// A worker under attack, and the honest application on it.
+/// A worker under attack and the honest application.
 struct Siege {
     name: &'static str,
     worker: Worker,
@@ -68,7 +64,7 @@ impl Siege {
         Self::start_with(name, "").await
     }
 
-    /// As [`Siege::start`], with further tables in the configuration.
+    /// Starts the worker with further `tables` in its configuration.
     async fn start_with(name: &'static str, tables: &str) -> Self {
         let group = Group::with_limit(CAPACITY_BYTES + ALLOWANCE_BYTES);
         let seed = number("ADVERSARY_SEED").unwrap_or(1);
@@ -76,10 +72,11 @@ impl Siege {
         let setup = Setup {
             name: "adversary",
             capacity: "256M",
-            // What the adversary reserved and never sends is back before the honest application loses patience.
+            // Unused reservations of an attacker expire before the honest application gives up.
             memory: "buffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1",
-            // Fewer than the attacks open: those that do nothing make room. More than they keep a call on (some 260 over gRPC, and
-            // on a busy machine those of the round before): when all have one, the honest one, which pauses, is the one to go.
+            // Below the number of connections that attacks open, so that idle ones are evicted.
+            // Above the number that they keep busy (about 260 over gRPC, twice that between
+            // rounds): otherwise the honest connection would be evicted when it pauses.
             tables: "[grpc]\nmax_connections = 600\n[tcp]\nmax_connections = 256",
             made_tables: tables.to_owned(),
             disks: 2,
@@ -99,7 +96,7 @@ impl Siege {
         Target { grpc: ready.grpc_port, tcp, http: ready.http_port, seed: self.seed }
     }
 
-    /// Makes `attacks` for `time` while the honest application works.
+    /// Runs `attacks` for `time` while the honest application works.
     async fn run(&mut self, attacks: &[Attack], time: Duration) -> (Figures, Health) {
         let mut siege = JoinSet::new();
         for (attack, seed) in attacks.iter().zip(self.seed..) {
@@ -115,7 +112,8 @@ impl Siege {
         (figures, health)
     }
 
-    /// It lives, has lost nothing, still takes data, and nothing is left of the attack.
+    /// Asserts that the worker lives, has lost nothing, accepts data, and keeps nothing of the
+    /// attack.
     async fn finish(mut self, outcome: (Figures, Health)) {
         self.assert_bounds(&outcome);
         self.honest.work(&self.client, Instant::now() + Duration::from_millis(1)).await;
@@ -124,7 +122,7 @@ impl Siege {
         self.end().await;
     }
 
-    /// The honest application was served, within the bounds of the process.
+    /// Asserts the bounds on latencies and on memory.
     fn assert_bounds(&self, (figures, health): &(Figures, Health)) {
         let name = self.name;
         assert!(figures.sends > 0, "{name}: the honest application sent nothing");
@@ -138,14 +136,14 @@ impl Siege {
         assert!(health.longest <= HEALTH_MAX, "{name}: /health/live took {:?}", health.longest);
     }
 
-    /// The process has stayed within its memory since it began.
+    /// Asserts that the peak memory is within the bound.
     fn assert_within_memory(&self) {
         let (peak, promised) = (self.worker.peak_resident_bytes(), promised(CAPACITY_BYTES));
         let name = self.name;
         assert!(peak <= promised, "{name}: {} MiB resident, {} MiB are promised", peak >> 20, promised >> 20);
     }
 
-    /// Nothing is left of the applications.
+    /// Removes the applications and asserts that nothing of them is left.
     async fn end(self) {
         for app in [honest::APP, APP] {
             self.client.unregister_app(app).await.expect("known");
@@ -163,7 +161,7 @@ fn number(variable: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{variable} = {text}: a number")))
 }
 
-/// The workers that the embedded coordinator knows.
+/// Returns the workers known to the embedded coordinator.
 async fn servers(siege: &Siege) -> Vec<ShuffleServerId> {
     let address = format!("http://127.0.0.1:{}", siege.target().grpc);
     let mut coordinator = CoordinatorServerClient::connect(address).await.expect("a connection");
@@ -177,107 +175,107 @@ async fn alone(name: &'static str, attack: Attack) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n3_half_sent_prefaces_keep_nobody_out() {
-    alone("N3", attacks::n3_half_sent_prefaces).await;
+async fn half_sent_prefaces_do_not_block_honest_clients() {
+    alone("half-sent prefaces", attacks::half_sent_prefaces).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n12_slow_sockets_do_not_keep_health_checks_out() {
-    alone("N12", attacks::n12_slow_sockets_and_dumps).await;
+async fn slow_http_sockets_do_not_block_health_checks() {
+    alone("slow sockets", attacks::slow_sockets_and_dumps).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n13_f11_forged_heartbeats_do_not_replace_the_own_worker_and_made_up_ones_do_not_join() {
-    let mut siege = Siege::start("N13").await;
+async fn forged_heartbeats_change_no_node() {
+    let mut siege = Siege::start("forged heartbeats").await;
     let before = servers(&siege).await;
-    let outcome = siege.run(&[attacks::n13_forged_heartbeats], ALONE).await;
+    let outcome = siege.run(&[attacks::forged_heartbeats], ALONE).await;
     assert_eq!(before.len(), 1, "itself");
     assert_eq!(servers(&siege).await, before);
     siege.finish(outcome).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n1_repeated_partitions_stop_nobody() {
-    alone("N1", owed::n1_repeated_partitions).await;
+async fn repeated_partitions_do_not_stall_honest_clients() {
+    alone("repeated partitions", memory_bounds::repeated_partitions).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n1_large_shuffles_that_end_stop_nobody() {
-    alone("N1, ends", owed::n1_large_shuffles_that_end).await;
+async fn ending_large_shuffles_does_not_stall_honest_clients() {
+    alone("large ending shuffles", memory_bounds::large_ending_shuffles).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n2_unfinished_reports_stay_within_the_bound() {
-    alone("N2", owed::n2_unfinished_reports).await;
+async fn unfinished_reports_stay_within_memory_bound() {
+    alone("unfinished reports", memory_bounds::unfinished_reports).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n4_large_local_reads_stay_within_the_bound() {
-    alone("N4", owed::n4_large_local_reads).await;
+async fn large_local_reads_stay_within_memory_bound() {
+    alone("large local reads", memory_bounds::large_local_reads).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n6_tiny_blocks_stay_within_the_bound() {
-    alone("N6", owed::n6_tiny_blocks).await;
+async fn tiny_blocks_stay_within_memory_bound() {
+    alone("tiny blocks", memory_bounds::tiny_blocks_in_one_send).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n7_large_registrations_stay_within_the_bound() {
-    alone("N7", owed::n7_large_registrations).await;
+async fn large_registrations_stay_within_memory_bound() {
+    alone("large registrations", memory_bounds::large_registrations).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n8_zero_windows_keep_no_honest_reader_out() {
-    alone("N8", owed::n8_zero_windows).await;
+async fn zero_windows_do_not_block_honest_readers() {
+    alone("zero windows", memory_bounds::zero_windows).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n8_lists_of_tiny_blocks_stay_within_the_bound() {
-    alone("N8, lists", owed::n8_lists_of_tiny_blocks).await;
+async fn tiny_block_lists_stay_within_memory_bound() {
+    alone("lists of tiny blocks", memory_bounds::lists_of_tiny_blocks).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n9_who_takes_every_ticket_keeps_nobody_out() {
-    alone("N9", owed::n9_every_ticket).await;
+async fn exhausted_tickets_do_not_block_honest_clients() {
+    alone("every ticket", memory_bounds::every_ticket).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn assignments_whose_callers_go_stay_within_the_bound() {
-    alone("cancelled assignments", cancelled::assignments).await;
+async fn abandoned_assignments_stay_within_memory_bound() {
+    alone("abandoned assignments", cancelled::abandoned_assignments).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn looks_at_metrics_whose_callers_go_take_no_thread_from_the_disks() {
-    alone("cancelled looks at metrics", cancelled::looks_at_metrics).await;
+async fn abandoned_scrapes_take_no_disk_thread() {
+    alone("abandoned scrapes", cancelled::abandoned_scrapes).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn small_shuffles_that_end_together_stay_within_the_bound() {
+async fn small_shuffles_ending_at_once_stay_within_bound() {
     alone("small shuffles that end together", cancelled::small_shuffles).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_together_do_not_get_the_process_killed_and_leave_nothing() {
+async fn all_attacks_combined_leave_worker_alive_and_clean() {
     let all: &[Attack] = &[
-        attacks::n3_half_sent_prefaces,
-        attacks::n12_slow_sockets_and_dumps,
-        attacks::n13_forged_heartbeats,
+        attacks::half_sent_prefaces,
+        attacks::slow_sockets_and_dumps,
+        attacks::forged_heartbeats,
         attacks::tiny_blocks,
         attacks::forged_tickets,
         attacks::half_frames,
         attacks::slow_readers,
         attacks::paused_calls,
-        owed::n1_repeated_partitions,
-        owed::n1_large_shuffles_that_end,
-        owed::n2_unfinished_reports,
-        owed::n4_large_local_reads,
-        owed::n6_tiny_blocks,
-        owed::n7_large_registrations,
-        owed::n8_zero_windows,
-        owed::n8_lists_of_tiny_blocks,
-        owed::n9_every_ticket,
-        cancelled::assignments,
-        cancelled::looks_at_metrics,
+        memory_bounds::repeated_partitions,
+        memory_bounds::large_ending_shuffles,
+        memory_bounds::unfinished_reports,
+        memory_bounds::large_local_reads,
+        memory_bounds::tiny_blocks_in_one_send,
+        memory_bounds::large_registrations,
+        memory_bounds::zero_windows,
+        memory_bounds::lists_of_tiny_blocks,
+        memory_bounds::every_ticket,
+        cancelled::abandoned_assignments,
+        cancelled::abandoned_scrapes,
         cancelled::small_shuffles,
     ];
     let time = number("ADVERSARY_SECONDS").map_or(TOGETHER, Duration::from_secs);

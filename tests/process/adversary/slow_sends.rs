@@ -1,5 +1,5 @@
-//! Sends whose bytes come slowly or not at all, and tickets that nobody uses: they hold nearly all of the memory that others wait
-//! for. After each attack the worker is upgraded and still has what the honest application wrote.
+//! Slow or stalled sends, and unused tickets, that hold nearly all memory. After each attack the
+//! worker is upgraded and must still have the honest application's data.
 
 use std::io;
 use std::time::Duration;
@@ -18,18 +18,18 @@ use uniffle_testkit::say;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::proto;
 
-use super::attacks::{APP, Attack, Target, again, client, frame};
+use super::attacks::{APP, Attack, Target, client, frame, repeat};
 use super::h2::Connection;
 use super::honest::Health;
 use super::{ALONE, Siege};
 
-/// Sizes of sends: of each as many as are granted, until hardly anything is free.
+/// Sizes of sends. Of each size as many are sent as get a ticket.
 const SIZES: [i32; 4] = [4_000_000, 500_000, 60_000, 8_000];
-/// More sends of one size are never granted.
+/// Upper bound on granted sends of one size.
 const SENDS: usize = 80;
-/// Bytes of a send that come at once.
+/// Leading bytes of a send that are sent at once.
 const FIRST_BYTES: usize = 4 << 10;
-/// Bytes of a send that come one by one.
+/// Bytes of a send that are sent one at a time.
 const TRICKLED: usize = 50;
 const BETWEEN_BYTES: Duration = Duration::from_millis(100);
 /// Applications of the attack that uses many.
@@ -40,7 +40,7 @@ fn block(size: i32) -> Block {
     BlockGenerator::new(3, IdLayout::SPARK).block(PartitionId(1), TaskAttemptId(1), 0, length)
 }
 
-/// A ticket of `app` for `size` bytes, if there is memory.
+/// Requests a ticket of `app` for `size` bytes. Returns `None` without free memory.
 async fn ticket(client: &ShuffleClient, app: &str, size: i32) -> io::Result<Option<i64>> {
     let request = proto::RequireBufferRequest {
         require_size: size,
@@ -53,7 +53,7 @@ async fn ticket(client: &ShuffleClient, app: &str, size: i32) -> io::Result<Opti
     Ok((answer.status == i32::from(proto::StatusCode::Success)).then_some(answer.require_buffer_id))
 }
 
-/// Tickets for all memory that is free, and a block for each.
+/// Takes tickets for all free memory. Returns each with a block of its size.
 async fn all_tickets(target: Target) -> io::Result<Vec<(i64, Block)>> {
     let client = client(target).await?;
     let mut granted = Vec::new();
@@ -89,10 +89,10 @@ fn message(ticket: i64, block: &Block) -> Vec<u8> {
     framed
 }
 
-/// A few connections whose calls bring a byte now and then, and pings between them.
+/// Sends a byte of each call now and then over a few connections, and pings in between.
 fn trickle_over_grpc(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let mut connections = Vec::new();
             for some in all_tickets(target).await?.chunks(15) {
                 let mut connection = Connection::open(target.grpc, 1 << 20).await?;
@@ -126,10 +126,10 @@ async fn trickle(connections: &mut [(Connection, Vec<u32>)]) -> io::Result<()> {
     Ok(())
 }
 
-/// A connection for each send.
+/// Sends a byte now and then, on a connection per send.
 fn trickle_over_tcp(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let mut streams = Vec::new();
             for (ticket, block) in all_tickets(target).await? {
                 let mut stream = TcpStream::connect(local(target.tcp)).await?;
@@ -149,10 +149,10 @@ fn trickle_over_tcp(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Sends of which nothing more comes, over both transports.
+/// Starts sends over both transports and never continues them.
 fn stalls(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let mut connection = Connection::open(target.grpc, 0).await?;
             let mut streams = Vec::new();
             for (at, (ticket, block)) in all_tickets(target).await?.into_iter().enumerate() {
@@ -177,13 +177,13 @@ fn app(number: usize) -> String {
     format!("{APP}-{number}")
 }
 
-/// Tickets of many applications, each within its share, which are never used.
+/// Requests tickets of many applications, each within its share, and uses none.
 fn unused_tickets_of_many_apps(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let client = client(target).await?;
             for number in 0..APPS {
-                // Known from the second round on.
+                // Already registered from the second round on.
                 let _ = client.register(&key(&app(number), 0), &[(0, 9)]).await;
                 for size in SIZES {
                     ticket(&client, &app(number), size).await?;
@@ -196,8 +196,8 @@ fn unused_tickets_of_many_apps(target: Target) -> BoxFuture<'static, io::Error> 
     .boxed()
 }
 
-/// `attack` beside the honest application, then an upgrade.
-async fn upgraded_after(name: &'static str, attack: Attack) {
+/// Runs `attack` beside the honest application, then upgrades.
+async fn upgrade_after(name: &'static str, attack: Attack) {
     let mut siege = Siege::start(name).await;
     let outcome = siege.run(&[attack], ALONE).await;
     for number in 0..APPS {
@@ -212,8 +212,9 @@ async fn upgraded_after(name: &'static str, attack: Attack) {
     siege.finish(outcome).await;
 }
 
-/// An upgrade while `attack` continues: no connection of it is waited for until the deadline of all.
-async fn upgraded_beside(name: &'static str, attack: Attack) {
+/// Upgrades while `attack` continues; the upgrade must not wait for its connections until the
+/// deadline.
+async fn upgrade_during(name: &'static str, attack: Attack) {
     let mut siege = Siege::start(name).await;
     let mut attacking = JoinSet::new();
     attacking.spawn(attack(siege.target()));
@@ -234,36 +235,36 @@ async fn upgraded_beside(name: &'static str, attack: Attack) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn trickling_sends_over_grpc_delay_no_upgrade() {
-    upgraded_beside("upgrade beside sends over gRPC", trickle_over_grpc).await;
+async fn trickling_grpc_sends_do_not_delay_upgrade() {
+    upgrade_during("upgrade beside sends over gRPC", trickle_over_grpc).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn trickling_sends_over_tcp_delay_no_upgrade() {
-    upgraded_beside("upgrade beside sends over TCP", trickle_over_tcp).await;
+async fn trickling_tcp_sends_do_not_delay_upgrade() {
+    upgrade_during("upgrade beside sends over TCP", trickle_over_tcp).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn stalled_sends_delay_no_upgrade() {
-    upgraded_beside("upgrade beside stalled sends", stalls).await;
+async fn stalled_sends_do_not_delay_upgrade() {
+    upgrade_during("upgrade beside stalled sends", stalls).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn trickling_sends_over_grpc_keep_nobody_out() {
-    upgraded_after("trickling sends over gRPC", trickle_over_grpc).await;
+async fn trickling_grpc_sends_do_not_block_honest_clients() {
+    upgrade_after("trickling sends over gRPC", trickle_over_grpc).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn trickling_sends_over_tcp_keep_nobody_out() {
-    upgraded_after("trickling sends over TCP", trickle_over_tcp).await;
+async fn trickling_tcp_sends_do_not_block_honest_clients() {
+    upgrade_after("trickling sends over TCP", trickle_over_tcp).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn stalled_sends_keep_nobody_out() {
-    upgraded_after("stalled sends", stalls).await;
+async fn stalled_sends_do_not_block_honest_clients() {
+    upgrade_after("stalled sends", stalls).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unused_tickets_of_many_apps_keep_nobody_out() {
-    upgraded_after("unused tickets of many applications", unused_tickets_of_many_apps).await;
+async fn unused_tickets_do_not_block_honest_clients() {
+    upgrade_after("unused tickets of many applications", unused_tickets_of_many_apps).await;
 }

@@ -1,4 +1,4 @@
-//! What strangers may do to the HTTP listener while data flows.
+//! Hostile input to the HTTP listener while data flows.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -8,7 +8,7 @@ use super::tools::{Load, ask_text};
 use uniffle_testkit::worker::{Setup, Worker};
 
 #[test]
-fn absurd_requests_are_answered_by_name() {
+fn malformed_requests_get_a_specific_status() {
     let worker = Worker::start(&Setup { tables: "[http]\nprofiles = true", ..Setup::default() });
     let port = worker.ready().http_port;
     let long = format!("/debug/pprof/profile?{}", "x".repeat(100_000));
@@ -25,7 +25,7 @@ fn absurd_requests_are_answered_by_name() {
         (long.as_str(), 431, ""),
     ] {
         let (actual, answer) = ask_text(port, "GET", path);
-        // hyper's answer to a head that is too long depends on where its buffer ends.
+        // hyper's response to an oversized head depends on its buffer boundaries.
         assert!(actual == status || (status == 431 && (400..500).contains(&actual)), "{actual}: {answer}");
         assert!(answer.starts_with(text) && answer.len() < 300, "{answer}");
     }
@@ -34,9 +34,9 @@ fn absurd_requests_are_answered_by_name() {
 }
 
 #[test]
-fn scrape_storms_and_slow_clients_do_not_reach_the_data() {
-    // What cuts those that send half a head is the time for a head. The time for an answer is a long one: a profile's
-    // symbols are resolved at the lowest priority, which on a busy machine goes on until the load is through.
+fn scrape_storms_and_slow_clients_do_not_affect_data() {
+    // The head timeout disconnects senders of half a head. The response timeout is long: symbols of
+    // a profile are resolved at the lowest priority, on a busy machine only after the load.
     let setup = Setup {
         tables: "[http]\nprofiles = true\nmax_connections = 16\nopening_timeout_sec = 10\nrequest_timeout_sec = 600",
         ..Setup::default()
@@ -68,7 +68,7 @@ fn scrape_storms_and_slow_clients_do_not_reach_the_data() {
     }
     for stream in &mut slow {
         let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer); // cut ten seconds after it came, with or without words
+        let _ = stream.read_to_end(&mut answer); // cut after ten seconds, with or without a response
     }
     load.finish();
     worker.assert_clean();

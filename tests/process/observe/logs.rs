@@ -11,7 +11,7 @@ use uniffle_worker::proto::{AppHeartBeatRequest, ShuffleRegisterRequest, StatusC
 use super::tools::Load;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// The text of the file in `directory` whose name begins with `name`.
+/// Returns the text of the file in `directory` with the prefix `name`.
 fn file(directory: &Path, name: &str) -> String {
     let mut entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let path = entries.find(|path| path.file_name().unwrap().to_str().unwrap().starts_with(name));
@@ -19,10 +19,10 @@ fn file(directory: &Path, name: &str) -> String {
 }
 
 #[test]
-fn the_audit_log_names_who_came_and_went() {
+fn audit_log_names_registered_and_removed_apps() {
     let directory = tempfile::tempdir().unwrap();
     let more = format!("[log]\npath = {:?}\nformat = \"json\"\nrotation = \"Never\"", directory.path());
-    // The filter is the other log's.
+    // The filter applies to the ordinary log, not to the audit log.
     let worker = Worker::start(&Setup {
         made_tables: more,
         env: vec![("RUST_LOG", "warn".to_owned())],
@@ -45,9 +45,9 @@ fn the_audit_log_names_who_came_and_went() {
     assert_eq!(file(directory.path(), "uniffle-worker"), "", "nothing was worth a warning");
 }
 
-/// Hundreds of requests that are wrong in two ways, through both listeners, make six lines.
+/// Hundreds of requests with two kinds of errors, over both listeners, produce six lines.
 #[test]
-fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
+fn repeated_client_errors_are_logged_a_few_times() {
     let directory = tempfile::tempdir().unwrap();
     let worker = Worker::start(&Setup {
         made_tables: format!("[log]\npath = {:?}\nrotation = \"Never\"", directory.path()),
@@ -62,7 +62,7 @@ fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
             let request = ShuffleRegisterRequest { app_id, ..Default::default() };
             let answer = client.raw().register_shuffle(request).await.unwrap().into_inner();
             assert_eq!(answer.status(), StatusCode::InvalidRequest);
-            // Everyday: the application is gone.
+            // An expected error: the application has expired.
             let late = AppHeartBeatRequest { app_id: "gone".to_owned() };
             let answer = client.raw().app_heartbeat(late).await.unwrap().into_inner();
             assert_eq!(answer.status(), StatusCode::NoRegister);
@@ -70,7 +70,7 @@ fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
     });
     for _ in 0..100 {
         let mut stream = std::net::TcpStream::connect(("127.0.0.1", urpc)).unwrap();
-        // A frame of a type that does not exist.
+        // A frame of an unknown type.
         stream.write_all(&[0, 0, 0, 8, 99, 0, 0, 0, 0]).unwrap();
         assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)), "the worker closes");
     }
@@ -82,7 +82,7 @@ fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
     assert_eq!(count("WARN"), 6, "{log}");
 }
 
-/// Loads `worker` until lines of its log are dropped.
+/// Loads `worker` until it drops log lines.
 fn drop_lines(worker: &Worker) {
     let dropped = || worker.metrics().total("log_lines_dropped_total").expect("a counter");
     let before = dropped();
@@ -91,7 +91,7 @@ fn drop_lines(worker: &Worker) {
     }
 }
 
-/// Reads from a pipe until it has had `text`.
+/// Reads from a pipe until `text` was read.
 fn read_until(pipe: &mut File, text: &str) {
     let (mut read, mut chunk) = (Vec::new(), vec![0; 64 << 10]);
     while !String::from_utf8_lossy(&read).contains(text) {
@@ -100,9 +100,9 @@ fn read_until(pipe: &mut File, text: &str) {
     }
 }
 
-/// As with a log driver or a journald that was stopped: stdout and stderr are one pipe, and it is full.
+/// Like a stopped log driver or journald: stdout and stderr share one pipe, which is full.
 #[test]
-fn worker_serves_upgrades_and_stops_while_nobody_reads_its_log() {
+fn worker_serves_upgrades_and_stops_with_blocked_log() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());

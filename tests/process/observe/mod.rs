@@ -1,5 +1,5 @@
-//! What the person on call looks at, with the tools that people use: `go tool pprof`, Prometheus and promtool, a
-//! pushgateway, an OTLP receiver. And what strangers may ask of it without anybody noticing.
+//! Observability with real tools: `go tool pprof`, Prometheus, promtool, a Pushgateway and an OTLP
+//! receiver. Includes hostile requests to the HTTP listener.
 
 mod bad_input;
 mod logs;

@@ -1,4 +1,4 @@
-//! CPU and heap profiles of a worker under load, read by `go tool pprof`; the dump of its tasks.
+//! CPU and heap profiles of a worker under load, read by `go tool pprof`, and the task dump.
 
 use std::io::Write as _;
 use std::net::TcpStream;
@@ -14,12 +14,13 @@ use uniffle_testkit::tools::available;
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{say, wait_until};
 
-/// What a profile or dump may add to what the worker takes.
+/// Bound on the memory growth by a profile or a dump.
 const GROWTH_MIB_MAX: u64 = 48;
-/// Of a CPU profile beside fine heap sampling; some 50 are usual, 115 and more while pprof read debug information.
+/// Bound for a CPU profile with fine heap sampling: usually about 50 MiB. While pprof parsed debug
+/// information in the worker, growth was 115 MiB and more.
 const CPU_GROWTH_MIB_MAX: u64 = 72;
 
-/// The functions of a profile, the one with the most below it first.
+/// Returns the functions of a profile, sorted by cumulative samples.
 fn functions(profile: &[u8]) -> String {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), profile).unwrap();
@@ -29,7 +30,7 @@ fn functions(profile: &[u8]) -> String {
     run(&mut pprof)
 }
 
-/// The administration is open, where profiles are.
+/// A worker with an admin listener, which serves profiles.
 fn setup() -> Setup {
     Setup { made_tables: "[admin]\nport = 0".to_owned(), ..Setup::default() }
 }
@@ -39,7 +40,7 @@ fn port(worker: &Worker) -> u16 {
 }
 
 #[test]
-fn n12_profiles_and_dumps_are_the_administrations_unless_they_are_opened() {
+fn profiles_need_the_admin_listener_unless_opened() {
     let paths =
         ["/debug/pprof/profile?seconds=1", "/debug/pprof/heap", "/debug/heap/profile", "/debug/tasks"];
     let open = |tables: &str| {
@@ -59,10 +60,10 @@ fn n12_profiles_and_dumps_are_the_administrations_unless_they_are_opened() {
 }
 
 #[test]
-fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
+fn cpu_profiles_are_valid_and_one_runs_at_a_time() {
     let worker = Worker::start(&setup());
     let port = port(&worker);
-    // More than is needed: it ends with the profiles.
+    // Longer than needed; the load ends with the profiles.
     let load = Load::start(&worker, "300MB", 10_000);
     let first = thread::spawn(move || {
         wait_until("the profile", Duration::from_secs(60), || {
@@ -70,7 +71,7 @@ fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
             if status == 200 { Ok(profile) } else { Err(format!("{status}")) }
         })
     });
-    // Whichever comes second is refused; sooner or later that is this one.
+    // The second request is refused. Which of the two is second varies, so retry.
     let busy = wait_until("a second profile is refused", Duration::from_secs(60), || {
         let (status, text) = ask(port, "GET", "/debug/pprof/profile?seconds=1&frequency=1");
         let text = String::from_utf8_lossy(&text).into_owned();
@@ -89,12 +90,12 @@ fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
         assert!(functions.contains("Type: cpu"), "{functions}");
         assert!(functions.contains("uniffle_worker::"), "no function of ours: {functions}");
     }
-    // The load went in the middle of its work, so that its application is still there.
+    // The load was killed while running, so its application still exists.
     worker.assert_no_error_logged();
     worker.stop();
 }
 
-/// Data flows and questions are answered while a profile is being taken, however slow the machine is.
+/// Asserts that data and calls are served while a profile is taken, on slow machines too.
 fn assert_serves_under_a_profile(worker: &Worker, port: u16) {
     let http = worker.ready().http_port;
     let moved = || {
@@ -106,7 +107,7 @@ fn assert_serves_under_a_profile(worker: &Worker, port: u16) {
         let profile = thread::spawn(move || ask(port, "GET", "/debug/pprof/profile?seconds=3").0);
         while !profile.is_finished() {
             let answer = (ask(http, "GET", "/health/live").0, moved());
-            // An answer that came late says nothing.
+            // A response after the end of the profile proves nothing.
             meanwhile = if profile.is_finished() { meanwhile } else { Some(answer) };
         }
         assert_eq!(profile.join().unwrap(), 200);
@@ -117,9 +118,9 @@ fn assert_serves_under_a_profile(worker: &Worker, port: u16) {
     });
 }
 
-/// The variable that the first Rust server and riffle document.
+/// Uses the variable that the first Rust server and riffle document.
 #[test]
-fn heap_profiles_work_as_documented() {
+fn heap_profiles_start_with_documented_variable() {
     let setup = Setup {
         env: vec![("_RJEM_MALLOC_CONF", "prof:true,prof_prefix:jeprof.out,lg_prof_sample:12".to_owned())],
         ..setup()
@@ -142,10 +143,11 @@ fn heap_profiles_work_as_documented() {
     worker.stop();
 }
 
-/// What names functions is another process: parsing a release build's debug information takes some 180 MiB. The first CPU profile
-/// leaves tables to unwind with. Where the kernel has no Landlock, each takes more (`uniffle_sampler`).
+/// Symbols are resolved in a child process, because parsing a release build's debug information
+/// takes about 180 MiB. The first CPU profile creates unwind tables. Without Landlock in the kernel
+/// each profile takes more (`uniffle_sampler`).
 #[test]
-fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
+fn profiles_and_dumps_take_little_worker_memory() {
     const CPU: &str = "/debug/pprof/profile?seconds=1&frequency=500";
     let setup =
         Setup { env: vec![("_RJEM_MALLOC_CONF", "prof:true,lg_prof_sample:12".to_owned())], ..setup() };
@@ -154,7 +156,7 @@ fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
     assert_eq!(ask(admin, "GET", CPU).0, 200);
     for path in [CPU, "/debug/pprof/heap", "/debug/pprof/heap?format=svg", "/debug/tasks"] {
         let before = worker.proc_status("VmRSS") >> 10;
-        // Makes the largest size that of now.
+        // Resets the peak to the current size.
         std::fs::write(format!("/proc/{}/clear_refs", worker.pid()), "5").unwrap();
         let profile = thread::spawn(move || ask(admin, "GET", path));
         while !profile.is_finished() {
@@ -174,8 +176,8 @@ fn h14_profiles_and_dumps_take_little_memory_of_the_worker() {
     worker.stop();
 }
 
-/// The process that names functions for `worker`, if there is one.
-fn naming(worker: &Worker) -> Option<Pid> {
+/// Returns the symbol-resolving child of `worker`, if any.
+fn symbolizer(worker: &Worker) -> Option<Pid> {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", worker.pid())).unwrap().flatten();
     let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
     let children: Vec<String> = children.collect();
@@ -187,7 +189,7 @@ fn naming(worker: &Worker) -> Option<Pid> {
 }
 
 #[test]
-fn an_upgrade_in_the_middle_of_a_profile_leaves_no_zombie() {
+fn upgrade_during_profile_leaves_no_zombie() {
     let mut worker = Worker::start(&setup());
     let admin = port(&worker);
     let (child, _asking) = wait_until("a process names functions", Duration::from_secs(60), || {
@@ -195,8 +197,8 @@ fn an_upgrade_in_the_middle_of_a_profile_leaves_no_zombie() {
         asking.write_all(b"GET /debug/tasks HTTP/1.0\r\nHost: localhost\r\n\r\n").unwrap();
         let asked = Instant::now();
         while asked.elapsed() < Duration::from_secs(1) {
-            if let Some(child) = naming(&worker) {
-                // It has not ended before the upgrade.
+            if let Some(child) = symbolizer(&worker) {
+                // The child is still running at the upgrade.
                 kill_process(child, Signal::STOP).unwrap();
                 return Ok((child, asking));
             }
@@ -205,7 +207,7 @@ fn an_upgrade_in_the_middle_of_a_profile_leaves_no_zombie() {
     });
     worker.begin_upgrade();
     worker.finish_upgrade();
-    // It was killed with the thread that asked, unless it was stopped before it had seen to that.
+    // The child was killed with its parent thread, unless it was stopped before it requested that.
     let _ = kill_process(child, Signal::CONT);
     wait_until("the process is gone", Duration::from_secs(30), || {
         match std::fs::read_to_string(format!("/proc/{}/stat", child.as_raw_nonzero())) {
@@ -216,9 +218,9 @@ fn an_upgrade_in_the_middle_of_a_profile_leaves_no_zombie() {
     worker.stop();
 }
 
-/// A worker's sockets and files are not its child's.
+/// The child of a worker inherits none of its sockets and files.
 #[test]
-fn h14_every_descriptor_is_closed_in_other_programs() {
+fn children_inherit_no_descriptor() {
     let worker = Worker::start(&setup());
     let directory = format!("/proc/{}/fdinfo", worker.pid());
     let is_closed_on_exec = |info: &str| {
@@ -229,9 +231,9 @@ fn h14_every_descriptor_is_closed_in_other_programs() {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
         let number: u32 = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
-        // It may be closed meanwhile.
+        // The descriptor may be closed meanwhile.
         let Ok(info) = std::fs::read_to_string(&path) else { continue };
-        // What this process was itself started with and hands on is not the worker's doing.
+        // Descriptors that this test process inherited and passes on are not counted.
         let own = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
         let is_handed_on = own.is_ok_and(|own| !is_closed_on_exec(&own));
         assert!(number <= 2 || is_closed_on_exec(&info) || is_handed_on, "{number}: {info}");
@@ -242,7 +244,7 @@ fn h14_every_descriptor_is_closed_in_other_programs() {
 }
 
 #[test]
-fn heap_profiles_are_off_by_default_and_say_so() {
+fn heap_profiles_are_off_by_default_with_a_reason() {
     let worker = Worker::start(&setup());
     let (status, text) = ask_text(port(&worker), "GET", "/debug/pprof/heap");
     assert_eq!(status, 409, "{text}");
@@ -250,9 +252,9 @@ fn heap_profiles_are_off_by_default_and_say_so() {
     worker.stop();
 }
 
-/// At run time, by the administration only. The sampling is finer than by default, so that a small load shows.
+/// Only the admin listener can do this at run time. Fine sampling makes a small load visible.
 #[test]
-fn heap_profiles_are_switched_on_and_off_by_a_call() {
+fn heap_profiles_are_switched_by_a_call() {
     let setup = Setup { env: vec![("MALLOC_CONF", "lg_prof_sample:12".to_owned())], ..setup() };
     let worker = Worker::start(&setup);
     let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
@@ -288,7 +290,7 @@ fn heap_profiles_are_switched_on_and_off_by_a_call() {
 }
 
 #[test]
-fn the_task_dump_says_where_each_task_waits() {
+fn task_dump_shows_where_each_task_waits() {
     let worker = Worker::start(&setup());
     let (status, text) = ask_text(port(&worker), "GET", "/debug/tasks");
     assert_eq!(status, 200, "{text}");

@@ -1,5 +1,6 @@
-//! A real Prometheus scrapes the worker, evaluates the alert rules and answers every query of the dashboard; promtool
-//! checks both files and the exposition; a real pushgateway takes what is pushed.
+//! A real Prometheus scrapes the worker, evaluates the alert rules and answers every dashboard
+//! query. promtool checks the rules, the dashboard and the exposition. A real Pushgateway receives
+//! pushed metrics.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -21,7 +22,7 @@ const DASHBOARD: &str = include_str!("../../../deploy/grafana/uniffle-worker.jso
 const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.rules.yml");
 const METRICS: &str = include_str!("../../../docs/metrics.md");
 
-/// Every expression of the dashboard.
+/// Returns every expression of the dashboard.
 fn dashboard_queries() -> Vec<String> {
     fn walk(value: &Value, found: &mut Vec<String>) {
         match value {
@@ -43,7 +44,7 @@ fn dashboard_queries() -> Vec<String> {
     found
 }
 
-/// The names in the tables of docs/metrics.md, with what histograms add.
+/// Returns the names in the tables of docs/metrics.md, with the suffixes of histograms.
 fn documented() -> BTreeSet<String> {
     let rows = METRICS.lines().filter_map(|line| line.strip_prefix("| `"));
     let mut names = BTreeSet::new();
@@ -59,7 +60,7 @@ fn documented() -> BTreeSet<String> {
     names
 }
 
-/// Words of an expression that may be metrics: no labels, no strings, no functions, no keywords.
+/// Returns words of an expression that may be metrics: no labels, strings, functions or keywords.
 fn words(query: &str) -> Vec<String> {
     let mut plain = String::new();
     let (mut braces, mut quoted) = (0, false);
@@ -93,13 +94,13 @@ fn words(query: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_query_of_the_dashboard_names_metrics_that_exist() {
+fn dashboard_queries_name_existing_metrics() {
     let documented = documented();
     let rules = std::fs::read_to_string(RULES).unwrap();
     let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).map(str::to_owned);
     for query in dashboard_queries().into_iter().chain(alerts) {
         let words = words(&query);
-        // By and without name labels; those of ours are listed.
+        // Labels of ours that follow `by` and `without`.
         const LABELS: [&str; 2] = ["app_id", "local_disk_path"];
         let unknown: Vec<_> = words
             .iter()
@@ -113,13 +114,13 @@ fn every_query_of_the_dashboard_names_metrics_that_exist() {
 }
 
 #[test]
-fn words_of_queries_are_found() {
+fn query_words_are_extracted() {
     let query = "sum by (path) (rate(a_total{path=~\"x_y\"}[5m])) / on (instance) b_bytes > 1e_3";
     assert_eq!(words(query), ["a_total", "b_bytes"]);
 }
 
 #[test]
-fn promtool_finds_nothing_wrong() {
+fn promtool_reports_no_error() {
     if !available("the rules", &["promtool"]) {
         return;
     }
@@ -138,13 +139,13 @@ fn promtool_finds_nothing_wrong() {
     check.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
     let output = check.wait_with_output().unwrap();
     let report = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    // Names and their style are those of the Java server and of riffle; what cannot be read is an error.
+    // Names and style follow the Java server and riffle, so only parse errors count.
     let errors: Vec<_> = report.lines().filter(|line| line.contains("error")).collect();
     assert!(errors.is_empty() && matches!(output.status.code(), Some(0 | 3)), "{report}");
     worker.stop();
 }
 
-/// Asks the API of a Prometheus.
+/// Queries the API of a Prometheus.
 fn query(port: u16, query: &str) -> Result<Value, String> {
     let encoded: String =
         query
@@ -185,7 +186,7 @@ fn prometheus(directory: &Path, target: u16) -> (Running, u16) {
 }
 
 #[test]
-fn a_real_prometheus_scrapes_and_answers_the_dashboard() {
+fn prometheus_scrapes_and_answers_dashboard_queries() {
     if !available("scrapes", &["prometheus"]) {
         return;
     }
@@ -221,7 +222,7 @@ fn a_real_prometheus_scrapes_and_answers_the_dashboard() {
 }
 
 #[test]
-fn pushgateway_is_waited_for_and_has_no_group_after_a_stop() {
+fn pushgateway_is_retried_and_group_deleted_at_stop() {
     if !available("pushed metrics", &["prometheus-pushgateway"]) {
         return;
     }

@@ -1,4 +1,4 @@
-//! Means of these tests: the tools, raw HTTP, load.
+//! Helpers of these tests: external tools, raw HTTP, load.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -11,15 +11,15 @@ use uniffle_testkit::worker::Worker;
 /// Longer than any profile of these tests.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
 
-/// Status and body of the answer to `method path`.
+/// Sends `method path`. Returns status and body of the response.
 pub(crate) fn ask(port: u16, method: &str, path: &str) -> (u16, Vec<u8>) {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.set_read_timeout(Some(ANSWER_DEADLINE)).unwrap();
     let request = format!("{method} {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n");
-    // A head that is too long is refused, and the connection closed, before all of it was sent.
+    // An oversized head is refused and the connection closed before all of it was sent.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
-    // A refusal may reset the connection behind the answer while request bytes are still unread.
+    // A refusal may reset the connection while request bytes are still unread.
     let _ = stream.read_to_end(&mut answer);
     let end = answer.windows(4).position(|four| four == b"\r\n\r\n").expect("an answer with a head");
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
@@ -27,20 +27,21 @@ pub(crate) fn ask(port: u16, method: &str, path: &str) -> (u16, Vec<u8>) {
     (status, answer[end + 4..].to_vec())
 }
 
-/// The same with a body that is text.
+/// Like [`ask`], with a text body.
 pub(crate) fn ask_text(port: u16, method: &str, path: &str) -> (u16, String) {
     let (status, body) = ask(port, method, path);
     (status, String::from_utf8(body).expect("text"))
 }
 
-/// `uniffle-bench` at work on a worker; it checks every byte that it reads. Killed on drop.
+/// `uniffle-bench` as load on a worker. It verifies every byte that it reads. Killed on drop.
 pub(crate) struct Load(Child);
 
 impl Load {
     pub(crate) fn start(worker: &Worker, bytes: &str, rounds: u32) -> Self {
         let ready = worker.ready();
         let child = Command::new(uniffle_testkit::tools::binary("uniffle-bench"))
-            // Profiles and metrics that are asked for beside it keep the worker busy; no phase waits until it is idle.
+            // Concurrent profiles and scrapes keep the worker busy, so no phase waits until it is
+            // idle.
             .args(["read", "--bytes", bytes, "--rounds", &rounds.to_string(), "--settle", "0s"])
             .args(["--partitions", "20"])
             .args(["--port", &ready.grpc_port.to_string(), "--http-port", &ready.http_port.to_string()])
@@ -52,7 +53,7 @@ impl Load {
         Self(child)
     }
 
-    /// Waits until it has come to its end, which must be a good one.
+    /// Waits for its end, and asserts success.
     pub(crate) fn finish(mut self) {
         let mut text = String::new();
         self.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
@@ -68,11 +69,11 @@ impl Drop for Load {
     }
 }
 
-/// A component that runs until it is dropped.
+/// An external process, killed on drop.
 pub(crate) struct Running(Child);
 
 impl Running {
-    /// Its output goes to `log`.
+    /// Starts `command` with its output in `log`.
     pub(crate) fn start(command: &mut Command, log: &Path) -> Self {
         let log = std::fs::File::create(log).unwrap();
         let child = command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn();
@@ -87,7 +88,7 @@ impl Drop for Running {
     }
 }
 
-/// Runs to its end, which must be a good one; gives what it printed.
+/// Runs `command` and asserts success. Returns its output.
 pub(crate) fn run(command: &mut Command) -> String {
     let output: Output = command.stdin(Stdio::null()).output().expect("it is installed");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,4 +1,5 @@
-//! An OTLP receiver gets the spans of a real run: calls over both listeners, flushes, and a client's own trace.
+//! An OTLP receiver gets the spans of a real run: calls over both listeners, flushes, and a
+//! client's own trace.
 
 use std::time::Duration;
 
@@ -15,9 +16,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_otlp_receiver_gets_the_spans_of_a_run() {
+async fn otlp_receiver_gets_spans_of_calls_and_flushes() {
     let (receiver, port) = Receiver::start().await;
-    // The old name of the key, and a memory that does not hold the data.
+    // Uses the old name of the key, and less memory than data.
     let more =
         format!("[tracing]\njaeger_reporter_endpoint = \"http://127.0.0.1:{port}\"\nsampling_ratio = 1.0");
     let worker = tokio::task::block_in_place(|| {
@@ -59,7 +60,7 @@ async fn an_otlp_receiver_gets_the_spans_of_a_run() {
 }
 
 #[test]
-fn a_collector_that_is_away_is_told_once_and_does_no_harm() {
+fn unreachable_collector_is_logged_once() {
     let more = "[tracing]\notlp_endpoint = \"http://127.0.0.1:1\"\nsampling_ratio = 1.0".to_owned();
     let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
     Load::start(&worker, "20MB", 1).finish();

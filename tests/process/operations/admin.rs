@@ -1,4 +1,4 @@
-//! The administration: what each call does, who may call, and what is left of a call in the audit log.
+//! The admin listener: the effect of each call, who may call, and the audit log of calls.
 
 use reqwest::{Method, StatusCode};
 use serde_json::json;
@@ -20,7 +20,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 const TOKEN: &str = "correct-horse-battery-staple";
 
-/// Every call with a body that it would take.
+/// Every call with a valid body.
 const CALLS: &[(&str, &str)] = &[
     ("/admin/decommission", ""),
     ("/admin/cancel-decommission", ""),
@@ -36,12 +36,12 @@ const CALLS: &[(&str, &str)] = &[
 ];
 
 #[tokio::test]
-async fn a_worker_is_decommissioned_and_put_back() {
+async fn decommission_can_be_cancelled() {
     let fixture = AdminFixture::start().await;
     let state = || fixture.worker.service().status().state();
     let (status, answer) = fixture.call("/admin/decommission", "").await;
     assert_eq!((status, answer), (StatusCode::OK, json!({ "state": "decommissioning", "apps": 0 })));
-    // The latter when the worker has had time to see that no application is left.
+    // Decommissioned once the worker has noticed that no application is left.
     assert!(matches!(state(), WorkerState::Decommissioning | WorkerState::Decommissioned));
     let (status, answer) = fixture.call("/admin/cancel-decommission", "").await;
     assert_eq!((status, answer["state"].as_str()), (StatusCode::OK, Some("active")));
@@ -59,7 +59,7 @@ async fn a_worker_is_decommissioned_and_put_back() {
 }
 
 #[tokio::test]
-async fn tags_reach_the_coordinator_at_once() {
+async fn changed_tags_reach_coordinator_at_once() {
     let fixture = AdminFixture::start().await;
     let channel = format!("http://{}", fixture.worker.addresses().grpc);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
@@ -92,7 +92,7 @@ async fn tags_reach_the_coordinator_at_once() {
 }
 
 #[tokio::test]
-async fn memory_is_flushed_and_an_app_is_purged() {
+async fn flush_and_purge_calls_empty_memory_and_app() {
     let fixture = AdminFixture::start().await;
     let key = fixture.push("app-1", 3).await;
     fixture.push("app-10", 3).await;
@@ -117,7 +117,7 @@ async fn memory_is_flushed_and_an_app_is_purged() {
 }
 
 #[tokio::test]
-async fn the_log_filter_is_replaced_where_it_is_the_workers() {
+async fn log_filter_is_replaced_if_worker_owns_logging() {
     let fixture = AdminFixture::start().await;
     let (status, answer) = fixture.call("/admin/log-level", r#"{"filter": "debug"}"#).await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
@@ -126,7 +126,7 @@ async fn the_log_filter_is_replaced_where_it_is_the_workers() {
 }
 
 #[tokio::test]
-async fn without_the_token_nothing_is_told_and_nothing_changes() {
+async fn calls_without_token_reveal_and_change_nothing() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
     let admin = format!("token_file = {:?}", file.path());
@@ -160,9 +160,9 @@ async fn without_the_token_nothing_is_told_and_nothing_changes() {
     fixture.finish().await;
 }
 
-/// The data's HTTP listener is open to everybody: it must know none of the calls.
+/// The data HTTP listener is open to everybody, so it must serve none of the calls.
 #[tokio::test]
-async fn the_open_listener_changes_nothing() {
+async fn data_listener_serves_no_admin_call() {
     let fixture = AdminFixture::start().await;
     fixture.push("app-1", 1).await;
     for (path, body) in CALLS {
@@ -178,19 +178,19 @@ async fn the_open_listener_changes_nothing() {
     fixture.finish().await;
 }
 
-/// Uniffle's own call has no token: who is heard is a matter of the address, and by default of being a coordinator's.
+/// Uniffle's own call has no token. The caller's address decides; by default coordinators may.
 #[tokio::test]
-async fn n15_grpc_decommissions_for_those_who_are_named_only() {
+async fn grpc_decommission_requires_a_permitted_address() {
     let cases = [
         ("", "", false),
         ("", "grpc_decommission = \"off\"", false),
         ("", "grpc_decommission = \"loopback\"", true),
         ("", "grpc_decommission = \"open\"", true),
-        // No process listens there: what counts is the address that a call comes from.
+        // No process listens there; only the address of the caller counts.
         ("coordinator_quorum = [\"localhost:1\"]", "", true),
         ("coordinator_quorum = [\"127.0.0.2:1\", \"no-such-host.invalid:1\"]", "", false),
         ("coordinator_quorum = [\"127.0.0.1:1\"]", "grpc_decommission = \"off\"", false),
-        // N15: coordinators whose calls come from elsewhere.
+        // Coordinators whose calls come from other addresses.
         ("coordinator_quorum = [\"127.0.0.2:1\"]", "grpc_decommission_networks = [\"127.0.0.0/30\"]", true),
         ("coordinator_quorum = [\"127.0.0.2:1\"]", "grpc_decommission_networks = [\"10.0.0.0/8\"]", false),
         ("", "grpc_decommission = \"off\"\ngrpc_decommission_networks = [\"127.0.0.1\"]", true),
@@ -225,7 +225,7 @@ async fn n15_grpc_decommissions_for_those_who_are_named_only() {
 }
 
 #[tokio::test]
-async fn bodies_and_heads_are_bounded_and_pages_of_browsers_are_refused() {
+async fn requests_are_bounded_and_browser_origins_refused() {
     let fixture = AdminFixture::start().await;
     let huge = format!(r#"{{"tags": ["{}"]}}"#, "x".repeat(70_000));
     let answer = fixture.admin(Method::POST, "/admin/tags").body(huge).send().await.unwrap();
@@ -242,9 +242,9 @@ async fn bodies_and_heads_are_bounded_and_pages_of_browsers_are_refused() {
     fixture.finish().await;
 }
 
-/// In a process of its own, which alone writes to its log.
+/// Runs in its own process, because only that writes to its log.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_call_is_audited_and_strangers_do_not_fill_the_log() {
+async fn calls_are_audited_and_unauthorized_ones_rate_limited() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), TOKEN).unwrap();
     let tables: &str = format!("[admin]\nport = 0\ntoken_file = {:?}", file.path()).leak();

@@ -1,4 +1,4 @@
-//! `/api/v1` over a worker with data: what it says is what the worker has.
+//! `/api/v1` of a worker with data: the responses match the state of the worker.
 
 use std::time::Duration;
 
@@ -27,8 +27,8 @@ impl AdminFixture {
         answer
     }
 
-    /// The same once it is as it `should` be: figures are up to a second old.
-    async fn told_later(&self, path: &str, should: impl Fn(&Value) -> bool) -> Value {
+    /// Polls `path` until the response satisfies `should`: figures may be a second old.
+    async fn eventually(&self, path: &str, should: impl Fn(&Value) -> bool) -> Value {
         let start = Instant::now();
         loop {
             let answer = self.told(path).await;
@@ -48,14 +48,14 @@ fn stage<'a>(explanation: &'a Value, name: &str) -> &'a Value {
 }
 
 #[tokio::test]
-async fn the_state_of_every_part_is_told() {
+async fn status_covers_every_component() {
     let fixture = AdminFixture::start().await;
     fixture.push("app-1", 8).await;
-    let status = fixture.told_later("/status", |status| status["memory"]["blocks"] == json!(36)).await;
+    let status = fixture.eventually("/status", |status| status["memory"]["blocks"] == json!(36)).await;
     let age = |status: &Value| status["age_seconds"].as_f64().unwrap();
     assert!(age(&status) < 60.0);
-    // However many ask, figures are taken once a second.
-    fixture.told_later("/status", |status| age(status) > 0.05).await;
+    // Figures are computed once a second, however often they are requested.
+    fixture.eventually("/status", |status| age(status) > 0.05).await;
     let node = &status["node"];
     assert_eq!((&node["state"], &node["not_ready"]), (&json!("active"), &Value::Null));
     assert_eq!(node["grpc_port"], json!(fixture.worker.addresses().grpc.port()));
@@ -90,7 +90,7 @@ async fn the_state_of_every_part_is_told() {
 }
 
 #[tokio::test]
-async fn applications_are_listed_by_size_and_the_list_is_bounded() {
+async fn applications_are_listed_by_size_up_to_limit() {
     let fixture = AdminFixture::start().await;
     for (app, partitions) in [("small", 1), ("large", 12), ("middle", 4)] {
         fixture.push(app, partitions).await;
@@ -99,7 +99,7 @@ async fn applications_are_listed_by_size_and_the_list_is_bounded() {
         let bytes = |app: &Value| app["received_bytes"].as_u64().unwrap();
         answer["apps"].as_array().unwrap().iter().map(bytes).sum::<u64>() == 680_000 + 100_000 + 10_000
     };
-    let answer = fixture.told_later("/apps", all).await;
+    let answer = fixture.eventually("/apps", all).await;
     let names: Vec<_> =
         answer["apps"].as_array().unwrap().iter().map(|app| app["app"].as_str().unwrap()).collect();
     assert_eq!(names, ["large", "middle", "small"]);
@@ -115,10 +115,10 @@ async fn applications_are_listed_by_size_and_the_list_is_bounded() {
 }
 
 #[tokio::test]
-async fn an_app_is_explained_while_it_runs_and_after() {
+async fn app_is_explained_while_running_and_afterwards() {
     let fixture = AdminFixture::start().await;
     let key = fixture.push("app-1", 3).await;
-    // More than the worker has: refused as long as the others' tickets hold it.
+    // More than the worker has, so it is refused while other tickets hold memory.
     let require = |size| RequireBufferRequest {
         require_size: size,
         app_id: "app-1".to_owned(),
@@ -127,7 +127,7 @@ async fn an_app_is_explained_while_it_runs_and_after() {
         ..Default::default()
     };
     fixture.client.require_raw(require(24 << 20)).await.unwrap();
-    // Before the refusal, which begins a flush.
+    // Read before the refusal, which starts a flush.
     let options = ReadOptions::default();
     fixture.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
     let refused = fixture.client.require_raw(require(24 << 20)).await.unwrap();
@@ -140,7 +140,7 @@ async fn an_app_is_explained_while_it_runs_and_after() {
     .await;
     fixture.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
 
-    // An answer is entered when its last byte is gone, which the client need not wait for.
+    // A response is counted after its last byte, which the client does not wait for.
     let answers = async {
         loop {
             let told = fixture.told("/apps/app-1/explain").await;
@@ -180,14 +180,14 @@ async fn an_app_is_explained_while_it_runs_and_after() {
 }
 
 #[tokio::test]
-async fn the_last_minutes_are_there_from_the_start() {
+async fn history_is_served_from_the_start() {
     let fixture = AdminFixture::start().await;
     fixture.push("app-1", 3).await;
     let received = |samples: &Value| {
         let samples = samples["samples"].as_array().unwrap();
         samples.last().map_or(0, |sample| sample["received_bytes"].as_u64().unwrap())
     };
-    let history = fixture.told_later("/history", |history| received(history) == 60_000).await;
+    let history = fixture.eventually("/history", |history| received(history) == 60_000).await;
     let last = history["samples"].as_array().unwrap().last().unwrap()["at_ms"].as_u64().unwrap();
     let later = fixture.told(&format!("/history?after_ms={last}")).await;
     assert!(later["samples"].as_array().unwrap().len() <= 1, "{later}");

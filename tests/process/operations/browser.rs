@@ -1,4 +1,4 @@
-//! A headless Chromium, driven over WebDriver by plain HTTP.
+//! A headless Chromium, driven over WebDriver with plain HTTP.
 
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::process::CommandExt as _;
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use uniffle_testkit::tools::{available, find};
 
-/// What a browser needs to stay on this machine, in a container, as root.
+/// Flags for a browser that is offline, in a container, as root.
 const FLAGS: &[&str] = &[
     "--headless",
     "--no-sandbox",
@@ -25,7 +25,7 @@ const FLAGS: &[&str] = &[
     "--hide-scrollbars",
 ];
 
-/// One browser with one window. It ends with this value.
+/// A browser with one window, ended on drop.
 pub(crate) struct Browser {
     driver: Child,
     session: String,
@@ -34,7 +34,8 @@ pub(crate) struct Browser {
 }
 
 impl Browser {
-    /// Starts one, or says in a line what is missing; that is a failure in the pipeline.
+    /// Starts a browser. Prints a line and returns `None` if it is not installed; in CI that
+    /// panics.
     pub(crate) async fn start() -> Option<Self> {
         if !available("the status page in a browser", &["chromium", "chromedriver"]) {
             return None;
@@ -44,7 +45,7 @@ impl Browser {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            // A group of its own: a driver that is killed leaves its browser behind.
+            // Own process group, because a killed driver leaves its browser running.
             .process_group(0)
             .spawn()
             .unwrap();
@@ -53,7 +54,7 @@ impl Browser {
             let mut lines = stdout.lines().map_while(Result::ok);
             let port = lines
                 .find_map(|line| line.split_once("successfully on port ").map(|(_, rest)| rest.to_owned()));
-            // What it says later has nowhere to go: chromedriver says little, and a pipe holds 64 KiB.
+            // Later output is not read: chromedriver prints little, and a pipe holds 64 KiB.
             port.unwrap().trim_end_matches('.').to_owned()
         });
         let port = port.await.unwrap();
@@ -82,30 +83,30 @@ impl Browser {
         self.ask(Method::POST, "/url", &json!({ "url": url })).await;
     }
 
-    /// What `script` returns; a dialog that is open makes this fail.
+    /// Runs `script` and returns its result. Fails while a dialog is open.
     pub(crate) async fn run(&self, script: &str) -> Value {
         self.ask(Method::POST, "/execute/sync", &json!({ "script": script, "args": [] })).await
     }
 
-    /// Everything that the page and the browser have put on the console.
+    /// Returns all console messages of the page and the browser.
     pub(crate) async fn console(&self) -> Vec<Value> {
         let log = self.ask(Method::POST, "/se/log", &json!({ "type": "browser" })).await;
         log.as_array().cloned().unwrap_or_default()
     }
 
-    /// How large the window is, and whether the person likes it dark.
-    pub(crate) async fn look(&self, width: u32, height: u32, is_phone: bool, scheme: &str) {
+    /// Sets the window size, the device type and the preferred color scheme.
+    pub(crate) async fn set_appearance(&self, width: u32, height: u32, is_phone: bool, scheme: &str) {
         let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone });
         self.devtools("Emulation.setDeviceMetricsOverride", &size).await;
         let media = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
         self.devtools("Emulation.setEmulatedMedia", &media).await;
     }
 
-    /// Keeps a picture of the whole page, or of what is in the window.
-    pub(crate) async fn picture(&self, path: &Path, is_whole: bool) {
+    /// Saves a screenshot of the whole page or of the visible part.
+    pub(crate) async fn screenshot(&self, path: &Path, is_whole: bool) {
         let whole = json!({ "format": "png", "captureBeyondViewport": is_whole });
-        let picture = self.devtools("Page.captureScreenshot", &whole).await;
-        let bytes = base64(picture["data"].as_str().unwrap());
+        let screenshot = self.devtools("Page.captureScreenshot", &whole).await;
+        let bytes = base64(screenshot["data"].as_str().unwrap());
         assert!(bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000, "{} bytes", bytes.len());
         std::fs::write(path, bytes).unwrap();
     }
@@ -123,7 +124,7 @@ impl Browser {
         answer["value"].take()
     }
 
-    /// Ends the browser in order; a drop alone kills the driver, which ends it too.
+    /// Ends the browser regularly. A drop kills the driver's process group instead.
     pub(crate) async fn close(self) {
         self.ask(Method::DELETE, "", &json!({})).await;
     }
@@ -138,7 +139,7 @@ impl Drop for Browser {
     }
 }
 
-/// As WebDriver writes it: the ordinary alphabet, padded, without blanks.
+/// Encodes base64 as WebDriver does: standard alphabet, padded, without whitespace.
 fn base64(text: &str) -> Vec<u8> {
     const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3);

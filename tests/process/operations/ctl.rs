@@ -1,4 +1,4 @@
-//! `uniffle-worker ctl`: the binary against a worker in this process; each command, for people and for scripts, and
+//! `uniffle-worker ctl` against a worker in this process: each command in both output formats, and
 //! every exit code.
 
 use std::process::{Output, Stdio};
@@ -13,47 +13,47 @@ use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::available;
 use uniffle_testkit::worker::{Setup, Worker};
 
-/// What a command did.
-pub(crate) struct Done {
+/// Exit code and output of a command.
+pub(crate) struct Outcome {
     pub(crate) code: i32,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
-impl Done {
-    /// With exit code 0; what it printed.
-    pub(crate) fn well(self) -> String {
+impl Outcome {
+    /// Asserts exit code 0. Returns stdout.
+    pub(crate) fn succeeded(self) -> String {
         assert_eq!((self.code, self.stderr.as_str()), (0, ""), "{}", self.stdout);
         self.stdout
     }
 
-    /// With another; what it complained of.
-    pub(crate) fn badly(self, code: i32) -> String {
+    /// Asserts exit code `code`. Returns stderr.
+    pub(crate) fn failed(self, code: i32) -> String {
         assert_eq!(self.code, code, "{}{}", self.stdout, self.stderr);
         self.stderr
     }
 }
 
-pub(crate) async fn run(arguments: &[&str]) -> Done {
+pub(crate) async fn run(arguments: &[&str]) -> Outcome {
     run_with(&[], arguments).await
 }
 
-/// With variables of the environment.
-async fn run_with(env: &[(&str, &str)], arguments: &[&str]) -> Done {
+/// Runs `ctl` with environment variables.
+async fn run_with(env: &[(&str, &str)], arguments: &[&str]) -> Outcome {
     let output = output(env, arguments).await;
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    Done { code: output.status.code().unwrap(), stdout: text(output.stdout), stderr: text(output.stderr) }
+    Outcome { code: output.status.code().unwrap(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
-/// Where what is printed need not be text.
+/// Returns the raw output, which need not be text.
 async fn output(env: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"));
     command.args(arguments).env_remove("WORKER_ADMIN_TOKEN").envs(env.iter().copied());
     command.stdin(Stdio::null()).kill_on_drop(true).output().await.unwrap()
 }
 
-/// `ctl` of the worker of `fixture`.
-async fn ctl(fixture: &AdminFixture, arguments: &[&str]) -> Done {
+/// Runs `ctl` for the worker of `fixture`.
+async fn ctl(fixture: &AdminFixture, arguments: &[&str]) -> Outcome {
     let addresses = fixture.worker.addresses();
     let (http, admin) = (addresses.http.to_string(), addresses.admin.unwrap().to_string());
     let whom = ["ctl", "--worker", &http, "--admin", &admin];
@@ -61,12 +61,12 @@ async fn ctl(fixture: &AdminFixture, arguments: &[&str]) -> Done {
 }
 
 async fn json(fixture: &AdminFixture, arguments: &[&str]) -> Value {
-    let text = ctl(fixture, &[arguments, &["--output", "json"]].concat()).await.well();
+    let text = ctl(fixture, &[arguments, &["--output", "json"]].concat()).await.succeeded();
     serde_json::from_str(&text).unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ctl_tells_what_a_worker_does() {
+async fn status_commands_show_worker_state() {
     let fixture = AdminFixture::start().await;
     fixture.push("app-1", 3).await;
     fixture.push("app-10", 1).await;
@@ -80,79 +80,79 @@ async fn ctl_tells_what_a_worker_does() {
 
     let status = json(&fixture, &["status"]).await;
     assert_eq!((&status["node"]["state"], &status["apps"]["count"]), (&"active".into(), &2.into()));
-    let shown = ctl(&fixture, &["status", "--ready"]).await.well();
+    let shown = ctl(&fixture, &["status", "--ready"]).await.succeeded();
     for part in ["active, ready", "applications 2, 4 partitions", "1, all healthy", "embedded"] {
         assert!(shown.contains(part), "{part} in {shown}");
     }
     assert_eq!(json(&fixture, &["apps", "--limit", "1"]).await["apps"].as_array().unwrap().len(), 1);
-    let shown = ctl(&fixture, &["apps"]).await.well();
+    let shown = ctl(&fixture, &["apps"]).await.succeeded();
     assert!(shown.lines().nth(1).is_some_and(|line| line.starts_with("app-1 ")), "{shown}");
     assert_eq!(json(&fixture, &["app", "app-1"]).await["partitions"], 3);
-    let shown = ctl(&fixture, &["app", "app-1"]).await.well();
+    let shown = ctl(&fixture, &["app", "app-1"]).await.succeeded();
     assert!(shown.contains("receive") && shown.contains("in memory 58.6 KiB"), "{shown}");
     assert_eq!(json(&fixture, &["disks"]).await[0]["condition"], "healthy");
-    assert!(ctl(&fixture, &["disks"]).await.well().contains("healthy"));
-    assert_eq!(ctl(&fixture, &["losses"]).await.well(), "no block is lost\n");
-    let shown = ctl(&fixture, &["top"]).await.well();
+    assert!(ctl(&fixture, &["disks"]).await.succeeded().contains("healthy"));
+    assert_eq!(ctl(&fixture, &["losses"]).await.succeeded(), "no block is lost\n");
+    let shown = ctl(&fixture, &["top"]).await.succeeded();
     assert!(shown.starts_with("1 worker, 1 answering;") && shown.contains("app-10"), "{shown}");
     assert_eq!(json(&fixture, &["top"]).await[0]["answer"]["status"]["apps"]["count"], 2);
     fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ctl_changes_tags_configuration_and_applications() {
+async fn tags_reload_and_purge_change_the_worker() {
     let fixture = AdminFixture::with_file("tags = [\"old\"]", "").await;
     fixture.push("app 1 é", 1).await;
-    assert_eq!(ctl(&fixture, &["tags"]).await.well(), "old\n");
-    assert_eq!(ctl(&fixture, &["tags", "night", "ssd"]).await.well(), "night\nssd\n");
+    assert_eq!(ctl(&fixture, &["tags"]).await.succeeded(), "old\n");
+    assert_eq!(ctl(&fixture, &["tags", "night", "ssd"]).await.succeeded(), "night\nssd\n");
     assert_eq!(json(&fixture, &["tags"]).await["tags"], serde_json::json!(["night", "ssd"]));
-    ctl(&fixture, &["tags", "a,b"]).await.badly(1);
-    assert_eq!(ctl(&fixture, &["tags", "--none"]).await.well(), "\n");
+    ctl(&fixture, &["tags", "a,b"]).await.failed(1);
+    assert_eq!(ctl(&fixture, &["tags", "--none"]).await.succeeded(), "\n");
     fixture.rewrite("tags = [\"new\"]", "");
-    assert!(ctl(&fixture, &["reload"]).await.well().contains("waiting_for_restart:"));
+    assert!(ctl(&fixture, &["reload"]).await.succeeded().contains("waiting_for_restart:"));
     let told = json(&fixture, &["reload"]).await;
     assert!(told["changed"].is_array() && told["waiting_for_restart"].is_array(), "{told}");
     fixture.write("gprc_port = 1");
-    assert!(ctl(&fixture, &["reload"]).await.badly(1).contains("did you mean grpc_port?"));
-    ctl(&fixture, &["purge", "app"]).await.badly(1);
-    assert!(ctl(&fixture, &["forget", "w-1"]).await.badly(1).contains("lists no lost node \"w-1\""));
-    assert!(ctl(&fixture, &["app", "app 1 é"]).await.well().contains("in memory 9.8 KiB"));
-    assert_eq!(ctl(&fixture, &["purge", "app 1 é"]).await.well(), "purged: app 1 é\n");
-    let shown = ctl(&fixture, &["app", "app 1 é"]).await.well();
+    assert!(ctl(&fixture, &["reload"]).await.failed(1).contains("did you mean grpc_port?"));
+    ctl(&fixture, &["purge", "app"]).await.failed(1);
+    assert!(ctl(&fixture, &["forget", "w-1"]).await.failed(1).contains("lists no lost node \"w-1\""));
+    assert!(ctl(&fixture, &["app", "app 1 é"]).await.succeeded().contains("in memory 9.8 KiB"));
+    assert_eq!(ctl(&fixture, &["purge", "app 1 é"]).await.succeeded(), "purged: app 1 é\n");
+    let shown = ctl(&fixture, &["app", "app 1 é"]).await.succeeded();
     assert!(shown.contains("no data left here") && !shown.contains(", in memory 9.8"), "{shown}");
     fixture.push("app-2", 1).await;
     assert_eq!(json(&fixture, &["purge", "app-2"]).await, serde_json::json!({ "purged": "app-2" }));
     let file = tempfile::tempdir().unwrap();
     let file = file.path().join("tasks");
-    ctl(&fixture, &["profile", "tasks", "--file", file.to_str().unwrap()]).await.well();
+    ctl(&fixture, &["profile", "tasks", "--file", file.to_str().unwrap()]).await.succeeded();
     assert!(std::fs::read_to_string(file).unwrap().contains("expiry"));
     fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ctl_drains_a_worker_and_waits_for_its_end() {
+async fn drain_waits_until_worker_exits() {
     let fixture = AdminFixture::with_file("decommission_check_interval_sec = 1", "").await;
-    // So that a snapshot of the empty memory is there, which must not be believed.
+    // Creates a snapshot of the empty memory, which the drain must not trust.
     json(&fixture, &["status"]).await;
     fixture.push("app-1", 3).await;
     let drained = json(&fixture, &["drain", "--within", "60"]).await;
     assert_eq!((&drained["in_memory_bytes"], &drained["apps"]), (&0.into(), &1.into()));
     assert_eq!(fixture.worker.memory().block_count(), 0);
-    let late = ctl(&fixture, &["decommission", "--wait", "--within", "0.5"]).await.badly(4);
+    let late = ctl(&fixture, &["decommission", "--wait", "--within", "0.5"]).await.failed(4);
     assert!(late.contains("1 applications are left"), "{late}");
-    assert!(ctl(&fixture, &["decommission"]).await.well().contains("state: decommissioning"));
+    assert!(ctl(&fixture, &["decommission"]).await.succeeded().contains("state: decommissioning"));
     assert_eq!(json(&fixture, &["decommission"]).await["state"], "decommissioning");
-    assert!(ctl(&fixture, &["status", "--ready"]).await.badly(4).contains("not ready"));
-    ctl(&fixture, &["purge", "app-1"]).await.well();
+    assert!(ctl(&fixture, &["status", "--ready"]).await.failed(4).contains("not ready"));
+    ctl(&fixture, &["purge", "app-1"]).await.succeeded();
     let ended = json(&fixture, &["decommission", "--wait", "--within", "60"]).await;
     assert_eq!(ended["state"], "decommissioned");
     assert_eq!(json(&fixture, &["decommission", "--cancel"]).await["state"], "active");
-    assert!(ctl(&fixture, &["decommission", "--cancel"]).await.well().contains("state: active"));
+    assert!(ctl(&fixture, &["decommission", "--cancel"]).await.succeeded().contains("state: active"));
     fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn exit_codes_of_ctl_tell_what_went_wrong() {
+async fn exit_code_identifies_the_failure() {
     let directory = tempfile::tempdir().unwrap();
     let token = |name: &str, text: &str| {
         let path = directory.path().join(name);
@@ -162,15 +162,15 @@ async fn exit_codes_of_ctl_tell_what_went_wrong() {
     let right = token("right", "correct-horse-battery-staple\n");
     let wrong = token("wrong", "incorrect-horse-battery\n");
     let fixture = AdminFixture::with(&format!("token_file = {right:?}\n")).await;
-    ctl(&fixture, &["tags", "x", "--token-file", &right]).await.well();
-    let refused = ctl(&fixture, &["tags", "x", "--token-file", &wrong]).await.badly(1);
+    ctl(&fixture, &["tags", "x", "--token-file", &right]).await.succeeded();
+    let refused = ctl(&fixture, &["tags", "x", "--token-file", &wrong]).await.failed(1);
     assert!(refused.contains("a bearer token is needed"), "{refused}");
-    assert!(ctl(&fixture, &["tags", "x"]).await.badly(1).contains("401"));
-    let refused = ctl(&fixture, &["tags", "x", "--token-file", "/nowhere"]).await.badly(2);
+    assert!(ctl(&fixture, &["tags", "x"]).await.failed(1).contains("401"));
+    let refused = ctl(&fixture, &["tags", "x", "--token-file", "/nowhere"]).await.failed(2);
     assert!(refused.contains("--token-file /nowhere"), "{refused}");
-    // What anyone may ask needs none.
-    ctl(&fixture, &["status"]).await.well();
-    assert!(ctl(&fixture, &["app", "nobody"]).await.badly(1).contains("404"));
+    // Public calls need no token.
+    ctl(&fixture, &["status"]).await.succeeded();
+    assert!(ctl(&fixture, &["app", "nobody"]).await.failed(1).contains("404"));
 
     let nobody = format!("127.0.0.1:{}", free_port());
     for arguments in [
@@ -178,7 +178,7 @@ async fn exit_codes_of_ctl_tell_what_went_wrong() {
         &["ctl", "status", "--coordinator", &nobody],
         &["ctl", "decommission", "--wait", "--worker", &nobody, "--admin", &nobody],
     ] {
-        let told = run(arguments).await.badly(3);
+        let told = run(arguments).await.failed(3);
         assert!(told.contains(&nobody), "{told}");
     }
     for arguments in [
@@ -193,17 +193,17 @@ async fn exit_codes_of_ctl_tell_what_went_wrong() {
         &["ctl", "status", "--ca-file", "/nowhere"],
         &["completions", "sh-1"],
     ] {
-        run(arguments).await.badly(2);
+        run(arguments).await.failed(2);
     }
-    // What answers is no worker.
+    // A server that is not a worker.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = silent.local_addr().unwrap().to_string();
-    run(&["ctl", "status", "--timeout", "0.2", "--worker", &silent]).await.badly(3);
+    run(&["ctl", "status", "--timeout", "0.2", "--worker", &silent]).await.failed(3);
     fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_token_is_taken_from_the_file_or_else_from_the_environment() {
+async fn token_is_read_from_file_or_environment() {
     const RIGHT: &str = "correct-horse-battery-staple";
     const WRONG: &str = "incorrect-horse-battery";
     let directory = tempfile::tempdir().unwrap();
@@ -221,19 +221,19 @@ async fn a_token_is_taken_from_the_file_or_else_from_the_environment() {
         let env: Vec<_> = env.into_iter().map(|token| ("WORKER_ADMIN_TOKEN", token)).collect();
         async move { run_with(&env, &arguments.iter().map(String::as_str).collect::<Vec<_>>()).await }
     };
-    tags(Some(RIGHT), None).await.well();
-    tags(Some("correct-horse-battery-staple\n"), None).await.well();
+    tags(Some(RIGHT), None).await.succeeded();
+    tags(Some("correct-horse-battery-staple\n"), None).await.succeeded();
     for refused in [Some(WRONG), Some(""), None] {
-        let told = tags(refused, None).await.badly(1);
+        let told = tags(refused, None).await.failed(1);
         assert!(told.contains("a bearer token is needed"), "{refused:?}: {told}");
     }
-    // The file counts where both are given.
-    tags(Some(WRONG), Some(right)).await.well();
-    assert!(tags(Some(RIGHT), Some(wrong)).await.badly(1).contains("401"));
+    // The file takes precedence.
+    tags(Some(WRONG), Some(right)).await.succeeded();
+    assert!(tags(Some(RIGHT), Some(wrong)).await.failed(1).contains("401"));
     fixture.finish().await;
 }
 
-/// `ctl` of a worker in a process of its own.
+/// Runs `ctl` for a worker process.
 async fn ctl_of(worker: &Worker, arguments: &[&str]) -> Output {
     let at = |port: u16| format!("127.0.0.1:{port}");
     let (http, admin) = (at(worker.ready().http_port), at(worker.ready().admin_port.unwrap()));
@@ -247,7 +247,7 @@ fn printed(output: Output) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn blocks_that_a_killed_worker_had_in_memory_are_listed_as_lost() {
+async fn lost_lists_blocks_in_memory_of_killed_worker() {
     let tables = "[admin]\nport = 0".to_owned();
     let setup = Setup { name: "losing", made_tables: tables, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));
@@ -290,7 +290,7 @@ async fn blocks_that_a_killed_worker_had_in_memory_are_listed_as_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn profiles_are_written_to_a_file_or_to_stdout() {
+async fn profile_is_written_to_file_or_stdout() {
     let setup = Setup {
         made_tables: "[admin]\nport = 0".to_owned(),
         env: vec![("_RJEM_MALLOC_CONF", "prof:true,lg_prof_sample:12".to_owned())],
@@ -298,7 +298,7 @@ async fn profiles_are_written_to_a_file_or_to_stdout() {
     };
     let worker = block_in_place(|| Worker::start(&setup));
     let directory = tempfile::tempdir().unwrap();
-    // pprof's format, packed by gzip.
+    // pprof's format, compressed with gzip.
     let is_profile = |profile: &[u8]| profile.starts_with(&[0x1f, 0x8b]);
     for kind in ["cpu", "heap"] {
         let file = directory.path().join(kind);
@@ -322,7 +322,7 @@ async fn profiles_are_written_to_a_file_or_to_stdout() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ctl_asks_every_worker_that_a_coordinator_knows() {
+async fn all_queries_every_worker_of_the_coordinator() {
     let fixture = AdminFixture::start().await;
     let second = AdminFixture::in_cluster_of(&fixture).await;
     for each in [&fixture, &second] {
@@ -335,13 +335,14 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
         let arguments: Vec<String> = whom.iter().chain(arguments).map(|it| (*it).to_owned()).collect();
         async move { run(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).await }
     };
-    let parsed = |done: Done| serde_json::from_str::<Value>(&done.well()).unwrap();
+    let parsed = |done: Outcome| serde_json::from_str::<Value>(&done.succeeded()).unwrap();
     let start = tokio::time::Instant::now();
     let ids: Vec<String> = loop {
         let workers = parsed(all(&["status", "--output", "json"]).await);
         let ids = workers.as_array().unwrap().iter().map(|it| it["worker"].as_str().unwrap().to_owned());
         let ids: Vec<_> = ids.collect();
-        // What is told of applications is a second old at most: both have app-1 and the second app-2, or not yet.
+        // Statistics are up to a second old: wait until both workers list app-1 and the second
+        // app-2.
         let apps =
             workers.as_array().unwrap().iter().map(|it| it["answer"]["apps"]["count"].as_u64().unwrap_or(0));
         assert!(start.elapsed() < super::api::PATIENCE, "{ids:?}");
@@ -349,44 +350,46 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
             break ids;
         }
     };
-    let shown = all(&["status"]).await.well();
+    let shown = all(&["status"]).await.succeeded();
     assert!(shown.lines().count() == 3 && ids.iter().all(|id| shown.contains(id)), "{shown}");
-    let shown = all(&["apps"]).await.well();
+    let shown = all(&["apps"]).await.succeeded();
     assert_eq!(shown.lines().filter(|line| line.starts_with("app-")).count(), 2, "{shown}");
-    // One of the two knows it: the other is not complained of.
+    // Only one of the two knows the application; the other is not an error.
     let one = parsed(all(&["app", "app-2", "--output", "json"]).await);
     assert_eq!((&one["worker_count"], &one["unanswered_count"]), (&1.into(), &0.into()), "{one}");
-    all(&["app", "nobody"]).await.badly(1);
+    all(&["app", "nobody"]).await.failed(1);
     let both = parsed(all(&["app", "app-1", "--output", "json"]).await);
     assert_eq!((&both["worker_count"], &both["partitions"]), (&2.into(), &4.into()), "{both}");
     let received = |it: &Value| it["workers"][0]["received"].as_u64().unwrap();
     assert_eq!(both["bytes"]["received"].as_u64(), Some(2 * received(&both)), "{both}");
-    let shown = all(&["app", "app-1"]).await.well();
+    let shown = all(&["app", "app-1"]).await.succeeded();
     assert!(ids.iter().all(|id| shown.contains(id)) && shown.contains("receive"), "{shown}");
-    // The worker whose coordinator knows both says the same of itself.
+    // The worker whose coordinator knows both gives the same answer.
     let told = json(&fixture, &["app", "app-1", "--cluster"]).await;
     assert_eq!((&told["worker_count"], &told["bytes"]["received"]), (&2.into(), &both["bytes"]["received"]));
-    assert!(ctl(&fixture, &["app", "nobody", "--cluster"]).await.badly(1).contains("no worker knows"));
-    assert!(ctl(&second, &["app", "app-1", "--cluster"]).await.badly(1).contains("has no coordinator"));
-    assert!(all(&["top"]).await.well().starts_with("2 workers, 2 answering;"));
+    assert!(ctl(&fixture, &["app", "nobody", "--cluster"]).await.failed(1).contains("no worker knows"));
+    assert!(ctl(&second, &["app", "app-1", "--cluster"]).await.failed(1).contains("has no coordinator"));
+    assert!(all(&["top"]).await.succeeded().starts_with("2 workers, 2 answering;"));
 
     // One of the two is a coordinator.
     let told = parsed(all(&["cluster", "--output", "json"]).await);
     let nodes = told[0]["answer"]["nodes"].as_array().unwrap();
     assert!(told.as_array().unwrap().len() == 1 && nodes.len() == 2, "{told}");
     assert!(nodes.iter().zip(&ids).all(|(node, id)| node["id"] == **id), "{told}");
-    assert!(all(&["cluster"]).await.well().contains("active"));
+    assert!(all(&["cluster"]).await.succeeded().contains("active"));
 
-    // What ends a worker's service is not said to all by mistake.
-    assert!(all(&["decommission"]).await.badly(2).contains("--all"));
-    assert!(all(&["decommission", "--only", "nobody"]).await.badly(1).contains(&ids[0]));
+    // Commands that end a worker's service are refused for all workers.
+    assert!(all(&["decommission"]).await.failed(2).contains("--all"));
+    assert!(all(&["decommission", "--only", "nobody"]).await.failed(1).contains(&ids[0]));
     let port = fixture.worker.addresses().admin.unwrap().port().to_string();
     let first = ids.iter().find(|id| id.contains(&fixture.worker.addresses().grpc.port().to_string()));
-    let tagged =
-        all(&["tags", "x", "--only", first.unwrap().as_str(), "--admin-port", port.as_str()]).await.well();
+    let tagged = all(&["tags", "x", "--only", first.unwrap().as_str(), "--admin-port", port.as_str()])
+        .await
+        .succeeded();
     assert!(tagged.contains("== ") && tagged.contains('x'), "{tagged}");
     second.finish().await;
-    // The coordinator has not missed it yet: the other's answer is there, and the code tells of the one that is not.
+    // The coordinator still lists the killed worker. The other answers, and the exit code reports
+    // the failure.
     let left = all(&["disks", "--output", "json"]).await;
     let answers: Value = serde_json::from_str(&left.stdout).unwrap();
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
@@ -402,29 +405,29 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
 }
 
 #[tokio::test]
-async fn completions_and_manual_name_every_command() {
+async fn completions_and_manual_cover_every_command() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let text = run(&["completions", shell]).await.well();
+        let text = run(&["completions", shell]).await.succeeded();
         assert!(text.contains("decommission") && text.contains("token-file"), "{shell}");
     }
-    let page = run(&["man"]).await.well();
+    let page = run(&["man"]).await.succeeded();
     assert!(page.contains(".TH uniffle-worker 1") && page.contains("uniffle\\-worker\\-ctl"), "{page}");
     let directory = tempfile::tempdir().unwrap();
-    run(&["man", "--directory", directory.path().to_str().unwrap()]).await.well();
+    run(&["man", "--directory", directory.path().to_str().unwrap()]).await.succeeded();
     let pages: Vec<_> =
         std::fs::read_dir(directory.path()).unwrap().map(|it| it.unwrap().file_name()).collect();
     assert!(pages.iter().any(|name| name == "uniffle-worker-ctl-drain.1"), "{pages:?}");
 }
 
-/// As bash does it at a tab: by the function that `complete` names.
+/// Completes as bash does: with the function registered by `complete`.
 #[tokio::test]
-async fn bash_completes_commands_and_arguments_of_ctl() {
+async fn bash_completes_commands_and_arguments() {
     if !available("bash", &["bash"]) {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("uniffle-worker.bash");
-    std::fs::write(&file, run(&["completions", "bash"]).await.well()).unwrap();
+    std::fs::write(&file, run(&["completions", "bash"]).await.succeeded()).unwrap();
     for (words, expected) in [
         (&["ctl", "dec"][..], &["decommission"][..]),
         (&["ctl", "d"], &["disks", "decommission", "drain"]),

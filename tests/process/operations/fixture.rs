@@ -1,4 +1,4 @@
-//! A worker in this process with an open administration, and a client of its data protocol.
+//! A worker in this process with an open admin listener, and a data client.
 
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::Value;
@@ -25,14 +25,14 @@ impl AdminFixture {
         Self::with("").await
     }
 
-    /// `tables` are whole tables, or lines of `[admin]` before the first of them.
+    /// Starts a worker. `tables` holds whole tables, or lines of `[admin]` before the first table.
     pub(crate) async fn with(tables: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let worker = Worker::start(&parse(&config_text(dir.path(), "", tables))).await.unwrap();
         Self::of(worker, dir).await
     }
 
-    /// A worker that reads `config.toml` in its directory again when it is told to.
+    /// Starts a worker that can reload `config.toml` in its directory.
     pub(crate) async fn with_file(top: &str, tables: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("config.toml");
@@ -40,12 +40,12 @@ impl AdminFixture {
         Self::of(start_from(&file).await, dir).await
     }
 
-    /// A worker whose coordinator is the one in the worker of `other`.
+    /// Starts a worker whose coordinator is embedded in the worker of `other`.
     pub(crate) async fn in_cluster_of(other: &Self) -> Self {
         Self::in_cluster_of_with(other, "").await
     }
 
-    /// The same with `tables` as in [`AdminFixture::with`].
+    /// Like [`AdminFixture::in_cluster_of`], with `tables` as in [`AdminFixture::with`].
     pub(crate) async fn in_cluster_of_with(other: &Self, tables: &str) -> Self {
         let top = format!("coordinator_quorum = [\"{}\"]", other.worker.addresses().grpc);
         let dir = tempfile::tempdir().unwrap();
@@ -58,28 +58,28 @@ impl AdminFixture {
         Self { worker, client, http: reqwest::Client::new(), dir }
     }
 
-    /// Replaces the file of [`AdminFixture::with_file`], in one step as editors do it.
+    /// Replaces the file of [`AdminFixture::with_file`] atomically, as editors do.
     pub(crate) fn rewrite(&self, top: &str, tables: &str) {
         self.write(&config_text(self.dir.path(), top, tables));
     }
 
-    /// The same with any text.
+    /// Replaces the file with any text.
     pub(crate) fn write(&self, text: &str) {
         std::fs::write(self.dir.path().join("new"), text).unwrap();
         std::fs::rename(self.dir.path().join("new"), self.dir.path().join("config.toml")).unwrap();
     }
 
-    /// What is in the file.
+    /// Returns the text of the file.
     pub(crate) fn written(&self) -> String {
         std::fs::read_to_string(self.dir.path().join("config.toml")).unwrap()
     }
 
-    /// A request to the administration, as yet without a token.
+    /// Returns a request to the admin listener, without a token.
     pub(crate) fn admin(&self, method: Method, path: &str) -> RequestBuilder {
         self.http.request(method, format!("http://{}{path}", self.worker.addresses().admin.unwrap()))
     }
 
-    /// A call of the administration with a JSON body; its answer.
+    /// Sends an admin call with a JSON body. Returns the response.
     pub(crate) async fn call(&self, path: &str, body: &str) -> (StatusCode, Value) {
         let answer = self.admin(Method::POST, path).body(body.to_owned()).send().await.unwrap();
         let status = answer.status();
@@ -102,7 +102,7 @@ impl AdminFixture {
         key
     }
 
-    /// The sum of a metric over its labels that contain `label`.
+    /// Returns the sum of a metric over its labels that contain `label`.
     pub(crate) fn metric(&self, name: &str, label: &str) -> f64 {
         let families = self.worker.registry().gather();
         let family = families.iter().find(|family| family.name() == name);
@@ -113,7 +113,7 @@ impl AdminFixture {
         labelled.map(|metric| metric.get_counter().get_value() + metric.get_gauge().get_value()).sum()
     }
 
-    /// The common end: nothing is left of any app, no task is left.
+    /// Unregisters all apps and asserts that no state and no task is left.
     pub(crate) async fn finish(self) {
         for app in self.worker.apps().apps() {
             self.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();

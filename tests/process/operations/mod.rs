@@ -1,4 +1,4 @@
-//! A whole worker as the people see it who run it: administration, status, reload, TLS, and what `deploy/` holds.
+//! A worker as its operators use it: admin listener, status, reload and TLS.
 
 mod admin;
 mod api;

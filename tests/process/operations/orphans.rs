@@ -1,4 +1,4 @@
-//! What workers that are gone have left in an object store, as `uniffle-worker ctl orphans` shows and removes it.
+//! `uniffle-worker ctl orphans` lists and removes objects of departed workers.
 
 use std::fs::{File, create_dir_all};
 use std::path::Path;
@@ -10,7 +10,7 @@ use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 
 use super::ctl::run;
 
-/// An object of 100 bytes that is so old.
+/// Creates an object of 100 bytes, `days` days old.
 fn object(files: &Path, key: &str, days: u64) {
     let path = files.join("uniffle").join(key);
     create_dir_all(path.parent().unwrap()).unwrap();
@@ -24,7 +24,7 @@ fn has(files: &Path, key: &str) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_workers_that_are_gone_have_left_is_listed_and_removed_and_nothing_else() {
+async fn only_objects_of_departed_workers_are_removed() {
     let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let keys = dir.path().join("keys");
     let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
@@ -55,7 +55,7 @@ async fn what_workers_that_are_gone_have_left_is_listed_and_removed_and_nothing_
         let whom = ["ctl", "--worker", &http, "--admin", &admin, "orphans", "--output", "json"];
         run(&[&whom[..], arguments].concat()).await
     };
-    let listed: Value = serde_json::from_str(&ctl(&[]).await.well()).unwrap();
+    let listed: Value = serde_json::from_str(&ctl(&[]).await.succeeded()).unwrap();
     let of = |worker: &Value| {
         let [worker, state] = ["worker", "state"].map(|field| worker[field].as_str().unwrap().to_owned());
         (worker, state)
@@ -64,10 +64,10 @@ async fn what_workers_that_are_gone_have_left_is_listed_and_removed_and_nothing_
     let unknown = |id: &str| (id.to_owned(), "unknown".to_owned());
     assert_eq!(all, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
     assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&3.into(), &300.into()));
-    assert!(ctl(&["--remove"]).await.badly(2).contains("--live"), "who lives is not known");
+    assert!(ctl(&["--remove"]).await.failed(2).contains("--live"), "who lives is not known");
 
     let removed: Value =
-        serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.well()).unwrap();
+        serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.succeeded()).unwrap();
     assert_eq!(removed["removed"].as_array().unwrap().len(), 1, "{removed}");
     assert_eq!(removed["removed"][0]["objects"], 3, "{removed}");
     for key in ["app/1.5/s0000000001", "app/1.5/m0000000001", "app/1.5/c0000000001", "!claim"] {
@@ -77,9 +77,9 @@ async fn what_workers_that_are_gone_have_left_is_listed_and_removed_and_nothing_
     assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was written to today");
     assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "nobody's");
 
-    ctl(&["--remove", "10.0.0.3-1"]).await.well();
+    ctl(&["--remove", "10.0.0.3-1"]).await.succeeded();
     assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was named");
-    assert!(ctl(&["--remove", "10.0.0.9-1"]).await.badly(1).contains("10.0.0.9-1 has no objects"));
+    assert!(ctl(&["--remove", "10.0.0.9-1"]).await.failed(1).contains("10.0.0.9-1 has no objects"));
     assert_eq!(worker.stop().await, 0);
     server.stop().await;
 }

@@ -1,4 +1,4 @@
-//! The status page in a real browser, with data on it.
+//! The status page with data, in a real browser.
 
 use std::time::Duration;
 
@@ -9,14 +9,14 @@ use uniffle_testkit::tools::kept_dir;
 use super::browser::Browser;
 use super::fixture::AdminFixture;
 
-/// A name that would run if any of it became markup.
-const NASTY: &str = "<img src=x onerror=alert(1)>";
+/// A name that would execute if inserted as markup.
+const MARKUP_NAME: &str = "<img src=x onerror=alert(1)>";
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Points of the shortest curve of both charts; names as the table shows them; what would be there of a name that had
-/// become markup.
-const LOOK: &str = "return {
+/// Returns the points of the shortest curve of both charts, the names as the table shows them, and
+/// elements created by an injected name.
+const INSPECT: &str = "return {
   points: Math.min(...['throughput', 'memory'].map(id => Math.min(...[...document.querySelectorAll(`#${id} path.series`)]
     .map(path => path.getAttribute('d').split('L').length), 1e9))),
   curves: document.querySelectorAll('path.series').length,
@@ -28,7 +28,8 @@ const LOOK: &str = "return {
   asked: performance.getEntriesByType('resource').map(it => new URL(it.name).origin),
 };";
 
-/// The text with the least contrast to what is behind it, as WCAG counts it; and what is wider than its box.
+/// Returns the text with the lowest contrast to its background per WCAG, and elements wider than
+/// their container.
 const LEGIBLE: &str = r"
 const rgb = text => (text.match(/[\d.]+/g) || []).map(Number);
 const light = colour => colour.slice(0, 3).map(v => v / 255)
@@ -53,12 +54,12 @@ const boxes = [...document.querySelectorAll('.tile, .card, .disk, .pill, dialog[
 const cut = boxes.filter(it => it.checkVisibility() && it.scrollWidth > it.clientWidth + 1).map(it => it.textContent.slice(0, 40));
 return { contrast: worst[0], of: worst[1], texts: texts.length, cut };";
 
-/// The rows of the cluster's nodes, with the applications of all of them laid open.
+/// Returns the rows of the cluster's nodes, with all applications expanded.
 const NODES: &str = "document.getElementById('cluster-more').open = true;
 return document.getElementById('cluster').checkVisibility()
   ? document.querySelectorAll('#cluster-nodes tbody tr').length : 0;";
 
-/// 4.5 is what WCAG wants of small text.
+/// Asserts readable text. WCAG requires a contrast of 4.5 for small text.
 async fn assert_legible(browser: &Browser, what: &str) {
     let seen = browser.run(LEGIBLE).await;
     assert!(seen["texts"].as_u64().unwrap() > 20, "{what}: {seen}");
@@ -69,7 +70,7 @@ async fn assert_legible(browser: &Browser, what: &str) {
 async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -> Value {
     let start = Instant::now();
     loop {
-        let seen = browser.run(LOOK).await;
+        let seen = browser.run(INSPECT).await;
         if enough(&seen) {
             return seen;
         }
@@ -86,8 +87,8 @@ async fn until_both_nodes_are_shown(browser: &Browser) {
     }
 }
 
-/// Opens the cluster's first application and waits until what its workers say is there.
-async fn until_explained_over_the_cluster(browser: &Browser) {
+/// Opens the cluster's first application and waits for the explanations of its workers.
+async fn open_cluster_explanation(browser: &Browser) {
     let start = Instant::now();
     browser.run("document.getElementById('explain-close').click()").await;
     let seen = "document.querySelector('#cluster-apps tbody button')?.click();
@@ -99,13 +100,13 @@ async fn until_explained_over_the_cluster(browser: &Browser) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
+async fn status_page_shows_worker_and_escapes_names() {
     let Some(browser) = Browser::start().await else { return };
     let fixture = AdminFixture::start().await;
-    fixture.push(NASTY, 4).await;
+    fixture.push(MARKUP_NAME, 4).await;
     let second = AdminFixture::in_cluster_of(&fixture).await;
     let origin = format!("http://{}", fixture.worker.addresses().http);
-    browser.look(1280, 900, false, "light").await;
+    browser.set_appearance(1280, 900, false, "light").await;
     browser.open(&format!("{origin}/")).await;
     until(&browser, "the charts have a curve of some points", |seen| {
         seen["points"].as_u64().is_some_and(|points| (4..1_000_000).contains(&points))
@@ -116,7 +117,7 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
         until(&browser, "both applications are there", |seen| seen["apps"].as_array().unwrap().len() == 2)
             .await;
     assert_eq!(seen["curves"], json!(6));
-    assert_eq!(seen["apps"], json!(["application_1700000000000_0001_1700000000000", NASTY]));
+    assert_eq!(seen["apps"], json!(["application_1700000000000_0001_1700000000000", MARKUP_NAME]));
     assert_eq!(
         (&seen["images"], &seen["state"], &seen["alarm"]),
         (&json!(0), &json!("active"), &json!(true))
@@ -124,31 +125,31 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     assert!(seen["asked"].as_array().unwrap().iter().all(|it| *it == json!(origin)), "{}", seen["asked"]);
 
     until_both_nodes_are_shown(&browser).await;
-    let pictures = kept_dir().join("status-page");
-    std::fs::create_dir_all(&pictures).unwrap();
+    let screenshots = kept_dir().join("status-page");
+    std::fs::create_dir_all(&screenshots).unwrap();
     for (name, width, height, is_phone) in [("desktop", 1280, 900, false), ("phone", 390, 844, true)] {
         for scheme in ["light", "dark"] {
-            browser.look(width, height, is_phone, scheme).await;
+            browser.set_appearance(width, height, is_phone, scheme).await;
             let seen = until(&browser, "it is drawn anew", |seen| seen["curves"] == json!(6)).await;
             assert_eq!(seen["wide"], json!(false), "{name} has to be scrolled sideways");
             assert_legible(&browser, &format!("{name}, {scheme}")).await;
-            browser.picture(&pictures.join(format!("{name}-{scheme}.png")), true).await;
+            browser.screenshot(&screenshots.join(format!("{name}-{scheme}.png")), true).await;
         }
     }
     browser.run("[...document.querySelectorAll('#apps button')].at(-1).click()").await;
     let title = "return document.getElementById('explain').open ? document.getElementById('explain-title').textContent : ''";
     let start = Instant::now();
-    while browser.run(title).await != json!(NASTY) {
+    while browser.run(title).await != json!(MARKUP_NAME) {
         assert!(start.elapsed() < PATIENCE, "the application is not explained");
         sleep(Duration::from_millis(100)).await;
     }
-    browser.picture(&pictures.join("explain-phone-dark.png"), false).await;
+    browser.screenshot(&screenshots.join("explain-phone-dark.png"), false).await;
     assert_legible(&browser, "an application on a phone").await;
     assert_eq!(browser.run("return document.images.length").await, json!(0));
-    until_explained_over_the_cluster(&browser).await;
-    browser.picture(&pictures.join("explain-cluster-phone-dark.png"), false).await;
+    open_cluster_explanation(&browser).await;
+    browser.screenshot(&screenshots.join("explain-cluster-phone-dark.png"), false).await;
     assert_legible(&browser, "an application of the cluster on a phone").await;
-    // Nothing to show, and something to say.
+    // An empty explanation with a message.
     browser.run("document.getElementById('explain-close').click()").await;
     for app in fixture.worker.apps().apps() {
         fixture.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();
@@ -157,7 +158,7 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     for (name, width, height, is_phone, scheme) in
         [("empty-phone-light", 390, 844, true, "light"), ("empty-desktop-dark", 1280, 900, false, "dark")]
     {
-        browser.look(width, height, is_phone, scheme).await;
+        browser.set_appearance(width, height, is_phone, scheme).await;
         let seen = until(&browser, "the applications are gone and it says why it takes none", |seen| {
             seen["apps"] == json!([]) && seen["alarm"] == json!(false) && seen["curves"] == json!(6)
         })
@@ -165,7 +166,7 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
         assert!(seen["state"].as_str().unwrap().starts_with("decommission"), "{seen}");
         assert_eq!(seen["wide"], json!(false), "{name} has to be scrolled sideways");
         assert_legible(&browser, name).await;
-        browser.picture(&pictures.join(format!("{name}.png")), true).await;
+        browser.screenshot(&screenshots.join(format!("{name}.png")), true).await;
     }
     let console = browser.console().await;
     assert!(console.is_empty(), "{console:?}");

@@ -1,4 +1,4 @@
-//! The configuration is read again: what changes, what waits, and what happens to a file that is wrong.
+//! Configuration reload: changed keys, keys that need a restart, and invalid files.
 
 use std::io::Write as _;
 use std::time::Duration;
@@ -16,7 +16,7 @@ const NEW: &str = "[hybrid_store]\nmemory_spill_high_watermark = 0.5\nmemory_spi
     [log]\nfilter = \"info\"\nmax_files = 3\n";
 
 #[tokio::test]
-async fn what_can_change_does_and_the_rest_is_named() {
+async fn reload_applies_keys_and_reports_restart_keys() {
     let fixture = AdminFixture::with_file("tags = [\"old\"]", "").await;
     let service = fixture.worker.service();
     fixture.rewrite("tags = [\"new\"]\nurpc_port = 1", NEW);
@@ -40,7 +40,8 @@ async fn what_can_change_does_and_the_rest_is_named() {
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     assert_eq!(service.apps().find(&key.app).unwrap().heartbeat_timeout(), Duration::from_secs(77));
 
-    // What waits is named again, what an operator has set stays until the file's own value changes.
+    // Keys that need a restart are reported again. An operator's setting persists until the file's
+    // value changes.
     fixture.call("/admin/tags", r#"{"tags": ["mine"]}"#).await;
     let (_, answer) = fixture.call("/admin/reload", "").await;
     assert_eq!(answer, json!({ "changed": [], "waiting_for_restart": ["log.max_files", "urpc_port"] }));
@@ -53,13 +54,13 @@ async fn what_can_change_does_and_the_rest_is_named() {
     fixture.rewrite("tags = [\"newer\"]", "");
     fixture.call("/admin/reload", "").await;
     assert_eq!(tags().await, json!(["newer"]));
-    // The watch may have seen the file too.
+    // The file watcher may have reloaded as well.
     assert!(fixture.metric("config_reloads_total", "ok") >= 3.0);
     fixture.finish().await;
 }
 
 #[tokio::test]
-async fn quotas_are_read_again_and_shown() {
+async fn reloaded_quotas_are_applied_and_shown() {
     let fixture = AdminFixture::with_file("", "").await;
     let key = fixture.push("app-1", 4).await;
     fixture.rewrite("", "[quota]\napp_partitions = 3");
@@ -93,12 +94,12 @@ async fn quotas_are_read_again_and_shown() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
+async fn invalid_file_is_refused_with_all_errors() {
     let fixture = AdminFixture::with_file("tags = [\"old\"]", "").await;
     let before = fixture.worker.service().flusher().unwrap().limits();
     fixture.rewrite("tags = [\"new\"]", NEW);
     let whole = fixture.written();
-    // A good beginning of a file is no file: everything that the write had not reached yet is missing or torn.
+    // A prefix of a file is refused: the rest is missing or torn.
     let torn: Vec<String> = (1..whole.len()).step_by(17).map(|end| whole[..end].to_owned()).collect();
     let wrong =
         "tags = [\"new\"]\n[hybrid_store]\nmemory_spill_high_watermark = 7.0\n[memory_store]\ncapasity = 1\n";
@@ -107,7 +108,7 @@ async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
     assert_eq!(status, StatusCode::BAD_REQUEST);
     let reasons = answer["error"].as_str().unwrap();
     assert!(reasons.contains("memory_spill_high_watermark") && reasons.contains("capasity"), "{reasons}");
-    // Good in itself, but the time after which a worker is lost cannot change while it runs.
+    // Valid in itself, but this timeout cannot change while the worker runs.
     fixture.rewrite("", "[embedded_coordinator]\nnode_timeout_sec = 600");
     let text =
         fixture.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = 300");
@@ -124,7 +125,7 @@ async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
             refused += 1;
             continue;
         }
-        // The tail that is missing was not needed: then what was read is a whole configuration of its own.
+        // The missing tail was optional, so the prefix is a complete configuration.
         assert_eq!(status, StatusCode::OK, "{answer}");
     }
     assert!(refused > 10, "{refused} torn files were refused");
@@ -136,9 +137,9 @@ async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
     fixture.finish().await;
 }
 
-/// Heartbeats come as often as the file says, also while the worker runs.
+/// A reload changes the heartbeat interval of a running worker.
 #[tokio::test]
-async fn the_heartbeat_interval_changes() {
+async fn reloaded_heartbeat_interval_is_applied() {
     let coordinator = AdminFixture::start().await;
     let quorum = format!("coordinator_quorum = [\"{}\"]", coordinator.worker.addresses().grpc);
     let fixture = AdminFixture::with_file(&quorum, "").await;
@@ -155,10 +156,10 @@ async fn the_heartbeat_interval_changes() {
     coordinator.finish().await;
 }
 
-/// A process, as init systems and configuration management handle it.
+/// In a process, triggered as init systems and configuration management do.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_signal_and_a_changed_file_do_the_same() {
-    // The environment has the last word on the log filter, so that it must have none.
+async fn signal_and_file_change_both_reload() {
+    // The environment overrides the log filter of the file, so the variable must be empty.
     let env = vec![("RUST_LOG", String::new())];
     let setup = Setup { name: "reloaded", capacity: "32M", env, ..Setup::default() };
     let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
@@ -172,14 +173,14 @@ async fn a_signal_and_a_changed_file_do_the_same() {
                 there.then_some(()).ok_or_else(|| format!("{parts:?} is not in {log}"))
             });
         };
-        // By the file alone: first half of it, which must not be taken, then all.
+        // Only the file watcher: the first half of the file, which must be refused, then all of it.
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         std::fs::write(&path, format!("tags = [\"by-file\"]\n{text}\n[log]\nfilter = \"debug\"")).unwrap();
         said("the file is seen", &["trigger=\"file\"", "result=\"ok\"", "tags", "log.filter"]);
         let mut stranger = std::net::TcpStream::connect(("127.0.0.1", worker.ready().http_port)).unwrap();
         stranger.write_all(b"nonsense\r\n\r\n").unwrap();
         said("more is logged", &["DEBUG", "http connection"]);
-        // By the signal, with a file that is wrong.
+        // By signal, with an invalid file.
         std::fs::write(&path, format!("tags = [\"a,b\"]\nnonsense = 1\n{text}")).unwrap();
         let pid = rustix::process::Pid::from_raw(i32::try_from(worker.ready().pid).unwrap()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();

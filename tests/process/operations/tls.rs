@@ -1,4 +1,4 @@
-//! TLS on the listeners, with certificates made for the test.
+//! TLS on the listeners, with certificates created by the test.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use uniffle_testkit::worker::{self, Setup};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// An authority, a server's certificate and a client's, as PEM files.
+/// A certificate authority, a server certificate and a client certificate, as PEM files.
 struct Certificates {
     dir: TempDir,
 }
@@ -53,7 +53,7 @@ impl Certificates {
         self.dir.path().join(name)
     }
 
-    /// Lines of `[tls]`.
+    /// Returns lines for `[tls]`.
     fn table(&self) -> String {
         let (cert, key) = (self.path("server.pem"), self.path("server.key"));
         format!("cert_file = {cert:?}\nkey_file = {key:?}\n")
@@ -92,7 +92,8 @@ fn host() -> ServerName<'static> {
     ServerName::try_from("localhost").unwrap()
 }
 
-/// The first line of the answer to a request over TLS; with TLS 1.3 a refused certificate shows only here.
+/// Sends a request over TLS. Returns the status line; in TLS 1.3 a refused client certificate shows
+/// only here.
 async fn ask(connector: &TlsConnector, port: u16, request: &str) -> std::io::Result<String> {
     let answer = whole_answer(connector, port, request).await?;
     Ok(answer.lines().next().unwrap_or_default().to_owned())
@@ -111,7 +112,7 @@ async fn heartbeat(connector: TlsConnector, port: u16) -> Result<i32, String> {
     heartbeat_on(connector, socket).await
 }
 
-/// The status in the answer.
+/// Sends a heartbeat. Returns the status of the response.
 async fn heartbeat_on(connector: TlsConnector, socket: TcpStream) -> Result<i32, String> {
     let mut socket = Some(socket);
     let connect = tower::service_fn(move |_| {
@@ -134,7 +135,7 @@ async fn heartbeat_on(connector: TlsConnector, socket: TcpStream) -> Result<i32,
 }
 
 #[tokio::test]
-async fn every_listener_speaks_tls_and_refuses_plain_text() {
+async fn every_listener_requires_tls() {
     let certificates = Certificates::make();
     let dir = tempfile::tempdir().unwrap();
     let worker = Worker::start(&parse(&config(dir.path(), &certificates.table()))).await.unwrap();
@@ -143,7 +144,7 @@ async fn every_listener_speaks_tls_and_refuses_plain_text() {
     assert_eq!(ask(&http, addresses.http.port(), "GET /health/live").await.unwrap(), "HTTP/1.1 200 OK");
     let admin = addresses.admin.unwrap().port();
     assert_eq!(ask(&http, admin, "POST /admin/flush").await.unwrap(), "HTTP/1.1 200 OK");
-    // NO_REGISTER: the call has come through.
+    // NO_REGISTER: the call reached the service.
     assert_eq!(heartbeat(certificates.connector(None, "h2"), addresses.grpc.port()).await, Ok(4));
     for port in [addresses.http.port(), admin] {
         let answer = reqwest::get(format!("http://127.0.0.1:{port}/health/live")).await;
@@ -156,13 +157,13 @@ async fn every_listener_speaks_tls_and_refuses_plain_text() {
 }
 
 #[tokio::test]
-async fn a_client_without_the_right_certificate_is_not_let_in() {
+async fn clients_without_valid_certificate_are_refused() {
     let (certificates, others) = (Certificates::make(), Certificates::make());
     let dir = tempfile::tempdir().unwrap();
     let tls = certificates.table() + &format!("client_ca_file = {:?}", certificates.path("ca.pem"));
     let worker = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap();
     let addresses = worker.addresses();
-    // A certificate of another authority under the same name.
+    // A certificate of another authority for the same subject.
     for name in ["client.pem", "client.key"] {
         std::fs::copy(others.path(name), certificates.path(&format!("other-{name}"))).unwrap();
     }
@@ -187,7 +188,7 @@ async fn a_client_without_the_right_certificate_is_not_let_in() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ctl_asks_over_tls_and_shows_its_certificate() {
+async fn ctl_uses_tls_and_client_certificate() {
     let (certificates, others) = (Certificates::make(), Certificates::make());
     let dir = tempfile::tempdir().unwrap();
     let tls = certificates.table() + &format!("client_ca_file = {:?}", certificates.path("ca.pem"));
@@ -214,9 +215,9 @@ async fn ctl_asks_over_tls_and_shows_its_certificate() {
     assert_eq!(worker.stop().await, 0);
 }
 
-/// The coordinator's worker trusts another authority first; then the file has the right one, and is read again.
+/// The coordinator's worker first trusts another authority; a reload then picks up the right one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_application_is_explained_over_workers_whose_http_is_encrypted() {
+async fn app_is_explained_across_workers_with_https() {
     let (certificates, others) = (Certificates::make(), Certificates::make());
     let trusted = certificates.path("trusted.pem");
     std::fs::copy(others.path("ca.pem"), &trusted).unwrap();
@@ -260,7 +261,7 @@ async fn an_application_is_explained_over_workers_whose_http_is_encrypted() {
 }
 
 #[tokio::test]
-async fn a_listener_can_be_left_out() {
+async fn tls_can_be_disabled_per_listener() {
     let certificates = Certificates::make();
     let dir = tempfile::tempdir().unwrap();
     let tls = certificates.table() + "listeners = [\"http\"]";
@@ -274,9 +275,10 @@ async fn a_listener_can_be_left_out() {
     assert_eq!(worker.stop().await, 0);
 }
 
-/// By a tool that renews certificates, without a word to the worker; a key that does not fit is not taken.
+/// A tool renews the certificates without notifying the worker. A key that does not match is
+/// ignored.
 #[tokio::test]
-async fn certificates_are_read_again_while_the_worker_runs() {
+async fn renewed_certificates_are_reloaded() {
     let (certificates, others) = (Certificates::make(), Certificates::make());
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("config.toml");
@@ -306,10 +308,10 @@ async fn certificates_are_read_again_while_the_worker_runs() {
     assert_eq!(worker.stop().await, 0);
 }
 
-/// Two processes one after the other in the same one: the listeners stay encrypted, and a connection that has not begun
-/// its handshake goes over.
+/// The successor in the same process keeps TLS on the listeners. A connection before its handshake
+/// is handed over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_in_place_keeps_the_listeners_and_needs_certificates_that_can_be_read() {
+async fn upgrade_keeps_tls_and_requires_readable_certificates() {
     let certificates = Certificates::make();
     let tls = format!("[admin]\nport = 0\n[tls]\n{}doors = [\"grpc\", \"admin\"]", certificates.table());
     let setup = Setup { name: "upgraded with tls", capacity: "32M", made_tables: tls, ..Setup::default() };
@@ -340,7 +342,7 @@ async fn an_upgrade_in_place_keeps_the_listeners_and_needs_certificates_that_can
 }
 
 #[tokio::test]
-async fn what_is_wrong_with_a_file_is_said_with_its_key() {
+async fn invalid_tls_file_is_reported_with_its_key() {
     let (certificates, others) = (Certificates::make(), Certificates::make());
     let (cert, key) = (certificates.path("server.pem"), certificates.path("server.key"));
     let (missing, empty) = (certificates.path("missing.pem"), certificates.path("empty.pem"));

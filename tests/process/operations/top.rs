@@ -1,4 +1,4 @@
-//! `uniffle-worker ctl top` on a terminal: the binary at the other end of a pseudo-terminal, three workers in this process.
+//! `uniffle-worker ctl top` on a pseudo-terminal, with three workers in this process.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -18,17 +18,17 @@ use super::fixture::AdminFixture;
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 
-/// The end of a pseudo-terminal that people look at, and the program at the other end.
+/// The user's end of a pseudo-terminal, and the program on the other end.
 struct Terminal {
     end: OwnedFd,
     program: Child,
     chunks: mpsc::UnboundedReceiver<Vec<u8>>,
-    /// Everything that was written to it.
+    /// All output so far.
     shown: String,
 }
 
 impl Terminal {
-    /// `uniffle-worker` with `arguments` on a terminal of `columns` and `rows`.
+    /// Runs `uniffle-worker` with `arguments` on a terminal of `columns` and `rows`.
     fn run(arguments: &[&str], (columns, rows): (u16, u16)) -> Self {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY;
         let end = openpt(flags | OpenptFlags::CLOEXEC).unwrap();
@@ -36,7 +36,7 @@ impl Terminal {
         unlockpt(&end).unwrap();
         resize(&end, (columns, rows));
         let other = ioctl_tiocgptpeer(&end, flags | OpenptFlags::CLOEXEC).unwrap();
-        // The command goes with this statement, and the last descriptor of the program's end with the program.
+        // The command is dropped here, so that only the program keeps its end of the terminal open.
         let program = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
             .args(arguments)
             .stdin(Stdio::null())
@@ -46,7 +46,7 @@ impl Terminal {
             .unwrap();
         let (sender, chunks) = mpsc::unbounded_channel();
         let mut reader = File::from(end.try_clone().unwrap());
-        // Ends with the program: a read of a terminal that nobody else has open fails.
+        // Ends with the program: a read fails once no process has the other end open.
         std::thread::spawn(move || {
             let mut chunk = [0; 4096];
             while let Ok(length @ 1..) = reader.read(&mut chunk) {
@@ -58,9 +58,9 @@ impl Terminal {
         Self { end, program, chunks, shown: String::new() }
     }
 
-    /// Reads until `is_there` of the pictures that were drawn.
+    /// Reads until `is_there` accepts the frames drawn so far.
     async fn until(&mut self, what: &str, is_there: impl Fn(&[Vec<String>]) -> bool) {
-        while !is_there(&self.pictures()) {
+        while !is_there(&self.frames()) {
             let chunk = timeout(PATIENCE, self.chunks.recv()).await;
             let chunk = chunk.unwrap_or_else(|_| panic!("{what} is not there: {:?}", self.shown));
             let chunk = chunk.unwrap_or_else(|| panic!("it ended before {what}: {:?}", self.shown));
@@ -68,14 +68,14 @@ impl Terminal {
         }
     }
 
-    /// The lines of each picture that is drawn to its end.
-    fn pictures(&self) -> Vec<Vec<String>> {
+    /// Returns the lines of each completely drawn frame.
+    fn frames(&self) -> Vec<Vec<String>> {
         let line = |line: &str| line.trim_end_matches('\r').trim_end_matches("\x1b[K").to_owned();
         let drawn = self.shown.split("\x1b[H").skip(1);
         drawn.filter_map(|text| Some(text.split_once("\x1b[J")?.0.lines().map(line).collect())).collect()
     }
 
-    /// Sends it a signal; how it ended and all that it wrote.
+    /// Sends a signal. Returns the exit status and the complete output.
     async fn end_by(mut self, signal: Signal) -> (ExitStatus, String) {
         let pid = i32::try_from(self.program.id().expect("it runs")).unwrap();
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
@@ -92,27 +92,27 @@ fn resize(end: &OwnedFd, (columns, rows): (u16, u16)) {
     tcsetwinsize(end, size).unwrap();
 }
 
-/// It went to the other screen once, and left it as the last thing.
+/// Asserts one switch to the alternate screen, and a switch back at the end.
 fn assert_left(shown: &str) {
     assert!(shown.starts_with(ENTER) && shown.ends_with(LEAVE), "{shown:?}");
     assert_eq!((shown.matches(ENTER).count(), shown.matches(LEAVE).count()), (1, 1), "{shown:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn top_redraws_three_workers_and_cuts_what_a_narrow_window_has_no_room_for() {
+async fn top_redraws_workers_and_truncates_to_window_width() {
     let first = AdminFixture::start().await;
     let others = [AdminFixture::in_cluster_of(&first).await, AdminFixture::in_cluster_of(&first).await];
     first.push("app-1", 3).await;
     let coordinator = first.worker.addresses().grpc.to_string();
     let arguments = ["ctl", "top", "--coordinator", &coordinator, "--interval", "0.1"];
     let mut terminal = Terminal::run(&arguments, (150, 40));
-    let are_all_there = |picture: &Vec<String>| {
-        picture[0].starts_with("3 workers, 3 answering;") && picture.iter().any(|it| it.starts_with("app-1 "))
+    let are_all_there = |frame: &Vec<String>| {
+        frame[0].starts_with("3 workers, 3 answering;") && frame.iter().any(|it| it.starts_with("app-1 "))
     };
     terminal
-        .until("two pictures of all", |drawn| drawn.iter().filter(|it| are_all_there(it)).count() >= 2)
+        .until("two frames of all", |drawn| drawn.iter().filter(|it| are_all_there(it)).count() >= 2)
         .await;
-    let wide = terminal.pictures().pop().unwrap();
+    let wide = terminal.frames().pop().unwrap();
     for fixture in others.iter().chain([&first]) {
         let port = format!("-{}", fixture.worker.addresses().grpc.port());
         assert_eq!(wide.iter().filter(|line| line.contains(&port)).count(), 1, "{port} in {wide:?}");
@@ -121,9 +121,9 @@ async fn top_redraws_three_workers_and_cuts_what_a_narrow_window_has_no_room_for
 
     resize(&terminal.end, (30, 6));
     let is_narrow =
-        |picture: &Vec<String>| picture.len() == 5 && picture.iter().all(|line| line.chars().count() <= 30);
-    terminal.until("two narrow pictures", |drawn| drawn.iter().filter(|it| is_narrow(it)).count() >= 2).await;
-    let narrow = terminal.pictures().pop().unwrap();
+        |frame: &Vec<String>| frame.len() == 5 && frame.iter().all(|line| line.chars().count() <= 30);
+    terminal.until("two narrow frames", |drawn| drawn.iter().filter(|it| is_narrow(it)).count() >= 2).await;
+    let narrow = terminal.frames().pop().unwrap();
     assert!(narrow[0].starts_with("3 workers, 3 answering;"), "{narrow:?}");
     assert!(narrow.iter().all(|line| [0, 30].contains(&line.chars().count())), "{narrow:?}");
 
@@ -137,12 +137,12 @@ async fn top_redraws_three_workers_and_cuts_what_a_narrow_window_has_no_room_for
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn top_leaves_the_terminal_as_it_was_whatever_signal_ends_it() {
+async fn top_restores_terminal_on_any_signal() {
     let fixture = AdminFixture::start().await;
     let http = fixture.worker.addresses().http.to_string();
     for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
         let mut terminal = Terminal::run(&["ctl", "top", "--worker", &http], (80, 24));
-        terminal.until("a picture", |drawn| !drawn.is_empty()).await;
+        terminal.until("a frame", |drawn| !drawn.is_empty()).await;
         let (status, shown) = terminal.end_by(signal).await;
         assert_eq!(status.code(), Some(0), "{signal:?}: {status}: {shown:?}");
         assert_left(&shown);

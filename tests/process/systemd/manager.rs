@@ -1,4 +1,4 @@
-//! A real systemd for one test, with the unit of `deploy/systemd` as it is and one drop-in.
+//! A real systemd for one test, with the unmodified unit of `deploy/systemd` and one drop-in.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,29 +18,29 @@ use crate::writes::{local, patient};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const UNIT: &str = "uniffle-worker.service";
-/// What the unit calls it.
+/// State directory of the unit.
 pub(super) const STATE: &str = "/var/lib/uniffle-worker";
-/// Targets that every unit depends on. The machine's own would start the whole machine.
+/// Targets that every unit depends on; the machine's own would start the whole machine.
 const TARGETS: [&str; 3] = ["sysinit.target", "basic.target", "shutdown.target"];
 const ALONE: &str = "[Unit]\nDefaultDependencies=no\n";
-/// Whom the unit runs it as.
+/// User id that the unit runs as.
 pub(super) const USER: u32 = 60_123;
 const ACCOUNTS: [(&str, &str); 2] = [
     ("passwd", "root:x:0:0::/root:/bin/sh\nuniffle:x:60123:60123::/var/lib/uniffle-worker:/bin/false\n"),
     ("group", "root:x:0:\nuniffle:x:60123:\n"),
 ];
-/// Files instead of the journal, and no pause between a crash and the next start. Everything else is the unit's.
+/// Log files instead of the journal, and no pause between restarts. Everything else is as shipped.
 const DROP_IN: &str = "[Service]\n\
      Environment=WORKER_READY_FILE=/var/lib/uniffle-worker/ready.json WORKER_IP=127.0.0.1 RUST_LOG=info NO_COLOR=1\n\
      StandardOutput=append:/var/lib/uniffle-worker/worker.log\n\
      StandardError=append:/var/lib/uniffle-worker/worker.log\n\
      RestartSec=100ms\nRestartMaxDelaySec=100ms\n";
 
-/// A systemd with a worker.
+/// A systemd instance with the worker's unit.
 #[derive(Debug)]
 pub(super) struct Manager {
     namespaces: Child,
-    /// It ends when this does.
+    /// Closing it ends systemd.
     stdin: Option<ChildStdin>,
     init: u32,
     /// Lines of the configuration.
@@ -49,14 +49,14 @@ pub(super) struct Manager {
 }
 
 impl Manager {
-    /// One without a worker yet, unless this machine has none or does not allow it. What decides is whether this process
-    /// may mount (`CAP_SYS_ADMIN`): then namespaces and cgroups can be had as well, and a systemd that does not
-    /// come up is a failure.
+    /// Starts systemd without a worker. Returns `None` unless this process may mount
+    /// (`CAP_SYS_ADMIN`). With that permission namespaces and cgroups are available too, so any
+    /// failure panics.
     pub(super) fn start() -> Option<Self> {
         Self::start_on(|_| Some(())).map(|(manager, ())| manager)
     }
 
-    /// The same on what `prepare` makes in its state directory, if that can be made.
+    /// Like [`Manager::start`], after `prepare` has set up the state directory.
     pub(super) fn start_on<T>(prepare: impl FnOnce(&Path) -> Option<T>) -> Option<(Self, T)> {
         let tried = "a worker under a real systemd";
         if !available(tried, &["unshare", "nsenter", "systemctl", "mount"]) {
@@ -72,7 +72,7 @@ impl Manager {
             return None;
         }
         let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
-        show(dir.path());
+        create_root(dir.path());
         let prepared = prepare(&dir.path().join("state"))?;
         let script = Path::new(WORKSPACE).join("tests/process/systemd/namespace.sh");
         let mut namespaces = Command::new(find("unshare").expect("seen before"))
@@ -102,12 +102,12 @@ impl Manager {
         children.trim().parse().map_err(|_| format!("its children are {children:?}"))
     }
 
-    /// What the worker sees as [`STATE`].
+    /// Returns the path that the worker sees as [`STATE`].
     pub(super) fn state(&self) -> PathBuf {
         self.dir.path().join("state")
     }
 
-    /// A command of systemctl.
+    /// Runs systemctl.
     fn run(&self, arguments: &[&str]) -> Result<String, String> {
         self.execute(&[&["systemctl", "--no-pager"], arguments].concat())
     }
@@ -123,7 +123,7 @@ impl Manager {
         if said.status.success() { Ok(text(&said.stdout)) } else { Err(text(&said.stderr)) }
     }
 
-    /// A command about the unit, which must succeed.
+    /// Runs a systemctl command on the unit, and asserts success.
     pub(super) fn systemctl(&self, arguments: &[&str]) {
         if let Err(said) = self.run(&[arguments, &[UNIT]].concat()) {
             let status = self.run(&["status", UNIT]);
@@ -131,37 +131,37 @@ impl Manager {
         }
     }
 
-    /// A signal to the worker's main process.
+    /// Sends a signal to the worker's main process.
     pub(super) fn signal(&self, signal: Signal) {
         let option = format!("--signal={}", signal.as_raw());
         self.systemctl(&["kill", "--kill-whom=main", &option]);
     }
 
-    /// A property of the unit.
+    /// Returns a property of the unit.
     pub(super) fn property(&self, name: &str) -> String {
         let shown = self.run(&["show", "--value", "--property", name, UNIT]).expect("the unit is known");
         shown.trim().to_owned()
     }
 
-    /// How often the unit was started again by itself.
+    /// Returns the number of automatic restarts.
     pub(super) fn restarts(&self) -> u32 {
         self.property("NRestarts").parse().expect("a number")
     }
 
-    /// Kills the main process and waits until the next is ready.
+    /// Kills the main process and waits until its replacement is ready.
     pub(super) fn kill(&self) {
         let before = self.restarts();
         self.signal(Signal::KILL);
         self.wait_restarted(before);
     }
 
-    /// Kills the process that serves, whichever systemd knows.
+    /// Kills the serving process, whether or not systemd knows it.
     pub(super) fn kill_serving(&self) {
         let pid = self.ready().pid.to_string();
         self.execute(&["kill", "-KILL", &pid]).expect("it runs");
     }
 
-    /// Waits until it runs after one more start than `before`.
+    /// Waits until it runs after one more restart than `before`.
     pub(super) fn wait_restarted(&self, before: u32) {
         wait_until("systemd has started the worker again", DEADLINE, || {
             let (restarts, state) = (self.restarts(), self.property("ActiveState"));
@@ -172,7 +172,7 @@ impl Manager {
         });
     }
 
-    /// Waits until so many starts more than `before` were tried, none of which came to serve.
+    /// Waits for `more` failed restarts beyond `before`.
     pub(super) fn wait_refused(&self, before: u32, more: u32) {
         wait_until("systemd tries again", DEADLINE, || {
             let (restarts, state) = (self.restarts(), self.property("ActiveState"));
@@ -181,7 +181,7 @@ impl Manager {
         });
     }
 
-    /// Waits until a start that is tried again comes to serve.
+    /// Waits until a restart succeeds.
     pub(super) fn wait_active(&self) {
         wait_until("the worker serves", DEADLINE, || match self.property("ActiveState").as_str() {
             "active" => Ok(()),
@@ -189,7 +189,7 @@ impl Manager {
         });
     }
 
-    /// SIGUSR2 to the main process, and waits for the successor.
+    /// Sends SIGUSR2 to the main process and waits for the successor.
     pub(super) fn upgrade(&self) {
         let ready = self.ready();
         fs::remove_file(self.state().join("ready.json")).expect("it is ready");
@@ -205,13 +205,14 @@ impl Manager {
         assert_eq!(self.ready().grpc_port, ready.grpc_port);
     }
 
-    /// What the worker said when it was ready.
+    /// Returns the worker's ready line.
     pub(super) fn ready(&self) -> Ready {
         let text = fs::read_to_string(self.state().join("ready.json")).expect("it is ready");
         serde_json::from_str(&text).expect("JSON")
     }
 
-    /// A configuration with `capacity` and fixed ports; data is in `data`, seen as the worker does.
+    /// Writes a configuration with `capacity` and fixed ports; `data` lists directories as the
+    /// worker sees them.
     pub(super) fn configure(&self, capacity: &str, backing: &str, data: &[&str]) {
         let path = self.dir.path().join("etc/config.toml");
         let data: Vec<PathBuf> = data.iter().map(|name| Path::new(STATE).join(name)).collect();
@@ -225,33 +226,33 @@ impl Manager {
         fs::write(root.join("etc").join("uniffle-worker").join("config.toml"), text).expect("written");
     }
 
-    /// A client of the worker.
+    /// Returns a client of the worker.
     pub(super) async fn client(&self) -> ShuffleClient {
         let client =
             ShuffleClient::connect(local(self.ready().grpc_port)).await.expect("the listener is open");
         client.with_backoff(patient())
     }
 
-    /// Its metrics.
+    /// Returns the worker's metrics.
     pub(super) fn metrics(&self) -> Metrics {
         Metrics::fetch(self.ready().http_port).expect("the worker runs")
     }
 
-    /// Waits until it has logged `text`.
+    /// Waits until the worker has logged `text`.
     pub(super) fn wait_log(&self, text: &str) {
         wait_until(&format!("the worker logs {text:?}"), DEADLINE, || {
             if self.log().contains(text) { Ok(()) } else { Err("it does not".to_owned()) }
         });
     }
 
-    /// What the worker has logged.
+    /// Returns the log of the worker.
     pub(super) fn log(&self) -> String {
         fs::read_to_string(self.state().join("worker.log")).unwrap_or_default()
     }
 }
 
-/// Makes what the namespaces see instead of this machine's.
-fn show(dir: &Path) {
+/// Creates the directories that replace the machine's own in the namespace.
+fn create_root(dir: &Path) {
     for name in ["etc", "bin", "state", "units/uniffle-worker.service.d"] {
         fs::create_dir_all(dir.join(name)).expect("a directory");
     }

@@ -1,4 +1,5 @@
-//! The unit of `deploy/systemd` under a real systemd: what it keeps when the worker is killed, upgraded or restarted.
+//! The unit of `deploy/systemd` under a real systemd: memory survives a kill, an upgrade and a
+//! restart.
 
 mod manager;
 
@@ -13,8 +14,8 @@ use crate::writes::{Written, key};
 const BLOCK_BYTES: u32 = 14 << 10;
 const TAKEN: &str = "took over blocks that an earlier process left in memory";
 
-/// Writes one more task, kills the worker, and reads everything from the next.
-async fn kept_over_a_kill(manager: &Manager, written: &mut Written, task: i64) {
+/// Writes one more task, kills the worker, and reads everything from its replacement.
+async fn survives_kill(manager: &Manager, written: &mut Written, task: i64) {
     written.task(&manager.client().await, task, BLOCK_BYTES).await.expect("sent");
     block_in_place(|| manager.kill());
     written.assert_readable(&manager.client().await).await;
@@ -24,16 +25,16 @@ async fn kept_over_a_kill(manager: &Manager, written: &mut Written, task: i64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn systemd_keeps_the_memory_of_a_killed_worker_and_of_its_successors() {
+async fn systemd_stores_memory_across_kills_and_upgrades() {
     let Some(manager) = block_in_place(Manager::start) else { return };
     block_in_place(|| {
         manager.configure("256M", "memfd", &["data"]);
         manager.systemctl(&["start"]);
     });
     let mut written = Written::register(&manager.client().await, key("app", 0), 50).await;
-    kept_over_a_kill(&manager, &mut written, 0).await;
-    kept_over_a_kill(&manager, &mut written, 1).await;
-    // Handed over, the same and grown, and then killed.
+    survives_kill(&manager, &mut written, 0).await;
+    survives_kill(&manager, &mut written, 1).await;
+    // Hand-over with the same capacity and with a larger one, then a kill.
     for (task, capacity) in [(2, "256M"), (4, "300M")] {
         let pid = manager.property("MainPID");
         written.task(&manager.client().await, task, BLOCK_BYTES).await.expect("sent");
@@ -42,7 +43,7 @@ async fn systemd_keeps_the_memory_of_a_killed_worker_and_of_its_successors() {
             manager.upgrade();
         });
         assert_eq!(manager.property("MainPID"), pid);
-        kept_over_a_kill(&manager, &mut written, task + 1).await;
+        survives_kill(&manager, &mut written, task + 1).await;
     }
     block_in_place(|| manager.systemctl(&["reload"]));
     assert_eq!(manager.log().matches(TAKEN).count(), 6);
@@ -50,9 +51,10 @@ async fn systemd_keeps_the_memory_of_a_killed_worker_and_of_its_successors() {
     assert_eq!(manager.property("Result"), "success");
 }
 
-/// A smaller memory is a new one: what systemd had of the old is given back, and the new one is kept.
+/// A smaller capacity needs a new region: the old descriptor is removed from systemd, the new one
+/// is stored.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn systemd_keeps_the_new_memory_where_a_successor_has_another() {
+async fn systemd_replaces_memory_of_other_size() {
     let Some(manager) = block_in_place(Manager::start) else { return };
     block_in_place(|| {
         manager.configure("256M", "memfd", &["data"]);
@@ -67,16 +69,16 @@ async fn systemd_keeps_the_new_memory_where_a_successor_has_another() {
     });
     assert_eq!(manager.property("NFileDescriptorStore"), stored, "one memory");
     let mut second = Written::register(&manager.client().await, key("app", 1), 50).await;
-    kept_over_a_kill(&manager, &mut second, 0).await;
+    survives_kill(&manager, &mut second, 0).await;
     first.assert_readable(&manager.client().await).await;
-    // An orderly restart flushes, and so may have any size.
+    // An orderly restart flushes, so any capacity is allowed.
     block_in_place(|| {
         manager.configure("64M", "memfd", &["data"]);
         manager.systemctl(&["restart"]);
     });
     first.assert_readable(&manager.client().await).await;
     second.assert_readable(&manager.client().await).await;
-    // One that has none leaves none in the store.
+    // A worker without persistent memory stores no descriptor.
     block_in_place(|| {
         manager.configure("64M", "private", &["data"]);
         manager.upgrade();
@@ -86,11 +88,11 @@ async fn systemd_keeps_the_new_memory_where_a_successor_has_another() {
     block_in_place(|| manager.systemctl(&["stop"]));
 }
 
-/// A start that is refused, be it by what is in memory or by the configuration, is tried again, and what is in memory stays in the store
-/// meanwhile.
+/// A refused start, because of memory or configuration, is retried. Memory stays in the descriptor
+/// store.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn systemd_keeps_the_memory_while_starts_are_refused() {
-    // More than any limit of starts that systemd has by itself (5 in 10 s).
+async fn systemd_keeps_memory_while_starts_fail() {
+    // More than systemd's default start limit (5 in 10 s).
     const ATTEMPTS: u32 = 8;
     let Some(manager) = block_in_place(Manager::start) else { return };
     block_in_place(|| {
@@ -120,10 +122,10 @@ async fn systemd_keeps_the_memory_while_starts_are_refused() {
     assert_eq!(manager.property("Result"), "success");
 }
 
-/// A successor beside a process of which a thread hangs is not systemd's child: what it has is kept all the same, and its death
-/// is a failure of the unit.
+/// A successor beside a hung process is not systemd's child. Its memory is stored all the same, and
+/// its death fails the unit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn systemd_keeps_the_memory_of_a_successor_beside_a_process_that_hangs() {
+async fn systemd_stores_memory_of_successor_beside_hung_process() {
     let mount = |state: &Path| {
         let disk = FreezableDisk::mount(state)?;
         std::os::unix::fs::chown(&disk.0, Some(USER), Some(USER)).expect("our own");
@@ -138,7 +140,7 @@ async fn systemd_keeps_the_memory_of_a_successor_beside_a_process_that_hangs() {
     let mut before = Written::register(&client, key("app", 0), 5).await;
     before.task(&client, 0, BLOCK_BYTES).await.expect("sent");
     let frozen = disk.freeze();
-    // Notes of it go to both disks.
+    // The metadata log has a copy on each disk.
     let mut meanwhile = Written::register(&client, key("app", 1), 5).await;
     block_in_place(|| manager.wait_log("disk failed, avoiding it"));
     meanwhile.task(&client, 0, BLOCK_BYTES).await.expect("it goes on");

@@ -1,4 +1,4 @@
-//! Attacks on what is bounded by memory and fairness; each may be used alone or with others (`attacks`).
+//! Attacks on memory bounds and fairness, usable alone or combined.
 
 use std::convert::Infallible;
 use std::io;
@@ -25,15 +25,15 @@ use uniffle_wire::request::{LocalDataRequest, LocalDataVersion, Placement, ReadR
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto;
 
-use super::attacks::{APP, Target, again, client};
+use super::attacks::{APP, Target, client, repeat};
 use super::h2::Connection;
 use super::honest;
 
-/// Before a connection is tried again.
+/// Pause before a connection is retried.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// N1: result queries that name one partition 300,000 times, of a shuffle with 100,000 reported ids.
-pub(super) fn n1_repeated_partitions(target: Target) -> BoxFuture<'static, io::Error> {
+/// Queries results with one partition named 300,000 times, of a shuffle with 100,000 ids.
+pub(super) fn repeated_partitions(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         if let Ok(client) = client(target).await {
             let ids: Vec<BlockId> = (0..100_000).map(|at| BlockId(at << 21)).collect();
@@ -45,7 +45,7 @@ pub(super) fn n1_repeated_partitions(target: Target) -> BoxFuture<'static, io::E
             partitions: vec![0; 300_000],
             ..Default::default()
         };
-        again(|| async {
+        repeat(|| async {
             for _ in 0..3 {
                 let mut connection = Connection::open(target.grpc, 1 << 20).await?;
                 connection.ask("ShuffleServer/getShuffleResultForMultiPart", &request).await?;
@@ -58,8 +58,8 @@ pub(super) fn n1_repeated_partitions(target: Target) -> BoxFuture<'static, io::E
     .boxed()
 }
 
-/// N1: shuffles of which tens of thousands of partitions are written to, and which end at once.
-pub(super) fn n1_large_shuffles_that_end(target: Target) -> BoxFuture<'static, io::Error> {
+/// Writes to tens of thousands of partitions of shuffles and ends them at once.
+pub(super) fn large_ending_shuffles(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         for shuffle in 1000.. {
             match client(target).await {
@@ -72,7 +72,7 @@ pub(super) fn n1_large_shuffles_that_end(target: Target) -> BoxFuture<'static, i
     .boxed()
 }
 
-/// What is refused is refused.
+/// Refusals are ignored.
 async fn write_and_end(client: &ShuffleClient, key: &ShuffleKey, seed: u64) {
     /// Partitions of one send.
     const PARTITIONS: i32 = 5000;
@@ -87,11 +87,11 @@ async fn write_and_end(client: &ShuffleClient, key: &ShuffleKey, seed: u64) {
     let _ = client.unregister(key).await;
 }
 
-/// N2: reports of which all but the last bytes come, as many on one connection as there may be.
+/// Sends reports without their last bytes, as many per connection as allowed.
 #[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
-pub(super) fn n2_unfinished_reports(target: Target) -> BoxFuture<'static, io::Error> {
+pub(super) fn unfinished_reports(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let endpoint = Endpoint::from_shared(format!("http://127.0.0.1:{}", target.grpc));
             let channel = endpoint.map_err(io::Error::other)?.connect().await.map_err(io::Error::other)?;
             let calls = (0..24).map(|_| {
@@ -111,7 +111,7 @@ pub(super) fn n2_unfinished_reports(target: Target) -> BoxFuture<'static, io::Er
     .boxed()
 }
 
-/// A report that claims `bytes` and of which the last 64 KiB never come.
+/// Returns a report that declares `bytes` and lacks its last 64 KiB.
 fn unfinished(bytes: u32) -> http::Request<Body> {
     let mut prefix = BytesMut::new();
     prefix.put_u8(0);
@@ -127,8 +127,8 @@ fn unfinished(bytes: u32) -> http::Request<Body> {
         .expect("a request")
 }
 
-/// N4: local reads of 8 MiB each on the TCP plane, all at once.
-pub(super) fn n4_large_local_reads(target: Target) -> BoxFuture<'static, io::Error> {
+/// Requests local reads of 8 MiB each over TCP, all at once.
+pub(super) fn large_local_reads(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let hints = vec![0; 7 << 20];
         let of = uniffle_wire::request::Target { request_id: 1, app: honest::APP, shuffle: 0, partition: 0 };
@@ -142,7 +142,7 @@ pub(super) fn n4_large_local_reads(target: Target) -> BoxFuture<'static, io::Err
         };
         let mut frame = BytesMut::new();
         ReadRequest::LocalData(request).encode_frame(&mut frame);
-        again(|| async {
+        repeat(|| async {
             let mut streams = Vec::new();
             for _ in 0..4 {
                 let mut stream = TcpStream::connect(local(target.tcp)).await?;
@@ -159,11 +159,11 @@ pub(super) fn n4_large_local_reads(target: Target) -> BoxFuture<'static, io::Err
     .boxed()
 }
 
-/// N6: a send of 300,000 blocks of one byte, all in one request.
-pub(super) fn n6_tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
+/// Sends 300,000 one-byte blocks in one request.
+pub(super) fn tiny_blocks_in_one_send(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
-        again(|| async {
+        repeat(|| async {
             let client = client(target).await?;
             let blocks: Vec<Block> = (0..300_000)
                 .map(|at| generator.block(PartitionId(3), TaskAttemptId(at.into()), 0, 1))
@@ -176,10 +176,10 @@ pub(super) fn n6_tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// N7: registrations that keep what they are sent: users of 60 MiB, and ranges that cannot be merged.
-pub(super) fn n7_large_registrations(target: Target) -> BoxFuture<'static, io::Error> {
+/// Registers shuffles with users of 60 MiB and with ranges that cannot be merged.
+pub(super) fn large_registrations(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let client = client(target).await?;
             for number in 0..12 {
                 let request = proto::ShuffleRegisterRequest {
@@ -205,7 +205,7 @@ pub(super) fn n7_large_registrations(target: Target) -> BoxFuture<'static, io::E
     .boxed()
 }
 
-/// Keeps connections open that take nothing of their answers, and answers pings.
+/// Keeps connections open without reading their responses, and answers pings.
 async fn hold(connections: &mut [Connection]) -> io::Result<()> {
     for _ in 0..20 {
         for connection in &mut *connections {
@@ -215,8 +215,8 @@ async fn hold(connections: &mut [Connection]) -> io::Result<()> {
     Ok(())
 }
 
-/// N8: readers with a window of nothing that ask for what an honest application has, and answer pings.
-pub(super) fn n8_zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
+/// Reads the honest application's data with a zero window, and answers pings.
+pub(super) fn zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let memory = proto::GetMemoryShuffleDataRequest {
             app_id: honest::APP.to_owned(),
@@ -231,7 +231,7 @@ pub(super) fn n8_zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
             length: 14 << 20,
             ..Default::default()
         };
-        again(|| async {
+        repeat(|| async {
             let mut connections = Vec::new();
             for _ in 0..128 {
                 let mut connection = Connection::open(target.grpc, 0).await?;
@@ -246,8 +246,8 @@ pub(super) fn n8_zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// N8: partitions of which every block is a byte, and readers that ask for lists of them on every stream and take nothing.
-pub(super) fn n8_lists_of_tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
+/// Writes partitions of one-byte blocks, requests lists of them on every stream and reads nothing.
+pub(super) fn lists_of_tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
         let ask = |partition: i32| proto::GetMemoryShuffleDataRequest {
@@ -257,10 +257,11 @@ pub(super) fn n8_lists_of_tiny_blocks(target: Target) -> BoxFuture<'static, io::
             read_buffer_size: 14 << 20,
             ..Default::default()
         };
-        again(|| async {
+        repeat(|| async {
             let client = client(target).await?;
             for partition in 10..18 {
-                // Of two tasks in turns: no piece of one task's blocks is larger than a block.
+                // Two tasks alternate, so that no contiguous run of one task is longer than a
+                // block.
                 let block = |at: u32| {
                     let task = TaskAttemptId((at % 2).into());
                     generator.block(PartitionId(partition), task, at, 1)
@@ -286,10 +287,10 @@ pub(super) fn n8_lists_of_tiny_blocks(target: Target) -> BoxFuture<'static, io::
     .boxed()
 }
 
-/// N9: one application that takes every ticket and asks again before they expire.
-pub(super) fn n9_every_ticket(target: Target) -> BoxFuture<'static, io::Error> {
+/// Takes every ticket for one application, and asks again before they expire.
+pub(super) fn every_ticket(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
-        again(|| async {
+        repeat(|| async {
             let client = client(target).await?;
             for _ in 0..500 {
                 let request = proto::RequireBufferRequest {
