@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn clock_without_ticks_is_that_of_tokio() {
+    async fn clock_without_ticks_equals_tokios() {
         let (ours, tokios) = (Instant::now(), time::Instant::now());
         advance(1000 * SECOND).await;
         assert_eq!(ours.elapsed(), tokios.elapsed());
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn pause_is_not_counted_and_running_time_is() {
+    async fn clock_counts_running_time_but_no_pauses() {
         ticked(async {
             let (ours, tokios) = (Instant::now(), time::Instant::now());
             pass(10 * SECOND).await;
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn timers_wait_for_the_time_that_a_pause_took() {
+    async fn timers_are_extended_by_a_pause() {
         for paused_after in [0, 5, 9] {
             ticked(ten_seconds_with_a_pause(paused_after * SECOND)).await;
         }
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn sleep_that_is_reset_ends_by_its_new_deadline() {
+    async fn reset_sleep_ends_at_its_new_deadline() {
         ticked(async {
             let began = Instant::now();
             let mut alarm = std::pin::pin!(sleep(SECOND));
@@ -457,7 +457,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn future_that_is_ready_after_a_pause_is_not_late() {
+    async fn future_ready_after_a_pause_is_not_late() {
         ticked(async {
             let (told, heard) = tokio::sync::oneshot::channel();
             let mut waiting = std::pin::pin!(timeout(SECOND, heard));
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn clock_that_is_not_ticked_any_more_continues() {
+    async fn clock_continues_after_its_ticks_end() {
         let _own = of_this_thread();
         let began = Instant::now();
         {

@@ -355,7 +355,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn command_line_is_valid() {
         CommandLine::command().debug_assert();
         let parsed = CommandLine::try_parse_from(["uniffle-worker", "-c", "x.toml", "--check"]).unwrap();
         assert_eq!(parsed.config, Some(PathBuf::from("x.toml")));
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn the_version_names_the_commit() {
+    fn version_contains_the_commit() {
         let version = CommandLine::command().render_version();
         assert!(version.contains(env!("CARGO_PKG_VERSION")) && version.contains(env!("WORKER_GIT_COMMIT")));
     }

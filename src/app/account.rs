@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_wait_goes_from_the_first_refusal_to_the_next_grant() {
+    async fn wait_lasts_from_first_refusal_to_next_grant() {
         let account = Account::default();
         tokio::time::advance(Duration::from_secs(1)).await;
         account.refused(Stage::TicketWait, 10);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn stages_sum_up_and_tell_their_spread() {
+    async fn stages_sum_up_with_their_spread() {
         let account = Account::default();
         for _ in 0..98 {
             account.enter(Stage::Receive, 100, Duration::from_micros(900));
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn time_in_memory_is_the_bytes_time_by_the_bytes() {
+    async fn time_in_memory_is_weighted_by_bytes() {
         let account = Account::default();
         account.sample_memory(1_000, Duration::from_secs(5));
         account.sample_memory(500, Duration::from_secs(4));

@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn acknowledged_report_is_taken_over_without_heap() {
+    fn acknowledged_report_is_recovered_without_heap() {
         let (quota, heap) = (Quota::new(1000), Budget::new(100));
         let mut ids = none(&quota, &heap);
         ids.take_over(1, &[(P0, (0..100).map(|id| id << 20).collect::<Vec<_>>())]).unwrap();

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn those_who_wait_share_the_next_flush_and_a_failure_is_tried_again() {
+    async fn waiters_share_the_next_flush_and_failures_are_retried() {
         let (commits, flushes) = (Commits::default(), AtomicUsize::new(0));
         let (go, gone) = oneshot::channel::<()>();
         let first = commits.flushed(async {

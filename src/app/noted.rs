@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn only_new_ranges_are_written_and_repeated_ones_not() {
+    fn only_new_ranges_are_written() {
         let mut noted = NotedRegistrations::default();
         assert!(noted.is_empty());
         assert_eq!(note(&mut noted, &ranges(&[(0, 9)]), 7), Some((10, false)));
@@ -110,14 +110,14 @@ mod tests {
     }
 
     #[test]
-    fn registrations_that_flip_are_replaced_by_one() {
+    fn alternating_registrations_are_merged_into_one() {
         let (mut noted, all) = (NotedRegistrations::default(), ranges(&[(0, 9)]));
         let written: Vec<_> = (0..6).map(|n| note(&mut noted, &all, 1 + n % 2).unwrap()).collect();
         assert_eq!(written, [(10, false), (0, false), (10, true), (0, false), (0, false), (10, true)]);
     }
 
     #[test]
-    fn remote_ranges_are_kept_as_they_were_sent() {
+    fn remote_ranges_are_stored_as_sent() {
         let (mut noted, all) = (NotedRegistrations::default(), ranges(&[(0, 9)]));
         let mut sent = |range| {
             let next = noted.next(&all, &[range], (7, 5))?;

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_bounded_and_given_back() {
+    fn shares_are_bounded_and_returned() {
         let quota = Quota::new(10);
         let mut a = quota.share();
         let mut b = quota.share();

@@ -107,7 +107,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn difference_has_what_the_other_lacks(
+        fn difference_contains_only_missing_ranges(
             some in proptest::collection::vec((0i32..50, 0i32..9), 0..12),
             others in proptest::collection::vec((0i32..50, 0i32..9), 0..12),
         ) {

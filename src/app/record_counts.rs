@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_retried_report_changes_nothing_and_all_is_charged() {
+    fn retried_report_changes_nothing_and_is_fully_charged() {
         let heap = Budget::new(1 << 20);
         let mut counts = RecordCounts::new(&heap);
         let first = [(P0, vec![(7, 100), (3, 5)]), (P1, Vec::new())];
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_heap_is_refused_and_what_was_acknowledged_is_kept() {
+    fn counts_without_heap_are_refused_and_acknowledged_ones_stay() {
         let heap = Budget::new(200);
         let mut counts = RecordCounts::new(&heap);
         let many = [(P0, (0..100).map(|task| (task, 1)).collect::<Vec<_>>())];

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_above_those_found_is_in_question_until_it_is_unregistered() {
+    fn shuffles_below_recovered_ids_are_unverified_until_ended() {
         let mut unproven = Unproven::default();
         let reason: Arc<str> = "a copy is cut short".into();
         unproven.found(&key("app-1", 7), &reason);

@@ -219,7 +219,7 @@ mod tests {
     const USER: Kind = (Whose::User, Counted::Partitions);
 
     #[test]
-    fn an_application_and_its_user_have_quotas_of_their_own() {
+    fn application_and_user_quotas_are_independent() {
         let quotas = Arc::new(Quotas::default());
         let mut users = Users::of(Arc::clone(&quotas));
         let (a, b, other) = (users.usage("etl"), users.usage("etl"), users.usage("anna"));
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_user_without_applications_is_forgotten() {
+    fn user_without_applications_is_forgotten() {
         let mut users = Users::of(Arc::default());
         for user in 0..1000 {
             drop(users.usage(&user.to_string()));

@@ -214,7 +214,7 @@ mod tests {
     const TB: u64 = 1_000_000_000_000;
 
     #[test]
-    fn the_smallest_parts_are_the_fixed_part() {
+    fn smallest_shares_equal_the_fixed_part() {
         assert_eq!(BASE + SMALL.iter().sum::<u64>(), FIXED);
         let eighths: u64 = GROWTH_EIGHTHS.iter().sum();
         assert_eq!(eighths, 8);
@@ -225,7 +225,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_kinds_full_at_once_are_within_the_promise(
+        fn all_full_kinds_stay_within_the_limit(
             capacity in 64_000_000..TB, cores in 1usize..64, is_tls in any::<bool>(),
         ) {
             let parts = divide(capacity, cores);
@@ -245,7 +245,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_configured_counts_with_what_every_connection_has(
+        fn limit_includes_configuration_and_connections(
             windows in 65_536u64..1 << 34, connections in 1usize..100_000, requests in 256u64..10_000_000,
         ) {
             let limits = Limits {

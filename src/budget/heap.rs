@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_leaves_a_quarter_for_requests() {
+    fn stored_state_leaves_a_quarter_for_requests() {
         let heap = Heap::new(1600);
         for (number, kind) in HeapKind::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, number);
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn one_application_has_half_of_a_kind() {
+    fn one_application_gets_half_of_a_kind() {
         let heap = Heap::new(1600);
         for kind in HeapKind::ALL {
             let most = heap.of(kind).capacity() / 2;
@@ -206,7 +206,7 @@ mod tests {
 
     /// The adversary suite found it twice: while requests filled the heap, an honest application's next id was refused.
     #[test]
-    fn requests_that_fill_the_heap_take_nothing_from_an_applications_part() {
+    fn full_requests_leave_application_shares_intact() {
         let heap = Heap::new(1600);
         let app = heap.of_one_app(HeapKind::ReportedIds);
         let held = app.try_charge(200).unwrap();
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn applications_that_fill_what_is_kept_leave_some_to_the_next() {
+    fn full_applications_leave_heap_for_the_next() {
         let heap = Heap::new(16 << 20);
         for kind in [HeapKind::Blocks, HeapKind::Registrations, HeapKind::ReportedIds, HeapKind::Partitions] {
             let mut held = Vec::new();

@@ -440,7 +440,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn charge_beyond_capacity_is_refused_and_leaves_nothing() {
+    fn charge_beyond_capacity_is_refused_completely() {
         let budget = Budget::new(100);
         let held = budget.try_charge(60).unwrap();
         assert_eq!(budget.try_charge(41).unwrap_err(), NoCapacity { asked: 41, free: 40 });
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn overdrawn_budget_refuses_until_it_is_paid_back() {
+    fn overdrawn_budget_refuses_until_repaid() {
         let budget = Budget::new(10);
         let over = budget.force_charge(15);
         assert_eq!(budget.free(), 0);
@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_of_what_is_charged_is_told_whatever_was_given_back() {
+    fn charge_steps_are_reported_despite_releases() {
         static STEPS: AtomicUsize = AtomicUsize::new(0);
         let steps = || STEPS.load(Ordering::Relaxed);
         let whole = Budget::with_step(100, 50, || {
@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_is_bounded_by_itself_and_by_what_is_above() {
+    fn child_budget_is_bounded_by_itself_and_its_parents() {
         let whole = Budget::new(100);
         let (some, other) = (whole.child(80), whole.child(80));
         let mut held = some.try_charge(60).unwrap();
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_waits_is_charged_when_something_of_another_child_comes_back() {
+    async fn waiter_is_charged_after_release_by_another_child() {
         let whole = Budget::new(100);
         let (some, other) = (whole.child(100), whole.child(50));
         assert!(other.charge(51).await.is_err(), "what can never be does not wait");
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_margin_never_leaves_does_not_wait() {
+    async fn request_beyond_the_margin_does_not_wait() {
         let whole = Budget::new(100);
         let part = whole.child_leaving(40, 80);
         assert_eq!((part.most(), part.child(90).most(), whole.child(90).most()), (60, 60, 90));

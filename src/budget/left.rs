@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_alone_has_half_and_whoever_comes_later_finds_something() {
+    fn single_claimant_gets_half_and_leaves_room_for_later_ones() {
         assert_eq!(room(1600, 1600, 0), 800);
         assert_eq!(room(1600, 800, 800), 0);
         assert_eq!(room(1600, 800, 0), 400);
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_grow_together_have_the_same_and_leave_as_much() {
+    fn concurrent_claimants_get_equal_shares() {
         let (mut held, mut free) = ([0u64; 3], 1_000_000);
         while let Some(app) = (0..3)
             .find(|app| room(1_000_000, free, held[*app]) > 0 && held[*app] == *held.iter().min().unwrap())
@@ -64,7 +64,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn room_is_the_most_that_leaves_enough(capacity in 0u64..2000, free in 0u64..2000, held in 0u64..2000) {
+        fn room_is_the_largest_admissible_charge(capacity in 0u64..2000, free in 0u64..2000, held in 0u64..2000) {
             let free = free.min(capacity);
             let enough = |more: u64| more <= free && is_enough(capacity, free - more, held + more);
             let most = (1..=free).rev().find(|more| enough(*more)).unwrap_or(0);

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn places_are_used_up_and_come_back() {
+    async fn permits_are_exhausted_and_returned() {
         let places = Places::new(3);
         let a = app("a");
         let first = places.take(&a, 2).await;
@@ -177,13 +177,13 @@ mod tests {
     }
 
     #[test]
-    fn where_there_is_no_place_everyone_waits() {
+    fn requests_wait_without_permits() {
         let places = Places::new(0);
         assert!(places.take(&app("a"), 1).now_or_never().is_none() && places.try_take(0).is_none());
     }
 
     #[test]
-    fn n8_the_read_of_another_application_is_granted_next_however_many_one_has_open() {
+    fn read_of_another_application_is_granted_next() {
         let places = Places::new(2);
         let (hog, honest) = (app("hog"), app("honest"));
         let open = places.take(&hog, usize::MAX).now_or_never().unwrap();

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn p6_applications_are_served_in_turns_and_their_requests_in_order() {
+    fn applications_alternate_and_requests_keep_their_order() {
         let mut rounds = Rounds::default();
         for at in 0..4 {
             rounds.enter(&app("flood"), ("flood", at));
@@ -150,7 +150,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn p6_no_request_is_lost_and_none_overtakes_another_of_its_application(
+        fn requests_are_never_lost_or_reordered_per_application(
             steps in prop::collection::vec((0usize..24, 0u8..4, any::<prop::sample::Index>()), 1..200),
         ) {
             let mut rounds = Rounds::default();

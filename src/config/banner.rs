@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_lines_can_be_copied_into_a_shell() {
+    fn banner_lines_can_be_copied_into_a_shell() {
         let host = IpAddr::from([127, 0, 0, 1]);
         let text = startup_banner(
             host,

@@ -367,7 +367,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_build_without_hdfs_refuses_the_store_types_that_need_it() {
+    fn build_without_hdfs_refuses_hdfs_store_types() {
         for store_type in [StoreType::MemoryHdfs, StoreType::MemoryLocalfileHdfs] {
             let allowed = allowed_without(store_type, false).unwrap();
             assert!(allowed.contains("this build has no HDFS"), "{allowed}");

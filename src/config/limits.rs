@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn too_few_threads_are_refused_and_few_are_told() {
+    fn insufficient_threads_are_refused_and_few_reported() {
         let mut config = config("[runtime_config]\nworker_threads = 4");
         let least = config.threads_min() as u64;
         let with = |threads| SystemLimits { threads: limit("pids.max", threads), ..SystemLimits::default() };
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_are_cut_to_the_descriptors() {
+    fn connections_are_limited_to_the_descriptors() {
         let mut config = config("[memory_store]\ncapacity = \"10GB\"");
         let with = |descriptors| SystemLimits {
             descriptors: limit("RLIMIT_NOFILE", descriptors),
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_may_not_grow_are_told() {
+    fn file_size_limit_is_reported() {
         let with =
             |bytes| SystemLimits { file_bytes: limit("RLIMIT_FSIZE", bytes), ..SystemLimits::default() };
         let mut private = config("");

@@ -64,7 +64,7 @@ fn defaults_are_an_embedded_worker_with_one_disk() {
 }
 
 #[test]
-fn the_tcp_listener_is_open_by_default_in_embedded_mode_only() {
+fn tcp_listener_is_open_by_default_in_embedded_mode_only() {
     assert_eq!(parse("grpc_port = 0").unwrap().worker.urpc_port, Some(0));
     let quorum = "coordinator_quorum = [\"c:1\"]\n[localfile_store]\ndata_paths = [\"/d\"]";
     assert_eq!(parse(quorum).unwrap().worker.urpc_port, None);
@@ -72,12 +72,12 @@ fn the_tcp_listener_is_open_by_default_in_embedded_mode_only() {
 }
 
 #[test]
-fn the_example_equals_the_defaults() {
+fn example_equals_the_defaults() {
     assert_eq!(parse(EXAMPLE).unwrap(), parse("").unwrap());
 }
 
 #[test]
-fn the_generated_files_are_current() {
+fn generated_files_are_current() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     for (name, text) in [("config.toml.example", example()), ("docs/configuration.md", reference())] {
         let path = root.join(name);
@@ -90,7 +90,7 @@ fn the_generated_files_are_current() {
 }
 
 #[test]
-fn the_example_names_every_key_and_only_valid_values() {
+fn example_names_every_key_and_only_valid_values() {
     let text = example_with_everything();
     let schema = schema();
     let reader = Reader::new(&schema, text.parse().unwrap(), HashMap::new());
@@ -103,7 +103,7 @@ fn the_example_names_every_key_and_only_valid_values() {
 }
 
 #[test]
-fn the_printed_configuration_parses_back() {
+fn printed_configuration_parses_back() {
     let text = format!(
         "{}\n[embedded_coordinator.client_conf]\n\"rss.x.y\" = 5\n",
         "[memory_store]\nbuffer_ticket_check_interval_sec = \"1500ms\"\n[app_config]\napp_heartbeat_timeout_min = \"90s\""
@@ -119,7 +119,7 @@ fn the_printed_configuration_parses_back() {
 }
 
 #[test]
-fn what_is_shown_has_no_secrets_and_what_is_compared_has() {
+fn shown_configuration_hides_secrets_and_comparison_keeps_them() {
     let text = "[embedded_coordinator]\nremote_storage_path = [\"s3a://ns\"]\n\
                 remote_storage_conf = { ns = \"fs.x=plain,fs.s3a.secret.key=hush1,y=hush1\" }\n\
                 client_conf = { \"rss.client.password\" = \"hush2\", \"fs.azure.account.key.a\" = \"hush3\" }\n\
@@ -138,7 +138,7 @@ fn what_is_shown_has_no_secrets_and_what_is_compared_has() {
 
 #[cfg(feature = "object")]
 #[test]
-fn keys_of_the_object_store_come_from_the_environment_and_are_not_shown() {
+fn object_store_keys_come_from_environment_and_stay_hidden() {
     let keys = env(&[
         ("AWS_ACCESS_KEY_ID", "hush1"),
         ("AWS_SECRET_ACCESS_KEY", "hush2"),
@@ -158,7 +158,7 @@ fn keys_of_the_object_store_come_from_the_environment_and_are_not_shown() {
 }
 
 #[test]
-fn a_refused_value_is_told_without_its_secrets() {
+fn refused_value_is_reported_without_secrets() {
     for text in [
         "[metrics]\npush_gateway_endpoint = \"http://user:hush@gateway:9091\"",
         "[tracing]\notlp_endpoint = \"user:hush@collector\"",
@@ -251,7 +251,7 @@ fn keys_are_checked_against_each_other() {
 }
 
 #[test]
-fn n14_with_client_certificates_plain_tcp_is_opened_by_name_only() {
+fn client_certificates_require_explicit_plain_tcp() {
     let tls = "[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"\nclient_ca_file = \"/c\"\n";
     let refused = only_problem(&format!("urpc_port = 7\n{tls}"));
     assert!(refused.starts_with("urpc_port = 7: no port with tls.client_ca_file"), "{refused}");
@@ -271,7 +271,7 @@ fn n14_with_client_certificates_plain_tcp_is_opened_by_name_only() {
 }
 
 #[test]
-fn memory_that_outlives_the_process_takes_no_more_than_private_memory() {
+fn persistent_memory_needs_no_more_than_private_memory() {
     let with = |backing: &str| {
         parse(&format!("[memory_store]\ncapacity = \"256MB\"\nbacking = \"{backing}\"\n")).unwrap()
     };
@@ -281,7 +281,7 @@ fn memory_that_outlives_the_process_takes_no_more_than_private_memory() {
 }
 
 #[test]
-fn memory_outlives_the_process_by_default_where_systemd_keeps_it() {
+fn memory_is_persistent_by_default_under_systemd() {
     let backing = |text: &str, kept: &str| {
         let env = HashMap::from([("FDSTORE".to_owned(), kept.to_owned())]);
         Config::parse(text, &env, &machine()).unwrap().memory.backing.to_string()
@@ -297,7 +297,7 @@ fn memory_outlives_the_process_by_default_where_systemd_keeps_it() {
 }
 
 #[test]
-fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
+fn excessive_memory_is_reported_with_its_keys() {
     let with = |text: &str| parse(&format!("[memory_store]\ncapacity = \"256MB\"\n{text}")).unwrap();
     let plain = with("");
     assert!(plain.warnings.is_empty() && plain.resident_bytes_max() <= 256_000_000 * 21 / 20 + (200 << 20));
@@ -327,7 +327,7 @@ fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
 
 /// Once, the problem named `grpc.connection_window`, which the user had not set.
 #[test]
-fn threads_that_leave_no_memory_for_windows_are_named() {
+fn threads_without_memory_for_windows_are_reported() {
     let with = |threads: usize, more: &str| {
         format!("[memory_store]\ncapacity = \"64MiB\"\n[runtime_config]\nworker_threads = {threads}\n{more}")
     };
@@ -345,7 +345,7 @@ fn threads_that_leave_no_memory_for_windows_are_named() {
 }
 
 #[test]
-fn every_problem_of_a_list_is_said_at_once() {
+fn all_problems_of_a_list_are_reported() {
     let listeners = only_problem("[tls]\nlisteners = [\"grpc\", \"htp\", \"ftp\"]");
     assert!(listeners.ends_with("grpc, http or admin; not \"htp\", \"ftp\""), "{listeners}");
     let weights =
@@ -358,14 +358,14 @@ fn every_problem_of_a_list_is_said_at_once() {
 }
 
 #[test]
-fn what_has_no_effect_is_a_warning() {
+fn ineffective_keys_are_warnings() {
     let text = "store_type = \"MEMORY\"\ncoordinator_quorum = [\"a:1\"]\n\
                 [embedded_coordinator]\nremote_storage_path = \"hdfs://x/y\"\n[runtime_config]\nread_thread_num = 9";
     assert_eq!(parse(text).unwrap().warnings.len(), 2);
 }
 
 #[test]
-fn the_environment_is_read_from_the_map() {
+fn environment_is_read_from_the_map() {
     let load = |pairs: &[(&str, &str)]| Config::load(None, &env(pairs), &machine());
     let config = load(&[("WORKER_IP", "10.1.2.3"), ("RUST_LOG", "debug"), ("LOG", "warn")]).unwrap();
     assert_eq!(config.worker.advertised, Some("10.1.2.3".parse().unwrap()));
@@ -378,7 +378,7 @@ fn the_environment_is_read_from_the_map() {
 }
 
 #[test]
-fn the_file_is_the_one_of_the_command_line_then_of_the_environment() {
+fn command_line_file_precedes_the_environment() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
         let path = directory.path().join(name);
@@ -406,7 +406,7 @@ fn the_file_is_the_one_of_the_command_line_then_of_the_environment() {
 }
 
 #[test]
-fn no_value_of_any_key_is_taken_silently_or_panics() {
+fn invalid_values_are_reported_and_never_panic() {
     let values = [
         "-1",
         "0",
@@ -442,7 +442,7 @@ fn no_value_of_any_key_is_taken_silently_or_panics() {
 }
 
 #[test]
-fn the_largest_capacity_prints_and_parses() {
+fn largest_capacity_prints_and_parses() {
     let config = parse("[memory_store]\ncapacity = \"16TiB\"").unwrap();
     assert_eq!(parse(&config.to_toml()).unwrap(), config);
 }

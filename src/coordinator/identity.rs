@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_or_a_host_name_is_advertised() {
+    fn address_or_a_host_name_is_advertised() {
         for name in ["worker-1", "uniffle-worker-0.shuffle.svc", "a.b.", "1st.example"] {
             let advertised: Advertised = format!(" {name} ").parse().unwrap();
             assert_eq!((&advertised, advertised.to_string()), (&Advertised::Name(name.into()), name.into()));
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_stands_for_one_address() {
+    fn name_resolves_to_one_address() {
         let ips = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpAddr>>();
         let one = |texts: &[&str]| one_of("a-name", ips(texts));
         assert_eq!(one(&["fd00::1", "10.0.0.1", "10.0.0.1"]), Ok([10, 0, 0, 1].into()));
@@ -438,7 +438,7 @@ mod tests {
     type Case<'a> = (&'a [&'a str], &'a [&'a str], &'a str, &'a str);
 
     #[test]
-    fn announced_address_is_one_that_is_bound() {
+    fn announced_address_must_be_bound() {
         const BOTH: [&str; 2] = ["fd00:1::5", "10.9.0.5"];
         let cases: [Case<'_>; 11] = [
             (&["fd00:1::5"], &[], "0.0.0.0", "127.0.0.1"),

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn n16_netty_port_is_javas_minus_one_when_off() {
+    fn netty_port_is_minus_one_without_tcp() {
         let mut report = NodeReport::new("x".into(), [10, 0, 0, 1].into(), 21100);
         assert_eq!(report.clone().into_request().server_id.unwrap().netty_port, -1);
         report.netty_port = Some(21200);

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn registrations_that_were_replaced_are_dead() {
+    fn replaced_registrations_are_dead() {
         let registration = Registration::default();
         let plain = || Record::Registration(registration.clone()).encode();
         let entries = [

@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_mark_says_nothing() {
+    fn damaged_mark_is_ignored() {
         let mark = encode_mark(7, 300).to_vec();
         assert_eq!((decode_mark(&mark, 7), decode_mark(&mark, 8), decode_mark(&[], 7)), (300, 0, 0));
         for bit in 0..mark.len() * 8 {
@@ -437,7 +437,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_frame_survives_and_no_damage_does(
+        fn frames_round_trip_and_damage_is_detected(
             entries in prop::collection::vec(any_entry(), 1..4), at: prop::sample::Index, bit in 0u8..8,
         ) {
             let (mut encoder, mut out) = (Encoder::new(1), BytesMut::new());
@@ -458,7 +458,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_it_panic(kind in 0u16..5, payload in prop::collection::vec(any::<u8>(), 0..60)) {
+        fn arbitrary_bytes_do_not_panic(kind in 0u16..5, payload in prop::collection::vec(any::<u8>(), 0..60)) {
             let _ = Entry::from_parts(kind, &payload);
         }
     }

@@ -229,7 +229,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn chunk_returns_the_ids_it_was_made_of(
+        fn chunk_returns_its_ids(
             ids in prop::collection::btree_set(any::<u64>(), 1..=CHUNK_IDS_MAX),
             shift in 0u32..64,
             cut: prop::sample::Index,
@@ -248,7 +248,7 @@ mod tests {
         }
 
         #[test]
-        fn chunk_of_any_bytes_is_decoded_without_a_panic(
+        fn arbitrary_chunk_bytes_do_not_panic(
             count: u16, first: u64, last: u64, payload in prop::collection::vec(any::<u8>(), 0..200),
         ) {
             let chunk = IdChunk { first, last, count, payload: payload.into() };

@@ -463,7 +463,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn set_holds_what_was_added_and_not_removed(
+        fn set_contains_added_and_not_removed_ids(
             steps in prop::collection::vec((any::<bool>(), prop::collection::vec(0u64..3000, 0..300)), 1..20),
             spread in 0u32..50,
         ) {
@@ -489,7 +489,7 @@ mod tests {
         }
 
         #[test]
-        fn operations_of_sets_are_those_of_the_model(
+        fn set_operations_follow_the_model(
             a in prop::collection::btree_set(0u64..2000, 0..900),
             b in prop::collection::btree_set(0u64..2000, 0..900),
             some in prop::collection::btree_set(0u64..2000, 0..20),
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn clone_shares_chunks_and_changes_alone() {
+    fn clone_shares_chunks_until_changed() {
         let set: IdSet = (0..100_000).map(|id| id << 20).collect();
         let mut copy = set.clone();
         copy.add(1);
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn set_of_few_ids_takes_little() {
+    fn set_of_few_ids_is_small() {
         for ids in 0..400 {
             let far: IdSet = (0..ids).map(|id: u64| (id * 7919).pow(2) << 20).collect();
             assert!(far.heap_bytes() <= 8 * ids, "{} bytes of {ids} ids", far.heap_bytes());

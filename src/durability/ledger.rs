@@ -599,7 +599,7 @@ mod tests {
     proptest! {
         /// No acknowledged block that is gone is ever served as if it were there, and none that is there is called lost.
         #[test]
-        fn what_is_gone_is_told_and_what_is_there_is_served(
+        fn missing_blocks_are_reported_and_present_ones_served(
             left: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(), heap in prop_oneof![Just(u64::MAX), 0u64..400],
         ) {
             let ids = |bits: u16| (0..12).filter(|n| bits >> n & 1 == 1).collect::<Ids>();
@@ -620,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_are_told_by_extent_and_merged_by_reason() {
+    fn losses_are_listed_by_extent_and_merged_by_reason() {
         let extent = |id: i64, reason: &str| LostExtent {
             partition: PartitionId(1),
             blocks: vec![(BlockId(id), 10), (BlockId(id + 1), 20)],

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn d2_a_damaged_or_missing_record_makes_the_shuffle_incomplete() {
+    fn damaged_or_missing_record_makes_the_shuffle_incomplete() {
         let mut whole = [encode(3, 0, b"a"), encode(3, 1, b"bc")].concat();
         whole[HEADER_BYTES] ^= 1;
         let (said, reason) = incomplete(Legacy::default(), &whole);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn d4_a_list_that_is_torn_or_of_another_boot_or_names_others_is_a_gap() {
+    fn torn_or_foreign_member_list_is_a_gap() {
         let gap = |text: &str| lists(text, "two").judged().gap.map(|gap| gap.reason);
         let of =
             |state: &str, boot: &str| gap(&format!("era 0\nboot {state} {boot}\ndoubted 0\n{UUID} /a\n"));

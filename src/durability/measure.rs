@@ -77,11 +77,11 @@ async fn measure(disks: Vec<Arc<dyn Disk>>, clients: usize) -> f64 {
     rate
 }
 
-/// `LOG_DIR=/dev/shm cargo test --release --lib how_long_a_report_waits -- --ignored --nocapture` is the same without a device
+/// `LOG_DIR=/dev/shm cargo test --release --lib report_latency_is_measured -- --ignored --nocapture` is the same without a device
 /// behind it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
-async fn how_long_a_report_waits() {
+async fn report_latency_is_measured() {
     let base = std::env::var("LOG_DIR").unwrap_or_else(|_| std::env::temp_dir().display().to_string());
     for (directories, clients) in [(1, 1), (1, 16), (1, 64), (2, 1), (2, 16), (2, 64)] {
         let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir_in(&base).unwrap()).collect();
@@ -93,7 +93,7 @@ async fn how_long_a_report_waits() {
 /// The clock is simulated: a sync is a seek to the data and one to the journal of the file system, and two copies on one disk
 /// wait for one head. `--nocapture` prints the figures of docs/durability.md.
 #[tokio::test(start_paused = true)]
-async fn group_commit_keeps_a_thousand_reports_a_second_on_one_rotating_disk() {
+async fn group_commit_handles_a_thousand_reports_per_second() {
     for directories in [1, 2] {
         let mut rates = Vec::new();
         for clients in [1, 16, 64] {

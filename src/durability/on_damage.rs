@@ -83,7 +83,7 @@ mod tests {
     use uniffle_wire::types::{AppId, ShuffleId};
 
     #[test]
-    fn what_was_found_out_before_somebody_hears_is_told_then() {
+    fn early_findings_are_delivered_to_the_first_listener() {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
         let (hearer, heard) = (Hearer::default(), Arc::new(Mutex::new(Vec::new())));
         hearer.tell(&key, PartitionId(1), "early");

@@ -80,7 +80,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn plain_reports_are_read_as_they_are_decoded(
+        fn plain_reports_read_as_decoded(
             head in any::<(i32, i64)>(),
             partitions in prop::collection::vec((any::<i32>(), prop::collection::btree_set(any::<i64>(), 0..5)), 0..5),
             records in prop::collection::vec(any::<(i32, Vec<(i64, i64)>)>(), 0..2),
@@ -101,7 +101,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_read_as_they_are_decoded(bytes in prop::collection::vec(prop_oneof![Just(0x80u8), any::<u8>(), 0u8..4], 0..40)) {
+        fn arbitrary_bytes_read_as_decoded(bytes in prop::collection::vec(prop_oneof![Just(0x80u8), any::<u8>(), 0u8..4], 0..40)) {
             let bytes = [&[REPORT, VERSION], &bytes[..]].concat();
             prop_assert_eq!(plain(&bytes), decoded(&bytes));
         }

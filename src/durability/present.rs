@@ -171,7 +171,7 @@ mod tests {
     const P1: PartitionId = PartitionId(1);
 
     #[test]
-    fn ids_beyond_the_share_are_dropped_and_given_back() {
+    fn ids_beyond_the_share_are_dropped_and_released() {
         let heap = Budget::new(4096);
         let mut present = PresentIds::new(&heap);
         present.add(P0, &[3, 1, 2]);

@@ -319,14 +319,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_record_survives(record in any_record(), cut: prop::sample::Index) {
+        fn records_round_trip(record in any_record(), cut: prop::sample::Index) {
             let bytes = record.encode();
             prop_assert_eq!(Record::decode(&bytes), Ok(record));
             prop_assert!(Record::decode(&bytes[..cut.index(bytes.len())]).is_err());
         }
 
         #[test]
-        fn no_bytes_make_it_panic(bytes: Vec<u8>, kind in 0u8..4, version in 0u8..4) {
+        fn arbitrary_bytes_do_not_panic(bytes: Vec<u8>, kind in 0u8..4, version in 0u8..4) {
             let _ = Record::decode(&[&[kind, version], &bytes[..]].concat());
         }
     }

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_follows_the_ledgers() {
+    fn counters_follow_the_ledgers() {
         let heap = Budget::new(1 << 20);
         let shuffle = ShuffleLedger::new(&heap);
         let commit = |id, ids: &[u64]| shuffle.with(id, |it| it.commit(ids));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_may_be_in_remote_files_is_in_question_until_it_was_looked_for() {
+    async fn blocks_of_remote_files_are_unverified_until_scanned() {
         let heap = Budget::new(1 << 20);
         let shuffle = ShuffleLedger::new(&heap);
         let mut left = PresentIds::new(&heap);

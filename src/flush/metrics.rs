@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn batches_are_counted_in_javas_classes() {
+    fn batches_are_counted_in_java_classes() {
         let sizes = BatchSizes::new(&Registry::new()).unwrap();
         for bytes in [0, 199_999, 200_000, 999_999, 1_000_000, 9_999_999, 10_000_000, u64::from(u32::MAX)] {
             sizes.count(bytes);

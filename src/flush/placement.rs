@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn cold_batches_go_to_the_cold_tier_and_the_rest_to_the_first() {
+    fn cold_batches_use_the_cold_tier_and_others_the_first() {
         assert_eq!(choose(Ready, Ready, false, None), Some(HOT));
         assert_eq!(choose(Ready, Ready, true, None), Some(COLD));
         assert!(is_cold(101, 0, 100, 1000) && is_cold(1, 1001, 100, 1000));
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tier_that_failed_or_takes_nothing_is_left_for_the_other() {
+    fn failed_or_full_tier_is_replaced_by_the_other() {
         assert_eq!(choose(Ready, Ready, false, Some(HOT)), Some(COLD));
         assert_eq!(choose(Ready, Ready, true, Some(COLD)), Some(HOT));
         assert_eq!(choose(Unavailable, Ready, false, None), Some(COLD));
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shuffle_without_a_tier_never_gets_it() {
+    fn tier_is_not_used_for_shuffles_without_it() {
         for readiness in [Ready, Unavailable] {
             for failed in [None, Some(HOT), Some(COLD)] {
                 for is_cold in [false, true] {
@@ -89,13 +89,13 @@ mod tests {
     }
 
     #[test]
-    fn when_none_takes_it_a_batch_waits_where_it_belongs() {
+    fn unplaceable_batch_waits_for_its_tier() {
         assert_eq!(choose(Unavailable, Unavailable, false, None), Some(HOT));
         assert_eq!(choose(Unavailable, Unavailable, true, None), Some(COLD));
     }
 
     #[test]
-    fn of_three_every_one_is_tried_in_turn() {
+    fn three_tiers_are_tried_in_turn() {
         let tier = |is_for_cold| TierView { readiness: Ready, is_for_cold };
         let tiers = [tier(false), tier(true), tier(false)];
         let turn = |is_cold| {

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn below_the_high_watermark_nothing_is_flushed() {
+    fn nothing_is_flushed_below_the_high_watermark() {
         assert_eq!(bytes_goal(usage(800, 0, 0)), 0);
         assert_eq!(bytes_goal(usage(801, 0, 0)), 601);
     }
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_request_is_made_room_for_below_the_watermark() {
+    fn refused_request_triggers_flush_below_the_watermark() {
         let refused = |refused, used, in_flight| bytes_goal(Usage { refused, ..usage(used, 0, in_flight) });
         assert_eq!(refused(300, 750, 0), 50);
         assert_eq!(refused(300, 750, 50), 0);
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_partitions_have_a_threshold_of_their_own() {
+    fn huge_partitions_have_their_own_threshold() {
         let buffer = |payload_bytes, received_bytes, in_flight_batches| Candidate {
             app: 0,
             charged_bytes: payload_bytes,
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn applications_over_their_share_are_spilled_first_and_only_as_far_as_they_are_over_it() {
+    fn apps_over_their_share_are_flushed_first_to_their_share() {
         let of = |app, charged_bytes| Candidate {
             app,
             charged_bytes,
@@ -371,7 +371,7 @@ mod tests {
         }
 
         #[test]
-        fn both_parts_of_a_goal_are_reached_and_nobody_is_chosen_twice(
+        fn both_goals_are_reached_without_duplicates(
             candidates in proptest::collection::vec(candidate(), 0..60),
             bytes in 0u64..4_000, blocks in 0u64..1_000,
         ) {
@@ -387,7 +387,7 @@ mod tests {
         }
 
         #[test]
-        fn the_goal_is_never_more_than_what_is_settled(
+        fn goal_never_exceeds_settled_bytes(
             used in 0u64..2_000, reserved in 0u64..1_000, in_flight in 0u64..1_000, refused in 0u64..3_000,
             blocks in 0u64..2_000, blocks_in_flight in 0u64..2_000,
         ) {

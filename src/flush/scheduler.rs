@@ -529,7 +529,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn n6_a_batch_is_closed_by_its_blocks_too() {
+    fn batch_is_closed_by_block_count() {
         let config = MemoryConfig { capacity_bytes: 32 << 20, ..MemoryConfig::default() };
         let memory = Memory::new(&config, &Registry::new()).unwrap();
         let cut = |limits| {

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_with_many_items_does_not_hold_up_another() {
+    fn long_queue_does_not_block_another() {
         let mut turns = Turns::default();
         for n in 0..100 {
             turns.push("flood", 64, 1, ("flood", n));
@@ -86,7 +86,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn while_all_have_items_they_are_served_by_weight(
+        fn busy_queues_are_served_by_weight(
             weights in prop::collection::vec(1u32..5, 2..5), cost in 1u64..100,
         ) {
             let mut turns = Turns::default();
@@ -106,7 +106,7 @@ mod tests {
         }
 
         #[test]
-        fn everything_comes_out_once(pushes in prop::collection::vec((0u8..5, 0u64..1000, 0u32..9), 0..100)) {
+        fn every_item_is_returned_once(pushes in prop::collection::vec((0u8..5, 0u64..1000, 0u32..9), 0..100)) {
             let mut turns = Turns::default();
             for (n, (key, cost, weight)) in pushes.iter().enumerate() {
                 turns.push(*key, *cost, *weight, n);

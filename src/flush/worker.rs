@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_tier_is_told_that_memory_has_released_a_batch_when_it_has() {
+    async fn tier_is_notified_after_memory_releases_a_batch() {
         let (registry, tasks) = (Registry::new(), Tasks::new());
         let config = MemoryConfig { capacity_bytes: 32 << 20, ..MemoryConfig::default() };
         let memory = Memory::new(&config, &registry).unwrap();

@@ -63,7 +63,7 @@ pub(super) mod tests {
 
     proptest! {
         #[test]
-        fn frames_end_where_they_end_however_they_are_cut(
+        fn frame_ends_are_found_in_any_pieces(
             frames in prop::collection::vec((0u8..10, 0usize..300), 1..20), cut in 1usize..400,
         ) {
             let (mut bytes, mut ends) = (PREFACE.to_vec(), Vec::new());

@@ -358,7 +358,7 @@ mod tests {
 
     /// One silent peer held up an upgrade, and with it everybody's connects, for ten seconds.
     #[tokio::test(start_paused = true)]
-    async fn a_connection_rests_when_nothing_came_or_went_for_a_while_and_it_has_no_request() {
+    async fn quiet_connection_without_request_is_idle() {
         let places = Places::new(1);
         let held = take(&places).0;
         advance(LEAVING_DEADLINE * 5).await;
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn connection_does_not_rest_during_a_pause_of_the_process() {
+    async fn connection_is_not_idle_during_a_pause() {
         crate::clock::testing::ticked(async {
             let places = Places::new(1);
             let held = take(&places).0;
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_has_begun_nothing_goes_before_what_is_idle_and_that_before_what_works() {
+    async fn eviction_order_is_unstarted_idle_then_busy() {
         let places = Places::new(3);
         let (busy, idle, opening) = (take(&places).0, take(&places).0, take(&places).0);
         busy.seat().opened();
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_that_was_chosen_and_begins_stays_and_so_do_those_that_had_begun() {
+    async fn chosen_connection_that_starts_stays() {
         let places = Places::new(10);
         let all: Vec<Held> = (0..10).map(|_| take(&places).0).collect();
         all[..3].iter().for_each(|held| held.seat().opened());
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn f7_a_connection_that_never_completed_a_request_goes_before_an_idle_one_that_has() {
+    async fn connection_without_completed_request_is_evicted_first() {
         let places = Places::new(4);
         let honest: Vec<Held> = (0..2).map(|number| take_for(&places, peer(number)).0).collect();
         for held in &honest {
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n3_an_address_with_more_than_half_of_the_places_gives_way_though_its_connections_are_busy() {
+    async fn dominant_address_is_evicted_although_busy() {
         let places = Places::new(8);
         let honest: Vec<Held> = (0..3).map(|number| take_for(&places, peer(number)).0).collect();
         honest.iter().for_each(|held| held.seat().opened());
@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_address_that_has_fewer_again_gives_way_no_more() {
+    async fn formerly_dominant_address_is_not_evicted() {
         let places = Places::new(4);
         let mut crowd: Vec<Held> = (0..3).map(|_| take_for(&places, peer(1)).0).collect();
         crowd.iter().for_each(|held| held.seat().opened());
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn those_that_have_begun_end_their_calls_a_few_at_a_time() {
+    async fn busy_connections_are_evicted_a_few_at_a_time() {
         let places = Places::new(1).with_leaving(2);
         let (opening, first) = (take(&places).0, take(&places).0);
         assert!(is_closed(&opening), "nothing of it would be lost");
@@ -537,7 +537,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn with_one_address_the_same_go_as_without_a_look_at_addresses(
+        fn single_address_is_evicted_in_the_usual_order(
             ranks in prop::collection::vec((0u8..5, 0u64..50), 1..40),
         ) {
             let places = Places::new(ranks.len());
@@ -563,7 +563,7 @@ mod tests {
         }
 
         #[test]
-        fn those_chosen_are_the_least_of_all_in_order(
+        fn evicted_connections_are_the_least_active(
             ranks in prop::collection::vec((0u8..5, 0u64..50), 0..300),
         ) {
             let stages = [Stage::Opening, Stage::Unused, Stage::First, Stage::Idle, Stage::Busy];

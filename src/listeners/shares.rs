@@ -99,7 +99,7 @@ mod tests {
     const WINDOWS: ShareLimits = ShareLimits { least: WINDOW_BYTES_MIN, most: 4 << 20 };
 
     #[test]
-    fn windows_shrink_as_connections_grow_and_come_back() {
+    fn windows_follow_the_number_of_connections() {
         let budget = ShareBudget::new(128 << 20, 401, WINDOWS);
         let first = budget.take();
         assert_eq!(first.amount(), 4 << 20);
@@ -115,14 +115,14 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_too_small_for_all_gives_everyone_the_least() {
+    fn small_budget_gives_everyone_the_minimum() {
         let budget = ShareBudget::new(1 << 20, 100, WINDOWS);
         let all: Vec<_> = (0..100).map(|_| budget.take()).collect();
         assert!(all.iter().all(|share| share.amount() == WINDOW_BYTES_MIN));
     }
 
     #[test]
-    fn a_limit_below_the_least_counts() {
+    fn limit_below_the_minimum_applies() {
         let budget = ShareBudget::new(1000, 10, ShareLimits { least: STREAMS_MIN, most: 1 });
         assert_eq!(budget.take().amount(), 1);
     }

@@ -296,7 +296,7 @@ mod tests {
 
     /// Their names fill the field of 64 KiB; rustls aborted the process, for a connect by anybody.
     #[tokio::test]
-    async fn more_authorities_than_a_client_can_be_told_are_taken() {
+    async fn more_authorities_than_advertised_are_accepted() {
         let files = Files::new();
         files.write("cert.pem", (1, 8));
         for named in [(3, 8), (20, 1000), (100, 1000)] {
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_that_no_client_takes_is_refused() {
+    fn unusable_certificate_chain_is_refused() {
         let files = Files::new();
         files.write("cert.pem", (100, 1000));
         let refusal = files.load(None).unwrap_err().to_string();

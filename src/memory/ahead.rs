@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_pages_is_not_promised_until_it_has() {
+    fn memory_without_pages_is_unavailable_until_faulted() {
         let memory = opened(None);
         let region = &memory.shared.supply.region;
         region.limit_pages(usize::try_from(7 * MIB).unwrap());
@@ -199,7 +199,7 @@ mod tests {
 
     /// Nobody has taken pages ahead.
     #[test]
-    fn a_send_whose_pages_are_refused_is_refused() {
+    fn send_without_pages_is_refused() {
         let memory = opened(None);
         memory.shared.supply.region.limit_pages(usize::try_from(2 * MIB).unwrap());
         assert!(is_no_buffer(send(&memory, 0..10, 1 << 18)), "10 pieces of which 8 have pages");
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_whose_rows_get_no_pages_are_refused_and_others_are_not() {
+    fn only_blocks_without_row_pages_are_refused() {
         let memory = opened(None);
         memory.ahead.as_ref().unwrap().take();
         send(&memory, 0..4000, 1).unwrap();
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ceded_piece_that_gets_no_pages_again_is_left_out() {
+    fn ceded_segment_without_pages_is_excluded() {
         let memory = opened(None);
         memory.ahead.as_ref().unwrap().take();
         let region = &memory.shared.supply.region;
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_that_an_earlier_process_left_get_pages_before_anything_is_written_there() {
+    fn recovered_holes_get_pages_before_writes() {
         let memory = opened(None);
         send(&memory, 0..5, 1 << 20).unwrap();
         let region = &memory.shared.supply.region;
@@ -281,7 +281,7 @@ mod tests {
 
     /// What a successor finds free is much more than what it makes ready at once.
     #[test]
-    fn what_a_start_leaves_for_later_is_taken_when_it_is_wanted() {
+    fn deferred_pages_are_faulted_on_demand() {
         let memory = opened(None);
         send(&memory, 0..1, 1 << 20).unwrap();
         memory.register(&ShuffleKey::new(app(), ShuffleId(1)), Distribution::Normal);

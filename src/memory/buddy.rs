@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lowest_smallest_sufficient_piece_is_taken() {
+    fn smallest_sufficient_block_at_lowest_address_is_used() {
         let mut buddy = Buddy::new(2);
         let units: Vec<_> = (0..512).map(|_| buddy.allocate(UNIT_BYTES).unwrap()).collect();
         assert_eq!(units, (0..512).map(|i| i * UNIT_BYTES).collect::<Vec<_>>());
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_row_refuses_and_a_set_of_many_blocks_finds_its_minimum() {
+    fn full_level_refuses_and_minimum_is_found() {
         let mut buddy = Buddy::new(5000);
         let all: Vec<_> = (0..5000).map(|_| buddy.allocate(BLOCK_BYTES).unwrap()).collect();
         assert_eq!(buddy.allocate(UNIT_BYTES), None);

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn the_region_cedes_what_lists_take_beyond_the_first_and_gets_it_back() {
+    fn region_lends_memory_for_extent_lists_and_gets_it_back() {
         let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
         let paid = budget.try_charge(5 * MIB).unwrap();
         let first = lists.charge(FREE_BYTES).unwrap();
@@ -226,7 +226,7 @@ mod tests {
 
     /// The flusher looks for candidates, and with it covers lists, while blocks of an earlier process are still looked for.
     #[test]
-    fn a_region_in_which_blocks_are_not_claimed_yet_cedes_nothing() {
+    fn region_with_unclaimed_blocks_lends_nothing() {
         let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
         lists.wait();
         let paid = budget.try_charge(5 * MIB).unwrap();
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_promised_to_others_is_not_ceded() {
+    fn reserved_memory_is_not_lent() {
         let (budget, lists) = ceded(8 * MIB, 8 * MIB, MIB);
         let ticket = budget.try_charge(4 * MIB).unwrap();
         let paid = budget.try_charge(4 * MIB).unwrap();
@@ -263,7 +263,7 @@ mod tests {
     proptest! {
         /// The bound of README: what chains use of the region and what lists take.
         #[test]
-        fn n6_chains_and_lists_stay_within_the_region(
+        fn chains_and_lists_stay_within_the_region(
             steps in prop::collection::vec((0u8..5, 1u64..3 * MIB, any::<prop::sample::Index>()), 1..120),
         ) {
             let (capacity, slack) = (16 * MIB, 2 * MIB);
@@ -311,7 +311,7 @@ mod tests {
 
         /// The gap that README had: lists of extents cannot be refused, and their number has no limit.
         #[test]
-        fn d12_lists_of_extents_take_room_and_the_bound_stays(
+        fn extent_lists_are_charged_within_the_limit(
             steps in prop::collection::vec((0u8..6, 1u64..3 * MIB, any::<prop::sample::Index>()), 1..200),
         ) {
             let (capacity, slack) = (16 * MIB, 2 * MIB);

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_of_another_layout_or_kind_and_more_than_is_wanted_is_not_followed() {
+    fn inherited_memory_of_other_layout_or_kind_is_ignored() {
         let of = |backing: Backing, capacity_bytes| MemoryConfig {
             backing,
             capacity_bytes,

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn small_ones_get_what_they_want_and_the_rest_is_divided_by_weight() {
+    fn small_claims_are_met_and_the_rest_divided_by_weight() {
         let claimants = [claimant(1, 10), claimant(1, 500), claimant(4, 500), claimant(1, 90)];
         assert_eq!(shares(600, &claimants), [10, 100, 400, 90]);
         assert_eq!(level(1100, &claimants), Level::ENOUGH);
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn within_its_share_a_request_needs_its_own_room_and_beyond_it_what_no_one_waits_for() {
+    fn request_beyond_its_share_needs_unclaimed_memory() {
         let request = Request { asked: 10, held: 20, share: 30, ahead: 100 };
         assert_eq!(request.room_needed(), Some(10));
         let beyond = Request { asked: 11, ..request };
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_free_is_up_to_the_share_and_one_request_at_least() {
+    fn reserve_is_between_one_request_and_the_share() {
         assert_eq!(claim(10, 50, 100, 14), 40);
         assert_eq!(claim(10, 50, 30, 14), 30);
         assert_eq!(claim(49, 50, 100, 14), 14);
@@ -147,7 +147,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_division_is_max_min(
+        fn division_is_max_min(
             capacity in 0u64..1_000_000,
             claimants in prop::collection::vec((1u32..20, 0u64..200_000).prop_map(|(w, d)| claimant(w, d)), 0..40),
         ) {
@@ -171,7 +171,7 @@ mod tests {
         }
 
         #[test]
-        fn the_order_of_claimants_changes_nothing(
+        fn order_of_claimants_changes_nothing(
             claimants in prop::collection::vec((1u32..5, 0u64..50).prop_map(|(w, d)| claimant(w, d)), 1..12),
             capacity in 0u64..300, by in 0usize..12,
         ) {
@@ -184,7 +184,7 @@ mod tests {
         }
 
         #[test]
-        fn the_one_that_waits_longest_needs_no_more_than_it_asks_for(
+        fn longest_waiter_needs_only_its_request(
             held in 0u64..100, asked in 1u64..100, share in 0u64..100,
         ) {
             let needed = Request { asked, held, share, ahead: 0 }.room_needed();

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_item_is_in_one_part_and_parts_keep_their_order() {
+    fn items_are_partitioned_in_order() {
         let all: Vec<usize> = (0..10).collect();
         for threads in [1, 2, 3, 10, 64] {
             let made = in_parts(&all, threads, <[usize]>::to_vec);

@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_buffer_is_back_when_its_last_bytes_are_dropped() {
+    async fn buffer_returns_when_its_last_bytes_are_dropped() {
         let pool = ReadPool::new(2 << 20).unwrap();
         let mut first = pool.acquire(1 << 20).await;
         first.bytes_mut()[..3].copy_from_slice(b"abc");
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn memory_in_pieces_is_waited_for() {
+    async fn fragmented_memory_is_awaited() {
         let pool = ReadPool::new(2 << 20).unwrap();
         let mut small: Vec<_> = (0..512).map(|_| pool.try_acquire(4096).unwrap()).collect();
         // Every second unit stays in use: half of the memory is free, none of it in two units together.

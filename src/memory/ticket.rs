@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_ticket_is_spent_once_and_by_its_app_only() {
+    async fn ticket_is_spent_once_and_only_by_its_app() {
         let (budget, tickets) = tickets(1 << 20);
         let id = tickets.require(&app("app-1"), 1000, 2).unwrap();
         assert!(id.0 > 0);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_next_process_grants_what_was_granted_as_far_as_there_is_room() {
+    async fn granted_tickets_are_recovered_as_far_as_they_fit() {
         let (_, before) = tickets(1 << 20);
         let first = before.require(&app("a"), 100_000, 1).unwrap();
         let second = before.require(&app("b"), 200_000, 1).unwrap();
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_can_never_be_granted_is_told_apart_from_what_can_not_be_granted_now() {
+    async fn impossible_requests_differ_from_temporary_refusals() {
         let (budget, tickets) = tickets(1 << 20);
         let refused = tickets.require(&app("a"), 1 << 20, 1).unwrap_err();
         assert_eq!(refused, MemoryError::TooLarge { asked: 1 << 20, max: (1 << 20) - 4096 });
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn tickets_expire_in_time_and_apps_are_forgotten_alone() {
+    async fn tickets_expire_in_time_and_apps_are_removed() {
         let (budget, tickets) = tickets(1 << 30);
         let old = tickets.require(&app("a"), 10, 0).unwrap();
         tokio::time::advance(Duration::from_secs(59)).await;
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn ticket_outlives_a_pause_of_the_process() {
+    async fn ticket_survives_a_pause_of_the_process() {
         crate::clock::testing::ticked(async {
             let (_budget, tickets) = tickets(1 << 30);
             let id = tickets.require(&app("a"), 10, 0).unwrap();
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_reservation_is_cut_spent_and_topped_up() {
+    async fn reservation_is_reduced_spent_and_increased() {
         let (budget, tickets) = tickets(1 << 20);
         let id = tickets.require(&app("a"), 200_000, 1).unwrap();
         let mut funds = tickets.redeem(&app("a"), id).unwrap();
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn of_those_below_their_share_the_one_that_waits_longest_is_served_first() {
+    async fn longest_waiter_below_its_share_is_served_first() {
         let (_, tickets) = small();
         let all = ask(&tickets, "flood", 100).unwrap();
         let held = tickets.redeem(&app("flood"), all).unwrap();
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_app_over_its_share_waits_and_is_told_so() {
+    async fn app_over_its_share_waits_with_that_reason() {
         let (_, tickets) = small();
         let mut sends: Vec<_> = (0..9)
             .map(|_| tickets.redeem(&app("flood"), ask(&tickets, "flood", 10).unwrap()).unwrap())
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn idle_tickets_are_taken_back_down_to_the_share_and_young_ones_are_not() {
+    async fn old_idle_tickets_are_revoked_down_to_the_share() {
         let (budget, tickets) = small();
         for _ in 0..9 {
             ask(&tickets, "flood", 10).unwrap();
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn unused_tickets_within_a_share_are_taken_back_later() {
+    async fn unused_tickets_within_a_share_are_revoked_later() {
         let (_, tickets) = small();
         for name in ["a", "b", "c", "d"] {
             ask(&tickets, name, 20).unwrap();
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_number_of_tickets_is_shared_too() {
+    async fn number_of_tickets_is_shared_too() {
         let (_, tickets) = small();
         tickets.set_max_count(10);
         for _ in 0..10 {
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nothing_is_remembered_of_apps_of_which_nothing_is_left() {
+    async fn apps_without_tickets_are_removed() {
         let (budget, tickets) = small();
         let id = ask(&tickets, "a", 100).unwrap();
         let held = tickets.redeem(&app("a"), id).unwrap();
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn lists_of_extents_are_no_ones_share() {
+    async fn extent_lists_belong_to_no_share() {
         let budget = Budget::new(100 * KIB);
         let extents = budget.child(u64::MAX);
         let tickets = Tickets::new(budget, extents.clone(), Duration::from_secs(20), 30);

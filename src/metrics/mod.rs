@@ -101,7 +101,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn the_process_is_measured() {
+    fn process_metrics_are_exported() {
         let families = registry().unwrap().gather();
         let resident =
             families.iter().find(|family| family.name() == "process_resident_memory_bytes").unwrap();

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_histogram_may_be_told_in_another_unit() {
+    fn histogram_may_be_exported_in_another_unit() {
         let registry = Registry::new();
         let options = HistogramOpts::new("ours_seconds", "help").buckets(vec![0.001, 0.3]);
         let all = HistogramVec::new(options, &["path"]).unwrap();

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_a_struct_a_registration_and_a_description() {
+    fn metric_table_generates_struct_and_description() {
         let registry = Registry::new();
         let table = Table::new(&registry).unwrap();
         table.hits.inc_by(3);

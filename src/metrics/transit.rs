@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_of_a_clock_is_no_time_on_the_way() {
+    fn clock_step_is_not_transport_time() {
         let now = 1_763_715_000_000;
         assert_eq!(time_on_the_way(now, now - 250), Some(250));
         assert_eq!(time_on_the_way(now, now), Some(0));
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn clocks_that_are_wrong_leave_no_trace() {
+    fn wrong_clocks_are_ignored() {
         let times = TransitTimes(Histogram::with_opts(HistogramOpts::new("x", "help")).unwrap());
         for nonsense in [i64::MIN, -1, 0, 1, i64::MAX] {
             times.arrived(nonsense);

@@ -203,14 +203,14 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_not_there_costs_the_names() {
+    fn missing_program_leaves_addresses_without_names() {
         let helper = Helper { program: "/nowhere/worker".into(), ..shell("", DEADLINE) };
         let why = failure(&helper, &job(1));
         assert!(why.starts_with("cannot run /nowhere/worker: "), "{why}");
     }
 
     #[test]
-    fn nonsense_for_an_answer_costs_the_names() {
+    fn invalid_response_leaves_addresses_without_names() {
         for (script, expected) in [
             ("cat >/dev/null; echo 'error: unrecognized subcommand'", "not a message of this program"),
             ("exec cat", "not a message of this program"),
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_hangs_costs_the_names() {
+    fn hung_child_leaves_addresses_without_names() {
         let short = Duration::from_millis(50);
         let why = failure(&shell("exec sleep 1000", short), &job(1));
         assert!(why.starts_with("no answer before the deadline; the process: signal: 9"), "{why}");
@@ -236,13 +236,13 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_does_not_listen_costs_the_names() {
+    fn deaf_child_leaves_addresses_without_names() {
         let why = failure(&shell("exec true", DEADLINE), &job(100_000));
         assert!(why.contains("the process: exit status: 0"), "{why}");
     }
 
     #[test]
-    fn the_answer_is_what_the_child_says_and_it_has_nothing_of_this_process() {
+    fn child_responds_and_inherits_nothing() {
         let open = tempfile::NamedTempFile::new().unwrap();
         let script = r"cat >/dev/null
             tr '\0' '\n' </proc/$$/environ | grep -v ^LD_LIBRARY_PATH= && exit 3

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_profile_whose_client_has_gone_counts_as_long_as_anything_is_sampled() {
+    async fn abandoned_profile_counts_until_sampling_ends() {
         let (tasks, turn) = (Tasks::new(), Turns::new().try_take().unwrap());
         let how = (1, Format::Protobuf);
         let mut asked = Box::pin(profile(&turn, Duration::from_secs(300), how, &tasks));
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_profile_of_many_processors_samples_less_often() {
+    fn long_profile_of_many_cores_samples_less_often() {
         let seconds = Duration::from_secs;
         for (frequency, duration, processors, expected) in [
             (99, seconds(30), 2, 99),

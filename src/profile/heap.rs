@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_plain_wish_for_a_profile_starts_one() {
+    fn only_explicit_setting_starts_a_heap_profile() {
         for wish in ["prof:true", "prof:true,prof_prefix:jeprof.out", "dirty_decay_ms:0, prof:true"] {
             assert!(asked_for(wish), "{wish}");
         }

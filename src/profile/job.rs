@@ -143,7 +143,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_has_no_name_is_told_by_its_address_and_file() {
+    fn unnamed_code_is_shown_by_address_and_file() {
         let (mut places, names) = named(&["read", ""]);
         assert_eq!((names.at(0)[0].name.as_str(), names.at(0)[0].line), ("read", 7));
         assert_eq!(names.at(1)[0].name, "0x1001 worker");
@@ -157,7 +157,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn names_are_looked_up_file_after_file_and_told_in_the_order_of_places() {
+    fn names_are_looked_up_by_file_and_returned_in_order() {
         let position = |file, offset| Position { file: Some(file), offset };
         let positions = vec![position(1, 5), position(0, 9), position(1, 1)];
         let places = Places { files: vec!["/a".to_owned(), "/b".to_owned()], positions };

@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_position_is_the_same_wherever_the_program_was_loaded() {
+    fn position_is_independent_of_the_load_address() {
         let (here, there) = (maps(0x40_0000), maps(0x7f00_0000_0000));
         let offsets = [0x1000, 0x4fff, 0x9abc];
         let positions = places(&here, &offsets.map(|offset| 0x40_0000 + offset));
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_code_of_a_file_is_an_address() {
+    fn code_without_a_file_is_an_address() {
         let maps = maps(0x40_0000);
         // Before all mappings, data, a hole, the data at the end, after all mappings.
         let addresses = [0, 0x40_0fff, 0x40_7000, 0x41_2000, u64::MAX];
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_that_another_process_does_not_have_are_nowhere() {
+    fn positions_missing_in_a_process_are_unknown() {
         let (here, other) = (maps(0x40_0000), mapped(&[(0x1000, 0x2000, 0, true, "/bin/worker")]));
         let places = places(&here, &[0x40_4000, 0x40_9000]);
         assert_eq!(places.positions.len(), 2);
@@ -224,9 +224,9 @@ mod tests {
     }
 
     #[test]
-    fn this_process_finds_a_function_of_its_own() {
+    fn own_function_is_found() {
         let maps = Maps::of_this_process();
-        let address = u64::try_from(this_process_finds_a_function_of_its_own as fn() as usize).unwrap();
+        let address = u64::try_from(own_function_is_found as fn() as usize).unwrap();
         let places = places(&maps, &[address]);
         let program = std::env::current_exe().unwrap();
         let name = program.file_name().unwrap().to_str().unwrap();

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn f9_the_turn_lasts_until_the_work_has_ended_though_nobody_waits_for_it() {
+    async fn permit_lasts_until_abandoned_work_ends() {
         let turns = Turns::new();
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let turn = turns.try_take().unwrap();

@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flamegraph_of_nothing_is_a_picture_that_says_so() {
+    fn empty_flamegraph_says_that_it_is_empty() {
         let svg = String::from_utf8(svg(&samples(CPU, &[]), &named(&[]).1).unwrap()).unwrap();
         assert!(svg.starts_with("<?xml") && svg.ends_with("</svg>") && svg.contains("No samples"), "{svg}");
     }
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_names_each_function_once_and_counts_samples_and_time() {
+    fn profile_names_each_function_once_and_counts_samples_and_time() {
         let (places, names) = named(&["read", "serve", "write"]);
         let stacks = samples(CPU, &[(Some("a"), &[0, 1], 3), (Some("b"), &[2, 1], 1)]);
         let profile = protobuf(&stacks, &places, &names);
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn inlined_calls_are_lines_of_one_location_in_its_file() {
+    fn inlined_calls_are_lines_of_one_location() {
         let (places, _) = named(&["x"]);
         let symbol = |name: &str, line| Symbol {
             name: name.to_owned(),
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_is_packed() {
+    fn profile_is_packed() {
         let (places, names) = named(&["read"]);
         let stacks = samples(CPU, &[(Some("a"), &[0], 3)]);
         let profile = protobuf(&stacks, &places, &names);

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_job_is_refused() {
+    fn invalid_job_is_refused() {
         assert!(asked(b"").unwrap_err().starts_with("no question on stdin: "));
         let whole = postcard::to_allocvec(&job()).unwrap();
         for message in [&whole[..whole.len() / 2], &[0xff; 40], b"\x07"] {

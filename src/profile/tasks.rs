@@ -185,7 +185,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn tasks_that_wait_at_the_same_place_are_told_once() {
+    async fn tasks_waiting_at_one_place_are_merged() {
         let tasks = Tasks::new();
         for _ in 0..3 {
             let stop = tasks.cancelled();
@@ -218,7 +218,7 @@ mod tests {
 
     /// Format of tokio 1.54 with backtrace 0.3.
     #[test]
-    fn addresses_are_taken_from_what_tokio_says_of_a_trace() {
+    fn addresses_are_parsed_from_tokio_traces() {
         let frame = |ip| format!("BacktraceFrame {{ ip: {ip}, symbol_address: 0x55d01000 }}");
         let (a, b, c) = (frame("0x55d01234"), frame("0x7fff0"), frame("0x1"));
         let trace = format!("Trace {{ inner: Trace {{ backtraces: [[{a}, {b}], [{c}]] }} }}");

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stacks_that_begin_alike_are_one_tree_whatever_their_order() {
+    fn stacks_with_common_prefix_form_one_tree() {
         let (_, names) = named(&["tokio::Sleep::poll", "a::Stop::poll", "a::wait::{{closure}}", ""]);
         let group = |tasks, stacks| Waiting { name: "sleeper".to_owned(), tasks, stacks };
         let other = Waiting { name: "accept".to_owned(), tasks: 2, stacks: vec![vec![1]] };

@@ -59,14 +59,14 @@ mod tests {
     }
 
     #[test]
-    fn a_message_comes_as_it_was_sent() {
+    fn message_round_trips() {
         for message in [&b""[..], b"x", &[7; 100_000]] {
             assert_eq!(read(&mut written(message).as_slice(), ANSWER, 100_000).unwrap(), message);
         }
     }
 
     #[test]
-    fn a_message_that_ends_early_is_refused_wherever_it_ends() {
+    fn truncated_message_is_refused() {
         let bytes = written(b"twelve bytes");
         for end in 0..bytes.len() {
             assert_eq!(refusal(&bytes[..end], 12).0, io::ErrorKind::UnexpectedEof, "{end}");
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_is_too_large_is_refused_by_its_head() {
+    fn oversized_message_is_refused_by_its_header() {
         let (kind, why) = refusal(&written(b"twelve bytes")[..16], 11);
         assert_eq!(
             (kind, why.as_str()),

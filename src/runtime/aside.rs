@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn work_keeps_its_place_when_its_caller_goes_and_who_waits_leaves_nothing() {
+    async fn started_work_survives_its_caller_and_waiters_do_not() {
         let (aside, begun, ended) = (Aside::new(1), Arc::new(AtomicUsize::new(0)), Arc::new(Barrier::new(2)));
         let work = |begun: &Arc<AtomicUsize>| {
             let (begun, ended) = (Arc::clone(begun), Arc::clone(&ended));

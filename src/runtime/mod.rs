@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_loop_that_panics_begins_again_and_one_of_a_pair_ends_the_other() {
+    async fn panicking_loop_restarts_and_a_pair_ends_together() {
         let tasks = Tasks::new();
         let begun = Arc::new(Mutex::new(0));
         let (times, ends) = (Arc::clone(&begun), tasks.clone());
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn work_is_spread_over_cores_and_their_threads_end_with_the_group() {
+    async fn work_is_spread_and_threads_end_with_the_group() {
         let tasks = Tasks::new();
         let cores = Cores::start(2, 1, "test core", &tasks).unwrap();
         let (first, kept) = cores.place();

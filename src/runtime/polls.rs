@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_longest_poll_is_the_cpu_time_of_one_and_not_of_all() {
+    async fn longest_poll_is_measured_per_poll() {
         let tasks = Tasks::new();
         tasks.spawn("busy", async {
             for _ in 0..20 {
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_waits_is_not_busy() {
+    fn waiting_thread_is_not_busy() {
         let (polls, waited) = (Polls::default(), std::sync::Barrier::new(2));
         std::thread::scope(|scope| {
             scope.spawn(|| {

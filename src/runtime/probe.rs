@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_that_can_be_started_are_ended_again() {
+    fn probed_threads_are_ended() {
         probe_threads(20).unwrap();
     }
 }

@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn n1_a_turn_is_over_when_its_work_is_a_millisecond_and_another_begins() {
+    fn poll_budget_ends_after_a_millisecond() {
         let mut turn = Turn::default();
         turn.count(Duration::from_micros(999));
         assert!(!turn.is_over());

@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_may_be_one_text() {
+    fn list_may_be_a_comma_separated_string() {
         let kind = list(2, path());
         assert_eq!(read(&kind, "\"/a, /b\"").unwrap().len(), 2);
         assert_eq!(read(&kind, "[\"/a\", \"/b\", \"/c\"]").unwrap_err(), "at most 2 entries");
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bad_entry_of_a_list_is_named() {
+    fn all_bad_entries_of_a_list_are_named() {
         let kind = list(64, path());
         let refused = read(&kind, "[\"/a\", \"b\", \"../c\"]").unwrap_err();
         assert_eq!(refused, "absolute paths without '..'; not \"b\", \"../c\"");
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bad_table_of_a_list_is_named_with_all_that_is_wrong() {
+    fn all_problems_of_bad_tables_are_named() {
         let convert = |table: &Table| match table.len() {
             1 => Ok(()),
             _ => Err(vec!["one thing".to_owned(), "another".to_owned()]),

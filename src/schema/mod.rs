@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_printed_is_read_again() {
+    fn printed_configuration_parses_back() {
         let (part, _) = read("[part]\nheight = 2\ncolour = \"BLUE\"\nshare = 0.25", &[]);
         let mut printed = Vec::new();
         part.print(&mut printed);
@@ -274,13 +274,13 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_comes_before_the_file() {
+    fn environment_overrides_the_file() {
         assert_eq!(read("[part]\nshare = 0.25", &[("SHARE", "x")]).1, ["SHARE = x: a ratio from 0.0 to 1.0"]);
         assert_eq!(read("[part]\nshare = 0.25", &[("SHARE", " ")]).0.share, Some(0.25));
     }
 
     #[test]
-    fn a_reload_takes_what_needs_no_restart() {
+    fn reload_applies_keys_without_restart() {
         let (mut running, _) = read("", &[]);
         let (new, _) = read("[part]\nwidth = 9\nheight = 9\nshare = 1\ncolour = \"blue\"", &[]);
         running.renew(&new);

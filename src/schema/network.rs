@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_network_is_refused() {
+    fn invalid_network_is_refused() {
         for text in
             ["", "10.0.0.0/33", "10.0.0.0/-1", "10.0.0/8", "host/8", "10.1.0.0/8", "fd00::/129", "::1/0"]
         {
@@ -93,7 +93,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_address_is_in_the_network_of_its_first_bits(address: u32, other: u32, prefix in 0u32..=32) {
+        fn address_matches_networks_by_prefix(address: u32, other: u32, prefix in 0u32..=32) {
             let mask = u32::MAX.checked_shl(32 - prefix).unwrap_or(0);
             let text = format!("{}/{prefix}", IpAddr::V4((address & mask).into()));
             let network = Network::parse(&text).unwrap();

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_are_told_by_their_names() {
+    fn secrets_are_recognised_by_name() {
         for name in [
             "fs.s3a.secret.key",
             "fs.s3a.access.key",
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_a_secret_is_shown_whatever_is_in_it() {
+    fn secret_is_hidden_whatever_it_contains() {
         for secret in [
             "hush",
             "a,hush",
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn passwords_of_urls_are_removed_and_other_ats_stay() {
+    fn only_url_passwords_are_removed() {
         for (text, shown) in [
             ("http://u:p@host:1/x", "http://<removed>@host:1/x"),
             ("http://u:p@ss@host", "http://<removed>@host"),

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_group_leaves_what_is_beyond_a_quarter_of_its_limit_and_what_it_caches() {
+    fn spare_memory_of_a_cgroup_includes_its_cache() {
         let group = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(group.path().join(name), text).unwrap();
         assert_eq!(spare_of_group(group.path()), None);
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_says_how_much_is_spare() {
+    fn spare_memory_is_read_from_the_machine() {
         assert!(of_machine().is_some());
         assert_eq!(SpareMemory::Always(7).bytes(), 7);
     }

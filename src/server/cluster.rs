@@ -183,7 +183,7 @@ mod tests {
 
     /// A hundred that waited held all connections of the listener, also those by which workers ask one another.
     #[tokio::test]
-    async fn a_few_wait_for_an_explanation_and_the_next_is_told_so() {
+    async fn excess_explanations_are_refused() {
         let coordinator =
             EmbeddedCoordinator::new(EmbeddedConfig::default(), &Heap::new(64 << 20), &Registry::new());
         let page = ClusterPage::new(coordinator.unwrap(), Others::default());

@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_without_a_directory_that_takes_writes_is_not_ready_and_says_which() {
+    fn worker_without_writable_directory_is_not_ready() {
         use DiskCondition::{Broken, Detached, Full, Healthy, Hung, ReadOnly};
         assert_eq!(without_disks(&[]), None, "a store type without local disks");
         let read_only = disk("/a", ReadOnly, Some("Read-only file system"));

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_tells_a_call_that_does_not_end_from_many_short_ones() {
+    fn hung_call_differs_from_many_short_ones() {
         let status = |state: &str, switches: u64| {
             format!(
                 "Name:\tx\nState:\t{state}\nvoluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t9\n"
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn d5_threads_are_found_by_the_kernels_word_and_none_without_it() {
+    fn hung_threads_are_found_by_kernel_state() {
         let dir = tempfile::tempdir().unwrap();
         for (thread, state) in [("11", "D (disk sleep)"), ("12", "S (sleeping)")] {
             std::fs::create_dir(dir.path().join(thread)).unwrap();
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_process_whose_threads_only_wait_is_awake() {
+    async fn process_with_waiting_threads_is_responsive() {
         awake().await.unwrap();
     }
 }

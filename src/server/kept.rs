@@ -255,7 +255,7 @@ mod tests {
     use crate::config::Machine;
 
     #[tokio::test]
-    async fn a_memfd_that_cannot_be_looked_at_is_not_given_up_without_a_word() {
+    async fn uninspectable_memfd_is_reported() {
         let text =
             "[memory_store]\nbacking = \"private\"\n[localfile_store]\ndata_paths = [\"/nonexistent\"]\n";
         let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };

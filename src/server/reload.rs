@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn certificates_change_and_encryption_does_not() {
+    fn reload_changes_certificates_but_not_encryption() {
         let files = |name: &str| format!("[tls]\ncert_file = \"/{name}\"\nkey_file = \"/key\"\n");
         let next = |running: &str, new: &str| {
             let (running, new) = (parse(running), parse(new));
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_change_is_told_from_what_cannot() {
+    fn reload_separates_changeable_keys() {
         let running = parse("tags = [\"a\"]\ngrpc_port = 1");
         let new = parse(
             "tags = [\"b\"]\ngrpc_port = 2\nheartbeat_interval_seconds = 5\n[memory_store]\ncapacity = \"64MiB\"\n\

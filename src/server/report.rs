@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mount_is_told_with_its_worst_condition() {
+    fn mount_is_reported_with_its_worst_state() {
         let mount = |point: &str, media, condition| MountUsage {
             point: point.into(),
             media,

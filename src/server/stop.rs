@@ -278,7 +278,7 @@ mod tests {
 
     /// Every caller waited a second for half a request over HTTP.
     #[tokio::test]
-    async fn what_speaks_http_has_ended_when_the_listeners_close_for_a_successor() {
+    async fn http_connections_end_before_a_hand_off() {
         let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
         let environment = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
         let worker = Worker::start(&Config::parse(CONFIG, &environment, &machine).unwrap()).await.unwrap();

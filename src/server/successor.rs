@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptors_are_copied_into_a_row_around_those_of_others() {
+    fn descriptors_are_copied_around_occupied_ones() {
         let files: Vec<OwnedFd> = (0..5).map(|_| tempfile::tempfile().unwrap().into()).collect();
         let descriptors: Vec<&OwnedFd> = files.iter().collect();
         let row = |copies: &[OwnedFd]| copies.iter().map(|copy| copy.as_raw_fd()).collect::<Vec<_>>();

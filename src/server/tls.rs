@@ -102,7 +102,7 @@ mod tests {
 
     /// A reload said `tls.cert_file` whichever file had changed.
     #[test]
-    fn the_file_is_named_in_which_other_certificates_were_found() {
+    fn changed_certificate_file_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let (path, key) = (|name: &str| dir.path().join(name), KeyPair::generate().unwrap());
         std::fs::write(path("key"), key.serialize_pem()).unwrap();

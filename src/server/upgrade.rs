@@ -271,7 +271,7 @@ mod tests {
 
     #[cfg(feature = "object")]
     #[test]
-    fn objects_stay_where_they_are() {
+    fn upgrade_refuses_another_object_location() {
         let text = |store_type: &str, url: &str| {
             format!(
                 "grpc_port = 1\nstore_type = \"{store_type}\"\n[localfile_store]\ndata_paths = [\"/a\"]\n\
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_clients_know_may_not_change() {
+    fn upgrade_refuses_changes_that_clients_know() {
         let paths = "[localfile_store]\ndata_paths = [\"/a\", \"/b\"]\n";
         let facts = running(&format!("grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n{paths}"));
         let said = |text: &str| facts.problems(&config(text)).join("\n");
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_left_to_a_successor_with_as_much_of_the_same_kind() {
+    fn memory_is_handed_to_a_compatible_successor() {
         let text = |backing: &str, capacity: &str| {
             format!(
                 "grpc_port = 1\n[memory_store]\ncapacity = \"{capacity}\"\nbacking = \"{backing}\"\n\
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_of_an_older_worker_are_read_and_those_of_a_newer_one() {
+    fn facts_of_older_and_newer_workers_are_read() {
         let old = "{\"grpc_port\":1,\"http_port\":2,\"urpc_port\":null,\"bind_address\":\"::\",\"data_paths\":[\"/a\"]}";
         let facts = Facts::parse(old).unwrap();
         assert!(

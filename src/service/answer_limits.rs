@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn n8_a_reader_that_was_refused_room_counts_as_one_that_waits_for_a_time() {
+    async fn refused_reader_counts_as_waiting_for_a_while() {
         let last = LastRefusal::none();
         assert!(!last.is_recent());
         last.note(&ServiceError::Unsupported("something else"));
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn n8_lists_of_blocks_are_charged_before_they_are_made_and_get_shorter() {
+    fn block_lists_are_charged_before_allocation() {
         let budget = Budget::new(16 << 20);
         assert_eq!(answer_lists(&budget, 7).unwrap().0, 7);
         let mut held = Vec::new();
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn n8_answers_that_are_not_taken_get_smaller_and_end() {
+    fn unread_responses_get_smaller_and_end() {
         let whole = Budget::new(64 << 20);
         let (slow, honest) = (whole.child(32 << 20), whole.child(32 << 20));
         let mut held = Vec::new();

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gate_is_closed_once_everyone_has_passed() {
+    fn gate_closes_after_the_last_commit() {
         let gate = CommitGate::default();
         std::thread::scope(|scope| {
             // In here: the thread that closes ends also when this one fails.

@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn thousands_are_worked_off_by_a_few_tasks_and_one_tier_does_not_wait_for_another() {
+    async fn deletions_run_in_few_tasks_and_independent_tiers() {
         let (tasks, allowed, done) =
             (Tasks::new(), Arc::new(Semaphore::new(0)), Arc::new(AtomicUsize::new(0)));
         let deletions = Deletions::new(2, tasks.clone());

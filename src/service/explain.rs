@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn results_that_are_refused_are_the_first_finding() {
+    fn refused_results_are_the_first_finding() {
         let refused = |shuffle| IncompleteShuffle {
             app: "app".to_owned(),
             shuffle,
@@ -391,12 +391,12 @@ mod tests {
     }
 
     #[test]
-    fn an_ordinary_app_has_nothing_to_say() {
+    fn ordinary_app_has_no_findings() {
         assert_eq!(findings(&explanation()), ["nothing stands out on this worker"]);
     }
 
     #[test]
-    fn what_stands_out_is_said_the_worst_first() {
+    fn findings_are_sorted_by_severity() {
         let mut it = explanation();
         it.stages[0].total_seconds = 5.0;
         it.stages[3].p99_seconds = 2.0;

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_rule_that_fits_counts() {
+    fn first_rule_that_fits_counts() {
         let weights = ["user = \"etl\"\nweight = 4", "app = \"application_*_adhoc*\"\nweight = 2"];
         let config = FairnessConfig {
             weights: weights.iter().map(|text| rule(text).unwrap()).collect(),
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_rule_is_said() {
+    fn invalid_rule_is_explained() {
         for (text, said) in [
             ("weight = 4", "fairness.default_weight"),
             ("user = \"a\"", "1 to 1000 as `weight`"),
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_star_stands_for_anything() {
+    fn star_matches_anything() {
         for (pattern, name, fits) in [
             ("*", "", true),
             ("a*", "a", true),
@@ -199,7 +199,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn matching_is_as_defined(pattern in "[ab*]{0,6}", name in "[ab]{0,8}") {
+        fn matching_follows_the_definition(pattern in "[ab*]{0,6}", name in "[ab]{0,8}") {
             prop_assert_eq!(matches(&pattern, &name), plainly(pattern.as_bytes(), name.as_bytes()));
         }
     }

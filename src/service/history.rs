@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ring_forgets_the_oldest() {
+    fn ring_drops_the_oldest() {
         let history = History::default();
         let sample = |at_ms| Sample {
             at_ms,

@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_heartbeat_timeout_is_minutes_within_bounds() {
+    fn heartbeat_timeout_is_bounded() {
         assert_eq!(timeout_of("30"), Some(1800));
         assert_eq!(timeout_of("0"), Some(60));
         assert_eq!(timeout_of("18446744073709551615"), Some(7 * 86_400));
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn n7_every_field_of_a_registration_is_bounded_by_name() {
+    fn oversized_registration_field_is_named() {
         assert!(check_sizes(&request(1024, 1 << 18, 8000, (1000, 50))).is_ok());
         let refusal = |request| check_sizes(&request).unwrap_err().to_string();
         let said = "user has 62914560 bytes, at most 1024 are allowed";
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_are_kept_by_name_and_within_bounds() {
+    fn properties_are_bounded_and_selected_by_name() {
         let huge = "x".repeat(PROPERTIES_BYTES_MAX);
         let sent = [("spark.rss.a", "1"), ("spark.other", "2"), ("b.rss.huge", huge.as_str())];
         let sent = sent.map(|(key, value)| (key.to_owned(), value.to_owned()));

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_answer_halves_the_limit_and_a_prompt_one_doubles_it() {
+    fn slow_response_halves_and_prompt_one_doubles_the_limit() {
         let (slow, prompt) = (SLOW + Duration::from_millis(1), PROMPT);
         for (now, given, took, then) in [
             (u64::MAX, 14 * MIB, prompt, u64::MAX),
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_prompt_reader_gets_what_it_asks_for() {
+    async fn prompt_reader_gets_its_requested_size() {
         let connection = connection();
         for _ in 0..9 {
             assert_eq!(answer(&connection, PROMPT).await, 14 * MIB);
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_reader_gets_less_down_to_a_bound_and_all_again_when_it_is_prompt() {
+    async fn slow_reader_gets_less_until_it_is_prompt() {
         let (connection, slow) = (connection(), SLOW * 2);
         let mut limits = Vec::new();
         for took in [slow; 7].into_iter().chain([PROMPT; 8]) {
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn several_slow_answers_at_once_halve_the_limit_once() {
+    async fn concurrent_slow_responses_halve_the_limit_once() {
         let connection = connection();
         let taking: Vec<_> = (0..4).map(|_| connection.take(14 * MIB, 14 * MIB)).collect();
         advance(SLOW * 2).await;
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_answer_that_is_not_taken_makes_the_next_ones_smaller_before_it_ends() {
+    async fn unread_response_reduces_the_next_ones() {
         let connection = connection();
         let first = connection.take(14 * MIB, 14 * MIB);
         advance(SLOW).await;
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_small_answer_that_is_prompt_does_not_make_them_larger() {
+    async fn small_prompt_response_does_not_raise_the_limit() {
         let connection = connection();
         answer(&connection, SLOW * 2).await;
         drop(connection.take(10, 7 * MIB));

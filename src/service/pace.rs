@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn send_without_bytes_or_with_a_byte_now_and_then_is_slow() {
+    fn send_with_few_bytes_is_slow() {
         assert_eq!(slow_after(4 * MIB, 0, ms(1)), Some(ms(1000)));
         let trickle = slow_after(4 * MIB, 1, ms(10)).unwrap();
         assert!(trickle < ms(1300), "{trickle:?}");

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_read_counts_while_it_lasts_and_its_time_for_ever() {
+    fn reads_are_counted_in_gauge_and_total() {
         let registry = Registry::new();
         let metrics = ReadMetrics::new(&registry).unwrap();
         let value = |name: &str| {

@@ -322,7 +322,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_is_entered_in_pieces_and_whole() {
+    fn report_is_entered_in_parts_but_completely() {
         let report =
             [(PartitionId(1), vec![7; 10_000]), (PartitionId(2), Vec::new()), (PartitionId(3), vec![8; 3])];
         let pieces = pieces(&report);
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_report_repeats_is_named_once() {
+    fn repeated_ids_of_a_report_are_named_once() {
         let (p, q) = (PartitionId(1), PartitionId(2));
         let mut report = vec![
             (q, vec![3, 1, 3]),

@@ -259,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layouts() {
+    fn layouts_are_validated() {
         for legal in [(18, 24, 21), (21, 20, 22), (31, 1, 31)] {
             assert!(check_layout(legal).is_ok());
         }

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_are_chosen_and_the_empty_left_out() {
+    fn largest_entries_are_chosen_without_empty_ones() {
         let apps = [app("a", 5, 5, 1), app("b", 90, 0, 0), app("c", 5, 1, 1), app("d", 0, 0, 0)];
         assert_eq!(names(largest(&apps, 2, |app| app.received_bytes)), ["b", "a"]);
         assert_eq!(names(largest(&apps, 9, |app| app.received_bytes)), ["b", "a", "c"]);

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decommission_and_cancel() {
+    fn decommission_can_be_cancelled() {
         let status = WorkerStatus::default();
         status.decommission();
         status.decommission();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_end_of_a_decommissioning_can_be_waited_for() {
+    async fn end_of_decommission_can_be_awaited() {
         let status = WorkerStatus::default();
         let mut waiting = std::pin::pin!(status.decommissioned());
         assert!(futures::poll!(&mut waiting).is_pending());
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_change_of_the_state_wakes_and_nothing_else_does() {
+    async fn only_state_changes_wake_waiters() {
         let status = WorkerStatus::default();
         let mut waiting = std::pin::pin!(status.changed_from(WorkerState::Active));
         assert!(futures::poll!(&mut waiting).is_pending());
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_leaves_is_told_as_decommissioning_and_one_with_a_successor_is_not() {
+    fn only_leaving_worker_reports_decommissioning() {
         let status = WorkerStatus::default();
         status.stop(Stopping::ForSuccessor);
         assert_eq!((status.state(), status.is_stopping()), (WorkerState::Active, true));

@@ -226,7 +226,7 @@ fn code<T: std::fmt::Debug>(result: Result<T, ServiceError>) -> StatusCode {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_partition_that_may_not_take_more_decides_and_nothing_is_reserved() {
+async fn first_full_partition_refuses_the_whole_ticket() {
     let mut fixture = Fixture::new(limits(), quiet()).await;
     fixture.fill(3, 90_000);
     let used = fixture.memory.used_bytes();
@@ -248,7 +248,7 @@ async fn the_first_partition_that_may_not_take_more_decides_and_nothing_is_reser
 }
 
 #[tokio::test(start_paused = true)]
-async fn clients_that_tell_no_sizes_are_judged_by_what_was_received() {
+async fn clients_without_sizes_are_limited_by_received_bytes() {
     let mut fixture = Fixture::new(limits(), quiet()).await;
     fixture.fill(3, 100_000);
     fixture.require(&[3], &[]).unwrap();
@@ -282,7 +282,7 @@ async fn bytes_in_flight_count_against_a_huge_partitions_share() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn huge_partitions_are_marked_once_and_flushed_by_their_own_threshold() {
+async fn huge_partitions_are_flushed_by_their_own_threshold() {
     let mut fixture =
         Fixture::new(limits(), policy::Limits { huge_buffer_bytes_max: 20_000, ..quiet() }).await;
     fixture.fill(3, 100_000);
@@ -306,7 +306,7 @@ async fn huge_partitions_are_marked_once_and_flushed_by_their_own_threshold() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_hard_limit_is_told_in_words_that_the_client_knows() {
+async fn hard_limit_uses_a_text_that_clients_know() {
     let hard = PartitionLimits { bytes_max: Some(50_000), ..PartitionLimits::default() };
     let mut fixture = Fixture::new(hard, quiet()).await;
     fixture.fill(3, 40_000);
@@ -354,7 +354,7 @@ async fn batches_of_one_buffer_in_flight_are_limited() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n21_what_has_too_many_batches_in_flight_is_flushed_when_one_of_them_ends() {
+async fn buffer_with_many_batches_is_flushed_after_one_ends() {
     let oversized = policy::Limits { single_buffer_bytes_max: 9_999, ..quiet() };
     for (limits, by_an_operator) in [(quiet(), true), (oversized, false)] {
         let mut fixture = Fixture::new(PartitionLimits::default(), limits).await;
@@ -394,7 +394,7 @@ async fn small_blocks_are_flushed_when_there_are_too_many() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_the_last_app() {
+async fn decommission_ends_at_a_check_after_the_last_app() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let service = Arc::clone(&fixture.service);
     // Expiry would end the app itself.
@@ -420,7 +420,7 @@ async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_th
 }
 
 #[tokio::test(start_paused = true)]
-async fn statistics_are_sums_over_an_apps_partitions() {
+async fn statistics_are_summed_over_partitions() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     fixture.register("app-10", &[]).await;
     fixture.fill(3, 20_000);
@@ -441,7 +441,7 @@ async fn statistics_are_sums_over_an_apps_partitions() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spare() {
+async fn next_chunk_is_read_ahead_with_spare_memory() {
     const BYTES: i32 = 3_000_000;
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     fixture.fill(3, 3_000_000);
@@ -475,7 +475,7 @@ async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spa
 }
 
 #[tokio::test(start_paused = true)]
-async fn d5_while_a_successor_is_awaited_no_send_is_acknowledged_and_tickets_come_back() {
+async fn hand_off_stops_acknowledgements_and_returns_tickets() {
     let mut fixture = Fixture::new(limits(), quiet()).await;
     fixture.send(1, 1000).unwrap();
     let ticket = |fixture: &Fixture| {

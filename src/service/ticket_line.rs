@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn p6_the_line_is_bounded_and_one_application_has_a_part_of_it() {
+    async fn ticket_queue_is_bounded_per_application() {
         let (budget, tickets, held) = full();
         let line = TicketLine::default();
         let apps = ["a", "b", "c", "d", "e"].map(app);
@@ -201,7 +201,7 @@ mod tests {
     const WANTED: Wanted = Wanted { bytes: 26 << 10, partitions: 1 };
 
     #[tokio::test(start_paused = true)]
-    async fn p6_what_waits_is_granted_as_soon_as_memory_comes_free_and_not_before() {
+    async fn waiting_ticket_is_granted_when_memory_is_freed() {
         let (budget, tickets, mut held) = full();
         let line = TicketLine::default();
         let (a, b) = (app("a"), app("b"));
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn p6_a_call_that_is_gone_leaves_its_place_and_its_ticket() {
+    async fn cancelled_call_leaves_the_queue_and_its_ticket() {
         let (budget, tickets, mut held) = full();
         let line = TicketLine::default();
         let (a, b) = (app("a"), app("b"));

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_application_that_left_the_top_has_no_series() {
+    fn application_below_the_top_has_no_series() {
         let registry = Registry::new();
         let ranked = TopApps::new(&registry).unwrap().received;
         let (a, b) = (AppId::parse("a").unwrap(), AppId::parse("b").unwrap());

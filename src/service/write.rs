@@ -421,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_whose_length_differs_from_its_bytes_is_refused() {
+    fn block_whose_length_differs_from_its_bytes_is_refused() {
         let header =
             BlockHeader { block_id: 1, length: 3, uncompressed_length: 9, crc: 7, task_attempt_id: 5 };
         assert!(block_meta(header, 3).is_ok());

@@ -53,7 +53,7 @@ impl std::io::Write for Lines {
 
 /// A log statement that a thread without a subscriber reaches first.
 #[test]
-fn who_comes_first_does_not_matter() {
+fn registration_order_does_not_matter() {
     let log = CapturedLog::of_this_thread();
     let tell = || tracing::warn!("told twice, heard once");
     std::thread::scope(|scope| scope.spawn(tell).join().expect("it only logs"));

@@ -66,7 +66,7 @@ mod tests {
     const INTERVAL: Duration = Duration::from_secs(60);
 
     #[tokio::test(start_paused = true)]
-    async fn a_few_lines_pass_and_stand_for_the_rest() {
+    async fn first_lines_pass_and_others_are_counted() {
         let limiter = LogLimiter::new(2, INTERVAL);
         assert_eq!((limiter.pass(), limiter.pass()), (Some(1), Some(1)));
         for _ in 0..1000 {
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_mended_is_logged_at_once_when_it_breaks_again() {
+    async fn repaired_fault_is_logged_at_once_when_it_returns() {
         let limiter = LogLimiter::new(1, INTERVAL);
         assert!(!limiter.reset());
         assert_eq!((limiter.pass(), limiter.pass()), (Some(1), None));

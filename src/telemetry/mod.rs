@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_and_audit_go_into_files_of_their_own_and_the_filter_can_be_changed() {
+    fn logs_and_audit_use_separate_files() {
         let root = tempfile::tempdir().unwrap();
         let directory = root.path().join("a/b");
         let (subscriber, telemetry) = subscriber(&config(Some(directory.clone()), LogFormat::Text)).unwrap();
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_directory_that_cannot_be_made_is_named() {
+    fn uncreatable_log_directory_is_named() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("file");
         std::fs::write(&path, "").unwrap();

@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn collector_that_is_away_is_logged_once_and_so_is_its_return() {
+    async fn unreachable_collector_and_its_return_are_logged_once() {
         let (log, spans) = (CapturedLog::of_this_thread(), leaked());
         let away = collector(NOBODY, spans);
         for _ in 0..2 {
@@ -289,7 +289,7 @@ mod tests {
 
     /// Only the deadline ends the wait here.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn collector_that_never_answers_delays_no_report_and_no_upgrade() {
+    async fn silent_collector_delays_no_report_and_no_upgrade() {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let spans = leaked();
         let endpoint = format!("http://{}", silent.local_addr().unwrap());
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_export_fails_when_the_runtime_has_ended() {
+    async fn export_fails_when_the_runtime_has_ended() {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let collector = Collector::at(NOBODY, runtime.handle(), leaked()).unwrap();

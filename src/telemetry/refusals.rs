@@ -49,7 +49,7 @@ mod tests {
     use crate::telemetry::captured::CapturedLog;
 
     #[test]
-    fn kinds_do_not_hold_each_other_back() {
+    fn kinds_are_limited_independently() {
         let refusals = Refusals::default();
         for _ in 0..LINES_MAX {
             assert_eq!(refusals.due("a"), Some(0));
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_stays_a_line() {
+    fn refusal_stays_on_one_line() {
         let text = format!("bad\nWARN everything burns {}", "x".repeat(10_000));
         let log = CapturedLog::of_this_thread();
         Refusals::default().note("grpc", "a", &text);

@@ -124,7 +124,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn root_below_a_clients_span_gives_its_place_back() {
+    fn root_below_a_client_span_releases_its_slot() {
         let client = SpanId(7);
         let properties = vec![(PARENT_IS_REMOTE.into(), "true".into())];
         assert!(is_root(&SpanRecord { properties, ..record("call", client) }));

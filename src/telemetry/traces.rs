@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_client_decides_and_else_the_share() {
+    fn client_decision_overrides_the_sampling_share() {
         SPANS.set_exported(true);
         let (never, always) = (Traces::sampled(0.0), Traces::sampled(1.0));
         assert!(is_traced(never, Some(SAMPLED)) && !is_traced(never, None));

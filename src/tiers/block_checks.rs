@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_compared_however_their_bytes_are_cut() {
+    fn blocks_are_verified_in_any_pieces() {
         for cut in 0..9 {
             let mut intact = checks(&[(0, b"abc"), (5, b"wxyz")]);
             let (head, tail) = b"abc??wxyz".split_at(cut);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_rewound_is_compared_again() {
+    fn rewound_bytes_are_verified_again() {
         let mut checks = checks(&[(0, b"abc"), (3, b"def")]);
         assert!(checks.check(b"ab").is_none());
         let mark = checks.mark();
@@ -163,7 +163,7 @@ mod tests {
 
     #[cfg(feature = "object")]
     #[test]
-    fn blocks_of_an_extent_are_replaced_and_the_one_that_passes_goes_on() {
+    fn replaced_block_list_keeps_the_current_block() {
         let extent = |place: Range<u64>, bytes: &[u8]| {
             let base = place.start;
             Check { place, crc: crc32fast::hash(bytes), base }

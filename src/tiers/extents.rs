@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_is_what_the_list_was() {
+    fn copy_equals_the_list() {
         let mut list: List = list(200);
         let copy = list.clone();
         assert!(copy.chunks().iter().zip(list.chunks()).all(|(one, other)| Arc::ptr_eq(one, other)));
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_readers_have_copies_of_is_not_copied_when_it_grows() {
+    fn growing_list_is_not_copied_for_its_readers() {
         let mut list: List = list(200_000);
         let copy = list.clone();
         (200_000..200_100).for_each(|at| list.push(extent(10 * at, 10)));
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_behind_the_first_is_not_copied() {
+    fn remaining_chunks_are_not_copied() {
         let mut list: List = list(200);
         let copy = list.clone();
         for (count, chunks_gone) in [(0, 0), (70, 1), (50, 1), (10, 2)] {
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_has_the_chunks_that_it_touches_and_no_others() {
+    fn part_contains_exactly_the_touched_chunks() {
         let list: List = list(200_000);
         let chunks = |start, end| {
             let part = list.part(start, end);
@@ -272,7 +272,7 @@ mod tests {
 
     #[cfg(feature = "jemalloc")]
     #[test]
-    fn d12_lists_of_extents_take_no_more_heap_than_they_are_charged() {
+    fn extent_lists_use_at_most_their_charged_heap() {
         use tikv_jemalloc_ctl::thread::{allocatedp, deallocatedp};
 
         fn measure<const WORDS: usize, const CHUNK: usize>() {
@@ -296,7 +296,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_list(
+        fn extent_list_follows_a_vec(
             lengths in prop::collection::vec(1u64..9, 0..400),
             drops in prop::collection::hash_map(0usize..400, 0usize..200, 0..4),
             offset in 0u64..2000,

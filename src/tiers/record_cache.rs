@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_leaves() {
+    fn least_recently_used_is_evicted() {
         let cache = RecordCache::new(8 * (40 + ENTRY_BYTES));
         for n in 0..8 {
             cache.keep(key(n), Bytes::from(vec![1; 40]));
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_at_once_is_bounded_and_the_rest_leaves_for_room() {
+    fn eviction_batch_is_bounded() {
         let most = FORGOTTEN_AT_ONCE as u64;
         let cache = RecordCache::new((most + 10) * (40 + ENTRY_BYTES));
         (0..most + 10).for_each(|n| cache.keep(key(n), Bytes::from(vec![1; 40])));
@@ -136,7 +136,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_budget_holds_and_no_byte_is_lost(
+        fn budget_holds_without_losing_bytes(
             steps in prop::collection::vec((0u64..12, 0usize..300, any::<bool>()), 0..200),
         ) {
             let cache = RecordCache::new(2000);

@@ -195,7 +195,7 @@ async fn until_registered(application: &uniffle_client::Application, servers: us
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn silent_coordinator_does_not_prevent_registration() {
+async fn cluster_works_with_one_of_three_coordinators() {
     let node = Node::start("16MiB", "", "").await;
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let refusing = closed.local_addr().unwrap().to_string();

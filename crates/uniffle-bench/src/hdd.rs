@@ -350,7 +350,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn logs_need_fewer_files_and_less_time_than_a_file_per_partition() {
+    async fn logs_are_faster_than_a_file_per_partition() {
         let bytes = 64 << 20;
         let logs = measure(Layout::Logs, 500, bytes).await.unwrap();
         let files = measure(Layout::FilePerPartition, 500, bytes).await.unwrap();

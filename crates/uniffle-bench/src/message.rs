@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn the_netty_frame_matches_the_vector_of_the_protocol_but_for_the_blocks_bytes() {
+    fn netty_frame_matches_the_protocol_vector_except_block_bytes() {
         let (pool, mut message) = sample("fixed:3");
         message.partitions.truncate(1);
         message.partitions[0].0 = PartitionId(2);

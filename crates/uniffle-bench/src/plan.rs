@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn without_skew_partitions_take_turns_and_with_it_the_first_has_most() {
+    fn partitions_alternate_without_skew() {
         let counts = |skew| {
             let mut task = plan(50, skew).task(0);
             let mut counts = vec![0_u32; 50];

@@ -178,7 +178,7 @@ fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
 }
 
 #[test]
-fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent() {
+fn scale_beyond_this_machine_is_refused_before_any_send() {
     fails_with(
         &bench(&["write", "--shape", concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")]),
         "not a recorded session",

@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_server_that_is_gone_is_tried_as_often_as_failures_are_tolerated() {
+    async fn unreachable_server_is_tried_until_the_failure_limit() {
         let (_, server, running) = server(Script::default()).await;
         running.end().await;
         let error = server.read_index(&key(), PartitionId(0)).await.unwrap_err();

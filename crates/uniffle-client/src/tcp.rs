@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_over_the_bound_ends_the_connection_before_it_is_taken() {
+    async fn oversized_response_ends_the_connection_before_it_is_read() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (client, driver) = TcpClient::connect_bounded(address, 1000).await.unwrap();

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn f11_of_thousands_of_workers_a_bounded_number_is_asked() {
+    async fn bounded_number_of_workers_is_queried() {
         let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let asked = std::cell::Cell::new(0);

@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_worker_held_of_an_application_that_is_gone_there_is_not_counted() {
+    fn ended_applications_are_not_counted() {
         let mut merged = Merged::default();
         let mut gone = told(100, "nothing stands out on this worker", 1);
         (gone["presence"], gone["bytes"]["in_memory"]) = ("expired".into(), 70.into());
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_answer_is_named_and_what_is_no_explanation_does_no_harm() {
+    fn silent_workers_are_named_and_invalid_responses_ignored() {
         let mut merged = Merged::default();
         for it in
             [json!(null), json!([1]), json!({ "stages": 7, "bytes": { "received": "x" }, "findings": [{}] })]

@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn names_do_not_move_the_cursor_and_nothing_is_shown_for_what_is_not_told() {
+    fn control_characters_and_missing_values_are_not_shown() {
         assert_eq!(word(&json!("a\u{1b}[2Jb\n")), "a\u{fffd}[2Jb\u{fffd}");
         assert!(status(&json!({})).contains("memory       - of -"));
         assert!(explanation(&json!({ "app": "x" })).starts_with("x of -"));

@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_of_a_stream_are_aligned_and_those_of_whole_chunks_are_used_again() {
+    fn stream_buffers_are_aligned_and_whole_chunks_reused() {
         let buffers = StreamBuffers::default();
         let acquire = |len| buffers.acquire(len).now_or_never().unwrap();
         for (len, recycled) in

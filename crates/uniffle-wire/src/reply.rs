@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reply_that_fits_no_frame_is_refused_before_anything_is_written() {
+    fn oversized_reply_is_refused_before_any_write() {
         let prefix = ReplyPrefix { request_id: 1, status: 0, message: "OK" };
         let mut out = BytesMut::new();
         for body_bytes in [u64::from(FRAME_BYTES_LIMIT) - 18, u64::from(FRAME_BYTES_LIMIT), u64::MAX] {

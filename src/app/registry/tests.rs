@@ -30,7 +30,7 @@ impl Drop for Large<'_> {
 }
 
 #[tokio::test]
-async fn d13_others_register_while_what_was_removed_is_evicted() {
+async fn registration_proceeds_during_eviction_of_removed_apps() {
     let registry = registry();
     let free = std::cell::Cell::new(0);
     for shuffle in [1, 2] {
@@ -43,7 +43,7 @@ async fn d13_others_register_while_what_was_removed_is_evicted() {
 }
 
 #[tokio::test]
-async fn what_was_reported_is_dropped_when_others_can_register() {
+async fn reported_ids_are_dropped_outside_the_registry_lock() {
     let registry = registry();
     for shuffle in [1, 2] {
         registry.register(registration("app", shuffle, &[(0, 0)]), || ()).unwrap();
@@ -84,7 +84,7 @@ async fn unregistering_app_1_leaves_app_10() {
 }
 
 #[tokio::test]
-async fn registering_again_adds_ranges_and_keeps_reports() {
+async fn reregistration_adds_ranges_and_keeps_reports() {
     let registry = registry();
     registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
     let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
@@ -96,7 +96,7 @@ async fn registering_again_adds_ranges_and_keeps_reports() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_app_used_between_check_and_purge_stays() {
+async fn app_used_between_check_and_purge_stays() {
     let registry = registry();
     registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
     tokio::time::advance(Duration::from_secs(301)).await;
@@ -111,7 +111,7 @@ async fn an_app_used_between_check_and_purge_stays() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_app_may_have_a_timeout_of_its_own() {
+async fn app_timeout_overrides_the_default() {
     let registry = registry();
     let patient = Some(Duration::from_secs(3600));
     let request = Registration { heartbeat_timeout: patient, ..registration("patient", 1, &[(0, 1)]) };
@@ -124,7 +124,7 @@ async fn an_app_may_have_a_timeout_of_its_own() {
 }
 
 #[tokio::test]
-async fn marks_stick_and_are_told_once() {
+async fn marks_persist_and_are_reported_once() {
     let registry = registry();
     let newer = Registration { sent_properties: true, ..registration("a", 1, &[(0, 1)]) };
     registry.register(newer, || ()).unwrap();
@@ -151,7 +151,7 @@ async fn too_many_apps_are_refused_with_the_limit() {
 }
 
 #[tokio::test]
-async fn n7_what_registrations_keep_is_bounded_by_the_heap() {
+async fn registrations_are_bounded_by_the_heap() {
     let heap = Heap::new(64 << 20);
     let registry = registry_of(AppConfig::default(), &heap);
     let kept = heap.of(HeapKind::Registrations);
@@ -176,7 +176,7 @@ async fn n7_what_registrations_keep_is_bounded_by_the_heap() {
 }
 
 #[tokio::test]
-async fn n7_one_address_leaves_room_for_others() {
+async fn one_address_leaves_registrations_for_others() {
     let heap = Heap::new(64 << 20);
     let registry = registry_of(AppConfig::default(), &heap);
     let from = |address: [u8; 4], app: &str, shuffle: i32| {
@@ -199,7 +199,7 @@ async fn n7_one_address_leaves_room_for_others() {
 }
 
 #[tokio::test]
-async fn an_application_that_fills_its_part_can_still_register_what_it_has() {
+async fn full_application_can_repeat_its_registrations() {
     let heap = Heap::new(16 << 20);
     let registry = registry_of(AppConfig::default(), &heap);
     let with = |user: usize, shuffle: i32| Registration {
@@ -226,7 +226,7 @@ async fn an_application_that_fills_its_part_can_still_register_what_it_has() {
 }
 
 #[tokio::test]
-async fn what_was_registered_before_a_start_is_taken_over_in_any_order() {
+async fn earlier_registrations_are_recovered_in_any_order() {
     let before = registry_of(AppConfig::default(), &Heap::new(16 << 20));
     let mut known = Vec::new();
     for app in ["first", "second"] {
@@ -246,7 +246,7 @@ async fn what_was_registered_before_a_start_is_taken_over_in_any_order() {
 }
 
 #[tokio::test]
-async fn n7_ranges_of_one_shuffle_are_bounded_and_merged() {
+async fn ranges_of_one_shuffle_are_bounded_and_merged() {
     let heap = Heap::new(256 << 20);
     let registry = registry_of(AppConfig::default(), &heap);
     let scattered = |from: i32| (0..100_000).map(|n| (2 * (from + n), 2 * (from + n))).collect::<Vec<_>>();
@@ -266,7 +266,7 @@ async fn n7_ranges_of_one_shuffle_are_bounded_and_merged() {
 
 /// A cluster of clients that begins thousands of applications, from an address each.
 #[tokio::test(start_paused = true)]
-async fn n14_applications_that_were_there_go_on_registering_while_newcomers_from_everywhere_fill_the_heap() {
+async fn known_applications_register_while_others_fill_the_heap() {
     let heap = Heap::new(16 << 20);
     let registry = registry_of(AppConfig::default(), &heap);
     let from = |app: &str, address: u32, shuffle| Registration {
@@ -294,7 +294,7 @@ async fn n14_applications_that_were_there_go_on_registering_while_newcomers_from
 }
 
 #[tokio::test(start_paused = true)]
-async fn app_outlives_pauses_of_the_process_and_expires_in_running_time() {
+async fn app_expiry_does_not_count_pauses_of_the_process() {
     ticked(async {
         let registry = registry();
         registry.register(registration("app", 1, &[(0, 0)]), || ()).unwrap();

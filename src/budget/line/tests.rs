@@ -22,7 +22,7 @@ fn is_served(waiting: &mut BoxFuture<'static, Permit>) -> Option<Permit> {
 }
 
 #[test]
-fn n8_an_application_that_takes_all_it_can_leaves_room_for_another() {
+fn greedy_application_leaves_room_for_another() {
     let line = Line::new(160);
     let (flood, honest) = (reader("flood", 1), reader("honest", 1));
     let held: Vec<_> = std::iter::from_fn(|| line.try_take(&flood, 10)).collect();
@@ -37,7 +37,7 @@ fn n8_an_application_that_takes_all_it_can_leaves_room_for_another() {
 }
 
 #[test]
-fn n8_several_applications_that_take_all_they_can_leave_room_for_one_that_holds_nothing() {
+fn greedy_applications_leave_room_for_an_idle_one() {
     let line = Line::new(160);
     let crowd: Vec<_> = ["a", "b", "c"].iter().map(|name| reader(name, 1)).collect();
     let mut held = Vec::new();
@@ -62,7 +62,7 @@ fn n8_several_applications_that_take_all_they_can_leave_room_for_one_that_holds_
 }
 
 #[test]
-fn f8_places_of_readers_that_do_not_read_leave_some_for_another_application() {
+fn stalled_readers_leave_permits_for_another_application() {
     let line = Line::new(32);
     let (hog, honest) = (reader("hog", 1), reader("honest", 1));
     let held: Vec<_> = std::iter::from_fn(|| line.try_take(&hog, 1)).collect();
@@ -80,7 +80,7 @@ fn f8_places_of_readers_that_do_not_read_leave_some_for_another_application() {
 }
 
 #[test]
-fn of_one_place_or_none_nothing_is_kept() {
+fn nothing_is_reserved_of_one_permit_or_none() {
     let (one, other) = (reader("one", 1), reader("other", 1));
     drop(waiting(&Line::new(0), &one, 1));
     let line = Line::new(1);
@@ -91,7 +91,7 @@ fn of_one_place_or_none_nothing_is_kept() {
 }
 
 #[test]
-fn an_application_alone_takes_nearly_all_and_of_two_a_large_request_is_waited_for() {
+fn large_request_is_awaited_only_among_several_applications() {
     let line = Line::new(160);
     let (one, other) = (reader("one", 1), reader("other", 1));
     let mut held: Vec<_> = std::iter::from_fn(|| line.try_take(&one, 10)).collect();
@@ -110,7 +110,7 @@ fn an_application_alone_takes_nearly_all_and_of_two_a_large_request_is_waited_fo
 }
 
 #[test]
-fn of_those_that_wait_the_one_that_holds_least_is_next_not_the_first() {
+fn waiter_with_the_smallest_share_is_served_next() {
     let line = Line::new(128);
     let (flood, other, heavy) = (reader("flood", 1), reader("other", 1), reader("heavy", 4));
     let whole = line.try_take(&Reader { app: None, weight: 1 }, 32).unwrap();
@@ -140,7 +140,7 @@ fn of_those_that_wait_the_one_that_holds_least_is_next_not_the_first() {
 }
 
 #[test]
-fn one_that_waits_no_more_holds_nothing_up() {
+fn cancelled_waiter_blocks_nobody() {
     let line = Line::new(100);
     let (a, b) = (reader("a", 1), reader("b", 1));
     let held = line.try_take(&Reader { app: None, weight: 1 }, 90).unwrap();
@@ -169,7 +169,7 @@ fn with_turn(line: &Arc<Line>, reader: &Reader, bytes: u64, turn: Arc<dyn Turn>)
 }
 
 #[test]
-fn n8_who_waits_for_bytes_holds_no_part_of_a_share_and_the_reverse() {
+fn waiter_for_bytes_holds_no_permit_and_vice_versa() {
     let (line, disk) = (Line::new(80), Places::new(4));
     let (hog, honest) = (reader("hog", 1), reader("honest", 1));
     let held: Vec<_> = std::iter::from_fn(|| line.try_take(&hog, 10)).collect();
@@ -200,7 +200,7 @@ fn n8_who_waits_for_bytes_holds_no_part_of_a_share_and_the_reverse() {
 }
 
 #[test]
-fn a_large_read_is_not_overtaken_for_ever_by_small_ones_of_its_disk() {
+fn large_read_is_not_starved_by_small_ones() {
     let (line, disk) = (Line::new(1000), Places::new(4));
     let (one, other) = (reader("one", 1), reader("other", 1));
     let mut small = with_turn(&line, &one, 10, turn_at(&[&disk], 2)).now_or_never().unwrap();
@@ -225,7 +225,7 @@ fn look(waiting: &mut Vec<Waiting>, given: &mut Vec<Given>) {
 proptest! {
     /// Whatever is taken, given back or given up: nobody waits for what is free, and nothing is lost.
     #[test]
-    fn nobody_waits_for_what_is_free(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {
+    fn free_capacity_is_granted_at_once(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {
         let line = Line::new(80);
         let disks = [Places::new(4), Places::new(4)];
         let apps = ["a", "b", "c"].map(|name| reader(name, 1));

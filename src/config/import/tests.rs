@@ -63,7 +63,7 @@ rss.server.made.up 7
 
 #[test]
 #[cfg(feature = "hdfs")]
-fn a_server_conf_becomes_a_valid_configuration_and_loses_no_key() {
+fn server_conf_is_imported_without_losing_keys() {
     let imported = import("server.conf", SERVER_CONF, &machine()).unwrap();
     assert_eq!(imported.missing, Vec::<String>::new(), "{}", imported.text);
     let config = parse(&imported.text);
@@ -101,7 +101,7 @@ fn a_server_conf_becomes_a_valid_configuration_and_loses_no_key() {
 }
 
 #[test]
-fn defaults_of_java_that_are_not_ours_are_written_out() {
+fn differing_java_defaults_are_written() {
     let imported =
         import("x", "rss.storage.type MEMORY_LOCALFILE\nrss.storage.basePath /d", &machine()).unwrap();
     let config = parse(&imported.text);
@@ -117,7 +117,7 @@ fn defaults_of_java_that_are_not_ours_are_written_out() {
 }
 
 #[test]
-fn storage_types_without_memory_get_it_as_the_buffer() {
+fn storage_types_without_memory_get_a_memory_buffer() {
     for (theirs, ours, has_remote_paths) in [
         ("LOCALFILE", "MEMORY_LOCALFILE", false),
         ("HDFS", "MEMORY_HDFS", true),
@@ -145,7 +145,7 @@ fn storage_types_without_memory_get_it_as_the_buffer() {
 }
 
 #[test]
-fn what_ours_refuses_is_a_comment_with_the_reason() {
+fn refused_values_become_comments_with_the_reason() {
     let text = "rss.storage.type S3\nrss.rpc.server.port 99999\nrss.server.tags a b\n\
                 rss.server.buffer.capacity lots\nrss.coordinator.quorum c:1\nrss.storage.basePath /d";
     let imported = import("x", text, &machine()).unwrap();
@@ -162,7 +162,7 @@ fn what_ours_refuses_is_a_comment_with_the_reason() {
 }
 
 #[test]
-fn every_value_that_is_refused_or_cannot_be_read_is_told() {
+fn refused_and_unreadable_values_are_reported() {
     let text = "rss.storage.type S3\nrss.server.tags a b\nrss.server.buffer.capacity 40xx\n\
                 rss.coordinator.quorum c:1:2\nrss.storage.basePath relative\nrss.server.made.up 7";
     let imported = import("x", text, &machine()).unwrap();
@@ -183,7 +183,7 @@ fn every_value_that_is_refused_or_cannot_be_read_is_told() {
 }
 
 #[test]
-fn an_input_without_a_key_is_nobodys_configuration() {
+fn input_without_keys_is_refused() {
     for text in ["", "\n", "# rss.storage.type MEMORY\n", "[metrics]\n", "[package]\nname = \"x\"\n"] {
         let error = import("x", text, &machine()).unwrap_err();
         assert!(error.contains("nothing in it is recognized"), "{error}");
@@ -191,7 +191,7 @@ fn an_input_without_a_key_is_nobodys_configuration() {
 }
 
 #[test]
-fn secrets_of_the_input_are_in_no_comment() {
+fn imported_comments_contain_no_secrets() {
     let java = "rss.storage.type MEMORY\nrss.http.basic.authorizationCredentials dXNlcjpodXNo\n\
                 rss.server.hadoop.fs.s3a.secret.key dXNlcjpodXNo\nrss.jetty.ssl.keymanager.password dXNlcjpodXNo\n";
     let riffle = "store_type = \"MEMORY\"\n[s3]\nsecret_access_key = \"dXNlcjpodXNo\"\n\
@@ -204,7 +204,7 @@ fn secrets_of_the_input_are_in_no_comment() {
 }
 
 #[test]
-fn keys_that_keep_secrets_are_named_and_their_secrets_are_not() {
+fn secret_keys_are_named_without_their_values() {
     let text = "store_type = \"MEMORY\"\n[embedded_coordinator]\nremote_storage_path = [\"s3a://ns\"]\n\
                 remote_storage_conf = { ns = \"fs.s3a.secret.key=hush\" }\n\
                 client_conf = { \"rss.client.password\" = \"hush\", \"rss.x\" = 1 }\n\
@@ -222,7 +222,7 @@ fn keys_that_keep_secrets_are_named_and_their_secrets_are_not() {
 }
 
 #[test]
-fn what_a_person_has_to_add_is_told() {
+fn required_manual_additions_are_reported() {
     let imported = import("x", "rss.coordinator.quorum c:1", &machine()).unwrap();
     assert_eq!(imported.missing.len(), 1, "{imported:?}");
     assert!(imported.text.contains("# MISSING: localfile_store.data_paths"), "{}", imported.text);
@@ -231,7 +231,7 @@ fn what_a_person_has_to_add_is_told() {
 
 #[test]
 #[cfg(all(feature = "hdfs", feature = "otlp"))]
-fn a_riffle_configuration_with_every_option_is_imported() {
+fn riffle_configuration_with_every_option_is_imported() {
     let with_unknown = format!("{RIFFLE}\n[urpc]\nportt = 1\n[app_config.more]\nx = \"a\\nb\"\n");
     for text in [RIFFLE, &with_unknown] {
         let imported = import("riffle.toml", text, &machine()).unwrap();
@@ -257,7 +257,7 @@ fn a_riffle_configuration_with_every_option_is_imported() {
 }
 
 #[test]
-fn the_page_has_the_table_of_javas_keys() {
+fn configuration_page_lists_the_java_keys() {
     const BEGIN: &str = "<!-- generated: UPDATE_DOCS=1 cargo test --lib config -->\n";
     const END: &str = "<!-- end -->";
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/migration.md");

@@ -5,7 +5,7 @@ use super::{only_problem, parse, problems};
 use crate::tiers::hdfs::RemoteLocation;
 
 #[test]
-fn a_coordinator_that_workers_of_other_machines_cannot_join_is_named_at_the_start() {
+fn coordinator_without_joining_networks_is_reported() {
     let with = |quorum: &str, rest: &str| {
         let text = format!("coordinator_quorum = [{quorum}]\n[embedded_coordinator]\nenable = true\n{rest}");
         let text = format!("{text}\n[localfile_store]\ndata_paths = [\"/d\"]");
@@ -19,7 +19,7 @@ fn a_coordinator_that_workers_of_other_machines_cannot_join_is_named_at_the_star
 
 #[test]
 #[cfg(feature = "hdfs")]
-fn n11_in_a_cluster_remote_paths_are_named_or_opened_by_name() {
+fn cluster_requires_explicit_remote_paths() {
     let with = |line: &str| {
         format!("store_type = \"MEMORY_HDFS\"\ncoordinator_quorum = [\"c:1\"]\n[hdfs_store]\n{line}")
     };
@@ -39,7 +39,7 @@ fn n11_in_a_cluster_remote_paths_are_named_or_opened_by_name() {
 }
 
 #[test]
-fn coordinators_are_host_and_port() {
+fn coordinator_addresses_need_host_and_port() {
     let config = parse("store_type = \"memory\"\ncoordinator_quorum = \"a-1.b:21000, [::1]:5\"").unwrap();
     let shown: Vec<String> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
     assert_eq!(shown, ["a-1.b:21000", "[::1]:5"]);

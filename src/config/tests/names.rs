@@ -20,7 +20,7 @@ fn unknown_keys_name_the_nearest() {
 
 /// Comparing all unknown names with all known ones took 18 s.
 #[test]
-fn names_beyond_all_measure_are_neither_compared_nor_repeated() {
+fn oversized_names_are_neither_compared_nor_repeated() {
     let long = "k".repeat(900_000);
     let problem = only_problem(&format!("{long} = 1"));
     assert!(problem.len() < 300 && problem.ends_with("unknown key"), "{}", problem.len());
@@ -40,7 +40,7 @@ fn keys_outside_their_table_name_the_table() {
 }
 
 #[test]
-fn aliases_are_the_same_key_and_may_not_be_given_twice() {
+fn key_and_alias_together_are_refused() {
     let tls = "[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"\n";
     let config = parse(&format!("{tls}doors = [\"http\"]")).unwrap();
     assert_eq!(config, parse(&format!("{tls}listeners = [\"http\"]")).unwrap());
@@ -145,7 +145,7 @@ pub(in super::super) const RIFFLE: &str = r#"
     "#;
 
 #[test]
-fn n20_a_riffle_configuration_with_every_option_is_read() {
+fn riffle_configuration_with_every_option_is_read() {
     let mut text = RIFFLE.to_owned();
     if !cfg!(feature = "hdfs") {
         text = text.replace("MEMORY_LOCALFILE_HDFS", "MEMORY_LOCALFILE");

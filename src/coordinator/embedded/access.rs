@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_count_when_they_have_memory_and_clients_may_want_more() {
+    fn only_nodes_with_enough_memory_count() {
         let rules = AccessRules { nodes_min: 2, memory_ratio_min: 0.15, ..AccessRules::default() };
         let wish = |count: &str| HashMap::from([(REQUIRED_NODES_PROPERTY.to_owned(), count.to_owned())]);
         let nodes = [node(15, 85), node(100, 0), node(14, 86)];
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quota_is_per_user_and_off_by_default() {
+    fn quota_is_per_user_and_off_by_default() {
         let rules = AccessRules { apps_per_user_max: 2, ..AccessRules::default() };
         assert_eq!(rules.check_user("u", || 1), Ok(()));
         assert!(matches!(rules.check_user("u", || 2), Err(AccessDenied::Quota { apps: 2, .. })));

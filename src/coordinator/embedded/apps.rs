@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn an_app_keeps_its_storage_until_it_expires() {
+    fn app_keeps_its_storage_until_expiry() {
         let start = Instant::now();
         let mut table = AppTable::new(Duration::from_secs(60));
         assert_eq!(table.storage(&app("a"), 2, start), Some(0));
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn n13_the_table_is_bounded_by_bytes_and_what_is_beyond_is_served_and_not_listed() {
+    fn apps_beyond_the_table_limit_are_served_but_not_listed() {
         let start = Instant::now();
         let mut table = AppTable::new(Duration::from_secs(60));
         let name = |n: usize| app(&format!("application-{n}-{}", "x".repeat(80)));
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn version_changes_with_what_is_saved_only() {
+    fn version_changes_only_with_saved_state() {
         let now = Instant::now();
         let mut table = AppTable::new(Duration::from_secs(60));
         table.touch(&app("a"), Some("anna"), now);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn silent_apps_leave_on_the_next_touch() {
+    fn expired_apps_are_removed_on_the_next_access() {
         let start = Instant::now();
         let mut table = AppTable::new(Duration::from_secs(60));
         table.touch(&app("a"), None, start);

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn partition_balance_prefers_the_node_that_got_less_since_its_heartbeat() {
+    fn partition_balance_prefers_nodes_with_fewer_assignments() {
         let mut nodes = [node("busy", "h1", 100, 30), node("idle", "h2", 90, 0), node("full", "h3", 0, 0)];
         order(&mut nodes, NodeOrder::PartitionBalance, 10);
         assert_eq!(ids(&nodes), ["idle", "busy", "full"]);
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn continuous_cuts_groups_and_spreads_the_rest() {
+    fn continuous_assignment_spreads_the_remainder() {
         // c = 8 > S = 2 → groups of 4; 11 = one round of 8 and 3 more, of which the first server
         // gets two.
         let placement = plan(PartitionSelection::Continuous, &on_own_hosts(2), shape(11, 1, 8)).unwrap();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn round_goes_on_where_the_last_replica_was() {
+    fn round_robin_continues_after_the_last_replica() {
         let placement = plan(PartitionSelection::Round, &on_own_hosts(3), shape(3, 2, 0)).unwrap();
         let all: Vec<Vec<usize>> = (0..3).map(|k| placement.servers_of(k).collect()).collect();
         assert_eq!(all, [[0, 1], [2, 0], [1, 2]]);
@@ -306,7 +306,7 @@ mod tests {
         }
 
         #[test]
-        fn replicas_are_on_different_hosts_where_there_are_enough(
+        fn replicas_are_on_different_hosts_if_possible(
             hosts in prop::collection::vec(0usize..5, 1..12),
             replicas in 1usize..4,
             ranges in 1usize..60,

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_room_is_left_out_and_said_to_be() {
+    fn details_without_room_are_marked_omitted() {
         let all = Details::take(&mut heartbeat(3), BYTES_MAX);
         assert_eq!((all.disks.len(), all.apps.len(), all.is_cut, all.reserved_bytes), (1, 3, false, 0));
         let room = all.bytes() - 1;
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_entries_cost_no_more_than_they_are_counted() {
+    fn hostile_entries_cost_at_most_their_charge() {
         let mut heartbeat = heartbeat(0);
         heartbeat.application_info = vec![ApplicationInfo::default(); 1 << 17];
         let details = Details::take(&mut heartbeat, BYTES_MAX);

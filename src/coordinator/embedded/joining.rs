@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_of_this_machine_is_named_when_the_networks_have_both_its_addresses() {
+    fn local_worker_is_matched_by_both_its_addresses() {
         for (networks, peer, told, expected) in [
             (&[][..], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
             (&["10.0.0.0/8"], "127.0.0.1", "10.0.0.1", Joins::Unnamed),
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn by_default_workers_of_this_machine_join_and_no_others() {
+    fn only_local_workers_join_by_default() {
         for (peer, told) in [
             ("127.0.0.1", "127.0.0.1"),
             ("::1", "127.0.0.2"),
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_of_another_machine_joins_when_both_its_addresses_are_of_networks_that_are_named() {
+    fn remote_worker_joins_if_both_addresses_are_allowed() {
         let pods_and_services = ["10.244.0.0/16", "10.96.0.0/12"];
         assert!(joins(&pods_and_services, "10.244.3.4", "10.96.1.1"));
         assert!(joins(&["10.0.0.2"], "10.0.0.2", "10.0.0.2") && joins(&["::/0"], "fd00::2", "fd00::2"));
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_refused_is_told_the_key() {
+    fn refusal_to_join_names_the_key() {
         let refused = Joining::new(Vec::new()).check(None, &"é".repeat(1000), None).unwrap_err().to_string();
         assert!(refused.contains("embedded_coordinator.worker_networks") && refused.len() < 250, "{refused}");
     }

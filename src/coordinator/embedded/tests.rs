@@ -106,7 +106,7 @@ async fn replicas_are_on_different_hosts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_netty_client_is_refused_while_there_is_no_tcp_listener() {
+async fn netty_client_is_refused_without_tcp_listener() {
     let coordinator = coordinator(EmbeddedConfig::default());
     coordinator.report(node(1, false)).unwrap();
     assert_eq!(
@@ -129,7 +129,7 @@ async fn a_netty_client_is_refused_while_there_is_no_tcp_listener() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn numbers_that_make_no_sense_are_invalid() {
+async fn nonsensical_numbers_are_invalid() {
     let coordinator = with_nodes(1..2);
     let mut wrong = vec![request(-1, 1, &[]), request(0, 1, &[]), request(1, 0, &[]), request(1, -3, &[])];
     for per_range in [0, -1, i32::MIN] {
@@ -144,7 +144,7 @@ async fn numbers_that_make_no_sense_are_invalid() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n13_a_huge_partition_number_is_refused_before_anything_is_allocated() {
+async fn huge_partition_number_is_refused_before_allocation() {
     let coordinator = with_nodes(1..3);
     for request in [request(i32::MAX, 1, &[]), request(1 << 17, 2, &[]), request(1, i32::MAX, &[])] {
         let answer = assignments(&coordinator, request).await;
@@ -158,7 +158,7 @@ async fn n13_a_huge_partition_number_is_refused_before_anything_is_allocated() {
 
 /// The example of a small worker in the key's documentation.
 #[tokio::test(start_paused = true)]
-async fn an_assignment_that_the_heap_never_has_room_for_is_refused_at_once_by_the_heaps_key() {
+async fn assignment_beyond_the_heap_is_refused_with_its_key() {
     let heap = Heap::new(divide(256_000_000, 2).heap);
     let coordinator = EmbeddedCoordinator::new(EmbeddedConfig::default(), &heap, &Registry::new()).unwrap();
     coordinator.report(node(1, true)).unwrap();
@@ -172,7 +172,7 @@ async fn an_assignment_that_the_heap_never_has_room_for_is_refused_at_once_by_th
 }
 
 #[tokio::test(start_paused = true)]
-async fn n13_assignments_that_are_made_at_once_stay_within_the_heap() {
+async fn concurrent_assignments_stay_within_the_heap() {
     let heap = Heap::new(128 << 20);
     let coordinator = EmbeddedCoordinator::new(EmbeddedConfig::default(), &heap, &Registry::new()).unwrap();
     coordinator.report(node(1, true)).unwrap();
@@ -205,7 +205,7 @@ async fn n13_assignments_that_are_made_at_once_stay_within_the_heap() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn wide_ranges_are_for_the_basic_strategy() {
+async fn wide_ranges_use_the_basic_strategy() {
     let wide = |partitions, per_range| GetShuffleServerRequest {
         partition_num_per_range: per_range,
         ..request(partitions, 1, &[])
@@ -226,7 +226,7 @@ async fn wide_ranges_are_for_the_basic_strategy() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn too_few_nodes_are_told_with_numbers() {
+async fn too_few_nodes_are_reported_with_numbers() {
     let coordinator = with_nodes(1..3);
     let answer = assignments(&coordinator, request(4, 3, &[])).await;
     assert_eq!(answer.status(), StatusCode::InternalError);
@@ -239,7 +239,7 @@ async fn too_few_nodes_are_told_with_numbers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_wanted_number_of_servers_is_used_but_never_fewer_than_replicas() {
+async fn requested_servers_are_at_least_the_replicas() {
     let coordinator = with_nodes(1..13);
     let used = |answer: &proto::GetShuffleAssignmentsResponse| {
         let ids = answer.assignments.iter().flat_map(|a| &a.server).map(|s| s.id.clone());
@@ -255,7 +255,7 @@ async fn the_wanted_number_of_servers_is_used_but_never_fewer_than_replicas() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_second_shuffle_goes_to_the_nodes_that_got_less() {
+async fn second_shuffle_goes_to_less_loaded_nodes() {
     let coordinator = with_nodes(1..3);
     let one_server =
         || GetShuffleServerRequest { assignment_shuffle_server_number: 1, ..request(10, 1, &[]) };
@@ -265,7 +265,7 @@ async fn a_second_shuffle_goes_to_the_nodes_that_got_less() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_silent_node_is_in_no_answer_after_thirty_seconds() {
+async fn silent_node_is_not_assigned_after_thirty_seconds() {
     let coordinator = with_nodes(1..3);
     advance(Duration::from_secs(20)).await;
     coordinator.report(node(2, true)).unwrap();
@@ -280,7 +280,7 @@ async fn a_silent_node_is_in_no_answer_after_thirty_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn node_outlives_pauses_of_the_process() {
+async fn node_expiry_does_not_count_pauses() {
     crate::clock::testing::ticked(async {
         let coordinator = with_nodes(1..3);
         for _ in 0..3 {
@@ -307,7 +307,7 @@ async fn reported(coordinator: &EmbeddedCoordinator) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_own_worker_stays_while_it_reports() {
+async fn own_worker_stays_while_it_reports() {
     let coordinator = coordinator(EmbeddedConfig::default());
     let tasks = Tasks::new();
     let source = ReportSource::new(|| node(1, true));
@@ -327,7 +327,7 @@ async fn the_own_worker_stays_while_it_reports() {
 /// A report sums over all partitions, so only the first one, at the start, is made on a runtime
 /// thread.
 #[tokio::test(start_paused = true)]
-async fn the_own_report_is_made_beside_the_runtime_also_when_it_is_wanted_now() {
+async fn own_report_is_made_off_the_runtime_threads() {
     let coordinator = coordinator(EmbeddedConfig::default());
     let (tasks, here) = (Tasks::new(), std::thread::current().id());
     let made_here = Arc::new(AtomicUsize::new(0));
@@ -348,7 +348,7 @@ async fn the_own_report_is_made_beside_the_runtime_also_when_it_is_wanted_now() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_decommissioning_or_excluded_node_gets_nothing_new() {
+async fn decommissioning_or_excluded_node_gets_no_partitions() {
     let coordinator = with_nodes(1..2);
     let mut leaving = node(1, true);
     leaving.status = ServerStatus::Decommissioning;
@@ -361,7 +361,7 @@ async fn a_decommissioning_or_excluded_node_gets_nothing_new() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn both_conf_calls_give_the_storage_type() {
+async fn both_conf_calls_return_the_storage_type() {
     let coordinator = coordinator(EmbeddedConfig::default());
     let old = coordinator.fetch_client_conf(Request::new(())).await.unwrap().into_inner();
     let new = coordinator.fetch_client_conf_v2(Request::new(Default::default())).await.unwrap().into_inner();
@@ -401,7 +401,7 @@ async fn remote_storage_is_empty_or_sticky() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn apps_are_taken_unknown_or_not_and_validated() {
+async fn known_and_unknown_apps_are_accepted_if_valid() {
     let coordinator = coordinator(EmbeddedConfig::default());
     let heartbeat = async |app: &str| {
         let request = proto::AppHeartBeatRequest { app_id: app.to_owned() };
@@ -421,7 +421,7 @@ async fn apps_are_taken_unknown_or_not_and_validated() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_remaining_calls_answer_as_in_java() {
+async fn remaining_calls_respond_as_in_java() {
     let coordinator = coordinator(EmbeddedConfig::default());
     let report = coordinator.report_client_operation(Request::new(Default::default())).await.unwrap();
     assert_eq!(report.into_inner().status(), StatusCode::Success);
@@ -442,7 +442,7 @@ async fn beat_from(coordinator: &EmbeddedCoordinator, peer: [u8; 4]) -> (StatusC
 }
 
 #[tokio::test(start_paused = true)]
-async fn f11_workers_of_networks_that_are_not_named_do_not_join() {
+async fn workers_outside_the_allowed_networks_do_not_join() {
     let closed = with_nodes(1..2);
     for peer in [[127, 0, 0, 1], [10, 0, 0, 3]] {
         let (status, text) = beat_from(&closed, peer).await;

@@ -89,7 +89,7 @@ fn begin_hourly(coordinators: Vec<CoordinatorAddress>, source: &ReportSource, ta
 }
 
 #[tokio::test]
-async fn slow_refusing_and_half_open_coordinators_delay_no_other() {
+async fn failing_coordinators_do_not_delay_others() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (silent_socket, silent) = bound();
     // The kernel accepts and no process reads, so the call hangs until its deadline.
@@ -111,7 +111,7 @@ async fn slow_refusing_and_half_open_coordinators_delay_no_other() {
 }
 
 #[tokio::test]
-async fn a_silent_coordinator_is_down_after_the_deadline_and_told_once() {
+async fn silent_coordinator_is_reported_down_once() {
     let log = CapturedLog::of_this_thread();
     let tasks = Tasks::new();
     let (socket, silent) = bound();
@@ -129,7 +129,7 @@ async fn a_silent_coordinator_is_down_after_the_deadline_and_told_once() {
 }
 
 #[tokio::test]
-async fn a_coordinator_that_comes_late_is_found_and_found_again() {
+async fn late_coordinator_is_found_and_found_again() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (socket, address) = bound();
     let heartbeats = begin(vec![address], a_node(), &tasks);
@@ -152,7 +152,7 @@ async fn a_coordinator_that_comes_late_is_found_and_found_again() {
 }
 
 #[tokio::test]
-async fn a_refusal_with_a_status_is_down_with_its_text() {
+async fn refusing_coordinator_is_down_with_its_text() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (socket, address) = bound();
     serve(listening(socket), &[], &doubles);
@@ -165,7 +165,7 @@ async fn a_refusal_with_a_status_is_down_with_its_text() {
 }
 
 #[tokio::test]
-async fn a_change_is_told_at_once_when_asked() {
+async fn change_triggers_an_immediate_heartbeat() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (socket, address) = bound();
     let coordinator = serve(listening(socket), &[], &doubles);
@@ -188,7 +188,7 @@ async fn a_change_is_told_at_once_when_asked() {
 
 /// A report sums over all partitions, so it is not made on a runtime thread.
 #[tokio::test]
-async fn a_report_is_made_beside_the_runtime() {
+async fn report_is_made_off_the_runtime_threads() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (socket, address) = bound();
     serve(listening(socket), &[], &doubles);
@@ -205,7 +205,7 @@ async fn a_report_is_made_beside_the_runtime() {
 }
 
 #[tokio::test]
-async fn heartbeats_go_on_without_their_handle_and_end_on_cancel() {
+async fn heartbeats_continue_without_handle_until_cancelled() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (socket, address) = bound();
     serve(listening(socket), &[], &doubles);
@@ -240,7 +240,7 @@ fn addresses_are_host_and_port() {
 }
 
 #[test]
-fn causes_are_told_and_long_texts_are_cut() {
+fn causes_are_reported_and_long_texts_truncated() {
     #[derive(Debug, thiserror::Error)]
     #[error("outer")]
     struct Outer(#[source] std::io::Error);

@@ -143,7 +143,7 @@ proptest! {
 
     /// Whichever directories are away in turn: what is not refused is complete.
     #[test]
-    fn what_is_proven_is_complete_whichever_directories_are_away(lives in (1usize..=5).prop_flat_map(lives)) {
+    fn proven_results_are_complete_without_any_directory(lives in (1usize..=5).prop_flat_map(lives)) {
         let mut fixture = Fixture::of(5);
         for (here, shuffles) in lives {
             fixture.live(&here, &shuffles);
@@ -169,7 +169,7 @@ fn two_copies(records: [(u64, Option<bool>); 2]) -> Vec<Present> {
 }
 
 #[test]
-fn one_damaged_copy_is_made_good_by_the_other_and_two_are_not() {
+fn one_damaged_copy_is_repaired_and_two_are_not() {
     let proven = |records| judge(&two_copies(records), None).gap.is_none();
     assert!(proven([(9, None), (9, None)]));
     assert!(proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]), "in the middle");
@@ -199,7 +199,7 @@ fn one_damaged_copy_is_made_good_by_the_other_and_two_are_not() {
 }
 
 #[test]
-fn a_lone_directory_of_two_is_not_believed_until_the_other_is_back() {
+fn single_directory_of_two_waits_for_the_other() {
     let mut fixture = Fixture::of(2);
     fixture.live(&[0, 1], &[1]);
     let judged = judge(&fixture.see(&[0]), None);
@@ -216,7 +216,7 @@ fn a_lone_directory_of_two_is_not_believed_until_the_other_is_back() {
 
 /// A directory that went on alone, and cannot be read at the next start.
 #[test]
-fn what_cannot_be_read_is_awaited_and_what_is_damaged_is_gone_for_good() {
+fn unreadable_copies_are_awaited_and_damaged_ones_not() {
     let mut fixture = Fixture::of(2);
     fixture.live(&[0, 1], &[1]);
     fixture.live(&[1], &[1]);
@@ -232,7 +232,7 @@ fn what_cannot_be_read_is_awaited_and_what_is_damaged_is_gone_for_good() {
 }
 
 #[test]
-fn a_directory_that_was_away_for_hundreds_of_starts_is_still_followed() {
+fn directory_is_followed_after_hundreds_of_absent_starts() {
     for (all, rest) in [(2, vec![0]), (3, vec![0, 1])] {
         let mut fixture = Fixture::of(all);
         let every: Vec<usize> = (0..all).collect();
@@ -247,7 +247,7 @@ fn a_directory_that_was_away_for_hundreds_of_starts_is_still_followed() {
 
 /// The process before holds the directory that is away, and says that nothing newer is there.
 #[test]
-fn d5_the_word_of_the_process_before_is_proof_of_its_own_epoch_and_of_no_other() {
+fn hand_off_proves_only_its_own_epoch() {
     let mut fixture = Fixture::of(2);
     fixture.live(&[0, 1], &[1]);
     let said = |fixture: &Fixture, without: usize| {
@@ -267,7 +267,7 @@ fn d5_the_word_of_the_process_before_is_proof_of_its_own_epoch_and_of_no_other()
 }
 
 #[test]
-fn of_three_a_majority_is_proof_and_one_acknowledges_nothing() {
+fn majority_of_three_is_proof_and_one_is_not() {
     let mut fixture = Fixture::of(3);
     fixture.live(&[0, 1, 2], &[1]);
     assert!(judge(&fixture.see(&[0, 2]), None).gap.is_none());

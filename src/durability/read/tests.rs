@@ -19,7 +19,7 @@ impl Health for Sound {
 }
 
 #[tokio::test]
-async fn records_of_two_generations_of_an_epoch_are_all_read() {
+async fn records_of_both_generations_are_read() {
     let health: Arc<dyn Health> = Arc::new(Sound);
     let disk = MemoryDisk::new("/d", None);
     let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));

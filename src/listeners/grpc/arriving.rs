@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn f6_who_waits_for_a_turn_and_goes_leaves_nothing_and_another_application_has_one() {
+    async fn cancelled_waiter_releases_its_place() {
         let lines = Lines::new(8 << 20);
         let (flood, honest) = (first_of("flood"), first_of("honest"));
         let mut held = Vec::new();
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn f6_the_line_is_bounded_by_what_those_hold_that_wait_and_ends_with_patience() {
+    async fn queue_is_bounded_by_held_bytes_and_timeout() {
         let lines = Lines::new(8 << 20);
         let mut first = first_of("app-1");
         let held: Vec<_> = std::iter::from_fn(|| lines.turn(LENGTH, &first, WAIT).now_or_never()).collect();
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn the_application_of_a_large_request_is_in_its_first_bytes() {
+    fn large_request_names_its_application_first() {
         let first = first_of("app-1");
         assert_eq!(app_of(&[&first, &b"\x10\x03"[..]].concat()), AppId::parse("app-1").ok());
         for cut in 0..first.len() {

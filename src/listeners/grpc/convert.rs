@@ -104,7 +104,7 @@ mod tests {
     const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
     #[test]
-    fn a_registration_keeps_every_field() {
+    fn registration_keeps_every_field() {
         let remote = proto::RemoteStorage {
             path: "hdfs://n/uniffle".into(),
             remote_storage_conf: vec![proto::RemoteStorageConfItem {
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn n24_only_a_number_above_zero_is_a_number_of_writers() {
+    fn only_positive_writer_counts_are_valid() {
         for (sent, expected) in [(2, Some(2)), (1, Some(1)), (0, None), (-1, None), (i32::MIN, None)] {
             let mut request = ShuffleRegisterRequest {
                 remote_storage: Some(proto::RemoteStorage {

@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn the_frames_of_one_poll_are_one_write() {
+    fn frames_of_one_poll_are_one_write() {
         let buffers = Arc::new(Buffers::default());
         let (stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers, 1);
         let frames = frames(&[50, 16_393, 16_393, 16_393, 100]);
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_without_a_buffer_writes_through() {
+    fn connection_without_a_buffer_writes_through() {
         let buffers = Arc::new(Buffers::default());
         let taken: Vec<_> = std::iter::from_fn(|| buffers.take()).collect();
         let most = SIZES.map(|(_, most)| most);
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_broke_wakes_the_connection_which_is_told_by_its_next_write() {
+    fn broken_socket_wakes_the_connection_and_fails_its_write() {
         let buffers = Arc::new(Buffers::default());
         let socket = Socket { is_broken: true, ..Socket::taking(vec![usize::MAX]) };
         let (stream, gathering) = gathered(socket, &buffers, 1);
@@ -508,7 +508,7 @@ mod tests {
     proptest! {
         /// However much the socket takes at a time, and where it takes nothing.
         #[test]
-        fn every_byte_goes_out_in_order_and_once(
+        fn bytes_are_written_once_and_in_order(
             lengths in prop::collection::vec(prop_oneof![1usize..100, Just(16_393), 250_000usize..600_000], 1..12),
             takes in prop::collection::vec(prop_oneof![Just(0usize), 1000usize..20_000, Just(usize::MAX)], 1..6),
         ) {

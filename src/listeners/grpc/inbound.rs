@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn messages_are_read_however_they_are_cut() {
+    async fn messages_are_read_in_any_pieces() {
         for app_id in ["app-1".to_owned(), "a".repeat(3000)] {
             let request = proto::AppHeartBeatRequest { app_id };
             for cut in [1, 2, 3, 4, 5, 6, 7, 11, 19, 2999, 4000] {
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n2_a_request_that_pauses_gives_way_to_one_that_waits_and_only_then() {
+    async fn paused_request_is_evicted_only_for_a_waiting_one() {
         let heap = heap();
         let requests = RequestHeap::new(&heap, WAIT);
         let most = u32::try_from(heap.of(HeapKind::Requests).capacity()).unwrap();
@@ -384,7 +384,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     #[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
-    async fn n2_unfinished_requests_of_all_connections_stay_within_the_heap() {
+    async fn unfinished_requests_stay_within_the_heap() {
         let heap = heap();
         let requests = RequestHeap::new(&heap, WAIT);
         let most = heap.of(HeapKind::Requests).capacity();
@@ -435,7 +435,7 @@ mod tests {
 
     /// Reports come together when the map tasks of a stage end.
     #[tokio::test(start_paused = true)]
-    async fn f6_large_reports_that_come_at_once_wait_for_their_turn_and_are_all_read() {
+    async fn concurrent_large_reports_are_read_in_turn() {
         let heap = heap();
         let requests = RequestHeap::new(&heap, WAIT);
         let pieces = framed(&report_of("app-1", 20_000), 16 << 10);
@@ -457,7 +457,7 @@ mod tests {
 
     /// Waited 10 s for what it held itself, and was told to try again.
     #[tokio::test(start_paused = true)]
-    async fn a_request_that_never_fits_beside_its_message_is_refused_at_once_by_the_heaps_key() {
+    async fn request_beyond_the_heap_is_refused_with_its_key() {
         let heap = heap();
         let inbound = RequestHeap::new(&heap, WAIT).of_connection();
         let most = inbound.budget.most();
@@ -486,7 +486,7 @@ mod tests {
 
     /// A byte now and then keeps no place from others.
     #[tokio::test(start_paused = true)]
-    async fn f6_a_large_request_that_trickles_gives_way_to_those_that_wait() {
+    async fn slow_large_request_is_evicted_for_waiting_ones() {
         let heap = heap();
         let requests = RequestHeap::new(&heap, WAIT);
         let mut trickling = std::pin::pin!(async {
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_waits_for_heap_and_goes_on() {
+    async fn request_waits_for_heap_and_continues() {
         let heap = heap();
         let inbound = RequestHeap::new(&heap, WAIT).of_connection();
         let held = heap.of(HeapKind::Requests).try_charge(heap.of(HeapKind::Requests).free()).unwrap();

@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn payload_reaches_the_sink_however_frames_are_cut() {
+    async fn payload_reaches_the_sink_in_any_frames() {
         for cut in [1, 3, 7, 64, 1000, 4000] {
             let mut sink = Counter { allowed: 2, bytes: 0, needed: 0 };
             let summary = receive_into(&mut sink, framed(&request(), cut)).await.unwrap();
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_that_ends_early_or_goes_on_is_refused() {
+    async fn body_of_wrong_length_is_refused() {
         let mut pieces = framed(&request(), 100);
         pieces.push(Bytes::from_static(b"more"));
         let result = receive_into(&mut Counter { allowed: 2, bytes: 0, needed: 0 }, pieces.clone()).await;
@@ -275,14 +275,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_sinks_refusal_ends_the_reading() {
+    async fn refusal_by_the_sink_ends_the_read() {
         let mut sink = Counter { allowed: 1, bytes: 0, needed: 0 };
         assert_eq!(receive_into(&mut sink, framed(&request(), 10)).await, Err(Refused::Sink));
         assert_eq!(sink.bytes, 1000);
     }
 
     #[tokio::test]
-    async fn send_that_must_not_wait_ends_when_no_frame_is_there() {
+    async fn non_waiting_send_ends_without_a_frame() {
         let all = framed(&request(), 1000);
         for (needed, waits) in [(1000, false), (900, true)] {
             let (sender, receiver) = futures::channel::mpsc::unbounded();
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_follows_an_early_answer_is_read_and_thrown_away_in_bounds() {
+    async fn data_after_early_response_is_discarded_up_to_a_limit() {
         let tasks = Tasks::new();
         let (sender, receiver) = futures::channel::mpsc::unbounded();
         let frames = futures::StreamExt::map(receiver, |data| {

@@ -162,7 +162,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn small_answers_carry_message_and_status() {
+    async fn small_responses_carry_message_and_status() {
         let answer = proto::SendShuffleDataResponse { status: 6, ret_msg: "no".into() };
         let collected = respond_message(&answer).into_body().collect().await.unwrap();
         assert_eq!(collected.trailers().unwrap()["grpc-status"], "0");

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn calls_are_counted_while_they_last_and_for_ever() {
+    async fn calls_are_counted_in_gauge_and_total() {
         let registry = Registry::new();
         let metrics = GrpcMetrics::new(&registry).unwrap();
         let call = metrics.begin(super::super::methods::SEND_SHUFFLE_DATA);

@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_answer_that_is_taken_lives_however_long_it_takes() {
+    async fn read_response_has_no_total_deadline() {
         let began = Instant::now();
         assert!(
             bounded(
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn call_outlives_a_pause_of_the_process() {
+    async fn call_survives_a_pause_of_the_process() {
         crate::clock::testing::ticked(async {
             let call = bounded(DEADLINES, Tails::new(DEADLINES.answer), || true, async {
                 of_this_call().unwrap().answers();
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_answer_of_which_a_byte_is_taken_now_and_then_does_not() {
+    async fn response_read_in_single_bytes_times_out() {
         let began = Instant::now();
         assert!(
             !bounded(
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_call_without_an_answer_ends_too() {
+    async fn call_without_response_ends() {
         let began = Instant::now();
         assert!(!bounded(DEADLINES, Tails::new(DEADLINES.answer), || true, std::future::pending()).await);
         assert_eq!(began.elapsed().as_secs(), 110);
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n3_each_frame_of_a_request_has_its_own_time() {
+    async fn each_frame_of_a_request_has_its_own_deadline() {
         assert_eq!(receives(4, 20).await, (Ok(20), 84));
         assert_eq!(receives(6, 20).await, (Err(tonic::Code::DeadlineExceeded), 5));
         assert_eq!(receives(0, 1000).await, (Ok(1000), 0));
@@ -463,14 +463,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n8_an_answer_of_which_nothing_is_taken_gives_way_to_others_that_wait() {
+    async fn unread_response_is_dropped_for_waiting_requests() {
         assert_eq!(lives(true, false).await, 17);
         assert_eq!(lives(false, false).await, 107);
         assert_eq!(lives(true, true).await, 107, "the disk is not the caller's");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n8_the_end_of_an_answer_that_is_not_taken_gives_way_to_others_that_wait() {
+    async fn unread_response_end_is_dropped_for_waiting_requests() {
         let places = crate::listeners::places::Places::new(1);
         let (held, _) = places.take([127, 0, 0, 1].into(), crate::listeners::places::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
@@ -489,7 +489,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n8_a_connection_that_was_idle_has_time_to_take_its_first_answer() {
+    async fn idle_connection_gets_time_for_its_first_response() {
         let places = crate::listeners::places::Places::new(1);
         let (held, _) = places.take([127, 0, 0, 1].into(), crate::listeners::places::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n8_the_end_of_an_answer_has_its_deadline_too() {
+    async fn end_of_response_has_a_deadline() {
         let tails = Tails::new(DEADLINES.answer);
         let began = Instant::now();
         // Ends that are taken, in every period, keep the connection.

@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn memory_answers_are_what_prost_reads() {
+    async fn memory_responses_decode_with_prost() {
         let lengths = [3, 5000, 10, 9000];
         let pieces: Vec<_> = lengths.iter().map(|length| Bytes::from(vec![7; *length as usize])).collect();
         let blocks = blocks(&lengths);
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_empty_memory_answer_says_whether_it_is_the_end() {
+    async fn empty_memory_response_marks_the_end() {
         for is_end in [false, true] {
             let head = Head::memory(&[], "", is_end);
             let (bytes, status, _) = read(from_memory(head, 2, (0, Vec::new()), false, ()).unwrap()).await;
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn pieces_that_are_not_the_announced_length_are_refused() {
+    async fn pieces_of_wrong_length_are_refused() {
         assert!(
             from_memory(Head::local_data("OK"), 1, (4, vec![Bytes::from_static(b"abc")]), true, ()).is_err()
         );
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn streamed_answers_are_what_prost_reads() {
+    async fn streamed_responses_decode_with_prost() {
         let chunks = script([Ok("abc"), Ok("de")]);
         let (bytes, status, _) =
             read(from_chunks(Head::local_index("OK", 77), 1, 5, chunks, ()).unwrap()).await;
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_streamed_answer_that_breaks_ends_with_an_error_status() {
+    async fn broken_stream_ends_with_an_error_status() {
         let broken = [script([Ok("abc")]), script([Ok("abc"), Err("disk")]), script([Ok("abc"), Ok("def")])];
         for chunks in broken {
             let (bytes, status, _) =

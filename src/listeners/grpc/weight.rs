@@ -78,7 +78,7 @@ mod tests {
 
     /// Lists of empty messages take thirty times their bytes.
     #[test]
-    fn what_a_message_takes_is_known_before_it_is_made() {
+    fn heap_of_a_message_is_known_before_decoding() {
         let partition = |ids: Vec<i64>| proto::PartitionToBlockIds { partition_id: 0, block_ids: ids };
         let weight_of = |partitions: Vec<proto::PartitionToBlockIds>| {
             let request = proto::ReportShuffleResultRequest {

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn absurd_parameters_are_refused_by_name() {
+    fn absurd_parameters_are_refused_with_their_name() {
         let long = format!("seconds={}", "9".repeat(8000));
         let cases = [
             ("seconds=0", "seconds=0: a whole number from 1 to 300"),
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn n12_one_profile_or_dump_is_made_at_a_time() {
+    async fn one_profile_or_dump_runs_at_a_time() {
         let profiles = Profiles { running: Tasks::new(), turns: Turns::new(), stacks: Turns::new() };
         let dump = async || task_dump(State(profiles.clone())).await.status();
         for turns in [&profiles.turns, &profiles.stacks] {

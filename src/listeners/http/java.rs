@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_have_javas_shape() {
+    fn samples_have_the_java_shape() {
         let registry = Registry::new();
         let used = IntGaugeVec::new(Opts::new("used", "help"), &["root"]).unwrap();
         used.with_label_values(&["/a\"b"]).set(7);
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_says_the_type() {
+    fn metric_name_determines_the_type() {
         assert_eq!(Kind::of("grpc_open"), Kind::Grpc);
         assert_eq!(Kind::of("netty_active_connection"), Kind::Netty);
         assert_eq!(Kind::of("urpc_connection_number"), Kind::Netty);

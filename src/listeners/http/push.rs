@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_prefix_is_kept_and_labels_follow() {
+    fn path_prefix_precedes_labels() {
         let labels = BTreeMap::from([("env".to_owned(), "test".to_owned())]);
         let gateway = |text| Endpoint::parse(text).unwrap();
         let path = group_path(&gateway("http://proxy/pushgateway/"), &labels, "10.0.0.1-21100");

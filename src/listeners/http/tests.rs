@@ -160,7 +160,7 @@ async fn metrics_are_refreshed_and_gathered() {
 }
 
 #[tokio::test]
-async fn n26_javas_paths_are_answered_in_its_shapes() {
+async fn java_paths_are_served_in_java_shapes() {
     let listener = listener().await;
     for (path, names) in [
         ("/metrics/server", &["refreshed", "http_connection_number"][..]),
@@ -194,7 +194,7 @@ async fn n26_javas_paths_are_answered_in_its_shapes() {
 }
 
 #[tokio::test]
-async fn an_ordinary_client_is_answered() {
+async fn ordinary_client_is_served() {
     let listener = listener().await;
     let answer = reqwest::get(format!("http://{}/", listener.address)).await.unwrap();
     assert_eq!(answer.status(), 200);
@@ -204,7 +204,7 @@ async fn an_ordinary_client_is_answered() {
 }
 
 #[tokio::test]
-async fn ready_says_why_not_and_live_does_not_care() {
+async fn readiness_gives_a_reason_and_liveness_ignores_it() {
     let listener = listener().await;
     assert!(listener.ask("/health/ready").await.0.starts_with("HTTP/1.1 200"));
     listener.is_ready.store(false, Ordering::Relaxed);
@@ -239,7 +239,7 @@ async fn long_urls_and_many_headers_are_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n12_slow_clients_do_not_keep_the_health_checks_out() {
+async fn slow_clients_do_not_block_health_checks() {
     let listener = listener().await;
     let before = tokio::time::Instant::now();
     let mut slow = Vec::new();
@@ -280,7 +280,7 @@ async fn cancelling_does_not_wait_for_slow_clients() {
 }
 
 #[test]
-fn readiness_says_whose_results_are_refused() {
+fn readiness_lists_apps_with_refused_results() {
     assert_eq!(said_ready(&Incompleteness::default(), &[]), "ready\n");
     let risks = ["data is at risk".to_owned()];
     assert_eq!(said_ready(&Incompleteness::default(), &risks), "ready\ndata is at risk\n");
@@ -293,7 +293,7 @@ fn readiness_says_whose_results_are_refused() {
 }
 
 #[tokio::test]
-async fn what_is_pushed_is_gathered_beside_the_runtime() {
+async fn pushed_metrics_are_gathered_off_the_runtime_threads() {
     let ((registry, node), tasks) = (node(), Tasks::new());
     let gateway = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = Endpoint::parse(&format!("http://{}", gateway.local_addr().unwrap())).unwrap();
@@ -307,7 +307,7 @@ async fn what_is_pushed_is_gathered_beside_the_runtime() {
 }
 
 #[tokio::test]
-async fn losses_are_gathered_beside_the_runtime() {
+async fn losses_are_gathered_off_the_runtime_threads() {
     let listener = listener().await;
     assert!(listener.ask("/losses").await.0.starts_with("HTTP/1.1 200"));
     listener.close().await;

@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn n8_a_reply_of_which_next_to_nothing_is_taken_gives_way_to_others_that_wait() {
+    async fn slowly_read_reply_is_dropped_for_waiting_requests() {
         assert_eq!(lives(true, false, 0).await, 10);
         assert_eq!(lives(true, false, 100).await, 10);
         assert_eq!(lives(true, false, 8 << 10).await, 100, "it gets on, if slowly");
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn reply_that_is_taken_slowly_ends_when_the_listener_closes() {
+    async fn slowly_read_reply_ends_when_the_listener_closes() {
         assert_eq!(lives(false, true, 8 << 10).await, 1);
     }
 }

@@ -78,7 +78,7 @@ mod tests {
     const SETTINGS: &str = "always within_size advise [never] deny force\n";
 
     #[test]
-    fn a_mount_gives_huge_pages_by_its_own_option() {
+    fn mount_option_enables_huge_pages() {
         let is_given = |at: &str, settings: &str| of_mount(Path::new(at), settings, MOUNTS).is_ok();
         assert!(is_given("/memory/worker", SETTINGS) && is_given("/memory", SETTINGS), "the last of two");
         assert!(!is_given("/dev/shm/worker", SETTINGS) && !is_given("/memories", SETTINGS));
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_s_setting_is_that_in_brackets() {
+    fn bracketed_value_is_the_machine_setting() {
         let is_given = |settings: &str| of_setting(SHMEM, settings).is_ok();
         assert!(is_given("always [madvise] never") && is_given("[always] madvise never"));
         assert!(!is_given(SETTINGS) && !is_given("always [deny]") && !is_given(""));

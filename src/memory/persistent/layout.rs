@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_is_what_it_was_or_damaged() {
+    fn header_round_trips_or_is_damaged() {
         let words = header().encode();
         assert_eq!(Header::decode(&words), Ok(Some(header())));
         assert_eq!(Header::decode(&words[..5]), Ok(None));
@@ -413,7 +413,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_row_is_what_it_was_in_its_place_only(row in row(), at in any::<u32>(), bit in 0usize..512) {
+        fn row_is_valid_only_at_its_place(row in row(), at in any::<u32>(), bit in 0usize..512) {
             let words = row.encode(at);
             prop_assert_eq!(Row::decode(&words, at), Some(row));
             prop_assert_eq!(Row::decode(&words, at ^ 1), None);
@@ -424,7 +424,7 @@ mod tests {
         }
 
         #[test]
-        fn anything_is_decoded_without_a_panic(words in any::<[u64; NAME_WORDS]>(), tag in 0usize..3) {
+        fn arbitrary_bytes_are_decoded_without_panic(words in any::<[u64; NAME_WORDS]>(), tag in 0usize..3) {
             let mut words = words;
             let rest = words[1..].to_vec();
             words[0] = commit_word([NAME_TAG, ROW_TAG, PIECES_TAG][tag], &rest, 7);
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_pieces_are_what_they_were() {
+    fn names_and_segments_round_trip() {
         let key = ShuffleKey::new(AppId::parse(&"a".repeat(APP_ID_BYTES_MAX)).unwrap(), ShuffleId(-3));
         let name = Name(key);
         assert_eq!(Name::decode(&name.encode(9), 9), Some(name.clone()));

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_process_used_is_taken_where_there_are_pages() {
+    fn used_slots_with_pages_are_recovered() {
         let mut found = places(500, 200);
         assert_eq!((found.with_pages(), found.mark(), found.taken), (vec![0, 2], 256, 128));
         assert!(found.has_pages(0) && !found.has_pages(64) && found.has_pages(128) && !found.has_pages(192));
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn all_places_are_given_and_the_last_chunk_may_be_short() {
+    fn all_slots_are_allocated_with_a_short_last_chunk() {
         let mut places = places(100, 0);
         while let Some(chunk) = places.next_chunk() {
             places.open(chunk);
@@ -209,7 +209,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn places_follow_a_set(steps in prop::collection::vec((any::<bool>(), any::<prop::sample::Index>()), 1..400)) {
+        fn slots_follow_a_set(steps in prop::collection::vec((any::<bool>(), any::<prop::sample::Index>()), 1..400)) {
             let mut places = places(300, 0);
             let mut taken = BTreeSet::new();
             for (takes, index) in steps {

@@ -477,7 +477,7 @@ proptest! {
     #![proptest_config(ProptestConfig { max_shrink_iters: 100, ..ProptestConfig::with_cases(cases()) })]
 
     #[test]
-    fn whatever_store_a_process_dies_at_the_next_finds_what_was_committed(steps in steps()) {
+    fn committed_blocks_survive_a_crash_at_any_store(steps in steps()) {
         let mut fixture = Fixture::new();
         for step in steps {
             fixture.step(step);
@@ -487,7 +487,7 @@ proptest! {
 
     /// Bits of names, rows and segments that are not what was stored: nothing but blocks is lost, and nothing panics.
     #[test]
-    fn a_damaged_region_is_taken_without_a_panic(bits in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 1..40)) {
+    fn damaged_region_is_opened_without_panic(bits in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 1..40)) {
         let mut fixture = Fixture::new();
         for (shuffle, partition) in [(0, 0), (0, 1), (1, 0)] {
             let ids = fixture.ids(&[100, 80_000, 5000, 30_000]);

@@ -22,7 +22,7 @@ fn frozen(segment: &mut Segment, bytes: &[u8]) -> Slice {
 }
 
 #[test]
-fn what_is_written_is_read_and_the_memory_returns_with_its_last_reader() {
+fn memory_is_freed_with_its_last_reader() {
     let (region, budget) = region();
     let mut segment = segment(&region, &budget, 4096);
     let slice = frozen(&mut segment, b"hello");
@@ -36,7 +36,7 @@ fn what_is_written_is_read_and_the_memory_returns_with_its_last_reader() {
 }
 
 #[test]
-fn a_full_region_gives_the_charge_back() {
+fn full_region_returns_the_charge() {
     let (region, _) = region();
     let budget = Budget::new(8 << 20);
     let all = segment(&region, &budget, SEGMENT_BYTES_MAX);
@@ -47,7 +47,7 @@ fn a_full_region_gives_the_charge_back() {
 }
 
 #[test]
-fn writes_stop_at_the_end_of_the_range_and_stay_out_of_the_neighbours() {
+fn writes_stay_within_their_range() {
     let (region, budget) = region();
     let mut segment = segment(&region, &budget, 4096);
     let mut left = segment.fill(4).unwrap();
@@ -84,7 +84,7 @@ fn only_absorbed_ranges_are_readable_whatever_their_order() {
 }
 
 #[test]
-fn an_aborted_fill_leaves_zeroes_that_can_not_be_read() {
+fn aborted_fill_leaves_unreadable_zeroes() {
     let (region, budget) = region();
     let mut first = segment(&region, &budget, 4096);
     let mut fill = first.fill(4096).unwrap();
@@ -113,7 +113,7 @@ fn padding_is_zero_and_readable_over_old_content() {
 }
 
 #[test]
-fn a_prefix_is_frozen_and_the_rest_forgotten() {
+fn prefix_is_frozen_and_the_rest_discarded() {
     let (region, budget) = region();
     let mut first = segment(&region, &budget, 4096);
     let mut fill = first.fill(4096).unwrap();
@@ -129,7 +129,7 @@ fn a_prefix_is_frozen_and_the_rest_forgotten() {
 
 #[test]
 #[should_panic(expected = "a slice of another segment")]
-fn a_foreign_slice_is_not_absorbed() {
+fn foreign_slice_is_not_absorbed() {
     let (region, budget) = region();
     let mut one = segment(&region, &budget, 4096);
     let mut other = segment(&region, &budget, 4096);
@@ -181,7 +181,7 @@ fn memory_is_free_before_its_charge_is() {
 }
 
 #[test]
-fn what_is_discarded_reads_as_zeroes_and_is_used_again() {
+fn discarded_memory_reads_as_zeroes_and_is_reused() {
     let (region, budget) = region();
     let mut first = segment(&region, &budget, 8192);
     drop(frozen(&mut first, b"secret"));
@@ -194,7 +194,7 @@ fn what_is_discarded_reads_as_zeroes_and_is_used_again() {
 }
 
 #[test]
-fn a_claimed_segment_shows_adopted_ranges_only() {
+fn claimed_segment_shows_adopted_ranges_only() {
     let (region, budget) = region();
     let mut first = segment(&region, &budget, 8192);
     drop(frozen(&mut first, b"abcdefgh"));
@@ -217,7 +217,7 @@ fn a_claimed_segment_shows_adopted_ranges_only() {
 /// Also for those who hold it.
 #[cfg(not(miri))]
 #[test]
-fn what_is_in_a_file_stays_when_its_pages_are_unlinked() {
+fn file_content_survives_unlinked_pages() {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     let bytes = Region::bytes_of(40 << 20).unwrap();
     file.set_len(bytes).unwrap();

@@ -40,7 +40,7 @@ async fn read(fixture: &Fixture, connection: &ReadingOfConnection, took: Duratio
 }
 
 #[tokio::test(start_paused = true)]
-async fn n8_a_slow_reader_pins_less_of_the_region_at_a_time_and_a_fast_one_gets_all_it_asks_for() {
+async fn slow_reader_pins_less_memory_than_a_fast_one() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     fixture.fill(3, BLOCK * BLOCKS);
     let (slow, fast) =
@@ -63,7 +63,7 @@ async fn n8_a_slow_reader_pins_less_of_the_region_at_a_time_and_a_fast_one_gets_
 }
 
 #[tokio::test(start_paused = true)]
-async fn f10_only_a_filter_over_many_blocks_of_a_partition_is_asked_aside() {
+async fn only_large_filters_run_in_the_blocking_pool() {
     fn asked<'a>(app: &'a str, partition: i32, task_filter: Option<&'static [u8]>) -> MemoryReadRequest<'a> {
         MemoryReadRequest {
             app,

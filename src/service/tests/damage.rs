@@ -112,7 +112,7 @@ impl Fixture {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_page_cache_did_not_bring_to_its_disk_is_named_and_not_read_as_zeros() {
+async fn unwritten_page_cache_data_is_lost_and_not_zeros() {
     let fixture = Fixture::over_a_disk_that_takes_no_page().await;
     fixture.two_blocks((LONG, Released::default())).await;
     let text = fixture.until_named().await;
@@ -124,7 +124,7 @@ async fn what_the_page_cache_did_not_bring_to_its_disk_is_named_and_not_read_as_
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_page_cache_did_not_bring_to_its_disk_while_memory_had_it_is_named() {
+async fn unwritten_page_cache_data_is_lost_after_release() {
     let mut fixture = Fixture::over_a_disk_that_takes_no_page().await;
     fixture.send(PARTITION, BLOCK as usize).unwrap();
     let (in_memory, released) = InMemory::begin();
@@ -140,7 +140,7 @@ async fn what_the_page_cache_did_not_bring_to_its_disk_while_memory_had_it_is_na
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_is_found_damaged_while_it_is_moved_is_named_to_readers() {
+async fn damage_found_during_a_move_is_reported_to_readers() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     fixture.two_blocks(Default::default()).await;
     fixture.find_damage().await;
@@ -151,7 +151,7 @@ async fn a_block_that_is_found_damaged_while_it_is_moved_is_named_to_readers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_is_found_damaged_while_its_report_is_written_down_is_named() {
+async fn damage_found_during_a_report_is_recorded() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let shuffle = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
     shuffle.write(batch(0, Default::default())).await.unwrap();
@@ -180,7 +180,7 @@ async fn a_block_that_is_found_damaged_while_its_report_is_written_down_is_named
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_is_committed_while_a_count_begins_is_counted_again() {
+async fn block_committed_during_a_count_is_recounted() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let (shuffle, lifecycle) = (fixture.shuffle(), &fixture.service.lifecycle);
     lifecycle.verifier.suspect(&shuffle, PartitionId(PARTITION), "a disk has failed");

@@ -64,7 +64,7 @@ async fn stop(fixture: Fixture, apps: &[String]) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n9_an_honest_app_gets_memory_within_a_second_while_another_takes_every_ticket() {
+async fn honest_app_gets_memory_beside_a_greedy_one() {
     let floods = ["flood".to_owned()];
     let fixture = fixture_with(&floods).await;
     flood_for(&fixture, &floods, 40).await;
@@ -94,7 +94,7 @@ async fn n9_an_honest_app_gets_memory_within_a_second_while_another_takes_every_
 }
 
 #[tokio::test(start_paused = true)]
-async fn n9_nine_floods_leave_an_honest_app_its_share_and_share_the_rest() {
+async fn nine_greedy_apps_leave_an_honest_app_its_share() {
     let floods: Vec<String> = (0..9).map(|n| format!("flood-{n}")).collect();
     let fixture = fixture_with(&floods).await;
     flood_for(&fixture, &floods, 10).await;
@@ -110,7 +110,7 @@ async fn n9_nine_floods_leave_an_honest_app_its_share_and_share_the_rest() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn memory_that_is_short_is_divided_by_weight_and_a_reload_counts_at_once() {
+async fn scarce_memory_is_divided_by_reloadable_weights() {
     let apps = ["adhoc-1".to_owned(), "etl-1".to_owned()];
     let fixture = fixture_with(&apps).await;
     let config = |text: &str| {
@@ -135,7 +135,7 @@ async fn memory_that_is_short_is_divided_by_weight_and_a_reload_counts_at_once()
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_app_over_its_share_is_spilled_first() {
+async fn app_over_its_share_is_flushed_first() {
     let apps = ["flood".to_owned()];
     let mut fixture = fixture_with(&apps).await;
     for block in 0..17 {
@@ -153,7 +153,7 @@ async fn an_app_over_its_share_is_spilled_first() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tickets_are_for_shuffles_that_are_registered_and_cost_what_they_reserve() {
+async fn tickets_need_registration_and_cost_their_size() {
     let fixture = fixture_with(&["no-shuffles".to_owned()]).await;
     let of = |app, shuffle, partitions| {
         let request = RequireRequest { app, shuffle, bytes: 0, partitions, partition_sizes: &[] };
@@ -172,7 +172,7 @@ async fn tickets_are_for_shuffles_that_are_registered_and_cost_what_they_reserve
 }
 
 #[tokio::test(start_paused = true)]
-async fn p6_a_ticket_does_not_wait_while_the_tiers_take_nothing() {
+async fn ticket_does_not_wait_while_all_tiers_fail() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let capacity = i32::try_from(CAPACITY).unwrap();
     let asked = |bytes| RequireRequest { app: APP, shuffle: 0, bytes, partitions: &[], partition_sizes: &[] };
@@ -199,7 +199,7 @@ async fn read_of(fixture: &Fixture, app: &str, bytes: u64) -> Result<DataAnswer,
 }
 
 #[tokio::test(start_paused = true)]
-async fn n8_local_reads_that_are_not_taken_do_not_keep_other_applications_from_the_disk() {
+async fn unread_local_reads_do_not_block_other_applications() {
     const READS: usize = 200;
     let small: Vec<String> = (0..5).map(|n| format!("small-{n}")).collect();
     // As much for the disk as the pool of the fixture allows it.

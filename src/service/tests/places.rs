@@ -66,7 +66,7 @@ fn committing(mut intake: Intake) -> Committing {
 }
 
 #[tokio::test]
-async fn large_sends_are_committed_when_there_is_a_place_also_if_nobody_waits() {
+async fn large_sends_commit_without_a_waiting_caller() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let busy = occupy(&fixture, &fixture.service.ingest.committing).await;
     let mut heard = committing(large_send(&mut fixture));
@@ -83,7 +83,7 @@ async fn large_sends_are_committed_when_there_is_a_place_also_if_nobody_waits() 
 }
 
 #[tokio::test]
-async fn large_sends_that_are_given_up_wait_for_a_place_and_keep_none_from_those_that_are_committed() {
+async fn aborted_large_sends_do_not_delay_commits() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let busy = occupy(&fixture, &fixture.service.ingest.giving_up).await;
     drop(large_send(&mut fixture));
@@ -99,7 +99,7 @@ async fn large_sends_that_are_given_up_wait_for_a_place_and_keep_none_from_those
 }
 
 #[tokio::test]
-async fn ends_and_what_is_reported_do_not_wait_for_each_other() {
+async fn purges_and_reports_do_not_wait_for_each_other() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let patience = Duration::from_secs(20);
     fixture.register("app-2", &[]).await;
@@ -124,7 +124,7 @@ async fn ends_and_what_is_reported_do_not_wait_for_each_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn applications_that_expire_together_are_deleted_some_at_a_time() {
+async fn expired_applications_are_deleted_a_few_at_a_time() {
     let mut fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     for number in 0..200 {
         let app = format!("silent-{number}");

@@ -82,7 +82,7 @@ fn status_bytes(field: &str) -> u64 {
 /// fault of the code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
-async fn d12_recovery_of_a_million_blocks_in_a_thousand_shuffles() {
+async fn recovery_of_a_million_blocks_is_measured() {
     let root = PathBuf::from(std::env::var("RECOVER_DIR").unwrap_or_else(|_| "/tmp/recover".to_owned()));
     if !root.exists() {
         fill(&root).await;

@@ -7,7 +7,7 @@ use uniffle_testkit::fault::ENOSPC;
 use uniffle_wire::types::ShuffleId;
 
 #[tokio::test(start_paused = true)]
-async fn a_report_is_not_written_down_for_a_shuffle_that_has_its_name_by_now() {
+async fn report_is_not_logged_for_a_later_incarnation() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let app = fixture.service.lifecycle.known.app(APP).unwrap();
     let before = app.shuffle(ShuffleId(0)).unwrap();
@@ -59,7 +59,7 @@ async fn assert_told(fixture: &Fixture, partitions: std::ops::Range<i32>, count:
 }
 
 #[tokio::test(start_paused = true)]
-async fn spilled_ids_are_answered_with_those_in_memory() {
+async fn spilled_ids_are_returned_with_those_in_memory() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let app = fixture.service.lifecycle.known.app(APP).unwrap();
     let shuffle = app.shuffle(ShuffleId(0)).unwrap();

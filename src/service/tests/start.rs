@@ -111,7 +111,7 @@ impl Next {
 }
 
 #[tokio::test]
-async fn damage_that_is_found_while_a_start_still_restores_is_named() {
+async fn damage_found_during_recovery_is_reported() {
     let disk = left_on_disk(&[registration(), report()], 0).await;
     let memory = memory_of(left_in_memory());
     let next = Next::on(&disk, &memory).await;
@@ -136,7 +136,7 @@ async fn damage_that_is_found_while_a_start_still_restores_is_named() {
 
 /// Its files are left for a later start, and so is what it has in memory.
 #[tokio::test]
-async fn memory_of_a_shuffle_that_is_not_understood_is_kept() {
+async fn memory_of_an_unreadable_shuffle_is_kept() {
     let file = left_in_memory().unwrap();
     let memory = memory_of(Some(file.try_clone().unwrap()));
     let disk = left_on_disk(&[b"of a later version".to_vec()], 0).await;
@@ -157,7 +157,7 @@ async fn memory_of_a_shuffle_that_is_not_understood_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shuffle_whose_registration_is_not_understood_is_left_for_a_later_start() {
+async fn unreadable_registration_is_left_for_a_later_start() {
     let disk = left_on_disk(&[b"of a later version".to_vec()], 3).await;
     let memory = memory_of(None);
     let next = Next::on(&disk, &memory).await;
@@ -175,7 +175,7 @@ async fn a_shuffle_whose_registration_is_not_understood_is_left_for_a_later_star
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shuffle_of_which_a_report_is_not_understood_is_served_and_its_results_are_refused() {
+async fn unreadable_report_refuses_results_but_serves_blocks() {
     let said = [registration(), report(), b"of a later version".to_vec()];
     let disk = left_on_disk(&said, PARTITIONS).await;
     let next = Next::on(&disk, &memory_of(None)).await;

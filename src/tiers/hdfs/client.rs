@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exceptions_are_told_apart_by_what_is_to_be_done() {
+    fn exceptions_are_classified_by_remedy() {
         let kind = |class: &str| rpc_kind(class, "");
         assert_eq!(kind("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException"), StoreErrorKind::NoSpace);
         assert_eq!(

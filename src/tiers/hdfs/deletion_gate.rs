@@ -92,7 +92,7 @@ mod tests {
     use futures::FutureExt as _;
 
     #[tokio::test]
-    async fn a_deletion_waits_for_older_writes_and_holds_newer_ones_back() {
+    async fn deletion_waits_for_older_writes_and_delays_newer_ones() {
         let gate = Arc::new(DeletionGate::default());
         let older = gate.write().await;
         let deleting = gate.order_deletion();

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_read_in_order_and_clients_win() {
+    fn client_settings_override_files_in_order() {
         let directory = tempfile::tempdir().unwrap();
         assert!(HadoopConf::read(directory.path()).unwrap_err().to_string().contains("core-site.xml"));
         let xml = |value: &str| {
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_whole_configuration_the_relevant_settings_are_taken() {
+    fn relevant_settings_are_selected() {
         let item = |key: &str, value: &str| (key.to_owned(), value.to_owned());
         let items = [item("dfs.b", "1"), item("yarn.x", "2"), item("dfs.a", "3"), item("dfs.b", "4")];
         assert_eq!(relevant(&items).unwrap(), [item("dfs.a", "3"), item("dfs.b", "4")]);

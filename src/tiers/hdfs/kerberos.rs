@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worker_acts_as_others_only() {
+    fn worker_always_acts_as_another_user() {
         let login = Login {
             keytab: Some(("/k".into(), "uniffle/host@REALM".to_owned())),
             act_as_users: true,
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn tickets_are_judged_by_their_end() {
+    fn tickets_are_validated_by_their_end() {
         let cache_of = |server, ends_at| TicketCache::parse(&cache(server, ends_at)).unwrap();
         let ticket = cache_of("krbtgt/R", 1000);
         assert_eq!(ticket, TicketCache { principal: "uniffle/h@R".to_owned(), ends_at: Some(1000) });
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn files_cut_anywhere_are_errors_and_no_panic() {
+    fn truncated_files_are_errors() {
         let whole = cache("krbtgt/R", 1000);
         let entry_at = 6 + principal("uniffle/h").len();
         for length in 0..whole.len() {

@@ -95,7 +95,7 @@ mod tests {
     use uniffle_wire::types::ShuffleId;
 
     #[test]
-    fn names_are_those_that_clients_look_for() {
+    fn file_names_match_the_client_lookup() {
         let key = ShuffleKey::new(AppId::parse("app_1").unwrap(), ShuffleId(7));
         assert_eq!(shuffle_directory("/uniffle", &key), "/uniffle/app_1/7");
         assert_eq!(shuffle_directory("/", &key), "/app_1/7");
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn only_own_names_are_own() {
+    fn only_own_names_are_recognised() {
         let (short, long) = ("10.0.0.1-1999", "10.0.0.1-19999");
         assert!(is_own("10.0.0.1-1999_0_0.data", short));
         assert!(!is_own("10.0.0.1-19999_0_0.data", short));
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_named_by_the_first_registration() {
+    fn directory_is_named_by_the_first_registration() {
         let mut ranges = WideRanges::default();
         ranges.add(&[(4, 7), (0, 3), (9, 9)]);
         ranges.add(&[(2, 5), (6, 20), (10, 11)]);
@@ -140,7 +140,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_partition_lies_in_its_range_and_all_of_a_range_agree(
+        fn partitions_of_a_range_share_its_directory(
             registered in proptest::collection::vec((0i32..60, 0i32..8), 0..12)
         ) {
             let mut ranges = WideRanges::default();

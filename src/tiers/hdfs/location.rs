@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_plain_directory_is_refused() {
+    fn invalid_directory_is_refused() {
         for text in [
             "",
             "/uniffle",
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allowed_directory_permits_what_is_below_and_nothing_beside() {
+    fn allowed_directory_permits_only_its_descendants() {
         let list = AllowList(vec![location("hdfs://ns/uniffle"), location("hdfs://nn:8020/")]);
         for text in [
             "hdfs://ns/uniffle",

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn d5_a_new_directory_that_is_not_ours_and_one_that_was_unmounted_are_told() {
+    async fn foreign_and_unmounted_directories_are_reported() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         let (held, gone, full, fresh, hung) =
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_copy_of_a_directory_that_is_held_is_refused_before_the_running_worker_lets_go() {
+    async fn copied_directory_is_refused_before_the_hand_off() {
         let copied = Copied::new();
         assert_eq!(copied.told(&["d0", "d1", "new"], &[]).await, "");
         let first = marker_of(Uuid::from_u128(1));
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_claim_that_is_damaged_alone_is_told_before_the_running_worker_lets_go() {
+    async fn damaged_claim_is_reported_before_the_hand_off() {
         let copied = Copied::new();
         let second = marker_of(Uuid::from_u128(2));
         let path = copied.dir.path().join("d1");
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_directory_that_was_replaced_under_the_running_worker_is_refused_to_its_successor() {
+    async fn replaced_directory_is_refused_to_the_successor() {
         let copied = Copied::new();
         copied.mark("d1", marker_of(Uuid::from_u128(9)).as_bytes());
         for given_up in [&[][..], &["d1"]] {

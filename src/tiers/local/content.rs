@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn only_nothing_at_all_is_a_new_directory() {
+    fn only_an_empty_directory_is_new() {
         let intact = marker_of(uuid(7)).into_bytes();
         for empty in [&[][..], &[LOST_AND_FOUND]] {
             assert_eq!(content_of(&names(empty), None), Content::Nothing);
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn an_identity_is_certain_by_what_is_left_or_by_the_path_and_never_one_that_is_here() {
+    fn identity_is_derived_from_remains_or_path() {
         let mut members: Vec<Member> =
             [(1, "/a"), (2, "/b"), (3, "/c")].map(|(number, path)| Member::new(uuid(number), path)).into();
         let epoch = |members: &[Member]| Epoch { members: members.to_vec(), ..Epoch::default() };
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_names_the_file_and_what_to_do() {
+    fn refusal_names_file_and_remedy() {
         let root = Path::new("/it's");
         let text = told(root, Flaw::Empty, &Identity::Certain(uuid(1), "so it is"));
         let start =

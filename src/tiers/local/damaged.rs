@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_is_touched_by_what_overlaps_it() {
+    fn block_is_affected_by_overlapping_damage() {
         let damaged = DamagedBlocks::default();
         let p = PartitionId(1);
         assert!(!damaged.touches(p, &(0..u64::MAX)));

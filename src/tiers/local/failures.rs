@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_caller_is_told_of_the_third_failure() {
+    fn third_failure_is_reported_once() {
         let failed = FailedReads::default();
         let (p, mut now) = (PartitionId(1), Instant::now());
         let told: Vec<bool> = (0..5).map(|_| failed.count(p, 0, now)).collect();
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_is_no_damage() {
+    fn transient_failure_is_no_damage() {
         let errno = |errno: i32| StoreError::io("/d", io::Error::from_raw_os_error(errno));
         assert!(is_damage(&errno(uniffle_testkit::fault::EIO)));
         assert!(is_damage(&StoreError::corrupt("/d", "x")));

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_told_apart() {
+    fn errors_are_classified() {
         for own in [Errno::MFILE, Errno::NFILE, Errno::INTR, Errno::NOMEM, Errno::AGAIN, Errno::NOENT] {
             assert_eq!(judge(&errno(own)), Verdict::NotTheDisk, "{own:?}");
         }
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_takes_no_more_is_not_the_disk() {
+    fn full_file_does_not_blame_the_disk() {
         for error in [errno(Errno::FBIG), errno(Errno::STALE), Vanished::File.into()] {
             let mut health = Health::default();
             assert_eq!(health.note(&error), Verdict::TheFile, "{error}");
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn sickness_outweighs_fullness_and_ends_with_a_probe() {
+    fn failure_outweighs_fullness_until_a_probe() {
         let mut health = Health::default();
         assert!(health.measured(0.9, 0.8, 0.7));
         assert_eq!(health.condition(), DiskCondition::Full);

@@ -381,7 +381,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_group_survives_and_no_damage_does(
+        fn groups_round_trip_and_damage_is_detected(
             extents in arbitrary_extents(), at: prop::sample::Index, bit in 0u8..8, cut: prop::sample::Index,
         ) {
             let group = encoded(&extents);

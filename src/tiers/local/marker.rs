@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_damaged_marker_is_no_other_directory_s() {
+    fn damaged_marker_is_not_foreign() {
         let uuid = Uuid::from_u128(0x1234);
         let marker = marker_of(uuid).into_bytes();
         assert_eq!(uuid_of(&marker), Some(uuid));

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_is_read_as_it_was_written_and_damage_is_left_out() {
+    fn list_round_trips_without_damaged_lines() {
         let pairs = [("/d/a b", "/d"), ("/e", "/"), ("/new\nline", "/")];
         let mounts = Mounts(pairs.map(|(path, point)| (path.to_owned(), point.into())).into());
         let mut expected = mounts.clone();

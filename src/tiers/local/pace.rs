@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_latest_count_most_and_what_is_old_is_forgotten() {
+    fn recent_samples_count_most() {
         let mut paces = Paces::default();
         let mut now = Instant::now();
         assert_eq!(paces.at(now), None);

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn the_emptier_and_the_idler_disk_wins() {
+    fn emptier_and_the_idler_disk_wins() {
         let small = Candidate { free_bytes: 900, ..IDLE };
         assert_eq!(choose(&[small, IDLE], 10, &[]), Some(1));
         let busy = Candidate { in_flight_bytes: 100, ..IDLE };
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_disk_waits_until_the_fast_one_has_as_much_to_do() {
+    fn slow_disk_waits_until_the_fast_one_is_as_busy() {
         let (slow, fast) = (paced(0.1, 1.0), paced(0.01, 1.0));
         let busy = |bytes| Candidate { in_flight_bytes: bytes, ..fast };
         assert_eq!(choose(&[slow, fast], 10, &[]), Some(1));
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn sick_full_and_too_small_disks_are_left_out() {
+    fn failed_full_and_small_disks_are_excluded() {
         let sick = Candidate { healthy: false, ..IDLE };
         let full = Candidate { full: true, ..IDLE };
         assert_eq!(choose(&[sick, full], 10, &[]), None);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn between_its_watermarks_a_disk_does_not_flap() {
+    fn disk_state_is_stable_between_watermarks() {
         assert!(!is_full(false, 0.79, 0.8, 0.7));
         assert!(is_full(false, 0.8, 0.8, 0.7));
         assert!(is_full(true, 0.75, 0.8, 0.7));
@@ -198,7 +198,7 @@ mod tests {
         /// The slow disk gets its share of what both can carry or less, is asked again and again all the same, and gets
         /// half of everything once it is as fast as the other.
         #[test]
-        fn a_slower_disk_gets_a_smaller_share_and_comes_back(
+        fn slower_disk_gets_a_smaller_share_until_it_recovers(
             slower in 4f64..40.0, writers in 2usize..20, batch_mib in 4u64..64, first: bool,
         ) {
             let (fast, slow) = (usize::from(first), usize::from(!first));
@@ -219,7 +219,7 @@ mod tests {
         }
 
         #[test]
-        fn the_chosen_disk_can_take_it_and_none_is_chosen_only_when_none_can(
+        fn disk_is_chosen_exactly_if_one_is_usable(
             disks in prop::collection::vec(
                 (any::<bool>(), any::<bool>(), any::<u64>(), any::<u64>(), any::<Option<f64>>(), 0f64..=1.0), 0..6),
             bytes: u64, excluded in prop::collection::vec(0usize..6, 0..3),

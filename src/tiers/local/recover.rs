@@ -541,7 +541,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_go_on_and_gaps_are_noticed() {
+    fn numbers_continue_and_gaps_are_noticed() {
         assert_eq!([next_number(None, None), next_number(Some(7), None)], [0, 8]);
         assert_eq!([next_number(None, Some(0)), next_number(Some(7), Some(2))], [EPOCH, 3 * EPOCH]);
         assert_eq!(next_number(Some(3 * EPOCH + 9), Some(0)), 3 * EPOCH + 10);

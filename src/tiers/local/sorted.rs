@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_keeps_its_holes_and_the_later_of_two_extents_its_place() {
+    fn stream_keeps_holes_and_later_extents() {
         let (partition, left_out) = sort_extents(0, vec![(2, extent(300, 50)), (0, extent(0, 100))]);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn extent_across_the_start_of_a_stream_is_left_out_and_told() {
+    fn extent_across_the_stream_start_is_reported() {
         let places = |start, at: u64| {
             let (partition, left_out) = sort_extents(start, vec![(0, extent(at, 100)), (1, extent(300, 50))]);
             let places: Vec<_> =
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn of_copies_one_is_taken_and_that_is_one_whose_data_is_there() {
+    fn copy_with_existing_data_is_chosen() {
         let at = |log: u16, base: u64| Extent { data_log: log, records_crc: 7, ..extent(base, 100) };
         let lost = |base: u64| Extent { records_crc: 7, ..Extent::gap(base, 100) };
         let other = Extent { records_crc: 8, data_log: 9, ..extent(300, 100) };

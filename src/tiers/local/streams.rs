@@ -298,7 +298,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_lies_in_a_log_is_counted_as_it_comes_and_goes(
+        fn log_content_is_counted(
             all in prop::collection::vec((0i32..3, happens()), 0..300),
         ) {
             let budget = Budget::new(u64::MAX);

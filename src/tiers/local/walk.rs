@@ -39,7 +39,7 @@ mod tests {
     use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
     #[tokio::test]
-    async fn partitions_are_listed_some_at_a_time_and_those_that_come_meanwhile_are_among_them() {
+    async fn partitions_are_listed_in_batches_with_new_ones() {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
         let shuffle = Shuffle::new(key, 1, 0, &Budget::new(u64::MAX));
         let mut next = 0;

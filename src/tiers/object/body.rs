@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rooms_are_filled_however_the_answer_is_cut() {
+    fn buffers_are_filled_in_any_pieces() {
         let object: Vec<u8> = (0..30).collect();
         for cut in 1..30 {
             let (mut first, mut second, mut third) = ([0; 5], [0; 1], [0; 7]);
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_not_wanted_yet_is_kept() {
+    async fn later_bytes_are_kept() {
         let mut body = body(10..16, &[b"abcd", b"", b"ef"]);
         let (mut first, mut second) = ([0; 2], [0; 3]);
         body.fill(vec![(10, &mut first)]).await.unwrap();
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_that_is_not_as_long_as_it_should_be_is_an_error() {
+    async fn response_of_wrong_length_is_an_error() {
         let cases: [(&[&'static [u8]], &str); 2] =
             [(&[b"abc"], "too early"), (&[b"abc", b"de"], "more bytes")];
         for (chunks, what) in cases {

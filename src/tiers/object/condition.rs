@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_store_that_fails_is_tried_again_after_growing_pauses() {
+    async fn failing_store_is_retried_with_growing_pauses() {
         let condition = Condition::default();
         condition.note(&failure(StoreErrorKind::NotFound));
         assert!(!condition.is_failing(), "an answer is no failure");
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn readers_are_sent_away_only_as_long_as_it_is_expected_back() {
+    async fn readers_are_refused_only_during_transient_outages() {
         let (condition, time) = (Condition::default(), Duration::from_secs(120));
         let read = |kind| condition.for_reader(StoreError::new(kind, "s3"), time).kind;
         condition.note(&failure(StoreErrorKind::Unreachable));

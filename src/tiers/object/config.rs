@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn what_contradicts_is_named_by_its_key() {
+    fn contradictory_settings_are_named() {
         assert!(with(|_| ()).is_empty());
         assert_eq!(with(|config| config.credentials = Credentials::File), ["object_store.credentials_file"]);
         let clear = |config: &mut ObjectConfig| {
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_effect_is_said() {
+    fn ineffective_settings_are_reported() {
         let config = ObjectConfig {
             url: BucketUrl::parse("s3://shuffle/x").ok(),
             endpoint: Endpoint::parse("http://x:1").ok(),

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_of_an_application_are_its_own_and_each_goes_alone() {
+    fn superseded_registrations_are_removed_individually() {
         let (earlier, budget) = (Earlier::default(), Budget::new(u64::MAX));
         let name = |app: &str, shuffle, incarnation| {
             let key = ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle));

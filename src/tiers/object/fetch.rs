@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_close_together_is_asked_for_together() {
+    fn close_ranges_are_requested_together() {
         let part = |segment, offset: u64, len| Part { segment, offset, range: 0..len };
         let gap = GAP_BYTES_MAX;
         assert_eq!(together(&[part(1, 0, 10), part(1, 10 + gap, 10), part(1, 20 + gap, 10)]), 3);

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_task_at_a_time_and_no_job_is_left() {
+    fn coalescer_runs_one_task_and_loses_no_job() {
         let group = Group::default();
         assert!(group.add(1) && !group.add(2));
         let mut running = group.running();

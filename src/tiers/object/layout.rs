@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_of_version_1_is_these_bytes() {
+    fn segment_version_1_is_frozen() {
         let (footer, _, index) = sample();
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         assert_eq!(hex(&index[..2 * ENTRY_BYTES]), TABLE);
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_read_back_and_others_are_not_ours() {
+    fn keys_round_trip_and_others_are_foreign() {
         for (app, part) in [("application_1_2", "application_1_2"), ("a b%ü!", "a!20b!25!c3!bc!21")] {
             let shuffle = registered(app, 4, 17);
             let prefix = shuffle_prefix("p/w-1", &shuffle);
@@ -469,14 +469,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_text_has_one_part_of_a_key(text in "\\PC{0,40}") {
+        fn any_text_is_one_key_component(text in "\\PC{0,40}") {
             let part = part_of(&text);
             prop_assert!(part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-!".contains(&b)));
             prop_assert_eq!(text_of(&part), Some(text));
         }
 
         #[test]
-        fn a_flipped_bit_is_noticed(at in 0usize..FOOTER_BYTES + 2 * ENTRY_BYTES, bit in 0u8..8) {
+        fn flipped_bit_is_noticed(at in 0usize..FOOTER_BYTES + 2 * ENTRY_BYTES, bit in 0u8..8) {
             let (footer, _, index) = sample();
             let mut table = index[..2 * ENTRY_BYTES].to_vec();
             let mut bytes = footer.encode();

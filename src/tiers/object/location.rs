@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_url_has_a_bucket_and_perhaps_a_prefix() {
+    fn url_has_a_bucket_and_optional_prefix() {
         for (text, bucket, prefix) in [
             ("s3://shuffle/uniffle", "shuffle", "uniffle"),
             ("S3://my.bucket-1/a/b=c/", "my.bucket-1", "a/b=c"),
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_url_of_a_bucket_is_refused() {
+    fn invalid_bucket_url_is_refused() {
         let long = format!("s3://bucket/{}", "x".repeat(600));
         for text in [
             "",
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_is_a_scheme_a_host_and_perhaps_a_port() {
+    fn endpoint_has_scheme_host_and_optional_port() {
         for (text, shown) in [
             ("http://127.0.0.1:8333", "http://127.0.0.1:8333"),
             ("https://S3.example.com/", "https://s3.example.com"),
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_is_refused() {
+    fn invalid_endpoint_is_refused() {
         for text in [
             "",
             "s3.example.com",

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_version_1_is_these_bytes() {
+    fn page_version_1_is_frozen() {
         let bytes = page(5, &[said("hi"), Noted::Incomplete("x".to_owned())]);
         let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, GOLDEN);
@@ -232,7 +232,7 @@ mod tests {
         3189730278";
 
     #[test]
-    fn what_a_failed_write_left_is_void_and_a_gap_is_seen() {
+    fn failed_write_is_void_and_a_gap_is_noticed() {
         let mut reading = Reading::default();
         reading.take(1, decode(&page(0, &[said("a"), said("b"), said("unverified")]), 9));
         reading.take(3, decode(&page(2, &[said("c")]), 9));
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_disks_missed_is_over_once_the_same_ones_have_told_all_again() {
+    fn missed_records_end_after_a_complete_rewrite() {
         let (told, gap) = (|number| Noted::Local(number), |why: &str| Noted::Incomplete(why.to_owned()));
         let first = [told(0), gap("away"), said("a"), told(7)];
         let of = |more: &[Noted]| incomplete(&[&first[..], more].concat());
@@ -262,7 +262,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_changed_page_is_noticed(at: prop::sample::Index, bit in 0u8..8, cut: prop::sample::Index) {
+        fn changed_page_is_noticed(at: prop::sample::Index, bit in 0u8..8, cut: prop::sample::Index) {
             let whole = page(5, &[said("hello"), said("there")]);
             let mut flipped = whole.to_vec();
             let at = at.index(flipped.len());

@@ -233,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_held_beside_a_buffer_is_charged_until_the_buffer_is_given_away() {
+    fn memory_beside_a_buffer_is_charged_until_it_is_moved() {
         let heap = Budget::new(1 << 10);
         let room = Room::new((Box::new(vec![7; 100]), Box::new(())), &heap, 124 << 10);
         assert_eq!(heap.used(), 124 << 10, "whatever is left");

@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_is_cut_into_parts_and_can_be_read_back() {
+    fn segment_round_trips_in_parts() {
         let mut open = OpenSegment::new((4, 2), 7);
         let published = |partition: PartitionId| if partition.0 == 1 { 1000 } else { 0 };
         open.push(Prepared::of(vec![extent(2, 1, b"second"), extent(1, 2, b"first")]).unwrap(), published);
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_that_contradicts_itself_is_refused() {
+    fn contradictory_batch_is_refused() {
         let mut short = extent(1, 1, b"abc");
         short.length = 2;
         for extents in [vec![], vec![short]] {

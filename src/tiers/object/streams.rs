@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_has_no_holes_and_further_extents_are_charged() {
+    fn stream_has_no_holes_and_further_extents_are_charged() {
         let budget = Budget::new(u64::MAX);
         let mut streams = Streams::new(&budget);
         let p = PartitionId(3);
@@ -138,7 +138,7 @@ mod tests {
     /// Writers and readers of the shuffle wait meanwhile.
     #[cfg(feature = "jemalloc")]
     #[test]
-    fn an_extent_is_appended_in_place_while_a_reader_has_the_list() {
+    fn extent_is_appended_in_place_beside_a_reader() {
         use tikv_jemalloc_ctl::thread::allocatedp;
         let (mut streams, p) = (Streams::new(&Budget::new(u64::MAX)), PartitionId(0));
         (0..100_000).for_each(|at| assert!(streams.push(p, extent(10 * at, 10))));

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn readers_of_a_store_that_is_stuck_leave_memory_to_those_of_the_cache() {
+    async fn stuck_store_readers_leave_memory_for_cache_readers() {
         let turns = Turns::new(3 << 20);
         let app = AppId::parse("app").unwrap();
         let stuck = turns.of(false, &app, 1 << 20).take().await;

@@ -318,7 +318,7 @@ mod tests {
 
     /// Nothing is charged for a read before its first chunk, and readers may be many.
     #[test]
-    fn a_read_copies_no_list_of_extents() {
+    fn read_does_not_copy_extent_lists() {
         use tikv_jemalloc_ctl::thread::allocatedp;
         let extent = |at: u64| Extent {
             base: at * 10,

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_relieved_from_the_high_to_the_low_watermark() {
+    fn disk_is_drained_from_high_to_low_watermark() {
         let of = |used, was| relieved(&[disk(used, was)], MARKS)[0];
         assert_eq!(
             [of(0.6, false), of(0.61, false), of(0.55, true), of(0.5, true)],
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_on_the_disk_goes_first_and_of_equals_the_oldest() {
+    fn largest_then_oldest_shuffle_moves_first() {
         let shuffles =
             [shuffle(3, &[900, 0]), shuffle(1, &[600, 5000]), shuffle(2, &[520, 0]), shuffle(0, &[0, 9])];
         let next = |relieved: &[bool]| next(&shuffles, relieved, 100, false);
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn cold_partitions_go_by_the_object_and_a_drain_takes_everything() {
+    fn cold_partitions_move_by_object_and_a_drain_moves_all() {
         let cold = |cold_bytes| ShuffleView { cold_bytes, ..shuffle(5, &[400]) };
         assert_eq!(next(&[cold(99)], &[false], 100, false), None);
         assert_eq!(next(&[cold(99), cold(100)], &[false], 100, false), Some(Wanted::Cold(1)));

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn relation_follows_the_numbers_that_the_store_has_heard() {
+    fn relation_follows_the_store_numbers() {
         let of = |number, locals: &[u64]| {
             relation(number, &bound(locals, true), &shuffle(&[], &[]), &shuffle(&[], &[]))
         };
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn torn_registration_is_known_by_blocks_that_the_disks_lack() {
+    fn torn_registration_is_detected_by_missing_blocks() {
         let of = |lost: &[i64]| relation(7, &bound(&[], false), &shuffle(&[], lost), &shuffle(&[1, 2], &[]));
         assert_eq!(of(&[2, 3]), Relation::Torn);
         assert_eq!([of(&[]), of(&[3])], [Relation::Over; 2]);

@@ -68,7 +68,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn p5_a_tree_is_removed_in_parts_and_a_large_file_is_cut_back_from_its_end() {
+    fn tree_is_removed_in_parts_and_large_files_are_truncated() {
         let root = tempfile::tempdir().unwrap();
         let tree = root.path().join("tree");
         std::fs::create_dir_all(tree.join("app/shuffle")).unwrap();
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn p5_a_file_of_its_own_goes_in_parts_too() {
+    fn single_file_is_removed_in_parts() {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("file");
         std::fs::write(&file, vec![7; usize::try_from(5 * MIB).unwrap()]).unwrap();
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn p5_many_small_files_are_several_parts() {
+    fn many_small_files_are_removed_in_several_parts() {
         let root = tempfile::tempdir().unwrap();
         let tree = root.path().join("tree");
         std::fs::create_dir(&tree).unwrap();

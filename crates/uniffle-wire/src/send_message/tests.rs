@@ -391,7 +391,7 @@ fn inconsistent_combined_arrays_are_refused() {
 }
 
 #[test]
-fn header_fields_and_partition_ids_after_the_data_are_refused_when_they_differ() {
+fn differing_header_fields_after_the_data_are_refused() {
     let entry = [0x22, 9, 0x08, 1, 0x12, 5, 0x10, 1, 0x2A, 1, b'x'];
     let tail = |tail: &[u8]| [&[0x0A, 1, b'a', 0x10, 3, 0x18, 9][..], &entry, tail].concat();
     for same in [&[0x0A, 1, b'a'][..], &[0x10, 3], &[0x18, 9]] {

@@ -31,7 +31,7 @@ fn candidates(table: &NodeTable, tags: &[&str], faulty: &[&str]) -> Vec<String> 
 }
 
 #[test]
-fn candidates_are_active_tagged_not_faulty_and_not_excluded() {
+fn candidates_are_active_tagged_and_not_excluded() {
     let now = Instant::now();
     let mut table = table();
     table.accept(heartbeat("good"), Joins::Named, now).unwrap();
@@ -60,7 +60,7 @@ fn is_healthy_overrides_status_as_in_java() {
 }
 
 #[test]
-fn the_last_heartbeat_replaces_tags_and_forgets_assignments() {
+fn heartbeat_replaces_tags_and_resets_assignments() {
     let now = Instant::now();
     let mut table = table();
     table.accept(heartbeat("n"), Joins::Named, now).unwrap();
@@ -96,7 +96,7 @@ fn malformed_heartbeats_are_refused() {
 }
 
 #[test]
-fn n13_no_heartbeat_speaks_for_the_own_worker() {
+fn heartbeat_cannot_impersonate_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
     // Another node joins before the own worker.
@@ -127,7 +127,7 @@ fn n13_no_heartbeat_speaks_for_the_own_worker() {
 
 /// Otherwise GRPC_NETTY clients would send data to the own worker under an unknown name.
 #[test]
-fn n13_no_heartbeat_has_the_own_workers_tcp_port() {
+fn heartbeat_with_the_own_workers_tcp_port_is_refused() {
     let now = Instant::now();
     let mut table = table();
     let with = |id: &str, port: i32, netty_port: i32| {
@@ -147,7 +147,7 @@ fn n13_no_heartbeat_has_the_own_workers_tcp_port() {
 
 /// Ids appear in the log.
 #[test]
-fn n13_control_characters_are_refused() {
+fn control_characters_are_refused() {
     let now = Instant::now();
     let mut table = table();
     let mut tagged = heartbeat("tagged");
@@ -160,7 +160,7 @@ fn n13_control_characters_are_refused() {
 }
 
 #[test]
-fn n13_a_table_that_strangers_filled_has_room_for_the_own_worker() {
+fn full_table_has_room_for_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
     for n in 0..NODES_MAX {
@@ -171,7 +171,7 @@ fn n13_a_table_that_strangers_filled_has_room_for_the_own_worker() {
 }
 
 #[test]
-fn details_of_all_nodes_are_counted_until_they_are_gone() {
+fn node_details_are_charged_until_removed() {
     let start = Instant::now();
     let mut table = table();
     let with_app = |id: &str, app: &str| {
@@ -194,7 +194,7 @@ fn details_of_all_nodes_are_counted_until_they_are_gone() {
 }
 
 #[test]
-fn a_full_table_takes_known_nodes_only() {
+fn full_table_accepts_only_known_nodes() {
     let now = Instant::now();
     let mut table = table();
     for n in 0..NODES_MAX {
@@ -205,7 +205,7 @@ fn a_full_table_takes_known_nodes_only() {
 }
 
 #[test]
-fn a_silent_node_is_lost_until_it_reports_again() {
+fn silent_node_is_lost_until_its_next_report() {
     let start = Instant::now();
     let mut table = table();
     table.accept(heartbeat("n"), Joins::Named, start).unwrap();
@@ -218,7 +218,7 @@ fn a_silent_node_is_lost_until_it_reports_again() {
 }
 
 #[test]
-fn lost_node_is_forgotten_after_a_day_and_one_that_left_is_not_lost() {
+fn lost_node_is_removed_after_a_day() {
     let start = Instant::now();
     let mut table = table();
     table.accept(heartbeat("n"), Joins::Named, start).unwrap();
@@ -236,7 +236,7 @@ fn lost_node_is_forgotten_after_a_day_and_one_that_left_is_not_lost() {
 }
 
 #[test]
-fn lost_node_that_is_forgotten_leaves_the_list() {
+fn forgotten_lost_node_is_not_listed() {
     let start = Instant::now();
     let mut table = table();
     table.accept(heartbeat("n"), Joins::Named, start).unwrap();
@@ -252,7 +252,7 @@ fn lost_node_that_is_forgotten_leaves_the_list() {
 }
 
 #[test]
-fn n14_ids_of_lost_nodes_are_bounded_in_bytes() {
+fn ids_of_lost_nodes_are_bounded_in_bytes() {
     let mut now = Instant::now();
     let mut table = table();
     let honest: Vec<String> =
@@ -276,7 +276,7 @@ fn n14_ids_of_lost_nodes_are_bounded_in_bytes() {
 }
 
 #[test]
-fn n14_ids_addresses_and_tags_of_all_nodes_are_bounded_in_bytes() {
+fn ids_addresses_and_tags_of_nodes_are_bounded_in_bytes() {
     let now = Instant::now();
     let mut table = table();
     table.accept_own(own(), now).unwrap();
@@ -301,7 +301,7 @@ fn n14_ids_addresses_and_tags_of_all_nodes_are_bounded_in_bytes() {
 }
 
 #[test]
-fn ten_thousand_nodes_as_workers_tell_them_have_room() {
+fn table_has_room_for_ten_thousand_nodes() {
     let now = Instant::now();
     let mut table = table();
     for n in 0..NODES_MAX {
@@ -314,7 +314,7 @@ fn ten_thousand_nodes_as_workers_tell_them_have_room() {
 }
 
 #[test]
-fn n14_of_workers_that_no_network_names_a_few_join() {
+fn few_workers_outside_the_networks_join() {
     let now = Instant::now();
     let mut table = table();
     table.accept_own(own(), now).unwrap();

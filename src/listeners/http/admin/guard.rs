@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_token_only_programs_on_this_machine_are_heard() {
+    fn only_local_programs_are_allowed_without_token() {
         let gate = gate(None);
         for local in ["127.0.0.1:9", "127.8.8.8:9", "[::1]:9", "[::ffff:127.0.0.1]:9"] {
             assert_eq!(status(&gate, None, local), None, "{local}");
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn with_a_token_it_alone_decides() {
+    fn token_decides_access_if_configured() {
         let gate = gate(Some("0123456789abcdef"));
         let offer = |value| status(&gate, Some((header::AUTHORIZATION, value)), "10.0.0.1:9");
         assert_eq!(offer("Bearer 0123456789abcdef"), None);

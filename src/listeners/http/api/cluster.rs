@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_application_on_two_nodes_is_one_and_the_largest_is_first() {
+    fn application_on_two_nodes_is_merged_and_sorted_by_size() {
         let part = |app: &str, node: &str, total_bytes| ClusterApp {
             app: app.to_owned(),
             nodes: vec![node.to_owned()],

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_asks_no_other_server() {
+    fn page_requests_no_other_server() {
         let page = [HTML, CSS, JS].concat();
         // The SVG namespace is only a name, and nothing is loaded from it.
         let addresses = page.matches("http://").count() + page.matches("https://").count();

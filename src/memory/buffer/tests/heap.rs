@@ -11,7 +11,7 @@ fn held_bytes() -> u64 {
 
 #[cfg(feature = "jemalloc")]
 #[test]
-fn d12_a_partition_of_which_nothing_is_in_memory_costs_at_most_200_bytes() {
+fn empty_partition_costs_at_most_200_bytes() {
     const COUNT: u64 = 10_000;
     let memory = memory(64 * MIB);
     let shuffle = memory.register(&key(), Distribution::Normal);
@@ -37,7 +37,7 @@ fn d12_a_partition_of_which_nothing_is_in_memory_costs_at_most_200_bytes() {
 
 #[cfg(feature = "jemalloc")]
 #[test]
-fn d12_lists_and_blocks_in_memory_take_no_more_heap_than_they_are_charged() {
+fn lists_and_blocks_use_at_most_their_charged_heap() {
     const COUNT: u64 = 1000;
     let memory = memory_of(256 * MIB, 1 << 20);
     let shuffle = memory.register(&key(), Distribution::Normal);
@@ -65,7 +65,7 @@ fn d12_lists_and_blocks_in_memory_take_no_more_heap_than_they_are_charged() {
 
 #[cfg(feature = "jemalloc")]
 #[test]
-fn d12_hundreds_of_thousands_of_tiny_blocks_take_no_more_heap_than_they_are_charged() {
+fn tiny_blocks_use_at_most_their_charged_heap() {
     let memory = memory_of(64 * MIB, 1 << 20);
     let buffer = buffer(&memory);
     let before = held_bytes();
@@ -88,7 +88,7 @@ fn d12_hundreds_of_thousands_of_tiny_blocks_take_no_more_heap_than_they_are_char
 }
 
 #[test]
-fn n6_a_list_of_many_blocks_is_closed_so_that_no_batch_is_made_of_all() {
+fn list_of_many_blocks_is_split_into_batches() {
     let memory = memory_of(64 * MIB, 1 << 20);
     let buffer = buffer(&memory);
     for send in 0..5 {
@@ -105,7 +105,7 @@ fn n6_a_list_of_many_blocks_is_closed_so_that_no_batch_is_made_of_all() {
 }
 
 #[test]
-fn d12_partitions_beyond_the_heap_are_refused_by_name_and_those_there_are_go_on() {
+fn partitions_beyond_the_heap_are_refused_with_a_reason() {
     let memory = memory(8 * MIB);
     let shuffle = memory.register(&key(), Distribution::Normal);
     let heap = partitions(&memory).child(3 * PARTITION_BYTES);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn ids_of_all_blocks_are_told_at_once_whatever_is_released_first() {
+fn ids_of_all_blocks_are_known_before_any_release() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let ids = || {

@@ -139,7 +139,7 @@ fn assert_empty(memory: &Memory) {
 }
 
 #[test]
-fn a_block_is_visible_from_commit_on_and_not_before() {
+fn block_is_visible_only_after_commit() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 1000);
@@ -156,7 +156,7 @@ fn a_block_is_visible_from_commit_on_and_not_before() {
 }
 
 #[test]
-fn blocks_of_any_size_span_segments_byte_for_byte() {
+fn blocks_of_any_size_span_segments() {
     let memory = memory(64 * MIB);
     let buffer = buffer(&memory);
     let sizes = [1, 4095, 4096, 4097, 100_000, 1 << 20, 3, (5 << 20) + 1, 2 << 20];
@@ -175,7 +175,7 @@ fn blocks_of_any_size_span_segments_byte_for_byte() {
 }
 
 #[test]
-fn more_payload_than_the_ticket_was_for_is_refused() {
+fn payload_beyond_the_ticket_is_refused() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 1000);
@@ -190,7 +190,7 @@ fn more_payload_than_the_ticket_was_for_is_refused() {
 }
 
 #[test]
-fn a_ticket_for_all_memory_is_good_to_its_last_byte() {
+fn ticket_for_all_memory_is_usable_completely() {
     let memory = memory(8 * MIB);
     let (shuffle, heap) = (memory.register(&key(), Distribution::Normal), partitions(&memory));
     let partitions = 64;
@@ -216,7 +216,7 @@ fn a_ticket_for_all_memory_is_good_to_its_last_byte() {
 }
 
 #[test]
-fn room_is_not_taken_for_later_blocks_when_memory_is_short() {
+fn space_is_not_reserved_ahead_when_memory_is_short() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     put(&memory, &buffer, 1, 0, 1 << 20);
@@ -227,7 +227,7 @@ fn room_is_not_taken_for_later_blocks_when_memory_is_short() {
 }
 
 #[test]
-fn a_reader_pins_only_the_segments_it_reads() {
+fn reader_pins_only_the_segments_it_reads() {
     let memory = memory(64 * MIB);
     let buffer = buffer(&memory);
     put(&memory, &buffer, 1, 0, 100);
@@ -267,7 +267,7 @@ fn duplicates_are_dropped_in_the_active_list_and_in_flight() {
 }
 
 #[test]
-fn seal_leaves_late_fills_to_the_next_list() {
+fn seal_moves_late_fills_to_the_next_list() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 20_000);
@@ -326,7 +326,7 @@ fn sorted_blocks_are_aligned_in_local_order_too() {
 }
 
 #[test]
-fn aborted_sends_give_their_segments_back() {
+fn aborted_sends_release_their_segments() {
     let memory = memory(64 * MIB);
     let buffer = buffer(&memory);
     put(&memory, &buffer, 1, 0, 100);
@@ -382,7 +382,7 @@ fn reads_follow_cursor_limit_and_filter() {
 }
 
 #[test]
-fn an_evicted_buffer_takes_nothing_and_holds_nothing() {
+fn evicted_buffer_refuses_blocks_and_is_empty() {
     let memory = memory(8 * MIB);
     let buffer = buffer(&memory);
     let shuffle = memory.shuffle(&key()).unwrap();
@@ -409,7 +409,7 @@ fn an_evicted_buffer_takes_nothing_and_holds_nothing() {
 }
 
 #[tokio::test]
-async fn the_block_limit_refuses_and_wakes_the_flusher() {
+async fn block_limit_refuses_and_wakes_the_flusher() {
     let memory = memory(64 * MIB);
     let buffer = buffer(&memory);
     let mut funds = funds(&memory, 20_000);
@@ -424,7 +424,7 @@ async fn the_block_limit_refuses_and_wakes_the_flusher() {
 }
 
 #[test]
-fn a_chain_of_four_gigabytes_rotates() {
+fn chain_of_four_gigabytes_rotates() {
     let memory = memory(8 << 30);
     let buffer = buffer(&memory);
     put(&memory, &buffer, 1, 0, 10);

@@ -172,7 +172,7 @@ impl Run {
 
 proptest! {
     #[test]
-    fn a_ticket_finds_its_bytes(steps in steps()) {
+    fn ticket_guarantees_its_bytes(steps in steps()) {
         let mut run = Run::new();
         for step in steps {
             run.step(step);
@@ -182,7 +182,7 @@ proptest! {
 }
 
 #[test]
-fn metadata_beyond_the_capacity_takes_nothing_of_a_ticket() {
+fn metadata_beyond_capacity_does_not_reduce_a_ticket() {
     let memory = memory(CAPACITY_BYTES);
     let mut funds = ticket(&memory, "honest", MIB, 1).unwrap();
     let flood = shuffle_of(&memory, "flood").buffer(PartitionId(0), partitions(&memory)).unwrap();
@@ -201,7 +201,7 @@ fn metadata_beyond_the_capacity_takes_nothing_of_a_ticket() {
 
 /// No ticket has reserved the lists that its partitions get.
 #[test]
-fn n6_lists_of_new_partitions_stay_within_the_bound_while_tickets_hold_all_memory() {
+fn new_partition_lists_stay_bounded_under_full_tickets() {
     use crate::memory::ceded::FREE_BYTES;
     let (capacity_bytes, heap_bytes) = (64 * MIB, 16 * MIB);
     let config = MemoryConfig { capacity_bytes, heap_bytes, ..MemoryConfig::default() };

@@ -46,7 +46,7 @@ fn left(path: &std::path::Path) {
 }
 
 #[test]
-fn a_directory_is_one_worker_s_at_a_time_and_keeps_what_is_in_memory() {
+fn directory_has_one_worker_and_keeps_its_memory() {
     let directory = shm();
     left(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
@@ -60,7 +60,7 @@ fn a_directory_is_one_worker_s_at_a_time_and_keeps_what_is_in_memory() {
 }
 
 #[test]
-fn what_is_not_this_worker_s_is_refused_by_name_and_not_touched() {
+fn foreign_files_are_refused_and_not_changed() {
     let directory = shm();
     left(directory.path());
     let said = |change: fn(&mut MemoryConfig, &mut Owner)| {
@@ -95,7 +95,7 @@ fn what_is_not_this_worker_s_is_refused_by_name_and_not_touched() {
 
 /// As when the machine has started again.
 #[test]
-fn a_directory_that_is_missing_in_a_tmpfs_is_made() {
+fn missing_directory_in_tmpfs_is_created() {
     let tmpfs = shm();
     let directory = tmpfs.path().join("worker");
     let check =
@@ -111,7 +111,7 @@ fn a_directory_that_is_missing_in_a_tmpfs_is_made() {
 }
 
 #[test]
-fn a_region_that_was_not_made_to_its_end_is_made_anew() {
+fn incomplete_region_is_created_again() {
     let directory = shm();
     left(directory.path());
     let file = directory.path().join("uniffle-worker.memory");
@@ -123,7 +123,7 @@ fn a_region_that_was_not_made_to_its_end_is_made_anew() {
 
 /// Its header stays as it is: no store makes another region of it.
 #[test]
-fn a_region_grows_with_all_that_is_in_it_and_does_not_shrink() {
+fn region_grows_with_its_content_and_never_shrinks() {
     let directory = shm();
     left(directory.path());
     let grown = |config: &mut MemoryConfig, _: &mut Owner| config.capacity_bytes = 8 * MIB;
@@ -152,7 +152,7 @@ fn a_region_grows_with_all_that_is_in_it_and_does_not_shrink() {
 
 /// The table of blocks is as large as it was made.
 #[test]
-fn another_number_of_blocks_is_taken_as_far_as_there_are_places() {
+fn changed_block_count_is_limited_by_slots() {
     let directory = shm();
     left(directory.path());
     let rows = u64::from(table_geometry().rows);
@@ -220,13 +220,13 @@ fn found_damaged(is_flushed: bool) {
 }
 
 #[test]
-fn a_block_with_other_bytes_than_were_sent_is_found_before_it_is_given_to_anybody() {
+fn damaged_block_is_detected_before_it_is_read() {
     found_damaged(false);
     found_damaged(true);
 }
 
 #[test]
-fn what_is_purged_before_anybody_looked_at_it_is_gone() {
+fn blocks_purged_before_the_scan_are_gone() {
     let directory = shm();
     left(directory.path());
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
@@ -239,7 +239,7 @@ fn what_is_purged_before_anybody_looked_at_it_is_gone() {
 }
 
 #[test]
-fn a_reader_goes_on_behind_a_block_that_was_damaged_and_sent_again() {
+fn reader_continues_after_a_damaged_and_resent_block() {
     let memory = open(None);
     restored(&memory, |_, _, _| false);
     let send = |memory: &Memory, ids: &[i64], is_whole: bool| {
@@ -275,7 +275,7 @@ fn a_reader_goes_on_behind_a_block_that_was_damaged_and_sent_again() {
 }
 
 #[test]
-fn file_that_was_removed_or_replaced_is_noticed_and_the_other_one_stays() {
+fn removed_or_replaced_file_is_noticed() {
     for is_replaced in [false, true] {
         let directory = shm();
         let memory = in_directory(directory.path(), |_, _| {}).unwrap();

@@ -35,7 +35,7 @@ fn taken_over(memory: &Memory, shuffles: impl Iterator<Item = i32> + Clone) -> B
 /// The log knows a shuffle that the region does not, as after a kill amid a purge: its name is new, and lies between names that were
 /// there before.
 #[test]
-fn a_name_that_is_given_out_during_a_start_is_nobody_else_s_after_it() {
+fn name_allocated_during_a_start_stays_unique() {
     let memory = open(None);
     assert!(taken_over(&memory, 0..0).is_empty());
     let per_chunk = i32::try_from(CHUNK_BYTES / (8 * NAME_WORDS as u64)).unwrap();
@@ -63,7 +63,7 @@ fn a_name_that_is_given_out_during_a_start_is_nobody_else_s_after_it() {
 }
 
 #[test]
-fn shuffle_without_a_place_gets_one_while_it_lives() {
+fn shuffle_without_slot_gets_one_later() {
     let memory = open(None);
     assert!(taken_over(&memory, 0..0).is_empty());
     memory.shared.supply.region.limit_pages(0);
@@ -90,7 +90,7 @@ fn shuffle_without_a_place_gets_one_while_it_lives() {
 }
 
 #[test]
-fn purged_shuffle_gets_no_place() {
+fn purged_shuffle_gets_no_slot() {
     let memory = open(None);
     assert!(taken_over(&memory, 0..0).is_empty());
     memory.shared.supply.region.limit_pages(0);
@@ -114,7 +114,7 @@ fn knows_the_first(file: &OwnedFd) -> Arc<Memory> {
 }
 
 #[test]
-fn an_unknown_shuffle_is_kept_for_later_starts_until_it_ends() {
+fn unknown_shuffle_is_kept_until_it_ends() {
     let memory = open(None);
     assert!(taken_over(&memory, 0..0).is_empty());
     let file = memory.handed_over().unwrap().unwrap();

@@ -42,7 +42,7 @@ fn release(memory: &Memory, partition: i32) {
 }
 
 #[test]
-fn pages_of_rows_come_and_go_with_them() {
+fn row_pages_are_allocated_and_freed_with_rows() {
     let memory = open(None);
     assert_eq!(resident_bytes(&memory), 0, "nobody has rows");
     tiny(&memory, 0, 0..1000).unwrap();
@@ -96,7 +96,7 @@ fn pages_with_few_rows_are_charged_whole() {
 
 /// All memory is promised and little heap to borrow: a send is refused before it gets pages that nobody pays for.
 #[test]
-fn rows_for_whose_pages_there_is_no_room_are_refused() {
+fn rows_without_room_for_pages_are_refused() {
     let config = MemoryConfig {
         heap_bytes: MIB,
         capacity_bytes: 16 * MIB,

@@ -69,7 +69,7 @@ mod tests {
     };
 
     #[test]
-    fn many_small_pieces_on_an_idle_disk_with_room_are_rewritten() {
+    fn small_extents_on_an_idle_disk_are_rewritten() {
         assert!(is_worth_it(&WORTH, &RULES));
         let scattered = WORTH.scattered;
         for not in [
@@ -88,7 +88,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_in_order_stays(partitions in 0u64..1 << 40, bytes: u64) {
+        fn ordered_extents_stay(partitions in 0u64..1 << 40, bytes: u64) {
             let scattered = Scattered { partitions, runs: partitions, bytes, oversized: 0 };
             let view = View { scattered, room_bytes: u64::MAX, ..WORTH };
             prop_assert!(!is_worth_it(&view, &RULES));

@@ -258,7 +258,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_lies_near_together_is_read_in_one_go() {
+    fn adjacent_extents_are_read_together() {
         let at = |log: u16, offset: u64, length: u64| Place { log, offset, length };
         let far = 10 * GAP_BYTES;
         let places =
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_gets_its_bytes_of_every_part_that_is_read() {
+    fn extent_receives_its_bytes_from_every_part() {
         let all: Vec<u8> = (0..100).collect();
         let place = Place { log: 0, offset: 1025, length: 30 };
         for part in [1, 7, 25, 30, 100] {
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_bounded_by_bytes_and_by_blocks() {
+    fn window_is_bounded_by_bytes_and_by_blocks() {
         let extent = |length: u64, blocks: u32| Extent { data_log: 0, blocks, ..Extent::gap(0, length) };
         assert!(Window::fits(&extent(WINDOW_BYTES, 1)) && !Window::fits(&extent(WINDOW_BYTES + 1, 1)));
         assert!(Window::fits(&extent(1, 16 << 10)) && !Window::fits(&extent(1, (16 << 10) + 1)));
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn one_go_is_no_longer_than_a_read_unless_one_extent_is() {
+    fn combined_read_is_limited_except_for_one_extent() {
         let at = |offset: u64, length: u64| Place { log: 0, offset, length };
         let reads = reads(&[at(0, READ_BYTES), at(READ_BYTES, 10), at(READ_BYTES + 10, 2 * READ_BYTES)]);
         let lengths: Vec<_> = reads.iter().map(|(_, range, _)| range.end - range.start).collect();

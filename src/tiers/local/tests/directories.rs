@@ -8,7 +8,7 @@ fn content(disk: &TestDisk) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 #[tokio::test]
-async fn a_copy_of_a_directory_is_refused_by_name_and_nothing_is_changed() {
+async fn copied_directory_is_refused_with_its_name() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -35,7 +35,7 @@ async fn a_copy_of_a_directory_is_refused_by_name_and_nothing_is_changed() {
 }
 
 #[tokio::test]
-async fn a_directory_that_is_configured_by_two_paths_is_refused_by_name() {
+async fn directory_with_two_paths_is_refused_with_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let (root, link) = (dir.path().join("data"), dir.path().join("link"));
     std::fs::create_dir(&root).unwrap();
@@ -50,7 +50,7 @@ async fn a_directory_that_is_configured_by_two_paths_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn an_empty_directory_on_the_root_file_system_is_refused_where_mounts_are_required() {
+async fn empty_directory_on_root_is_refused_if_mounts_are_required() {
     let disk = TestDisk::new("/data");
     disk.memory.set_mount_point("/");
     let config = LocalConfig { require_mounted: Some(true), ..LocalConfig::default() };
@@ -74,7 +74,7 @@ async fn an_empty_directory_on_the_root_file_system_is_refused_where_mounts_are_
 }
 
 #[tokio::test]
-async fn empty_directories_are_refused_while_something_knows_of_their_data() {
+async fn empty_directories_are_refused_if_their_data_is_known() {
     let open = async |disks: &[TestDisk], had_data: Option<&str>, require_mounted, recovery| {
         let had_data = had_data.map(str::to_owned);
         let config = LocalConfig { had_data, require_mounted, recovery, ..LocalConfig::default() };
@@ -100,7 +100,7 @@ async fn empty_directories_are_refused_while_something_knows_of_their_data() {
 }
 
 #[tokio::test]
-async fn a_directory_that_goes_away_while_the_worker_runs_takes_nothing_until_it_is_back() {
+async fn missing_directory_receives_nothing_until_it_returns() {
     let (disks, store, key, handle) = two_disks_with_blocks(8).await;
     let marker = disks[0].memory.content(Path::new(MARKER));
     disks[0].memory.put(Path::new(MARKER), None);
@@ -188,7 +188,7 @@ impl Claimed {
 }
 
 #[tokio::test]
-async fn a_claim_that_is_damaged_alone_is_refused_by_name_and_written_again_by_the_line_that_it_tells() {
+async fn damaged_claim_is_restored_with_the_reported_line() {
     for count in 1..=3 {
         let claimed = Claimed::new(count).await;
         let intact = std::fs::read(claimed.claim()).unwrap();
@@ -226,7 +226,7 @@ async fn a_claim_that_is_damaged_alone_is_refused_by_name_and_written_again_by_t
 
 /// The list is damaged, too: the copy of the log beside it begins with the same.
 #[tokio::test]
-async fn a_directory_without_a_claim_is_known_by_its_list_or_its_log_and_else_left_alone() {
+async fn directory_without_claim_is_identified_by_list_or_log() {
     let claimed = Claimed::new(2).await;
     let intact = std::fs::read(claimed.claim()).unwrap();
     std::fs::remove_file(claimed.claim()).unwrap();

@@ -44,7 +44,7 @@ async fn survives(rule: Rule, expect_healthy: bool, expect_full: bool) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_data_write_goes_to_another_disk() {
+async fn failed_data_write_goes_to_another_disk() {
     let fault = |fault| Rule::once(Operation::Write, fault).on(".data");
     survives(fault(Fault::Errno(EIO)), false, false).await;
     survives(fault(Fault::Short { bytes: 5000, errno: EIO }), false, false).await;
@@ -54,14 +54,14 @@ async fn a_failed_data_write_goes_to_another_disk() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_index_append_goes_to_another_disk() {
+async fn failed_index_append_goes_to_another_disk() {
     let fault = |fault| Rule::once(Operation::Write, fault).on(".index");
     survives(fault(Fault::Errno(EIO)), false, false).await;
     survives(fault(Fault::Short { bytes: 70, errno: ENOSPC }), true, true).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_open_or_mkdir_goes_to_another_disk() {
+async fn failed_open_or_mkdir_goes_to_another_disk() {
     for operation in [Operation::OpenWrite, Operation::CreateDir] {
         for (errno, healthy, full) in [(EIO, false, false), (ENOSPC, true, true), (EMFILE, true, false)] {
             let (disks, store, key) = two_disks().await;
@@ -77,7 +77,7 @@ async fn a_failed_open_or_mkdir_goes_to_another_disk() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn when_every_disk_fails_the_caller_keeps_its_memory_and_may_retry() {
+async fn failure_of_all_disks_keeps_memory_for_a_retry() {
     let (disks, store, key) = two_disks().await;
     for disk in &disks {
         disk.faults.add(Rule::always(Operation::Write, Fault::Errno(ENOSPC)).on(".data"));
@@ -95,7 +95,7 @@ async fn when_every_disk_fails_the_caller_keeps_its_memory_and_may_retry() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_group_that_no_index_log_took_is_published_before_anything_later() {
+async fn unwritten_index_group_is_published_before_later_ones() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     for disk in &disks {
@@ -113,7 +113,7 @@ async fn a_group_that_no_index_log_took_is_published_before_anything_later() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_that_fills_up_in_the_middle_of_a_batch_mixes_nothing_up() {
+async fn disk_full_within_a_batch_does_not_mix_blocks() {
     let disk = TestDisk::new("/small");
     disk.memory.set_capacity(Some(1 << 20));
     let config = LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() };
@@ -133,7 +133,7 @@ async fn a_disk_that_fills_up_in_the_middle_of_a_batch_mixes_nothing_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn read_errors_are_errors_and_never_short_answers() {
+async fn read_errors_never_become_short_responses() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 5000), (2, 5000)], false)]).await.unwrap();
     for (operation, kind) in
@@ -160,7 +160,7 @@ fn mismatches(store: &LocalStore) -> [u64; 2] {
 
 /// By way of the page cache and around it, with the block in one chunk and in several.
 #[tokio::test(start_paused = true)]
-async fn d8_a_block_that_is_right_when_it_is_read_again_costs_nothing() {
+async fn block_that_is_valid_on_reread_is_served() {
     for sizes in [[500, 600, 700], [50_000, 60_000, 70_000], [500_000, 1_000_000, 3_000_000]] {
         let (disks, store, key) = two_disks().await;
         let blocks: Vec<_> = (1..).zip(sizes).collect();
@@ -175,7 +175,7 @@ async fn d8_a_block_that_is_right_when_it_is_read_again_costs_nothing() {
 
 /// The wrong bytes are with the client before the block's end shows them: the answer ends, and nothing is given up.
 #[tokio::test(start_paused = true)]
-async fn d8_a_block_whose_first_bytes_were_read_wrong_once_is_not_given_up() {
+async fn block_misread_once_is_not_abandoned() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 5_000_000)], false)]).await.unwrap();
     disks[0].faults.add(Rule::once(Operation::Read, Fault::Flip).on(".data"));
@@ -186,7 +186,7 @@ async fn d8_a_block_whose_first_bytes_were_read_wrong_once_is_not_given_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn d8_a_block_that_stays_wrong_takes_no_other_with_it() {
+async fn damaged_block_does_not_affect_others() {
     for size in [900, 90_000] {
         let (disks, store, key) = two_disks().await;
         let p = PartitionId(1);
@@ -220,7 +220,7 @@ async fn d8_a_block_that_stays_wrong_takes_no_other_with_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_flipped_bit_in_the_index_is_found_before_it_is_served() {
+async fn flipped_bit_in_the_index_is_found_before_it_is_served() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 50), (2, 60)], false)]).await.unwrap();
     let path = disks[0].app_files().into_iter().find(|path| path.ends_with("1.index")).unwrap();
@@ -234,7 +234,7 @@ async fn a_flipped_bit_in_the_index_is_found_before_it_is_served() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_file_that_is_too_short_is_corrupt() {
+async fn file_that_is_too_short_is_corrupt() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 9000)], false)]).await.unwrap();
     let path = disks[0].app_files().into_iter().find(|path| path.ends_with("0.data")).unwrap();
@@ -244,7 +244,7 @@ async fn a_file_that_is_too_short_is_corrupt() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_removal_that_fails_is_tried_again() {
+async fn failed_removal_is_retried() {
     for operation in [Operation::Rename, Operation::Remove] {
         let (disks, store, key) = two_disks().await;
         for id in 0..4 {
@@ -265,7 +265,7 @@ async fn a_removal_that_fails_is_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_fails_says_what_is_wrong() {
+async fn failed_probe_reports_the_cause() {
     let (disks, store, _) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Errno(ENOSPC)));
     disks[1].faults.add(Rule::once(Operation::Sync, Fault::Errno(EIO)));
@@ -296,7 +296,7 @@ async fn write_many(store: &LocalStore, key: &ShuffleKey, ids: std::ops::Range<i
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_disk_gets_less_and_comes_back_when_it_is_fast_again() {
+async fn slow_disk_gets_less_until_it_is_fast() {
     let (disks, store, key) = two_disks().await;
     let slow = |disk: &TestDisk, millis| {
         let fault = Fault::Slow(std::time::Duration::from_millis(millis));

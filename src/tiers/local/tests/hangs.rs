@@ -39,7 +39,7 @@ async fn disk_is_not_blamed_for_a_pause_of_the_process() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hung_data_write_moves_on_and_its_late_end_does_no_harm() {
+async fn hung_write_moves_to_another_disk() {
     let (disks, store, key) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".data"));
     let started = tokio::time::Instant::now();
@@ -62,7 +62,7 @@ async fn a_hung_data_write_moves_on_and_its_late_end_does_no_harm() {
 
 /// One disk with far more to write than it can: calls miss their deadline in its queue, and others come through.
 #[tokio::test(start_paused = true)]
-async fn d9_a_device_with_a_long_queue_is_busy_and_not_hung() {
+async fn device_with_long_queue_is_busy_and_not_hung() {
     let disks = [TestDisk::new("/a")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -121,7 +121,7 @@ impl ReadBuffer for BoundedBuffer {
 const READ_MEMORY: usize = 8 << 20;
 
 #[tokio::test(start_paused = true)]
-async fn d7_reads_stuck_on_one_disk_leave_memory_to_the_others() {
+async fn hung_reads_leave_memory_for_other_disks() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let config = LocalConfig { read_memory_bytes: READ_MEMORY as u64, ..LocalConfig::default() };
     let io = disks.iter().map(TestDisk::disk).collect();
@@ -162,7 +162,7 @@ async fn d7_reads_stuck_on_one_disk_leave_memory_to_the_others() {
 
 /// One deletion that takes its 600 s: the disk that failed meanwhile is probed, and what is to be deleted on it is.
 #[tokio::test(start_paused = true)]
-async fn d10_a_slow_deletion_holds_up_neither_probes_nor_deletions_of_other_disks() {
+async fn slow_deletion_does_not_delay_probes_or_other_disks() {
     let (disks, store, key) = two_disks().await;
     let (young, spare) = (super::key("young", 1), super::key("spare", 1));
     for key in [&key, &young, &spare] {
@@ -217,7 +217,7 @@ fn of_many(disk: &TestDisk) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n14_a_disk_that_hangs_holds_its_share_of_the_deletions_and_no_more() {
+async fn hung_disk_holds_only_its_share_of_deletions() {
     let (disks, store, keys) = two_disks_of_many().await;
     disks[0].faults.add(Rule::always(Operation::Rename, Fault::Hang));
     let mut purges = std::pin::pin!(purge_all(&store, &keys));
@@ -236,7 +236,7 @@ async fn n14_a_disk_that_hangs_holds_its_share_of_the_deletions_and_no_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn n14_no_purge_waits_for_a_disk_that_is_known_to_hang() {
+async fn purge_does_not_wait_for_a_hung_disk() {
     let (disks, store, keys) = two_disks_of_many().await;
     disks[0].faults.add(Rule::always(Operation::Remove, Fault::Hang));
     disks[0].faults.add(Rule::always(Operation::Space, Fault::Hang));
@@ -253,7 +253,7 @@ async fn n14_no_purge_waits_for_a_disk_that_is_known_to_hang() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hung_index_append_moves_the_lane_with_the_same_bytes() {
+async fn hung_index_append_is_repeated_on_another_disk() {
     let (disks, store, key) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".index"));
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
@@ -290,7 +290,7 @@ async fn hung_opens_reads_and_removals_end_at_their_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hung_disk_holds_up_neither_probe_nor_maintenance_of_the_others() {
+async fn hung_disk_delays_no_probe_or_maintenance_of_others() {
     let (disks, store, _) = two_disks().await;
     disks[0].faults.add(Rule::always(Operation::Space, Fault::Hang));
     disks[0].faults.add(Rule::always(Operation::Sync, Fault::Hang));
@@ -302,7 +302,7 @@ async fn a_hung_disk_holds_up_neither_probe_nor_maintenance_of_the_others() {
 
 /// A writer that is dropped in the middle of its index append leaves the outcome unknown: the next one finishes it.
 #[tokio::test(start_paused = true)]
-async fn a_cancelled_publish_is_finished_by_the_next() {
+async fn cancelled_publish_is_finished_by_the_next() {
     let (disks, store, key) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".index"));
     assert!(store.write(&key, vec![extent(1, &[(1, 100)], false)]).now_or_never().is_none());
@@ -319,7 +319,7 @@ async fn a_cancelled_publish_is_finished_by_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_purge_during_a_hung_write_ends_in_purged_and_leaves_nothing() {
+async fn purge_during_a_hung_write_leaves_nothing() {
     for path in [".data", ".index"] {
         let (disks, store, key) = two_disks().await;
         disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(path));
@@ -333,7 +333,7 @@ async fn a_purge_during_a_hung_write_ends_in_purged_and_leaves_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_purge_that_is_dropped_is_finished_later() {
+async fn purge_that_is_dropped_is_finished_later() {
     let (disks, store, key) = two_disks().await;
     for id in 0..4 {
         store.write(&key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
@@ -350,7 +350,7 @@ async fn a_purge_that_is_dropped_is_finished_later() {
 
 /// Two apps that go at the same time: the files of both are removed by the first of them, and it takes long.
 #[tokio::test(start_paused = true)]
-async fn directories_of_an_app_whose_files_another_purge_removes_do_not_stay() {
+async fn app_directories_are_removed_by_concurrent_purges() {
     let (disks, store, first) = two_disks().await;
     let second = super::key("second", 1);
     store.register(&second);
@@ -366,7 +366,7 @@ async fn directories_of_an_app_whose_files_another_purge_removes_do_not_stay() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn maintenance_runs_until_it_is_told_to_stop() {
+async fn maintenance_runs_until_cancelled() {
     let (disks, store, key) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".data"));
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
@@ -377,7 +377,7 @@ async fn maintenance_runs_until_it_is_told_to_stop() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_directory_made_by_a_call_that_hung_through_a_purge_is_swept() {
+async fn directory_of_a_hung_call_is_swept_after_a_purge() {
     let (disks, store, key) = two_disks().await;
     let kept = super::key("kept", 1);
     store.register(&kept);

@@ -29,7 +29,7 @@ async fn told(disk: &TestDisk, store: &LocalStore, key: &ShuffleKey, ranges: &[R
 }
 
 #[tokio::test]
-async fn what_is_read_by_way_of_the_page_cache_is_brought_there() {
+async fn cached_reads_are_prefetched() {
     for direct_io in [true, false] {
         let (disk, store, key) = opened(direct_io).await;
         for (id, size) in [(1, 5000), (2, 200_000), (3, 7000)] {
@@ -50,7 +50,7 @@ async fn what_is_read_by_way_of_the_page_cache_is_brought_there() {
 }
 
 #[tokio::test]
-async fn hostile_hints_are_ignored_or_cut() {
+async fn hostile_hints_are_ignored_or_limited() {
     let (disk, store, key) = opened(false).await;
     for id in 0..400 {
         store.write(&key, vec![extent(1, &[(id, 100_000)], false)]).await.unwrap();
@@ -74,7 +74,7 @@ async fn hostile_hints_are_ignored_or_cut() {
 }
 
 #[tokio::test]
-async fn a_disk_takes_one_request_at_a_time_and_its_reads_do_not_wait_for_it() {
+async fn prefetch_runs_once_per_disk_beside_reads() {
     let (disk, store, key) = opened(true).await;
     store.write(&key, vec![extent(1, &[(1, 5000)], false)]).await.unwrap();
     disk.faults.add(Rule::once(Operation::Advise, Fault::Hang));

@@ -31,7 +31,7 @@ async fn apps_and_shuffles_do_not_share_anything() {
 }
 
 #[tokio::test]
-async fn a_batch_of_an_earlier_incarnation_does_not_end_up_in_a_later_one() {
+async fn batch_does_not_enter_a_later_incarnation() {
     let disks = [TestDisk::new("/disk")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -47,7 +47,7 @@ async fn a_batch_of_an_earlier_incarnation_does_not_end_up_in_a_later_one() {
 }
 
 #[tokio::test]
-async fn an_open_read_of_a_purged_shuffle_ends_with_an_error() {
+async fn open_read_of_a_purged_shuffle_ends_with_an_error() {
     let disks = [TestDisk::new("/disk")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -118,7 +118,7 @@ async fn many_writers_of_one_shuffle_make_one_gapless_stream() {
 }
 
 #[tokio::test]
-async fn a_directory_has_one_owner_and_keeps_its_identity() {
+async fn directory_has_one_owner_and_keeps_its_identity() {
     let disk = TestDisk::new("/disk");
     let store = open(vec![disk.disk()]).await.unwrap();
     let uuid = store.disks()[0].uuid;
@@ -136,7 +136,7 @@ async fn a_directory_has_one_owner_and_keeps_its_identity() {
 }
 
 #[tokio::test]
-async fn a_real_directory_has_one_owner() {
+async fn real_directory_has_one_owner() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("not/there/yet");
     let disk = || Arc::new(BlockingDisk::new(&path, 1, 1)) as Arc<dyn Disk>;
@@ -148,7 +148,7 @@ async fn a_real_directory_has_one_owner() {
 }
 
 #[tokio::test]
-async fn a_directory_that_is_not_ours_is_left_alone() {
+async fn directory_that_is_not_ours_is_left_alone() {
     let disk = TestDisk::new("/home");
     disk.memory.create_dir_all(Path::new("apps/precious")).await.unwrap();
     disk.memory.write_small(Path::new("apps/precious/thesis"), b"years".to_vec()).await.unwrap();
@@ -166,7 +166,7 @@ async fn a_directory_that_is_not_ours_is_left_alone() {
 }
 
 #[tokio::test]
-async fn d6_a_read_only_disk_serves_and_takes_nothing_until_it_is_writable() {
+async fn read_only_disk_serves_reads_until_writable() {
     let (disks, store, key, handle) = two_disks_with_blocks(4).await;
     drop((handle, store));
     disks[0].memory.set_read_only(true);
@@ -199,7 +199,7 @@ async fn d6_a_read_only_disk_serves_and_takes_nothing_until_it_is_writable() {
 
 /// All that is left is a read-only disk: it serves.
 #[tokio::test]
-async fn d6_a_read_only_disk_alone_is_enough_to_start() {
+async fn worker_starts_with_only_a_read_only_disk() {
     let disks = [TestDisk::new("/a")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -215,7 +215,7 @@ async fn d6_a_read_only_disk_alone_is_enough_to_start() {
 }
 
 #[tokio::test]
-async fn d13_an_empty_directory_where_a_disk_is_not_mounted_is_left_out() {
+async fn unmounted_disk_is_left_out() {
     let disks = [TestDisk::new("/a/data"), TestDisk::new("/b/data")];
     disks[0].memory.set_mount_point("/a");
     disks[1].memory.set_mount_point("/b");
@@ -247,14 +247,14 @@ async fn d13_an_empty_directory_where_a_disk_is_not_mounted_is_left_out() {
 }
 
 #[tokio::test]
-async fn an_empty_file_system_with_lost_and_found_is_taken() {
+async fn empty_file_system_with_lost_and_found_is_accepted() {
     let disk = TestDisk::new("/mnt");
     disk.memory.create_dir_all(Path::new("lost+found")).await.unwrap();
     open(vec![disk.disk()]).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_dead_disk_at_start_is_left_out_as_long_as_another_lives() {
+async fn dead_disk_at_start_is_left_out_if_another_works() {
     let disks = [TestDisk::new("/dead"), TestDisk::new("/alive")];
     disks[0].faults.add(Rule::always(Operation::Other, Fault::Errno(EIO)));
     let store = store_on(&disks).await;
@@ -270,7 +270,7 @@ async fn a_dead_disk_at_start_is_left_out_as_long_as_another_lives() {
 }
 
 #[tokio::test]
-async fn a_disk_above_its_watermark_takes_nothing_until_it_is_below_the_low_one() {
+async fn disk_above_high_watermark_is_full_until_below_low() {
     let disk = TestDisk::new("/disk");
     disk.memory.set_capacity(Some(100_000));
     let store = open(vec![disk.disk()]).await.unwrap();
@@ -309,7 +309,7 @@ async fn descriptors_are_bounded_and_opened_again() {
 }
 
 #[tokio::test]
-async fn d12_lists_of_extents_are_charged_from_their_publication_or_a_start_until_their_shuffle_is_purged() {
+async fn extent_lists_are_charged_until_purge() {
     let disk = TestDisk::new("/a");
     let key = key("app", 0);
     let opened = |extents: Budget| {
@@ -338,7 +338,7 @@ async fn d12_lists_of_extents_are_charged_from_their_publication_or_a_start_unti
 
 /// Registrations wait on runtime threads for the lock under which a shuffle is forgotten.
 #[tokio::test]
-async fn what_a_shuffle_had_is_walked_through_after_it_is_forgotten_and_before_its_files_go() {
+async fn detached_shuffle_is_walked_before_its_files_are_deleted() {
     let disk = TestDisk::new("/a");
     let (key, extents, registry) = (key("app", 0), Budget::new(u64::MAX), Registry::new());
     let store = LocalStore::open(LocalConfig::default(), vec![disk.disk()], &extents, &registry);
@@ -359,7 +359,7 @@ async fn what_a_shuffle_had_is_walked_through_after_it_is_forgotten_and_before_i
 }
 
 #[tokio::test]
-async fn a_deletion_that_is_dropped_before_it_begins_is_finished_later() {
+async fn dropped_deletion_is_finished_later() {
     let (disks, store, key, _) = two_disks_with_blocks(9).await;
     drop(Tier::forget(Arc::clone(&store), &key.app, std::slice::from_ref(&key), Purge::Shuffles));
     store.maintain_once().await;

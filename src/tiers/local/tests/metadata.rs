@@ -29,7 +29,7 @@ pub(super) fn disks<const N: usize>() -> [TestDisk; N] {
 }
 
 #[tokio::test(start_paused = true)]
-async fn d1_a_young_shuffle_outlives_power_without_synced_data() {
+async fn new_shuffle_survives_power_loss_without_synced_data() {
     for count in 1..=2 {
         let disks = &disks::<2>()[..count];
         let (old, young) = (key("app", 1), key("app", 2));
@@ -55,7 +55,7 @@ async fn successor(disks: &[TestDisk], let_go: &LetGo) -> Arc<LocalStore> {
 
 /// Where this process becomes the next one, the log is not written anew: what follows is appended, and found by every later start.
 #[tokio::test(start_paused = true)]
-async fn a_successor_goes_on_with_the_log_as_it_was_left() {
+async fn successor_continues_the_log() {
     for count in 1..=3 {
         let disks = &disks::<3>()[..count];
         let (first, second, third) = (key("app", 1), key("app", 2), key("app", 3));
@@ -94,7 +94,7 @@ async fn a_successor_goes_on_with_the_log_as_it_was_left() {
 
 /// What is not as the process before says, or cannot stay so, is written anew as after a crash; nothing of it is missing.
 #[tokio::test(start_paused = true)]
-async fn a_log_that_is_not_as_it_was_left_is_written_anew() {
+async fn changed_log_is_rewritten() {
     type Change = fn(&[TestDisk], &mut LetGo);
     let changes: [(&str, Change); 4] = [
         ("a worker of before says nothing of it", |_, let_go| let_go.vouch = None),
@@ -146,7 +146,7 @@ async fn a_log_that_is_not_as_it_was_left_is_written_anew() {
 /// Who takes over what is left does not wait for the device: it is told from the old copies, and written anew behind that, or before the
 /// first entry.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_is_told_before_it_is_written_anew() {
+async fn recovered_records_are_read_before_the_rewrite() {
     let disks = &disks::<2>();
     let (first, second) = (key("app", 1), key("app", 2));
     let store = store_on(disks).await;
@@ -179,7 +179,7 @@ async fn what_is_left_is_told_before_it_is_written_anew() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused() {
+async fn flipped_byte_is_repaired_unless_in_both_copies() {
     for count in 1..=2 {
         for both in [false, true] {
             let disks = &disks::<2>()[..count];
@@ -224,7 +224,7 @@ async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused(
 }
 
 #[tokio::test(start_paused = true)]
-async fn d2_copies_that_are_cut_or_damaged_alike_are_refused_by_what_is_marked_beside_them() {
+async fn equally_damaged_copies_are_refused_by_their_marks() {
     for (count, cuts) in [(1, true), (1, false), (2, true), (2, false)] {
         let disks = &disks::<2>()[..count];
         let shuffle = key("app", 1);
@@ -254,7 +254,7 @@ async fn d2_copies_that_are_cut_or_damaged_alike_are_refused_by_what_is_marked_b
 }
 
 #[tokio::test(start_paused = true)]
-async fn d3_directories_that_are_away_in_turn_make_nothing_short() {
+async fn alternating_directories_give_no_short_results() {
     let disks = disks::<2>();
     let shuffle = key("app", 1);
     let store = store_on(&disks).await;
@@ -278,7 +278,7 @@ async fn d3_directories_that_are_away_in_turn_make_nothing_short() {
 
 /// Away for a start, which makes an empty one at its path: that one is away when it is back.
 #[tokio::test(start_paused = true)]
-async fn d3_a_directory_put_back_in_the_place_of_an_empty_one_names_the_one_in_between() {
+async fn returned_directory_names_its_replacement() {
     let disks = disks::<2>();
     let between = TestDisk::new("/b");
     let (old, new) = (key("app", 1), key("app", 2));
@@ -310,7 +310,7 @@ async fn d3_a_directory_put_back_in_the_place_of_an_empty_one_names_the_one_in_b
 }
 
 #[tokio::test(start_paused = true)]
-async fn d3_of_three_directories_two_prove_what_they_have() {
+async fn two_of_three_directories_are_proof() {
     let disks = disks::<3>();
     let shuffle = key("app", 1);
     say(&*store_on(&disks).await, &shuffle, b"first").await;
@@ -337,7 +337,7 @@ async fn d3_of_three_directories_two_prove_what_they_have() {
 
 #[tokio::test(start_paused = true)]
 #[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
-async fn d4_no_file_of_the_log_that_is_torn_deleted_or_cannot_be_read_hides_anything() {
+async fn damaged_log_file_hides_nothing() {
     for count in 1..=2 {
         let shuffle = key("app", 1);
         let files = async |disks: &[TestDisk]| {
@@ -372,7 +372,7 @@ async fn d4_no_file_of_the_log_that_is_torn_deleted_or_cannot_be_read_hides_anyt
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_sync_serves_all_who_wait_for_it_and_nothing_is_acknowledged_before() {
+async fn one_sync_acknowledges_all_waiters() {
     let disks = disks::<1>();
     let store = store_on(&disks).await;
     let handle = store.register(&key("app", 1));
@@ -391,7 +391,7 @@ async fn one_sync_serves_all_who_wait_for_it_and_nothing_is_acknowledged_before(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_copy_that_hangs_is_given_up_and_made_again_when_its_disk_answers() {
+async fn hung_copy_is_dropped_and_recreated_later() {
     let disks = disks::<2>();
     let shuffle = key("app", 1);
     let store = store_on(&disks).await;
@@ -414,7 +414,7 @@ async fn a_copy_that_hangs_is_given_up_and_made_again_when_its_disk_answers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_shuffles_said_is_told_from_the_other_copy_when_one_cannot_be_read_to_its_end() {
+async fn records_are_read_from_the_other_copy_on_errors() {
     let disks = disks::<2>();
     let shuffle = key("app", 1);
     let store = store_on(&disks).await;
@@ -436,7 +436,7 @@ async fn what_shuffles_said_is_told_from_the_other_copy_when_one_cannot_be_read_
 }
 
 #[tokio::test]
-async fn who_reads_what_one_shuffle_said_lets_others_work_between_what_all_others_did() {
+async fn reading_records_of_one_shuffle_yields() {
     let disks = disks::<1>();
     let store = store_on(&disks).await;
     let (first, last) = (key("app", 1), key("app", 2));
@@ -459,14 +459,14 @@ async fn hear_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_only_directory_whose_metadata_cannot_be_listed_for_a_while_goes_on_when_it_can() {
+async fn single_unlistable_directory_continues_when_listable() {
     let list = Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata");
     goes_on_when_it_can_be_read(list, "cannot be listed").await;
 }
 
 /// As after a restore by another user.
 #[tokio::test(start_paused = true)]
-async fn d2_a_log_that_may_not_be_read_is_not_damaged_and_not_written_over() {
+async fn log_without_read_permission_is_not_overwritten() {
     for (errno, text) in [(EACCES, "Permission denied"), (EMFILE, "Too many open files")] {
         let open = Rule::always(Operation::OpenRead, Fault::Errno(errno)).on("/log");
         goes_on_when_it_can_be_read(open, text).await;

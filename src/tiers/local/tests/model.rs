@@ -146,7 +146,7 @@ proptest! {
     }
 
     #[test]
-    fn failing_disks_lose_and_mix_nothing(batches in batches(), disks in 1usize..4, seed in 0u64..1 << 40) {
+    fn failing_disks_do_not_lose_or_mix_blocks(batches in batches(), disks in 1usize..4, seed in 0u64..1 << 40) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         runtime.block_on(run(batches, disks, seed, true, Vec::new()));
     }

@@ -11,7 +11,7 @@ fn run_of(moving: &Moving, partition: i32) -> Run {
 }
 
 #[tokio::test(start_paused = true)]
-async fn reads_that_move_data_take_no_signal_from_readers() {
+async fn failed_reads_of_moves_mark_nothing_suspect() {
     let (disks, store, key, handle) = two_disks_with_blocks(1).await;
     disks.iter().for_each(|it| it.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on(".data")));
     let moving = store.moving(&handle);
@@ -30,7 +30,7 @@ async fn reads_that_move_data_take_no_signal_from_readers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_damaged_block_that_a_move_finds_is_left_out_for_readers() {
+async fn damaged_block_found_by_a_move_is_omitted() {
     let (disks, store, key, handle) = two_disks_with_blocks(1).await;
     for disk in &disks {
         let files =
@@ -58,7 +58,7 @@ fn data_files(disks: &[TestDisk]) -> Vec<PathBuf> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_without_room_for_a_directory_is_relieved() {
+async fn disk_without_room_for_a_directory_is_drained() {
     let (disks, store, key, handle) = two_disks_with_blocks(4).await;
     disks.iter().for_each(|it| it.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(ENOSPC))));
     assert!(release_all(&store, &handle).await.unwrap() >= 4 * 9000);
@@ -70,7 +70,7 @@ async fn a_disk_without_room_for_a_directory_is_relieved() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_file_that_was_not_removed_at_once_goes_with_the_next_maintenance() {
+async fn unremoved_file_is_removed_by_maintenance() {
     for fault in [Fault::Errno(ENOSPC), Fault::Hang] {
         let (disks, store, key, handle) = two_disks_with_blocks(4).await;
         let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap();

@@ -8,7 +8,7 @@ use super::*;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 #[tokio::test(start_paused = true)]
-async fn what_is_purged_leaves_the_log_and_does_not_come_back() {
+async fn purged_shuffle_leaves_the_log_for_good() {
     let disks = disks::<2>();
     let store = store_on(&disks).await;
     let (kept, big) = (key("app", 1), key("app", 2));
@@ -34,7 +34,7 @@ async fn what_is_purged_leaves_the_log_and_does_not_come_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_purge_that_cannot_be_written_down_keeps_the_files() {
+async fn unlogged_purge_keeps_the_files() {
     let disks = disks::<1>();
     let store = store_on(&disks).await;
     let shuffle = key("app", 1);
@@ -60,7 +60,7 @@ fn entries(disks: &[TestDisk]) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn purges_that_come_together_are_noted_once_each() {
+async fn concurrent_purges_are_logged_once_each() {
     let disks = disks::<2>();
     let store = store_on(&disks).await;
     let keys: Vec<ShuffleKey> = (0..300).map(|app| key(&format!("app{app}"), 1)).collect();
@@ -84,7 +84,7 @@ async fn purges_that_come_together_are_noted_once_each() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn purges_whose_writing_down_is_dropped_are_written_down_by_who_waits() {
+async fn dropped_purge_record_is_written_by_a_waiter() {
     let disks = disks::<1>();
     let store = store_on(&disks).await;
     let keys = [key("app", 1), key("app", 2)];

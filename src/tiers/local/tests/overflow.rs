@@ -45,7 +45,7 @@ async fn written_in(handle: &ShuffleHandle, id: i64, backlog: Backlog) -> Durati
 }
 
 #[tokio::test(start_paused = true)]
-async fn p7_a_long_backlog_goes_by_way_of_the_page_cache_within_its_bound() {
+async fn long_backlog_uses_the_page_cache_within_its_limit() {
     let (_disk, store, handle) = slow_store(cached(2 * MIB)).await;
     let no_one_waits = Backlog { is_waited_for: false, ..BACKLOG };
     assert!(!written_in(&handle, 1, no_one_waits).await.is_zero());
@@ -64,7 +64,7 @@ async fn p7_a_long_backlog_goes_by_way_of_the_page_cache_within_its_bound() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn p7_nothing_goes_there_where_memory_is_short_or_batches_are_to_be_synced() {
+async fn page_cache_is_unused_when_memory_is_short_or_syncing() {
     let none = LocalConfig { spare_memory: SpareMemory::Always(MIB - 1), ..cached(u64::MAX) };
     let synced = LocalConfig { sync: SyncWrites::Group, ..cached(u64::MAX) };
     let buffered_anyway = LocalConfig { direct_io: false, ..cached(u64::MAX) };
@@ -80,7 +80,7 @@ async fn p7_nothing_goes_there_where_memory_is_short_or_batches_are_to_be_synced
 }
 
 #[tokio::test(start_paused = true)]
-async fn p7_what_the_disk_does_not_take_from_the_page_cache_becomes_a_hole() {
+async fn failed_writeback_becomes_a_hole() {
     let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
     let heard = Arc::new(Mutex::new(Vec::new()));
     let (hears, weak) = (Arc::clone(&heard), Arc::downgrade(&store));
@@ -101,7 +101,7 @@ async fn p7_what_the_disk_does_not_take_from_the_page_cache_becomes_a_hole() {
 
 /// The service would find it in memory, and not look again when memory has released it.
 #[tokio::test(start_paused = true)]
-async fn p7_what_is_lost_while_memory_has_it_is_named_when_memory_has_released_it() {
+async fn loss_is_reported_after_memory_is_released() {
     let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
     let heard = Arc::new(AtomicUsize::new(0));
     let hears = Arc::clone(&heard);
@@ -120,7 +120,7 @@ async fn p7_what_is_lost_while_memory_has_it_is_named_when_memory_has_released_i
 }
 
 #[tokio::test(start_paused = true)]
-async fn p7_a_batch_that_is_not_published_is_written_back_and_charged_until_then() {
+async fn unpublished_batch_is_charged_until_written_back() {
     let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
     disk.faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".index"));
     let of_batch = (BACKLOG, Released::default());

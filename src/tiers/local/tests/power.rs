@@ -39,7 +39,7 @@ async fn nothing_is_visible_before_it_is_synced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_log_whose_sync_failed_or_hung_or_was_left_is_never_written_again() {
+async fn log_without_successful_sync_is_never_appended() {
     for kind in [".data", ".index"] {
         for fault in [Some(Fault::Errno(EIO)), Some(Fault::Hang), None] {
             let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
@@ -75,7 +75,7 @@ async fn a_log_whose_sync_failed_or_hung_or_was_left_is_never_written_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_directory_that_can_not_be_synced_fails_like_one_that_can_not_be_made() {
+async fn unsyncable_directory_fails_like_an_uncreatable_one() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let store = open_with(&disks, SyncWrites::Group).await;
     let key = key("app", 1);
@@ -103,7 +103,7 @@ async fn without_syncing_no_data_is_synced() {
 
 /// `localfile_store.sync = "off"`, and the machine is switched off after the worker was stopped.
 #[tokio::test(start_paused = true)]
-async fn a_last_sync_brings_everything_to_the_devices_that_answer() {
+async fn last_sync_reaches_all_responsive_devices() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let store = open_with(&disks, SyncWrites::Off).await;
     let key = key("app", 1);
@@ -210,7 +210,7 @@ fn history(seed: u64, sync: SyncWrites, check: impl AsyncFn(Arc<LocalStore>, &To
 
 /// `POWER_SEEDS=10000 cargo test --lib power` runs more.
 #[test]
-fn what_was_synced_outlives_power_at_the_same_place() {
+fn synced_data_survives_power_loss_in_place() {
     let seeds = std::env::var("POWER_SEEDS").map_or(150, |text| text.parse().unwrap());
     let blocks = std::cell::Cell::new(0);
     for seed in 0..seeds {
@@ -241,7 +241,7 @@ fn what_was_synced_outlives_power_at_the_same_place() {
 
 /// Without syncing power takes blocks, but no read gives other bytes than were written.
 #[test]
-fn what_was_not_synced_is_missed_and_never_served_wrong() {
+fn unsynced_data_is_lost_and_never_wrong() {
     let (damaged, gone) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
     for seed in 0..100 {
         history(seed, SyncWrites::Off, async |store, told| {

@@ -16,7 +16,7 @@ async fn cached(disks: &[TestDisk], index_cache_bytes: u64) -> Arc<LocalStore> {
 }
 
 #[tokio::test]
-async fn what_was_published_is_indexed_from_memory_and_forgotten_with_its_shuffle() {
+async fn published_index_is_cached_until_purge() {
     let disks = [TestDisk::new("/a")];
     let store = cached(&disks, 1 << 20).await;
     let key = key("app", 1);
@@ -36,7 +36,7 @@ async fn what_was_published_is_indexed_from_memory_and_forgotten_with_its_shuffl
 }
 
 #[tokio::test]
-async fn what_had_to_leave_is_read_once_and_kept() {
+async fn evicted_index_is_read_once_and_cached() {
     let disks = [TestDisk::new("/a")];
     // Room for eight extents of one block.
     let store = cached(&disks, 8 * 200).await;
@@ -80,7 +80,7 @@ async fn idle_descriptors_are_closed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_waits_behind_others_does_not_make_a_disk_sick() {
+async fn delayed_probe_does_not_fail_a_disk() {
     let disks = [TestDisk::new("/a")];
     let config = LocalConfig { direct_io: false, index_cache_bytes: 0, ..LocalConfig::default() };
     let store = open_with(config, vec![disks[0].disk()]).await.unwrap();
@@ -103,7 +103,7 @@ async fn a_probe_that_waits_behind_others_does_not_make_a_disk_sick() {
 }
 
 #[tokio::test]
-async fn writing_across_the_high_watermark_makes_a_disk_full_at_once() {
+async fn crossing_the_high_watermark_marks_the_disk_full() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     for disk in &disks {
         disk.memory.set_capacity(Some(1 << 20));

@@ -45,7 +45,7 @@ async fn until_it_pauses(disk: &TestDisk, mut purge: impl Future<Output = ()> + 
 }
 
 #[tokio::test(start_paused = true)]
-async fn p5_while_a_disk_is_written_to_a_log_is_deleted_in_parts_with_pauses() {
+async fn busy_disk_deletes_a_log_in_parts_with_pauses() {
     let (disk, store, key) = large_log().await;
     let writing = InFlight::begin(&store.core.disks[0], 1);
     let mut purge = Box::pin(store.purge(&key));
@@ -65,7 +65,7 @@ async fn p5_while_a_disk_is_written_to_a_log_is_deleted_in_parts_with_pauses() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn p5_a_disk_that_is_idle_or_short_of_room_deletes_without_pauses() {
+async fn idle_or_full_disk_deletes_without_pauses() {
     for is_idle in [true, false] {
         let (disk, store, key) = large_log().await;
         let writing = InFlight::begin(&store.core.disks[0], if is_idle { 0 } else { 1 });
@@ -84,7 +84,7 @@ async fn p5_a_disk_that_is_idle_or_short_of_room_deletes_without_pauses() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn p5_a_purge_that_is_dropped_between_parts_is_finished_later() {
+async fn purge_dropped_between_parts_is_finished_later() {
     let (disk, store, key) = large_log().await;
     let writing = InFlight::begin(&store.core.disks[0], 1);
     let mut purge = Box::pin(store.purge(&key));
@@ -98,7 +98,7 @@ async fn p5_a_purge_that_is_dropped_between_parts_is_finished_later() {
 
 /// A reader's file is cut back beneath it.
 #[tokio::test(start_paused = true)]
-async fn p5_a_read_that_a_purge_overtakes_is_not_held_against_the_disk() {
+async fn read_overtaken_by_a_purge_does_not_blame_the_disk() {
     for mode in ["data", "index"] {
         let disk = TestDisk::new("/a");
         let store = open(vec![disk.disk()]).await.unwrap();
@@ -122,7 +122,7 @@ async fn p5_a_read_that_a_purge_overtakes_is_not_held_against_the_disk() {
 
 /// An upgrade would have waited for all of it with its listeners closed.
 #[tokio::test(start_paused = true)]
-async fn a_process_that_makes_way_leaves_the_rest_of_a_removal_to_its_successor() {
+async fn successor_finishes_a_removal() {
     let (disk, store, key) = large_log().await;
     let writing = InFlight::begin(&store.core.disks[0], 1);
     let mut purge = Box::pin(store.purge(&key));
@@ -154,7 +154,7 @@ async fn registered(disk: &TestDisk) -> (Arc<LocalStore>, ShuffleKey) {
 
 /// A start would know the shuffle and miss its files.
 #[tokio::test(start_paused = true)]
-async fn a_sweep_spares_files_of_a_purge_that_is_not_in_the_log() {
+async fn sweep_spares_files_of_an_unlogged_purge() {
     let disk = TestDisk::new("/a");
     let (store, key) = registered(&disk).await;
     let files = disk.app_files();
@@ -167,7 +167,7 @@ async fn a_sweep_spares_files_of_a_purge_that_is_not_in_the_log() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_forgotten_shuffle_stays_gone_once_that_is_durable() {
+async fn durable_purge_is_not_undone() {
     let disk = TestDisk::new("/a");
     let (store, key) = registered(&disk).await;
     drop(store.forget_shuffle(&key));
@@ -182,7 +182,7 @@ async fn a_forgotten_shuffle_stays_gone_once_that_is_durable() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_end_that_cannot_be_logged_is_refused_until_it_can() {
+async fn unloggable_end_is_refused_until_logged() {
     let disk = TestDisk::new("/a");
     let (store, key) = registered(&disk).await;
     disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));

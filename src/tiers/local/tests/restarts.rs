@@ -21,7 +21,7 @@ fn ids(records: &[IndexRecord]) -> Vec<i64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_later_process_serves_the_same_streams_and_goes_on() {
+async fn later_process_continues_the_streams() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b"), TestDisk::new("/c")];
     let keys = [key("app-1", 1), key("app-1", 10), key("app-10", 1)];
     let store = store_on(&disks).await;
@@ -74,7 +74,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_torn_end_is_left_out_and_the_next_process_goes_on_behind_it() {
+async fn torn_end_is_skipped_by_the_next_process() {
     let disks = [TestDisk::new("/a")];
     let key = key("app", 1);
     let store = store_on(&disks).await;
@@ -131,7 +131,7 @@ async fn two_disks(key: &ShuffleKey) -> ([TestDisk; 2], Vec<i64>, (Vec<u8>, Vec<
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
+async fn missing_disk_leaves_holes_and_keeps_offsets() {
     let key = key("app", 1);
     let (disks, on_second, before) = two_disks(&key).await;
     let store = store_on(&disks[..1]).await;
@@ -177,7 +177,7 @@ async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_data_file_that_is_gone_or_too_short_is_lost_and_named() {
+async fn missing_or_short_data_file_is_reported_lost() {
     for gone in [true, false] {
         let disk = TestDisk::new("/a");
         let key = key("app", 1);
@@ -207,7 +207,7 @@ async fn a_data_file_that_is_gone_or_too_short_is_lost_and_named() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_latest_incarnation_wins_and_numbers_go_on() {
+async fn latest_incarnation_wins_and_numbers_continue() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let key = key("app", 1);
     let store = store_on(&disks).await;
@@ -232,7 +232,7 @@ async fn the_latest_incarnation_wins_and_numbers_go_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
+async fn unreadable_disk_loses_nothing_for_the_next_process() {
     let key = key("app", 1);
     let (disks, on_second, before) = two_disks(&key).await;
     disks[1].faults.add(Rule::always(Operation::OpenRead, Fault::Errno(EIO)));
@@ -251,7 +251,7 @@ async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_left_for_a_later_start_is_not_swept() {
+async fn files_left_for_a_later_start_are_not_swept() {
     let (disks, store, shuffle, handle) = two_disks_with_blocks(4).await;
     drop((handle, store));
     let store = store_on(&disks).await;
@@ -269,7 +269,7 @@ async fn what_is_left_for_a_later_start_is_not_swept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_record_that_reaches_too_few_disks_is_an_error_and_goes_round_those_that_fail() {
+async fn record_on_too_few_disks_is_an_error() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b"), TestDisk::new("/c")];
     let key = key("app", 1);
     let store = store_on(&disks).await;
@@ -297,7 +297,7 @@ async fn a_record_that_reaches_too_few_disks_is_an_error_and_goes_round_those_th
 /// What an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release --lib recovery_of_ten -- --ignored --nocapture`
 #[tokio::test]
 #[ignore = "a measurement"]
-async fn recovery_of_ten_gigabytes_of_small_blocks() {
+async fn recovery_of_ten_gigabytes_is_measured() {
     const BLOCK: u32 = 14 << 10;
     const BLOCKS_PER_EXTENT: usize = 73;
     const PARTITIONS: i32 = 64;
@@ -346,7 +346,7 @@ async fn recovery_of_ten_gigabytes_of_small_blocks() {
 }
 
 #[tokio::test]
-async fn a_stray_file_among_the_apps_does_not_take_the_disk_out() {
+async fn stray_file_among_apps_does_not_fail_the_disk() {
     let dir = tempfile::tempdir().unwrap();
     let disks = || vec![Arc::new(BlockingDisk::new(dir.path(), 1, 1)) as Arc<dyn Disk>];
     let key = key("app", 1);
@@ -365,7 +365,7 @@ async fn a_stray_file_among_the_apps_does_not_take_the_disk_out() {
 }
 
 #[tokio::test]
-async fn a_stray_file_by_a_shuffle_s_name_does_not_take_the_disk_out_and_stays() {
+async fn stray_file_named_like_a_shuffle_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     let disks = || vec![Arc::new(BlockingDisk::new(dir.path(), 1, 1)) as Arc<dyn Disk>];
     let shuffle = key("app", 1);

@@ -77,7 +77,7 @@ async fn assert_all_found(disks: &[TestDisk], expected: &Streams, what: &str) ->
 }
 
 #[tokio::test(start_paused = true)]
-async fn copies_take_the_places_of_their_originals_whose_logs_go() {
+async fn copies_replace_originals_and_their_logs() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let (store, key, handle) = written(&disks).await;
     let before = streams_of(&store, &key).await;
@@ -113,7 +113,7 @@ async fn copies_take_the_places_of_their_originals_whose_logs_go() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_partition_is_read_in_one_go_once_it_is_in_order() {
+async fn ordered_partition_is_read_at_once() {
     let disks = [TestDisk::new("/a")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -133,13 +133,13 @@ async fn a_partition_is_read_in_one_go_once_it_is_in_order() {
 
 /// Every kind of call, at every place: the process dies in it.
 #[tokio::test(start_paused = true)]
-async fn a_process_may_die_at_any_step() {
+async fn rewrite_survives_a_crash_at_any_step() {
     died_at_every_step(false).await;
 }
 
 /// `localfile_store.sync = "off"`: what was on the devices before is there afterwards.
 #[tokio::test(start_paused = true)]
-async fn the_power_may_go_at_any_step() {
+async fn rewrite_survives_power_loss_at_any_step() {
     died_at_every_step(true).await;
 }
 
@@ -203,7 +203,7 @@ async fn died_at_every_step(power: bool) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_may_fail_at_any_step() {
+async fn rewrite_survives_disk_failure_at_any_step() {
     for fault in
         [Fault::Errno(EIO), Fault::Errno(ENOSPC), Fault::Short { bytes: 5000, errno: EIO }, Fault::Hang]
     {
@@ -236,7 +236,7 @@ async fn a_disk_may_fail_at_any_step() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_reads_keeps_the_logs_that_it_has_seen() {
+async fn reader_pins_the_logs_it_has_seen() {
     let disks = [TestDisk::new("/a")];
     let (store, key, handle) = written(&disks).await;
     let before = streams_of(&store, &key).await;
@@ -266,7 +266,7 @@ async fn who_reads_keeps_the_logs_that_it_has_seen() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_purge_may_come_at_any_step() {
+async fn rewrite_survives_a_purge_at_any_step() {
     for kind in [Operation::Read, Operation::OpenWrite, Operation::Write, Operation::Sync, Operation::SyncDir]
     {
         for after in 0..3 {
@@ -295,7 +295,7 @@ async fn a_purge_may_come_at_any_step() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_damaged_block_is_named_and_never_copied() {
+async fn damaged_block_is_reported_and_never_copied() {
     let disks = [TestDisk::new("/a")];
     let (store, key, handle) = written(&disks).await;
     let heard: Arc<parking_lot::Mutex<Vec<i32>>> = Arc::default();
@@ -327,7 +327,7 @@ async fn a_damaged_block_is_named_and_never_copied() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_damaged_on_the_way_is_not_copied_and_not_called_lost() {
+async fn transiently_damaged_block_is_not_copied_or_lost() {
     let disks = [TestDisk::new("/a")];
     let (store, key, handle) = written(&disks).await;
     let before = streams_of(&store, &key).await;
@@ -348,7 +348,7 @@ async fn what_was_damaged_on_the_way_is_not_copied_and_not_called_lost() {
 
 /// A hole may be readable again for a later process: its log stays.
 #[tokio::test(start_paused = true)]
-async fn the_log_of_a_hole_stays() {
+async fn log_of_a_hole_is_kept() {
     let disks = [TestDisk::new("/a")];
     let (store, key, handle) = written(&disks).await;
     let before = streams_of(&store, &key).await;
@@ -367,7 +367,7 @@ async fn the_log_of_a_hole_stays() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_partly_unknown_keeps_its_files() {
+async fn partly_unknown_shuffle_keeps_its_files() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let (store, key, handle) = written(&disks).await;
     drop((store, handle));
@@ -381,7 +381,7 @@ async fn what_is_partly_unknown_keeps_its_files() {
 
 /// Extents are looked at and exchanged some hundred at a time, and go in several windows.
 #[tokio::test(start_paused = true)]
-async fn a_shuffle_of_many_extents_is_rewritten_as_one_of_few() {
+async fn many_extents_are_rewritten_as_few() {
     const MANY: i64 = 300;
     let disks = [TestDisk::new("/a")];
     let (store, key, handle) = written(&disks).await;
@@ -399,7 +399,7 @@ async fn a_shuffle_of_many_extents_is_rewritten_as_one_of_few() {
 
 /// Between the extents that it exchanges, too.
 #[tokio::test(start_paused = true)]
-async fn a_rewrite_may_be_dropped_at_any_step() {
+async fn rewrite_may_be_cancelled_at_any_step() {
     let mut steps = 0;
     loop {
         assert!(steps < 10_000, "a rewrite is not over after {steps} steps");
@@ -448,7 +448,7 @@ async fn that_rewrites_within(disks: &[TestDisk], memory: &Budget) -> Arc<LocalS
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_held_meanwhile_is_charged_and_without_room_for_it_all_stays() {
+async fn rewrite_charges_its_memory_or_is_skipped() {
     let memory = Budget::new(PASS_BYTES + (1 << 20));
     let disks = [TestDisk::new("/a")];
     let store = that_rewrites_within(&disks, &memory).await;
@@ -476,7 +476,7 @@ async fn what_is_held_meanwhile_is_charged_and_without_room_for_it_all_stays() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_old_is_rewritten_while_nobody_needs_the_disk() {
+async fn old_extents_are_rewritten_on_an_idle_disk() {
     let disks = [TestDisk::new("/a")];
     let (store, key) = with_batches(&disks).await;
     let before = streams_of(&store, &key).await;
@@ -515,7 +515,7 @@ async fn what_is_old_is_rewritten_while_nobody_needs_the_disk() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn maintenance_rewrites_and_ends_when_it_is_told() {
+async fn maintenance_rewrites_until_cancelled() {
     let disks = [TestDisk::new("/a")];
     let (store, key) = with_batches(&disks).await;
     let before = streams_of(&store, &key).await;

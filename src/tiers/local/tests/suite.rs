@@ -102,7 +102,7 @@ async fn one_partition_spreads_over_all_disks() {
 }
 
 #[tokio::test]
-async fn local_order_pieces_keep_the_order_they_are_given_in() {
+async fn local_order_batches_keep_their_order() {
     let disks = [TestDisk::new("/disk")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -114,7 +114,7 @@ async fn local_order_pieces_keep_the_order_they_are_given_in() {
 }
 
 #[tokio::test]
-async fn batches_that_contradict_themselves_are_refused() {
+async fn contradictory_batches_are_refused() {
     let disks = [TestDisk::new("/disk")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -154,7 +154,7 @@ async fn misaligned_memory_is_gathered() {
 }
 
 #[tokio::test]
-async fn an_index_of_many_chunks_is_whole() {
+async fn index_of_many_chunks_is_complete() {
     let disks = [TestDisk::new("/disk")];
     let store = store_on(&disks).await;
     let key = key("app", 1);

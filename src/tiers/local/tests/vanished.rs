@@ -50,7 +50,7 @@ async fn settled(store: &LocalStore) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn append_to_a_changed_file_goes_to_a_new_one_and_old_blocks_are_lost() {
+async fn append_to_a_changed_file_uses_a_new_one_and_reports_loss() {
     let changes: [fn(&TestDisk); 6] = [
         |disk| disk.memory.remove(Path::new("apps")),
         |disk| disk.memory.remove(Path::new("apps/app")),
@@ -119,7 +119,7 @@ async fn file_that_is_too_large_is_continued_in_a_new_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn files_are_continued_before_they_reach_the_largest_size() {
+async fn files_rotate_before_the_largest_size() {
     let disk = TestDisk::new("/a");
     let config = LocalConfig { file_bytes_max: 20_000, ..LocalConfig::default() };
     let store = open_with(config, vec![disk.disk()]).await.unwrap();
@@ -134,7 +134,7 @@ async fn files_are_continued_before_they_reach_the_largest_size() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn metadata_log_that_was_removed_is_written_anew() {
+async fn removed_metadata_log_is_rewritten() {
     for count in 1..=3 {
         for asked in [false, true] {
             let disks = &metadata::disks::<3>()[..count];
@@ -160,7 +160,7 @@ async fn metadata_log_that_was_removed_is_written_anew() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn metadata_log_of_which_one_file_was_removed_has_two_copies_again() {
+async fn removed_metadata_log_file_is_restored() {
     let disks = metadata::disks::<2>();
     let store = store_on(&disks).await;
     metadata::say(&store, &key("app", 1), b"before").await;
@@ -205,7 +205,7 @@ async fn full_disk_says_why_and_takes_data_after_one_probe() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn last_flush_tries_every_disk_until_it_says_full_itself() {
+async fn last_flush_tries_every_disk_until_enospc() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     disks.iter().for_each(|disk| disk.memory.set_capacity(Some(1 << 20)));
     let config = LocalConfig { high_watermark: 0.01, low_watermark: 0.001, ..LocalConfig::default() };
@@ -262,7 +262,7 @@ impl Real {
 }
 
 #[tokio::test]
-async fn directory_that_was_moved_away_is_detached_and_not_made_anew() {
+async fn moved_directory_is_detached_and_not_recreated() {
     let real = Real::new(2).await;
     for id in 0..4 {
         real.write(id).await.unwrap();
@@ -289,7 +289,7 @@ async fn directory_that_was_moved_away_is_detached_and_not_made_anew() {
 }
 
 #[tokio::test]
-async fn directory_of_which_everything_was_removed_is_claimed_again() {
+async fn emptied_directory_is_claimed_again() {
     let mut real = Real::new(1).await;
     real.write(1).await.unwrap();
     for entry in std::fs::read_dir(real.root()).unwrap().map(Result::unwrap) {

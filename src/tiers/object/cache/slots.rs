@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_leaves_and_what_is_read_stays() {
+    fn least_recently_used_chunk_is_evicted_unless_read() {
         let budget = Budget::new(u64::MAX);
         let mut slots = slots(&budget, 4);
         let read = fetch(&mut slots, 0);
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_of_a_registration_are_dropped_some_at_a_time() {
+    fn chunks_of_a_registration_are_dropped_in_batches() {
         let mut slots = slots(&Budget::new(u64::MAX), 300);
         (0..200).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(slots.forget(1) && slots.len() == 200 - FORGOTTEN_AT_ONCE);
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn where_one_has_to_leave_a_chunk_must_be_worth_it() {
+    fn full_cache_admits_repeated_or_large_reads() {
         let mut slots = slots(&Budget::new(u64::MAX), 2);
         (0..2).for_each(|number| drop(fetch(&mut slots, number)));
         assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Not), "a bit of it, for the first time");
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_fails_gets_nothing_and_loses_all() {
+    fn failed_cache_directory_is_emptied_and_unused() {
         let mut slots = slots(&Budget::new(u64::MAX), 4);
         let first = fetch(&mut slots, 0);
         let failing = first.slot.directory;
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_emptied_some_at_a_time() {
+    fn cache_directory_is_emptied_in_batches() {
         let mut slots = slots(&Budget::new(u64::MAX), 400);
         (0..300).for_each(|number| drop(fetch(&mut slots, number)));
         let of = |slots: &Slots, directory: usize| {
@@ -352,7 +352,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_slot_has_two_chunks_and_none_is_lost(
+        fn slots_are_unique_and_never_lost(
             steps in prop::collection::vec((0u32..12, 0u8..5, any::<prop::sample::Index>()), 1..150),
         ) {
             let budget = Budget::new(u64::MAX);

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn the_section_of_the_profile_is_read() {
+    fn section_of_the_profile_is_read() {
         let text = "# comment\n[default]\naws_access_key_id = a\naws_secret_access_key = b\n\n[worker]\n\
                     aws_access_key_id=AK\n ; x = y\naws_secret_access_key = s/e+c=r==\naws_session_token = t\n\
                     expiration = 2030-01-02T03:04:05+00:00\n[other]\naws_access_key_id = z\n";
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named_and_no_value_is_repeated() {
+    fn missing_credentials_are_named_without_values() {
         for (text, missing) in [
             ("", "no such section"),
             ("[default]\naws_access_key_id = hush", "no such section"),
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_changes_is_read_again_and_one_that_breaks_takes_nothing_away() {
+    async fn changed_file_is_reread_and_broken_one_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keys");
         let keys = FileCredentials::new(&path, "default");

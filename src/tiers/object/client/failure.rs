@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_says_what_an_answer_means() {
+    fn error_code_determines_the_failure() {
         for (code, failure) in [
             ("SlowDown", Failure::ExpectedBack),
             ("InternalError", Failure::ExpectedBack),
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_that_is_missing_is_no_object_that_is_missing() {
+    fn missing_bucket_is_not_a_missing_object() {
         let missing = |code: &str| object_store::Error::NotFound {
             path: "k".to_owned(),
             source: format!("status code: 404: <Code>{code}</Code>").into(),
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_code_the_status_decides() {
+    fn status_decides_without_error_code() {
         for (status, failure) in [
             ("500 Internal Server Error", Failure::ExpectedBack),
             ("503 Service Unavailable", Failure::ExpectedBack),
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_connection_did_is_told_by_its_kind() {
+    fn connection_errors_are_classified() {
         let of = |kind| {
             let error = HttpError::new(kind, std::io::Error::other("x"));
             Failure::of(&object_store::Error::Generic { store: "S3", source: Box::new(error) })
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn an_explanation_has_cause_and_remedy_in_one_line() {
+    fn explanation_has_cause_and_remedy_in_one_line() {
         let told = explain(&answered("403 Forbidden", "ExpiredToken"));
         assert!(told.contains("have expired (ExpiredToken)") && told.contains("renew them"), "{told}");
         let told = explain(&generic("a\nb"));

@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_told_apart_by_method_and_query() {
+    fn requests_are_classified_by_method_and_query() {
         for (method, uri, operation) in [
             (Method::GET, "/b/k", Operation::Get),
             (Method::GET, "/b?list-type=2&prefix=uploads", Operation::List),
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_must_have_the_range_that_was_asked_for() {
+    fn response_must_have_the_requested_range() {
         assert_eq!(expected(None, 200, &[("content-length", "7")]), Ok(Some(7)));
         assert_eq!(expected(None, 200, &[]), Ok(None));
         for (wanted, got, bytes) in [
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn other_bytes_than_were_asked_for_are_a_mismatch() {
+    fn wrong_range_is_a_mismatch() {
         for got in [
             "bytes 0-8/100",
             "bytes 1-9/100",

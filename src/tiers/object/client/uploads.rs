@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_of_uploads_is_read() {
+    fn list_of_uploads_is_read() {
         let text = "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n\
             <ListMultipartUploadsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>b</Bucket>\
             <NextKeyMarker>p/w/2</NextKeyMarker><NextUploadIdMarker>u2</NextUploadIdMarker>\
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_an_error() {
+    fn invalid_upload_list_is_an_error() {
         for text in ["", "<x", "<Error><Code>AccessDenied</Code></Error>", "<!DOCTYPE a []><a/>"] {
             assert!(parse(text).is_err(), "{text}");
         }

@@ -57,7 +57,7 @@ fn bytes_of(ids: std::ops::Range<i64>, length: u32) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn what_one_reader_has_brought_others_read_without_a_request() {
+async fn cached_chunk_is_read_without_a_request() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(3).await;
     assert_eq!(process.data(0, (0, 3000)).await.unwrap(), bytes_of(0..3, 1000));
@@ -70,7 +70,7 @@ async fn what_one_reader_has_brought_others_read_without_a_request() {
 }
 
 #[tokio::test]
-async fn readers_who_want_a_chunk_at_once_share_a_request() {
+async fn concurrent_readers_of_a_chunk_share_a_request() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(1).await;
     process.store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
@@ -86,7 +86,7 @@ async fn readers_who_want_a_chunk_at_once_share_a_request() {
 }
 
 #[tokio::test]
-async fn a_reader_of_a_chunk_that_fails_is_told_and_the_next_one_asks_anew() {
+async fn failed_chunk_is_requested_again_by_the_next_reader() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(1).await;
     for fault in [Fault::Refuse, Fault::Cut] {
@@ -99,7 +99,7 @@ async fn a_reader_of_a_chunk_that_fails_is_told_and_the_next_one_asks_anew() {
 }
 
 #[tokio::test]
-async fn a_store_that_does_not_answer_delays_only_its_own_readers() {
+async fn silent_store_delays_only_its_own_readers() {
     for cache_bytes in [0, 2 * CHUNK_BYTES] {
         let (memory, used) = (12 << 20, Arc::new(AtomicU64::new(0)));
         let pool = CountedBuffers(Arc::clone(&used));
@@ -144,7 +144,7 @@ async fn a_store_that_does_not_answer_delays_only_its_own_readers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_that_fails_costs_a_request_and_no_reader_fails() {
+async fn failed_cache_disk_costs_a_request_but_no_reader() {
     for operation in [Operation::Write, Operation::Read] {
         for fault in [fault::Fault::Errno(fault::EIO), fault::Fault::Hang] {
             let (disk, faults) = faulty_disk();
@@ -167,7 +167,7 @@ async fn a_disk_that_fails_costs_a_request_and_no_reader_fails() {
 }
 
 #[tokio::test]
-async fn a_cache_that_cannot_be_opened_is_none() {
+async fn unopenable_cache_is_disabled() {
     let (disk, faults) = faulty_disk();
     faults.add(Rule::always(Operation::OpenWrite, fault::Fault::Errno(fault::EACCES)));
     let process = cached(&FaultyObjects::default(), disk, 8).await;
@@ -176,7 +176,7 @@ async fn a_cache_that_cannot_be_opened_is_none() {
 }
 
 #[tokio::test]
-async fn other_bytes_than_were_written_are_read_of_the_store_and_not_believed_again() {
+async fn corrupt_cached_chunk_is_reread_from_the_store() {
     let (disk, faults) = faulty_disk();
     let process = cached(&FaultyObjects::default(), disk, 8).await;
     process.filled(1).await;
@@ -190,7 +190,7 @@ async fn other_bytes_than_were_written_are_read_of_the_store_and_not_believed_ag
 }
 
 #[tokio::test]
-async fn an_index_of_the_cache_with_other_bytes_is_read_of_the_store() {
+async fn corrupt_cached_index_is_reread_from_the_store() {
     let (disk, faults) = faulty_disk();
     let store = FaultyObjects::default();
     let process = cached(&store, disk, 8).await;
@@ -236,7 +236,7 @@ async fn of_many_blocks(blocks: i64, index_cache_bytes: u64) -> (Process, Faults
 const MANY: i64 = 60_001;
 
 #[tokio::test]
-async fn records_without_a_checksum_are_suspect_before_a_block_is() {
+async fn index_records_are_suspected_before_blocks() {
     let is_once = Rule::once(Operation::Read, fault::Fault::Flip).after(14);
     for rule in [is_once, Rule::always(Operation::Read, fault::Fault::Flip)] {
         for index_cache_bytes in [0, 16 << 20] {
@@ -255,7 +255,7 @@ async fn records_without_a_checksum_are_suspect_before_a_block_is() {
 }
 
 #[tokio::test]
-async fn records_of_which_the_first_were_given_are_brought_anew_for_the_next_reader() {
+async fn partly_returned_records_are_fetched_again() {
     let (process, faults) = of_many_blocks(MANY, 0).await;
     faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
     let read = async || all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await;
@@ -265,7 +265,7 @@ async fn records_of_which_the_first_were_given_are_brought_anew_for_the_next_rea
 }
 
 #[tokio::test]
-async fn nothing_of_a_cache_outlives_its_shuffles_or_its_process() {
+async fn cache_does_not_survive_shuffles_or_process() {
     let store = FaultyObjects::default();
     let disk = MemoryDisk::new("/cache", None);
     let process = cached(&store, Arc::new(disk.clone()), 8).await;
@@ -287,7 +287,7 @@ async fn nothing_of_a_cache_outlives_its_shuffles_or_its_process() {
 }
 
 #[tokio::test]
-async fn a_reader_has_what_follows_brought_while_it_reads() {
+async fn following_chunk_is_prefetched() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(5).await;
     let before = process.gets();
@@ -302,7 +302,7 @@ async fn a_reader_has_what_follows_brought_while_it_reads() {
 }
 
 #[tokio::test]
-async fn a_hint_brings_what_is_hinted_and_no_more() {
+async fn hint_prefetches_exactly_its_range() {
     let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
     process.filled(3).await;
     process.tier.hint(&key(1), PartitionId(0), &[1000..2000, 90_000..100_000]);
@@ -353,7 +353,7 @@ impl uniffle_io::ReadBuffers for SmallBuffers {
 }
 
 #[tokio::test]
-async fn without_a_cache_extents_that_lie_close_together_are_one_request() {
+async fn close_extents_are_one_request_without_cache() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     let extents = (0..6).flat_map(|n| [extent(0, n..n + 1, 100), extent(1, n..n + 1, 2000)]);

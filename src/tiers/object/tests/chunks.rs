@@ -57,7 +57,7 @@ fn written() -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_run_of_bytes_is_one_request_however_many_chunks_it_is() {
+async fn contiguous_chunks_are_one_request() {
     let process = with_a_run(8).await;
     assert!(rest_of(process.begin((0, BYTES))).await.unwrap() == written());
     assert_eq!(process.asked(), 1);
@@ -70,7 +70,7 @@ async fn a_run_of_bytes_is_one_request_however_many_chunks_it_is() {
 }
 
 #[tokio::test]
-async fn readers_who_are_slow_keep_no_place_from_requests() {
+async fn slow_readers_hold_no_request_permit() {
     let process = with_a_run(1).await;
     let mut slow = process.begin((0, BYTES));
     let first = slow.next_chunk(&CHUNKS).await.unwrap().unwrap();
@@ -86,7 +86,7 @@ async fn readers_who_are_slow_keep_no_place_from_requests() {
 }
 
 #[tokio::test]
-async fn an_answer_that_does_not_go_on_or_is_wrong_is_asked_for_again() {
+async fn stalled_or_wrong_response_is_requested_again() {
     for (fault, gets) in [(Fault::Cut, 2), (Fault::Flip, 2)] {
         let process = with_a_run(8).await;
         let mut faults = vec![fault].into_iter();

@@ -7,7 +7,7 @@ use crate::tiers::object::claim::claim_key;
 use crate::tiers::{Cause, StoreErrorKind};
 
 #[tokio::test(start_paused = true)]
-async fn a_process_whose_prefix_another_has_claimed_destroys_nothing() {
+async fn process_without_the_claim_destroys_nothing() {
     let older = Process::start(&FaultyObjects::default()).await;
     let shuffle = older.register_noted(&key(1)).await;
     shuffle.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
@@ -38,7 +38,7 @@ async fn a_process_whose_prefix_another_has_claimed_destroys_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_purge_alone_notices_the_other_process_and_so_does_a_process_that_does_nothing() {
+async fn lost_claim_is_noticed_by_purge_and_when_idle() {
     let older = Process::start(&FaultyObjects::default()).await;
     older.register_noted(&key(1)).await;
     let idle = Process::start(&older.store).await;
@@ -54,7 +54,7 @@ async fn a_purge_alone_notices_the_other_process_and_so_does_a_process_that_does
 }
 
 #[tokio::test]
-async fn of_two_that_start_at_once_one_is_refused() {
+async fn one_of_two_concurrent_starts_is_refused() {
     let store = FaultyObjects::default();
     for _ in 0..2 {
         store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
@@ -75,7 +75,7 @@ async fn of_two_that_start_at_once_one_is_refused() {
 }
 
 #[tokio::test]
-async fn a_claim_that_a_rule_of_the_bucket_deletes_is_put_back() {
+async fn claim_deleted_by_a_bucket_rule_is_restored() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
     process.store.remove(&claim_key("p/worker-1")).await;
@@ -86,7 +86,7 @@ async fn a_claim_that_a_rule_of_the_bucket_deletes_is_put_back() {
 }
 
 #[tokio::test]
-async fn an_answer_to_a_claim_that_is_lost_is_no_other_process() {
+async fn lost_response_to_a_claim_is_not_another_process() {
     let store = FaultyObjects::default();
     store.set(|call, _| if call == Call::Put { Fault::LoseAnswer } else { Fault::None });
     let process = Process::start(&store).await;

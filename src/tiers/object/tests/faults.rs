@@ -8,7 +8,7 @@ use super::*;
 use crate::tiers::StoreErrorKind;
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_upload_leaves_nothing_and_the_batch_can_be_written_again() {
+async fn failed_upload_leaves_nothing_and_is_retried() {
     for failing in [Call::Put, Call::Begin, Call::Part, Call::Complete] {
         let process = Process::start(&FaultyObjects::default()).await;
         let shuffle = process.register(&key(1));
@@ -34,7 +34,7 @@ async fn a_failed_upload_leaves_nothing_and_the_batch_can_be_written_again() {
 }
 
 #[tokio::test]
-async fn an_upload_whose_answer_is_lost_is_found_to_be_there() {
+async fn upload_with_lost_response_is_found() {
     for (failing, bytes) in [(Call::Put, 100), (Call::Complete, 5000)] {
         let process = Process::start(&FaultyObjects::default()).await;
         let shuffle = process.register(&key(1));
@@ -46,7 +46,7 @@ async fn an_upload_whose_answer_is_lost_is_found_to_be_there() {
 }
 
 #[tokio::test]
-async fn a_byte_that_changes_on_its_way_is_read_again_and_one_that_is_stored_is_named() {
+async fn transit_errors_are_reread_and_stored_ones_reported() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
@@ -70,7 +70,7 @@ async fn a_byte_that_changes_on_its_way_is_read_again_and_one_that_is_stored_is_
 }
 
 #[tokio::test(start_paused = true)]
-async fn readers_of_a_store_that_fails_are_told_to_come_again_and_later_why_not() {
+async fn readers_retry_a_failing_store_until_it_is_given_up() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
@@ -89,7 +89,7 @@ async fn readers_of_a_store_that_fails_are_told_to_come_again_and_later_why_not(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_back_is_noticed_without_a_request() {
+async fn recovered_store_is_noticed_without_requests() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     process.store.set(|_, _| Fault::Refuse);
@@ -120,7 +120,7 @@ async fn all_said(process: &Process) -> Vec<Bytes> {
 }
 
 #[tokio::test]
-async fn a_note_that_was_not_written_is_not_acknowledged() {
+async fn unwritten_record_is_not_acknowledged() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
     for fault in [Fault::Refuse, Fault::LoseAnswer] {
@@ -136,7 +136,7 @@ async fn a_note_that_was_not_written_is_not_acknowledged() {
 
 /// The client repeats a request that was not answered, and the store may do the first one after all that came since.
 #[tokio::test]
-async fn an_attempt_that_is_done_late_does_not_put_back_an_earlier_version_of_a_page() {
+async fn late_write_does_not_restore_an_old_page() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
     process.store.set(|call, _| if call == Call::Put { Fault::Repeat } else { Fault::None });

@@ -22,7 +22,7 @@ fn present(recovered: &Recovered, shuffle: i32, partition: i32) -> Vec<u64> {
 }
 
 #[tokio::test]
-async fn an_empty_machine_serves_what_the_old_one_had_uploaded() {
+async fn empty_machine_serves_uploaded_data() {
     let process = Process::start(&FaultyObjects::default()).await;
     for n in [1, 2] {
         let shuffle = process.register_noted(&key(n)).await;
@@ -57,7 +57,7 @@ async fn an_empty_machine_serves_what_the_old_one_had_uploaded() {
 }
 
 #[tokio::test]
-async fn a_segment_that_is_gone_is_lost_by_name_with_what_stood_behind_it() {
+async fn missing_segment_and_its_successors_are_reported_lost() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     for n in 0..3 {
@@ -84,7 +84,7 @@ async fn a_segment_that_is_gone_is_lost_by_name_with_what_stood_behind_it() {
 
 /// Listeners are closed until it has the answers.
 #[tokio::test(start_paused = true)]
-async fn a_start_asks_for_many_segments_at_a_time() {
+async fn start_requests_segments_concurrently() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     for n in 0..96 {
@@ -109,7 +109,7 @@ async fn a_start_asks_for_many_segments_at_a_time() {
 }
 
 #[tokio::test]
-async fn an_unverified_upload_is_in_no_chain_once_another_has_its_place() {
+async fn replaced_unverified_upload_leaves_the_chain() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register_noted(&key(1)).await;
     shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
@@ -132,7 +132,7 @@ async fn an_unverified_upload_is_in_no_chain_once_another_has_its_place() {
 }
 
 #[tokio::test]
-async fn metadata_that_is_not_proven_complete_says_so() {
+async fn unproven_metadata_is_incomplete() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
     for _ in 0..3 {
@@ -153,7 +153,7 @@ async fn metadata_that_is_not_proven_complete_says_so() {
 }
 
 #[tokio::test]
-async fn what_was_never_registered_and_what_was_replaced_is_deleted() {
+async fn unregistered_and_replaced_objects_are_deleted() {
     let process = Process::start(&FaultyObjects::default()).await;
     let unregistered = process.register(&key(1));
     unregistered.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
@@ -175,7 +175,7 @@ async fn what_was_never_registered_and_what_was_replaced_is_deleted() {
 }
 
 #[tokio::test]
-async fn a_store_that_does_not_answer_ends_the_start() {
+async fn silent_store_fails_the_start() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
     let store = process.kill().await;
@@ -188,7 +188,7 @@ async fn a_store_that_does_not_answer_ends_the_start() {
 }
 
 #[tokio::test]
-async fn a_page_that_is_gone_or_an_earlier_one_is_made_whole_by_its_copy() {
+async fn missing_or_old_page_is_repaired_from_its_copy() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
     let earlier = process.store.snapshot().await;
@@ -232,7 +232,7 @@ async fn start_with_a_single_page() -> (Process, BTreeMap<String, Bytes>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_page_without_a_copy_that_the_store_did_not_take_at_the_start_has_one_once_it_does() {
+async fn refused_page_copy_is_written_once_possible() {
     let (process, whole) = start_with_a_single_page().await;
     assert!(process.tier.take_recovered().shuffles.iter().all(|it| it.incomplete.is_none()));
     tokio::time::sleep(Duration::from_secs(300)).await;
@@ -243,7 +243,7 @@ async fn a_page_without_a_copy_that_the_store_did_not_take_at_the_start_has_one_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_page_without_a_copy_is_not_written_again_once_its_shuffle_is_deleted() {
+async fn page_of_a_deleted_shuffle_is_not_rewritten() {
     let (process, whole) = start_with_a_single_page().await;
     process.purge(&key(1), Purge::Shuffles).await;
     process.store.heal();

@@ -24,7 +24,7 @@ async fn objects_follow_bytes_and_not_partitions() {
 }
 
 #[tokio::test]
-async fn batches_that_wait_together_share_segments_up_to_their_size() {
+async fn waiting_batches_share_segments() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     process.store.set(|call, _| if call == Call::Begin { Fault::Hold } else { Fault::None });
@@ -50,7 +50,7 @@ async fn batches_that_wait_together_share_segments_up_to_their_size() {
 }
 
 #[tokio::test]
-async fn a_segment_that_is_longer_than_a_part_goes_up_in_parts() {
+async fn long_segment_is_uploaded_in_parts() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     shuffle.write(vec![extent(0, 0..9, 3333), extent(1, 0..1, 5)].into()).await.unwrap();
@@ -65,7 +65,7 @@ async fn a_segment_that_is_longer_than_a_part_goes_up_in_parts() {
 }
 
 #[tokio::test]
-async fn a_stream_goes_on_over_segments() {
+async fn stream_continues_across_segments() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     for n in 0..5 {
@@ -80,7 +80,7 @@ async fn a_stream_goes_on_over_segments() {
 }
 
 #[tokio::test]
-async fn a_purge_waits_for_what_is_under_way_and_leaves_nothing() {
+async fn purge_waits_for_uploads_and_leaves_nothing() {
     let process = Process::start(&FaultyObjects::default()).await;
     let (shuffle, sibling) = (process.register_noted(&key(4)).await, process.register_noted(&key(40)).await);
     sibling.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
@@ -106,7 +106,7 @@ async fn a_purge_waits_for_what_is_under_way_and_leaves_nothing() {
 
 /// Registrations wait on runtime threads for the lock under which a shuffle is forgotten.
 #[tokio::test]
-async fn what_a_shuffle_had_is_walked_through_after_it_is_forgotten() {
+async fn detached_shuffle_is_walked_after_removal() {
     let process = Process::start(&FaultyObjects::default()).await;
     let shuffle = process.register(&key(1));
     for round in 0..3 {
@@ -121,7 +121,7 @@ async fn what_a_shuffle_had_is_walked_through_after_it_is_forgotten() {
 }
 
 #[tokio::test]
-async fn what_comes_after_an_application_goes_is_not_deleted_with_it() {
+async fn later_objects_survive_the_purge_of_an_application() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
     let keys = [key(1)];
@@ -134,7 +134,7 @@ async fn what_comes_after_an_application_goes_is_not_deleted_with_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stop_waits_for_deletions_but_not_for_a_store_that_does_not_answer() {
+async fn stop_waits_for_deletions_unless_the_store_is_silent() {
     let process = Process::start(&FaultyObjects::default()).await;
     for n in [1, 2] {
         process.register_noted(&key(n)).await;
@@ -158,7 +158,7 @@ async fn a_stop_waits_for_deletions_but_not_for_a_store_that_does_not_answer() {
 }
 
 #[tokio::test]
-async fn what_segments_of_many_shuffles_hold_while_they_are_made_is_bounded() {
+async fn memory_of_segments_in_progress_is_bounded() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
     let shuffles: Vec<_> = (0..100).map(|n| process.register(&key(n))).collect();

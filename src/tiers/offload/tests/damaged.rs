@@ -17,7 +17,7 @@ fn data_file(fixture: &Fixture, bytes: usize) -> (&MemoryDisk, PathBuf) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_partition_that_cannot_be_read_holds_up_no_other_and_no_drain() {
+async fn unreadable_partition_blocks_no_other_and_no_drain() {
     let process = Fixture::new().start().await;
     let (bad, good) = (key(1), key(2));
     process.register(&bad).await;
@@ -50,7 +50,7 @@ async fn a_partition_that_cannot_be_read_holds_up_no_other_and_no_drain() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_damaged_in_the_middle_of_a_run_is_given_up_once_and_stays_where_it_is() {
+async fn damaged_extent_within_a_run_is_skipped_and_kept() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -76,7 +76,7 @@ async fn what_is_damaged_in_the_middle_of_a_run_is_given_up_once_and_stays_where
 
 /// What a disk did not give back for a while is there for the next start.
 #[tokio::test(start_paused = true)]
-async fn a_file_of_which_something_could_not_be_read_stays_when_the_rest_is_moved() {
+async fn partly_unreadable_file_stays_after_a_move() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;

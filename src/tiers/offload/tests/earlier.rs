@@ -38,7 +38,7 @@ impl Process {
 
 /// The directory that took the later registration alone is away: what the other has is the earlier one, and the store proved it.
 #[tokio::test(start_paused = true)]
-async fn a_shuffle_registered_again_is_not_proven_by_what_the_store_has_of_the_one_before() {
+async fn earlier_registration_in_store_proves_nothing() {
     let both = Fixture::new();
     let only = |at: usize| Fixture { disks: vec![both.disks[at].clone()], ..both.clone() };
     let process = both.start().await;
@@ -62,7 +62,7 @@ async fn a_shuffle_registered_again_is_not_proven_by_what_the_store_has_of_the_o
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shuffle_registered_again_is_not_found_on_an_empty_machine_as_it_was_before() {
+async fn empty_machine_ignores_the_earlier_registration() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.left_in_the_store(&key).await;
@@ -75,7 +75,7 @@ async fn a_shuffle_registered_again_is_not_found_on_an_empty_machine_as_it_was_b
 
 /// A client that waits in vain is told why, and before it gives up by itself.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_deletes_nothing_lets_no_shuffle_be_registered_again_and_says_so() {
+async fn failed_deletion_refuses_reregistration_with_a_reason() {
     for failing in [Call::Delete, Call::List, Call::Get] {
         for fault in [Fault::Refuse, Fault::Hold] {
             let process = Fixture::new().start().await;
@@ -106,7 +106,7 @@ async fn a_store_that_deletes_nothing_lets_no_shuffle_be_registered_again_and_sa
 
 /// On an empty machine it would be found again.
 #[tokio::test(start_paused = true)]
-async fn an_end_is_durable_once_the_store_has_no_page_of_it() {
+async fn end_is_durable_once_the_store_has_no_page() {
     for of_app in [false, true] {
         let process = Fixture::new().start().await;
         let key = key(1);
@@ -128,7 +128,7 @@ async fn an_end_is_durable_once_the_store_has_no_page_of_it() {
 
 /// A store that is back within a while costs the client nothing but that.
 #[tokio::test(start_paused = true)]
-async fn a_shuffle_is_registered_again_as_soon_as_the_store_is_back() {
+async fn reregistration_succeeds_once_the_store_is_back() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.left_in_the_store(&key).await;
@@ -143,7 +143,7 @@ async fn a_shuffle_is_registered_again_as_soon_as_the_store_is_back() {
 
 /// It would cost every registration a request.
 #[tokio::test(start_paused = true)]
-async fn the_store_is_asked_nothing_about_shuffles_of_which_it_has_no_earlier_registration() {
+async fn new_shuffles_cause_no_requests_to_the_store() {
     let process = Fixture::new().start().await;
     let (moved, other) = (key(1), key(2));
     process.left_in_the_store(&moved).await;
@@ -162,7 +162,7 @@ async fn the_store_is_asked_nothing_about_shuffles_of_which_it_has_no_earlier_re
 
 /// Registrations of an application go together, also such as went before and could not be deleted.
 #[tokio::test(start_paused = true)]
-async fn an_application_that_is_deleted_leaves_no_earlier_registration() {
+async fn deleted_application_leaves_no_superseded_registration() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.left_in_the_store(&key).await;
@@ -177,7 +177,7 @@ async fn an_application_that_is_deleted_leaves_no_earlier_registration() {
 /// The store has the last word of a move's beginning and the process was not told: what is said next is not in the store, and a start that finds
 /// nothing else would take that for all.
 #[tokio::test(start_paused = true)]
-async fn a_move_that_began_without_an_answer_proves_nothing_of_what_is_said_then() {
+async fn unanswered_move_proves_no_later_records() {
     let mut has_lost_the_last = false;
     for at in 0..10 {
         let process = Fixture::new().start().await;
@@ -214,7 +214,7 @@ async fn a_move_that_began_without_an_answer_proves_nothing_of_what_is_said_then
 
 /// What a start has left for a later one, as it could not take it over, is over where its shuffle is registered anew.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_for_a_later_start_is_not_taken_for_a_shuffle_that_was_registered_since() {
+async fn deferred_objects_do_not_join_a_later_registration() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -248,7 +248,7 @@ async fn about_to_move(
 
 /// Writes of pages are done once their deletion has ended and the shuffle is registered again, on disks that are lost then.
 #[tokio::test(start_paused = true)]
-async fn a_page_that_arrives_after_its_deletion_is_not_taken_for_what_a_later_registration_says() {
+async fn late_page_does_not_join_a_later_registration() {
     let mut has_arrived = 0;
     for (fault, from) in
         [Fault::Late, Fault::Repeat].into_iter().flat_map(|it| (0..8).map(move |at| (it, at)))
@@ -276,7 +276,7 @@ async fn a_page_that_arrives_after_its_deletion_is_not_taken_for_what_a_later_re
 
 /// Its first page is deleted and the process ends: what is left names no disks, and must not be taken for a registration that none knew.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_of_a_move_that_was_given_up_takes_nothing_from_the_disks() {
+async fn aborted_move_removes_nothing_from_the_disks() {
     let key = key(1);
     let of = |call, is_after| if call == Call::Delete || is_after { Fault::Refuse } else { Fault::None };
     let process = about_to_move(&key, 4, of).await;

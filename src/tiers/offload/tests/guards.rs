@@ -38,7 +38,7 @@ async fn lose_page(fixture: &Fixture, number: u32) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn reports_do_not_wait_for_a_store_that_hangs_at_the_first_move() {
+async fn reports_do_not_wait_for_a_hung_first_move() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -62,7 +62,7 @@ async fn reports_do_not_wait_for_a_store_that_hangs_at_the_first_move() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn copy_is_given_up_when_reports_outrun_the_store() {
+async fn copy_is_aborted_when_reports_outrun_the_store() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -87,7 +87,7 @@ async fn copy_is_given_up_when_reports_outrun_the_store() {
 
 /// The process ends at each write of the copy, while a report is acknowledged.
 #[tokio::test(start_paused = true)]
-async fn a_report_during_the_copy_costs_the_disks_nothing() {
+async fn report_during_the_copy_keeps_disk_data() {
     for at in 0..8 {
         let process = Fixture::new().start().await;
         let key = key(1);
@@ -118,7 +118,7 @@ async fn a_report_during_the_copy_costs_the_disks_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_from_unmounted_disks_is_refused_and_costs_nothing() {
+async fn start_from_unmounted_disks_is_refused() {
     let key = key(1);
     let fixture = divided(&key).await;
     let unmounted = fixture.unmounted();
@@ -136,7 +136,7 @@ async fn a_start_from_unmounted_disks_is_refused_and_costs_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn disks_that_return_after_others_went_on_are_served() {
+async fn returned_disks_are_served() {
     let key = key(1);
     let fixture = divided(&key).await;
     let elsewhere = fixture.on_an_empty_machine();
@@ -163,7 +163,7 @@ async fn disks_that_return_after_others_went_on_are_served() {
 
 /// Other disks gave the same places of the stream to other blocks, and moved these.
 #[tokio::test(start_paused = true)]
-async fn blocks_that_the_store_does_not_have_keep_their_file() {
+async fn blocks_missing_in_the_store_keep_their_file() {
     let key = key(1);
     let fixture = divided(&key).await;
     let files = fixture.data_files();
@@ -185,7 +185,7 @@ async fn blocks_that_the_store_does_not_have_keep_their_file() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drained_worker_begins_on_empty_disks_until_the_drain_is_cancelled() {
+async fn drained_worker_starts_on_empty_disks_until_cancelled() {
     let key = key(1);
     let process = divided(&key).await.start().await;
     process.tier.begin_drain();
@@ -210,7 +210,7 @@ async fn a_drained_worker_begins_on_empty_disks_until_the_drain_is_cancelled() {
 
 /// What the store has of a shuffle that ended is no part of what is on the disks.
 #[tokio::test(start_paused = true)]
-async fn a_drain_without_shuffles_ends_once_the_store_knows_of_it() {
+async fn drain_without_shuffles_ends_once_stored() {
     let key = key(1);
     let process = divided(&key).await.start().await;
     process.fixture.store.set(|call, _| if call == Call::Delete { Fault::Refuse } else { Fault::None });
@@ -226,7 +226,7 @@ async fn a_drain_without_shuffles_ends_once_the_store_knows_of_it() {
 
 /// A refused start must not take back that the worker is drained.
 #[tokio::test(start_paused = true)]
-async fn a_drained_worker_stays_so_through_a_start_that_fails() {
+async fn drained_state_survives_a_failed_start() {
     let key = key(1);
     let process = divided(&key).await.start().await;
     process.tier.begin_drain();
@@ -239,7 +239,7 @@ async fn a_drained_worker_stays_so_through_a_start_that_fails() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn segments_stay_when_the_page_with_their_number_is_lost() {
+async fn segments_with_a_lost_page_are_kept() {
     for is_elsewhere in [false, true] {
         let key = key(1);
         let mut fixture = divided(&key).await;
@@ -270,7 +270,7 @@ async fn segments_stay_when_the_page_with_their_number_is_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_registrations_that_do_not_know_each_other_both_stay() {
+async fn unrelated_registrations_are_both_kept() {
     let here = Fixture::new();
     let process = here.start().await;
     let key = key(1);

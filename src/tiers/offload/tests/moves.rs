@@ -17,7 +17,7 @@ async fn fill(process: &Process, key: &ShuffleKey, batches: Range<i64>, blocks: 
 }
 
 #[tokio::test(start_paused = true)]
-async fn streams_are_the_same_before_within_and_behind_the_border() {
+async fn streams_are_equal_across_the_move_boundary() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -76,7 +76,7 @@ async fn objects_follow_bytes_and_not_partitions() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_goes_on_in_the_store_when_its_file_goes() {
+async fn reader_continues_in_the_store_after_a_move() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -95,7 +95,7 @@ async fn a_reader_goes_on_in_the_store_when_its_file_goes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_takes_nothing_away() {
+async fn failing_store_removes_nothing() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -116,7 +116,7 @@ async fn a_store_that_fails_takes_nothing_away() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn blocks_that_a_move_finds_damaged_are_told() {
+async fn damage_found_by_a_move_is_reported() {
     let process = Fixture::new().start().await;
     let (key, heard) = (key(1), Arc::new(Mutex::new(Vec::new())));
     process.register(&key).await;
@@ -138,7 +138,7 @@ async fn blocks_that_a_move_finds_damaged_are_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_is_relieved_until_the_low_watermark_and_no_further() {
+async fn disk_is_drained_only_to_the_low_watermark() {
     let fixture = Fixture::new();
     fixture.disks.iter().for_each(|disk| disk.set_capacity(Some(400_000)));
     let process = fixture.start().await;
@@ -158,7 +158,7 @@ async fn a_disk_is_relieved_until_the_low_watermark_and_no_further() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_that_said_no_space_is_written_to_as_soon_as_it_was_relieved() {
+async fn full_disk_is_writable_after_a_move() {
     let fixture = Fixture::new();
     let process = fixture.start().await;
     let key = key(1);
@@ -179,7 +179,7 @@ async fn a_disk_that_said_no_space_is_written_to_as_soon_as_it_was_relieved() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_purge_in_the_middle_leaves_nothing() {
+async fn purge_during_a_move_leaves_nothing() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -199,7 +199,7 @@ async fn a_purge_in_the_middle_leaves_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_what_was_forgotten_before_its_first_move_nothing_is_begun_in_the_store() {
+async fn shuffle_purged_before_its_move_is_not_moved() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -223,7 +223,7 @@ async fn of_what_was_forgotten_before_its_first_move_nothing_is_begun_in_the_sto
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_process_whose_prefix_another_has_claimed_gives_up_nothing_on_its_disks() {
+async fn process_without_the_claim_keeps_its_disk_data() {
     let process = Fixture::new().start().await;
     let (fixture, key) = (process.fixture.clone(), key(1));
     process.register(&key).await;
@@ -246,7 +246,7 @@ async fn a_process_whose_prefix_another_has_claimed_gives_up_nothing_on_its_disk
 }
 
 #[tokio::test(start_paused = true)]
-async fn cold_partitions_go_and_the_others_stay() {
+async fn only_cold_partitions_move() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -269,7 +269,7 @@ async fn cold_partitions_go_and_the_others_stay() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn that_nothing_cold_is_left_says_nothing_of_the_rest() {
+async fn missing_cold_partitions_do_not_end_a_drain() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;

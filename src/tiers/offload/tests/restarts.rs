@@ -13,7 +13,7 @@ async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_puts_both_together_and_goes_on() {
+async fn start_merges_disks_and_store() {
     let process = Fixture::new().start().await;
     let (moved, other) = (key(1), key(2));
     for key in [&moved, &other] {
@@ -50,7 +50,7 @@ async fn a_start_puts_both_together_and_goes_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_copied_together_on_the_disks_is_moved_and_found_as_before() {
+async fn rewritten_extents_are_moved_and_found() {
     let mut process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -85,7 +85,7 @@ async fn what_is_copied_together_on_the_disks_is_moved_and_found_as_before() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_empty_machine_serves_what_was_moved_and_knows_every_report() {
+async fn empty_machine_serves_moved_data_and_reports() {
     let process = Fixture::new().start().await;
     let (moved, kept) = (key(1), key(2));
     for key in [&moved, &kept] {
@@ -125,7 +125,7 @@ async fn an_empty_machine_serves_what_was_moved_and_knows_every_report() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_registration_that_is_over_is_not_taken_for_the_next() {
+async fn ended_registration_is_not_used_for_the_next() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -147,7 +147,7 @@ async fn a_registration_that_is_over_is_not_taken_for_the_next() {
 
 /// Its number would be the greatest for years.
 #[tokio::test(start_paused = true)]
-async fn a_machine_whose_clock_was_ahead_takes_nothing_from_the_one_that_went_on() {
+async fn machine_with_fast_clock_overrides_nothing() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.tier.local.count_from(u64::MAX / 2);
@@ -172,7 +172,7 @@ async fn a_machine_whose_clock_was_ahead_takes_nothing_from_the_one_that_went_on
 
 /// The process ends at every call of the store of two moves, before or after that was done.
 #[tokio::test(start_paused = true)]
-async fn wherever_a_move_ends_everything_is_there_once() {
+async fn interrupted_move_keeps_every_block_once() {
     let (mut at, mut has_ended) = (0, false);
     while !has_ended {
         assert!(at < 1000, "two moves make {at} calls and more");
@@ -228,7 +228,7 @@ async fn wherever_a_move_ends_everything_is_there_once() {
 
 /// What was moved leaves index groups behind, which name files that are gone.
 #[tokio::test(start_paused = true)]
-async fn a_file_that_was_moved_away_leaves_its_number_to_no_other() {
+async fn number_of_a_moved_file_is_not_reused() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -250,7 +250,7 @@ async fn a_file_that_was_moved_away_leaves_its_number_to_no_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_segment_that_is_gone_is_lost_by_name() {
+async fn missing_segment_is_reported_lost() {
     let process = Fixture::new().start().await;
     let key = key(1);
     process.register(&key).await;
@@ -288,7 +288,7 @@ enum Missing {
 
 /// Results would be short, and nobody would notice.
 #[tokio::test(start_paused = true)]
-async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_the_shuffle_over() {
+async fn reports_missing_in_the_store_stay_missing() {
     for missing in [Missing::Nothing, Missing::BeforeTheTakeOver, Missing::AfterIt, Missing::OnItsOwnDisks] {
         let process = Fixture::new().start().await;
         let key = key(1);
@@ -332,7 +332,7 @@ async fn reports_that_are_gone_from_the_store_stay_missing_on_disks_that_took_th
 
 /// What of it is there is served; nothing says that it is all.
 #[tokio::test(start_paused = true)]
-async fn a_shuffle_whose_first_or_second_page_is_gone_is_refused_on_an_empty_machine_and_not_deleted() {
+async fn missing_page_refuses_the_shuffle_without_deletion() {
     for gone in ["1", "2"] {
         let process = Fixture::new().start().await;
         let key = key(1);
@@ -365,7 +365,7 @@ async fn a_shuffle_whose_first_or_second_page_is_gone_is_refused_on_an_empty_mac
 
 /// Acknowledged because it is known, it would be missing on the next machine, and nobody would notice.
 #[tokio::test(start_paused = true)]
-async fn a_report_that_got_no_further_than_the_disks_is_written_again_when_it_is_repeated() {
+async fn resent_report_reaches_the_store() {
     let process = Fixture::new().start().await;
     let (moved, kept) = (key(1), key(2));
     for key in [&moved, &kept] {
@@ -394,7 +394,7 @@ async fn a_report_that_got_no_further_than_the_disks_is_written_again_when_it_is
 /// The store proves that nothing is missing of what the shuffle said, so its results are not refused: what has lost its place must not
 /// count as there, or it would be lost without a word.
 #[tokio::test(start_paused = true)]
-async fn a_block_whose_place_was_given_twice_is_not_there() {
+async fn block_with_a_reused_place_is_missing() {
     let both = Fixture::new();
     let only = |at: usize| Fixture { disks: vec![both.disks[at].clone()], ..both.clone() };
     let process = both.start().await;
@@ -421,7 +421,7 @@ async fn a_block_whose_place_was_given_twice_is_not_there() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drain_does_not_end_while_a_directory_is_away_that_may_have_more() {
+async fn drain_waits_for_a_missing_directory() {
     let both = Fixture::new();
     let process = both.start().await;
     let (key, later) = (key(1), key(2));
@@ -453,7 +453,7 @@ async fn a_drain_does_not_end_while_a_directory_is_away_that_may_have_more() {
 
 /// A machine to which a drained shuffle goes has no disks that prove more than the store says.
 #[tokio::test(start_paused = true)]
-async fn what_was_missing_when_a_shuffle_was_first_moved_is_not_missing_elsewhere_once_it_is_back() {
+async fn returned_disk_completes_a_moved_shuffle() {
     let both = Fixture::new();
     let process = both.start().await;
     let key = key(1);
