@@ -16,7 +16,7 @@ use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::types::{PartitionId, TaskAttemptId};
 use uniffle_client::{Application, ClientOptions, Cluster, TaskFilter};
 use uniffle_testkit::config::Lines;
-use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
+use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 use uniffle_testkit::ports::free_port;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
@@ -312,11 +312,11 @@ async fn failing_coordinators_do_not_delay_the_worker() {
 
 #[tokio::test]
 async fn failed_heartbeats_are_retried_per_coordinator() {
-    let mut good = CoordinatorDouble::start(Manner::Well).await;
-    let mut refusing = CoordinatorDouble::start(Manner::Refusing(StatusCode::AccessDenied)).await;
-    let mut failing = CoordinatorDouble::start(Manner::Failing).await;
+    let mut good = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
+    let mut refusing = CoordinatorDouble::start(HeartbeatReply::Refuse(StatusCode::AccessDenied)).await;
+    let mut failing = CoordinatorDouble::start(HeartbeatReply::Fail).await;
     // Slower than the interval, which is the deadline of a heartbeat.
-    let mut slow = CoordinatorDouble::start(Manner::Slow(Duration::from_secs(3600))).await;
+    let mut slow = CoordinatorDouble::start(HeartbeatReply::Delay(Duration::from_secs(3600))).await;
     let doubles = [&good, &refusing, &failing, &slow].map(|double| format!("\"{}\"", double.address));
     let directory = tempfile::tempdir().expect("a dir");
     let worker =
@@ -332,7 +332,7 @@ async fn failed_heartbeats_are_retried_per_coordinator() {
     good.beats(1).await;
     assert_eq!(accepting(), 1.0);
     for double in [&refusing, &failing, &slow] {
-        double.behave(Manner::Well);
+        double.behave(HeartbeatReply::Succeed);
     }
     let start = Instant::now();
     while accepting() < 4.0 {
@@ -347,7 +347,7 @@ async fn failed_heartbeats_are_retried_per_coordinator() {
 
 #[tokio::test]
 async fn end_of_last_app_triggers_heartbeat() {
-    let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
+    let mut coordinator = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
     let directory = tempfile::tempdir().expect("a dir");
     // The next regular heartbeat is an hour away.
     let top =

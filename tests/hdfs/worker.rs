@@ -10,7 +10,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 use uniffle_worker::proto::{RemoteStorage, ServerStatus};
 
 use crate::real::{SETTLE_DEADLINE, real};
-use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
+use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -32,7 +32,7 @@ fn only_hdfs(name: &'static str, more: &str) -> Setup {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
     let Some(hdfs) = real().await else { return };
-    let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
+    let mut coordinator = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
     let quorum = Some(coordinator.address.to_string());
     let worker = Worker::start(&Setup { quorum, ..only_hdfs("unhealthy", "allowed_paths = [\"*\"]") });
     let client = ShuffleClient::connect(([127, 0, 0, 1], worker.ready().grpc_port).into()).await.unwrap();

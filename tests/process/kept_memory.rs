@@ -48,7 +48,7 @@ async fn acknowledged_blocks_are_readable_after_kill() {
     let (directory, memory) = directory();
     let setup = Setup { name: "kept", capacity: "24MiB", disks: 2, memory, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));
-    let mut checker = Checker::of_kept_memory();
+    let mut checker = Checker::with_persistent_memory();
     for round in 0..rounds {
         let end = [End::Kill, End::Kill, End::Kill, End::Stop, End::Upgrade][random.random_range(0..5)];
         checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random).await;

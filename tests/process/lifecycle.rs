@@ -15,7 +15,7 @@ use uniffle_wire::types::PartitionId;
 use uniffle_worker::runtime::Tasks;
 
 use crate::writes::{Written, client_of, key, local};
-use uniffle_testkit::ports::KeptPort;
+use uniffle_testkit::ports::InheritedPort;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -349,7 +349,7 @@ async fn service_manager_passes_sockets_and_is_notified() {
     let dir = tempfile::tempdir().expect("a directory");
     let manager = UnixDatagram::bind(dir.path().join("notify")).expect("a socket");
     manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
-    let kept = KeptPort::open();
+    let kept = InheritedPort::open();
     let mut worker = Worker::start(&Setup {
         name: "activated",
         capacity: "64M",

@@ -22,7 +22,7 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::runtime::Tasks;
 
-use crate::writes::{client_of, key, local, patient};
+use crate::writes::{client_of, key, local, long_backoff};
 use uniffle_testkit::say;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -114,7 +114,7 @@ async fn write(ports: (u16, u16), writer: u64) -> Vec<Block> {
         let batch = [(PartitionId(0), blocks.clone())];
         let send = async {
             let client = ShuffleClient::connect(local(ports.0)).await.map_err(|error| error.to_string())?;
-            let client = client.with_backoff(patient());
+            let client = client.with_backoff(long_backoff());
             if task % 2 == 0 {
                 return client
                     .push(&key("net", 0), SendForm::Classic, &batch)

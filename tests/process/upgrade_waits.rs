@@ -27,7 +27,7 @@ use uniffle_worker::runtime::Tasks;
 
 use crate::kept_memory::{MEMFD, NEVER_FLUSHED, directory};
 use crate::upgrades::was_not_begun;
-use crate::writes::{Written, client_of, key, local, patient};
+use crate::writes::{Written, client_of, key, local, long_backoff};
 
 const BLOCK_BYTES: u32 = 14 << 10;
 const LAYOUT: IdLayout = IdLayout::SPARK;
@@ -97,7 +97,7 @@ impl Callers {
         let grpc = ShuffleClient::connect(local(self.ports.0)).await.expect("no connection is refused");
         let (tcp, driver) = TcpClient::connect(local(self.ports.1)).await.expect("no connection is refused");
         self.tasks.spawn("tcp client", driver);
-        Clients { grpc: grpc.with_backoff(patient()), tcp }
+        Clients { grpc: grpc.with_backoff(long_backoff()), tcp }
     }
 
     /// Makes one call after another, each until it is answered.

@@ -23,7 +23,7 @@ use uniffle_testkit::{eventually, say, wait_until};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
 
-use crate::writes::{Written, client_of, key, local, patient};
+use crate::writes::{Written, client_of, key, local, long_backoff};
 
 const COUNT_DEADLINE: Duration = Duration::from_secs(10);
 /// A call that is refused for this long counts as failed.
@@ -334,7 +334,7 @@ impl Calls {
             }
             let client = ShuffleClient::connect(local(port)).await;
             let client = match client {
-                Ok(client) => client.with_backoff(patient()),
+                Ok(client) => client.with_backoff(long_backoff()),
                 Err(error) => return self.fail(&error),
             };
             match call(client).await {

@@ -9,7 +9,7 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
-pub(crate) use uniffle_testkit::clients::{client_of, key, local, patient};
+pub(crate) use uniffle_testkit::clients::{client_of, key, local, long_backoff};
 
 /// Blocks of one shuffle with `partitions` partitions.
 #[derive(Debug)]

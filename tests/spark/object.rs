@@ -5,7 +5,7 @@
 //! store alone it must be correct. Other tests may run while a store starts, which takes seconds.
 
 use serde_json::Value;
-use uniffle_testkit::ports::KeptPort;
+use uniffle_testkit::ports::InheritedPort;
 use uniffle_testkit::s3::weed::Weed;
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, SECRET_KEY};
 use uniffle_testkit::say;
@@ -162,7 +162,7 @@ fn killed_store_below_disks_loses_nothing() {
 fn kill_in_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
     let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
     let Some(mut spark) = spark() else { return };
-    let kept = KeptPort::open();
+    let kept = InheritedPort::open();
     let mut setup = Setup { top: "grpc_port = 0", wrapper: kept.passing_on(), ..setup(&weed) };
     setup.made_tables += "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n";
     let worker = Worker::start(&setup);

@@ -36,7 +36,7 @@ use self::history::{Blocks, History};
 use crate::block_generator::BlockGenerator;
 use crate::clients::client_of;
 use crate::on_disk::{read_directory, stored_blocks};
-use crate::oracle::{self, Answers, Findings, Refusal, verify};
+use crate::oracle::{self, Refusal, Verification, WorkerView, verify};
 use crate::say;
 use crate::worker::Worker;
 
@@ -147,11 +147,11 @@ struct CheckedWorker<'a> {
 fn refusal(error: &ClientError) -> Refusal {
     match error.status() {
         Some(StatusCode::NoRegister) => Refusal::Unknown(error.to_string()),
-        _ => Refusal::Told(error.to_string()),
+        _ => Refusal::Failed(error.to_string()),
     }
 }
 
-impl Answers for CheckedWorker<'_> {
+impl WorkerView for CheckedWorker<'_> {
     async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
         let results = self.client.results(key, &[PartitionId(partition)], Some(LAYOUT)).await;
         let results = results.map_err(|error| refusal(&error))?;
@@ -215,7 +215,7 @@ impl Checker {
     }
 
     /// Creates a checker of a worker with persistent memory.
-    pub fn of_kept_memory() -> Self {
+    pub fn with_persistent_memory() -> Self {
         let mut checker = Self::default();
         checker.memory_is_kept = true;
         checker
@@ -351,7 +351,7 @@ impl Checker {
     }
 }
 
-fn assert_strict(findings: &Findings, what: &str) {
+fn assert_strict(findings: &Verification, what: &str) {
     assert!(findings.violations.is_empty(), "{what}: {:?}", findings.violations);
     assert!(findings.results_refused.is_none(), "{what}: {:?}", findings.results_refused);
     let count = findings.withheld.len();

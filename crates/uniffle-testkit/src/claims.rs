@@ -14,7 +14,7 @@ pub fn is_claim(path: &Path) -> bool {
 /// Parses the shell command that a refusal suggests. Returns the file and its content, or `None`
 /// without a command. Expects paths without quotes.
 #[must_use]
-pub fn told(refusal: &str) -> Option<(PathBuf, Vec<u8>)> {
+pub fn suggested_claim(refusal: &str) -> Option<(PathBuf, Vec<u8>)> {
     let (_, line) = refusal.split_once(r"printf '%s\n' ")?;
     let (lines, file) = line.split_once(" > ")?;
     let quoted = |text: &str| text.split('\'').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>();
@@ -25,6 +25,6 @@ pub fn told(refusal: &str) -> Option<(PathBuf, Vec<u8>)> {
 /// Returns a claim with another identity, as a worker writes it when it treats a directory without
 /// a claim as new.
 #[must_use]
-pub fn another() -> Vec<u8> {
+pub fn new_claim() -> Vec<u8> {
     b"uniffle-worker local store 1\n0badc1a1-0000-4000-8000-000000000001\n".to_vec()
 }

@@ -9,12 +9,12 @@ use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use crate::worker::Worker;
 
 /// Backoff in milliseconds instead of Java's seconds, for about a minute in total.
-pub fn patient() -> Backoff {
+pub fn long_backoff() -> Backoff {
     Backoff { attempts: 600, first: Duration::from_millis(20), longest: Duration::from_millis(100) }
 }
 
 /// Backoff for a worker in this process.
-pub fn quickly() -> Backoff {
+pub fn short_backoff() -> Backoff {
     Backoff { attempts: 2_000, first: Duration::from_millis(2), longest: Duration::from_millis(10) }
 }
 
@@ -28,5 +28,5 @@ pub fn key(app: &str, shuffle: i32) -> ShuffleKey {
 
 pub async fn client_of(worker: &Worker) -> ShuffleClient {
     let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the listener is open");
-    client.with_backoff(patient())
+    client.with_backoff(long_backoff())
 }

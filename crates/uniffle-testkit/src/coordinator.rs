@@ -21,22 +21,22 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Response to heartbeats.
 #[derive(Debug, Clone, Copy)]
-pub enum Manner {
+pub enum HeartbeatReply {
     /// Responds with SUCCESS.
-    Well,
+    Succeed,
     /// Responds with this status and has no effect.
-    Refusing(StatusCode),
+    Refuse(StatusCode),
     /// Responds with a gRPC error.
-    Failing,
+    Fail,
     /// Responds with SUCCESS after this delay.
-    Slow(Duration),
+    Delay(Duration),
 }
 
 /// A coordinator on its own port. Ends with [`CoordinatorDouble::stop`].
 #[derive(Debug)]
 pub struct CoordinatorDouble {
     pub address: SocketAddr,
-    manner: watch::Sender<Manner>,
+    response: watch::Sender<HeartbeatReply>,
     seen: watch::Receiver<Seen>,
     tasks: Tasks,
 }
@@ -49,25 +49,25 @@ struct Seen {
 }
 
 impl CoordinatorDouble {
-    pub async fn start(manner: Manner) -> Self {
+    pub async fn start(response: HeartbeatReply) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
         let address = listener.local_addr().expect("bound");
-        let (manner, current) = watch::channel(manner);
+        let (response, current) = watch::channel(response);
         let (seen_by_rpc, seen) = watch::channel(Seen::default());
         let tasks = Tasks::new();
-        let service = CoordinatorServerServer::new(Rpc { manner: current, seen: seen_by_rpc });
+        let service = CoordinatorServerServer::new(Rpc { response: current, seen: seen_by_rpc });
         let stop = tasks.cancelled();
         tasks.spawn("coordinator double", async move {
             let server = Server::builder().add_service(service);
             let ended = server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop).await;
             ended.expect("a server");
         });
-        Self { address, manner, seen, tasks }
+        Self { address, response, seen, tasks }
     }
 
     /// Changes the response, starting with the next heartbeat.
-    pub fn behave(&self, manner: Manner) {
-        self.manner.send_replace(manner);
+    pub fn behave(&self, response: HeartbeatReply) {
+        self.response.send_replace(response);
     }
 
     /// Waits for `count` more heartbeats.
@@ -101,7 +101,7 @@ impl CoordinatorDouble {
 }
 
 struct Rpc {
-    manner: watch::Receiver<Manner>,
+    response: watch::Receiver<HeartbeatReply>,
     seen: watch::Sender<Seen>,
 }
 
@@ -129,18 +129,18 @@ impl CoordinatorServer for Rpc {
         'life0: 'async_trait,
         Self: 'async_trait,
     {
-        let manner = *self.manner.borrow();
+        let response = *self.response.borrow();
         self.seen.send_modify(|seen| {
             seen.count += 1;
             seen.last = Some(request.into_inner());
         });
         Box::pin(async move {
             let mut answer = proto::ShuffleServerHeartBeatResponse::default();
-            match manner {
-                Manner::Well => {}
-                Manner::Refusing(status) => answer.set_status(status),
-                Manner::Failing => return Err(Status::internal("as the test wants it")),
-                Manner::Slow(time) => sleep(time).await,
+            match response {
+                HeartbeatReply::Succeed => {}
+                HeartbeatReply::Refuse(status) => answer.set_status(status),
+                HeartbeatReply::Fail => return Err(Status::internal("as the test wants it")),
+                HeartbeatReply::Delay(time) => sleep(time).await,
             }
             Ok(Response::new(answer))
         })

@@ -18,7 +18,7 @@ use uniffle_worker::service::{
     SendSession, Service, ServiceError,
 };
 
-use crate::oracle::{Answers, Blocks, Refusal};
+use crate::oracle::{Blocks, Refusal, WorkerView};
 
 /// Number of retries after NO_BUFFER.
 const NO_BUFFER_WAITS: u32 = 60;
@@ -214,11 +214,11 @@ fn malformed(error: read::Malformed) -> ServiceError {
 fn refusal(error: &ServiceError) -> Refusal {
     match error.status() {
         StatusCode::NoRegister => Refusal::Unknown(error.to_string()),
-        _ => Refusal::Told(error.to_string()),
+        _ => Refusal::Failed(error.to_string()),
     }
 }
 
-impl Answers for InProcess {
+impl WorkerView for InProcess {
     async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
         let mut waits = 0;
         loop {

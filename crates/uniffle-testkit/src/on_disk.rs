@@ -19,13 +19,13 @@ pub type Files = BTreeMap<PathBuf, Vec<u8>>;
 
 /// A range of a file in a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct FileRange {
     pub directory: usize,
     pub path: PathBuf,
     pub range: Range<usize>,
 }
 
-impl Place {
+impl FileRange {
     fn bytes<'a>(&self, directories: &'a [Files]) -> Option<&'a [u8]> {
         directories.get(self.directory)?.get(&self.path)?.get(self.range.clone())
     }
@@ -44,8 +44,8 @@ pub struct StoredBlock {
     pub partition: i32,
     pub id: BlockId,
     /// Index group that contains the block.
-    pub group: Place,
-    pub data: Place,
+    pub group: FileRange,
+    pub data: FileRange,
 }
 
 impl StoredBlock {
@@ -64,7 +64,7 @@ pub fn stored_blocks(directories: &[Files]) -> Vec<StoredBlock> {
         for (path, content) in files {
             let Some(key) = index_of(path) else { continue };
             for (range, group) in groups(content) {
-                let place = Place { directory, path: path.clone(), range };
+                let place = FileRange { directory, path: path.clone(), range };
                 take_group(directories, (&key, &place), &group, &mut all);
             }
         }
@@ -102,7 +102,7 @@ fn index_of(path: &Path) -> Option<ShuffleKey> {
 
 fn take_group(
     directories: &[Files],
-    (key, group_place): (&ShuffleKey, &Place),
+    (key, group_place): (&ShuffleKey, &FileRange),
     group: &index::IndexGroup,
     all: &mut Vec<StoredBlock>,
 ) {
@@ -119,7 +119,7 @@ fn take_group(
             let begins = usize::try_from(entry.data_offset).unwrap_or(usize::MAX);
             let begins = begins.saturating_add(number(record.offset));
             let end = begins.saturating_add(number(i64::from(record.length)));
-            let data = Place { directory, path: path.clone(), range: begins..end };
+            let data = FileRange { directory, path: path.clone(), range: begins..end };
             let bytes = data.bytes(directories);
             if bytes.is_some_and(|bytes| i64::from(crc32fast::hash(bytes)) == record.crc) {
                 let (key, id) = (key.clone(), BlockId(record.block_id));

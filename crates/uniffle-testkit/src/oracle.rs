@@ -1,10 +1,10 @@
 //! The oracle: checks block by block that a worker keeps its promises to clients.
 //!
-//! [`Told`] records the responses to the clients of one shuffle. [`verify`] asks a worker
-//! ([`Answers`]) for the results and for every block, with task filters that avoid the lost blocks,
+//! [`ShuffleHistory`] records the responses to the clients of one shuffle. [`verify`] asks a worker
+//! ([`WorkerView`]) for the results and for every block, with task filters that avoid the lost blocks,
 //! and lists all contradictions. A worker that serves nothing and reports everything as lost breaks
 //! no rule of the protocol. Therefore the caller says which blocks must be present, and each one
-//! that is not served is listed ([`Findings::withheld`]).
+//! that is not served is listed ([`Verification::withheld`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -22,12 +22,12 @@ pub type Report = [(i32, Vec<BlockId>)];
 
 /// Blocks that clients of one registered shuffle sent, and the responses, by partition.
 #[derive(Debug, Clone, Default)]
-pub struct Told {
-    pub partitions: BTreeMap<i32, ToldPartition>,
+pub struct ShuffleHistory {
+    pub partitions: BTreeMap<i32, PartitionHistory>,
 }
 
 #[derive(Debug, Clone, Default)]
-pub struct ToldPartition {
+pub struct PartitionHistory {
     /// All blocks that were sent, whatever the outcome.
     pub sent: Blocks,
     /// Ids in acknowledged reports.
@@ -36,8 +36,8 @@ pub struct ToldPartition {
     pub tried: BTreeSet<BlockId>,
 }
 
-impl Told {
-    pub fn partition(&mut self, partition: i32) -> &mut ToldPartition {
+impl ShuffleHistory {
+    pub fn partition(&mut self, partition: i32) -> &mut PartitionHistory {
         self.partitions.entry(partition).or_default()
     }
 
@@ -61,7 +61,7 @@ impl Told {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
     /// The worker reports a loss, possibly missing data, or a failure.
-    Told(String),
+    Failed(String),
     /// The worker does not know the application or the shuffle (NO_REGISTER).
     Unknown(String),
 }
@@ -70,13 +70,13 @@ impl Refusal {
     #[must_use]
     pub fn text(&self) -> &str {
         match self {
-            Self::Told(text) | Self::Unknown(text) => text,
+            Self::Failed(text) | Self::Unknown(text) => text,
         }
     }
 }
 
 /// A worker as readers see it. Implementations wait during NO_BUFFER.
-pub trait Answers {
+pub trait WorkerView {
     /// Calls `getShuffleResult` for one partition.
     fn results(
         &self,
@@ -95,31 +95,31 @@ pub trait Answers {
 
 /// Violations of the promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Breach {
+pub enum ViolationKind {
     /// A result lacks a block whose report was acknowledged, so a job computes with less data.
     ShortResult,
     /// A result contains a block that was never reported.
-    StrangeResult,
+    UnexpectedId,
     /// A block has different bytes than were sent.
     WrongBytes,
     /// A block was never sent.
-    StrangeBlock,
+    UnexpectedBlock,
     /// A block of the result is not served, although a read that wants it succeeds.
-    UntoldLoss,
+    UnreportedLoss,
     /// A refusal does not name the shuffle.
-    NamelessRefusal,
+    UnnamedRefusal,
 }
 
-/// A [`Breach`] and its place.
+/// A [`ViolationKind`] and its place.
 #[derive(Debug, Clone)]
 pub struct Violation {
-    pub breach: Breach,
+    pub kind: ViolationKind,
     pub place: String,
 }
 
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}: {}", self.breach, self.place)
+        write!(f, "{:?}: {}", self.kind, self.place)
     }
 }
 
@@ -133,7 +133,7 @@ pub struct Withheld {
 
 /// Result of [`verify`] for one shuffle.
 #[derive(Debug, Default)]
-pub struct Findings {
+pub struct Verification {
     pub violations: Vec<Violation>,
     /// Blocks that must be present but were not served.
     pub withheld: Vec<Withheld>,
@@ -147,22 +147,22 @@ pub struct Findings {
     pub results_refused: Option<Refusal>,
 }
 
-impl Findings {
-    fn violate(&mut self, breach: Breach, place: String) {
-        self.violations.push(Violation { breach, place });
+impl Verification {
+    fn violate(&mut self, kind: ViolationKind, place: String) {
+        self.violations.push(Violation { kind, place });
     }
 }
 
 /// Verifies everything of a shuffle. `should_be_there` returns true for sent blocks that must be
 /// served.
 pub async fn verify(
-    worker: &impl Answers,
+    worker: &impl WorkerView,
     key: &ShuffleKey,
-    told: &Told,
+    told: &ShuffleHistory,
     layout: IdLayout,
     should_be_there: impl Fn(i32, BlockId) -> bool,
-) -> Findings {
-    let mut findings = Findings::default();
+) -> Verification {
+    let mut findings = Verification::default();
     for (partition, told) in &told.partitions {
         let known = check_results(worker, key, (*partition, told), &mut findings).await;
         let wanted = told.sent.keys().chain(known.iter().flatten());
@@ -173,14 +173,18 @@ pub async fn verify(
         for (id, data) in &read.blocks {
             match told.sent.get(id) {
                 Some(sent) if sent == data => {}
-                Some(_) => findings.violate(Breach::WrongBytes, format!("block {id} of {key}/{partition}")),
-                None => findings.violate(Breach::StrangeBlock, format!("block {id} of {key}/{partition}")),
+                Some(_) => {
+                    findings.violate(ViolationKind::WrongBytes, format!("block {id} of {key}/{partition}"))
+                }
+                None => findings
+                    .violate(ViolationKind::UnexpectedBlock, format!("block {id} of {key}/{partition}")),
             }
         }
         for id in known.iter().flatten().filter(|id| !read.blocks.contains_key(id)) {
             match refused(*id) {
                 Some(_) => _ = findings.lost.insert((*partition, *id)),
-                None => findings.violate(Breach::UntoldLoss, format!("block {id} of {key}/{partition}")),
+                None => findings
+                    .violate(ViolationKind::UnreportedLoss, format!("block {id} of {key}/{partition}")),
             }
         }
         for block in told.sent.keys().copied().filter(|id| should_be_there(*partition, *id)) {
@@ -196,10 +200,10 @@ pub async fn verify(
 
 /// Returns the result of a partition, if there is one.
 async fn check_results(
-    worker: &impl Answers,
+    worker: &impl WorkerView,
     key: &ShuffleKey,
-    (partition, told): (i32, &ToldPartition),
-    findings: &mut Findings,
+    (partition, told): (i32, &PartitionHistory),
+    findings: &mut Verification,
 ) -> Option<BTreeSet<BlockId>> {
     match worker.results(key, partition).await {
         Ok(known) => {
@@ -210,10 +214,11 @@ async fn check_results(
                     missing.len(),
                     told.reported.len()
                 );
-                findings.violate(Breach::ShortResult, place);
+                findings.violate(ViolationKind::ShortResult, place);
             }
             if let Some(strange) = known.difference(&told.tried).next() {
-                findings.violate(Breach::StrangeResult, format!("block {strange} of {key}/{partition}"));
+                findings
+                    .violate(ViolationKind::UnexpectedId, format!("block {strange} of {key}/{partition}"));
             }
             Some(known)
         }
@@ -222,7 +227,7 @@ async fn check_results(
                 matches!(refusal, Refusal::Unknown(_)) || refusal.text().contains(&key.to_string());
             if !is_named {
                 let place = format!("results of {key}/{partition}: {}", refusal.text());
-                findings.violate(Breach::NamelessRefusal, place);
+                findings.violate(ViolationKind::UnnamedRefusal, place);
             }
             findings.results_refused = Some(refusal);
             None
@@ -239,7 +244,7 @@ struct AroundLosses {
 
 /// Reads the blocks of `tasks`. A refused request is split in halves, down to a single task.
 async fn read_around(
-    worker: &impl Answers,
+    worker: &impl WorkerView,
     key: &ShuffleKey,
     partition: i32,
     tasks: Treemap,
@@ -249,7 +254,7 @@ async fn read_around(
     while let Some(some) = left.pop().filter(|some| !some.is_empty()) {
         match worker.read(key, partition, &Treemap::of(&some)).await {
             Ok(blocks) => around.blocks.extend(blocks),
-            Err(Refusal::Told(_)) if some.len() > 1 => {
+            Err(Refusal::Failed(_)) if some.len() > 1 => {
                 let (first, second) = some.split_at(some.len() / 2);
                 left.extend([first.to_vec(), second.to_vec()]);
             }

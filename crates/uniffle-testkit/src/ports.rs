@@ -21,12 +21,12 @@ pub fn free_port() -> u16 {
 /// A port that accepts connections even while no worker serves them, like a socket that a service
 /// manager passes from process to process.
 #[derive(Debug)]
-pub struct KeptPort {
+pub struct InheritedPort {
     port: u16,
     socket: OwnedFd,
 }
 
-impl KeptPort {
+impl InheritedPort {
     /// Opens a port that the system chooses.
     pub fn open() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

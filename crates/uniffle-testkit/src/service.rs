@@ -21,7 +21,7 @@ use uniffle_worker::service::{Service, ServiceConfig};
 use uniffle_worker::telemetry::traces::Traces;
 use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier, Tiers};
 
-use crate::clients::quickly;
+use crate::clients::short_backoff;
 use crate::eventually;
 use crate::fault::{FaultDisk, Faults};
 use crate::memory_disk::MemoryDisk;
@@ -183,7 +183,7 @@ impl ServiceFixture {
         let tasks = self.tasks.clone();
         GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, &self.registry)
             .expect("metrics of its own");
-        ShuffleClient::connect(address).await.expect("it listens").with_backoff(quickly())
+        ShuffleClient::connect(address).await.expect("it listens").with_backoff(short_backoff())
     }
 
     /// Returns the number of hanging operations on all disks.

@@ -14,7 +14,7 @@ use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::on_disk::Files;
-use uniffle_testkit::oracle::Told;
+use uniffle_testkit::oracle::ShuffleHistory;
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::MemoryConfig;
@@ -35,7 +35,7 @@ pub(crate) struct Fixture {
     pub(crate) faults: Vec<Faults>,
     /// Whether the next process finds the disk.
     pub(crate) present: Vec<bool>,
-    pub(crate) told: BTreeMap<ShuffleKey, Told>,
+    pub(crate) told: BTreeMap<ShuffleKey, ShuffleHistory>,
     /// Earlier versions of the files.
     pub(crate) versions: Vec<Vec<Files>>,
     pub(crate) sync: SyncWrites,

@@ -20,7 +20,7 @@ use rand::RngExt;
 
 use uniffle_testkit::claims::{self, CLAIM};
 use uniffle_testkit::on_disk::{Files, stored_blocks};
-use uniffle_testkit::oracle::{Answers, Findings, Refusal, verify};
+use uniffle_testkit::oracle::{Refusal, Verification, WorkerView, verify};
 use uniffle_testkit::{say, seeds};
 use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::service::ServiceError;
@@ -191,7 +191,7 @@ fn live_and_check(
             return Err(error);
         };
         if error.kind == StoreErrorKind::Unclaimed
-            && let Some((_, claim)) = claims::told(&text)
+            && let Some((_, claim)) = claims::suggested_claim(&text)
         {
             if before[named].get(Path::new(CLAIM)) != Some(&claim) {
                 report.fail(format!("WrongClaim: it was not that of /disk{named}: {text}"));
@@ -268,8 +268,8 @@ async fn finish(fixture: &mut Fixture, life: &Life, report: &mut Report) {
 }
 
 impl Report {
-    fn expect_whole(&mut self, key: &ShuffleKey, what: &str, findings: Findings) {
-        if let Some(Refusal::Told(text) | Refusal::Unknown(text)) = &findings.results_refused {
+    fn expect_whole(&mut self, key: &ShuffleKey, what: &str, findings: Verification) {
+        if let Some(Refusal::Failed(text) | Refusal::Unknown(text)) = &findings.results_refused {
             self.fail(format!("{key} is refused, {what}: {text}"));
         }
         for violation in &findings.violations {

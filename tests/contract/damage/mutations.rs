@@ -10,7 +10,7 @@ use rand::seq::IndexedRandom;
 use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::oracle::{Answers, Blocks, Breach, Findings, Refusal, verify};
+use uniffle_testkit::oracle::{Blocks, Refusal, Verification, ViolationKind, WorkerView, verify};
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::durability::frame::{Entry, Frame};
@@ -124,7 +124,7 @@ impl Mutation {
                     let claim =
                         disk.content(Path::new(CLAIM)).filter(|claim| corruptor::is_sound_claim(claim));
                     if claim.is_none() {
-                        disk.put(Path::new(CLAIM), Some(claims::another()));
+                        disk.put(Path::new(CLAIM), Some(claims::new_claim()));
                     }
                 }
             }
@@ -323,15 +323,15 @@ enum Lie {
     /// A result is empty, with success.
     EmptyResult,
     /// A result contains a block that nobody reported.
-    StrangeResult,
+    UnexpectedId,
     /// One bit of a block is flipped.
     WrongBytes,
     /// Every block is reported lost.
     AllLost,
     /// A read omits a block.
-    UntoldLoss,
+    UnreportedLoss,
     /// A result is refused without a reason.
-    NamelessRefusal,
+    UnnamedRefusal,
 }
 
 struct Liar<'a> {
@@ -339,15 +339,15 @@ struct Liar<'a> {
     lie: Lie,
 }
 
-impl Answers for Liar<'_> {
+impl WorkerView for Liar<'_> {
     async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
         let mut known = self.client.results(key, partition).await?;
         match self.lie {
             Lie::ShortResult => drop(known.pop_last()),
             Lie::EmptyResult => known.clear(),
-            Lie::StrangeResult => drop(known.insert(BlockId(i64::MAX))),
-            Lie::NamelessRefusal => return Err(Refusal::Told("something is wrong".to_owned())),
-            Lie::None | Lie::WrongBytes | Lie::AllLost | Lie::UntoldLoss => {}
+            Lie::UnexpectedId => drop(known.insert(BlockId(i64::MAX))),
+            Lie::UnnamedRefusal => return Err(Refusal::Failed("something is wrong".to_owned())),
+            Lie::None | Lie::WrongBytes | Lie::AllLost | Lie::UnreportedLoss => {}
         }
         Ok(known)
     }
@@ -362,16 +362,16 @@ impl Answers for Liar<'_> {
                     block.insert(data.into());
                 }
             }
-            Lie::AllLost => return Err(Refusal::Told(format!("blocks of {key} are lost"))),
-            Lie::UntoldLoss => drop(blocks.pop_last()),
-            Lie::None | Lie::ShortResult | Lie::EmptyResult | Lie::StrangeResult | Lie::NamelessRefusal => {}
+            Lie::AllLost => return Err(Refusal::Failed(format!("blocks of {key} are lost"))),
+            Lie::UnreportedLoss => drop(blocks.pop_last()),
+            Lie::None | Lie::ShortResult | Lie::EmptyResult | Lie::UnexpectedId | Lie::UnnamedRefusal => {}
         }
         Ok(blocks)
     }
 }
 
 /// Returns the findings of the oracle for a healthy worker with false responses.
-fn findings_for(lie: Lie) -> Findings {
+fn findings_for(lie: Lie) -> Verification {
     let mut fixture = Fixture::new(1);
     let lived = fixture.live(async |fixture, life| {
         let key = fixture.some_key();
@@ -392,14 +392,14 @@ fn false_responses_are_detected() {
     let honest = findings_for(Lie::None);
     assert!(honest.violations.is_empty() && honest.withheld.is_empty(), "{honest:?}");
     assert!(honest.intact > 5 && honest.served == honest.intact && honest.lost.is_empty(), "{honest:?}");
-    let found = |lie, breach| findings_for(lie).violations.iter().any(|violation| violation.breach == breach);
-    assert!(found(Lie::ShortResult, Breach::ShortResult));
-    assert!(found(Lie::EmptyResult, Breach::ShortResult));
-    assert!(found(Lie::StrangeResult, Breach::StrangeResult));
-    assert!(found(Lie::WrongBytes, Breach::WrongBytes));
-    assert!(found(Lie::UntoldLoss, Breach::UntoldLoss));
-    assert!(found(Lie::NamelessRefusal, Breach::NamelessRefusal));
+    let found = |lie, kind| findings_for(lie).violations.iter().any(|violation| violation.kind == kind);
+    assert!(found(Lie::ShortResult, ViolationKind::ShortResult));
+    assert!(found(Lie::EmptyResult, ViolationKind::ShortResult));
+    assert!(found(Lie::UnexpectedId, ViolationKind::UnexpectedId));
+    assert!(found(Lie::WrongBytes, ViolationKind::WrongBytes));
+    assert!(found(Lie::UnreportedLoss, ViolationKind::UnreportedLoss));
+    assert!(found(Lie::UnnamedRefusal, ViolationKind::UnnamedRefusal));
     let nothing = findings_for(Lie::AllLost);
     assert_eq!((nothing.served, nothing.withheld.len() as u64), (0, nothing.intact));
-    assert!(!findings_for(Lie::UntoldLoss).withheld.is_empty());
+    assert!(!findings_for(Lie::UnreportedLoss).withheld.is_empty());
 }

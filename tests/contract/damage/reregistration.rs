@@ -1,6 +1,6 @@
 //! Clients register a shuffle again after the worker has lost its registration.
 
-use uniffle_testkit::oracle::{Answers as _, Refusal};
+use uniffle_testkit::oracle::{Refusal, WorkerView as _};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::durability::METADATA;
 
@@ -17,7 +17,7 @@ fn results_of(fixture: &mut Fixture, key: &ShuffleKey) -> Result<Vec<BlockId>, S
     let lived = fixture.live(async |_, life| life.client.results(key, 0).await);
     match lived.expect("healthy disks") {
         Ok(ids) => Ok(ids.into_iter().collect()),
-        Err(Refusal::Told(text) | Refusal::Unknown(text)) => Err(text),
+        Err(Refusal::Failed(text) | Refusal::Unknown(text)) => Err(text),
     }
 }
 
@@ -53,7 +53,7 @@ fn reregistration_after_lost_registration_is_refused() {
         life.client.results(&keys[1], 0).await
     });
     let refusal = lived.expect("healthy disks").expect_err("what it had is not known");
-    assert!(matches!(&refusal, Refusal::Told(text) if text.contains("may have been registered before")));
+    assert!(matches!(&refusal, Refusal::Failed(text) if text.contains("may have been registered before")));
     for key in &keys {
         let text = results_of(&mut fixture, key).expect_err("the next start knows that, too");
         assert!(text.contains("may have been registered before"), "{key}: {text}");

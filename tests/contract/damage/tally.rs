@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use uniffle_testkit::oracle::{Findings, Refusal};
+use uniffle_testkit::oracle::{Refusal, Verification};
 use uniffle_wire::types::ShuffleKey;
 
 use super::corruption::{Corruption, Damage};
@@ -121,14 +121,14 @@ impl Report {
     }
 
     /// Adds the findings for a shuffle after a start.
-    pub(crate) fn take(&mut self, key: &ShuffleKey, findings: Findings) {
+    pub(crate) fn take(&mut self, key: &ShuffleKey, findings: Verification) {
         self.counts.shuffles += 1;
         self.counts.intact += findings.intact;
         self.counts.withheld += findings.withheld.len() as u64;
         self.counts.lost += findings.lost.len() as u64;
         self.failures.extend(findings.violations.iter().map(ToString::to_string));
         match &findings.results_refused {
-            Some(Refusal::Told(_)) => self.counts.refused_results += 1,
+            Some(Refusal::Failed(_)) => self.counts.refused_results += 1,
             Some(Refusal::Unknown(_)) => self.counts.unknown += 1,
             None => {}
         }

@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use uniffle_client::block::Block;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::{Batch, SendForm};
-pub(crate) use uniffle_testkit::clients::quickly;
+pub(crate) use uniffle_testkit::clients::short_backoff;
 pub(crate) use uniffle_testkit::config::Lines as Setup;
 pub(crate) use uniffle_testkit::eventually;
 use uniffle_testkit::service::sum_of;
@@ -56,7 +56,8 @@ impl WorkerFixture {
     }
 
     async fn of(worker: Worker, dir: TempDir, disks: Vec<PathBuf>) -> Self {
-        let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap().with_backoff(quickly());
+        let client =
+            ShuffleClient::connect(worker.addresses().grpc).await.unwrap().with_backoff(short_backoff());
         Self { worker, client, dir, disks }
     }
 

@@ -12,14 +12,14 @@ use uniffle_worker::tiers::DiskCondition;
 use super::blocks::{batch, blocks};
 use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::raw;
-use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
+use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 
 /// The longest interval allowed. In between, only a change of state is reported.
 const SELDOM: &str = "heartbeat_interval_seconds = 3600";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
-    let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
+    let mut coordinator = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
     let top = format!("coordinator_quorum = [\"{}\"]\n{SELDOM}", coordinator.address);
     let local = "healthy_check_min_disks = 2\ndisk_healthy_check_interval_sec = 1";
     let setup = Setup { top: &top, local, ..Setup::default() };
@@ -65,7 +65,7 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn heartbeat_reports_memory_disks_and_applications() {
-    let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
+    let mut coordinator = CoordinatorDouble::start(HeartbeatReply::Succeed).await;
     let top =
         format!("coordinator_quorum = [\"{}\"]\nheartbeat_interval_seconds = \"100ms\"", coordinator.address);
     let (fixture, key) =

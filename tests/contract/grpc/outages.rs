@@ -13,7 +13,7 @@ use uniffle_worker::service::RegisterRequest;
 use uniffle_worker::tiers::LocalConfig;
 
 use super::blocks::{batch, block, blocks};
-use super::fixture::{assert_same, eventually, key, quickly};
+use super::fixture::{assert_same, eventually, key, short_backoff};
 use super::parts::{HEARTBEAT_TIMEOUT, local_config, parts};
 use uniffle_testkit::service::{ServiceBuilder, memory_disks};
 
@@ -22,7 +22,7 @@ const P: PartitionId = PartitionId(0);
 /// Writes until memory is full while all disks fail with `errno`, then repairs the disks.
 async fn all_disks_out(errno: i32) {
     let (fixture, key) = (parts().start().await, key("app-1", 1));
-    let once = Backoff { attempts: 1, ..quickly() };
+    let once = Backoff { attempts: 1, ..short_backoff() };
     let client = fixture.client().await.with_backoff(once);
     client.register(&key, &[(0, 0)]).await.unwrap();
     for faults in &fixture.faults {
@@ -39,7 +39,7 @@ async fn all_disks_out(errno: i32) {
         all.extend(new);
         fixture.flusher.flush_all();
     }
-    let client = client.with_backoff(quickly());
+    let client = client.with_backoff(short_backoff());
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     assert_eq!((read.from_disk, fixture.store().available_disks()), (0, 0));

@@ -306,7 +306,8 @@ async fn stopping_worker_grants_no_ticket() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     fixture.worker.service().status().stop(uniffle_worker::service::Stopping::ForGood);
-    let once = fixture.client.clone().with_backoff(Backoff { attempts: 1, ..super::fixture::quickly() });
+    let once =
+        fixture.client.clone().with_backoff(Backoff { attempts: 1, ..super::fixture::short_backoff() });
     let answer = once.require_buffer(&key, &batch(0, &blocks(0, 1, 0..1))).await;
     assert_eq!(answer.unwrap_err().status(), Some(StatusCode::NoBuffer));
     drop((once, Bytes::new()));

@@ -71,7 +71,7 @@ impl History {
         self.claim = Some((disk, intact));
         self.tally.damaged_claims += 1;
         if self.mutation == Mutation::NoUnclaimed {
-            self.disks[disk].put(Path::new(CLAIM), Some(claims::another()));
+            self.disks[disk].put(Path::new(CLAIM), Some(claims::new_claim()));
         }
     }
 
@@ -147,7 +147,7 @@ impl History {
     fn write_claim(&mut self, refusal: &str) {
         let (disk, intact) =
             self.claim.take().expect("a directory with an intact claim is not refused for it");
-        if let Some((path, told)) = claims::told(refusal) {
+        if let Some((path, told)) = claims::suggested_claim(refusal) {
             assert_eq!(path, PathBuf::from(format!("/disk{disk}/{CLAIM}")), "{refusal}");
             // A claim cut before its checksum is a complete one of earlier versions.
             assert!(told.starts_with(&intact), "{refusal}");

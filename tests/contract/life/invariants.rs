@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use bytes::Bytes;
-use uniffle_testkit::oracle::Told;
+use uniffle_testkit::oracle::ShuffleHistory;
 use uniffle_wire::types::BlockId;
 
 /// Partitions of every shuffle.
@@ -62,8 +62,8 @@ pub(crate) struct Invariants {
 
 impl Invariants {
     /// Returns the responses in the form of the oracle.
-    pub(crate) fn told(&self) -> Told {
-        let mut told = Told::default();
+    pub(crate) fn told(&self) -> ShuffleHistory {
+        let mut told = ShuffleHistory::default();
         (0..PARTITIONS).for_each(|partition| _ = told.partition(partition));
         for (partition, blocks) in &self.sent {
             let blocks = blocks.iter().map(|(id, data)| (BlockId(*id), data.clone()));

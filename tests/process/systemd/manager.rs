@@ -14,7 +14,7 @@ use uniffle_testkit::tools::{WORKSPACE, available, binary, find, lacking, may_mo
 use uniffle_testkit::worker::Ready;
 use uniffle_testkit::{say, wait_until};
 
-use crate::writes::{local, patient};
+use crate::writes::{local, long_backoff};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const UNIT: &str = "uniffle-worker.service";
@@ -230,7 +230,7 @@ impl Manager {
     pub(super) async fn client(&self) -> ShuffleClient {
         let client =
             ShuffleClient::connect(local(self.ready().grpc_port)).await.expect("the listener is open");
-        client.with_backoff(patient())
+        client.with_backoff(long_backoff())
     }
 
     /// Returns the worker's metrics.

@@ -21,7 +21,7 @@ use uniffle_worker::runtime::Tasks;
 use super::history::History;
 use super::{LAYOUT, PARTITIONS, REMOTE_PATIENCE, Remote};
 use crate::block_generator::BlockGenerator;
-use crate::clients::{key, local, patient};
+use crate::clients::{key, local, long_backoff};
 
 #[derive(Debug, Clone)]
 pub(super) struct Clients {
@@ -42,7 +42,7 @@ pub(super) fn shuffle(id: i32) -> ShuffleKey {
 
 impl Clients {
     async fn grpc(&self) -> Result<ShuffleClient, ClientError> {
-        Ok(ShuffleClient::connect(local(self.ports.0)).await?.with_backoff(patient()))
+        Ok(ShuffleClient::connect(local(self.ports.0)).await?.with_backoff(long_backoff()))
     }
 
     /// Sends and reports tasks until the process does not respond or the round ends.

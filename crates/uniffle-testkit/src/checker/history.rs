@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use uniffle_client::block::Block;
 use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 
-use crate::oracle::{self, Told};
+use crate::oracle::{self, ShuffleHistory};
 
 /// Blocks of one shuffle, by partition.
 pub(super) type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
@@ -14,7 +14,7 @@ pub(super) type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
 #[derive(Debug, Default)]
 pub(super) struct History {
     /// All blocks that clients sent, and all responses.
-    pub(super) told: BTreeMap<i32, Told>,
+    pub(super) told: BTreeMap<i32, ShuffleHistory>,
     /// Acknowledged blocks whose report was acknowledged too.
     pub(super) reported: BTreeMap<i32, Blocks>,
     /// These blocks, and blocks in reports without a response, which the worker may know.

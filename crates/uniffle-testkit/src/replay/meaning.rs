@@ -17,7 +17,7 @@ use super::call::{varint, with_varint};
 
 /// One partition of one shuffle.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Place {
+pub struct PartitionKey {
     pub key: ShuffleKey,
     pub partition: PartitionId,
 }
@@ -28,18 +28,18 @@ pub enum Request {
     Ticket,
     Send {
         ticket: u64,
-        blocks: Vec<(Place, Block)>,
+        blocks: Vec<(PartitionKey, Block)>,
     },
     Memory {
-        place: Place,
+        place: PartitionKey,
         cursor: i64,
         filter: Option<Bytes>,
     },
     Index {
-        place: Place,
+        place: PartitionKey,
     },
     Data {
-        place: Place,
+        place: PartitionKey,
         offset: u64,
         length: u64,
     },
@@ -66,8 +66,8 @@ fn key(app: &str, shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).expect("a client's application id"), ShuffleId(shuffle))
 }
 
-fn place(app: &str, shuffle: i32, partition: i32) -> Place {
-    Place { key: key(app, shuffle), partition: PartitionId(partition) }
+fn place(app: &str, shuffle: i32, partition: i32) -> PartitionKey {
+    PartitionKey { key: key(app, shuffle), partition: PartitionId(partition) }
 }
 
 fn unsigned(value: i64) -> u64 {
@@ -87,9 +87,9 @@ fn method(path: &str) -> &str {
 /// Access to the meaning of an exchange.
 pub trait Meaning {
     /// Returns the meaning of the request.
-    fn asks(&self) -> Request;
+    fn parsed_request(&self) -> Request;
     /// Returns the recorded response.
-    fn was_told(&self) -> Answer;
+    fn parsed_answer(&self) -> Answer;
     /// Returns the request with another ticket. It must be a send.
     fn with_ticket(&self, ticket: u64) -> Bytes;
     /// Returns the request with another `lastBlockId`. It must be a read of memory.
@@ -99,7 +99,7 @@ pub trait Meaning {
 }
 
 impl Meaning for Exchange {
-    fn asks(&self) -> Request {
+    fn parsed_request(&self) -> Request {
         if let Some(sent) = self.sent().expect("well-formed") {
             return send_request(sent);
         }
@@ -112,7 +112,7 @@ impl Meaning for Exchange {
         }
     }
 
-    fn was_told(&self) -> Answer {
+    fn parsed_answer(&self) -> Answer {
         match &self.plane {
             Plane::Grpc { path, status } => {
                 Answer::Grpc { path: path.clone(), status: *status, message: self.answer.clone() }

@@ -22,7 +22,7 @@ use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
 
 use super::call::call;
-use super::meaning::{Answer, Meaning as _, Place, Request};
+use super::meaning::{Answer, Meaning as _, PartitionKey, Request};
 use super::reads::PartitionReads;
 use crate::recording::{Exchange, Plane, Session};
 
@@ -52,8 +52,8 @@ pub struct Player {
     tcp_tasks: Tasks,
     client: ShuffleClient,
     tickets: HashMap<u64, u64>,
-    sent: HashMap<Place, HashMap<BlockId, BlockMeta>>,
-    reads: HashMap<Place, PartitionReads>,
+    sent: HashMap<PartitionKey, HashMap<BlockId, BlockMeta>>,
+    reads: HashMap<PartitionKey, PartitionReads>,
     summary: Summary,
 }
 
@@ -80,7 +80,7 @@ impl Player {
     /// Replays the whole `session`.
     pub async fn play(mut self, session: &Session) -> Result<Summary, String> {
         for (number, exchange) in session.exchanges.iter().enumerate() {
-            let asks = exchange.asks();
+            let asks = exchange.parsed_request();
             let told = self.exchange(exchange, &asks).await;
             told.map_err(|error| format!("exchange {number}, {:?}: {error}\n{asks:?}", exchange.plane))?;
             self.summary.exchanges += 1;
@@ -92,7 +92,7 @@ impl Player {
     }
 
     async fn exchange(&mut self, exchange: &Exchange, asks: &Request) -> Result<(), String> {
-        let recorded = exchange.was_told();
+        let recorded = exchange.parsed_answer();
         if recorded.is(StatusCode::NoBuffer) {
             return Ok(()); // the client asked again
         }
@@ -190,7 +190,7 @@ impl Player {
 
     /// Completes the reads of these partitions: fetches blocks that are on another tier than
     /// recorded, and compares all.
-    async fn close(&mut self, done: impl Fn(&Place) -> bool) -> Result<(), String> {
+    async fn close(&mut self, done: impl Fn(&PartitionKey) -> bool) -> Result<(), String> {
         let places: Vec<_> = self.reads.keys().filter(|place| done(place)).cloned().collect();
         for place in places {
             let mut reads = self.reads.remove(&place).expect("one of its keys");
@@ -209,7 +209,7 @@ impl Player {
         Ok(())
     }
 
-    async fn catch_up(&self, place: &Place, reads: &mut PartitionReads) -> Result<(), String> {
+    async fn catch_up(&self, place: &PartitionKey, reads: &mut PartitionReads) -> Result<(), String> {
         let all = self.client.read_partition(&place.key, place.partition, &ReadOptions::default()).await;
         let all = all.map_err(|error| format!("{place:?}: {error}"))?;
         let sent = self.sent.get(place);
