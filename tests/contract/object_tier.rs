@@ -1,6 +1,7 @@
-//! The object tier over its client, above a store whose answers are spoiled: whatever happens to a request, a batch
-//! that was acknowledged is read as it was written, what was not says so and names its object, other shuffles notice
-//! nothing, and the next process finds all of it.
+//! The object tier over its client, on a store with faulty responses.
+//!
+//! Whatever happens to a request, acknowledged batches are read unchanged, and errors name the
+//! object. Other shuffles are not affected, and the next process finds everything.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,15 +23,15 @@ use uniffle_worker::tiers::{
     ChunkRead, ExtentData, ExtentWrite, ObjectConfig, Recovered, ServedTier as _, StoreError, Tier as _,
 };
 
-/// The shuffle whose requests are spoiled, or the first of several, and another.
-const SPOILED: i32 = 2;
+/// The shuffle whose requests have faults, or the first of several, and an unaffected one.
+const AFFECTED: i32 = 2;
 const BESIDE: i32 = 1;
 const P: PartitionId = PartitionId(0);
-/// Two of them are more than a part.
+/// Length of a block. Two exceed an upload part.
 const LARGE: u32 = 3 << 20;
 const SMALL: u32 = 300;
 
-/// What a store, or what stands before it, does to any request.
+/// Returns faults of any request, by the store or a gateway.
 fn faults() -> Vec<Fault> {
     vec![
         Fault::Refuse(500, "InternalError"),
@@ -44,7 +45,7 @@ fn faults() -> Vec<Fault> {
     ]
 }
 
-/// What it does to an answer with bytes, beside those.
+/// Returns faults of responses with content, including those of any request.
 fn faults_of_reads() -> Vec<Fault> {
     let more = [
         Fault::Cut(100),
@@ -57,7 +58,7 @@ fn faults_of_reads() -> Vec<Fault> {
     faults().into_iter().chain(more).collect()
 }
 
-/// A process of the worker.
+/// A worker process.
 struct Process {
     tier: Arc<ObjectTier>,
     tasks: Tasks,
@@ -65,8 +66,8 @@ struct Process {
 
 impl Process {
     async fn start(server: &S3Server) -> Result<Self, StoreError> {
-        // Without retries, so that one fault is one error. Times are so short that a fault is over soon, and so long that a
-        // request without one is through on a machine with several times as much to do as it has processors.
+        // No retries, so that one fault is one error. Timeouts are short, so that faults end soon,
+        // but long enough for a request without a fault on an overloaded machine.
         let config = ObjectConfig {
             request_timeout: Duration::from_millis(3000),
             stall_timeout: Duration::from_millis(1500),
@@ -83,7 +84,7 @@ impl Process {
 
     async fn with_both_shuffles(server: &S3Server) -> Self {
         let process = Self::start(server).await.unwrap();
-        for shuffle in [BESIDE, SPOILED] {
+        for shuffle in [BESIDE, AFFECTED] {
             process.register(shuffle).await;
         }
         process.write(BESIDE, &blocks(0..3, SMALL)).await.unwrap();
@@ -110,7 +111,7 @@ impl Process {
         self.tier.shuffle(&key(shuffle)).unwrap().write(vec![extent].into()).await
     }
 
-    /// Blocks by id.
+    /// Returns the blocks by id.
     async fn read(&self, shuffle: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
         let index = self.tier.index(&key(shuffle), P)?;
         let data_length = u32::try_from(index.data_length).unwrap();
@@ -164,9 +165,9 @@ async fn told(recovered: &mut Recovered, shuffle: i32) -> Vec<Bytes> {
     told
 }
 
-/// Without [`BESIDE`] being any other than it was.
-async fn assert_reads(process: &Process, spoiled: i32, written: &[Block], what: &str) {
-    assert!(process.read(spoiled).await.unwrap() == expected(written), "{what}");
+/// Asserts that the affected shuffle has the blocks `written` and [`BESIDE`] is unchanged.
+async fn assert_reads(process: &Process, affected: i32, written: &[Block], what: &str) {
+    assert!(process.read(affected).await.unwrap() == expected(written), "{what}");
     assert!(process.read(BESIDE).await.unwrap() == expected(&blocks(0..3, SMALL)), "{what}");
 }
 
@@ -175,13 +176,13 @@ fn assert_named(error: &StoreError, what: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_happens_to_an_upload_what_was_acknowledged_is_there() {
+async fn acknowledged_uploads_survive_any_fault() {
     for on in [On::Put, On::Create, On::Part, On::Complete] {
         let server = S3Server::start().await;
         let process = Process::with_both_shuffles(&server).await;
         let bytes = if on == On::Put { SMALL } else { LARGE };
         let batch = blocks(0..2, bytes);
-        for (shuffle, fault) in (SPOILED..).zip(faults()) {
+        for (shuffle, fault) in (AFFECTED..).zip(faults()) {
             let what = format!("{fault:?} on {on:?}");
             process.register(shuffle).await;
             server.faults.plan(on, 1, &fault);
@@ -201,7 +202,7 @@ async fn whatever_happens_to_an_upload_what_was_acknowledged_is_there() {
             recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty()),
             "{on:?}"
         );
-        for (shuffle, fault) in (SPOILED..).zip(faults()) {
+        for (shuffle, fault) in (AFFECTED..).zip(faults()) {
             assert_reads(&process, shuffle, &batch, &format!("{fault:?} on {on:?}, the next process")).await;
         }
         process.end().await;
@@ -209,8 +210,8 @@ async fn whatever_happens_to_an_upload_what_was_acknowledged_is_there() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_happens_to_a_page_of_metadata_what_was_acknowledged_is_told() {
-    // A page and its copy, and the look at the claim.
+async fn acknowledged_metadata_survives_any_fault() {
+    // A page, its copy, and the check of the claim.
     for (on, times) in [(On::Put, 1), (On::Put, 2), (On::Get, 1)] {
         let server = S3Server::start().await;
         let process = Process::with_both_shuffles(&server).await;
@@ -218,7 +219,7 @@ async fn whatever_happens_to_a_page_of_metadata_what_was_acknowledged_is_told() 
         for fault in faults() {
             let what = format!("{fault:?} on {on:?}");
             server.faults.plan(on, times, &fault);
-            match process.note(SPOILED, "report").await {
+            match process.note(AFFECTED, "report").await {
                 Ok(()) => acknowledged.push(Bytes::from_static(b"report")),
                 Err(error) => {
                     assert_named(&error, &what);
@@ -229,32 +230,32 @@ async fn whatever_happens_to_a_page_of_metadata_what_was_acknowledged_is_told() 
             server.faults.clear();
         }
         assert!(tried > 0, "{on:?}");
-        process.note(SPOILED, "the last").await.unwrap();
+        process.note(AFFECTED, "the last").await.unwrap();
         acknowledged.push(Bytes::from_static(b"the last"));
         process.end().await;
         let process = Process::start(&server).await.unwrap();
         let mut recovered = process.tier.take_recovered();
         assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none()), "{recovered:?}");
-        assert_eq!(told(&mut recovered, SPOILED).await, acknowledged, "{on:?} {times}");
-        assert_reads(&process, SPOILED, &[], "the next process").await;
+        assert_eq!(told(&mut recovered, AFFECTED).await, acknowledged, "{on:?} {times}");
+        assert_reads(&process, AFFECTED, &[], "the next process").await;
         process.end().await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_happens_to_a_read_its_bytes_are_right_or_it_fails_by_name() {
+async fn faulty_reads_return_right_bytes_or_name_the_object() {
     let server = S3Server::start().await;
     let process = Process::with_both_shuffles(&server).await;
     let written = blocks(0..2, LARGE);
-    process.write(SPOILED, &written).await.unwrap();
+    process.write(AFFECTED, &written).await.unwrap();
     process.end().await;
-    // It has nothing of the index in memory.
+    // The new process has no index in memory.
     let process = Process::start(&server).await.unwrap();
     for times in [1, 10] {
         for fault in faults_of_reads() {
             let what = format!("{times} × {fault:?}");
             server.faults.plan(On::Get, times, &fault);
-            match process.read(SPOILED).await {
+            match process.read(AFFECTED).await {
                 Ok(read) => assert!(read == expected(&written), "{what}"),
                 Err(error) => {
                     assert_named(&error, &what);
@@ -262,21 +263,21 @@ async fn whatever_happens_to_a_read_its_bytes_are_right_or_it_fails_by_name() {
                 }
             }
             server.faults.clear();
-            assert_reads(&process, SPOILED, &written, &what).await;
+            assert_reads(&process, AFFECTED, &written, &what).await;
         }
     }
     process.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_happens_to_requests_of_a_start_it_finds_everything_or_ends() {
+async fn faulty_starts_find_everything_or_fail() {
     let server = S3Server::start().await;
     let process = Process::with_both_shuffles(&server).await;
     let written = blocks(0..2, LARGE);
-    process.write(SPOILED, &written).await.unwrap();
+    process.write(AFFECTED, &written).await.unwrap();
     process.end().await;
     let mut ended = 0;
-    // Reads of the claim, of pages, of footers, tables and records.
+    // Requests for the claim, pages, footers, tables and records.
     let requests = [(On::List, 0), (On::Get, 0), (On::Get, 2), (On::Get, 5), (On::Get, 8), (On::Put, 0)];
     for (on, nth) in requests {
         let faults = if on == On::Get { faults_of_reads() } else { faults() };
@@ -299,12 +300,12 @@ async fn whatever_happens_to_requests_of_a_start_it_finds_everything_or_ends() {
                 recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty());
             assert!(is_whole, "{what}: {recovered:?}");
             assert_eq!(recovered.blocks, 5, "{what}");
-            assert_reads(&process, SPOILED, &written, &what).await;
+            assert_reads(&process, AFFECTED, &written, &what).await;
             process.end().await;
         }
     }
     assert!(ended > 10, "{ended} starts ended");
     let process = Process::start(&server).await.unwrap();
-    assert_reads(&process, SPOILED, &written, "at last").await;
+    assert_reads(&process, AFFECTED, &written, "at last").await;
     process.end().await;
 }

@@ -1,8 +1,10 @@
-//! The clock of fastrace's spans, in place of the published crate of this name (`[patch.crates-io]`).
+//! The clock of fastrace's spans, in place of the published crate of this name
+//! (`[patch.crates-io]`).
 //!
-//! The published crate calibrates the processor's time stamp counter before `main`, in the gap of an upgrade too: 20 ms where
-//! nothing else runs, and up to a second on a busy machine. This one reads the system's monotonic clock, which needs no
-//! calibration and takes some 20 ns more per span. It has what fastrace uses and no more.
+//! The published crate calibrates the processor's time stamp counter before `main`, in the gap of
+//! an upgrade too: 20 ms where nothing else runs, and up to a second on a busy machine. This one
+//! reads the system's monotonic clock, which needs no calibration and takes some 20 ns more per
+//! span. It has what fastrace uses and no more.
 
 use std::sync::LazyLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -1,7 +1,7 @@
 //! Remote files, which clients read directly, without a server (docs/protocol.md §6).
 //!
-//! [`RemoteFiles`] is the interface of a file system. The feature `hdfs` provides an implementation.
-//! This module finds a partition's files and decodes their indexes.
+//! [`RemoteFiles`] is the interface of a file system. The feature `hdfs` provides an
+//! implementation. This module finds a partition's files and decodes their indexes.
 
 use std::fmt::Debug;
 use std::io;

@@ -42,8 +42,8 @@ const SERVED_OF_10_000: u64 = 9_900;
 /// - A result contains every block whose report was acknowledged, or its refusal names the shuffle.
 /// - No block has wrong bytes, and every block of a result that is not served is reported lost.
 /// - At least 99 % of the undamaged blocks are served.
-/// - Damage to one file costs no result if another copy exists. Nor does a damaged claim, once it is
-///   restored from the error of the refused start.
+/// - Damage to one file costs no result if another copy exists. Nor does a damaged claim, once it
+///   is restored from the error of the refused start.
 /// - A refused shuffle can be unregistered, and its next registration is complete.
 #[test]
 fn results_of_damaged_directories_are_complete_or_refused() {

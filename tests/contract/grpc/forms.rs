@@ -34,147 +34,151 @@ async fn all_three_forms_store_the_same_blocks() {
 }
 
 /// An invalid request.
-struct Spoiled {
+struct Malformed {
     name: &'static str,
     form: SendForm,
-    spoil: fn(&mut SendShuffleDataRequest),
+    corrupt: fn(&mut SendShuffleDataRequest),
 }
 
 fn first(request: &mut SendShuffleDataRequest) -> &mut ShuffleData {
     &mut request.shuffle_data[0]
 }
 
-fn spoil_combined(request: &mut SendShuffleDataRequest, spoil: fn(&mut CombinedShuffleData)) {
+fn corrupt_combined(request: &mut SendShuffleDataRequest, corrupt: fn(&mut CombinedShuffleData)) {
     let mut message = CombinedShuffleData::decode(request.contiguous_shuffle_data.clone()).unwrap();
-    spoil(&mut message);
+    corrupt(&mut message);
     request.contiguous_shuffle_data = message.encode_to_vec().into();
 }
 
 /// docs/protocol.md §1.8 rule 4, and docs/architecture.md §6 item 5.
-const SPOILED: &[Spoiled] = &[
-    Spoiled { name: "no entries", form: SendForm::Classic, spoil: |request| request.shuffle_data.clear() },
-    Spoiled {
+const MALFORMED: &[Malformed] = &[
+    Malformed {
+        name: "no entries",
+        form: SendForm::Classic,
+        corrupt: |request| request.shuffle_data.clear(),
+    },
+    Malformed {
         name: "entries without blocks",
         form: SendForm::Classic,
-        spoil: |request| request.shuffle_data.iter_mut().for_each(|part| part.block.clear()),
+        corrupt: |request| request.shuffle_data.iter_mut().for_each(|part| part.block.clear()),
     },
-    Spoiled {
+    Malformed {
         name: "length larger than the data",
         form: SendForm::Classic,
-        spoil: |request| first(request).block[1].length += 1,
+        corrupt: |request| first(request).block[1].length += 1,
     },
-    Spoiled {
+    Malformed {
         name: "length smaller than the data",
         form: SendForm::Classic,
-        spoil: |request| first(request).block[1].length -= 1,
+        corrupt: |request| first(request).block[1].length -= 1,
     },
-    Spoiled {
+    Malformed {
         name: "negative length",
         form: SendForm::Classic,
-        spoil: |request| first(request).block[1].length = -1,
+        corrupt: |request| first(request).block[1].length = -1,
     },
-    Spoiled {
+    Malformed {
         name: "a block without data among others",
         form: SendForm::Classic,
-        spoil: |request| first(request).block[1].data.clear(),
+        corrupt: |request| first(request).block[1].data.clear(),
     },
-    Spoiled {
+    Malformed {
         name: "data in the block and in field 7",
         form: SendForm::Classic,
-        spoil: |request| request.contiguous_shuffle_data = vec![1; 2000].into(),
+        corrupt: |request| request.contiguous_shuffle_data = vec![1; 2000].into(),
     },
-    Spoiled {
+    Malformed {
         name: "field 7 too short",
         form: SendForm::Contiguous,
-        spoil: |request| {
+        corrupt: |request| {
             let short = request.contiguous_shuffle_data.len() - 1;
             request.contiguous_shuffle_data.truncate(short);
         },
     },
-    Spoiled {
+    Malformed {
         name: "field 7 too long",
         form: SendForm::Contiguous,
-        spoil: |request| {
+        corrupt: |request| {
             let mut long = request.contiguous_shuffle_data.to_vec();
             long.push(0);
             request.contiguous_shuffle_data = long.into();
         },
     },
-    Spoiled {
+    Malformed {
         name: "field 7 absent",
         form: SendForm::Contiguous,
-        spoil: |request| request.contiguous_shuffle_data.clear(),
+        corrupt: |request| request.contiguous_shuffle_data.clear(),
     },
-    Spoiled {
+    Malformed {
         name: "lengths that wrap around",
         form: SendForm::Contiguous,
-        spoil: |request| {
+        corrupt: |request| {
             first(request).block[0].length = i32::MAX;
             first(request).block[1].length = i32::MIN;
         },
     },
-    Spoiled {
+    Malformed {
         name: "field 7 that is no message",
         form: SendForm::Combined,
-        spoil: |request| request.contiguous_shuffle_data = vec![0xFF; 500].into(),
+        corrupt: |request| request.contiguous_shuffle_data = vec![0xFF; 500].into(),
     },
-    Spoiled {
+    Malformed {
         name: "fewer counts than partitions",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.partition_block_counts.truncate(2)),
+        corrupt: |request| corrupt_combined(request, |it| it.partition_block_counts.truncate(2)),
     },
-    Spoiled {
+    Malformed {
         name: "counts of more blocks than there are",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.partition_block_counts[1] = i32::MAX),
+        corrupt: |request| corrupt_combined(request, |it| it.partition_block_counts[1] = i32::MAX),
     },
-    Spoiled {
+    Malformed {
         name: "a negative count",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.partition_block_counts[1] = -4),
+        corrupt: |request| corrupt_combined(request, |it| it.partition_block_counts[1] = -4),
     },
-    Spoiled {
+    Malformed {
         name: "fewer ids than blocks",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.block_ids.truncate(5)),
+        corrupt: |request| corrupt_combined(request, |it| it.block_ids.truncate(5)),
     },
-    Spoiled {
+    Malformed {
         name: "lengths beyond the bytes",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.lengths[3] += 7),
+        corrupt: |request| corrupt_combined(request, |it| it.lengths[3] += 7),
     },
-    Spoiled {
+    Malformed {
         name: "bytes beyond the lengths",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.lengths[3] -= 7),
+        corrupt: |request| corrupt_combined(request, |it| it.lengths[3] -= 7),
     },
-    Spoiled {
+    Malformed {
         name: "a negative length in the array",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.lengths[0] = -1),
+        corrupt: |request| corrupt_combined(request, |it| it.lengths[0] = -1),
     },
-    Spoiled {
+    Malformed {
         name: "arrays and no bytes",
         form: SendForm::Combined,
-        spoil: |request| spoil_combined(request, |it| it.combined_data.clear()),
+        corrupt: |request| corrupt_combined(request, |it| it.combined_data.clear()),
     },
-    Spoiled {
+    Malformed {
         name: "a wrong checksum in the last block",
         form: SendForm::Classic,
-        spoil: |request| {
+        corrupt: |request| {
             let last = request.shuffle_data.last_mut().unwrap().block.last_mut().unwrap();
             last.crc ^= 1;
         },
     },
-    Spoiled {
+    Malformed {
         name: "the block id -1",
         form: SendForm::Classic,
-        spoil: |request| first(request).block[0].block_id = -1,
+        corrupt: |request| first(request).block[0].block_id = -1,
     },
-    Spoiled {
+    Malformed {
         name: "a checksum of 33 bits",
         form: SendForm::Classic,
-        spoil: |request| first(request).block[0].crc = 1 << 32,
+        corrupt: |request| first(request).block[0].crc = 1 << 32,
     },
 ];
 
@@ -182,10 +186,10 @@ const SPOILED: &[Spoiled] = &[
 async fn malformed_sends_store_nothing_and_leak_nothing() {
     let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 2)]).await.unwrap();
-    for Spoiled { name, form, spoil } in SPOILED {
+    for Malformed { name, form, corrupt } in MALFORMED {
         let ticket = fixture.client.require_buffer(&key, &parts(1)).await.unwrap();
         let mut request = send::request(&key, ticket, *form, &parts(1));
-        spoil(&mut request);
+        corrupt(&mut request);
         let answer = fixture.client.raw().send_shuffle_data(request).await.unwrap().into_inner();
         let status = answer.status();
         let told = matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest);

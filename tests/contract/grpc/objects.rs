@@ -1,4 +1,4 @@
-//! A worker without disks, above an object store: what clients of local data see of it.
+//! A worker on an object store without disks, as clients of local data see it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use super::restarts::{crashed, process};
 
 const P: PartitionId = PartitionId(0);
 
-/// A worker whose only tier is the store.
+/// Starts a worker whose only tier is the store.
 async fn above(store: &FaultyObjects) -> WorkerFixture {
     let (budget, objects) = (Budget::new(u64::MAX), Arc::new(store.clone()));
     let settings = ObjectSettings { part_bytes: 64 << 10, ..ObjectSettings::new("shuffle/worker-1") };
@@ -42,7 +42,7 @@ fn joined(blocks: &[Block]) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn objects_are_local_data_to_clients_of_both_transports() {
+async fn objects_are_read_as_local_data_over_both_transports() {
     let store = FaultyObjects::default();
     let (fixture, key) = (above(&store).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
@@ -76,7 +76,7 @@ async fn objects_are_local_data_to_clients_of_both_transports() {
 }
 
 #[test]
-fn what_a_killed_worker_had_uploaded_is_served_by_the_next_and_the_rest_is_lost_by_name() {
+fn killed_worker_loses_only_blocks_that_were_not_uploaded() {
     let store = FaultyObjects::default();
     let (whole, torn) = (key("app-1", 1), key("app-1", 2));
     let (first, second) = (blocks(0, 1, 0..40), blocks(0, 2, 0..40));
@@ -103,7 +103,7 @@ fn what_a_killed_worker_had_uploaded_is_served_by_the_next_and_the_rest_is_lost_
         let text = refused.to_string();
         assert!(text.contains("lost") && text.contains("40"), "{text}");
 
-        // It goes on.
+        // It accepts further blocks.
         let third = blocks(0, 3, 0..10);
         fixture.push(&whole, &batch(0, &third)).await;
         fixture.flush().await;
@@ -114,7 +114,7 @@ fn what_a_killed_worker_had_uploaded_is_served_by_the_next_and_the_rest_is_lost_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_store_that_fails_keeps_blocks_in_memory_and_sends_its_readers_away() {
+async fn failing_store_keeps_blocks_in_memory_and_refuses_readers() {
     let store = FaultyObjects::default();
     let (fixture, key) = (above(&store).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
@@ -158,7 +158,7 @@ async fn a_store_that_fails_keeps_blocks_in_memory_and_sends_its_readers_away() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_configured_worker_keeps_its_blocks_in_a_store_that_speaks_s3() {
+async fn configured_worker_stores_blocks_over_s3() {
     let server = S3Server::start().await;
     let dir = tempfile::tempdir().unwrap();
     let keys = dir.path().join("keys");
@@ -175,7 +175,7 @@ async fn a_configured_worker_keeps_its_blocks_in_a_store_that_speaks_s3() {
     let unused = vec![dir.path().join("unused")];
     let (fixture, key) = (WorkerFixture::on(setup, dir, unused).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    // More than a part.
+    // Exceeds an upload part.
     let generator = uniffle_testkit::block_generator::BlockGenerator::new(3, IdLayout::SPARK);
     let flushed: Vec<Block> = (0..12).map(|n| generator.block(P, TaskAttemptId(1), n, 600_000)).collect();
     for some in flushed.chunks(4) {
@@ -200,7 +200,7 @@ async fn a_configured_worker_keeps_its_blocks_in_a_store_that_speaks_s3() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_store_that_cannot_be_used_ends_the_start_with_key_and_remedy() {
+async fn unusable_store_fails_the_start_with_key_and_remedy() {
     let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let tables = format!(
         "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
@@ -218,7 +218,7 @@ async fn a_store_that_cannot_be_used_ends_the_start_with_key_and_remedy() {
     server.stop().await;
 }
 
-/// Files below `dir`, without claims, which stay.
+/// Returns the files below `dir` except claims, which stay.
 pub(crate) fn files_in(dir: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let objects = entries.filter(|path| !path.ends_with(CLAIM));

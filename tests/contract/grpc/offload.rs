@@ -1,4 +1,4 @@
-//! A worker with local disks and an object store: what moves in the background, and a drain.
+//! A worker with disks and an object store: background moves and a drain.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use super::fixture::{Setup, WorkerFixture, eventually, key};
 
 const P: PartitionId = PartitionId(0);
 
-/// The machine of a worker whose address stays.
+/// Directories of a worker whose address stays.
 struct Home {
     server: S3Server,
     ports: (u16, u16),
@@ -29,7 +29,7 @@ impl Home {
         Self { server: S3Server::start().await, ports: (free_port(), free_port()), keys }
     }
 
-    /// A worker on fresh directories.
+    /// Starts a worker on empty directories.
     async fn start(&self, watermarks: &str) -> WorkerFixture {
         let dir = tempfile::tempdir().unwrap();
         let disks: Vec<PathBuf> = (0..2).map(|disk| dir.path().join(format!("disk{disk}"))).collect();
@@ -45,7 +45,7 @@ impl Home {
         WorkerFixture::on(setup, dir, disks).await
     }
 
-    /// The end of a worker: with its applications its objects go, too.
+    /// Ends the worker and its applications, which deletes its objects.
     async fn finish(self, fixture: WorkerFixture) {
         for app in fixture.worker.apps().apps() {
             fixture.client.unregister_app(app.id().as_str()).await.unwrap();
@@ -61,7 +61,7 @@ impl Home {
     }
 }
 
-/// A disk of this machine that is full of other things makes no one move anything.
+/// Watermarks that no disk of this machine reaches, so that only a drain moves data.
 const ONLY_TO_DRAIN: &str = "offload_high_watermark = 1.0\noffload_low_watermark = 0.9999";
 
 async fn report(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, blocks: &[Block]) {
@@ -70,9 +70,9 @@ async fn report(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, blocks: &[
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_disk_above_the_watermark_is_relieved_and_readers_do_not_notice() {
+async fn disk_above_watermark_is_drained_under_readers() {
     let home = Home::new().await;
-    // Below whatever this machine's disk has.
+    // Below the fill level of this machine's disk.
     let marks = "offload_high_watermark = 0.000002\noffload_low_watermark = 0.000001";
     let (fixture, key) = (home.start(marks).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 1)]).await.unwrap();
@@ -94,7 +94,7 @@ async fn a_disk_above_the_watermark_is_relieved_and_readers_do_not_notice() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_drained_worker_is_served_by_its_namesake_on_an_empty_machine() {
+async fn drained_worker_continues_on_an_empty_machine() {
     let home = Home::new().await;
     let (one, other) = (key("app-1", 1), key("app-1", 2));
     let (first, second) = (blocks(0, 1, 0..60), blocks(0, 2, 0..20));
@@ -105,7 +105,7 @@ async fn a_drained_worker_is_served_by_its_namesake_on_an_empty_machine() {
         report(&fixture, key, 1, &first).await;
     }
     fixture.flush().await;
-    // This stays in memory.
+    // This batch stays in memory.
     fixture.push(&one, &batch(0, &second)).await;
     report(&fixture, &one, 2, &second).await;
     let lifecycle = &fixture.worker.service().lifecycle;
