@@ -9,7 +9,7 @@ use toml::Value;
 
 use super::sections::{Config, schema};
 use crate::schema::names::{leaf_of, table_of};
-use crate::schema::{Key, Reload, Schema};
+use crate::schema::{Key, Reload, RemovedKey, Schema};
 
 /// Maximum line length in the example.
 const COLUMNS: usize = 118;
@@ -172,6 +172,10 @@ pub fn reference() -> String {
     page.push_str("\n## Accepted without effect\n\nKeys of other servers; each is named once in the log.\n\n| key | why |\n| --- | --- |\n");
     for (path, why) in schema.no_effect {
         let _ = writeln!(page, "| `{path}` | {why} |");
+    }
+    page.push_str("\n## Removed\n\nA configuration that sets one of these keys is refused.\n\n| key | removed in | why |\n| --- | --- | --- |\n");
+    for RemovedKey { path, release, reason } in schema.removed {
+        let _ = writeln!(page, "| `{path}` | {release} | {reason} |");
     }
     page
 }

@@ -16,7 +16,7 @@ use crate::listeners::http::push::PushConfig;
 use crate::listeners::tcp::{TcpConfig, TcpThreads};
 use crate::listeners::tls::{TlsConfig, TlsListener};
 use crate::memory::MemoryConfig;
-use crate::schema::{Schema, Section as _, section};
+use crate::schema::{RemovedKey, Schema, Section as _, section};
 use crate::service::{PartitionConfig, ServiceConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
@@ -79,6 +79,15 @@ pub(super) const NO_EFFECT: &[(&str, &str)] = &[
     ("fallback_random_ports_enable", "a port in use ends the start; port 0 takes any free one"),
     ("initial_unhealthy_status_enable", "POST /admin calls change the status"),
     ("conf_reload_enable", "the file is always looked at"),
+];
+
+const NO_REWRITING: &str =
+    "small extents are not merged any more, because that cost more disk time than it saved; delete the key";
+
+/// Keys of earlier versions that a start, `--check` and a reload refuse.
+const REMOVED: &[RemovedKey] = &[
+    RemovedKey { path: "localfile_store.rewrite_below", release: "0.2.0", reason: NO_REWRITING },
+    RemovedKey { path: "localfile_store.rewrite_after_sec", release: "0.2.0", reason: NO_REWRITING },
 ];
 
 section! {
@@ -284,7 +293,7 @@ impl Config {
 
 /// Returns the schema of all keys.
 pub(super) fn schema() -> Schema {
-    let mut schema = Schema { no_effect: NO_EFFECT, ..Schema::default() };
+    let mut schema = Schema { no_effect: NO_EFFECT, removed: REMOVED, ..Schema::default() };
     Config::describe(&mut schema);
     schema
 }

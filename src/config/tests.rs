@@ -365,6 +365,16 @@ fn ineffective_keys_are_warnings() {
 }
 
 #[test]
+fn removed_key_is_refused_with_release_and_reason() {
+    for removed in schema().removed {
+        let (table, name) = removed.path.rsplit_once('.').unwrap();
+        let problem = only_problem(&format!("[{table}]\n{name} = 1"));
+        let expected = format!("{} = 1: removed in {}: {}", removed.path, removed.release, removed.reason);
+        assert_eq!(problem, expected);
+    }
+}
+
+#[test]
 fn environment_is_read_from_the_map() {
     let load = |pairs: &[(&str, &str)]| Config::load(None, &env(pairs), &machine());
     let config = load(&[("WORKER_IP", "10.1.2.3"), ("RUST_LOG", "debug"), ("LOG", "warn")]).unwrap();

@@ -43,6 +43,19 @@ pub struct Schema {
     pub keys: Vec<Key>,
     /// Keys of other servers that are accepted and ignored: path and reason.
     pub no_effect: &'static [(&'static str, &'static str)],
+    /// Keys that this version refuses.
+    pub removed: &'static [RemovedKey],
+}
+
+/// A key of earlier versions. A configuration that sets it is refused.
+#[derive(Debug)]
+pub struct RemovedKey {
+    /// Dotted path.
+    pub path: &'static str,
+    /// Release that removed it.
+    pub release: &'static str,
+    /// Reason, and what to do.
+    pub reason: &'static str,
 }
 
 /// Maximum length of a value in the text of a problem.

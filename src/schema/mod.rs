@@ -17,7 +17,7 @@ mod reader;
 pub mod redact;
 mod spare;
 
-pub use key::{Key, Problem, Reload, Schema};
+pub use key::{Key, Problem, Reload, RemovedKey, Schema};
 pub use kind::{Kind, Word};
 pub use machine::Machine;
 pub use reader::Reader;

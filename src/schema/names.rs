@@ -42,6 +42,11 @@ fn walk(schema: &Schema, prefix: &str, table: Table, sorted: &mut Sorted) {
             warnings.push(format!("{path} has no effect: {why}"));
             continue;
         }
+        if let Some(removed) = schema.removed.iter().find(|removed| removed.path == path) {
+            let allowed = format!("removed in {}: {}", removed.release, removed.reason);
+            problems.push(Problem::new(&path, &value, allowed));
+            continue;
+        }
         if let Some(known) = canonical(schema, &path) {
             if values.contains_key(known) {
                 let allowed = format!("the same key is given twice, as {known} and as an alias of it");

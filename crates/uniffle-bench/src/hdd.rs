@@ -4,8 +4,7 @@
 //! Memory, flush policy and (for the logs) flusher and store are the worker's own. The other layout
 //! writes the batches of the same policy into a data and an index file per partition, like the Java
 //! server. Blocks of 14 KiB go to all partitions in turn, and memory holds a quarter of them. Then
-//! each partition is read, index first. A third measurement merges small extents in the logs before
-//! the reads, as the store does while the disk is idle.
+//! each partition is read, index first.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,7 +47,7 @@ pub(crate) async fn run(args: &HddArgs) -> anyhow::Result<Report> {
     let mut report = Report::default();
     for &partitions in &args.partitions {
         ensure!((1..=1_000_000).contains(&partitions), "--partitions must be 1 to 1000000");
-        for layout in [Layout::Logs, Layout::Rewritten, Layout::FilePerPartition] {
+        for layout in [Layout::Logs, Layout::FilePerPartition] {
             report.hdd.push(measure(layout, partitions, bytes).await?);
         }
     }
@@ -58,7 +57,6 @@ pub(crate) async fn run(args: &HddArgs) -> anyhow::Result<Report> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Layout {
     Logs,
-    Rewritten,
     FilePerPartition,
 }
 
@@ -66,7 +64,6 @@ impl Layout {
     fn name(self) -> &'static str {
         match self {
             Self::Logs => "extent logs",
-            Self::Rewritten => "extent logs, rewritten",
             Self::FilePerPartition => "file per partition",
         }
     }
@@ -90,7 +87,7 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
     let mut bench = Bench::new(partitions, bytes, &registry).await?;
     let tasks = Tasks::new();
     let flusher = match layout {
-        Layout::Logs | Layout::Rewritten => Some(bench.flusher(&tasks, &registry)?),
+        Layout::Logs => Some(bench.flusher(&tasks, &registry)?),
         Layout::FilePerPartition => None,
     };
     bench.disk.take_work();
@@ -108,14 +105,10 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
         None => bench.flush_files(policy::Goal::ALL).await?,
     }
     let written = bench.disk.take_work();
-    if layout == Layout::Rewritten {
-        bench.store.rewrite(&bench.store.register(&bench.key)).await?;
-    }
-    let rewritten = bench.disk.take_work();
     let mut read_bytes = 0;
     for partition in 0..partitions {
         read_bytes += match layout {
-            Layout::Logs | Layout::Rewritten => bench.read_logs(partition).await?,
+            Layout::Logs => bench.read_logs(partition).await?,
             Layout::FilePerPartition => bench.read_files(partition).await?,
         };
     }
@@ -131,7 +124,6 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
         layout: layout.name().to_owned(),
         partitions,
         write_seconds_per_gb: written.seconds / gb,
-        rewrite_seconds_per_gb: rewritten.seconds / gb,
         read_seconds_per_gb: read.seconds / gb,
         seeks_per_partition: read.seeks as f64 / f64::from(partitions),
         files: read.files,
@@ -362,17 +354,6 @@ mod tests {
         );
         assert!(logs.write_seconds_per_gb < files.write_seconds_per_gb / 5.0, "{logs:?} {files:?}");
         assert!(logs.write_seconds_per_gb >= 1e9 / 150e6 * 0.9, "no faster than the platter");
-    }
-
-    #[tokio::test]
-    async fn what_is_rewritten_takes_one_seek_to_be_read() {
-        let bytes = 256 << 20;
-        let [logs, rewritten] = [Layout::Logs, Layout::Rewritten];
-        let logs = measure(logs, 500, bytes).await.unwrap();
-        let rewritten = measure(rewritten, 500, bytes).await.unwrap();
-        assert!(logs.seeks_per_partition >= 4.0, "{logs:?}");
-        assert!(rewritten.seeks_per_partition <= 1.1, "{rewritten:?}");
-        assert!(rewritten.read_seconds_per_gb < logs.read_seconds_per_gb / 2.0, "{logs:?} {rewritten:?}");
     }
 
     #[test]

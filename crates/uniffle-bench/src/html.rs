@@ -187,14 +187,12 @@ fn hdd(body: &mut String, report: &Report) {
         return;
     }
     *body += "<h2>A simulated rotating disk</h2>";
-    let head =
-        ["layout", "partitions", "write s/GB", "rewrite s/GB", "read s/GB", "seeks per partition", "files"];
+    let head = ["layout", "partitions", "write s/GB", "read s/GB", "seeks per partition", "files"];
     let rows = report.hdd.iter().map(|line| {
         vec![
             line.layout.clone(),
             line.partitions.to_string(),
             format!("{:.2}", line.write_seconds_per_gb),
-            format!("{:.2}", line.rewrite_seconds_per_gb),
             format!("{:.2}", line.read_seconds_per_gb),
             format!("{:.1}", line.seeks_per_partition),
             line.files.to_string(),

@@ -149,8 +149,6 @@ pub(crate) struct HddLine {
     pub(crate) layout: String,
     pub(crate) partitions: u32,
     pub(crate) write_seconds_per_gb: f64,
-    /// Time to merge small extents; 0 if that was not done.
-    pub(crate) rewrite_seconds_per_gb: f64,
     pub(crate) read_seconds_per_gb: f64,
     /// Number of seeks to read a partition.
     pub(crate) seeks_per_partition: f64,
@@ -185,17 +183,16 @@ impl Report {
         }
         if !self.hdd.is_empty() {
             text += &format!(
-                "{:<24} {:>10} {:>11} {:>13} {:>11} {:>15} {:>8}\n",
-                "layout", "partitions", "write s/GB", "rewrite s/GB", "read s/GB", "seeks/partition", "files"
+                "{:<24} {:>10} {:>11} {:>11} {:>15} {:>8}\n",
+                "layout", "partitions", "write s/GB", "read s/GB", "seeks/partition", "files"
             );
         }
         for line in &self.hdd {
             text += &format!(
-                "{:<24} {:>10} {:>11.2} {:>13.2} {:>11.2} {:>15.1} {:>8}\n",
+                "{:<24} {:>10} {:>11.2} {:>11.2} {:>15.1} {:>8}\n",
                 line.layout,
                 line.partitions,
                 line.write_seconds_per_gb,
-                line.rewrite_seconds_per_gb,
                 line.read_seconds_per_gb,
                 line.seeks_per_partition,
                 line.files
@@ -340,7 +337,6 @@ pub(crate) mod tests {
                 layout: "extent logs".into(),
                 partitions: 200,
                 write_seconds_per_gb: 6.0,
-                rewrite_seconds_per_gb: 0.0,
                 read_seconds_per_gb: 7.0,
                 seeks_per_partition: 8.0,
                 files: 2,

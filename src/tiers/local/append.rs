@@ -115,7 +115,7 @@ impl Writer {
         }
     }
 
-    pub(super) async fn create_log(
+    async fn create_log(
         &self,
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
@@ -215,14 +215,6 @@ impl Writer {
         if self.core.config.sync == SyncWrites::Off {
             return Ok(());
         }
-        self.bring_to_device(log, file).await
-    }
-
-    /// Waits until everything that the caller has written to a log is on the device.
-    ///
-    /// # Errors
-    /// A sync failed or took too long: the log is closed.
-    pub(super) async fn bring_to_device(&self, log: &Log, file: &Arc<dyn File>) -> Result<(), StoreError> {
         let sync = async {
             let started = Instant::now();
             let result = log.disk.call(self.core.config.write_timeout, file.sync()).await;
@@ -236,16 +228,11 @@ impl Writer {
         })
     }
 
-    /// Waits until the names of what stands in a shuffle's directory are on the device, if that is configured.
+    /// Waits until the names of the files in a shuffle's directory are on the device, if that is configured.
     async fn make_names_durable(&self, disk: &LocalDisk, directory: &Path) -> io::Result<()> {
         if self.core.config.sync == SyncWrites::Off {
             return Ok(());
         }
-        self.bring_names_to_device(disk, directory).await
-    }
-
-    /// Waits until the names of what stands in a shuffle's directory are on the device.
-    pub(super) async fn bring_names_to_device(&self, disk: &LocalDisk, directory: &Path) -> io::Result<()> {
         let below_apps = directory.ancestors().take_while(|path| path.starts_with(APPS));
         // The name of `APPS` too: another program may have removed it since the claim.
         for path in below_apps.chain([Path::new("")]) {

@@ -121,16 +121,6 @@ section! {
         /// Index records kept in memory, so that reducers' first question needs no disk.
         #[key("localfile_store.index_cache_size", size(0..=16 * GIB), Restart)]
         pub index_cache_bytes: u64 = INDEX_CACHE_BYTES,
-        /// Extents that are shorter than this on average, when a partition has many of them on a disk, are copied together while
-        /// nothing is written to their shuffle and nobody uses the disk, as long as that stays below its low watermark; 0 = never.
-        /// Readers so make few long reads instead of many short ones, which pays on rotating disks where much is read
-        /// long after it was written. It reads and writes everything once more, and takes 16 MiB of the capacity meanwhile. What a
-        /// shuffle has on a disk is left as it is when an extent there has more than 8 MiB or 16,384 blocks.
-        #[key("localfile_store.rewrite_below", size(0..=8 * MIB), Restart)]
-        pub rewrite_below_bytes: u64 = 0,
-        /// So long nothing has been written to a shuffle of which extents are copied together.
-        #[key("localfile_store.rewrite_after_sec", seconds(SECOND..=DAY), Restart)]
-        pub rewrite_after: Duration = 30 * SECOND,
         /// Read calls per disk at a time. At least 1.
         pub read_concurrency_per_disk: usize = 16,
         /// Memory for reads of all disks, of which each has a share.

@@ -61,7 +61,6 @@ impl Damage {
         block: &Check,
     ) -> Result<bool, StoreError> {
         let Ok(_turn) = self.turns.acquire().await else { return Ok(false) };
-        let _reading = shuffle.reading();
         let Some(extent) = shuffle.extent_at(partition, block.base) else { return Ok(false) };
         let log = shuffle.log_at(extent.data_log);
         let mut hasher = crc32fast::Hasher::new();
@@ -122,7 +121,6 @@ impl Damage {
         partition: PartitionId,
         disk: usize,
     ) -> Option<(Vec<Extent>, StoreError)> {
-        let _reading = shuffle.reading();
         let mut suspects: Vec<_> = shuffle.extents(partition).iter().copied().collect();
         let mut error = None;
         for attempt in 0..TRIES {

@@ -277,37 +277,6 @@ impl LocalDisk {
         self.completed_calls.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Calls that the device has answered well so far.
-    pub(super) fn completed_calls(&self) -> u64 {
-        self.completed_calls.load(Ordering::Relaxed)
-    }
-
-    /// Whether nothing is being read from it for anybody, and no batch is being written to it.
-    pub(super) fn is_unused(&self) -> bool {
-        self.in_flight_bytes.load(Ordering::Relaxed) == 0 && self.reads.has_room(usize::MAX)
-    }
-
-    /// What fits before its file system is used up to the low watermark; nothing when it takes no batches.
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        clippy::cast_precision_loss,
-        reason = "a share of a file system's size"
-    )]
-    pub(super) fn room_below_low(&self) -> u64 {
-        let (_, low) = *self.watermarks.lock();
-        let state = self.state.lock();
-        if state.health.condition() != DiskCondition::Healthy {
-            return 0;
-        }
-        let Space { total_bytes, free_bytes, .. } = state.space;
-        if total_bytes == 0 {
-            return u64::MAX;
-        }
-        let usable = (total_bytes as f64 * low) as u64;
-        usable.saturating_sub(total_bytes.saturating_sub(free_bytes))
-    }
-
     /// A call that moves bytes, with its deadline; a failure is held against the disk. One that misses its deadline while
     /// others come through only stood in the queue of a device that has too much to do: that disk works.
     pub(super) async fn call<T>(

@@ -54,12 +54,6 @@ impl Extent {
         let place = |it: &Self| (it.base, it.data_log, it.data_page, it.index_log, it.index_offset);
         place(self) == place(other)
     }
-
-    /// Whether both are the same bytes of the stream, with the same records: one is a copy of the other.
-    pub(super) fn says_the_same(&self, other: &Self) -> bool {
-        let says = |it: &Self| (it.base, it.length, it.records_crc);
-        says(self) == says(other)
-    }
 }
 
 impl InStream for Extent {

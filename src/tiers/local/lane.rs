@@ -25,8 +25,6 @@ pub(super) struct Pending {
     pub(super) group: EncodedGroup,
     /// Complete but for the place of their records.
     extents: Vec<(PartitionId, Extent)>,
-    /// What they are copies of; empty where they are new.
-    originals: Vec<Extent>,
     /// Disk of the data: the index goes there too when it can.
     pub(super) disk: Arc<LocalDisk>,
     /// The log of the data stays until its extents are visible.
@@ -43,57 +41,21 @@ impl Lane {
 }
 
 impl Pending {
-    /// The group of `writes`, whose data stands at `offset` of `data`; streams go on where `stream_bytes` says.
+    /// Creates the group of `writes`, whose data is at `offset` of `data`. Streams continue at `stream_bytes`.
     pub(super) fn new(
-        ids: (u64, u64),
-        place: (&LogUse, u64),
+        (incarnation, sequence): (u64, u64),
+        (data, mut offset): (&LogUse, u64),
         writes: &[ExtentWrite],
         stream_bytes: impl Fn(PartitionId) -> u64,
     ) -> Self {
         let mut bases: HashMap<PartitionId, u64> = HashMap::new();
-        let based = writes.iter().map(|write| {
-            let next = bases.entry(write.partition).or_insert_with(|| stream_bytes(write.partition));
-            let base = *next;
-            *next += write.length;
-            (base, write)
-        });
-        Self::of(ids, place, based)
-    }
-
-    /// The group of `writes`, which are copies of `originals`; none when one says something else than its original.
-    pub(super) fn copies(
-        ids: (u64, u64),
-        place: (&LogUse, u64),
-        writes: &[ExtentWrite],
-        originals: Vec<Extent>,
-    ) -> Option<Self> {
-        let based = originals.iter().map(|original| original.base).zip(writes);
-        let pending = Self::of(ids, place, based);
-        let alike = |(original, (_, copy)): (&Extent, &(PartitionId, Extent))| copy.says_the_same(original);
-        let all_alike = originals.len() == writes.len() && originals.iter().zip(&pending.extents).all(alike);
-        (all_alike && !originals.is_empty()).then_some(Self { originals, ..pending })
-    }
-
-    /// The log in which their data is.
-    pub(super) fn data(&self) -> &Log {
-        &self.data
-    }
-
-    /// What they are copies of, in their order; none where they are new.
-    pub(super) fn originals(&self) -> Option<&[Extent]> {
-        (!self.originals.is_empty()).then_some(&self.originals)
-    }
-
-    /// The group of extents with their bases.
-    fn of<'a>(
-        (incarnation, sequence): (u64, u64),
-        (data, mut offset): (&LogUse, u64),
-        writes: impl ExactSizeIterator<Item = (u64, &'a ExtentWrite)>,
-    ) -> Self {
         let mut placed = Vec::with_capacity(writes.len());
         let mut extents = Vec::with_capacity(writes.len());
-        for (base, write) in writes {
+        for write in writes {
             let (partition, blocks) = (write.partition, write.blocks.as_slice());
+            let next = bases.entry(partition).or_insert_with(|| stream_bytes(partition));
+            let base = *next;
+            *next += write.length;
             placed.push(GroupExtent { partition, base, data_offset: offset, blocks });
             let extent = Extent {
                 base,
@@ -114,11 +76,16 @@ impl Pending {
         for ((_, extent), place) in extents.iter_mut().zip(&group.places) {
             extent.records_crc = place.crc;
         }
-        let (disk, originals) = (Arc::clone(&data.disk), Vec::new());
-        Self { group, extents, originals, disk, data: data.clone(), since: Instant::now() }
+        let disk = Arc::clone(&data.disk);
+        Self { group, extents, disk, data: data.clone(), since: Instant::now() }
     }
 
-    /// The extents once the group stands at `offset` of `log`.
+    /// Returns the log of the data.
+    pub(super) fn data(&self) -> &Log {
+        &self.data
+    }
+
+    /// Returns the extents for a group at `offset` of `log`.
     pub(super) fn placed(&self, log: &Log, offset: u64) -> Vec<(PartitionId, Extent)> {
         let places = self.extents.iter().zip(&self.group.places);
         let placed = places.map(|((partition, extent), place)| {

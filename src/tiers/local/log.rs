@@ -67,8 +67,6 @@ pub(super) struct Log {
     released: AtomicBool,
     /// Its file is being removed, or is gone.
     removed: AtomicBool,
-    /// It has copies that were put together.
-    in_order: AtomicBool,
     /// Its file was created, or found by a start.
     exists: AtomicBool,
     /// Identity of the file that was created.
@@ -93,7 +91,6 @@ impl Log {
         let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
         let (syncs, uses) = (Syncs::default(), AtomicU32::new(0));
         let (released, removed) = (AtomicBool::new(false), AtomicBool::new(false));
-        let in_order = AtomicBool::new(false);
         let (exists, vanished, loss_begun) =
             (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
         Self {
@@ -108,7 +105,6 @@ impl Log {
             uses,
             released,
             removed,
-            in_order,
             exists,
             file: OnceLock::new(),
             vanished,
@@ -173,16 +169,6 @@ impl Log {
     /// Nothing of it is needed any more: its file is to be removed, and who still reads it finds the same bytes elsewhere.
     pub(super) fn release(&self) {
         self.released.store(true, Ordering::Release);
-    }
-
-    /// It has copies that are put together.
-    pub(super) fn set_in_order(&self) {
-        self.in_order.store(true, Ordering::Relaxed);
-    }
-
-    /// Whether it has copies that were put together, by this process.
-    pub(super) fn is_in_order(&self) -> bool {
-        self.in_order.load(Ordering::Relaxed)
     }
 
     pub(super) fn is_released(&self) -> bool {

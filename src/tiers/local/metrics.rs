@@ -54,10 +54,6 @@ metrics::table! {
         overflow_bytes: IntCounter = "local_page_cache_overflow_bytes_total",
             "bytes that went by way of the page cache, since writers waited and the machine had memory to spare";
         overflow_used: IntGauge = "local_page_cache_overflow_bytes", "bytes of them that are not on their disks yet";
-        rewritten_extents: IntCounter =
-            "local_rewritten_extents_total", "extents that were copied together with others of their partitions";
-        rewritten_bytes: IntCounter = "local_rewritten_bytes_total",
-            "bytes that extents occupied that were copied together with others of their partitions";
         files_opened: IntCounter = "total_flush_file_num", "log files created";
         open_files: IntGauge = "flush_file_num", "cached descriptors";
         deleted_shuffle_directories: IntCounter = "total_delete_file_num", "shuffle directories removed";

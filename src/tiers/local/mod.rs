@@ -13,7 +13,6 @@
 //! | `open`, `take_over`, `recover`, `sorted`, `scan` | claims, and makes what an earlier process left the store's own |
 //! | `let_go` | for a successor that runs beside this process |
 //! | `purge`, `removal` | removal and maintenance, each disk by itself; deleting in parts |
-//! | `rewrite`, `retire` | small old extents are copied together; logs of which everything was copied |
 //! | `release`, `uploaded` | giving up what lies elsewhere by now; what a start is told of that |
 //! | `store` | the shuffles, and the parts that write and read them |
 //! | `batch`, `publish`, `write`, `append` | disk by disk; index group, then visibility; data; logs and syncs |
@@ -70,8 +69,6 @@ mod read;
 mod recover;
 mod release;
 mod removal;
-mod retire;
-mod rewrite;
 mod scan;
 mod share;
 mod shuffle;
@@ -95,7 +92,6 @@ pub use self::config::{INDEX_CACHE_BYTES, LetGo, LocalConfig, SyncWrites, Verify
 pub use self::marker::MARKER;
 pub use self::read::{DataRead, IndexRead};
 pub use self::release::{Moving, Oldest, Run, Stops};
-pub use self::rewrite::Rewritten;
 pub use self::store::{LocalStore, ShuffleHandle};
 pub use self::uploaded::{Prefixes, Uploaded};
 

@@ -19,16 +19,13 @@ use super::log::{Log, LogKind, LogUse};
 use super::shuffle::Shuffle;
 use super::write::WrittenBatch;
 use crate::metrics::clamped;
-use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
+use crate::tiers::{ExtentWrite, StoreError};
 use uniffle_io::Vanished;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;
 
 /// The file of data that was written so long before its index group is looked at again: another program may have removed it.
 const VERIFIED_AFTER: Duration = Duration::from_millis(100);
-
-/// Extents that are exchanged under the lock of the streams: each may cost a copy of the chunk of the list that has it, some 200 ns.
-const EXCHANGED_TOGETHER: usize = 256;
 
 impl Writer {
     /// Makes a written batch durable and visible; its place among the shuffle's batches.
@@ -53,24 +50,6 @@ impl Writer {
         Ok(sequence)
     }
 
-    /// Makes written copies durable, on the device whatever the configuration says, and puts them in the places of their originals.
-    /// Their data is on the device already.
-    pub(super) async fn publish_copies(
-        &self,
-        shuffle: &Arc<Shuffle>,
-        place: (&LogUse, u64),
-        writes: &[ExtentWrite],
-        originals: Vec<Extent>,
-    ) -> Result<(), StoreError> {
-        let mut lane = shuffle.lane.lock().await;
-        self.settle(shuffle, &mut lane, false).await?;
-        let ids = (shuffle.incarnation, lane.next_sequence);
-        let pending = Pending::copies(ids, place, writes, originals);
-        lane.pending = Some(pending.ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?);
-        lane.next_sequence += 1;
-        self.settle(shuffle, &mut lane, false).await
-    }
-
     /// Appends the pending group, if there is one, and makes it visible.
     async fn settle(&self, shuffle: &Arc<Shuffle>, lane: &mut Lane, is_last: bool) -> Result<(), StoreError> {
         shuffle.require_present()?;
@@ -82,16 +61,7 @@ impl Writer {
             self.verify(pending.data()).await;
         }
         let extents = pending.placed(&log, offset);
-        let vanished = || [&*log, pending.data()].into_iter().find(|log| log.has_vanished());
-        if let Some(originals) = pending.originals() {
-            self.exchange(shuffle, originals, &extents).await?;
-            if let Some(vanished) = vanished() {
-                self.damage.lose_extents(shuffle, vanished, &extents);
-            }
-            lane.pending = None;
-            return Ok(());
-        }
-        // Before they are visible: a purge forgets what is visible, so nothing stays behind.
+        // Before they are visible: a purge removes the records of visible extents only.
         self.keep_records(shuffle, pending, &extents);
         if let Err(error) = shuffle.apply(&extents) {
             self.core.records.forget(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
@@ -101,8 +71,9 @@ impl Writer {
             self.core.metrics.extent_bytes.observe(extent_bytes(extent));
         }
         self.core.metrics.extents.add(clamped(extents.len()));
-        // Looked at once they are visible: whoever finds out later that a file has vanished finds them.
-        let vanished = vanished().map(|log| {
+        // Checked once they are visible: if a file vanishes later, its loss covers them.
+        let vanished = [&*log, pending.data()].into_iter().find(|log| log.has_vanished());
+        let vanished = vanished.map(|log| {
             self.damage.lose_extents(shuffle, log, &extents);
             self.lose_vanished(shuffle);
             StoreError::io(log.full_path(), Vanished::File.into())
@@ -120,39 +91,7 @@ impl Writer {
         }
     }
 
-    /// Puts copies in the places of their originals, some at a time. Who is dropped before the last has left the group pending: it is
-    /// appended once more, and those that are exchanged stay.
-    async fn exchange(
-        &self,
-        shuffle: &Shuffle,
-        originals: &[Extent],
-        copies: &[(PartitionId, Extent)],
-    ) -> Result<(), StoreError> {
-        for (originals, copies) in originals.chunks(EXCHANGED_TOGETHER).zip(copies.chunks(EXCHANGED_TOGETHER))
-        {
-            let exchanged = shuffle.exchange(originals, copies)?;
-            self.move_records(shuffle, &exchanged);
-            tokio::task::yield_now().await;
-        }
-        Ok(())
-    }
-
-    /// Records in memory are those of the copies from now on: they say the same.
-    fn move_records(&self, shuffle: &Shuffle, exchanged: &[(Extent, Extent)]) {
-        let records = &self.core.records;
-        for (original, copy) in exchanged {
-            let (from, to) = (shuffle.records_key(original), shuffle.records_key(copy));
-            if let Some(known) = records.find(&from) {
-                records.keep(to, known);
-            }
-            records.forget(std::iter::once(from));
-        }
-        if shuffle.is_purged() {
-            records.forget(exchanged.iter().map(|(_, copy)| shuffle.records_key(copy)));
-        }
-    }
-
-    /// What was just published is what readers ask for first.
+    /// Caches the records of new extents: readers ask for them first.
     fn keep_records(&self, shuffle: &Shuffle, pending: &Pending, extents: &[(PartitionId, Extent)]) {
         for ((_, extent), place) in extents.iter().zip(&pending.group.places) {
             let start = usize::try_from(place.offset).expect("a place lies in the group");
@@ -215,11 +154,7 @@ impl Writer {
         let file = self.writer(&log).await?;
         let to = Target { log: &log, file, mode: Mode::Write };
         self.write_call(&to, vec![bytes], offset).await?;
-        match pending.originals() {
-            // The originals go once this is there.
-            Some(_) => self.bring_to_device(&log, &to.file).await?,
-            None => self.make_durable(&log, &to.file).await?,
-        }
+        self.make_durable(&log, &to.file).await?;
         Ok((log, offset))
     }
 }

@@ -11,7 +11,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::FutureExt as _;
 use futures::future::join_all;
 use prometheus::IntGaugeVec;
 
@@ -194,14 +193,10 @@ impl LocalStore {
         if self.has_purges_to_note() {
             self.note_purges().await;
         }
-        let shuffles: Vec<_> = self.shuffles.iter().map(|shuffle| Arc::clone(&*shuffle)).collect();
-        for shuffle in shuffles {
-            self.release_retired(&shuffle).await;
-        }
         if disk.is_healthy()
             && let Err(error) = self.remove_left_logs(disk).await
         {
-            tracing::warn!(disk = %disk.label, error = %error, "a file of which everything lies elsewhere stays for now");
+            tracing::warn!(disk = %disk.label, error = %error, "data log without extents cannot be removed; retrying later");
         }
         self.run_deletes(disk, None).await;
     }
@@ -311,14 +306,8 @@ impl LocalStore {
         Ok(())
     }
 
-    /// Watches and cleans every disk at its intervals, until `stop`. No disk waits for another, and no probe for a deletion.
+    /// Watches and cleans every disk at its intervals, until `stop`. Disks do not wait for each other, nor probes for deletions.
     pub async fn maintain(self: Arc<Self>, stop: impl Future<Output = ()> + Send) {
-        let stop = stop.shared();
-        let rewriting = self.keep_rewriting(stop.clone());
-        futures::join!(rewriting, self.keep_up(stop));
-    }
-
-    async fn keep_up(&self, stop: impl Future<Output = ()>) {
         let watching = self.core.disks.iter().map(|disk| self.keep_watching(disk));
         let cleaning = self.core.disks.iter().map(|disk| self.keep_cleaning(disk));
         let (watching, cleaning) =

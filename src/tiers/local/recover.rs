@@ -23,10 +23,9 @@ use super::disk::LocalDisk;
 use super::extent::Extent;
 use super::index::{GroupEntry, IndexGroup};
 use super::log::{Log, LogKind};
-use super::retire::Retired;
 use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Restored, Shuffle};
-use super::sorted::{sort_extents, take_once};
+use super::sorted::sort_extents;
 use super::store::LocalStore;
 use super::streams::{Partition, Partitions};
 use super::uploaded::{Prefixes, Uploaded};
@@ -170,10 +169,7 @@ struct Rebuild<'a> {
     unnamed: HashMap<Uuid, u32>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: PresentIds,
-    /// With their places.
-    lost: Vec<(Extent, LostExtent)>,
-    /// By slot of a data log, extents that it has.
-    named: HashMap<u16, u64>,
+    lost: Vec<LostExtent>,
     reasons: HashMap<String, Arc<str>>,
     /// Why some of it may be unknown.
     incomplete: Option<String>,
@@ -212,7 +208,6 @@ impl<'a> Rebuild<'a> {
             extents: HashMap::new(),
             present: core.found_ids.of(&shuffle.key),
             lost: Vec::new(),
-            named: HashMap::new(),
             reasons: HashMap::new(),
             incomplete,
             elsewhere: None,
@@ -288,7 +283,6 @@ impl<'a> Rebuild<'a> {
             let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
             let extent = match data_log.zip(page) {
                 Some((data_log, data_page)) => {
-                    *self.named.entry(data_log).or_default() += 1;
                     let ids = entry.records.iter().map(|record| record.block_id.unsigned_abs());
                     self.present.add(entry.partition, &ids.collect::<Vec<_>>());
                     Extent {
@@ -306,11 +300,9 @@ impl<'a> Rebuild<'a> {
                     let records = entry.records.iter();
                     let blocks = records.map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
                     let reason = self.reason(source);
-                    // Its records must not be told: a reader would take the hole for a block that was sent again.
-                    let gap =
-                        Extent { records_crc: entry.place.crc, ..Extent::gap(entry.base, entry.length) };
-                    self.lost.push((gap, LostExtent { partition: entry.partition, blocks, reason }));
-                    gap
+                    self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
+                    // Without its records: a reader would take the hole for a block that was sent again.
+                    Extent::gap(entry.base, entry.length)
                 }
             };
             self.extents.entry(entry.partition).or_default().push((group.header.sequence, extent));
@@ -353,30 +345,6 @@ impl<'a> Rebuild<'a> {
             if let Err(error) = removed {
                 tracing::warn!(shuffle = %self.shuffle.key, %error, "a file of which everything lies elsewhere stays");
             }
-        }
-    }
-
-    /// What was lost and has a copy is not lost.
-    fn forget_lost_originals(&mut self, partitions: &Partitions) {
-        let has_copy = |lost: &Extent, id: PartitionId| {
-            let extents = partitions.get(&id).map(|it| &it.extents);
-            let found = extents.and_then(|it| it.get(it.beginning_at(lost.base)?));
-            found.is_some_and(|it| !it.is_lost() && it.says_the_same(lost))
-        };
-        self.lost.retain(|(lost, it)| !has_copy(lost, it.partition));
-    }
-
-    /// Retires data logs of which everything has a copy; `copied` by slot, so much of each. Where something is missing, it may have a
-    /// part in them.
-    async fn retire_copied(&self, copied: &HashMap<u16, u64>) {
-        if self.incomplete.is_some() {
-            self.shuffle.set_partly_unknown();
-            return;
-        }
-        let all = copied.iter().filter(|(slot, count)| self.named.get(slot) == Some(count));
-        let logs: Vec<_> = all.map(|(slot, _)| self.shuffle.log_at(*slot)).collect();
-        if !logs.is_empty() {
-            self.shuffle.retired.lock().await.push_back(Retired::new(&logs, None));
         }
     }
 
@@ -444,9 +412,7 @@ impl<'a> Rebuild<'a> {
         for id in self.elsewhere.iter().flat_map(|elsewhere| elsewhere.ends.keys()) {
             found.entry(*id).or_default();
         }
-        let mut copied = HashMap::new();
-        for (id, mut extents) in found {
-            take_once(&mut extents, |original| *copied.entry(original.data_log).or_default() += 1);
+        for (id, extents) in found {
             let (mut partition, left_out) = sort_extents(self.start_of(id), extents);
             bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
             blocks += partition.blocks;
@@ -463,16 +429,14 @@ impl<'a> Rebuild<'a> {
         }
         let extents: usize = partitions.values().map(Partition::known_extents).sum();
         self.core.metrics.extents.add(clamped(extents));
-        self.forget_lost_originals(&partitions);
         self.shuffle.lane.lock().await.resume_at(next_sequence);
         self.shuffle.restore(Restored { partitions, first_base });
         self.remove_left_over().await;
-        self.retire_copied(&copied).await;
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
             incomplete,
             present: self.present,
-            lost: self.lost.into_iter().map(|(_, lost)| lost).collect(),
+            lost: self.lost,
             reason: self.incomplete.unwrap_or_default(),
         };
         (recovered, bytes, blocks)

@@ -3,7 +3,6 @@
 //! Creating a directory or a file takes the gate for reading, purging takes it for writing and marks the shuffle
 //! first: nothing is created after a purge.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -17,8 +16,7 @@ use super::extent::{Extent, ExtentList, NO_LOG};
 use super::failures::FailedReads;
 use super::lane::Lane;
 use super::log::{Log, LogKind};
-use super::retire::Retired;
-use super::streams::{Partition, Partitions, Reading, Streams};
+use super::streams::{Partition, Partitions, Streams};
 use crate::budget::Budget;
 use crate::durability::Incarnation;
 use crate::tiers::record_cache::RecordsKey;
@@ -52,12 +50,8 @@ pub(super) struct Shuffle {
     forgotten_bytes: OnceLock<Vec<u64>>,
     pub(super) failed_reads: FailedReads,
     pub(super) damaged: DamagedBlocks,
-    /// Some of it may be on the disks and is not known: its files stay as they are.
-    is_partly_unknown: AtomicBool,
     /// See [`Shuffle::set_out_of_reach`].
     is_partly_out_of_reach: AtomicBool,
-    /// Logs of which everything has been copied, in the order in which that came about.
-    pub(super) retired: tokio::sync::Mutex<VecDeque<Retired>>,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
     first_base: AtomicU64,
     pub(super) lane: tokio::sync::Mutex<Lane>,
@@ -115,9 +109,7 @@ impl Shuffle {
             forgotten_bytes: OnceLock::new(),
             failed_reads: FailedReads::default(),
             damaged: DamagedBlocks::default(),
-            is_partly_unknown: AtomicBool::new(false),
             is_partly_out_of_reach: AtomicBool::new(false),
-            retired: tokio::sync::Mutex::default(),
             first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
         }
@@ -213,41 +205,6 @@ impl Shuffle {
         Ok(())
     }
 
-    /// Puts copies in the places of their originals; those of which that was done, with their originals: something else may stand there
-    /// by now. Writers and readers wait meanwhile.
-    pub(super) fn exchange(
-        &self,
-        originals: &[Extent],
-        copies: &[(PartitionId, Extent)],
-    ) -> Result<Vec<(Extent, Extent)>, StoreError> {
-        let mut streams = self.streams.write();
-        self.require_present()?;
-        let exchange = |(original, (id, copy)): (&Extent, &(PartitionId, Extent))| {
-            streams.exchange(*id, original, *copy).then_some((*original, *copy))
-        };
-        Ok(originals.iter().zip(copies).filter_map(exchange).collect())
-    }
-
-    /// For who reads what it sees from now on.
-    pub(super) fn reading(&self) -> Reading {
-        self.streams.read().reading()
-    }
-
-    /// See [`Streams::end_reading`].
-    pub(super) fn end_reading(&self) -> Reading {
-        self.streams.write().end_reading()
-    }
-
-    /// See [`Shuffle::set_partly_unknown`].
-    pub(super) fn is_partly_unknown(&self) -> bool {
-        self.is_partly_unknown.load(Ordering::Relaxed)
-    }
-
-    /// Some of it may be on the disks and is not known.
-    pub(super) fn set_partly_unknown(&self) {
-        self.is_partly_unknown.store(true, Ordering::Relaxed);
-    }
-
     /// See [`Shuffle::set_out_of_reach`].
     pub(super) fn is_partly_out_of_reach(&self) -> bool {
         self.is_partly_out_of_reach.load(Ordering::Relaxed)
@@ -269,15 +226,6 @@ impl Shuffle {
     /// The extents of a partition, holes too.
     pub(super) fn extents(&self, partition: PartitionId) -> ExtentList {
         self.with_partition(partition, |found| found.map(|it| it.extents.clone())).unwrap_or_default()
-    }
-
-    /// Those of a partition that do not end at or before a place of its stream, so many at most; holes too.
-    pub(super) fn extents_from(&self, partition: PartitionId, base: u64, extents_max: usize) -> Vec<Extent> {
-        self.with_partition(partition, |found| {
-            let extents = &found?.extents;
-            Some(extents.iter_from(extents.after(base)).take(extents_max).copied().collect())
-        })
-        .unwrap_or_default()
     }
 
     /// Those that hold a range of its stream, as [`ExtentList::part`].

@@ -1,28 +1,13 @@
-//! Which of the extents that a start finds make up a stream: pure.
+//! Orders the extents that a start finds into streams: pure.
 //!
-//! Each has the sequence of its group. Two may have the same place: one is a copy of the other (`rewrite`), or a start that
-//! could not see a disk has given a place away a second time.
+//! Each extent has the sequence of its group. Two may overlap if an earlier start that did not see all disks assigned the same
+//! place again.
 
 use super::extent::Extent;
 use super::streams::Partition;
 
-/// Of extents (with their sequences) that say the same one stays, the last published of those whose data is there: the others are its
-/// originals. `tell` hears of those whose data is there, too.
-pub(super) fn take_once(extents: &mut Vec<(u64, Extent)>, mut tell: impl FnMut(&Extent)) {
-    let rank = |(sequence, extent): &(u64, Extent)| (extent.is_lost(), std::cmp::Reverse(*sequence));
-    let says = |it: &Extent| (it.base, it.length, it.records_crc);
-    extents.sort_by_key(|it| (says(&it.1), rank(it)));
-    extents.dedup_by(|(_, later), (_, kept)| {
-        let is_copied = later.says_the_same(kept);
-        if is_copied && !later.is_lost() {
-            tell(later);
-        }
-        is_copied
-    });
-}
-
-/// Puts extents (with their sequences) into a stream that begins at `start`. Returns whether some had to be left out: others, published
-/// later, have their place, or they begin before the stream does.
+/// Orders extents, with their sequences, into a stream that begins at `start`. Returns also whether some were left out: they overlap
+/// extents that were published later, or the beginning of the stream.
 pub(super) fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
     // The later published first, so that it is met when it claims its place.
     extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
@@ -90,32 +75,5 @@ mod tests {
         assert_eq!(places(200, 150), (vec![300], true));
         assert_eq!(places(200, 100), (vec![300], false), "all of it is elsewhere");
         assert_eq!(places(200, 200), (vec![200, 300], false));
-    }
-
-    #[test]
-    fn copy_with_existing_data_is_chosen() {
-        let at = |log: u16, base: u64| Extent { data_log: log, records_crc: 7, ..extent(base, 100) };
-        let lost = |base: u64| Extent { records_crc: 7, ..Extent::gap(base, 100) };
-        let other = Extent { records_crc: 8, data_log: 9, ..extent(300, 100) };
-        let mut all = vec![
-            (0, at(0, 0)),
-            (1, at(0, 100)),
-            (2, lost(200)),
-            (3, other),
-            (10, at(5, 0)),
-            (11, lost(100)),
-            (12, at(5, 200)),
-            (13, at(5, 300)),
-        ];
-        all.reverse();
-        let mut originals = Vec::new();
-        take_once(&mut all, |it| originals.push((it.data_log, it.base)));
-        let taken: Vec<_> = all.iter().map(|(sequence, it)| (it.base, *sequence, it.data_log)).collect();
-        assert_eq!(taken, [(0, 10, 5), (100, 1, 0), (200, 12, 5), (300, 13, 5), (300, 3, 9)]);
-        assert_eq!(
-            originals,
-            [(0, 0)],
-            "a hole is nobody's original, and what says something else is no copy"
-        );
     }
 }

@@ -4,7 +4,6 @@
 //! partition's place here and its first extent are paid for with its buffer (`HeapKind::Partitions`), unless a start found them.
 
 use std::collections::HashSet;
-use std::sync::Arc;
 
 use indexmap::IndexMap;
 use uniffle_wire::types::PartitionId;
@@ -123,27 +122,21 @@ impl ByLog {
     }
 }
 
-/// Held by who reads what it has seen in the streams: logs in which nothing is left stay as long as one of them may read there.
-/// Taken before, or in the same moment.
-pub(super) type Reading = Arc<()>;
-
 /// What is published of a shuffle.
 #[derive(Debug)]
 pub(super) struct Streams {
     by_partition: Partitions,
     by_log: ByLog,
     lost: Lost,
-    /// For those who read now.
-    reading: Reading,
-    /// Given back after the lists.
+    /// Dropped after the lists.
     charge: Charge,
 }
 
 impl Streams {
     /// Nothing; what comes is charged to `budget`.
     pub(super) fn new(budget: &Budget) -> Self {
-        let (by_log, lost, reading) = (ByLog::default(), Lost::default(), Reading::default());
-        Self { by_partition: Partitions::new(), by_log, lost, reading, charge: budget.nothing() }
+        let (by_log, lost) = (ByLog::default(), Lost::default());
+        Self { by_partition: Partitions::new(), by_log, lost, charge: budget.nothing() }
     }
 
     /// What a start found, charged to the same budget.
@@ -152,8 +145,8 @@ impl Streams {
         let bytes = by_partition.len() as u64 * FOUND_PARTITION_BYTES + further;
         let mut by_log = ByLog::default();
         by_partition.values().flat_map(|partition| partition.extents.iter()).for_each(|it| by_log.add(it));
-        let (lost, reading) = (Lost::default(), Arc::clone(&self.reading));
-        Self { by_partition, by_log, lost, reading, charge: self.charge.budget().force_charge(bytes) }
+        let charge = self.charge.budget().force_charge(bytes);
+        Self { by_partition, by_log, lost: Lost::default(), charge }
     }
 
     /// Takes everything out, with its charge.
@@ -164,16 +157,6 @@ impl Streams {
 
     pub(super) fn get(&self, partition: PartitionId) -> Option<&Partition> {
         self.by_partition.get(&partition)
-    }
-
-    /// For who reads what it sees from now on.
-    pub(super) fn reading(&self) -> Reading {
-        Arc::clone(&self.reading)
-    }
-
-    /// Who reads from now on sees nothing that was exchanged before; what those hold who may have.
-    pub(super) fn end_reading(&mut self) -> Reading {
-        std::mem::take(&mut self.reading)
     }
 
     /// What lies in a data log.
@@ -199,22 +182,9 @@ impl Streams {
         Some(lost)
     }
 
-    /// Whether everything that lay in a data log has a copy elsewhere, or was released: nothing is there any more, and nothing of it
-    /// is a hole.
+    /// Returns whether all extents of a data log were released. A log with a hole may be readable at a later start.
     pub(super) fn is_left(&self, slot: u16) -> bool {
         self.in_log(slot).extents == 0 && !self.lost.0.contains(&slot)
-    }
-
-    /// Puts a copy in the place of its original; false when something else stands there by now.
-    pub(super) fn exchange(&mut self, id: PartitionId, original: &Extent, copy: Extent) -> bool {
-        // Anything else would mix blocks up for every reader.
-        assert!(copy.says_the_same(original), "a copy is checked before it is written");
-        let Some((partition, at)) = self.find(id, original) else { return false };
-        let Some(extent) = partition.extents.get_mut(at) else { return false };
-        *extent = copy;
-        self.by_log.take(original);
-        self.by_log.add(&copy);
-        true
     }
 
     /// Where an extent stands that is no hole.
@@ -274,8 +244,6 @@ mod tests {
         /// Of what lies on the disks, in thousandths.
         Release(u64),
         Lose(u64),
-        /// To another log.
-        Exchange(u64, u16),
     }
 
     fn happens() -> impl Strategy<Value = Happens> {
@@ -283,7 +251,6 @@ mod tests {
             4 => (0u16..5, 1u64..9).prop_map(|(log, length)| Happens::Publish { log, length }),
             1 => (0u64..=1000).prop_map(Happens::Release),
             1 => (0u64..=1000).prop_map(Happens::Lose),
-            2 => (0u64..=1000, 0u16..5).prop_map(|(at, log)| Happens::Exchange(at, log)),
         ]
     }
 
@@ -322,14 +289,6 @@ mod tests {
                             let is_lost = extent.is_lost();
                             prop_assert_eq!(streams.lose(id, extent).is_none(), is_lost);
                             prop_assert!(streams.lose(id, extent).is_none(), "a hole stands there");
-                        }
-                    }
-                    Happens::Exchange(at, log) => {
-                        let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
-                        if let Some(extent) = extents.get(extents.after(place(at))) {
-                            let copy = Extent { data_log: log, data_page: extent.data_page + 1, ..*extent };
-                            prop_assert_eq!(streams.exchange(id, extent, copy), !extent.is_lost());
-                            prop_assert!(!streams.exchange(id, extent, copy), "the original is not there any more");
                         }
                     }
                 }

@@ -483,7 +483,6 @@ impl History {
         tally.healed_blocks += process.counter("total_healed_blocks");
         if !self.disks.is_empty() {
             tally.extents_given_up += process.counter("total_local_extents_given_up");
-            tally.rewritten_extents += process.counter("local_rewritten_extents_total");
         }
         if self.objects.is_some() && !self.disks.is_empty() {
             tally.moved_bytes += process.counter("offload_bytes");
@@ -504,8 +503,7 @@ impl History {
             65..72 => self.sleep_a_while().await,
             72..79 => self.report_some(true).await,
             79..86 => self.start_reader(),
-            86..89 => self.rewrite_one(),
-            89 => self.hang_the_store().await,
+            86 => self.hang_the_store().await,
             _ => self.step_readers().await,
         }
         if self.objects.is_none() && self.rng.random_bool(0.01) {
@@ -563,17 +561,6 @@ impl History {
         }
     }
 
-    /// Copies small extents of a shuffle together, while its disks are in use and however the
-    /// process ends.
-    fn rewrite_one(&mut self) {
-        if !self.has_disks() {
-            return;
-        }
-        let Some(key) = self.known_key() else { return };
-        let rewriting = self.process().rewrite(key);
-        self.process().tasks.spawn("rewrite", rewriting);
-    }
-
     pub(super) async fn heal_the_disks(&mut self) {
         if let Some(store) = self.store() {
             self.heal_the_store(&store);
@@ -629,11 +616,7 @@ impl History {
         let now = self.now();
         let mut keys: Vec<Key> = self.expected.keys().copied().collect();
         keys.sort_unstable();
-        let rewrites = self.has_disks() && self.rng.random();
         for key in keys {
-            if rewrites {
-                self.process().rewrite(key).await;
-            }
             for partition in 0..PARTITIONS {
                 let mut reader = Reader::new(key, partition, 10_000, (&self.expected[&key], now));
                 while !reader.is_done() {

@@ -12,7 +12,6 @@ use uniffle_testkit::fault::{FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture, sum_of};
-use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
@@ -21,8 +20,6 @@ use uniffle_worker::service::Service;
 use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
 use uniffle_worker::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
 use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier};
-
-use super::history::Key;
 
 const CAPACITY: u64 = 1 << 20;
 /// Interval of the check for expired applications.
@@ -128,18 +125,6 @@ impl Process {
     /// Returns the local tier.
     pub(crate) fn store(&self) -> Arc<LocalStore> {
         self.flusher.tiers().find().expect("the worker has disks")
-    }
-
-    /// Copies small extents of a shuffle together regardless of the gain, as far as the disks
-    /// allow.
-    pub(crate) fn rewrite(&self, (app, shuffle): Key) -> impl Future<Output = ()> + Send + use<> {
-        let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle));
-        let store = self.store();
-        async move {
-            let Some(handle) = store.handle(&key) else { return };
-            let rewritten = store.rewrite(&handle).await;
-            tracing::info!(target: "life", shuffle = %key, ?rewritten, "small extents are put together");
-        }
     }
 
     /// Syncs as the last step of an orderly stop.

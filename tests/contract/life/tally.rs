@@ -48,7 +48,6 @@ tally!(
     lost_blocks,
     healed_blocks,
     extents_given_up,
-    rewritten_extents,
     flushed_bytes,
     failed_writes,
     purged_batches,
@@ -107,7 +106,6 @@ pub(crate) const DISK_EVENTS: &[&str] = &[
     "damaged_claims",
     "claims_written",
     "extents_given_up",
-    "rewritten_extents",
     "unmounted_starts",
 ];
 

@@ -21,7 +21,6 @@ use crate::tiers::local::extent::{ExtentList, NO_LOG};
 use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
-use crate::tiers::local::streams::Reading;
 use crate::tiers::local::verify::{SAMPLE, Verifier};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -43,8 +42,6 @@ pub struct DataRead {
     /// Read and checked together with what was given last.
     ready: VecDeque<Bytes>,
     verifier: Option<Verifier>,
-    /// The logs of the pieces stay.
-    _reading: Reading,
 }
 
 /// The whole blocks in which the first bytes of a [`Piece`] lie.
@@ -110,9 +107,9 @@ impl DataRead {
         // A range may have hundreds of thousands of extents: they are gone through after the lock.
         let found = shuffle.with_streams(|streams| {
             let partition = streams.get(partition).filter(|it| it.start <= offset && end <= it.bytes)?;
-            Some((partition.extents.part(offset, end), streams.reading()))
+            Some(partition.extents.part(offset, end))
         });
-        let (extents, _reading) = found.ok_or_else(|| {
+        let extents = found.ok_or_else(|| {
             let purged = shuffle.is_purged();
             shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
         })?;
@@ -124,7 +121,7 @@ impl DataRead {
         let length = u64::from(length);
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
-        Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier, _reading })
+        Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
     /// For who moves the bytes away: they are checked whatever the configuration says, and failed reads are

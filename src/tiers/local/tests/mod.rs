@@ -16,7 +16,6 @@ mod power;
 mod reads;
 mod removal;
 mod restarts;
-mod rewrite;
 mod suite;
 mod vanished;
 

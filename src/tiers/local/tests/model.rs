@@ -71,11 +71,6 @@ async fn run(batches: Vec<Batch>, disks: usize, seed: u64, faults: bool, ranges:
             tokio::time::sleep(std::time::Duration::from_secs(600)).await;
             store.maintain_once().await;
         }
-        if next_id % 3 == 0 {
-            // Readers see no difference, whatever becomes of it.
-            let rewritten = store.rewrite(&handle).await;
-            assert!(faults || rewritten.is_ok(), "{rewritten:?}");
-        }
         for (partition, blocks) in added {
             let partition = model.entry(partition).or_default();
             for (id, len) in blocks {
@@ -87,10 +82,6 @@ async fn run(batches: Vec<Batch>, disks: usize, seed: u64, faults: bool, ranges:
     disks.iter().for_each(|disk| disk.faults.clear());
     check(&store, &key, &model, faults, &ranges).await;
     store.probe().await;
-    store.maintain_once().await;
-    let rewritten = store.rewrite(&handle).await;
-    assert!(rewritten.is_ok(), "{rewritten:?}");
-    check(&store, &key, &model, faults, &ranges).await;
     store.maintain_once().await;
     check(&store, &key, &model, faults, &ranges).await;
     drop(handle);

@@ -100,3 +100,30 @@ async fn unremoved_file_is_removed_by_maintenance() {
         assert_nothing_left(&store, &disks).await;
     }
 }
+
+/// The log of a hole may be readable at a later start.
+#[tokio::test(start_paused = true)]
+async fn log_with_a_hole_stays_when_the_rest_is_released() {
+    let disks = [TestDisk::new("/a")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    let both = vec![extent(1, &[(1, 9000)], true), extent(2, &[(2, 9000)], true)];
+    store.write(&key, both).await.unwrap();
+    disks[0].faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on(".data"));
+    for _ in 0..3 {
+        range_of(&store, &key, 1, (0, 9000)).await.unwrap_err();
+    }
+    store.mark_damaged_lost(&key, PartitionId(1)).await.unwrap();
+    disks[0].faults.clear();
+    store.probe().await;
+    release_all(&store, &handle).await.unwrap();
+    store.maintain_once().await;
+    assert_eq!(data_files(&disks).len(), 1);
+    drop((store, handle));
+
+    let store = store_on(&disks).await;
+    assert!(hear(&store).await.shuffles[0].lost.is_empty());
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+}

@@ -155,13 +155,7 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
                     told.metadata.push(note);
                 }
             }
-            3 | 4 => {
-                // Small extents are copied together, as far as the disks let it.
-                let _ = store.rewrite(&handle).await;
-                if random.random() {
-                    store.maintain_once().await;
-                }
-            }
+            3 => store.maintain_once().await,
             _ => {
                 let batches = (0..random.random_range(1..4)).map(|_| {
                     next += 1;
@@ -183,10 +177,7 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
     let kind = *[".data", ".index"].get(random.random_range(0..2)).unwrap();
     disks.iter().for_each(|disk| disk.faults.add(Rule::once(Operation::Sync, Fault::Hang).on(kind)));
     let last = vec![extent(1, &[(next + 1, 70_000)], true)];
-    match random.random() {
-        true => drop(store.write(&key, last).now_or_never()),
-        false => drop(store.rewrite(&handle).now_or_never()),
-    }
+    drop(store.write(&key, last).now_or_never());
     drop(store);
     disks.iter().for_each(|disk| disk.faults.clear());
     disks.iter().for_each(|disk| disk.memory.lose_power(random.random()));

@@ -50,41 +50,6 @@ async fn start_merges_disks_and_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn rewritten_extents_are_moved_and_found() {
-    let mut process = Fixture::new().start().await;
-    let key = key(1);
-    process.register(&key).await;
-    fill(&process, &key, 0..40).await;
-    assert!(process.move_once(&key).await.unwrap());
-    let before = process.index(&key, PartitionId(0)).await.unwrap();
-    for round in 0..3 {
-        let local = Arc::clone(&process.tier.local);
-        let reading = local.moving(&local.handle(&key).unwrap());
-        let start = reading.start(PartitionId(0));
-        let rewritten = local.rewrite(&local.handle(&key).unwrap()).await.unwrap();
-        assert_eq!(rewritten.extents > 0, round < 2, "{rewritten:?}");
-        assert_eq!(reading.start(PartitionId(0)), start, "it moves nothing");
-        assert_eq!(process.index(&key, PartitionId(0)).await.unwrap(), before);
-        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..40, 3000));
-        if round == 1 {
-            process.move_all(&key).await.unwrap();
-            local.maintain_once().await;
-            assert_eq!(process.fixture.data_files(), 0);
-        }
-        drop((reading, local));
-        process = process.kill().await.start().await;
-        let (recovered, _) = heard(&process).await;
-        let told = &recovered.shuffles[0];
-        assert!(told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(), "{told:?}");
-        assert_eq!(present(&recovered, &key, 5), (0..40).collect::<Vec<_>>());
-        assert_eq!(process.index(&key, PartitionId(0)).await.unwrap(), before);
-        assert_eq!(process.read(&key, 5).await.unwrap(), expected(0..40, 700));
-    }
-    process.purge(&key).await;
-    assert_eq!((process.fixture.store.objects().await, process.fixture.data_files()), (vec![], 0));
-}
-
-#[tokio::test(start_paused = true)]
 async fn empty_machine_serves_moved_data_and_reports() {
     let process = Fixture::new().start().await;
     let (moved, kept) = (key(1), key(2));
