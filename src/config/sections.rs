@@ -81,11 +81,14 @@ pub(super) const NO_EFFECT: &[(&str, &str)] = &[
     ("conf_reload_enable", "the file is always looked at"),
 ];
 
+const NO_OVERFLOW: &str = "batches no longer go through the page cache, because a disk that failed later lost acknowledged blocks; \
+    delete the key";
 const NO_REWRITING: &str =
     "small extents are not merged any more, because that cost more disk time than it saved; delete the key";
 
 /// Keys of earlier versions that a start, `--check` and a reload refuse.
 const REMOVED: &[RemovedKey] = &[
+    RemovedKey { path: "localfile_store.page_cache_size", release: "0.2.0", reason: NO_OVERFLOW },
     RemovedKey { path: "localfile_store.rewrite_below", release: "0.2.0", reason: NO_REWRITING },
     RemovedKey { path: "localfile_store.rewrite_after_sec", release: "0.2.0", reason: NO_REWRITING },
 ];

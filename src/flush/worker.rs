@@ -11,9 +11,7 @@ use tokio::sync::SemaphorePermit;
 use crate::app::Stage;
 use crate::clock::Instant;
 use crate::memory::{Buffer, SealedData};
-use crate::tiers::{
-    Backlog, ExtentData, ExtentWrite, InMemory, Released, StoreError, StoreErrorKind, TierBatch,
-};
+use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
 use super::queue::Batch;
 use super::scheduler::Flusher;
@@ -51,10 +49,8 @@ impl Flusher {
         }
         let batch = Arc::new(batch);
         let writing = self.metrics.writing(tier, bytes);
-        // Until this function ends: memory is released, or keeps the batch for another attempt.
-        let (_in_memory, released) = InMemory::begin();
         // A panic must not take the batch with it: its blocks would stay in memory forever.
-        let written = AssertUnwindSafe(self.write(&batch, tier, released, &span)).catch_unwind().await;
+        let written = AssertUnwindSafe(self.write(&batch, tier, &span)).catch_unwind().await;
         let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
         drop(writing);
         let Some(batch) = Arc::into_inner(batch) else { return };
@@ -93,13 +89,7 @@ impl Flusher {
         permits.acquire_many(blocks).await.ok()
     }
 
-    async fn write(
-        &self,
-        batch: &Arc<Batch>,
-        tier: usize,
-        released: Released,
-        span: &Span,
-    ) -> Result<(), StoreError> {
+    async fn write(&self, batch: &Arc<Batch>, tier: usize, span: &Span) -> Result<(), StoreError> {
         let _room = self.room_for(batch).await;
         let extents = {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
@@ -112,27 +102,16 @@ impl Flusher {
             return Ok(());
         }
         let _part = Span::enter_with_parent("write and publish", span);
-        self.store(batch, tier, extents, released).await
+        self.store(batch, tier, extents).await
     }
 
-    async fn store(
-        &self,
-        batch: &Batch,
-        tier: usize,
-        extents: Vec<ExtentWrite>,
-        released: Released,
-    ) -> Result<(), StoreError> {
+    async fn store(&self, batch: &Batch, tier: usize, extents: Vec<ExtentWrite>) -> Result<(), StoreError> {
         let Some(shuffle) = &batch.handles[tier] else { return Err(failed(batch, "it has no such tier")) };
         let huge_partition_bytes = self.limits().huge_partition_bytes;
         let is_huge = |(buffer, _): &&(Arc<Buffer>, _)| buffer.received_bytes() > huge_partition_bytes;
         let huge_bytes = batch.parts.iter().filter(is_huge).map(|(_, sealed)| sealed.bytes()).sum();
-        let backlog = Backlog {
-            bytes: self.memory.in_flight_bytes(),
-            is_waited_for: self.memory.tickets().are_waited_for(),
-            is_last: *self.hurry.borrow(),
-        };
-        let is_retry = batch.failures > 0;
-        shuffle.write(TierBatch { extents, is_retry, huge_bytes, backlog, released }).await
+        let (is_retry, is_last) = (batch.failures > 0, *self.hurry.borrow());
+        shuffle.write(TierBatch { extents, is_retry, huge_bytes, is_last }).await
     }
 
     fn publish(&self, batch: &Batch, bytes: u64, tier: usize) {
@@ -232,92 +211,7 @@ fn extents_of(batch: &Batch) -> Vec<ExtentWrite> {
 
 #[cfg(test)]
 mod tests {
-    use std::task::{Context, Wake, Waker};
-
-    use futures::future::{BoxFuture, ready};
-    use parking_lot::Mutex;
-    use prometheus::Registry;
-
-    use super::super::FlushConfig;
-    use super::super::scheduler::tests::part;
     use super::*;
-    use crate::memory::{Memory, MemoryConfig};
-    use crate::runtime::Tasks;
-    use crate::tiers::{LocalConfig, LocalStore, TierShuffle};
-    use uniffle_io::Disk;
-    use uniffle_testkit::memory_disk::MemoryDisk;
-    use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
-
-    /// Blocks that a buffer has at the moment at which it is told that what it had is released.
-    #[derive(Debug)]
-    struct Told {
-        buffer: Arc<Buffer>,
-        blocks: Mutex<Vec<usize>>,
-    }
-
-    impl Wake for Told {
-        fn wake(self: Arc<Self>) {
-            self.blocks.lock().push(self.buffer.block_count());
-        }
-    }
-
-    /// Takes all batches.
-    struct Takes {
-        told: Arc<Told>,
-        waits: Mutex<Vec<BoxFuture<'static, ()>>>,
-    }
-
-    impl std::fmt::Debug for Takes {
-        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("Takes")
-        }
-    }
-
-    impl TierShuffle for Takes {
-        fn is_accepting(&self) -> bool {
-            true
-        }
-
-        fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-            let mut wait = batch.released.wait().boxed();
-            let waker = Waker::from(Arc::clone(&self.told));
-            assert!(wait.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
-            self.waits.lock().push(wait);
-            ready(Ok(())).boxed()
-        }
-    }
-
-    #[tokio::test]
-    async fn tier_is_notified_after_memory_releases_a_batch() {
-        let (registry, tasks) = (Registry::new(), Tasks::new());
-        let config = MemoryConfig { capacity_bytes: 32 << 20, ..MemoryConfig::default() };
-        let memory = Memory::new(&config, &registry).unwrap();
-        let disk: Arc<dyn Disk> = Arc::new(MemoryDisk::new("/disk", None));
-        let store = LocalStore::open(LocalConfig::default(), vec![disk], memory.extents(), &registry);
-        let store = store.await.unwrap();
-        let (buffer, sealed) = part(&memory, 0, 3);
-        let told = Arc::new(Told { buffer: Arc::clone(&buffer), blocks: Mutex::default() });
-        let takes = Arc::new(Takes { told: Arc::clone(&told), waits: Mutex::default() });
-        let flusher =
-            Flusher::start(FlushConfig::default(), memory, store, tasks.clone(), &registry).unwrap();
-        let batch = Batch {
-            key: ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(0)),
-            handles: Arc::new([Some(Arc::clone(&takes) as Arc<dyn TierShuffle>)]),
-            is_cold: false,
-            distribution: Distribution::Normal,
-            parts: vec![(buffer, sealed)],
-            sealed_at: Instant::now(),
-            queued: Instant::now(),
-            failures: 0,
-            failed: None,
-            in_flight: None,
-            _token: Arc::default(),
-        };
-        flusher.flush(batch, 0).await;
-        assert_eq!(*told.blocks.lock(), [0]);
-        tasks.cancel();
-        tasks.drained().await;
-    }
 
     #[test]
     fn pauses_grow_to_their_maximum() {

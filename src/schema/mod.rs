@@ -15,13 +15,11 @@ pub mod names;
 pub mod network;
 mod reader;
 pub mod redact;
-mod spare;
 
 pub use key::{Key, Problem, Reload, RemovedKey, Schema};
 pub use kind::{Kind, Word};
 pub use machine::Machine;
 pub use reader::Reader;
-pub use spare::SpareMemory;
 
 use toml::{Table, Value};
 

@@ -15,7 +15,6 @@ pub mod object;
 pub mod offload;
 mod record_cache;
 mod recovered;
-mod released;
 mod state;
 #[cfg(test)]
 mod test_blocks;
@@ -29,10 +28,9 @@ pub use self::local::{
 };
 pub use self::object::ObjectConfig;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};
-pub use self::released::{InMemory, Released};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
 pub use self::tier::{
-    Admission, Backlog, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
+    Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
     RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierShuffle, TierUsage,
     Tiers,
 };

@@ -18,7 +18,6 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use super::recovered::Recovered;
-use super::released::Released;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
 use crate::durability::{OnDamage, Scratch};
@@ -361,27 +360,13 @@ pub struct TierBatch {
     pub is_retry: bool,
     /// Payload of huge partitions in it.
     pub huge_bytes: u64,
-    /// What the tiers have to do beside it.
-    pub backlog: Backlog,
-    /// When memory does not have it any more: what the tier finds to be gone before is named then.
-    pub released: Released,
-}
-
-/// What waits for the tiers when a batch is written, that batch included.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Backlog {
-    /// Bytes of all batches that are not written yet.
-    pub bytes: u64,
-    /// Whether writers wait for memory meanwhile.
-    pub is_waited_for: bool,
-    /// Whether the process ends: what no tier takes now is lost, so watermarks and earlier refusals do not count.
+    /// Whether the process ends: a batch that no tier takes is lost, so watermarks and earlier refusals are ignored.
     pub is_last: bool,
 }
 
 impl From<Vec<ExtentWrite>> for TierBatch {
     fn from(extents: Vec<ExtentWrite>) -> Self {
-        let (backlog, released) = (Backlog::default(), Released::default());
-        Self { extents, is_retry: false, huge_bytes: 0, backlog, released }
+        Self { extents, is_retry: false, huge_bytes: 0, is_last: false }
     }
 }
 

@@ -7,7 +7,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "to panic is how a test fails")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
 
-mod burst;
 mod client;
 mod cluster;
 mod damage;

@@ -59,12 +59,6 @@ pub trait File: Send + Sync + fmt::Debug {
     /// Waits until written bytes are on the device.
     fn sync(&self) -> BoxFuture<'static, io::Result<()>>;
 
-    /// Waits until buffered writes of a range are on the device, and drops its pages from the
-    /// cache. A disk runs these calls one at a time. Direct writes do not wait for them.
-    fn write_back(&self, _range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
-        self.sync()
-    }
-
     /// Writes and waits until the bytes are on the device, like [`File::write_at`] followed by
     /// [`File::sync`]. Implementations may do both in one step.
     fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>

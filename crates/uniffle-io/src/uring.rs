@@ -62,10 +62,9 @@ impl UringDisk {
         opening: BoxFuture<'static, io::Result<OpenFile>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let (ring, (writes, reads)) = (Arc::clone(&self.ring), self.disk.gates(lane));
-        let back = self.disk.back_gate();
         Box::pin(async move {
             let open = opening.await?;
-            let file: Arc<dyn File> = Arc::new(UringFile { open, ring, writes, reads, back });
+            let file: Arc<dyn File> = Arc::new(UringFile { open, ring, writes, reads });
             Ok(file)
         })
     }
@@ -94,7 +93,6 @@ struct UringFile {
     ring: Arc<Ring>,
     writes: Gate,
     reads: Gate,
-    back: Gate,
 }
 
 impl File for UringFile {
@@ -133,10 +131,6 @@ impl File for UringFile {
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
         self.open.sync(self.writes.clone())
-    }
-
-    fn write_back(&self, range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
-        self.open.write_back(self.back.clone(), range)
     }
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {

@@ -35,8 +35,6 @@ pub enum Operation {
     Advise,
     /// [`File::sync`].
     Sync,
-    /// [`File::write_back`].
-    WriteBack,
     /// [`Disk::sync_dir`] and [`Disk::sync_all`].
     SyncDir,
     /// [`Disk::create_dir_all`].

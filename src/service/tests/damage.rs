@@ -4,23 +4,19 @@ use bytes::Bytes;
 
 use super::*;
 use crate::app::ShuffleState;
-use crate::schema::SpareMemory;
-use crate::tiers::{Backlog, ExtentData, ExtentWrite, InMemory, Released, TierBatch};
+use crate::tiers::{ExtentData, ExtentWrite, TierBatch};
 use uniffle_io::buffers::HeapBuffers;
-use uniffle_testkit::fault::EIO;
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PARTITION: i32 = 3;
 const BLOCK: u32 = 1 << 20;
 const BYTE: u8 = 7;
-/// What goes by way of the page cache.
-const LONG: Backlog = Backlog { bytes: 64 << 20, is_waited_for: true, is_last: false };
 
 fn key() -> ShuffleKey {
     ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(0))
 }
 
-fn batch(id: i64, (backlog, released): (Backlog, Released)) -> TierBatch {
+fn batch(id: i64) -> TierBatch {
     let bytes = Bytes::from(vec![BYTE; BLOCK as usize]);
     let block = BlockMeta {
         block_id: BlockId(id),
@@ -35,28 +31,15 @@ fn batch(id: i64, (backlog, released): (Backlog, Released)) -> TierBatch {
         length: BLOCK.into(),
         data: ExtentData::Pieces(vec![bytes]),
     };
-    TierBatch { backlog, released, ..vec![extent].into() }
+    vec![extent].into()
 }
 
 impl Fixture {
-    /// Over a disk of 16 MiB a second that does not take what is in the page cache next.
-    async fn over_a_disk_that_takes_no_page() -> Self {
-        let local = LocalConfig {
-            page_cache_bytes: u64::MAX,
-            spare_memory: SpareMemory::Always(u64::MAX),
-            ..LocalConfig::default()
-        };
-        let fixture = Self::with(local, PartitionLimits::default(), quiet()).await;
-        fixture.faults.set_speed(16 << 20);
-        fixture.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
-        fixture
-    }
-
-    /// Two blocks that are on the disk, both reported. The second one is written while so much waits, and is in memory until then.
-    async fn two_blocks(&self, second: (Backlog, Released)) {
+    /// Writes two blocks to the disk, and reports both.
+    async fn two_blocks(&self) {
         let shuffle = self.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
-        shuffle.write(batch(0, Default::default())).await.unwrap();
-        shuffle.write(batch(1, second)).await.unwrap();
+        shuffle.write(batch(0)).await.unwrap();
+        shuffle.write(batch(1)).await.unwrap();
         self.report_blocks().await.unwrap();
     }
 
@@ -112,37 +95,9 @@ impl Fixture {
 }
 
 #[tokio::test(start_paused = true)]
-async fn unwritten_page_cache_data_is_lost_and_not_zeros() {
-    let fixture = Fixture::over_a_disk_that_takes_no_page().await;
-    fixture.two_blocks((LONG, Released::default())).await;
-    let text = fixture.until_named().await;
-    assert!(text.contains("(ids 1)") && text.contains(".data"), "{text}");
-    assert_eq!(fixture.faults.injected(), 1, "it went by way of the page cache");
-    assert_eq!(fixture.read_blocks(0, 1).await.unwrap().len(), BLOCK as usize, "the other one is served");
-    assert_eq!(fixture.service.insight.losses().losses.len(), 1);
-    fixture.stop().await;
-}
-
-#[tokio::test(start_paused = true)]
-async fn unwritten_page_cache_data_is_lost_after_release() {
-    let mut fixture = Fixture::over_a_disk_that_takes_no_page().await;
-    fixture.send(PARTITION, BLOCK as usize).unwrap();
-    let (in_memory, released) = InMemory::begin();
-    fixture.two_blocks((LONG, released)).await;
-    within_time("it is not written back", || fixture.faults.injected() == 1).await;
-    tokio::time::sleep(Duration::from_secs(60)).await;
-    let buffer = fixture.buffer(PARTITION);
-    buffer.release(&buffer.seal().unwrap());
-    drop(in_memory);
-    let text = fixture.until_named().await;
-    assert!(text.contains("(ids 1)"), "{text}");
-    fixture.stop().await;
-}
-
-#[tokio::test(start_paused = true)]
 async fn damage_found_during_a_move_is_reported_to_readers() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
-    fixture.two_blocks(Default::default()).await;
+    fixture.two_blocks().await;
     fixture.find_damage().await;
     fixture.faults.clear();
     let text = fixture.until_named().await;
@@ -154,8 +109,8 @@ async fn damage_found_during_a_move_is_reported_to_readers() {
 async fn damage_found_during_a_report_is_recorded() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let shuffle = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
-    shuffle.write(batch(0, Default::default())).await.unwrap();
-    shuffle.write(batch(1, Default::default())).await.unwrap();
+    shuffle.write(batch(0)).await.unwrap();
+    shuffle.write(batch(1)).await.unwrap();
     let second = Duration::from_secs(1);
     fixture.faults.add(Rule::always(Operation::Write, Fault::Slow(second)).on("/log"));
     let damage = async {
@@ -187,8 +142,8 @@ async fn block_committed_during_a_count_is_recounted() {
     within_time("nothing is found", || shuffle.ledger().verifying() == 0).await;
     // Their sender asked before that whether anybody counts.
     let tier = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
-    tier.write(batch(0, Default::default())).await.unwrap();
-    tier.write(batch(1, Default::default())).await.unwrap();
+    tier.write(batch(0)).await.unwrap();
+    tier.write(batch(1)).await.unwrap();
     let refused = fixture.report_blocks().await.unwrap_err();
     assert!(matches!(refused, ServiceError::Lost(_)), "{refused}");
     lifecycle.losses.count_again(&shuffle, PartitionId(PARTITION));

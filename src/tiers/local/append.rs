@@ -51,12 +51,6 @@ impl Writer {
         Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
     }
 
-    /// How long a MiB of what waits for the disks takes, by the pace of one of them; none before it has written.
-    pub(super) fn seconds_per_mib(&self, disk: &LocalDisk) -> Option<f64> {
-        let disks = u32::try_from(self.core.available_disks().max(1)).unwrap_or(u32::MAX);
-        disk.candidate().pace.map(|pace| pace.seconds_per_mib / f64::from(disks))
-    }
-
     /// The disk for a batch. Before this fails, space is measured again: it may have been freed since. In the last flush any
     /// disk that works is as good as none.
     pub(super) async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
@@ -152,12 +146,6 @@ impl Writer {
     /// The log's file for writing; a failure closes the log.
     pub(super) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
         let opened = self.core.files.writer(log).await;
-        opened.map_err(|error| self.failed_log(log, error, Counts::Now))
-    }
-
-    /// The same by way of the page cache. It is open for one batch only.
-    pub(super) async fn cached_writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
-        let opened = self.core.files.cached_writer(log).await;
         opened.map_err(|error| self.failed_log(log, error, Counts::Now))
     }
 

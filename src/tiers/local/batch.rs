@@ -7,7 +7,7 @@ use super::failures::wants_new_file;
 use super::metrics::ALL_DISKS;
 use super::shuffle::Shuffle;
 use super::write::validate;
-use crate::tiers::{Backlog, ExtentWrite, Released, StoreError, StoreErrorKind};
+use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 
 /// A batch that is readable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,11 +34,11 @@ impl Writer {
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
-        (backlog, released): (Backlog, Released),
+        is_last: bool,
     ) -> Result<Published, StoreError> {
         let bytes = validate(shuffle, extents)?;
         self.core.metrics.write_local.inc();
-        let result = self.write_and_publish(shuffle, extents, (bytes, backlog), released).await;
+        let result = self.write_and_publish(shuffle, extents, bytes, is_last).await;
         match &result {
             Ok(published) => self.count_published(published, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {}
@@ -51,20 +51,20 @@ impl Writer {
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
-        (bytes, backlog): (u64, Backlog),
-        released: Released,
+        bytes: u64,
+        is_last: bool,
     ) -> Result<Published, StoreError> {
         let (mut tried, mut renewed) = (Vec::new(), Vec::new());
         let mut last_error = None;
-        let mut batch = loop {
+        let batch = loop {
             shuffle.require_present()?;
-            let Some(index) = self.choose(bytes, &tried, backlog.is_last).await else {
+            let Some(index) = self.choose(bytes, &tried, is_last).await else {
                 return Err(last_error.unwrap_or_else(|| self.no_disk()));
             };
             if !tried.is_empty() {
                 self.core.metrics.write_local_retries.inc();
             }
-            match self.write_batch(shuffle, &self.core.disks[index], extents, (bytes, backlog)).await {
+            match self.write_batch(shuffle, &self.core.disks[index], extents, bytes).await {
                 Ok(batch) => break batch,
                 Err(error) => {
                     shuffle.require_present()?;
@@ -81,17 +81,10 @@ impl Writer {
                 }
             }
         };
-        let published = self.publish(shuffle, &batch, extents, backlog.is_last).await;
-        let disk = batch.log.disk.index;
-        if let Some(passing) = batch.passing.take() {
-            // Also what was not published: the page cache has it, and a later batch may publish it.
-            self.core.metrics.overflow_bytes.inc_by(bytes);
-            self.write_back(shuffle, (batch, passing), extents, released);
-        }
-        let sequence = published?;
+        let sequence = self.publish(shuffle, &batch, extents, is_last).await?;
         Ok(Published {
             sequence,
-            disk,
+            disk: batch.log.disk.index,
             extents: extents.len(),
             blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
             bytes: extents.iter().map(|extent| extent.length).sum(),

@@ -10,7 +10,7 @@ use crate::durability::Vouch;
 use crate::schema::kind::{
     DAY, GIB, MIB, SECOND, Word, count, flag, list, optional, path, ratio, seconds, size, word,
 };
-use crate::schema::{SpareMemory, section, words};
+use crate::schema::{section, words};
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{Disk, Engine};
@@ -89,12 +89,6 @@ section! {
         /// Write past the page cache where the file system allows it.
         #[key("localfile_store.direct_io", flag(), Restart)]
         pub direct_io: bool = true,
-        /// Bytes that may be in the page cache and not on their disks yet; 0 = never. While writers wait for memory, and disks
-        /// need more than half a second for what waits for them, batches go by way of the page cache, as far as a quarter
-        /// of the machine's memory, or of the control group's, stays free. A disk that fails while it is written back makes
-        /// blocks lost that were acknowledged. Not without direct_io and not with sync = "group".
-        #[key("localfile_store.page_cache_size", size(0..=1024 * GIB), Restart)]
-        pub page_cache_bytes: u64 = 0,
         /// Take over at the start what an earlier process left in the data paths; false deletes it.
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
@@ -149,8 +143,6 @@ section! {
         pub let_go: LetGo = LetGo::default(),
         /// Who knows that this worker's data directories had data, if somebody does.
         pub had_data: Option<String> = None,
-        /// Memory of the machine that the page cache may have.
-        pub spare_memory: SpareMemory = SpareMemory::OfMachine,
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
         pub staging_buffers: usize = 0,
     }

@@ -10,7 +10,6 @@ use super::config::LocalConfig;
 use super::disk::LocalDisk;
 use super::files::Files;
 use super::metrics::Metrics;
-use super::overflow::Overflow;
 use crate::budget::Budget;
 use crate::durability::Hearer;
 use crate::tiers::record_cache::RecordCache;
@@ -32,8 +31,6 @@ pub(super) struct Core {
     pub(super) extents: Budget,
     /// What block ids that a start finds are charged to.
     pub(super) found_ids: FoundIds,
-    /// Of all disks.
-    pub(super) overflow: Overflow,
     /// Who hears that blocks are gone.
     pub(super) hearer: Hearer,
     pub(super) metrics: Metrics,

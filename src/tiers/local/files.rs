@@ -25,8 +25,6 @@ pub(super) enum Mode {
     /// Around it, in whole blocks.
     ReadDirect,
     Write,
-    /// A log that is written around the page cache otherwise; not kept open.
-    WriteCached,
 }
 
 #[derive(Debug)]
@@ -87,7 +85,7 @@ impl Files {
         }
         let opening = match mode {
             Mode::ReadDirect => log.disk.io.open_read_direct(&log.path),
-            Mode::Read | Mode::Write | Mode::WriteCached => log.disk.io.open_read(&log.path),
+            Mode::Read | Mode::Write => log.disk.io.open_read(&log.path),
         };
         let file = within(self.deadline, opening).await?;
         self.keep(log, mode, &file);
@@ -121,12 +119,6 @@ impl Files {
         let file = self.open_same(log, how).await?;
         self.keep(log, Mode::Write, &file);
         Ok(file)
-    }
-
-    /// The log's file for writing by way of the page cache. It is not kept open.
-    pub(super) async fn cached_writer(&self, log: &Log) -> io::Result<Arc<dyn File>> {
-        let how = WriteOpen { lane: log.kind.lane(), is_named: true, ..WriteOpen::default() };
-        self.open_same(log, how).await
     }
 
     /// Opens a log's file for writing. One that another file has replaced is not written to.

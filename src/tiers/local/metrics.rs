@@ -51,9 +51,6 @@ metrics::table! {
         files_vanished: IntCounter = "local_files_vanished_total",
             "files that other programs removed, replaced or cut short";
         index_cache_bytes: IntGauge = "localfile_index_cache_bytes", "bytes of cached index records";
-        overflow_bytes: IntCounter = "local_page_cache_overflow_bytes_total",
-            "bytes that went by way of the page cache, since writers waited and the machine had memory to spare";
-        overflow_used: IntGauge = "local_page_cache_overflow_bytes", "bytes of them that are not on their disks yet";
         files_opened: IntCounter = "total_flush_file_num", "log files created";
         open_files: IntGauge = "flush_file_num", "cached descriptors";
         deleted_shuffle_directories: IntCounter = "total_delete_file_num", "shuffle directories removed";

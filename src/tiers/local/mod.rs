@@ -22,7 +22,6 @@
 //! | `shuffle`, `lane`, `deletes`, `notes` | state of one shuffle, what it publishes next, what is left to delete and to note |
 //! | `walk` | going through a shuffle's partitions some at a time |
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
-//! | `overflow`, `write_back` | bursts by way of the page cache, and from there to the disk |
 //! | `files`, `log`, `sync` | descriptors, append-only files, group commit |
 //! | `claim`, `claimable` | which directories are ours; for a successor too |
 //! | `content`, `mounts` | what a directory holds before it is claimed (pure); which are empty for want of a mount |
@@ -60,7 +59,6 @@ pub(crate) mod metrics;
 mod mounts;
 mod notes;
 mod open;
-mod overflow;
 pub mod pace;
 pub mod placement;
 mod publish;
@@ -82,7 +80,6 @@ mod uploaded;
 mod verify;
 mod walk;
 mod write;
-mod write_back;
 
 #[cfg(test)]
 mod tests;

@@ -11,7 +11,6 @@ use super::config::LocalConfig;
 use super::core::Core;
 use super::files::Files;
 use super::metrics::Metrics;
-use super::overflow::Overflow;
 use super::share::ReadShare;
 use super::store::LocalStore;
 use super::take_over::Before;
@@ -67,7 +66,6 @@ impl LocalStore {
             changes,
             found_ids: heap.found_ids(),
             extents: heap.extents,
-            overflow: Overflow::new(&config),
             hearer: Hearer::default(),
             metrics,
             config,

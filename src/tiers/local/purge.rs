@@ -389,7 +389,6 @@ impl Core {
         self.metrics.used_bytes.set(clamped(service));
         self.metrics.used_ratio.set(if total == 0 { 0.0 } else { 1.0 - free as f64 / total as f64 });
         self.metrics.open_files.set(clamped(self.files.len() as u64));
-        self.metrics.overflow_used.set(clamped(self.overflow.used()));
         self.metrics.extent_list_bytes.set(clamped(self.extents.used()));
         self.metrics.index_cache_bytes.set(clamped(self.records.used_bytes()));
     }

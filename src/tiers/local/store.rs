@@ -23,7 +23,7 @@ use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
-use crate::tiers::{Backlog, DiskInfo, ExtentWrite, Recovered, Released, StoreError, StoreErrorKind};
+use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -47,16 +47,16 @@ impl ShuffleHandle {
     /// # Errors
     /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
     pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
-        self.write_of(extents, (Backlog::default(), Released::default())).await
+        self.write_batch(extents, false).await
     }
 
-    /// As [`ShuffleHandle::write`], of a batch beside which the tiers have so much to do, and which memory has until then.
-    pub(super) async fn write_of(
+    /// Like [`ShuffleHandle::write`]. `is_last` means that the process ends: watermarks and earlier refusals are ignored.
+    pub(super) async fn write_batch(
         &self,
         extents: &[ExtentWrite],
-        of_batch: (Backlog, Released),
+        is_last: bool,
     ) -> Result<Published, StoreError> {
-        self.writer.write(&self.shuffle, extents, of_batch).await
+        self.writer.write(&self.shuffle, extents, is_last).await
     }
 }
 

@@ -14,12 +14,11 @@ use super::disk::{InFlight, LocalDisk};
 use super::files::Mode;
 use super::index::occupied_bytes;
 use super::log::{LogKind, LogUse};
-use super::overflow::Passing;
 use super::shuffle::Shuffle;
 use crate::clock::Instant;
-use crate::tiers::{Backlog, ExtentData, ExtentWrite, StoreError, StoreErrorKind};
+use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
+use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::AlignedBuffer;
-use uniffle_io::{BLOCK_ALIGN, File};
 
 /// Bytes of one write call: large enough that calls do not matter, small enough that its deadline means a hung disk
 /// and not a slow one (16 MiB in 60 s).
@@ -33,8 +32,6 @@ const CALL_PIECES_MAX: usize = 1024;
 pub(super) struct WrittenBatch {
     pub(super) log: LogUse,
     pub(super) offset: u64,
-    /// When it is in the page cache only.
-    pub(super) passing: Option<Passing>,
 }
 
 /// Checks that a batch does not contradict itself and returns the bytes it occupies in a data log.
@@ -75,33 +72,26 @@ impl Writer {
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
         extents: &[ExtentWrite],
-        (bytes, backlog): (u64, Backlog),
+        bytes: u64,
     ) -> Result<WrittenBatch, StoreError> {
         let load = InFlight::begin(disk, bytes);
         let (log, offset) = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
-        let passing = self.core.overflow.admit(bytes, backlog, self.seconds_per_mib(disk));
-        let (file, mode) = match passing {
-            Some(_) => (self.cached_writer(&log).await?, Mode::WriteCached),
-            None => (self.writer(&log).await?, Mode::Write),
-        };
+        let file = self.writer(&log).await?;
         let began = Instant::now();
-        let to = Target { log: &log, file, mode };
-        let file = self.write_extents(to, offset..offset + bytes, extents).await?;
-        let Some(charge) = passing else {
-            self.make_durable(&log, &file).await?;
-            disk.wrote(load.with_others, began);
-            return Ok(WrittenBatch { log, offset, passing: None });
-        };
-        Ok(WrittenBatch { log, offset, passing: Some(Passing { file, charge, load, began }) })
+        let to = Target { log: &log, file: Arc::clone(&file), mode: Mode::Write };
+        self.write_extents(to, offset..offset + bytes, extents).await?;
+        self.make_durable(&log, &file).await?;
+        disk.wrote(load.with_others, began);
+        Ok(WrittenBatch { log, offset })
     }
 
-    /// Writes extents to a range of a log that is the caller's, and fills it; the file. An error closes the log.
-    pub(super) async fn write_extents(
+    /// Fills a reserved range of a log with extents. An error closes the log.
+    async fn write_extents(
         &self,
         to: Target<'_>,
         Range { start: offset, end }: Range<u64>,
         extents: &[ExtentWrite],
-    ) -> Result<Arc<dyn File>, StoreError> {
+    ) -> Result<(), StoreError> {
         let mut call = Call { writer: self, to, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
         let mut staging: Option<AlignedBuffer> = None;
         for extent in extents {
@@ -119,7 +109,7 @@ impl Writer {
         call.push_staging(staging.take()).await?;
         call.send().await?;
         assert_eq!(call.at, end, "a batch fills exactly what was reserved for it");
-        Ok(call.to.file)
+        Ok(())
     }
 }
 

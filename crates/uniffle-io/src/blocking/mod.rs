@@ -11,14 +11,13 @@ mod remove;
 
 use std::fs::OpenOptions;
 use std::io::{self, IoSlice, Read, Write};
-use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use rustix::fs::{Advice, FlockOperation};
+use rustix::fs::FlockOperation;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::progress::WriteProgress;
@@ -87,14 +86,12 @@ struct Lanes {
     metadata: Gate,
     index: Gate,
     bulk: Gate,
-    /// Limit of write-back from the page cache to the device.
-    back: Gate,
 }
 
 impl Lanes {
     fn new(calls_max: usize) -> Self {
         let metadata = Gate::new(METADATA_CALLS_MAX);
-        Self { metadata, index: Gate::new(calls_max), bulk: Gate::new(calls_max), back: Gate::new(1) }
+        Self { metadata, index: Gate::new(calls_max), bulk: Gate::new(calls_max) }
     }
 
     fn of(&self, lane: Lane) -> Gate {
@@ -135,9 +132,9 @@ impl BlockingDisk {
     #[must_use]
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));
-        let Lanes { metadata, index, bulk, back } = self.writes;
+        let Lanes { metadata, index, bulk } = self.writes;
         let counted = |gate| Gate { disk: disk.clone(), ..gate };
-        let writes = Lanes { metadata, index: counted(index), bulk: counted(bulk), back };
+        let writes = Lanes { metadata, index: counted(index), bulk: counted(bulk) };
         let reads = counted(self.reads);
         Self { writes, reads, ..self }
     }
@@ -181,11 +178,6 @@ impl BlockingDisk {
         (self.writes.of(lane), self.reads.clone())
     }
 
-    /// Returns the limit of write-back from the page cache.
-    pub(super) fn back_gate(&self) -> Gate {
-        self.writes.back.clone()
-    }
-
     /// Opens a file for [`Disk::open_write`].
     pub(super) fn open_write_file(
         &self,
@@ -215,9 +207,9 @@ impl BlockingDisk {
         lane: Lane,
         opening: BoxFuture<'static, io::Result<OpenFile>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let ((writes, reads), back) = (self.gates(lane), self.back_gate());
+        let (writes, reads) = self.gates(lane);
         Box::pin(async move {
-            let file: Arc<dyn File> = Arc::new(BlockingFile { open: opening.await?, writes, reads, back });
+            let file: Arc<dyn File> = Arc::new(BlockingFile { open: opening.await?, writes, reads });
             Ok(file)
         })
     }
@@ -471,17 +463,6 @@ impl OpenFile {
         Box::pin(blocking(gate, move || file.sync_data()))
     }
 
-    pub(super) fn write_back(&self, gate: Gate, range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
-        let file = Arc::clone(&self.file);
-        let length = NonZeroU64::new(range.end.saturating_sub(range.start));
-        Box::pin(blocking(gate, move || {
-            // Does not drop dirty pages, but starts writing them to the device.
-            rustix::fs::fadvise(&file, range.start, length, Advice::DontNeed)?;
-            file.sync_data()?;
-            Ok(rustix::fs::fadvise(&file, range.start, length, Advice::DontNeed)?)
-        }))
-    }
-
     pub(super) fn size(&self, gate: Gate) -> BoxFuture<'static, io::Result<u64>> {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(gate, move || Ok(file.metadata()?.len())))
@@ -538,7 +519,6 @@ struct BlockingFile {
     open: OpenFile,
     writes: Gate,
     reads: Gate,
-    back: Gate,
 }
 
 impl File for BlockingFile {
@@ -573,10 +553,6 @@ impl File for BlockingFile {
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
         self.open.sync(self.writes.clone())
-    }
-
-    fn write_back(&self, range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
-        self.open.write_back(self.back.clone(), range)
     }
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {

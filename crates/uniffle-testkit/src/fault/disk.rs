@@ -218,12 +218,6 @@ impl File for FaultFile {
         self.faults.apply(Operation::Sync, &self.path, self.file.sync())
     }
 
-    fn write_back(&self, range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
-        let bytes = range.end - range.start;
-        let work = self.faults.apply(Operation::WriteBack, &self.path, self.file.write_back(range));
-        self.faults.at_speed(bytes, work)
-    }
-
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
         self.faults.apply(Operation::Other, &self.path, self.file.size())
     }

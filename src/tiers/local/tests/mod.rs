@@ -11,7 +11,6 @@ mod metadata;
 mod model;
 mod moving;
 mod noted_purges;
-mod overflow;
 mod power;
 mod reads;
 mod removal;
@@ -34,8 +33,7 @@ use crate::budget::Budget;
 use crate::durability::METADATA;
 use crate::tiers::Tier as _;
 use crate::tiers::{
-    Backlog, DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage,
-    by_mount,
+    DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage, by_mount,
 };
 use uniffle_io::Disk;
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
