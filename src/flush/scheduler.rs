@@ -13,7 +13,7 @@ use crate::app::{App, AppRegistry};
 use crate::clock::{Instant, sleep, timeout_at};
 use crate::memory::{Before, Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
-use crate::tiers::{TierShuffle, Tiers};
+use crate::tiers::{TierRole, TierShuffle, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
 use super::FlushConfig;
@@ -417,7 +417,7 @@ impl Flusher {
     /// Whether a batch belongs to a tier of files by partition, whatever takes batches at the moment.
     fn goes_by_partition(&self, handles: &Handles, is_cold: bool) -> bool {
         let selected = placement::select(&self.views(handles, |_, _| true), is_cold, None);
-        selected.is_some_and(|index| self.tiers.at(index).capability().is_by_partition)
+        selected.is_some_and(|index| self.tiers.at(index).capability().role == TierRole::Cold)
     }
 
     /// Queues a batch for the tier that is to take it.
@@ -446,7 +446,7 @@ impl Flusher {
                 Some(shuffle) if takes(index, &**shuffle) => Readiness::Ready,
                 Some(_) => Readiness::Unavailable,
             },
-            is_for_cold: self.tiers.at(index).capability().is_for_cold,
+            is_for_cold: self.tiers.at(index).capability().role == TierRole::Cold,
         };
         handles.iter().enumerate().map(view).collect()
     }

@@ -11,7 +11,7 @@ use futures::future::select_all;
 
 use crate::clock::sleep;
 use crate::service::{Service, WorkerState};
-use crate::tiers::{DiskCondition, DiskInfo, Tiers};
+use crate::tiers::{DiskCondition, DiskInfo, TierRole, Tiers};
 
 /// Between two looks at tiers that do not tell when their state changes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -77,12 +77,12 @@ impl Watch {
     }
 }
 
-/// Why the tiers make the worker unhealthy: an essential one complains, or all of them do.
+/// Returns why the tiers make the worker unhealthy: the primary one complains, or all of them do.
 fn complaint(tiers: &Tiers) -> Option<&'static str> {
-    let complaints = || tiers.iter().map(|tier| (tier.capability().is_essential, tier.state().complaint));
-    let essential = complaints().find_map(|(is_essential, complaint)| complaint.filter(|_| is_essential));
+    let complaints = || tiers.iter().map(|tier| (tier.capability().role, tier.state().complaint));
+    let primary = complaints().find_map(|(role, complaint)| complaint.filter(|_| role == TierRole::Primary));
     let all = || complaints().map(|(_, complaint)| complaint).collect::<Option<Vec<_>>>();
-    essential.or_else(|| all()?.first().copied())
+    primary.or_else(|| all()?.first().copied())
 }
 
 /// Why clients should not be sent here; `None` when they may.

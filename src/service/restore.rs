@@ -12,7 +12,7 @@ use crate::app::{App, PartitionRanges, Registration, ReportError, ShuffleState};
 use crate::budget::Budget;
 use crate::clock::Instant;
 use crate::durability::{self, PresentIds, Record, Report, Said};
-use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
+use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError, TierRole};
 use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
@@ -419,7 +419,7 @@ impl Lifecycle {
         storage: Option<&RemoteStorage>,
     ) -> Result<Vec<(Admission, bool)>, StoreError> {
         let mut admissions = Vec::new();
-        for tier in self.tiers.iter().filter(|tier| !tier.capability().keeps_metadata) {
+        for tier in self.tiers.iter().filter(|tier| tier.capability().role != TierRole::Primary) {
             let admission = Arc::clone(tier).prepare(storage)?;
             admissions.extend(admission.map(|admit| (admit, tier.served().is_none())));
         }

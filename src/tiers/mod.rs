@@ -31,8 +31,8 @@ pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
 pub use self::tier::{
     Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
-    RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierShuffle, TierUsage,
-    Tiers,
+    RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierRole, TierShuffle,
+    TierUsage, Tiers,
 };
 
 /// The names of the tiers of this crate, for the documentation of metrics.

@@ -51,7 +51,7 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// The present registration of a shuffle; none when it has none here.
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>>;
 
-    /// Where the metadata of a shuffle is written, in a tier that [keeps it](Capability::keeps_metadata).
+    /// Where the metadata of a shuffle is written, in a [primary](TierRole::Primary) tier.
     fn metadata_log(&self, _: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
         None
     }
@@ -268,15 +268,20 @@ pub struct Capability {
     pub writers: usize,
     /// Batches that wait for it or are being written, beyond which it takes no more while another tier does.
     pub in_flight_max: usize,
-    /// What is cold (large, or of a huge partition) belongs here.
-    pub is_for_cold: bool,
-    /// Every partition has files of its own: batches of one partition, so that one that fails makes no other be
-    /// written twice.
-    pub is_by_partition: bool,
-    /// Registrations and reports are written here.
-    pub keeps_metadata: bool,
-    /// The worker is unhealthy when this tier is, whatever the others are.
-    pub is_essential: bool,
+    /// Its role among the tiers of a worker.
+    pub role: TierRole,
+}
+
+/// The role of a tier among those of a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierRole {
+    /// Stores registrations and reports too. The worker is unhealthy when this tier is.
+    Primary,
+    /// Stores data.
+    Secondary,
+    /// Stores cold data: large batches, and those of huge partitions. Each partition has files of its own, so a batch has one
+    /// partition: after a failure no other partition is written again.
+    Cold,
 }
 
 /// The names of a tier. Java and riffle have their own for the two that they know.
@@ -483,7 +488,7 @@ impl Tiers {
     /// The tier that keeps registrations and reports.
     #[must_use]
     pub fn metadata(&self) -> Option<&Arc<dyn Tier>> {
-        self.iter().find(|tier| tier.capability().keeps_metadata)
+        self.iter().find(|tier| tier.capability().role == TierRole::Primary)
     }
 
     /// The tier of type `T`, for what only it has.

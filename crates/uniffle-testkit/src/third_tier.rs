@@ -17,7 +17,7 @@ use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
 use uniffle_worker::tiers::{
     Admission, Capability, ChunkRead, ExtentWrite, Purge, RemoteStorage, ServedData, ServedIndex, ServedTier,
-    StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
+    StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };
 
 /// An in-memory tier.
@@ -124,10 +124,7 @@ impl Tier for ThirdTier {
             names: TierNames::plain("third"),
             writers: 2,
             in_flight_max: usize::MAX,
-            is_for_cold: false,
-            is_by_partition: false,
-            keeps_metadata: false,
-            is_essential: false,
+            role: TierRole::Secondary,
         }
     }
 

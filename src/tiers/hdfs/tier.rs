@@ -8,7 +8,7 @@ use futures::future::BoxFuture;
 use super::{Core, HdfsStore, RemoteHandle};
 use crate::tiers::{
     Admission, Capability, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch, TierNames,
-    TierShuffle, TierState, TierUsage,
+    TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -49,15 +49,7 @@ impl TierShuffle for RemoteShuffle {
 impl Tier for HdfsStore {
     fn capability(&self) -> Capability {
         let in_flight_max = self.core.config.in_flight_max;
-        Capability {
-            names: NAMES,
-            writers: in_flight_max,
-            in_flight_max,
-            is_for_cold: true,
-            is_by_partition: true,
-            keeps_metadata: false,
-            is_essential: false,
-        }
+        Capability { names: NAMES, writers: in_flight_max, in_flight_max, role: TierRole::Cold }
     }
 
     fn state(&self) -> TierState {

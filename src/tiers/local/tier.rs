@@ -18,7 +18,7 @@ use super::take_over;
 use crate::durability::{self, OnDamage, Scratch};
 use crate::tiers::{
     Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
-    ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
+    ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
@@ -68,10 +68,7 @@ impl Tier for LocalStore {
             names: NAMES,
             writers: self.core.disks.len() * self.core.config.write_concurrency_per_disk,
             in_flight_max: usize::MAX,
-            is_for_cold: false,
-            is_by_partition: false,
-            keeps_metadata: true,
-            is_essential: true,
+            role: TierRole::Primary,
         }
     }
 

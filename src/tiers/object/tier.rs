@@ -41,7 +41,7 @@ use crate::tiers::numbers::numbers_from;
 use crate::tiers::{
     Admission, Capability, ChunkRead as _, Drained, MetadataLog, ObjectStoreState, Purge, Recovered,
     RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind, Tier, TierBatch,
-    TierShuffle, TierState, TierUsage,
+    TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_wire::index::records;
@@ -325,10 +325,7 @@ impl Tier for ObjectTier {
             names: NAMES,
             writers: self.core.settings.writers,
             in_flight_max: usize::MAX,
-            is_for_cold: false,
-            is_by_partition: false,
-            keeps_metadata: true,
-            is_essential: true,
+            role: TierRole::Primary,
         }
     }
 
