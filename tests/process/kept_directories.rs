@@ -1,7 +1,7 @@
-//! Data directories that an earlier version wrote are taken over: everything that was acknowledged then is served now.
+//! Recovery of data directories of earlier versions: everything acknowledged is served.
 //!
-//! Each version has a directory in `tests/process/kept/`, with its data directories and a note of how they were made. What
-//! was sent is not kept beside it: it follows from [`WRITTEN`] and [`length`], which must stay as it is.
+//! `tests/process/kept/` has a directory per version, with its data directories and a note on their
+//! creation. The sent data follows from [`WRITTEN`] and [`length`], which must not change.
 
 use std::path::{Path, PathBuf};
 
@@ -65,7 +65,8 @@ fn copy(from: &Path, to: &Path, old: &str, new: &str) {
     }
 }
 
-/// `UNIFFLE_WORKER_OLD=path/of/its/binary KEPT_VERSION=name cargo test --test process make_kept -- --ignored`
+/// To run: `UNIFFLE_WORKER_OLD=path/of/its/binary KEPT_VERSION=name
+/// cargo test --test process make_kept -- --ignored`
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "makes the test data of a version, once"]
 async fn make_kept_directories() {

@@ -6,7 +6,8 @@
 //! By hand, against any server on this machine (`uniffle.driver.Main` documents the arguments):
 //! ```text
 //! mvn -q -f tests/driver package
-//! java @tests/driver/jvm.options -cp 'target/tmp/driver/classes:target/tmp/driver/jars/*' uniffle.driver.Main \
+//! java @tests/driver/jvm.options \
+//!     -cp 'target/tmp/driver/classes:target/tmp/driver/jars/*' uniffle.driver.Main \
 //!     grpc=21100 tcp=21200 pid=PID client=GRPC_NETTY
 //! ```
 

@@ -5,7 +5,8 @@
 //! By hand, against a running worker (`uniffle.Main` documents the arguments):
 //! ```text
 //! mvn -q -f tests/spark package
-//! java @tests/spark/jvm.options -cp 'target/tmp/spark/classes:target/tmp/spark/jars/*' uniffle.Main \
+//! java @tests/spark/jvm.options \
+//!     -cp 'target/tmp/spark/classes:target/tmp/spark/jars/*' uniffle.Main \
 //!     modes=vanilla,uniffle quorum=127.0.0.1:21100 scenarios=sort_small,join
 //! ```
 

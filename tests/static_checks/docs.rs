@@ -64,7 +64,7 @@ fn readme_is_short() {
 }
 
 /// Reads text files, without build output and third-party files, by path below the root.
-fn read_tree(root: &Path, dir: &Path, files: &mut BTreeMap<PathBuf, String>) {
+pub(super) fn read_tree(root: &Path, dir: &Path, files: &mut BTreeMap<PathBuf, String>) {
     for entry in std::fs::read_dir(dir).expect("a readable directory") {
         let entry = entry.expect("a readable entry");
         let (path, name) = (entry.path(), entry.file_name());
