@@ -132,6 +132,7 @@ mod tests {
             tickets_max: 1000,
             blocks_max: 20_000,
             backing: Backing::Memfd,
+            ..MemoryConfig::default()
         };
         let owner = Owner { node: "10.0.0.1-19999".to_owned(), boot: 7 };
         Memory::open(&config, &owner, file, &Registry::new()).unwrap()

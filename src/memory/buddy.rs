@@ -69,6 +69,14 @@ impl Buddy {
         self.ready = blocks.clamp(self.ready, self.blocks.len());
     }
 
+    /// Takes a whole block that was never used, if there is one.
+    pub(super) fn take_fresh(&mut self) -> Option<usize> {
+        let block = self.open_fresh()?;
+        self.clear(block, 1, ORDER_MAX);
+        self.free_bytes -= BLOCK_BYTES as u64;
+        Some(block * BLOCK_BYTES)
+    }
+
     /// Takes all that is free of a block that was in use: offsets and bytes.
     pub(super) fn take_free(&mut self, block: usize) -> Vec<(usize, usize)> {
         let mut taken = Vec::new();

@@ -5,11 +5,33 @@ use std::time::Duration;
 use super::persistent;
 use super::persistent::file::Backing;
 use crate::budget::allowance::{divide, slack};
-use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size};
-use crate::schema::section;
+use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size, word};
+use crate::schema::{section, words};
 
 /// Least capacity: room for a handful of the largest segments.
 const CAPACITY_BYTES_MIN: u64 = 16 << 20;
+
+words! {
+    /// Which memory gets huge pages (2 MiB).
+    pub enum HugePages {
+        /// Read buffers, and blocks whose pages are taken ahead: with [`Prefault::Idle`], and in a file.
+        Auto = "auto",
+        /// All of it.
+        On = "on",
+        /// None of it.
+        Off = "off",
+    }
+}
+
+words! {
+    /// When the pages of block memory are taken.
+    pub enum Prefault {
+        /// By the first request that uses them.
+        Off = "off",
+        /// After the start, by a thread of the lowest priority.
+        Idle = "idle",
+    }
+}
 
 section! {
     /// How much memory there is and how it is promised.
@@ -46,6 +68,14 @@ section! {
         /// local disks with recovery, else private. A directory or memfd needs local disks.
         #[key("memory_store.backing", parsed("auto, private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
         pub backing: Backing = Backing::Auto,
+        /// Which memory gets huge pages (2 MiB). Their first use is dearer; spilling later is up to a tenth cheaper. `auto`: read
+        /// buffers, and blocks whose pages are taken ahead (`prefault`, or a `backing` other than private).
+        #[key("memory_store.huge_pages", word(), Restart)]
+        pub huge_pages: HugePages = HugePages::Auto,
+        /// When pages of block memory are taken. `off`: by the requests that first use them. `idle`: after the start, by a
+        /// thread of the lowest priority; resident memory then rises to the capacity.
+        #[key("memory_store.prefault", word(), Restart)]
+        pub prefault: Prefault = Prefault::Off,
     }
 }
 
@@ -61,6 +91,22 @@ fn default_capacity_bytes(memory_bytes: u64) -> u64 {
 }
 
 impl MemoryConfig {
+    /// Whether read buffers get huge pages.
+    #[must_use]
+    pub fn has_huge_read_pages(&self) -> bool {
+        self.huge_pages != HugePages::Off
+    }
+
+    /// Whether blocks get huge pages where the machine has them.
+    #[must_use]
+    pub fn has_huge_block_pages(&self) -> bool {
+        match self.huge_pages {
+            HugePages::Auto => self.prefault == Prefault::Idle || !self.backing.is_private(),
+            HugePages::On => true,
+            HugePages::Off => false,
+        }
+    }
+
     /// What a successor is told of its memory, to know whether it can take it over; none where nothing can be.
     #[must_use]
     pub fn kept_as(&self) -> Option<String> {
@@ -116,6 +162,20 @@ mod tests {
             let config = of(private, 1 << 30);
             assert!(config.kept_as().is_none() && !config.can_follow(&own));
         }
+    }
+
+    #[test]
+    fn auto_gives_huge_pages_to_blocks_taken_ahead() {
+        let with = |huge_pages, prefault| {
+            let config = MemoryConfig { huge_pages, prefault, ..MemoryConfig::default() };
+            (config.has_huge_block_pages(), config.has_huge_read_pages())
+        };
+        assert_eq!(with(HugePages::Auto, Prefault::Off), (false, true));
+        assert_eq!(with(HugePages::Auto, Prefault::Idle), (true, true));
+        assert_eq!(with(HugePages::On, Prefault::Off), (true, true));
+        assert_eq!(with(HugePages::Off, Prefault::Idle), (false, false));
+        let in_file = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::default() };
+        assert!(in_file.has_huge_block_pages());
     }
 
     #[test]

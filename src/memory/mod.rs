@@ -59,11 +59,11 @@ pub use crate::budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Before, Buffer, Committed};
 pub use chain::BlockFill;
 pub use claims::Standing;
-pub use config::MemoryConfig;
+pub use config::{HugePages, MemoryConfig, Prefault};
 pub use error::MemoryError;
 pub use fair::Claimant;
 pub use persistent::file::{Backing, Owner, Refusal};
-pub use persistent::huge::said_of as huge_pages_of;
+pub use persistent::huge::describe as describe_huge_pages;
 pub use persistent::left::LeftMemory;
 pub use persistent::passed::take as take_passed;
 pub use pool::{ReadBuf, ReadPool};
@@ -162,6 +162,7 @@ impl Memory {
             Some((table, _)) => Arc::clone(table.region()),
             None => Region::new(region_size(config).0)?,
         };
+        region.advise_huge_pages(config.has_huge_block_pages());
         // One that has grown has the table of before.
         let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
         let blocks = Budget::new(blocks_max(config).min(rows_max));
@@ -200,7 +201,8 @@ impl Memory {
             heap,
             answered: Budget::new(capacity / 2),
             tickets,
-            read_pool: ReadPool::new(config.read_capacity_bytes)?,
+            read_pool: ReadPool::new(config.read_capacity_bytes)?
+                .with_huge_pages(config.has_huge_read_pages()),
             shuffles: DashMap::new(),
             kept,
             ahead,
@@ -334,6 +336,35 @@ impl Memory {
                 Some(memory.unprotected_shuffles())
             };
             tokio::join!(ahead.run(), protection::run(unprotected, protect));
+        }
+    }
+
+    /// Starts a thread of the lowest priority that takes the pages of block memory that was never used. It
+    /// ends when it has all of them, is refused one, or the memory is dropped.
+    pub fn prefault(self: &Arc<Self>) {
+        let memory = Arc::downgrade(self);
+        let take = move || {
+            // Of this thread. Without it the pages are taken at the usual priority.
+            let _ = rustix::process::setpriority_process(None, 19);
+            while let Some(memory) = memory.upgrade() {
+                match memory.shared.supply.region.prefault_block() {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        tracing::info!(
+                            bytes = memory.capacity_bytes(),
+                            "all pages of block memory are taken"
+                        );
+                        return;
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "memory_store.prefault ended early; requests take the other pages");
+                        return;
+                    }
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("prefault".to_owned()).spawn(take) {
+            tracing::warn!(%error, "memory_store.prefault is off: no thread");
         }
     }
 

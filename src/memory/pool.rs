@@ -43,6 +43,13 @@ impl ReadPool {
         Ok(Self { region, budget, line, reader, freed: Arc::new(Notify::new()), waits: Arc::default() })
     }
 
+    /// Asks the kernel for huge pages for the buffers, or for none.
+    #[must_use]
+    pub fn with_huge_pages(self, is_wanted: bool) -> Self {
+        self.region.advise_huge_pages(is_wanted);
+        self
+    }
+
     /// The same buffers, taken for `app`, which counts `weight` beside others.
     pub fn of(&self, app: &AppId, weight: u32) -> Self {
         Self { reader: Reader { app: Some(app.clone()), weight }, ..self.clone() }

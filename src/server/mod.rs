@@ -55,7 +55,7 @@ use crate::listeners::http::java::{self, JavaHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_places};
 use crate::listeners::tcp::TcpServer;
-use crate::memory::{Backing, Memory, Owner, huge_pages_of};
+use crate::memory::{Backing, Memory, Owner, Prefault, describe_huge_pages};
 use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
@@ -220,6 +220,9 @@ impl Worker {
         let (tickets_every, apps_every) = (config.service.ticket_check_interval, config.app.check_interval());
         let expiry = move || Arc::clone(&service.lifecycle).run_expiry(tickets_every, apps_every);
         self.background.spawn_again("expiry", expiry);
+        if config.memory.prefault == Prefault::Idle {
+            self.memory.prefault();
+        }
         if self.memory.is_kept() {
             let (memory, tasks) = (Arc::clone(&self.memory), self.background.clone());
             let ahead = move || {
@@ -523,7 +526,7 @@ async fn open_memory(
     };
     kept::refuse_left(config, (server_id, silent), unused).await?;
     let section = &config.memory;
-    let huge_pages = huge_pages_of(&section.backing);
+    let huge_pages = describe_huge_pages(section);
     if section.backing.is_private() {
         tracing::info!(
             backing = %section.backing, huge_pages,

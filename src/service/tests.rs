@@ -76,6 +76,7 @@ fn memory_config(backing: crate::memory::Backing) -> MemoryConfig {
         tickets_max: 100,
         blocks_max: 10_000,
         backing,
+        ..MemoryConfig::default()
     }
 }
 

@@ -142,6 +142,7 @@ impl Bench {
             tickets_max: 100,
             blocks_max: 10_000_000,
             backing: Default::default(),
+            ..MemoryConfig::default()
         };
         let memory = Memory::new(&config, registry).context("memory")?;
         let disk = SeekDisk::new();

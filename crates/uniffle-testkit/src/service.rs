@@ -57,6 +57,7 @@ impl Default for ServiceBuilder {
                 heap_bytes: 96 << 20,
                 blocks_max: 10_000,
                 backing: Default::default(),
+                ..MemoryConfig::default()
             },
             flush: FlushConfig {
                 limits: quiet(),

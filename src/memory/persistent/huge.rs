@@ -1,17 +1,21 @@
-//! Whether memory is given in huge pages, and what to set where it is not. Only said: small pages do as well, for more of the CPU.
+//! Describes for the log whether block memory gets huge pages.
 
 use std::path::Path;
 
+use super::super::config::MemoryConfig;
 use super::file::Backing;
 
 const SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 const PRIVATE: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
-/// What the machine says of memory of `backing`, in words.
+/// Describes the pages that block memory gets by the configuration and the settings of the machine.
 #[must_use]
-pub fn said_of(backing: &Backing) -> String {
+pub fn describe(config: &MemoryConfig) -> String {
+    if !config.has_huge_block_pages() {
+        return "no (memory_store.huge_pages)".to_owned();
+    }
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let verdict = match backing {
+    let verdict = match &config.backing {
         Backing::Auto | Backing::Private => of_setting(PRIVATE, &read(PRIVATE)),
         Backing::Memfd => of_setting(SHMEM, &read(SHMEM)),
         Backing::Directory(path) => of_mount(path, &read(SHMEM), &read("/proc/self/mountinfo")),

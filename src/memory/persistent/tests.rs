@@ -37,6 +37,7 @@ fn config(backing: Backing) -> MemoryConfig {
         tickets_max: 1000,
         blocks_max: 2000,
         backing,
+        ..MemoryConfig::default()
     }
 }
 

@@ -41,7 +41,7 @@ impl Mapping {
         assert!(front_bytes.is_multiple_of(BLOCK_BYTES), "segments begin at a block's boundary");
         let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
         let whole = bytes.checked_add(front_bytes).ok_or_else(too_large)?;
-        let (start, backing) = backend::map_shared(file, front_bytes, whole)?;
+        let (start, backing) = backend::map_shared(file, whole)?;
         // SAFETY: the mapping has `front_bytes` and `bytes` from `start` on.
         let base = unsafe { start.add(front_bytes) };
         Ok(Self { base, bytes, front_bytes, backing })
@@ -61,6 +61,12 @@ impl Mapping {
     pub(super) fn at(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(offset + len <= self.bytes, "range {offset}+{len} of a region of {}", self.bytes);
         self.base.as_ptr().wrapping_add(offset)
+    }
+
+    /// Asks the kernel for huge pages, or for none. The front gets small pages: it is used in small pieces.
+    pub(super) fn advise_huge_pages(&self, is_wanted: bool) {
+        backend::advise_huge_pages(self.front_at(0), self.front_bytes, false);
+        backend::advise_huge_pages(self.at(0, self.bytes), self.bytes, is_wanted);
     }
 
     /// Bytes before the segments.
@@ -147,20 +153,12 @@ mod backend {
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no memory in use.
         let start = unsafe { mmap_anonymous(null_mut(), with_slack, access, flags) }?;
         let aligned = start.wrapping_byte_add(start.addr().next_multiple_of(BLOCK_BYTES) - start.addr());
-        // SAFETY: the range lies in the mapping just made. Advice for huge pages changes no content.
-        // Its failure only costs speed (a kernel without transparent huge pages), so it is not an error.
-        let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
         let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
         Ok((base, Backing { start, bytes: with_slack, file: None }))
     }
 
-    /// As [`map`], the first `bytes` of `file`. Huge pages where the machine gives them to shared memory, but for the front, which
-    /// comes and goes in small pieces.
-    pub(super) fn map_shared(
-        file: impl AsFd,
-        front_bytes: usize,
-        bytes: usize,
-    ) -> io::Result<(NonNull<u8>, Backing)> {
+    /// Like [`map`], for the first `bytes` of `file`.
+    pub(super) fn map_shared(file: impl AsFd, bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
         let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: as in `map`; addresses only, which nobody can access.
@@ -176,12 +174,15 @@ mod backend {
             unmap(&backing);
             return Err(error.into());
         }
-        // SAFETY: as in `map`.
-        let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
-        // SAFETY: as in `map`; the front is a part of it.
-        let _advised = unsafe { madvise(aligned, front_bytes, Advice::LinuxNoHugepage) };
         let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
         Ok((base, backing))
+    }
+
+    pub(super) fn advise_huge_pages(start: *mut u8, bytes: usize, is_wanted: bool) {
+        let advice = if is_wanted { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+        // SAFETY: the range lies in the mapping, and the advice changes no content. Its failure only costs
+        // speed (a kernel without transparent huge pages), so it is not an error.
+        let _advised = unsafe { madvise(start.cast(), bytes, advice) };
     }
 
     /// Takes the pages of `range` out of the file.
@@ -287,6 +288,8 @@ mod backend {
         // SAFETY: as there.
         unsafe { start.write_bytes(0, bytes) };
     }
+
+    pub(super) fn advise_huge_pages(_: *mut u8, _: usize, _: bool) {}
 
     pub(super) fn populate(_: &Backing, _: *mut u8, _: Range<usize>) -> io::Result<()> {
         Ok(())

@@ -69,6 +69,29 @@ impl Region {
         self.map.bytes as u64
     }
 
+    /// Asks the kernel for huge pages, or for none (the default of a new mapping is the machine's). Pages
+    /// that are in use stay as they are.
+    pub fn advise_huge_pages(&self, is_wanted: bool) {
+        self.map.advise_huge_pages(is_wanted);
+    }
+
+    /// Takes the pages of one block that was never used. Returns false if there is none left.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn prefault_block(&self) -> io::Result<bool> {
+        if self.pages.is_some() {
+            let ready = self.ready_bytes();
+            self.take_pages(ready.saturating_add(BLOCK_BYTES as u64).min(self.capacity_bytes()))?;
+            return Ok(self.ready_bytes() > ready);
+        }
+        // While its pages are taken the block is in use, so that no sender waits for them.
+        let Some(offset) = self.buddy.lock().take_fresh() else { return Ok(false) };
+        let populated = self.map.populate(offset..offset + BLOCK_BYTES);
+        self.buddy.lock().free(offset, BLOCK_BYTES);
+        populated.map(|()| true)
+    }
+
     /// Makes the end of the mapping short, which takes 0.1 s for each GB of small pages in use otherwise. In steps, since others
     /// of the process that map something wait for one.
     pub fn unlink_pages(&self) {

@@ -232,3 +232,26 @@ fn file_content_survives_unlinked_pages() {
     }
     assert_eq!(frozen(&mut segments[7], b"more").as_ref(), b"more");
 }
+
+#[test]
+fn prefault_takes_each_fresh_block_once_and_frees_it() {
+    let region = Region::new(6 << 20).unwrap();
+    let budget = Budget::new(6 << 20);
+    let used = segment(&region, &budget, 2 << 20);
+    assert!(region.prefault_block().unwrap() && region.prefault_block().unwrap());
+    assert!(!region.prefault_block().unwrap());
+    assert_eq!((region.touched_bytes(), region.free_bytes()), (6 << 20, 4 << 20));
+    drop(used);
+    assert_eq!(region.free_bytes(), 6 << 20);
+}
+
+#[cfg(not(miri))]
+#[test]
+fn prefault_takes_the_pages_of_a_file() {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(4 << 20).unwrap();
+    let region = Region::shared(&file, 0, 4 << 20).unwrap();
+    assert!(region.prefault_block().unwrap() && region.prefault_block().unwrap());
+    assert!(!region.prefault_block().unwrap());
+    assert_eq!(region.ready_bytes(), 4 << 20);
+}

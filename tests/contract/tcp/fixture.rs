@@ -83,6 +83,7 @@ impl TcpFixture {
             tickets_max: 10_000,
             blocks_max: 1_000_000,
             backing: Default::default(),
+            ..MemoryConfig::default()
         };
         let limits = Limits { high_watermark: 0.9, low_watermark: 0.5, ..quiet() };
         let default = ServiceBuilder::default();

@@ -29,6 +29,7 @@ fn memory_of(capacity_bytes: u64, blocks_max: u64) -> Arc<Memory> {
         tickets_max: 1000,
         blocks_max,
         backing: Default::default(),
+        ..MemoryConfig::default()
     };
     Memory::new(&config, &Registry::new()).unwrap()
 }
@@ -458,6 +459,7 @@ fn metrics_show_live_values() {
         tickets_max: 10,
         blocks_max: 10,
         backing: Default::default(),
+        ..MemoryConfig::default()
     };
     let memory = Memory::new(&config, &registry).unwrap();
     let buffer = buffer(&memory);
