@@ -21,7 +21,7 @@ use super::recovered::Recovered;
 use super::state::TierState;
 use super::{StoreError, StoreErrorKind};
 use crate::durability::{OnDamage, Scratch};
-use uniffle_io::ReadBuffers;
+use uniffle_io::{BLOCK_ALIGN, ReadBuffers};
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 
 /// A place below memory for sealed data.
@@ -406,6 +406,21 @@ impl ExtentData {
 }
 
 impl ExtentWrite {
+    /// Returns whether it has blocks, none of them empty, and their lengths agree with the bytes.
+    pub(super) fn is_consistent(&self) -> bool {
+        let blocks: u64 = self.blocks.iter().map(|block| u64::from(block.length)).sum();
+        let bytes: u64 = self.data.pieces().iter().map(|piece| piece.len() as u64).sum();
+        let stored = match self.data {
+            ExtentData::Aligned(_) => self.length.next_multiple_of(BLOCK_ALIGN as u64),
+            ExtentData::Pieces(_) => self.length,
+        };
+        let counted = !self.blocks.is_empty() && u32::try_from(self.blocks.len()).is_ok();
+        counted
+            && self.blocks.iter().all(|block| block.length > 0)
+            && blocks == self.length
+            && bytes == stored
+    }
+
     /// The bytes without the padding behind them.
     #[must_use]
     pub fn payload(&self) -> Vec<Bytes> {

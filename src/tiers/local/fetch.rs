@@ -1,5 +1,6 @@
-//! Reads outside of any stream: the index records of an extent, a range of a data log. For rare paths: nothing is cached,
-//! and nothing counts against the memory for reads.
+//! Reads outside of any stream: the index records of an extent, a range of a data log.
+//!
+//! For rare paths: nothing is cached, and the memory is not charged to the budget for reads.
 
 use std::io;
 use std::ops::{ControlFlow, Range};
@@ -15,12 +16,13 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 
-/// Records read at a time: whole ones, 256 KiB.
+/// Bytes of whole records that are read at a time.
 const VISITED_BYTES: usize = (256 << 10) / RECORD_BYTES * RECORD_BYTES;
 
 impl Core {
-    /// Shows the index records of an extent, from one on, with offsets in it, until `show` has enough. A few are read at a
-    /// time. From the first on all are checked together: what was shown counts if this returns `Ok`.
+    /// Calls `show` with the index records of an extent, beginning with record `from`, until it breaks. Their offsets are relative
+    /// to the extent. Few are read at a time. If `from` is 0, their checksum is verified at the end: they are valid only if this
+    /// returns `Ok`.
     pub(super) async fn visit_records(
         &self,
         shuffle: &Shuffle,
@@ -53,34 +55,22 @@ impl Core {
         Ok(())
     }
 
-    /// Reads a range of a data log around the page cache, whole disk blocks at a time: an extent fills its last one.
+    /// Reads a range of a data log around the page cache, in whole disk blocks: an extent fills its last one.
     pub(super) async fn read_again(
         &self,
         (shuffle, log): (&Shuffle, &Log),
         range: Range<u64>,
         mut take: impl FnMut(&[u8]),
     ) -> Result<(), StoreError> {
-        self.read_range((shuffle, log), Mode::ReadDirect, range, |bytes| take(bytes)).await
-    }
-
-    /// Reads a range of a log.
-    pub(super) async fn read_range(
-        &self,
-        (shuffle, log): (&Shuffle, &Log),
-        mode: Mode,
-        range: Range<u64>,
-        mut take: impl FnMut(&[u8]),
-    ) -> Result<(), StoreError> {
         let failed = |error| self.read_failed(shuffle, log, error);
-        let file = self.files.open_read(log, mode).await.map_err(failed)?;
-        let align = if mode == Mode::ReadDirect { BLOCK_ALIGN } else { 1 };
+        let file = self.files.open_read(log, Mode::ReadDirect).await.map_err(failed)?;
         let mut at = range.start;
         while at < range.end {
-            let start = at - at % align as u64;
+            let start = at - at % BLOCK_ALIGN as u64;
             let skip = usize::try_from(at - start).unwrap_or(0);
             let left = usize::try_from(range.end - start).unwrap_or(usize::MAX);
             let part = left.min(READ_CHUNK_BYTES_MAX);
-            let blocks = part.next_multiple_of(align);
+            let blocks = part.next_multiple_of(BLOCK_ALIGN);
             let reading = file.read(ReadTarget::one(Box::new(vec![0; blocks]), 0..blocks, start));
             let target = within(self.config.read_timeout, async {
                 let (target, result) = reading.await;
@@ -93,7 +83,7 @@ impl Core {
         Ok(())
     }
 
-    /// A read that failed: the disk's doing, unless the file is being removed.
+    /// Returns the error of a failed read. It counts against the disk unless the file is being removed.
     fn read_failed(&self, shuffle: &Shuffle, log: &Log, error: io::Error) -> StoreError {
         match shuffle.is_purged() || log.is_released() {
             true => StoreError::io(log.full_path(), error),

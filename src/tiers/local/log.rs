@@ -1,18 +1,18 @@
 //! A data or index log: one append-only file of one shuffle on one disk.
 //!
-//! Ranges are reserved, never given back. A log that saw an error or a timeout is closed for writing forever, so a
-//! late write can only land on a range that no other write was given.
+//! A reserved range is never returned. A log that saw an error or a timeout is closed for writing forever, so a late write can
+//! only land on a range of its own. One `fdatasync` of a log serves all callers that wait for it.
 
+use std::io;
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::disk::LocalDisk;
-use super::sync::Syncs;
 use uniffle_io::{BLOCK_ALIGN, FileId, Lane};
 
-/// Longest log: extents keep their offset as a 32-bit number of blocks. A longer one is continued in a new file.
+/// Maximum length of a log: extents store their offset as a 32-bit number of blocks.
 pub(super) const LOG_BYTES_MAX: u64 = (u32::MAX as u64) * BLOCK_ALIGN as u64;
 
 /// What a log holds.
@@ -32,7 +32,7 @@ impl LogKind {
         }
     }
 
-    /// Where its writes queue on a disk.
+    /// Returns the I/O class of its writes.
     pub(super) fn lane(self) -> Lane {
         match self {
             Self::Data => Lane::Bulk,
@@ -40,7 +40,7 @@ impl LogKind {
         }
     }
 
-    /// The kind of a file by its extension.
+    /// Returns the kind of a file with this extension.
     pub(super) fn of(extension: &str) -> Option<Self> {
         [Self::Data, Self::Index].into_iter().find(|kind| kind.extension() == extension)
     }
@@ -51,32 +51,32 @@ impl LogKind {
 pub(super) struct Log {
     /// Unique in the process: key of cached descriptors.
     pub(super) id: u64,
-    /// Place in the shuffle's table of logs.
+    /// Index in the shuffle's table of logs.
     pub(super) slot: u16,
     pub(super) kind: LogKind,
     pub(super) disk: Arc<LocalDisk>,
     /// Relative to the disk's root.
     pub(super) path: PathBuf,
-    /// Its number among the shuffle's files on this disk.
+    /// Number among the shuffle's files on this disk.
     pub(super) number: u32,
     next: AtomicU64,
     closed: AtomicBool,
-    /// Ranges of it that were reserved and are not published yet.
+    /// Number of reserved ranges that are not published yet.
     uses: AtomicU32,
-    /// Nothing of it is needed any more.
+    /// No extent is left in it.
     released: AtomicBool,
-    /// Its file is being removed, or is gone.
+    /// The file is being removed, or is gone.
     removed: AtomicBool,
-    /// Its file was created, or found by a start.
+    /// The file was created, or found by a start.
     exists: AtomicBool,
     /// Identity of the file that was created.
     file: OnceLock<FileId>,
-    /// Its file was removed, replaced or cut short by somebody else ...
+    /// Another program removed, replaced or truncated the file ...
     vanished: AtomicBool,
-    /// ... and somebody sees to what was in it.
+    /// ... and its extents are being marked as lost.
     loss_begun: AtomicBool,
-    pub(super) syncs: Syncs,
-    /// Its descriptors may not be cached any more; guarded by the lock of the cache.
+    pub(super) syncs: GroupCommit,
+    /// Its descriptors must not be cached. Guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
 }
 
@@ -89,7 +89,7 @@ impl Log {
         (path, number): (PathBuf, u32),
     ) -> Self {
         let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
-        let (syncs, uses) = (Syncs::default(), AtomicU32::new(0));
+        let (syncs, uses) = (GroupCommit::default(), AtomicU32::new(0));
         let (released, removed) = (AtomicBool::new(false), AtomicBool::new(false));
         let (exists, vanished, loss_begun) =
             (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
@@ -114,14 +114,14 @@ impl Log {
         }
     }
 
-    /// It was found with so many bytes, and is only read.
+    /// Adopts a file of `bytes` bytes that a start found. It is only read.
     pub(super) fn adopt(&self, bytes: u64) {
         self.next.store(bytes, Ordering::Relaxed);
         self.exists.store(true, Ordering::Release);
         self.close();
     }
 
-    /// Its file was created.
+    /// Notes that the file was created.
     pub(super) fn created(&self, file: Option<FileId>) {
         if let Some(file) = file {
             self.file.get_or_init(|| file);
@@ -129,44 +129,44 @@ impl Log {
         self.exists.store(true, Ordering::Release);
     }
 
-    /// Whether `file`, which was opened by its path, is the one that was created.
+    /// Returns whether `file`, which was opened by path, is the file that was created.
     pub(super) fn is_file(&self, file: Option<FileId>) -> bool {
         self.file.get().copied().zip(file).is_none_or(|(created, opened)| created == opened)
     }
 
-    /// Whether its file must be in its directory.
+    /// Returns whether the file must be in its directory.
     pub(super) fn must_exist(&self) -> bool {
         self.exists.load(Ordering::Acquire)
             && !(self.is_released() || self.is_removed() || self.has_vanished())
     }
 
-    /// Closes it for writing, since its file is not what it was.
+    /// Closes the log for writing, because another program changed its file.
     pub(super) fn set_vanished(&self) {
         self.close();
         self.vanished.store(true, Ordering::SeqCst);
     }
 
-    /// Whether its file was removed, replaced or cut short by somebody else.
+    /// Returns whether another program removed, replaced or truncated the file.
     pub(super) fn has_vanished(&self) -> bool {
         self.vanished.load(Ordering::SeqCst)
     }
 
-    /// Whether the caller is the one that sees to what was in a file that has vanished.
+    /// Returns whether the caller must mark the extents of a vanished file as lost. True once.
     pub(super) fn begin_loss(&self) -> bool {
         self.has_vanished() && !self.loss_begun.swap(true, Ordering::AcqRel)
     }
 
-    /// Bytes that were reserved or found.
+    /// Returns the bytes that were reserved or found.
     pub(super) fn bytes(&self) -> u64 {
         self.next.load(Ordering::Relaxed)
     }
 
-    /// Whether nothing is written to it any more and nothing of it waits to be published. That stays so.
+    /// Returns whether no write to it is possible and no range of it waits to be published. This is permanent.
     pub(super) fn is_settled(&self) -> bool {
         !self.is_open() && self.uses.load(Ordering::Acquire) == 0
     }
 
-    /// Nothing of it is needed any more: its file is to be removed, and who still reads it finds the same bytes elsewhere.
+    /// Marks the file for removal. A reader that still uses it finds the same bytes in the object store.
     pub(super) fn release(&self) {
         self.released.store(true, Ordering::Release);
     }
@@ -175,18 +175,18 @@ impl Log {
         self.released.load(Ordering::Acquire)
     }
 
-    /// The file is the caller's to remove; none when it is another's, or is gone.
+    /// Starts the removal of the file. Returns `None` if another caller removes it, or it is gone.
     pub(super) fn begin_removal(&self) -> Option<Removal<'_>> {
         let is_ours = !self.removed.swap(true, Ordering::AcqRel);
         is_ours.then_some(Removal { log: self, is_done: false })
     }
 
-    /// Whether its file is being removed, or is gone.
+    /// Returns whether the file is being removed, or is gone.
     pub(super) fn is_removed(&self) -> bool {
         self.removed.load(Ordering::Acquire)
     }
 
-    /// A range of `bytes` that is the caller's alone; `None` when the log is closed, has `limit` bytes, or would grow too long.
+    /// Reserves a range of `bytes` bytes. Returns its offset, or `None` if the log is closed or would exceed `limit`.
     pub(super) fn reserve(&self, bytes: u64, limit: u64) -> Option<u64> {
         let fits = |next: u64| {
             next.checked_add(bytes).filter(|end| *end <= LOG_BYTES_MAX && (next == 0 || *end <= limit))
@@ -201,7 +201,7 @@ impl Log {
         reserved
     }
 
-    /// Closes it for writing, forever.
+    /// Closes the log for writing, permanently.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
@@ -210,13 +210,13 @@ impl Log {
         !self.closed.load(Ordering::Acquire)
     }
 
-    /// The whole path, for messages.
+    /// Returns the absolute path, for messages.
     pub(super) fn full_path(&self) -> PathBuf {
         self.disk.io.root().join(&self.path)
     }
 }
 
-/// A log's file is being removed. When this is dropped before that is done, another may do it.
+/// Removal of a log's file. If dropped before [`Removal::done`], another caller may remove it.
 #[derive(Debug)]
 pub(super) struct Removal<'a> {
     log: &'a Log,
@@ -224,7 +224,7 @@ pub(super) struct Removal<'a> {
 }
 
 impl Removal<'_> {
-    /// The file is gone from its place.
+    /// Notes that the file is gone.
     pub(super) fn done(mut self) {
         self.is_done = true;
     }
@@ -238,12 +238,12 @@ impl Drop for Removal<'_> {
     }
 }
 
-/// A log of which a range was reserved: it is not settled before this is gone.
+/// Guard of a reserved range: the log is not settled while it exists.
 #[derive(Debug)]
 pub(super) struct LogUse(Arc<Log>);
 
 impl LogUse {
-    /// Under the lock under which the log stops to be the current one.
+    /// Called under the lock that replaces the current log.
     pub(super) fn of(log: &Arc<Log>) -> Self {
         log.uses.fetch_add(1, Ordering::AcqRel);
         Self(Arc::clone(log))
@@ -267,5 +267,48 @@ impl Deref for LogUse {
 impl Drop for LogUse {
     fn drop(&mut self) {
         self.0.uses.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Group commit of a log.
+///
+/// A caller takes a number and waits for the sync in progress. The next sync covers all numbers that were taken before it began.
+/// After a failed sync all later ones are refused: it is unknown what is on the device, because Linux marks the pages clean and
+/// lets the next sync succeed. A cancelled sync counts as failed.
+#[derive(Debug, Default)]
+pub(super) struct GroupCommit {
+    /// Writes that have ended.
+    written: AtomicU64,
+    state: tokio::sync::Mutex<SyncState>,
+}
+
+#[derive(Debug, Default)]
+struct SyncState {
+    /// Number of writes that are on the device.
+    durable: u64,
+    /// A sync failed, or is in progress.
+    unverified: bool,
+}
+
+impl GroupCommit {
+    /// Waits until everything that the caller has written is on the device. Runs `sync` unless the sync of another caller covers it.
+    ///
+    /// # Errors
+    /// This or an earlier sync failed: the log must not be written any more.
+    pub(super) async fn cover(&self, sync: impl Future<Output = io::Result<()>>) -> io::Result<()> {
+        let number = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let mut state = self.state.lock().await;
+        if state.durable >= number {
+            return Ok(());
+        }
+        if state.unverified {
+            return Err(io::Error::other("an earlier sync of this file failed"));
+        }
+        let covered = self.written.load(Ordering::Acquire);
+        // Until `sync` has ended: the caller may be cancelled.
+        state.unverified = true;
+        sync.await?;
+        (state.durable, state.unverified) = (covered, false);
+        Ok(())
     }
 }

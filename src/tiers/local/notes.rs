@@ -14,19 +14,19 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 /// The purges of a store that are not noted yet.
 #[derive(Debug, Default)]
 pub(super) struct PurgeNotes {
-    pending: Mutex<Pending>,
+    pending: Mutex<PendingPurges>,
     /// The last round that came to its end. Locked while one is under way.
     ended: tokio::sync::Mutex<u64>,
 }
 
 #[derive(Debug, Default)]
-struct Pending {
+struct PendingPurges {
     shuffles: Vec<Arc<Shuffle>>,
     /// Rounds that have begun, also those that were dropped.
     begun: u64,
 }
 
-impl Pending {
+impl PendingPurges {
     fn forget_noted(&mut self) {
         self.shuffles.retain(|shuffle| !shuffle.purge_is_noted());
     }

@@ -1,10 +1,9 @@
-//! The publish lane: one per shuffle, where extents get their base and become visible.
+//! Publishing: under one lock per shuffle, extents get their base and become visible.
 //!
-//! Bases are promises to clients, so they are durable before they are visible: the group goes to an index log first.
-//! A group whose append failed stays *pending*: the same bytes (same sequence, same bases) are appended to another
-//! index log before anything later publishes. That also holds when the writer no longer waits or was cancelled, since
-//! the outcome of its append is then unknown. Blocks may so be published although their writer saw an error and wrote
-//! them again; clients drop duplicates by id, and nothing is ever missing.
+//! Bases are promises to clients, so a group is appended to an index log before its extents are visible. A group whose append
+//! failed stays pending: the same bytes (same sequence and bases) are appended to another index log before any later group.
+//! This also holds if the writer was cancelled, because the outcome of its append is unknown. So blocks may be published
+//! although their writer saw an error and wrote them again: clients drop duplicates by id, and no block is missing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +13,8 @@ use super::disk::{LocalDisk, within};
 use super::extent::Extent;
 use super::failures::wants_new_file;
 use super::files::Mode;
-use super::lane::{Lane, Pending};
 use super::log::{Log, LogKind, LogUse};
+use super::pending::{PendingGroup, PublishState};
 use super::shuffle::Shuffle;
 use super::write::WrittenBatch;
 use crate::metrics::clamped;
@@ -24,11 +23,11 @@ use uniffle_io::Vanished;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;
 
-/// The file of data that was written so long before its index group is looked at again: another program may have removed it.
+/// Age after which a data file is verified before its index group is published: another program may have removed it.
 const VERIFIED_AFTER: Duration = Duration::from_millis(100);
 
 impl Writer {
-    /// Makes a written batch durable and visible; its place among the shuffle's batches.
+    /// Makes a written batch durable and visible. Returns its sequence among the shuffle's batches.
     pub(super) async fn publish(
         &self,
         shuffle: &Arc<Shuffle>,
@@ -36,24 +35,29 @@ impl Writer {
         extents: &[ExtentWrite],
         is_last: bool,
     ) -> Result<u64, StoreError> {
-        let mut lane = shuffle.lane.lock().await;
-        self.settle(shuffle, &mut lane, is_last).await?;
+        let mut state = shuffle.publish_lock.lock().await;
+        self.settle(shuffle, &mut state, is_last).await?;
         if batch.log.has_vanished() {
             return Err(StoreError::io(batch.log.full_path(), Vanished::File.into()));
         }
-        let sequence = lane.next_sequence;
+        let sequence = state.next_sequence;
         let bases = |partition| shuffle.stream_bytes(partition);
         let place = (&batch.log, batch.offset);
-        lane.pending = Some(Pending::new((shuffle.incarnation, sequence), place, extents, bases));
-        lane.next_sequence += 1;
-        self.settle(shuffle, &mut lane, is_last).await?;
+        state.pending = Some(PendingGroup::new((shuffle.incarnation, sequence), place, extents, bases));
+        state.next_sequence += 1;
+        self.settle(shuffle, &mut state, is_last).await?;
         Ok(sequence)
     }
 
     /// Appends the pending group, if there is one, and makes it visible.
-    async fn settle(&self, shuffle: &Arc<Shuffle>, lane: &mut Lane, is_last: bool) -> Result<(), StoreError> {
+    async fn settle(
+        &self,
+        shuffle: &Arc<Shuffle>,
+        state: &mut PublishState,
+        is_last: bool,
+    ) -> Result<(), StoreError> {
         shuffle.require_present()?;
-        let Some(pending) = &lane.pending else {
+        let Some(pending) = &state.pending else {
             return Ok(());
         };
         let (log, offset) = self.append_group(shuffle, pending, is_last).await?;
@@ -78,11 +82,11 @@ impl Writer {
             self.lose_vanished(shuffle);
             StoreError::io(log.full_path(), Vanished::File.into())
         });
-        lane.pending = None;
+        state.pending = None;
         vanished.map_or(Ok(()), Err)
     }
 
-    /// Looks whether the file of a log is still there. Whatever else may be wrong with it is found out by its readers.
+    /// Marks a log whose file has vanished. Its readers find any other damage.
     async fn verify(&self, log: &Log) {
         let Ok(file) = self.writer(log).await else { return };
         let verified = within(self.core.config.name_timeout, file.verify()).await;
@@ -92,9 +96,9 @@ impl Writer {
     }
 
     /// Caches the records of new extents: readers ask for them first.
-    fn keep_records(&self, shuffle: &Shuffle, pending: &Pending, extents: &[(PartitionId, Extent)]) {
+    fn keep_records(&self, shuffle: &Shuffle, pending: &PendingGroup, extents: &[(PartitionId, Extent)]) {
         for ((_, extent), place) in extents.iter().zip(&pending.group.places) {
-            let start = usize::try_from(place.offset).expect("a place lies in the group");
+            let start = usize::try_from(place.offset).expect("records are inside the group");
             let bytes = extent.blocks as usize * RECORD_BYTES;
             if !self.core.records.takes(bytes) {
                 continue;
@@ -105,11 +109,11 @@ impl Writer {
         }
     }
 
-    /// Appends a group's bytes to the index log of its data's disk, or of any other that takes them.
+    /// Appends a group to the index log of its data's disk, or of any other disk that takes it.
     async fn append_group(
         &self,
         shuffle: &Arc<Shuffle>,
-        pending: &Pending,
+        pending: &PendingGroup,
         is_last: bool,
     ) -> Result<(LogUse, u64), StoreError> {
         let bytes = pending.group.bytes.len() as u64;
@@ -147,7 +151,7 @@ impl Writer {
         &self,
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
-        pending: &Pending,
+        pending: &PendingGroup,
     ) -> Result<(LogUse, u64), StoreError> {
         let bytes = pending.group.bytes.clone();
         let (log, offset) = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;

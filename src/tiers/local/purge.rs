@@ -1,8 +1,8 @@
-//! Removing shuffles, and what the store does from time to time.
+//! Purges and periodic maintenance.
 //!
-//! A purge marks the shuffle, is written to the metadata log, waits until no file of it is being created, renames its
-//! directories into the trash and deletes them there. What cannot be removed now (a hung disk, a cancelled purge) stays on a list and is tried again
-//! by [`LocalStore::maintain_once`].
+//! A purge marks the shuffle, is written to the metadata log, waits until none of its files is being created, renames its
+//! directories into the trash and deletes them there. A removal that fails or is cancelled stays queued, and
+//! [`LocalStore::maintain_once`] retries it.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -16,8 +16,8 @@ use prometheus::IntGaugeVec;
 
 use super::core::Core;
 use super::disk::{APPS, LocalDisk, used_ratio, within};
-use super::forgotten::{Forgotten, dropped_aside};
 use super::log::Log;
+use super::removal::{DetachedShuffle, drop_blocking};
 use super::shuffle::Shuffle;
 use super::store::LocalStore;
 use crate::clock::{Instant, sleep};
@@ -28,25 +28,25 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 use crate::metrics::clamped;
 
 impl LocalStore {
-    /// Forgets a shuffle and removes its files. From the first poll on it is unknown: writes under way end with
-    /// `Purged` and leave nothing behind. An unknown shuffle is fine.
+    /// Purges a shuffle, if it is known, and removes its files. From the first poll on it is unknown: writes in progress end with
+    /// `Purged` and leave no file.
     pub async fn purge(&self, key: &ShuffleKey) {
-        if let Some(forgotten) = self.forget_shuffle(key) {
-            dropped_aside(vec![forgotten]).await;
+        if let Some(detached) = self.forget_shuffle(key) {
+            drop_blocking(vec![detached]).await;
             self.run_pending_deletes(None).await;
         }
     }
 
-    /// Forgets all shuffles of an app and removes their files and the app's empty directories.
+    /// Purges all shuffles of an application, and removes their files and the application's empty directories.
     pub async fn purge_app(&self, app: &AppId) {
         let keys: Vec<_> =
             self.shuffles.iter().filter(|it| it.key().app == *app).map(|it| it.key().clone()).collect();
-        dropped_aside(keys.iter().filter_map(|key| self.forget_shuffle(key)).collect()).await;
+        drop_blocking(keys.iter().filter_map(|key| self.forget_shuffle(key)).collect()).await;
         self.remove_files(app).await;
     }
 
-    /// For a process that makes way for another: begins no part of a removal any more, and waits for those under way. What was
-    /// forgotten is noted as such, and the rest of it is the successor's to remove.
+    /// Stops removals before a hand-over: starts no further part, and waits for those in progress. The purges are logged, so the
+    /// successor removes the rest.
     pub async fn cease_removals(&self) {
         join_all(self.core.disks.iter().map(|disk| disk.cease_removals())).await;
     }
@@ -57,20 +57,19 @@ impl LocalStore {
         join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk, app)).collect::<Vec<_>>()).await;
     }
 
-    /// Removes from a disk what may be deleted there, and the directory of `app` if nothing is left in it, or leaves that to
-    /// others who are at it; what fails stays on its list. Directories of apps go with the last shuffle's files, which may be on
-    /// the list because of another app's purge.
+    /// Works off the deletion queue of a disk, and removes the directory of `app` if it is empty, unless enough workers do that
+    /// already. A failed removal stays queued.
     async fn run_deletes(&self, disk: &LocalDisk, app: Option<&AppId>) {
-        // A purge that is not so far finds its own on the list when it is.
+        // A purge that is not ready yet works off the queue itself later.
         let is_ready =
             |shuffle: &Shuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_noted();
-        let Some(mut work) = self.deletes[disk.index].begin(app) else { return };
+        let Some(mut work) = self.deletions[disk.index].begin(app) else { return };
         while let Some(mut emptied) = work.take(is_ready) {
             while let Some(shuffle) = work.next() {
                 if disk.removals_cease.is_cancelled() {
                     return;
                 }
-                // Removals on a bad disk hang: they wait for a probe that succeeds.
+                // Removals on an unhealthy disk hang: they wait for a successful probe.
                 let is_removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
                 if is_removed {
                     self.core.metrics.deleted_bytes.inc_by(shuffle.forgotten_bytes(disk).unwrap_or(0));
@@ -99,8 +98,8 @@ impl LocalStore {
 
     async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
         let started = Instant::now();
-        // Files being created come first (each step has a deadline); none is begun any more. Another disk's removal does not wait
-        // for this one's.
+        // Waits for files that are being created (each step has a deadline); no further one is. Removals on other disks do not wait
+        // for this one.
         drop(shuffle.gate.write().await);
         if let Some(trash) = disk.discard(&shuffle.directory).await? {
             disk.delete(&trash, self.core.config.purge_timeout).await?;
@@ -111,53 +110,51 @@ impl LocalStore {
         Ok(())
     }
 
-    /// Of a disk that is bad it stays for a sweep.
+    /// Removes the directory of an application. A sweep removes that of an unhealthy disk.
     async fn remove_app_directory(&self, disk: &LocalDisk, app: &AppId) {
         if !disk.is_healthy() {
             return;
         }
         let directory = Path::new(APPS).join(app.as_str());
         let removal = disk.io.remove_dir(&directory);
-        // Absent, or not empty because the app registered again: both are fine.
+        // It may be absent, or not empty because the application registered again.
         let removed = within(self.core.config.name_timeout, removal).await;
         if let Some(error) = removed.err().filter(|error| error.kind() == io::ErrorKind::TimedOut) {
             disk.note(&error);
         }
     }
 
-    /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`] after what is
-    /// returned is dropped. Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere, and that a
-    /// cancelled purge has happened or has not.
-    pub fn forget_shuffle(&self, key: &ShuffleKey) -> Option<Forgotten> {
-        // Noted as pending while it is still known: a sweep looks at those that are known first, and must find it in one of the two.
+    /// Purges a shuffle without removing its files: [`LocalStore::remove_files`] does that once the returned value is dropped.
+    /// Synchronous, so that the caller can remove the shuffle elsewhere in the same step, and a cancelled purge is atomic.
+    pub fn forget_shuffle(&self, key: &ShuffleKey) -> Option<DetachedShuffle> {
+        // Added while the shuffle is still known: a sweep lists known shuffles first, and must find it in one of the two.
         let pending = |_: &ShuffleKey, shuffle: &Arc<Shuffle>| {
             self.pending_purges.add(Arc::clone(shuffle));
             true
         };
         let (_, shuffle) = self.shuffles.remove_if(key, pending)?;
-        let forgotten = Forgotten::new(&self.core, Arc::clone(&shuffle));
+        let detached = DetachedShuffle::new(&self.core, Arc::clone(&shuffle));
         for disk in shuffle.touched_disks() {
-            self.deletes[disk].add(Arc::clone(&shuffle));
+            self.deletions[disk].add(Arc::clone(&shuffle));
         }
-        Some(forgotten)
+        Some(detached)
     }
 
-    /// Forgets a shuffle whose files stay where they are, for a later process.
+    /// Drops a shuffle from memory. Its files stay for a later process.
     pub fn leave(&self, key: &ShuffleKey) {
         let Some(shuffle) = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle)) else { return };
-        // Before it is unknown: a sweep looks at those that are known first.
+        // Before it is unknown: a sweep lists known shuffles first.
         self.left.lock().insert(shuffle.incarnation);
         self.shuffles.remove(key);
-        drop(Forgotten::new(&self.core, shuffle));
+        drop(DetachedShuffle::new(&self.core, shuffle));
     }
 
-    /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
+    /// Removes the files of all purged shuffles, and the directory of `app` if it is empty.
     pub async fn remove_files(&self, app: &AppId) {
         self.run_pending_deletes(Some(app)).await;
     }
 
-    /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait
-    /// for each other.
+    /// Measures space, retries removals, closes idle descriptors, and sets the gauges. Disks do not wait for each other.
     pub async fn maintain_once(&self) {
         join_all(self.core.disks.iter().map(|disk| self.measure(disk)).collect::<Vec<_>>()).await;
         self.metadata.settle().await;
@@ -166,7 +163,7 @@ impl LocalStore {
     }
 
     async fn measure(&self, disk: &LocalDisk) {
-        // One that hangs is asked by its probe.
+        // The probe asks a disk that hangs.
         if disk.condition() != DiskCondition::Hung && disk.require_attached().await.is_err() {
             return;
         }
@@ -179,7 +176,7 @@ impl LocalStore {
         }
     }
 
-    /// Empties the trash and removes what is to be removed, files of what was moved too. May take as long as the file system likes.
+    /// Empties the trash, and removes queued shuffles and empty data logs. Takes as long as the file system needs.
     async fn clean(&self, disk: &LocalDisk) {
         if disk.removals_cease.is_cancelled() {
             return;
@@ -206,12 +203,12 @@ impl LocalStore {
         self.core.set_gauges();
     }
 
-    /// Sets the gauges to what holds now, for reads of them between two maintenance rounds.
+    /// Sets the gauges to their current values, between two maintenance rounds.
     pub fn refresh_metrics(&self) {
         self.core.set_gauges();
     }
 
-    /// Writes and reads back random bytes on every disk: a sick one that succeeds takes batches again.
+    /// Writes and reads back random bytes on every disk. An unhealthy disk that succeeds takes batches again.
     pub async fn probe(&self) {
         join_all(self.core.disks.iter().map(|disk| self.probe_disk(disk)).collect::<Vec<_>>()).await;
         self.core.set_gauges();
@@ -223,8 +220,8 @@ impl LocalStore {
         }
     }
 
-    /// Looks whether all files of shuffles are there, and removes directories of ours that belong to no shuffle: what a call
-    /// that hung through a purge made afterwards.
+    /// Verifies that all files of shuffles exist, and removes directories that belong to no shuffle: a call that hung during a
+    /// purge may have created them afterwards.
     pub async fn sweep(&self) {
         join_all(self.core.disks.iter().map(|disk| self.sweep_sound(disk)).collect::<Vec<_>>()).await;
     }
@@ -233,7 +230,7 @@ impl LocalStore {
         if disk.is_healthy()
             && let Err(error) = self.look_for_files(disk).await
         {
-            tracing::warn!(disk = %disk.label, %error, "it cannot be looked whether all files are there");
+            tracing::warn!(disk = %disk.label, %error, "cannot verify that all data files exist");
         }
         if disk.is_healthy()
             && !disk.has_unread()
@@ -243,12 +240,12 @@ impl LocalStore {
         }
     }
 
-    /// Finds files of shuffles that other programs have removed: what was in them is lost.
+    /// Finds files of shuffles that other programs have removed, and marks their extents as lost.
     async fn look_for_files(&self, disk: &LocalDisk) -> io::Result<()> {
         let shuffles: Vec<_> = self.shuffles.iter().map(|shuffle| Arc::clone(&*shuffle)).collect();
         for shuffle in shuffles.iter().filter(|shuffle| shuffle.found(disk).is_some()) {
             let must_exist = |log: &Arc<Log>| log.disk.index == disk.index && log.must_exist();
-            // Before the list: what is created meanwhile is not missed.
+            // Taken before the directory is listed, so that files created meanwhile are not missed.
             let mut missing: Vec<_> = shuffle.logs().into_iter().filter(must_exist).collect();
             if missing.is_empty() {
                 continue;
@@ -262,7 +259,7 @@ impl LocalStore {
                 let name = log.path.file_name().unwrap_or_default();
                 names.iter().any(|it| it.as_str() == name)
             };
-            // What this worker removes itself is not missing.
+            // Files that this worker removes are not missing.
             missing.retain(|log| !is_there(log) && log.must_exist() && !shuffle.is_purged());
             if missing.is_empty() {
                 continue;
@@ -285,14 +282,14 @@ impl LocalStore {
                 found.extend(incarnation.map(|incarnation| (incarnation, app.join(name))));
             }
         }
-        // Listed first, looked up second: a directory is only made for a shuffle that is registered, so one without
-        // a shuffle now will never have one again. What was left for a later process is not for this one to remove, and what is purged
-        // goes once the log knows that: until then a start would miss the files of a shuffle that it knows.
+        // Listed first, looked up second: a directory is created only for a registered shuffle, so one without a shuffle now never
+        // has one again. Files left for a later process stay. Files of a purged shuffle stay until the purge is logged: until then a
+        // start would miss the files of a shuffle that it knows.
         let mut alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
         alive.extend(self.pending_purges.incarnations());
         alive.extend(self.left.lock().iter());
         for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
-            // A file by such a name is nobody's, and is left alone.
+            // A file with such a name is not ours.
             let listed = within(deadline, disk.io.list(path)).await;
             if !listed.is_err_and(|error| error.kind() == io::ErrorKind::NotADirectory) {
                 disk.discard(path).await?;
@@ -300,7 +297,7 @@ impl LocalStore {
         }
         let idle = |app: &&String| !self.shuffles.iter().any(|it| it.key().app.as_str() == app.as_str());
         for app in apps.iter().filter(idle) {
-            // One that is not empty stays.
+            // A directory that is not empty stays.
             within(deadline, disk.io.remove_dir(&Path::new(APPS).join(app))).await.ok();
         }
         Ok(())
@@ -321,7 +318,7 @@ impl LocalStore {
         }
     }
 
-    /// A probe is never later than it was asked for, also when it is wanted more often than space is measured.
+    /// Returns the shorter of the two intervals, so that probes are in time even if they are more frequent than measurements.
     fn pause(&self) -> Duration {
         let config = &self.core.config;
         config.space_interval.min(config.probe_interval)
@@ -331,7 +328,7 @@ impl LocalStore {
         let mut last_probe = Instant::now();
         loop {
             self.measure(disk).await;
-            // One that hangs or is elsewhere serves no reads: it is asked again as soon as possible.
+            // A disk that hangs or is detached serves no reads: it is probed as soon as possible.
             let is_silent = matches!(disk.condition(), DiskCondition::Hung | DiskCondition::Detached);
             if is_silent || last_probe.elapsed() >= self.core.config.probe_interval {
                 self.probe_disk(disk).await;

@@ -429,7 +429,7 @@ impl<'a> Rebuild<'a> {
         }
         let extents: usize = partitions.values().map(Partition::known_extents).sum();
         self.core.metrics.extents.add(clamped(extents));
-        self.shuffle.lane.lock().await.resume_at(next_sequence);
+        self.shuffle.publish_lock.lock().await.resume_at(next_sequence);
         self.shuffle.restore(Restored { partitions, first_base });
         self.remove_left_over().await;
         let recovered = RecoveredShuffle {

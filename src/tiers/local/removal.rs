@@ -1,34 +1,176 @@
-//! Deleting without holding up what is written meanwhile.
+//! Removal of shuffles from the disks without delaying writers.
 //!
-//! A file system may take seconds to free a large log, most of all one that is mounted with `discard`, and batches to the
-//! same device wait meanwhile. So a directory goes in parts, one at a time on each disk, and as long as batches are on their way
-//! there, each part is followed by a pause that is longer than it took. A disk that is short of room gets no pauses.
-//!
-//! A worker that makes way for a successor begins no part any more: no caller waits for gigabytes to go. What is left lies in the
-//! trash, which the successor empties.
+//! A shuffle is detached from readers and writers first; then its directories wait in the deletion queue of each disk. A file
+//! system may take seconds to free a large log, above all if mounted with `discard`, and writes to the device wait meanwhile. So
+//! a directory is deleted in parts, one at a time per disk. While batches are written to the disk, a pause follows each part that
+//! is longer than the part took, unless the disk is short of space. A worker that hands over starts no further part: its
+//! successor empties the trash.
 
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::disk::{LocalDisk, TRASH, within};
-use crate::clock::{Instant, sleep};
+use parking_lot::Mutex;
 
-/// Freed in one go.
+use super::core::Core;
+use super::disk::{LocalDisk, TRASH, within};
+use super::extent::NO_LOG;
+use super::shuffle::Shuffle;
+use super::streams::Streams;
+use crate::clock::{Instant, sleep};
+use crate::metrics::clamped;
+use uniffle_wire::types::AppId;
+
+/// Bytes of one part.
 const PART_BYTES: u64 = 16 << 20;
-/// A pause is so many times as long as what it follows: three quarters of the time are for batches.
+/// Length of a pause relative to the part before it: three quarters of the time are left to writes.
 const PAUSE_FACTOR: u32 = 3;
-/// The shortest pause: a file system discards what was freed only after the call.
+/// Minimum pause: a file system discards freed blocks only after the call.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
-/// The longest.
+/// Maximum pause.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
+/// Maximum number of workers of one queue. With two, a queue makes progress while one worker waits for a file of a shuffle that
+/// is being created on another disk. A disk that hangs blocks no more than these.
+const WORKERS_MAX: usize = 2;
+
+/// A purged shuffle: not readable or writable any more. Dropping it removes its extents from gauges and caches.
+///
+/// A shuffle is detached under a lock that registrations wait for, and may have hundreds of thousands of extents. They are
+/// visited when this is dropped. Its files are not removed before.
+#[derive(Debug)]
+#[must_use = "dropped under a lock it delays registrations"]
+pub struct DetachedShuffle {
+    core: Arc<Core>,
+    shuffle: Arc<Shuffle>,
+    streams: Streams,
+}
+
+impl DetachedShuffle {
+    /// Marks `shuffle` as purged, and takes its extents.
+    pub(super) fn new(core: &Arc<Core>, shuffle: Arc<Shuffle>) -> Self {
+        let streams = shuffle.mark_purged();
+        Self { core: Arc::clone(core), shuffle, streams }
+    }
+}
+
+impl Drop for DetachedShuffle {
+    fn drop(&mut self) {
+        let Self { core, shuffle, streams } = self;
+        let known = || streams.extents().filter(|extent| extent.index_log != NO_LOG);
+        core.metrics.extents.sub(clamped(known().count()));
+        core.records.forget(streams.extents().map(|extent| shuffle.records_key(extent)));
+        let logs = shuffle.logs();
+        let mut bytes = vec![0; core.disks.len()];
+        for extent in known() {
+            if let Some(log) = logs.get(usize::from(extent.data_log)) {
+                bytes[log.disk.index] += extent.length;
+            }
+        }
+        for log in logs {
+            core.files.forget(&log);
+        }
+        shuffle.set_forgotten(bytes);
+    }
+}
+
+/// Drops detached shuffles on a blocking thread, also if the caller is cancelled.
+pub(super) async fn drop_blocking(detached: Vec<DetachedShuffle>) {
+    // A panic has been logged, and nothing else can be done about it here.
+    let _dropped = tokio::task::spawn_blocking(move || drop(detached)).await;
+}
+
+/// Directories to delete from one disk. Each disk has its own queue, so a slow one delays no other.
+#[derive(Debug, Default)]
+pub(super) struct DeletionQueue(Mutex<Queued>);
+
+#[derive(Debug, Default)]
+struct Queued {
+    /// Shuffles whose directories are to be deleted.
+    shuffles: VecDeque<Arc<Shuffle>>,
+    /// Applications whose directories are to be deleted if empty.
+    apps: HashSet<AppId>,
+    workers: usize,
+}
+
+impl DeletionQueue {
+    pub(super) fn add(&self, shuffle: Arc<Shuffle>) {
+        self.0.lock().shuffles.push_back(shuffle);
+    }
+
+    /// Adds `app` and starts a worker. Returns `None` if enough workers run: they continue until no entry is ready.
+    pub(super) fn begin(&self, app: Option<&AppId>) -> Option<DeletionWorker<'_>> {
+        let mut queued = self.0.lock();
+        queued.apps.extend(app.cloned());
+        if queued.workers == WORKERS_MAX {
+            return None;
+        }
+        queued.workers += 1;
+        let (left, failed) = (VecDeque::new(), VecDeque::new());
+        Some(DeletionWorker { queue: self, left, failed, is_counted: true })
+    }
+}
+
+/// A worker of a deletion queue. When dropped, it returns its remaining shuffles to the queue. A cancelled purge so leaves at most
+/// empty directories of applications, which a sweep finds.
+#[derive(Debug)]
+pub(super) struct DeletionWorker<'a> {
+    queue: &'a DeletionQueue,
+    left: VecDeque<Arc<Shuffle>>,
+    /// Shuffles that this worker does not retry.
+    failed: VecDeque<Arc<Shuffle>>,
+    is_counted: bool,
+}
+
+impl DeletionWorker<'_> {
+    /// Takes all queued shuffles that are ready, for [`DeletionWorker::next`]. Returns the queued applications, or `None` if nothing
+    /// is left to do: the worker has ended.
+    pub(super) fn take(&mut self, is_ready: impl Fn(&Shuffle) -> bool) -> Option<HashSet<AppId>> {
+        let mut queued = self.queue.0.lock();
+        queued.shuffles.retain(|shuffle| {
+            let takes = is_ready(shuffle);
+            if takes {
+                self.left.push_back(Arc::clone(shuffle));
+            }
+            !takes
+        });
+        if self.left.is_empty() && queued.apps.is_empty() {
+            // Under the lock: whoever found enough workers relies on one that looks again.
+            queued.workers -= usize::from(std::mem::take(&mut self.is_counted));
+            return None;
+        }
+        Some(std::mem::take(&mut queued.apps))
+    }
+
+    /// Returns the next shuffle.
+    pub(super) fn next(&self) -> Option<Arc<Shuffle>> {
+        self.left.front().map(Arc::clone)
+    }
+
+    /// Finishes the next shuffle.
+    pub(super) fn done(&mut self, is_removed: bool) {
+        let next = self.left.pop_front();
+        self.failed.extend(next.filter(|_| !is_removed));
+    }
+}
+
+impl Drop for DeletionWorker<'_> {
+    fn drop(&mut self) {
+        let mut queued = self.queue.0.lock();
+        queued.shuffles.append(&mut self.failed);
+        queued.shuffles.append(&mut self.left);
+        queued.workers -= usize::from(self.is_counted);
+    }
+}
+
 impl LocalDisk {
-    /// Deletes a directory or a file in the trash; one that is gone already is fine. `deadline` is that of each part. Dropped, it
-    /// leaves the rest in the trash.
+    /// Deletes a directory or file in the trash, if it exists. `deadline` applies to each part. If dropped, the rest stays in the
+    /// trash.
     ///
     /// # Errors
-    /// `Interrupted` once removals cease: the rest is left likewise.
+    /// `Interrupted` once removals cease: the rest stays in the trash too.
     pub(super) async fn delete(&self, path: &Path, deadline: Duration) -> io::Result<()> {
         loop {
             let turn = self.removals_cease.run_until_cancelled(self.removals.acquire()).await;
@@ -48,10 +190,10 @@ impl LocalDisk {
         }
     }
 
-    /// Begins no part of a removal any more, and waits for the one that is under way.
+    /// Stops removals from starting further parts, and waits for the part in progress.
     pub(super) async fn cease_removals(&self) {
         self.removals_cease.cancel();
-        // Nobody else waits for a turn any more.
+        // No other removal waits for its turn now.
         drop(self.removals.acquire().await);
     }
 

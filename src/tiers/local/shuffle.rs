@@ -14,8 +14,8 @@ use super::damaged::DamagedBlocks;
 use super::disk::{APPS, LocalDisk, Occupied};
 use super::extent::{Extent, ExtentList, NO_LOG};
 use super::failures::FailedReads;
-use super::lane::Lane;
 use super::log::{Log, LogKind};
+use super::pending::PublishState;
 use super::streams::{Partition, Partitions, Streams};
 use crate::budget::Budget;
 use crate::durability::Incarnation;
@@ -54,7 +54,7 @@ pub(super) struct Shuffle {
     is_partly_out_of_reach: AtomicBool,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
     first_base: AtomicU64,
-    pub(super) lane: tokio::sync::Mutex<Lane>,
+    pub(super) publish_lock: tokio::sync::Mutex<PublishState>,
 }
 
 /// A shuffle on one disk; exists once something was to be written there.
@@ -111,7 +111,7 @@ impl Shuffle {
             damaged: DamagedBlocks::default(),
             is_partly_out_of_reach: AtomicBool::new(false),
             first_base: AtomicU64::new(0),
-            lane: tokio::sync::Mutex::default(),
+            publish_lock: tokio::sync::Mutex::default(),
         }
     }
 

@@ -16,10 +16,10 @@ use super::append::Writer;
 use super::batch::Published;
 use super::config::SyncWrites;
 use super::core::Core;
-use super::deletes::Deletes;
 use super::disk::{LocalDisk, TRASH, within};
 use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
+use super::removal::DeletionQueue;
 use super::shuffle::Shuffle;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
@@ -69,8 +69,8 @@ pub struct LocalStore {
     pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     pub(super) next_incarnation: AtomicU64,
     pub(super) min_disks: AtomicUsize,
-    /// What is to be deleted, by disk.
-    pub(super) deletes: Vec<Deletes>,
+    /// By disk.
+    pub(super) deletions: Vec<DeletionQueue>,
     pub(super) metadata: MetadataLog,
     pub(super) scratch: Arc<Scratch>,
     /// Shuffles that are gone, of which the metadata log does not know it yet.
@@ -102,7 +102,7 @@ impl LocalStore {
             shuffles: DashMap::new(),
             next_incarnation: AtomicU64::new(1),
             min_disks: AtomicUsize::new(core.config.min_disks),
-            deletes: core.disks.iter().map(|_| Deletes::default()).collect(),
+            deletions: core.disks.iter().map(|_| DeletionQueue::default()).collect(),
             metadata,
             pending_purges: PurgeNotes::default(),
             recovered: Mutex::default(),

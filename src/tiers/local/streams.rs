@@ -75,7 +75,7 @@ impl Partition {
     /// Appends an extent that begins where the stream ends.
     pub(super) fn push(&mut self, extent: Extent) {
         // A stream with a hole or an overlap would mix blocks up for every reader.
-        assert_eq!(self.bytes, extent.base, "bases are assigned in the publish lane");
+        assert_eq!(self.bytes, extent.base, "bases are assigned under the publish lock");
         self.bytes += extent.length;
         self.blocks += u64::from(extent.blocks);
         self.extents.push(extent);

@@ -10,8 +10,8 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
-use super::forgotten::dropped_aside;
 use super::read::{DataRead, IndexRead};
+use super::removal::drop_blocking;
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
@@ -122,10 +122,10 @@ impl Tier for LocalStore {
     }
 
     fn forget(self: Arc<Self>, app: &AppId, keys: &[ShuffleKey], _: Purge) -> Option<BoxFuture<'static, ()>> {
-        let forgotten = keys.iter().filter_map(|key| self.forget_shuffle(key)).collect();
+        let detached = keys.iter().filter_map(|key| self.forget_shuffle(key)).collect();
         let app = app.clone();
         let remove = async move {
-            dropped_aside(forgotten).await;
+            drop_blocking(detached).await;
             self.remove_files(&app).await;
         };
         Some(remove.boxed())

@@ -1,8 +1,8 @@
-//! The data half of a write: one batch becomes one contiguous range of one data log.
+//! Writing the data of a batch: one contiguous range of one data log.
 //!
-//! Extents begin on block boundaries. What is aligned in memory goes to the disk as it lies, many partitions per
-//! call; everything else is gathered through staging buffers. A writer that needs another staging buffer writes the one
-//! it holds first, so writers cannot starve each other.
+//! Extents begin on block boundaries. Aligned memory is written without a copy, many partitions per call; other memory is
+//! gathered through staging buffers. A writer that needs another staging buffer writes out the one it holds first, so writers
+//! cannot starve each other.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,11 +20,11 @@ use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::AlignedBuffer;
 
-/// Bytes of one write call: large enough that calls do not matter, small enough that its deadline means a hung disk
-/// and not a slow one (16 MiB in 60 s).
+/// Maximum bytes of one write call: large enough that the number of calls does not matter, small enough that a missed deadline
+/// means a hung disk and not a slow one (16 MiB in 60 s).
 const CALL_BYTES_MAX: usize = 16 << 20;
 
-/// Pieces of one write call: one `pwritev`.
+/// Maximum number of pieces of one write call (one `pwritev`).
 const CALL_PIECES_MAX: usize = 1024;
 
 /// Where a batch was written.
@@ -34,31 +34,16 @@ pub(super) struct WrittenBatch {
     pub(super) offset: u64,
 }
 
-/// Checks that a batch does not contradict itself and returns the bytes it occupies in a data log.
+/// Checks that a batch is consistent. Returns the bytes that it occupies in a data log.
 pub(super) fn validate(shuffle: &Shuffle, extents: &[ExtentWrite]) -> Result<u64, StoreError> {
-    let mut total = 0u64;
     let counts_fit = !extents.is_empty() && u32::try_from(extents.len()).is_ok();
-    let consistent = |extent: &ExtentWrite| {
-        let blocks: u64 = extent.blocks.iter().map(|block| u64::from(block.length)).sum();
-        let bytes: u64 = extent.data.pieces().iter().map(|piece| piece.len() as u64).sum();
-        let stored = match extent.data {
-            ExtentData::Aligned(_) => occupied_bytes(extent.length),
-            ExtentData::Pieces(_) => extent.length,
-        };
-        let no_empty_block = extent.blocks.iter().all(|block| block.length > 0);
-        let counted = !extent.blocks.is_empty() && u32::try_from(extent.blocks.len()).is_ok();
-        counted && no_empty_block && blocks == extent.length && bytes == stored
-    };
-    for extent in extents {
-        if !counts_fit || !consistent(extent) {
-            return Err(shuffle.error(StoreErrorKind::InvalidBatch));
-        }
-        total += occupied_bytes(extent.length);
+    if !counts_fit || !extents.iter().all(ExtentWrite::is_consistent) {
+        return Err(shuffle.error(StoreErrorKind::InvalidBatch));
     }
-    if total == 0 { Err(shuffle.error(StoreErrorKind::InvalidBatch)) } else { Ok(total) }
+    Ok(extents.iter().map(|extent| occupied_bytes(extent.length)).sum())
 }
 
-/// True when every piece can be written as it lies.
+/// Returns whether every piece can be written without a copy.
 fn is_aligned(pieces: &[Bytes]) -> bool {
     pieces.iter().all(|piece| {
         piece.as_ptr().addr().is_multiple_of(BLOCK_ALIGN) && piece.len().is_multiple_of(BLOCK_ALIGN)
@@ -66,7 +51,7 @@ fn is_aligned(pieces: &[Bytes]) -> bool {
 }
 
 impl Writer {
-    /// Writes a batch of `bytes` to one disk. An error closes the log and counts against the disk.
+    /// Writes a batch of `bytes` bytes to one disk. An error closes the log and counts against the disk.
     pub(super) async fn write_batch(
         &self,
         shuffle: &Shuffle,
@@ -108,12 +93,12 @@ impl Writer {
         }
         call.push_staging(staging.take()).await?;
         call.send().await?;
-        assert_eq!(call.at, end, "a batch fills exactly what was reserved for it");
+        assert_eq!(call.at, end, "a batch fills its reserved range");
         Ok(())
     }
 }
 
-/// A write call that is being put together.
+/// A write call that is being assembled.
 struct Call<'a> {
     writer: &'a Writer,
     to: Target<'a>,
@@ -168,7 +153,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// The given buffer when it has room, else a new one; never waits for one while holding another.
+    /// Returns the given buffer if it has room, else a new one. Never waits for a buffer while holding another.
     async fn staging_with_room(
         &mut self,
         staging: Option<AlignedBuffer>,

@@ -70,11 +70,10 @@ impl Prepared {
             let payload = extent.payload();
             let invalid = || StoreError::new(StoreErrorKind::InvalidBatch, extent.partition.to_string());
             let blocks = u32::try_from(extent.blocks.len()).map_err(|_| invalid())?;
-            let length: u64 = extent.blocks.iter().map(|block| u64::from(block.length)).sum();
-            let held: u64 = payload.iter().map(|piece| piece.len() as u64).sum();
-            if blocks == 0 || length != extent.length || held != length || length == 0 {
+            if !extent.is_consistent() {
                 return Err(invalid());
             }
+            let length = extent.length;
             let records: Bytes = records_of(&extent.blocks).into();
             let (partition, records_crc) = (extent.partition, crc32fast::hash(&records));
             prepared.bytes += length;

@@ -1,4 +1,6 @@
-//! The publish lane of a shuffle, as values: what is to be appended next, and where its extents are then.
+//! State under the publish lock of a shuffle: the next sequence, and the index group that is not appended yet.
+//!
+//! Pure: no I/O. Extents get their bases when their group is created, and their place in an index log when it is appended.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,35 +14,35 @@ use crate::tiers::ExtentWrite;
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::PartitionId;
 
-/// State of a shuffle's lane.
+/// State under a shuffle's publish lock.
 #[derive(Debug, Default)]
-pub(super) struct Lane {
+pub(super) struct PublishState {
     pub(super) next_sequence: u64,
-    pub(super) pending: Option<Pending>,
+    pub(super) pending: Option<PendingGroup>,
 }
 
-/// A group that is to be appended.
+/// An index group that is not appended yet.
 #[derive(Debug)]
-pub(super) struct Pending {
+pub(super) struct PendingGroup {
     pub(super) group: EncodedGroup,
-    /// Complete but for the place of their records.
+    /// Complete except for the place of their records.
     extents: Vec<(PartitionId, Extent)>,
-    /// Disk of the data: the index goes there too when it can.
+    /// Disk of the data, and the preferred disk of the group.
     pub(super) disk: Arc<LocalDisk>,
-    /// The log of the data stays until its extents are visible.
+    /// Keeps the log of the data until its extents are visible.
     data: LogUse,
-    /// When its data was written.
+    /// Time at which the data was written.
     pub(super) since: Instant,
 }
 
-impl Lane {
-    /// Goes on behind what an earlier process published.
+impl PublishState {
+    /// Continues after the sequences of an earlier process.
     pub(super) fn resume_at(&mut self, sequence: u64) {
         self.next_sequence = sequence;
     }
 }
 
-impl Pending {
+impl PendingGroup {
     /// Creates the group of `writes`, whose data is at `offset` of `data`. Streams continue at `stream_bytes`.
     pub(super) fn new(
         (incarnation, sequence): (u64, u64),
