@@ -126,7 +126,11 @@ impl Claims<'_> {
         let mut known = mounts::recall(self.claimed.values(), deadline).await;
         let mut mounted = Vec::new();
         for (place, disk) in empty {
-            match known.require_mounted(&*disk, deadline).await {
+            let is_mounted = match self.config.require_mounted {
+                Some(false) => Ok(()),
+                _ => known.require_mounted(&*disk, deadline).await,
+            };
+            match is_mounted {
                 Ok(()) => {
                     require_own_disk(&*disk, self.config).await?;
                     mounted.push((place, disk));

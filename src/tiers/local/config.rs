@@ -92,9 +92,10 @@ section! {
         /// Take over at the start what an earlier process left in the data paths; false deletes it.
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
-        /// What an empty data directory is at a start. true: a new one if it is on a mount point other than /, else the start is
-        /// refused. false: a new one. Default: a new one, but a start is refused where all are empty and the object store or
-        /// memory_store.backing knows that this worker's had data, since their disks may not be mounted.
+        /// How a start treats an empty data directory. false: as a new one. true: as a new one if it is on a mount point other than
+        /// /; else the start is refused. Default: as a new one, unless its disk seems not to be mounted: an empty directory whose
+        /// mount point was another one before is left out, and the start is refused if all are empty and the object store or
+        /// memory_store.backing knows that this worker had data.
         #[key("localfile_store.require_mounted", optional(flag()), Restart, example "true")]
         pub require_mounted: Option<bool> = None,
         /// Who reads and writes: blocking = threads that wait, io_uring = one ring per disk (blocking where the kernel

@@ -60,8 +60,8 @@ impl Mounts {
             return Ok(());
         }
         let text = format!(
-            "it was on the mount point {} and is on {} now: mount the disk, or remove {MOUNTS} from the other directories to \
-             use the empty directory",
+            "it was on the mount point {} and is on {} now: mount the disk; if it is gone for good, start with \
+             localfile_store.require_mounted = false to use the empty directory",
             before.display(),
             now.point.display()
         );

@@ -73,6 +73,77 @@ async fn empty_directory_on_root_is_refused_if_mounts_are_required() {
     drop(open(&LocalConfig::default(), &other).await.unwrap());
 }
 
+/// Two data directories on disks of their own, with a shuffle that has a block on the second.
+async fn on_two_mounts() -> [TestDisk; 2] {
+    let disks = [TestDisk::new("/a/data"), TestDisk::new("/b/data")];
+    disks[0].memory.set_mount_point("/a");
+    disks[1].memory.set_mount_point("/b");
+    let (store, key) = (store_on(&disks).await, key("app", 1));
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    let mut id = 0;
+    while store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap().disk != 1 {
+        id += 1;
+    }
+    disks
+}
+
+/// Opens a store. Returns the paths in use, the ids of the only shuffle's blocks, and why its results are refused.
+async fn opened(
+    require_mounted: Option<bool>,
+    disks: [&TestDisk; 2],
+) -> (Vec<PathBuf>, Vec<u64>, Option<String>) {
+    let config = LocalConfig { require_mounted, ..LocalConfig::default() };
+    let store = open_with(config, disks.iter().map(|disk| disk.disk()).collect()).await.unwrap();
+    let heard = hear(&store).await;
+    let ids = super::present(&store, &key("app", 1), PartitionId(1)).await;
+    store.probe().await;
+    store.sweep().await;
+    store.maintain_once().await;
+    let paths = store.disks().iter().map(|disk| disk.path.clone()).collect();
+    (paths, ids, heard.shuffles[0].incomplete.clone())
+}
+
+#[tokio::test]
+async fn empty_directory_of_an_unmounted_disk_is_left_out() {
+    let disks = on_two_mounts().await;
+    let all = opened(None, [&disks[0], &disks[1]]).await;
+    let unmounted = TestDisk::new("/b/data");
+    unmounted.memory.set_mount_point("/");
+    for _ in 0..2 {
+        let (paths, _, incomplete) = opened(None, [&unmounted, &disks[0]]).await;
+        assert_eq!(paths, [Path::new("/a/data")]);
+        assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
+        assert!(unmounted.memory.files().is_empty(), "nothing was written");
+    }
+    // Mounted again, it has everything that it had.
+    assert_eq!(opened(None, [&disks[0], &disks[1]]).await, all);
+    // The operator says that the disk is gone for good.
+    let (paths, ..) = opened(Some(false), [&disks[0], &unmounted]).await;
+    assert_eq!(paths, [Path::new("/a/data"), Path::new("/b/data")]);
+}
+
+#[tokio::test]
+async fn new_disk_at_the_mount_point_of_another_is_taken() {
+    let disks = on_two_mounts().await;
+    let all = opened(None, [&disks[0], &disks[1]]).await;
+    let new = TestDisk::new("/b/data");
+    new.memory.set_mount_point("/b");
+    let (paths, ids, incomplete) = opened(None, [&disks[0], &new]).await;
+    assert_eq!(paths, all.0);
+    assert!(ids.len() < all.1.len(), "what was on it is lost");
+    assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
+    // The old one comes back: its blocks are served again.
+    let (_, ids, _) = opened(None, [&disks[0], &disks[1]]).await;
+    assert_eq!(ids, all.1);
+    // One that was on the root file system gets a disk of its own.
+    new.memory.set_mount_point("/");
+    opened(None, [&disks[0], &new]).await;
+    let own = TestDisk::new("/b/data");
+    own.memory.set_mount_point("/b");
+    assert_eq!(opened(None, [&disks[0], &own]).await.0.len(), 2);
+}
+
 #[tokio::test]
 async fn empty_directories_are_refused_if_their_data_is_known() {
     let open = async |disks: &[TestDisk], had_data: Option<&str>, require_mounted, recovery| {

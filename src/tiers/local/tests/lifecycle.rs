@@ -215,38 +215,6 @@ async fn worker_starts_with_only_a_read_only_disk() {
 }
 
 #[tokio::test]
-async fn unmounted_disk_is_left_out() {
-    let disks = [TestDisk::new("/a/data"), TestDisk::new("/b/data")];
-    disks[0].memory.set_mount_point("/a");
-    disks[1].memory.set_mount_point("/b");
-    drop(store_on(&disks).await);
-
-    let unmounted = TestDisk::new("/b/data");
-    unmounted.memory.set_mount_point("/");
-    for _ in 0..2 {
-        let store = open(vec![unmounted.disk(), disks[0].disk()]).await.unwrap();
-        assert_eq!(
-            store.disks().iter().map(|disk| disk.path.clone()).collect::<Vec<_>>(),
-            [Path::new("/a/data")]
-        );
-        assert_eq!(store.core.metrics.dirs_corrupted.get(), 1);
-        assert!(unmounted.memory.files().is_empty(), "nothing was written");
-    }
-    // It is back.
-    assert_eq!(store_on(&disks).await.disks().len(), 2);
-    // A new disk in its place.
-    let new = TestDisk::new("/b/data");
-    new.memory.set_mount_point("/b");
-    assert_eq!(open(vec![disks[0].disk(), new.disk()]).await.unwrap().disks().len(), 2);
-    // And one that was on the root file system gets a disk of its own.
-    new.memory.set_mount_point("/");
-    drop(open(vec![disks[0].disk(), new.disk()]).await.unwrap());
-    let own = TestDisk::new("/b/data");
-    own.memory.set_mount_point("/b");
-    assert_eq!(open(vec![disks[0].disk(), own.disk()]).await.unwrap().disks().len(), 2);
-}
-
-#[tokio::test]
 async fn empty_file_system_with_lost_and_found_is_accepted() {
     let disk = TestDisk::new("/mnt");
     disk.memory.create_dir_all(Path::new("lost+found")).await.unwrap();
