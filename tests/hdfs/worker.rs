@@ -51,7 +51,9 @@ async fn worker_without_remote_store_is_unhealthy_and_keeps_data() {
     }
     client.push(&key, SendForm::Classic, &sent).await.unwrap();
     wait_until("it is not ready", SETTLE_DEADLINE, || match worker.page("/health/ready") {
-        Err(answer) if answer.contains("503") && answer.contains("unhealthy") => Ok(()),
+        Err(answer) if answer.contains("503") && answer.contains("unhealthy: no remote store works") => {
+            Ok(())
+        }
         other => Err(format!("{other:?}")),
     });
     coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;

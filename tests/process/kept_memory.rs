@@ -464,6 +464,55 @@ async fn restart_serves_memory_before_verification() {
     block_in_place(|| worker.stop());
 }
 
+/// The disks are not mounted at one start, and are at the next: nothing of the memory is lost meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn empty_directories_are_refused_while_memory_has_blocks() {
+    let (_directory, memory) = directory();
+    let setup = Setup {
+        name: "unmounted",
+        capacity: "24MiB",
+        disks: 2,
+        memory,
+        tables: NEVER_FLUSHED,
+        ..Setup::default()
+    };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 2).await;
+    written.task(&client, 0, 14 << 10).await.expect("sent");
+    block_in_place(|| worker.kill());
+    let disks = worker.data_paths().to_vec();
+    let away = |path: &Path| path.with_extension("away");
+    for path in &disks {
+        std::fs::rename(path, away(path)).expect("it is there");
+        std::fs::create_dir(path).expect("its place is free");
+    }
+    let config = worker.config();
+    worker.launch_again_with(&config);
+    assert_eq!(block_in_place(|| worker.wait_end()).code(), Some(1), "{}", worker.log());
+    let log = worker.log();
+    for told in
+        ["memory_store.backing has 1 shuffles of this worker", "localfile_store.require_mounted = false"]
+    {
+        assert!(log.contains(told), "{told} is not in {log}");
+    }
+    for path in &disks {
+        assert_eq!(
+            std::fs::read_dir(path).expect("it is there").count(),
+            0,
+            "a claim would make it look used"
+        );
+        std::fs::remove_dir(path).expect("empty");
+        std::fs::rename(away(path), path).expect("its place is free");
+    }
+    block_in_place(|| worker.start_again());
+    let client = client_of(&worker).await;
+    written.assert_readable(&client).await;
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}
+
 /// A damaged block in a killed worker's memory is reported as lost; all others are served.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn damaged_block_in_memory_is_reported_lost() {

@@ -13,8 +13,8 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
-    ObjectStore, ObjectStoreExt as _, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
-    UploadPart,
+    ObjectStore, ObjectStoreExt as _, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    Result, UploadPart,
 };
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
@@ -63,6 +63,8 @@ pub enum Fault {
     Repeat,
     /// Waits for [`FaultyObjects::let_go`] and takes effect then.
     Hold,
+    /// Ignores the condition of a put, as some S3 servers ignore `If-Match` and `If-None-Match`.
+    Overwrite,
     /// Changes one byte of the read data.
     Flip,
     /// Truncates the read data.
@@ -203,6 +205,7 @@ impl FaultyObjects {
             | Fault::Pretend
             | Fault::Late
             | Fault::Repeat
+            | Fault::Overwrite
             | Fault::Flip
             | Fault::Cut => {}
         }
@@ -216,8 +219,11 @@ fn answered<T>(fault: Fault, result: Result<T>) -> Result<T> {
 
 #[async_trait]
 impl ObjectStore for FaultyObjects {
-    async fn put_opts(&self, path: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+    async fn put_opts(&self, path: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
         let fault = self.meet(Call::Put, path).await?;
+        if fault == Fault::Overwrite {
+            options.mode = PutMode::Overwrite;
+        }
         if fault == Fault::Pretend {
             let (e_tag, version, extensions) = (None, None, Default::default());
             return Ok(PutResult { e_tag, version, extensions });

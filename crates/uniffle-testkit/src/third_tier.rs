@@ -28,6 +28,7 @@ pub struct ThirdTier {
     /// Remote storage of the last registration.
     wanted: Mutex<Option<RemoteStorage>>,
     on_forget: Mutex<Option<Hook>>,
+    complaint: Mutex<Option<&'static str>>,
 }
 
 /// A callback of a test.
@@ -83,6 +84,11 @@ impl ThirdTier {
         *self.on_forget.lock() = Some(Hook(Box::new(call)));
     }
 
+    /// Sets the reason why the tier does not work, or removes it.
+    pub fn complain(&self, complaint: Option<&'static str>) {
+        *self.complaint.lock() = complaint;
+    }
+
     fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
         let found = self.shuffles.lock().get(key).cloned();
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
@@ -131,7 +137,7 @@ impl Tier for ThirdTier {
     fn state(&self) -> TierState {
         let keys: Vec<ShuffleKey> = self.shuffles.lock().keys().cloned().collect();
         let used_bytes = keys.iter().map(|key| self.usage(key).bytes).sum();
-        TierState { used_bytes, ..TierState::default() }
+        TierState { used_bytes, complaint: *self.complaint.lock(), ..TierState::default() }
     }
 
     fn prepare(self: Arc<Self>, wanted: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {

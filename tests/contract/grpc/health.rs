@@ -1,18 +1,20 @@
 //! A worker with failing disks, as its coordinator, clients and operators see it: docs/protocol.md
 //! §8.5.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::timeout;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{self, DecommissionRequest, ServerStatus, StatusCode};
 use uniffle_worker::service::WorkerState;
-use uniffle_worker::tiers::DiskCondition;
+use uniffle_worker::tiers::{DiskCondition, Tier};
 
 use super::blocks::{batch, blocks};
 use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::raw;
 use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
+use uniffle_testkit::third_tier::ThirdTier;
 
 /// The longest interval allowed. In between, only a change of state is reported.
 const SELDOM: &str = "heartbeat_interval_seconds = 3600";
@@ -61,6 +63,32 @@ async fn worker_is_unhealthy_while_too_few_disks_are_healthy() {
     drop(internal);
     fixture.finish().await;
     coordinator.stop().await;
+}
+
+/// As with MEMORY_HDFS, where no data directory could be the reason.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn readiness_gives_the_reason_of_the_only_tier() {
+    let tier = Arc::new(ThirdTier::default());
+    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
+    let ready = async || {
+        let http = fixture.worker.addresses().http;
+        let answer = reqwest::get(format!("http://{http}/health/ready")).await.unwrap();
+        (answer.status().as_u16(), answer.text().await.unwrap())
+    };
+    let until = async |status: u16| loop {
+        let (now, text) = timeout(Duration::from_secs(60), ready()).await.unwrap();
+        if now == status {
+            return text;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    until(200).await;
+    tier.complain(Some("no remote store works"));
+    let text = until(503).await;
+    assert!(text.contains("unhealthy: no remote store works"), "{text}");
+    tier.complain(None);
+    until(200).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

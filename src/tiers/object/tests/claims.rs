@@ -3,6 +3,7 @@
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
+use crate::telemetry::captured::CapturedLog;
 use crate::tiers::object::claim::claim_key;
 use crate::tiers::{Cause, StoreErrorKind};
 
@@ -92,4 +93,20 @@ async fn lost_response_to_a_claim_is_not_another_process() {
     let process = Process::start(&store).await;
     store.heal();
     process.register_noted(&key(1)).await;
+}
+
+#[tokio::test]
+async fn store_that_ignores_conditions_is_named_at_the_start() {
+    for ignores in [false, true] {
+        let (log, store) = (CapturedLog::of_this_thread(), FaultyObjects::default());
+        store.set(move |call, _| if ignores && call == Call::Put { Fault::Overwrite } else { Fault::None });
+        for _ in 0..2 {
+            Process::start(&store).await.register_noted(&key(1)).await;
+        }
+        let text = log.text();
+        let warnings = text.lines().filter(|line| line.contains("WARN") && line.contains("If-None-Match"));
+        let named =
+            warnings.filter(|line| line.contains("p/worker-1/!claim") && line.contains("start only one"));
+        assert_eq!(named.count(), if ignores { 2 } else { 0 }, "{text}");
+    }
 }
