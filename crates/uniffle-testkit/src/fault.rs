@@ -86,6 +86,8 @@ pub enum Fault {
 pub const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
 /// "No space left on device".
 pub const ENOSPC: i32 = rustix::io::Errno::NOSPC.raw_os_error();
+/// "File too large".
+pub const EFBIG: i32 = rustix::io::Errno::FBIG.raw_os_error();
 /// "Read-only file system".
 pub const EROFS: i32 = rustix::io::Errno::ROFS.raw_os_error();
 /// "Permission denied".

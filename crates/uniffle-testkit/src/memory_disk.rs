@@ -22,8 +22,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_io::{
-    BoxFuture, Disk, DiskLock, File, FileId, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, Vanished,
-    WriteOpen, require_inside,
+    BoxFuture, Disk, DiskLock, File, FileId, Media, Mount, Place, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
+    Vanished, WriteOpen, require_inside,
 };
 
 use self::tree::{Content, Stored, Tree, not_found};
@@ -45,6 +45,12 @@ impl MemoryDisk {
         let directories = BTreeSet::from([PathBuf::new()]);
         let tree = Tree { capacity_bytes, directories, ..Tree::default() };
         Self { root: root.into(), tree: Arc::new(Mutex::new(tree)) }
+    }
+
+    /// Returns the same directory under another path.
+    #[must_use]
+    pub fn by_another_path(&self, root: &str) -> Self {
+        Self { root: root.into(), tree: Arc::clone(&self.tree) }
     }
 
     /// Changes the capacity. Stored data stays.
@@ -152,6 +158,11 @@ impl MemoryDisk {
     /// Makes writes to removed files succeed, which a model of removed files must detect.
     pub fn lie_about_files(&self) {
         self.tree.lock().lies_about_files = true;
+    }
+
+    /// Hides that several paths lead to the directory, which a model of a start must detect.
+    pub fn lie_about_places(&self) {
+        self.tree.lock().lies_about_places = true;
     }
 
     /// Flips bits of one byte of a file, like a faulty disk.
@@ -367,6 +378,15 @@ impl Disk for MemoryDisk {
             let free_inodes = total_inodes.saturating_sub(tree.used_inodes());
             Ok(Space { total_bytes, free_bytes, total_inodes, free_inodes, file_system })
         })
+    }
+
+    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
+        let id = FileId { device: 0, inode: Arc::as_ptr(&self.tree).addr() as u64 };
+        let place = match self.tree.lock().lies_about_places {
+            true => Place { existing: None, rest: self.root.clone() },
+            false => Place { existing: Some(id), rest: PathBuf::new() },
+        };
+        Box::pin(std::future::ready(Ok(place)))
     }
 
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {

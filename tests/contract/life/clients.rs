@@ -206,6 +206,11 @@ impl History {
     pub(super) async fn purge_one(&mut self) {
         let Some(key) = self.known_key() else { return };
         let is_of_app = self.rng.random_bool(0.5);
+        let _ = self.purge(key, is_of_app).await;
+    }
+
+    /// Ends a shuffle, or its application. An error means that a start may find it again.
+    pub(super) async fn purge(&mut self, key: Key, is_of_app: bool) -> Result<(), ServiceError> {
         let lifecycle = &self.service().lifecycle;
         let ended = match (self.mutation == Mutation::NoEndLog, is_of_app) {
             (false, false) => lifecycle.end_shuffle(key.0, key.1).await,
@@ -223,6 +228,7 @@ impl History {
         if ended.is_ok() {
             self.ended.extend(keys);
         }
+        ended
     }
 
     /// Reports acknowledged blocks of a random shuffle as a task does.

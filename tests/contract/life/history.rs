@@ -122,6 +122,9 @@ impl History {
         if mutation == Mutation::NoLinkCount {
             disks.iter().for_each(|disk| disk.lie_about_files());
         }
+        if mutation == Mutation::NoPlaces {
+            disks.iter().for_each(|disk| disk.lie_about_places());
+        }
         let sync = if rng.random() { SyncWrites::Group } else { SyncWrites::Off };
         Self {
             rng,
@@ -220,6 +223,9 @@ impl History {
         let let_go = self.let_go.take().filter(|_| !all_disks);
         if let_go.is_none() && !all_disks && self.rng.random_bool(0.1) {
             self.start_unmounted().await;
+        }
+        if self.objects.is_none() && !all_disks && self.rng.random_bool(0.05) {
+            self.start_by_two_paths().await;
         }
         match &let_go {
             // Results are complete without this disk.
@@ -499,15 +505,20 @@ impl History {
             49..55 => self.process().flusher.flush_all(),
             55..57 => self.purge_one().await,
             57..61 => self.break_a_disk().await,
-            61..65 => self.heal_the_disks().await,
+            61..65 => self.recover_the_disks().await,
             65..72 => self.sleep_a_while().await,
             72..79 => self.report_some(true).await,
             79..86 => self.start_reader(),
             86 => self.hang_the_store().await,
             _ => self.step_readers().await,
         }
-        if self.objects.is_none() && self.rng.random_bool(0.01) {
-            self.remove_files();
+        if self.objects.is_none() {
+            match self.rng.random_range(0..300) {
+                0..3 => self.remove_files(),
+                3..6 => self.exceed_file_size().await,
+                6..9 => self.end_on_full_disks().await,
+                _ => {}
+            }
         }
         if self.rng.random_bool(0.3) {
             tokio::task::yield_now().await;
@@ -569,6 +580,13 @@ impl History {
         for faults in &self.faults {
             faults.clear();
             faults.release().await;
+        }
+    }
+
+    async fn recover_the_disks(&mut self) {
+        self.heal_the_disks().await;
+        if self.has_disks() && self.rng.random_bool(0.3) {
+            self.await_recovery().await;
         }
     }
 

@@ -14,6 +14,7 @@ mod objects;
 mod process;
 mod reader;
 mod recovered;
+mod refusals;
 mod tally;
 mod unmounted;
 
@@ -70,6 +71,14 @@ enum Mutation {
     NoLinkCount,
     /// The final flush obeys watermarks and earlier refusals.
     NoLastFlush,
+    /// A disk without space stays full although a probe can write again.
+    NoEndOfRefusal,
+    /// A disk counts as broken when one of its files is too large.
+    FileSizeBreaksDisk,
+    /// Two paths to one directory are treated as two directories.
+    NoPlaces,
+    /// Files of a shuffle are removed before its end is logged.
+    EarlySweep,
 }
 
 fn run_history(seed: u64, storage: Storage, mutation: Mutation) -> Tally {
@@ -215,6 +224,26 @@ fn appends_to_removed_files_fail_the_model() {
 #[test]
 fn stop_that_obeys_watermarks_fails_the_model() {
     must_be_noticed(Storage::Disks, Mutation::NoLastFlush);
+}
+
+#[test]
+fn refusal_without_end_fails_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoEndOfRefusal);
+}
+
+#[test]
+fn file_size_that_breaks_a_disk_fails_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::FileSizeBreaksDisk);
+}
+
+#[test]
+fn directory_taken_for_two_fails_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::NoPlaces);
+}
+
+#[test]
+fn files_removed_before_a_logged_end_fail_the_model() {
+    must_be_noticed(Storage::Disks, Mutation::EarlySweep);
 }
 
 #[test]

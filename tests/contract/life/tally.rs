@@ -35,6 +35,10 @@ tally!(
     failing_lists,
     removed_files,
     stops_above_watermark,
+    recovered_disks,
+    full_files,
+    refused_ends,
+    doubled_paths,
     damaged_metadata,
     damaged_claims,
     claims_written,
@@ -102,6 +106,10 @@ pub(crate) const DISK_EVENTS: &[&str] = &[
     "failing_lists",
     "removed_files",
     "stops_above_watermark",
+    "recovered_disks",
+    "full_files",
+    "refused_ends",
+    "doubled_paths",
     "damaged_metadata",
     "damaged_claims",
     "claims_written",
@@ -114,4 +122,5 @@ pub(crate) const DISK_EVENTS: &[&str] = &[
 pub(crate) const UNMOUNTED_EVENTS: &[&str] = &["unmounted_starts", "unmounted_refusals"];
 
 /// Events that need disks without an object store.
-pub(crate) const DISKS_ALONE_EVENTS: &[&str] = &["removed_files", "stops_above_watermark"];
+pub(crate) const DISKS_ALONE_EVENTS: &[&str] =
+    &["removed_files", "stops_above_watermark", "full_files", "refused_ends", "doubled_paths"];

@@ -75,6 +75,8 @@ pub(super) struct Tree {
     pub(super) lies: bool,
     /// Hides the removal of open files from their writers.
     pub(super) lies_about_files: bool,
+    /// Hides that two disks share the tree.
+    pub(super) lies_about_places: bool,
     pub(super) locked: BTreeSet<PathBuf>,
     /// Announced ranges and their bytes.
     pub(super) advised: Vec<(Range<u64>, Vec<u8>)>,
