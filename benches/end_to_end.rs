@@ -5,17 +5,7 @@
 //! which the worker seals and flushes. Reads request 8 MiB in responses of 1 MiB, from memory and
 //! from disk.
 //!
-//! # Reference numbers
-//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
-//!
-//! | 8 MiB | time |
-//! | --- | --- |
-//! | send, blocks of 1 KiB: classic, contiguous | 13.8 ms, 8.8 ms |
-//! | send, 16 KiB | 3.6 ms, 3.6 ms |
-//! | send, 1 MiB | 3.6 ms, 3.4 ms |
-//! | read, 1 KiB: from memory, from disk | 8.0 ms, 10.9 ms |
-//! | read, 16 KiB | 6.3 ms, 9.9 ms |
-//! | read, 1 MiB | 6.1 ms, 9.1 ms |
+//! Figures: `benches/notes/criterion.md`.
 
 #![allow(missing_docs, reason = "a benchmark")]
 #![allow(clippy::unwrap_used, reason = "a benchmark ends when something fails")]

@@ -4,16 +4,7 @@
 //! release, so that the region is warm as in a running worker. `copy` is the baseline: the same
 //! bytes and block size, copied into a warm 8 MiB buffer.
 //!
-//! # Reference numbers
-//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
-//!
-//! | what | time |
-//! | --- | --- |
-//! | allocator, 4 KiB, 64 KiB, 2 MiB | 114 ns, 97 ns, 78 ns |
-//! | append of 8 MiB in blocks of 14 KiB, and the copy alone | 405 µs, 85 µs (in cache) |
-//! | in blocks of 1 KiB | 1,147 µs, 71 µs |
-//! | walk of 8 MiB in blocks of 14 KiB, of 1 KiB | 7.6 µs, 86 µs |
-//! | extent of 8 MiB in blocks of 14 KiB, of 1 KiB | 1.3 µs, 10 µs |
+//! Figures: `benches/notes/criterion.md`.
 
 use std::hint::black_box;
 use std::sync::Arc;

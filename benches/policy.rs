@@ -3,15 +3,7 @@
 //! Run: `cargo bench --bench policy`. The selection runs on a runtime thread, so it must take only
 //! a few milliseconds. The preceding scan of the buffers is not included.
 //!
-//! # Reference numbers
-//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
-//!
-//! | what | time |
-//! | --- | --- |
-//! | victims of 100,000 partitions, 1 % or 25 % of the bytes | 0.33 ms |
-//! | 75 % | 3.1 ms |
-//! | all | 5.0 ms |
-//! | flush_goal | 4 ns |
+//! Figures: `benches/notes/criterion.md`.
 
 #![allow(missing_docs, reason = "a benchmark")]
 

@@ -2,16 +2,7 @@
 //!
 //! Run: `cargo bench --bench store`.
 //!
-//! # Reference numbers
-//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
-//!
-//! | what | time |
-//! | --- | --- |
-//! | 1,000 index records: encode, rebase | 0.95 µs, 0.25 µs |
-//! | index group of 16,384 records in 1 partition: encode, decode | 33 µs, 36 µs |
-//! | in 256 partitions | 40 µs, 54 µs |
-//! | in 16,384 partitions | 365 µs, 397 µs |
-//! | placement among 12 disks | 96 ns |
+//! Figures: `benches/notes/criterion.md`.
 
 #![allow(missing_docs, reason = "a benchmark")]
 

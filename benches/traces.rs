@@ -2,13 +2,7 @@
 //!
 //! Run: `cargo bench --bench traces`.
 //!
-//! # Reference numbers
-//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
-//!
-//! | a call | time |
-//! | --- | --- |
-//! | off, without and with a parent | 8.5 ns, 8.6 ns |
-//! | of one in a million | 13 ns, 67 ns |
+//! Figures: `benches/notes/criterion.md`.
 
 #![allow(missing_docs, reason = "a benchmark")]
 

@@ -6,15 +6,7 @@
 //!
 //! Run: `cargo bench --bench wire`.
 //!
-//! # Reference numbers
-//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
-//!
-//! | blocks of | 14 MiB: classic, contiguous, combined; prost |
-//! | --- | --- |
-//! | 100 B | 10.9, 9.6, 5.6, 7.7 ms |
-//! | 1 KiB | 1,101, 892, 545, 756 µs |
-//! | 14 KiB | 80, 68, 41, 56 µs |
-//! | 64 KiB | 19, 16, 10, 13 µs |
+//! Figures: `benches/notes/criterion.md`.
 
 use std::hint::black_box;
 
