@@ -6,7 +6,7 @@
 //! that is alone takes of it until it holds half. Requests of one application are served in their order. The one that is next is
 //! waited for until there is room for it, or large requests would never be served.
 //!
-//! What is asked for together with a [`Turn`] is given when both are there: a read holds no part of a disk's share while it waits for
+//! What is asked for together with a [`ReadPermits`] is given when both are there: a read holds no part of a disk's share while it waits for
 //! memory, nor memory while it waits for a disk. One whose share is full is passed over, and with it those behind it that want of
 //! the same share.
 
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use tokio::sync::oneshot;
-use uniffle_io::{HeldTurn, Turn};
+use uniffle_io::{ReadPermit, ReadPermits};
 
 use uniffle_wire::types::AppId;
 
@@ -51,7 +51,7 @@ struct State {
     /// Applications that hold something.
     holders: usize,
     waiting: usize,
-    /// Of those that wait, not all only wait for the share of a [`Turn`].
+    /// Of those that wait, not all only wait for the share of a [`ReadPermits`].
     is_short: bool,
     arrivals: u64,
 }
@@ -67,12 +67,12 @@ struct Holding {
 struct Waiter {
     bytes: u64,
     arrival: u64,
-    turn: Option<Arc<dyn Turn>>,
+    turn: Option<Arc<dyn ReadPermits>>,
     give: oneshot::Sender<Given>,
 }
 
 /// What is given, with the turn that was asked for.
-pub(crate) type Given = (Permit, Option<HeldTurn>);
+pub(crate) type Given = (Permit, Option<ReadPermit>);
 
 impl fmt::Debug for Waiter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -92,7 +92,7 @@ pub(crate) struct Permit {
 struct Next {
     app: Option<AppId>,
     waiter: Waiter,
-    held: Option<HeldTurn>,
+    held: Option<ReadPermit>,
 }
 
 /// A place in the line; left when dropped.
@@ -124,7 +124,7 @@ impl Line {
         self: &Arc<Self>,
         reader: &Reader,
         bytes: u64,
-        turn: Option<&dyn Turn>,
+        turn: Option<&dyn ReadPermits>,
     ) -> Option<Given> {
         let held = self.0.lock().take_at_once(reader, bytes, turn)?;
         Some((self.permit(&reader.app, bytes), held))
@@ -135,7 +135,7 @@ impl Line {
         self: &Arc<Self>,
         reader: &Reader,
         bytes: u64,
-        turn: Option<Arc<dyn Turn>>,
+        turn: Option<Arc<dyn ReadPermits>>,
     ) -> Given {
         if let Some(given) = self.try_take_with(reader, bytes, turn.as_deref()) {
             return given;
@@ -185,8 +185,8 @@ impl State {
         &mut self,
         reader: &Reader,
         bytes: u64,
-        turn: Option<&dyn Turn>,
-    ) -> Option<Option<HeldTurn>> {
+        turn: Option<&dyn ReadPermits>,
+    ) -> Option<Option<ReadPermit>> {
         // Those that wait for a share are ahead of others that want of it.
         if self.is_short || (turn.is_some() && self.waiting > 0) {
             return None;

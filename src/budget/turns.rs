@@ -1,11 +1,11 @@
-//! Parts of several shares that a read takes together with its memory: see [`uniffle_io::Turn`].
+//! Parts of several shares that a read takes together with its memory: see [`uniffle_io::ReadPermits`].
 
 use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, select_all};
 use smallvec::SmallVec;
-use uniffle_io::{HeldTurn, Turn};
+use uniffle_io::{ReadPermit, ReadPermits};
 use uniffle_wire::types::AppId;
 
 use super::places::{Places, Taken};
@@ -42,7 +42,7 @@ impl Turns {
     }
 
     /// What `waited_for` gave, and parts of all other shares; the number of one that is full, when one is.
-    fn try_others(&self, waited_for: Option<(usize, Taken)>) -> Result<HeldTurn, usize> {
+    fn try_others(&self, waited_for: Option<(usize, Taken)>) -> Result<ReadPermit, usize> {
         let mut taken: SmallVec<[Taken; 2]> = SmallVec::new();
         let known = waited_for.as_ref().map(|(at, _)| *at);
         taken.extend(waited_for.map(|(_, given)| given));
@@ -53,8 +53,8 @@ impl Turns {
     }
 }
 
-impl Turn for Turns {
-    fn try_take(&self) -> Option<HeldTurn> {
+impl ReadPermits for Turns {
+    fn try_take(&self) -> Option<ReadPermit> {
         self.try_others(None).ok()
     }
 
@@ -64,7 +64,7 @@ impl Turn for Turns {
     }
 
     /// While one of the shares is waited for, nothing of the others is held.
-    fn take(&self) -> BoxFuture<'_, HeldTurn> {
+    fn take(&self) -> BoxFuture<'_, ReadPermit> {
         let taking = async move {
             let mut waited_for = if self.shares.is_empty() { None } else { Some(0) };
             loop {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 use tokio::sync::Notify;
 use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
-use uniffle_io::{BoxFuture, HeldTurn, Turn};
+use uniffle_io::{BoxFuture, ReadPermit, ReadPermits};
 
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
 use crate::budget::Budget;
@@ -61,7 +61,11 @@ impl ReadPool {
     }
 
     /// The same together with a turn: neither is held while the other is waited for.
-    async fn acquire_both(&self, len: usize, turn: Option<&Arc<dyn Turn>>) -> (ReadBuf, Option<HeldTurn>) {
+    async fn acquire_both(
+        &self,
+        len: usize,
+        turn: Option<&Arc<dyn ReadPermits>>,
+    ) -> (ReadBuf, Option<ReadPermit>) {
         let bytes = segment_bytes(len);
         let mut given = self.line.try_take_with(&self.reader, bytes as u64, turn.map(|turn| &**turn));
         if given.is_none() && turn.is_none_or(|turn| turn.full_share().is_none()) {
@@ -110,7 +114,7 @@ impl ReadPool {
 
     /// `turn`, if it is free now and nobody waits in the line.
     #[must_use]
-    pub fn try_turn(&self, turn: &dyn Turn) -> Option<HeldTurn> {
+    pub fn try_turn(&self, turn: &dyn ReadPermits) -> Option<ReadPermit> {
         if self.line.has_waiting() { None } else { turn.try_take() }
     }
 
@@ -221,8 +225,8 @@ impl ReadBuffers for ReadPool {
     fn acquire_with(
         &self,
         len: usize,
-        turn: Arc<dyn Turn>,
-    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, HeldTurn)> {
+        turn: Arc<dyn ReadPermits>,
+    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
         Box::pin(async move {
             let (buffer, held) = self.acquire_both(len, Some(&turn)).await;
             (Box::new(buffer) as Box<dyn ReadBuffer>, held.unwrap_or_else(|| Box::new(())))

@@ -19,7 +19,7 @@ use crate::clock::{Instant, timeout};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
-use uniffle_io::{HeldTurn, ReadBuffer, ReadBuffers, Turn};
+use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit, ReadPermits};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
@@ -247,8 +247,8 @@ impl ReadBuffers for HeldBuffer {
     fn acquire_with(
         &self,
         len: usize,
-        turn: Arc<dyn Turn>,
-    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, HeldTurn)> {
+        turn: Arc<dyn ReadPermits>,
+    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
         let held = self.held.lock().take();
         match held.and_then(|buffer| Some((buffer, self.pool.try_turn(&*turn)?))) {
             Some(both) => std::future::ready(both).boxed(),

@@ -63,14 +63,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_do_not_decrease_and_follow_zero() {
+    fn span_times_are_monotonic() {
         let (first, second) = (Instant::now(), Instant::now());
         assert!(Instant::ZERO < first && first <= second);
         assert!(first.elapsed() >= Duration::from_nanos(second.0 - first.0));
     }
 
     #[test]
-    fn unix_times_are_as_far_apart_as_instants() {
+    fn unix_times_keep_the_distance_of_instants() {
         let anchor = Anchor::new();
         let before = Instant(anchor.at.0 - 1);
         let after = Instant(anchor.at.0 + 7);

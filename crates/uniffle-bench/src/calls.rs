@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_count_is_found() {
+    fn system_call_count_is_parsed() {
         let text = "# started\n62900,,raw_syscalls:sys_enter,1933419,100.00,,\n";
         assert_eq!(counted(text), Some(62_900));
         assert_eq!(counted("<not supported>,,raw_syscalls:sys_enter,0,100.00,,\n"), None);

@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn the_floor_is_compared_with_what_moves_the_same_bytes() {
+    fn floor_is_compared_with_loops_of_the_same_bytes() {
         let floors = [0.1, 0.2, 0.15].map(|cpu| vec![floor("socket to warm memory", cpu)]);
         let lines = compare_with_floor(&runs(&[0.3]), &floors);
         assert_eq!(lines.len(), 1);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_went_over_the_disk_is_compared_with_the_disk_too() {
+    fn blocks_read_from_disk_count_disk_loops() {
         let mut a = runs(&[0.4]);
         let read = PhaseReport { blocks_from_memory: 1, blocks_from_disk: 3, ..PhaseReport::default() };
         a[0].phases.push(read);

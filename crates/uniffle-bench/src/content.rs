@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_from_their_names() {
+    fn sizes_are_parsed_by_name() {
         assert_eq!("fixed:14KiB".parse::<Sizes>().unwrap(), Sizes::fixed(14 << 10).renamed("fixed:14336"));
         assert_eq!("100".parse::<Sizes>().unwrap().mean(), 100);
         let mix: Sizes = "spark-mix".parse().unwrap();
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn every_length_is_as_likely_as_the_others() {
+    fn block_lengths_are_equally_likely() {
         let pool = Pool::new(3, "tiny".parse().unwrap());
         let mut counts = std::collections::BTreeMap::new();
         for id in 0..6_000 {

@@ -337,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_floor_is_measured_and_leaves_nothing() {
+    fn floors_are_measured_and_leave_no_files() {
         let dir = tempfile::tempdir().unwrap();
         let args = FloorArgs {
             bytes: bytesize::ByteSize::mib(8),

@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_come_in_the_chunks_of_grpc_java() {
+    fn request_chunks_match_grpc_java() {
         let pieces: Vec<Bytes> = (0..20_u8).map(|n| vec![n; 14_336].into()).collect();
         let message = Pieces { length: 20 * 14_336, pieces: pieces.clone() };
         let mut request = Request::new(message).unwrap();

@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_is_cut() {
+    fn padding_is_removed() {
         let pieces = vec![Bytes::from_static(b"abc"), Bytes::from_static(b"de\0\0")];
         assert_eq!(cut(pieces, 5), [Bytes::from_static(b"abc"), Bytes::from_static(b"de")]);
     }

@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_stands_alone_and_has_every_part() {
+    fn page_is_self_contained_and_complete() {
         let page = page(&crate::report::tests::sample_report());
         for part in
             ["A against B", "Throughput", "Server memory", "Latency of write", "bare machine", "rotating"]
@@ -244,12 +244,12 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_report_is_a_page_too() {
+    fn empty_report_renders_a_page() {
         assert!(page(&Report::default()).ends_with("</html>\n"));
     }
 
     #[test]
-    fn rates_go_on_when_counters_begin_again() {
+    fn rates_survive_counter_resets() {
         let sample = |seconds, written_bytes| Sample { seconds, written_bytes, ..Sample::default() };
         let lines = throughput(&[sample(0.0, 0), sample(1.0, 2_000_000_000), sample(2.0, 1_000_000_000)]);
         assert_eq!(lines[0].points, [(1.0, 2.0), (2.0, 1.0)]);

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_of_the_most_and_never_nothing() {
+    fn load_shares_are_never_zero() {
         assert_eq!((part(1_000, 0.9), part(0, 0.5)), (ByteSize::b(900), ByteSize::b(1)));
     }
 }

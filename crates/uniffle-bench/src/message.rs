@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_grpc_forms_are_what_the_library_sends() {
+    fn grpc_forms_match_the_client_library() {
         for sizes in ["spark-mix", "tiny", "fixed:14KiB"] {
             let (pool, message) = sample(sizes);
             let batch = as_library_blocks(&pool, &message);
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn varints_have_the_length_they_take() {
+    fn varint_length_matches_encoding() {
         for value in [0, 1, 127, 128, 16_383, 16_384, u64::from(u32::MAX), u64::MAX] {
             let mut out = BytesMut::new();
             put_varint(&mut out, value);

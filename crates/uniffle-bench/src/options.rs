@@ -441,12 +441,12 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn command_line_definition_is_valid() {
         CommandLine::command().debug_assert();
     }
 
     #[test]
-    fn sensible_scales_pass_and_others_are_told() {
+    fn invalid_scales_are_refused() {
         load(&[]).check(Transport::Grpc).unwrap();
         let wrong: [(&[&str], &str); 6] = [
             (&["--writers", "0"], "--writers"),

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_sends_the_same_messages_again() {
+    fn task_messages_are_deterministic() {
         let messages = |task| {
             let mut task = plan(100, 1.0).task(task);
             (0..20).map(|_| task.message(u64::MAX)).collect::<Vec<_>>()
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_have_the_size_and_spread_asked_for_and_no_id_twice() {
+    fn messages_have_requested_size_and_unique_ids() {
         let mut task = plan(100, 0.0).task(7);
         let mut ids = std::collections::HashSet::new();
         for _ in 0..50 {

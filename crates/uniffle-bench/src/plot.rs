@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_plot_stays_inside_its_frame() {
+    fn line_plot_stays_inside_its_frame() {
         let line =
             Line { name: "a<b".into(), points: vec![(0.0, 0.0), (1.0, 7.0), (2.0, f64::NAN), (3.0, 3.0)] };
         let svg = lines("t", "s", "GB/s", &[line]);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_are_as_long_as_their_values() {
+    fn bar_length_is_proportional_to_value() {
         let bar = |value| Bar { label: String::new(), value, series: 0 };
         let svg = bars("t", &[bar(2.0), bar(1.0), bar(f64::INFINITY)]);
         let widths: Vec<f64> = svg
@@ -175,12 +175,12 @@ mod tests {
     }
 
     #[test]
-    fn without_figures_there_is_no_plot() {
+    fn empty_plot_is_omitted() {
         assert!(lines("t", "", "", &[]).is_empty() && bars("t", &[]).is_empty());
     }
 
     #[test]
-    fn axes_end_at_round_numbers() {
+    fn axis_ends_at_a_round_number() {
         for (value, round) in [(0.9, 1.0), (1.1, 2.0), (3.0, 5.0), (700.0, 1_000.0)] {
             assert!((round_up(value) - round).abs() < 1e-9);
         }

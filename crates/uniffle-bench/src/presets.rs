@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_scale_and_never_vanish() {
+    fn scaled_sizes_are_at_least_one() {
         assert_eq!((scaled(20_000, 1.0), scaled(20_000, 0.01), scaled(64, 0.001)), (20_000, 200, 1));
         assert_eq!(scaled_bytes(ByteSize::gb(4), 0.25), ByteSize::gb(1));
     }

@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_is_understood_even_with_a_strange_command_name() {
+    fn proc_stat_is_parsed_with_unusual_command_names() {
         let stat = "42 (a) b) S 1 42 42 0 -1 4194304 111 0 7 0 250 50 0 0 20 0 13 0 100 1000000 300 18446744073709551615";
         let status = "Name:\ta\nVmHWM:\t  2048 kB\nVmRSS:\t    1024 kB\n";
         let expected = Usage {
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_understood() {
+    fn process_metrics_are_parsed() {
         let text = "HTTP/1.0 200 OK\r\n\r\n# HELP process_threads x\nprocess_cpu_seconds_total 12.5\n\
                     process_resident_memory_bytes 1.5e6\nprocess_threads 9\n";
         let usage = parse_metrics(text).unwrap();
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_listener_of_a_port_is_found() {
+    fn listener_of_a_port_is_found() {
         let listening = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listening.local_addr().unwrap().port();
         assert_eq!(listener(port), Some(std::process::id()));

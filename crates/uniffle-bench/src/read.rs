@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_passes_and_repeats_count_once() {
+    fn written_blocks_pass_and_duplicates_count_once() {
         let (pool, blocks) = written();
         let stats = Stats::default();
         let mut check = check(&pool, &stats, &blocks);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_an_unknown_and_an_unreported_block_are_found() {
+    fn missing_unknown_and_unreported_blocks_are_detected() {
         let (pool, blocks) = written();
         let stats = Stats::default();
         let mut missing = check(&pool, &stats, &blocks);
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn one_wrong_bit_anywhere_is_found() {
+    fn single_wrong_bit_is_detected() {
         let (pool, blocks) = written();
         let stats = Stats::default();
         let wrong: [fn(&mut Block); 5] = [

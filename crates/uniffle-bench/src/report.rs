@@ -345,7 +345,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_text_has_the_figures() {
+    fn text_report_contains_the_figures() {
         let text = sample_report().text();
         let calls = "500 requests per GB, 2000 per second and core of the server, 10000 system calls of the server per GB, 20.0 per request";
         for expected in
@@ -357,7 +357,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_comes_back() {
+    fn json_report_round_trips() {
         let file = tempfile::NamedTempFile::new().unwrap();
         sample_report().write_json(file.path()).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&std::fs::read(file.path()).unwrap()).unwrap();

@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stream_costs_one_seek_and_files_in_turns_one_each() {
+    fn seeks_are_counted_per_change_of_position() {
         let mut platter = Platter::default();
         let (a, b) = (Path::new("a"), Path::new("b"));
         for n in 0..10 {

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn both_planes_of_one_job_have_one_shape() {
+    fn grpc_and_tcp_recordings_have_equal_shapes() {
         let of =
             |plane| Shape::load(&recording(&format!("spark-3.5.6-client-0.9.2-{plane}-memory.rec"))).unwrap();
         let (grpc, tcp) = (of("grpc"), of("tcp"));
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_few_ascending_and_keep_both_halves() {
+    fn quantiles_are_few_and_ascending() {
         let all = quantiles((0..=1_000).rev().collect());
         assert_eq!((all.len(), all[0], all[QUANTILES - 1]), (QUANTILES, 16, 985));
         assert!(all.is_sorted());
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_at_once_are_counted() {
+    fn concurrent_calls_are_counted() {
         let exchange = |began_us, ended_us| Exchange {
             began_us,
             ended_us,

@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn latencies_come_out_as_they_went_in() {
+    fn recorded_latencies_have_correct_quantiles() {
         let stats = Stats::default();
         for ms in 1..=1_000 {
             stats.record(Rpc::RequireBuffer, Duration::from_millis(ms));
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_calls_and_not_what_they_are_made_for() {
+    fn composite_operations_are_not_counted_as_requests() {
         let stats = Stats::default();
         for rpc in [Rpc::RequireBuffer, Rpc::SendShuffleData, Rpc::Push, Rpc::ReadPartition] {
             stats.record(rpc, Duration::from_millis(1));
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_latency_beyond_the_range_is_kept_as_the_longest() {
+    fn latency_beyond_the_range_is_the_maximum() {
         let stats = Stats::default();
         stats.record(Rpc::Push, Duration::from_secs(100_000));
         assert!(stats.latencies()[0].max_ms >= 600_000.0);

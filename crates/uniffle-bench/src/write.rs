@@ -145,14 +145,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_add_up() {
+    fn work_shares_sum_to_the_total() {
         for (total, tasks) in [(0, 3), (1, 3), (10, 3), (1_000_003, 7)] {
             assert_eq!((0..tasks).map(|task| share(total, tasks, task)).sum::<u64>(), total);
         }
     }
 
     #[test]
-    fn the_ledger_sorts_what_tasks_added() {
+    fn ledger_sorts_ids_of_all_tasks() {
         let ledger = Ledger::new(2);
         ledger.add(&BTreeMap::from([(PartitionId(1), vec![5, 3])]));
         ledger.add(&BTreeMap::from([(PartitionId(1), vec![4])]));

@@ -61,7 +61,7 @@ fn sum(report: &Value, counter: &str) -> u64 {
 }
 
 #[test]
-fn what_is_written_is_read_back_through_memory_and_disk() {
+fn written_blocks_are_read_from_memory_and_disk() {
     let worker = worker("bench-read");
     let port = worker.ready().grpc_port.to_string();
     let report = figures(&[
@@ -93,7 +93,7 @@ fn what_is_written_is_read_back_through_memory_and_disk() {
 }
 
 #[test]
-fn every_other_way_to_write_and_read_works() {
+fn other_transports_and_modes_work() {
     let worker = worker("bench-ways");
     let port = worker.ready().grpc_port.to_string();
     let small = ["--port", &port, "--bytes", "8MB", "--message-size", "256KiB", "--partitions", "20"];
@@ -131,7 +131,7 @@ fn every_other_way_to_write_and_read_works() {
 }
 
 #[test]
-fn the_page_and_the_floors_are_made() {
+fn report_page_and_floors_are_created() {
     let dir = tempfile::tempdir().expect("a temp dir");
     let path = |name: &str| dir.path().join(name).to_str().expect("temp dirs are text").to_owned();
     let page = path("page.html");
@@ -147,7 +147,7 @@ fn the_page_and_the_floors_are_made() {
 }
 
 #[test]
-fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
+fn unreachable_or_foreign_server_is_reported() {
     // Bound, so that no other process uses the port, but without a listener.
     let closed = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
     closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
@@ -193,7 +193,7 @@ fn scale_beyond_this_machine_is_refused_before_any_send() {
 }
 
 #[test]
-fn a_server_that_dies_ends_the_run() {
+fn killed_server_ends_the_run() {
     for transport in ["grpc", "tcp"] {
         dies_under(transport, &["write", "--rate", "2MB", "--bytes", "1GB"], "write failed");
         // Few bytes and many reads of them, so that no machine finishes early.
@@ -223,7 +223,7 @@ fn dies_under(transport: &str, line: &[&str], expected: &str) {
 }
 
 #[test]
-fn a_single_wrong_byte_is_found() {
+fn single_wrong_byte_fails_the_run() {
     let worker = worker("bench-corrupt");
     let (grpc, raw) = (worker.ready().grpc_port, worker.ready().urpc_port.expect("the listener is open"));
     let line =

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn partitions_find_their_replicas_in_order() {
+    fn assignment_returns_replicas_in_order() {
         let answer = [range(2, 2, &[7, 5]), range(0, 1, &[5, 6]), range(3, 5, &[6, 7])];
         let assignment = Assignment::new(5, 2, &answer).unwrap();
         let ports = |partition: i32| {
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_cannot_be_used_are_refused() {
+    fn unusable_assignments_are_refused() {
         let wrong = [
             vec![],
             vec![range(0, 0, &[5])],

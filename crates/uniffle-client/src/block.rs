@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_are_derived_as_by_spark() {
+    fn layout_derivation_matches_spark() {
         assert_eq!(IdLayout::for_spark(1 << 20, 4, false), Some(IdLayout::SPARK));
         let speculating = IdLayout { sequence_bits: 20, partition_bits: 20, task_bits: 23 };
         assert_eq!(IdLayout::for_spark(1 << 20, 4, true), Some(speculating));
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_do_not_fit_have_no_id() {
+    fn oversized_id_parts_are_refused() {
         let spark = IdLayout::SPARK;
         assert_eq!(spark.block_id(1 << 21, PartitionId(0), TaskAttemptId(0)), None);
         assert_eq!(spark.block_id(0, PartitionId(1 << 20), TaskAttemptId(0)), None);

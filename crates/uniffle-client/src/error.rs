@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_blocks_are_named_up_to_a_bound() {
+    fn missing_blocks_are_listed_up_to_a_limit() {
         let few = MissingBlocks::of(&croaring::Treemap::of(&[3, 9]));
         assert_eq!(few.to_string(), "2 (3, 9)");
         let many: croaring::Treemap = (0..1000).collect();

@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_taken_apart() {
+    fn hdfs_urls_are_parsed() {
         let storage = |path: &str, conf: &[(&str, &str)]| RemoteStorage {
             path: path.to_owned(),
             conf: conf.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),

@@ -233,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn defaults_are_valid_and_contradictions_are_refused() {
+    fn default_options_are_valid_and_conflicts_refused() {
         assert!(ClientOptions::default().validate().is_ok());
         let wrong: [fn(&mut ClientOptions); 6] = [
             |o| o.replicas = Replicas { total: 3, write: 1, read: 2 },
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn storage_types_have_javas_names() {
+    fn storage_type_names_match_java() {
         assert_eq!("MEMORY_LOCALFILE_HDFS".parse::<StorageType>().unwrap(), StorageType::MemoryLocalfileHdfs);
         assert!("LOCALFILE".parse::<StorageType>().is_err());
     }

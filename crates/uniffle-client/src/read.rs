@@ -365,14 +365,14 @@ mod tests {
     }
 
     #[test]
-    fn segments_stop_where_data_is_still_being_flushed() {
+    fn segments_end_before_unflushed_data() {
         let records = [record(0, 10, 1), record(10, 10, 2)];
         assert_eq!(segments(&records, Some(19), 100, |_| true).unwrap()[0].length, 10);
         assert_eq!(segments(&records, None, 100, |_| true).unwrap()[0].length, 20);
     }
 
     #[test]
-    fn segments_skip_blocks_that_are_not_wanted() {
+    fn segments_skip_unwanted_blocks() {
         let records = [record(0, 10, 1), record(10, 10, 2), record(20, 10, 3), record(30, 10, 5)];
         let cut = segments(&records, None, 100, |record| record.meta.task_attempt_id.0 == 1).unwrap();
         let shape: Vec<(u64, u64)> = cut.iter().map(|s| (s.offset, s.length)).collect();
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_is_cut_into_runs_at_disks_and_gaps() {
+    fn index_is_split_at_disks_and_gaps() {
         let records =
             [record(0, 10, 1), record(10, 5, 2), record(20, 5, 3), record(0, 7, 4), record(7, 1, 5)];
         let shape = |data_length, disks: &[i32]| -> Vec<(i32, u64, usize)> {
@@ -395,14 +395,14 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_in_the_index_is_an_error() {
+    fn index_gap_is_an_error() {
         let records = [record(0, 10, 1), record(11, 10, 2)];
         let hole = Malformed::Hole { record: 1, begins: 11, expected: 10 };
         assert_eq!(segments(&records, None, 100, |_| true), Err(hole));
     }
 
     #[test]
-    fn segment_blocks_demand_the_exact_length() {
+    fn segment_of_wrong_length_is_refused() {
         let segment = Segment { offset: 8, length: 3, records: vec![record(8, 1, 1), record(9, 2, 2)] };
         let blocks = segment_blocks(&segment, &Bytes::from_static(b"abc")).unwrap();
         assert_eq!(blocks[1].data, "bc");
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_segments_must_follow_each_other_inside_the_data() {
+    fn misplaced_memory_segments_are_refused() {
         let segment =
             |offset, length| proto::ShuffleDataBlockSegment { offset, length, ..Default::default() };
         let data = Bytes::from_static(b"abc");
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_crc_is_an_error_and_zero_is_not_checked() {
+    fn wrong_crc_is_an_error_and_zero_is_ignored() {
         let mut block = Block::new(BlockId(1), TaskAttemptId(1), Bytes::from_static(b"x"));
         assert_eq!(check_crc(&block), Ok(()));
         block.meta.crc ^= 1;

@@ -101,7 +101,7 @@ mod tests {
     use uniffle_wire::types::{AppId, ShuffleId};
 
     #[test]
-    fn a_partitions_directory_is_javas() {
+    fn partition_directory_matches_java() {
         let key = ShuffleKey::new(AppId::parse("app_1").unwrap(), ShuffleId(4));
         for path in ["hdfs://nn:8020/rss", "hdfs://nn:8020/rss/"] {
             let storage = RemoteStorage { path: path.to_owned(), conf: Vec::new() };
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_whose_ids_begin_alike_are_told_apart() {
+    fn server_ids_with_common_prefix_are_distinguished() {
         let names = ["h-1999_0.index", "h-1999_0.data", "h-19999_0.index", "h-1999_3_1.index", "x_0.index"];
         let names: Vec<String> = names.map(str::to_owned).to_vec();
         assert_eq!(files_of("h-1999", &names), ["h-1999_0", "h-1999_3_1"]);

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn the_forms_carry_the_same_blocks() {
+    fn all_forms_carry_the_same_blocks() {
         let batch = batch();
         let all: Vec<u8> = batch.iter().flat_map(|(_, b)| b).flat_map(|b| b.data.to_vec()).collect();
         let classic = request(&key(), TicketId(5), SendForm::Classic, &batch);

@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn sends_are_repeated_for_what_may_pass_alone() {
+    fn only_transient_failures_are_retried() {
         let refused = |status| ClientError::Refused { rpc: "sendShuffleData", status, text: String::new() };
         assert!(is_retryable(&refused(StatusCode::InternalError)), "the ticket may have expired");
         assert!(is_retryable(&ClientError::Timeout { rpc: "x", after: Duration::ZERO }));
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_send_waits_for_memory_and_takes_a_new_ticket_for_every_try() {
+    async fn send_retry_requests_a_new_ticket() {
         let failing = [StatusCode::InternalError, StatusCode::Timeout];
         let script = Script { no_buffer: 4, send_answers: failing.into(), ..Default::default() };
         let (double, server, running) = server(script).await;
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unregistering_what_a_server_does_not_have_is_success() {
+    async fn unregistering_unknown_shuffle_succeeds() {
         // The double has neither call; one that servers before 0.9 lack is no failure.
         let (_, server, running) = server(Script::default()).await;
         server.unregister_app("app").await.unwrap();

@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn handles_survive_the_way_to_another_process() {
+    fn shuffle_handle_round_trips() {
         let server = |port: i32| proto::ShuffleServerId {
             id: format!("h-{port}-{port}"),
             ip: "h".to_owned(),

@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_message_of_a_send_has_the_bytes_that_a_ticket_counts() {
+    async fn send_message_length_matches_ticket() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, driver) = TcpClient::connect(listener.local_addr().unwrap()).await.unwrap();
         let block = |p, s, len| sample(PartitionId(p), TaskAttemptId(4), s, len);

@@ -321,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_listener_is_named_by_url_or_by_host_and_port() {
+    fn listener_is_given_as_url_or_host_and_port() {
         let shown = |text| Base::parse(text, 19_998).map(|base| base.to_string());
         for (text, expected) in [
             ("http://127.0.0.1:19998", "http://127.0.0.1:19998"),
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn no_name_leaves_its_segment_of_the_path() {
+    fn names_are_escaped_within_the_path() {
         assert_eq!(segment("application_1-2.x~"), "application_1-2.x~");
         assert_eq!(segment("../a b?é"), "..%2Fa%20b%3F%C3%A9");
     }

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lost_workers_are_listed_once_and_not_asked() {
+    async fn lost_workers_are_listed_once_and_not_queried() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let http =
             Base { is_tls: false, host: "127.0.0.1".to_owned(), port: listener.local_addr().unwrap().port() };

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_that_is_not_there_is_named() {
+    fn missing_directory_is_named() {
         let directory = std::env::temp_dir().join("uniffle-ctl-no-such-directory/pages");
         let error = manual(Command::new("x"), Some(&directory)).unwrap_err().to_string();
         assert!(error.starts_with(&format!("{}: ", directory.display())), "{error}");

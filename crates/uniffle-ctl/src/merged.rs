@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_add_up_and_sentences_say_whose_they_are() {
+    fn merge_sums_figures_and_names_workers() {
         let mut merged = Merged::default();
         merged.add("a", &told(100, "reads wait up to 3.0 s for disks", 1));
         merged.add("b", &told(300, "nothing stands out on this worker", 2));
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_nothing_when_no_one_knows_it() {
+    fn unknown_application_has_no_explanation() {
         let mut merged = Merged::default();
         assert!(merged.nothing().is_some_and(|it| it.to_string().starts_with("no worker knows")));
         merged.unanswered("a", "");
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_says_nothing_is_enough_when_no_one_says_more() {
+    fn merge_without_findings_states_so() {
         let mut merged = Merged::default();
         merged.add("a", &told(1, "nothing stands out on this worker", 1));
         assert_eq!(merged.explanation("x")["findings"], json!(["nothing stands out on any worker"]));

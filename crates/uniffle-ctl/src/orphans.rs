@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_is_of_a_worker_that_is_gone_and_old_or_is_named() {
+    fn old_objects_of_departed_workers_are_selected() {
         let (now, day) = (Duration::from_secs(100_000), Duration::from_secs(86_400));
         let live = BTreeSet::from(["b"]);
         let judged = |id, is_own, newest| judged(&worker(id, is_own, newest), &live, true, now);
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn where_it_is_not_known_who_lives_nobody_is_gone() {
+    fn unknown_live_workers_select_no_object() {
         let judged = judged(&worker("a", false, 0), &BTreeSet::new(), false, Duration::ZERO);
         assert_eq!(judged["state"], "unknown");
     }

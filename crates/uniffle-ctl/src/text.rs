@@ -473,13 +473,13 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn columns_are_aligned_and_numbers_stand_to_the_right() {
+    fn columns_are_aligned_and_numbers_right_aligned() {
         let rows = [vec!["a".to_owned(), "5".to_owned()], vec!["bcd".to_owned(), "12".to_owned()]];
         assert_eq!(table(&["name", "n"], &rows), "name   n\na      5\nbcd   12\n");
     }
 
     #[test]
-    fn an_application_at_two_workers_is_one_line() {
+    fn application_on_two_workers_is_one_line() {
         let app = |bytes: u64| json!({ "apps": [{ "app": "app-1", "user": "etl", "received_bytes": bytes, "age_seconds": 7.0 }] });
         let (first, second) = (app(1 << 20), app(2 << 20));
         let text = apps(&[("a", &first), ("b", &second)]);
@@ -489,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_application_that_is_gone_held_is_shown_as_gone() {
+    fn ended_application_is_shown_as_ended() {
         let mib = |n: u64| n << 20;
         let of = |presence: &str| {
             json!({ "app": "app-1", "user": "etl", "presence": presence,

@@ -197,7 +197,7 @@ mod tests {
     use crate::http::Base;
 
     #[test]
-    fn rates_are_those_between_the_first_and_the_last_sample() {
+    fn rates_cover_first_to_last_sample() {
         let sample = |at_ms: u64, received: u64| json!({ "at_ms": at_ms, "received_bytes": received, "read_bytes": 0 });
         let history = json!({ "samples": [sample(1000, 0), sample(3000, 5), sample(5000, 4096)] });
         assert_eq!(rates(&history), Some((1024.0, 0.0)));
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn workers_that_were_known_stay_while_no_coordinator_answers() {
+    async fn known_workers_stay_without_coordinator() {
         #[derive(clap::Parser)]
         struct Line {
             #[command(flatten)]
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_does_not_answer_is_named() {
+    fn unresponsive_worker_is_named() {
         let target = target();
         let looked = [
             (&target, Err(Failure::Unreachable("http://w:1: refused".to_owned()))),
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_is_named_by_its_url_is_named_once() {
+    fn worker_given_by_url_is_listed_once() {
         let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
         let target = Target { name: base.to_string(), http: base.clone(), admin: base, is_lost: false };
         let text = screen(&[(&target, Err(Failure::Unreachable("http://w:1: refused".to_owned())))]);

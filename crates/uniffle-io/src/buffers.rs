@@ -28,15 +28,15 @@ pub const STAGING_BYTES: usize = 1 << 20;
 
 /// Permit that a read acquires together with its buffer, so that it holds neither while it waits
 /// for the other. It covers parts of the shares that the read's disks have of the read memory.
-pub trait Turn: Send + Sync {
-    /// Returns the permit if all of it is free and nobody waits in [`Turn::take`].
-    fn try_take(&self) -> Option<HeldTurn>;
+pub trait ReadPermits: Send + Sync {
+    /// Returns the permit if all of it is free and nobody waits in [`ReadPermits::take`].
+    fn try_take(&self) -> Option<ReadPermit>;
 
     /// Returns the number of a share that is currently exhausted, if there is one.
     fn full_share(&self) -> Option<usize>;
 
     /// Waits for the permit, fairly among all waiters.
-    fn take(&self) -> BoxFuture<'_, HeldTurn>;
+    fn take(&self) -> BoxFuture<'_, ReadPermit>;
 
     /// Resolves when a part of the permit has been released since the last notification. Only one
     /// of several waiters is notified.
@@ -47,7 +47,7 @@ pub trait Turn: Send + Sync {
 }
 
 /// An acquired permit, which is released on drop.
-pub type HeldTurn = Box<dyn Send>;
+pub type ReadPermit = Box<dyn Send>;
 
 /// A source of read buffers.
 pub trait ReadBuffers: Send + Sync {
@@ -59,10 +59,10 @@ pub trait ReadBuffers: Send + Sync {
     fn acquire_with(
         &self,
         len: usize,
-        turn: Arc<dyn Turn>,
-    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, HeldTurn)> {
+        permits: Arc<dyn ReadPermits>,
+    ) -> BoxFuture<'_, (Box<dyn ReadBuffer>, ReadPermit)> {
         Box::pin(async move {
-            let held = turn.take().await;
+            let held = permits.take().await;
             (self.acquire(len).await, held)
         })
     }
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_buffer_takes_no_more() {
+    fn full_buffer_accepts_no_bytes() {
         let mut buffer = AlignedBuffer::unpooled();
         assert_eq!(buffer.put(&vec![1; STAGING_BYTES + 3]), STAGING_BYTES);
         assert_eq!(buffer.put(&[1]), 0);

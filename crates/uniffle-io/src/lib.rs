@@ -25,9 +25,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 pub use futures::future::BoxFuture;
 
-pub use self::buffers::{HeldTurn, ReadBuffer, ReadBuffers, ReadPart, ReadTarget, Turn};
+pub use self::buffers::{ReadBuffer, ReadBuffers, ReadPart, ReadPermit, ReadPermits, ReadTarget};
 pub use self::mount::{Media, Mount};
-pub use self::vanished::{FileId, Place, Vanished};
+pub use self::vanished::{FileId, Location, Vanished};
 
 /// Alignment of memory, file offset and length of a direct write. Devices require 512 or 4,096.
 pub const BLOCK_ALIGN: usize = 4096;
@@ -175,7 +175,7 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
     /// Returns the space of the file system.
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
-    /// Returns the mount of the root, or of the place where it will be created.
+    /// Returns the mount of the root, or of the path where it will be created.
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
     /// Records the identity of the root directory. From then on, creating or renaming in another
     /// directory at the same path fails with [`Vanished::Root`] as the source.
@@ -187,9 +187,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Box::pin(std::future::ready(Ok(false)))
     }
     /// Resolves the root's path. The root need not exist.
-    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
-        let place = Place { existing: None, rest: self.root().to_path_buf() };
-        Box::pin(std::future::ready(Ok(place)))
+    fn location(&self) -> BoxFuture<'static, io::Result<Location>> {
+        let location = Location { existing: None, rest: self.root().to_path_buf() };
+        Box::pin(std::future::ready(Ok(location)))
     }
 }
 
@@ -219,7 +219,7 @@ macro_rules! pass_on {
             mount() -> $crate::Mount;
             anchor() -> ();
             is_anchored() -> bool;
-            place() -> $crate::Place;
+            location() -> $crate::Location;
         }
     };
     ($disk:ident; $($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {

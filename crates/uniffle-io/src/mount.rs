@@ -105,7 +105,7 @@ short line
 ";
 
     #[test]
-    fn the_longest_and_latest_mount_point_wins() {
+    fn longest_and_latest_mount_point_wins() {
         let of = |path: &str| find(Path::new(path), TABLE).unwrap();
         assert_eq!(of("/var/x").point, Path::new("/"));
         assert_eq!(of("/data/x").device, "8:17");
@@ -116,7 +116,7 @@ short line
     }
 
     #[test]
-    fn a_partition_is_what_its_disk_is() {
+    fn disk_partition_has_the_media_of_its_disk() {
         let sys = tempfile::tempdir().unwrap();
         for (disk, rotational) in [("sda", "1\n"), ("nvme0", "0\n")] {
             let queue = sys.path().join(disk).join("queue");
@@ -132,7 +132,7 @@ short line
     }
 
     #[test]
-    fn a_directory_of_this_machine_has_a_mount_point_above_it() {
+    fn directory_has_a_mount_point() {
         let directory = tempfile::tempdir().unwrap();
         let mount = mount_of(directory.path()).unwrap();
         assert!(directory.path().canonicalize().unwrap().starts_with(&mount.point), "{mount:?}");

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_direct_write_that_ends_inside_a_block_begins_again_with_it() {
+    fn short_direct_write_resumes_at_a_block_boundary() {
         let pieces = vec![Bytes::from(vec![1; BLOCK_ALIGN]), Bytes::from(vec![2; 2 * BLOCK_ALIGN])];
         let mut calls = Vec::new();
         write_all(pieces, 0, true, |slices, at| {
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_ends_when_it_has_what_is_needed_or_the_file_ends() {
+    fn read_ends_when_filled_or_at_end_of_file() {
         let mut read = ReadProgress::new(5000, true);
         read.advance(Err(io::ErrorKind::Interrupted.into())).unwrap();
         read.advance(Ok(4096)).unwrap();

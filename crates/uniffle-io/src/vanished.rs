@@ -28,7 +28,7 @@ impl FileId {
 /// Resolved location of a path. Two paths with equal locations lead to the same directory, or would
 /// if it existed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Place {
+pub struct Location {
     /// Identity of the longest existing part of the path, or `None` if the disk has no identities.
     pub existing: Option<FileId>,
     /// The rest of the path.
@@ -106,11 +106,11 @@ impl Root {
     }
 
     /// Resolves the path. The directory need not exist.
-    pub(super) fn place(&self) -> io::Result<Place> {
+    pub(super) fn location(&self) -> io::Result<Location> {
         let path = &self.path;
         let existing = path.ancestors().find(|ancestor| ancestor.exists()).unwrap_or(path);
         let rest = path.strip_prefix(existing).map_err(io::Error::other)?.to_path_buf();
-        Ok(Place { existing: Some(FileId::of(&std::fs::metadata(existing)?)), rest })
+        Ok(Location { existing: Some(FileId::of(&std::fs::metadata(existing)?)), rest })
     }
 }
 

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_forgoes_files_opens_none_and_others_do() {
+    fn restricted_thread_cannot_open_files() {
         let program = std::env::current_exe().unwrap();
         let (forgoing, forgone) = (program.clone(), Builder::new());
         let opened = forgone.spawn(move || {
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_sampled_once_at_a_time() {
+    fn process_has_one_sampler_at_a_time() {
         let sampling = Sampling::start(99).unwrap();
         assert!(matches!(Sampling::start(99), Err(Error::Busy)));
         sampling.report().unwrap();

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn content_follows_from_the_seed_alone() {
+    fn block_content_depends_only_on_the_seed() {
         let block = |seed| {
             BlockGenerator::new(seed, IdLayout::SPARK).block(PartitionId(1), TaskAttemptId(2), 3, 1001)
         };

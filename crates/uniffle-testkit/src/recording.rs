@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_session_is_written_and_read_and_a_cut_one_is_an_error() {
+    fn session_round_trips_and_truncation_is_an_error() {
         let exchange = Exchange {
             began_us: 1,
             ended_us: u64::MAX,

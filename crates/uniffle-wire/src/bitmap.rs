@@ -160,7 +160,7 @@ mod tests {
 
     /// The vectors of docs/protocol.md §3.3, made by RoaringBitmap 0.9.15.
     #[test]
-    fn java_vectors() {
+    fn bitmaps_match_java_vectors() {
         let cases = [
             (vec![], "00 00000000"),
             (vec![1, 2], "00 00000001 00000000 3a30000001000000000001001000000001000200"),
@@ -181,7 +181,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ascending_ids_are_encoded_as_the_set_is(
+        fn ascending_ids_encode_like_a_set(
             groups in prop::collection::vec((0u64..1 << 34, 1u64..6000, 1u64..40), 0..8), spread in 0u32..29,
         ) {
             let groups = groups.into_iter();
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_bitmaps_are_refused_without_a_panic() {
+    fn malformed_bitmaps_are_refused() {
         let good = hex(
             "00 00000002 00000000 3a3000000100000000000000100000000500 00000002 3a3000000100000000000000100000000700",
         );

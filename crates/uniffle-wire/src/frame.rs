@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_cannot_be_are_refused() {
+    fn impossible_headers_are_refused() {
         let decode = |message, kind, body| FrameHeader::decode_request(&header(message, kind, body), 1 << 20);
         assert!(decode(8, 3, 0).is_ok());
         assert!(matches!(decode(0, 3, 0), Err(DecodeError::Malformed { at: 0, .. })));
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_of_both_lengths_must_stay_below_i32_max() {
+    fn frame_lengths_must_sum_below_i32_max() {
         let sum = |message, body| FrameHeader::decode(&header(message, 16, body), FRAME_BYTES_LIMIT);
         assert!(sum(i32::MAX - 1, 0).is_ok());
         assert!(sum(i32::MAX, 0).is_err());

@@ -199,7 +199,7 @@ fn without_servers(mut request: SendRequest) -> SendRequest {
 }
 
 #[test]
-fn the_golden_send_decodes_and_encodes_byte_equal() {
+fn golden_send_decodes_and_encodes_byte_equal() {
     let frame = unhex(SEND);
     assert_eq!(encoded(&golden_send()), frame);
     let (header, message, _) = split(&frame);
@@ -263,7 +263,7 @@ fn golden_replies_decode_and_encode_byte_equal() {
 }
 
 #[test]
-fn a_send_may_be_cut_anywhere() {
+fn send_may_be_split_anywhere() {
     for request in [golden_send(), large_send()] {
         let frame = encoded(&request);
         let message = &frame[HEADER_BYTES..];
@@ -274,7 +274,7 @@ fn a_send_may_be_cut_anywhere() {
 }
 
 #[test]
-fn a_block_that_lies_in_the_chunk_uncut_is_written_once() {
+fn unsplit_block_is_written_once() {
     let frame = encoded(&golden_send());
     let mut sink = Collector::default();
     let message = &frame[HEADER_BYTES..];
@@ -286,7 +286,7 @@ fn a_block_that_lies_in_the_chunk_uncut_is_written_once() {
 }
 
 #[test]
-fn a_send_that_is_cut_short_has_no_end() {
+fn truncated_send_never_completes() {
     let frame = encoded(&large_send());
     let message = &frame[HEADER_BYTES..];
     for length in 1..message.len() {
@@ -301,7 +301,7 @@ fn a_send_that_is_cut_short_has_no_end() {
 }
 
 #[test]
-fn the_sinks_refusal_ends_the_walk_and_leaves_the_request_id() {
+fn refusal_by_sink_keeps_the_request_id() {
     let frame = encoded(&large_send());
     let mut sink = Collector { refuse_at_block: Some(2), ..Collector::default() };
     let mut walker = SendWalker::new(u32::try_from(frame.len() - HEADER_BYTES).unwrap());
@@ -350,7 +350,7 @@ fn lengths_and_counts_that_contradict_the_frame_are_refused() {
 }
 
 #[test]
-fn a_negative_length_that_is_said_twice_is_refused() {
+fn repeated_negative_length_is_refused() {
     let mut message = unhex(SEND)[HEADER_BYTES..].to_vec();
     message[51..55].copy_from_slice(&(-1_i32).to_be_bytes());
     message[75..79].copy_from_slice(&(-1_i32).to_be_bytes());
@@ -364,7 +364,7 @@ fn a_negative_length_that_is_said_twice_is_refused() {
 }
 
 #[test]
-fn an_app_id_that_is_not_utf_8_is_refused_everywhere() {
+fn app_id_that_is_not_utf8_is_refused() {
     let mut message = unhex(SEND)[HEADER_BYTES..].to_vec();
     message[12] = 0xff;
     assert!(matches!(walk(&message, 5), Err(Refusal::Decode(DecodeError::Malformed { .. }))));
@@ -391,7 +391,7 @@ fn reads_of_any_other_length_are_refused() {
 }
 
 #[test]
-fn a_frame_of_another_direction_is_no_request() {
+fn reply_frames_are_not_requests() {
     for text in REPLIES {
         let frame = unhex(text);
         assert!(FrameHeader::decode_request(frame.first_chunk().unwrap(), FRAME_BYTES_LIMIT).is_err());

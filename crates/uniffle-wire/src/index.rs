@@ -114,7 +114,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_record_survives_and_rebases(
+        fn index_records_round_trip_and_rebase(
             offset in 0i64..1 << 60, length: i32, crc: i64, block_id: i64, base in 0u64..1 << 60,
         ) {
             let record = IndexRecord {

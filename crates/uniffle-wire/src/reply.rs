@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_reply_of_javas_master_says_whether_it_is_the_last() {
+    fn memory_reply_of_java_main_has_the_end_flag() {
         let mut message = BytesMut::new();
         message.put_i64(7);
         message.put_i32(0);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_beyond_the_message_is_refused() {
+    fn count_beyond_the_message_is_refused() {
         let mut message = vec![0; 12];
         message.extend_from_slice(&[0, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff]);
         let decoded = Reply::decode(FrameType::MemoryReply, &message, Bytes::new());

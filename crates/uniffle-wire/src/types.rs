@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn app_ids_that_are_no_path_component_are_refused() {
+    fn app_ids_must_be_path_components() {
         for text in ["", "../x", "/x", "a/b", "a\\b", "a\0b", ".hidden", "..", "a\nb"] {
             assert!(AppId::parse(text).is_err(), "{text:?}");
         }

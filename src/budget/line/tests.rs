@@ -157,13 +157,13 @@ fn cancelled_waiter_blocks_nobody() {
     assert_eq!((state.free, state.waiting), (100, 0));
 }
 
-fn turn_at(shares: &[&Arc<Places>], units: usize) -> Arc<dyn Turn> {
+fn turn_at(shares: &[&Arc<Places>], units: usize) -> Arc<dyn ReadPermits> {
     Arc::new(Turns::new(&AppId::parse("any").unwrap(), shares.iter().copied(), units * UNIT_BYTES))
 }
 
 type Waiting = BoxFuture<'static, Given>;
 
-fn with_turn(line: &Arc<Line>, reader: &Reader, bytes: u64, turn: Arc<dyn Turn>) -> Waiting {
+fn with_turn(line: &Arc<Line>, reader: &Reader, bytes: u64, turn: Arc<dyn ReadPermits>) -> Waiting {
     let (line, reader) = (Arc::clone(line), reader.clone());
     async move { line.take_with(&reader, bytes, Some(turn)).await }.boxed()
 }

@@ -22,7 +22,7 @@ use super::marker::{MARKER, marker_of};
 use super::mounts;
 use crate::durability::newest_epoch;
 use crate::tiers::{StoreError, StoreErrorKind};
-use uniffle_io::{Disk, Media, Mount, Place};
+use uniffle_io::{Disk, Location, Media, Mount};
 
 /// Directories that are being claimed, by their places in the configuration.
 struct Claims<'a> {
@@ -57,8 +57,8 @@ pub(super) async fn refuse_same_places(
     disks: impl Iterator<Item = &dyn Disk>,
     deadline: Duration,
 ) -> Result<(), StoreError> {
-    let places = disks.map(async |disk| (disk.root(), within(deadline, disk.place()).await));
-    let mut known: HashMap<Place, &Path> = HashMap::new();
+    let places = disks.map(async |disk| (disk.root(), within(deadline, disk.location()).await));
+    let mut known: HashMap<Location, &Path> = HashMap::new();
     for (root, place) in join_all(places.collect::<Vec<_>>()).await {
         // One that does not answer is left out later.
         let Ok(place) = place else { continue };

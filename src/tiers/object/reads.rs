@@ -15,7 +15,7 @@ use super::shuffle::Shuffle;
 use crate::budget::{Budget, Charge};
 use crate::tiers::StoreError;
 use uniffle_io::buffers::HeapBuffers;
-use uniffle_io::{HeldTurn, ReadBuffer, ReadBuffers};
+use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit};
 
 /// How far ahead of a reader chunks are brought into the cache.
 pub(super) const AHEAD_BYTES: u64 = 8 << 20;
@@ -42,13 +42,13 @@ pub(super) struct Room {
     buffer: Box<dyn ReadBuffer>,
     /// Given back before the turn.
     _beside: Charge,
-    _turn: HeldTurn,
+    _turn: ReadPermit,
 }
 
 impl Room {
     /// Charges what is held beside the buffer, whatever is left: the turn counts it. Not under the lock by which turns are given, as
     /// the heap may give memory back to the system for it.
-    fn new((buffer, _turn): (Box<dyn ReadBuffer>, HeldTurn), heap: &Budget, beside: usize) -> Self {
+    fn new((buffer, _turn): (Box<dyn ReadBuffer>, ReadPermit), heap: &Budget, beside: usize) -> Self {
         Self { buffer, _beside: heap.force_charge(beside as u64), _turn }
     }
 

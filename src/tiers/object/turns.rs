@@ -38,7 +38,7 @@ impl Turns {
 
 #[cfg(test)]
 mod tests {
-    use uniffle_io::Turn as _;
+    use uniffle_io::ReadPermits as _;
 
     use super::*;
 

@@ -243,7 +243,7 @@ fn disk(script: &mut Script, blocks: &[Block]) {
 }
 
 #[tokio::test]
-async fn no_buffer_is_waited_for_and_nothing_else_is() {
+async fn only_no_buffer_is_retried() {
     let (double, client, running) = pair(Script { no_buffer: 3, ..Default::default() }).await;
     let batch = [(PARTITION, blocks(0..2))];
     client.push(&key(), SendForm::Contiguous, &batch).await.unwrap();
@@ -260,7 +260,7 @@ async fn no_buffer_is_waited_for_and_nothing_else_is() {
 }
 
 #[tokio::test]
-async fn reported_ids_come_back_as_a_set() {
+async fn reported_ids_are_returned_as_a_set() {
     let (_, client, running) = pair(Script::default()).await;
     let ids: Vec<BlockId> = blocks(0..5).iter().map(|block| block.meta.block_id).collect();
     client.report(&key(), TaskAttemptId(0), &[(PARTITION, ids.clone())]).await.unwrap();
@@ -271,7 +271,7 @@ async fn reported_ids_come_back_as_a_set() {
 }
 
 #[tokio::test]
-async fn a_partition_is_read_through_both_tiers_and_counted_once() {
+async fn partition_is_read_through_both_tiers() {
     let all = blocks(0..10);
     let mut script = Script::default();
     script.memory.extend([memory(&all[6..8], None), memory(&all[8..], None), memory(&[], None)]);
@@ -289,7 +289,7 @@ async fn a_partition_is_read_through_both_tiers_and_counted_once() {
 }
 
 #[tokio::test]
-async fn is_end_saves_a_call_when_trusted() {
+async fn trusted_is_end_saves_a_call() {
     for (trust_is_end, calls) in [(true, 1), (false, 2)] {
         let mut script = Script::default();
         script.memory.extend([memory(&blocks(0..1), Some(true)), memory(&[], Some(true))]);
@@ -302,7 +302,7 @@ async fn is_end_saves_a_call_when_trusted() {
 }
 
 #[tokio::test]
-async fn skew_readers_ask_only_for_their_tasks() {
+async fn skewed_reads_request_only_their_tasks() {
     let all = blocks(0..4);
     let mut script = Script::default();
     disk(&mut script, &all);
@@ -323,7 +323,7 @@ async fn skew_readers_ask_only_for_their_tasks() {
 }
 
 #[tokio::test]
-async fn damage_short_answers_and_endless_memory_are_errors() {
+async fn invalid_responses_are_errors() {
     let all = blocks(0..2);
     let mut script = Script::default();
     disk(&mut script, &all);
@@ -345,7 +345,7 @@ async fn damage_short_answers_and_endless_memory_are_errors() {
 }
 
 #[test]
-fn the_default_patience_is_javas() {
+fn default_backoff_matches_java() {
     let backoff = Backoff::default();
     for (n, least, most) in [(0, 2, 4), (1, 4, 6), (2, 8, 10), (3, 10, 10), (40, 10, 10)] {
         let pause = backoff.pause(n);
@@ -354,7 +354,7 @@ fn the_default_patience_is_javas() {
 }
 
 #[tokio::test]
-async fn a_coordinator_that_is_not_there_is_told_without_debug_text() {
+async fn unreachable_coordinator_error_is_readable() {
     let closed =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
     let mut options = crate::ClientOptions::default();

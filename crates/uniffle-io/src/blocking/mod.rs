@@ -23,7 +23,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::progress::WriteProgress;
 use super::vanished::{Expected, Root};
 use super::{
-    BoxFuture, Disk, DiskLock, File, FileId, Lane, Mount, Place, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
+    BoxFuture, Disk, DiskLock, File, FileId, Lane, Location, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
     WriteOpen, mount, require_inside,
 };
 
@@ -361,9 +361,9 @@ impl Disk for BlockingDisk {
         Box::pin(blocking(self.names.clone(), move || root.is_anchored()))
     }
 
-    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
+    fn location(&self) -> BoxFuture<'static, io::Result<Location>> {
         let root = self.root.clone();
-        Box::pin(blocking(self.names.clone(), move || root.place()))
+        Box::pin(blocking(self.names.clone(), move || root.location()))
     }
 }
 
@@ -574,7 +574,7 @@ mod tests {
     use crate::Vanished;
 
     #[tokio::test]
-    async fn one_bound_holds_for_reads_and_writes_together() {
+    async fn reads_and_writes_share_one_limit() {
         let disk = BlockingDisk::new(Path::new("/"), 2, 2).with_max_concurrency(1);
         let writing = disk.writes.of(Lane::Bulk).enter().await;
         let mut reading = std::pin::pin!(disk.reads.clone().enter());
@@ -632,7 +632,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn root_that_was_moved_away_is_not_created_anew() {
+    async fn moved_root_is_not_recreated() {
         let parent = tempfile::tempdir().unwrap();
         let (root, moved) = (parent.path().join("data"), parent.path().join("moved"));
         let disk = BlockingDisk::new(&root, 1, 1);
@@ -664,14 +664,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn paths_to_one_directory_have_one_place() {
+    async fn paths_to_one_directory_have_one_location() {
         let parent = tempfile::tempdir().unwrap();
         let (real, link) = (parent.path().join("real"), parent.path().join("link"));
         std::fs::create_dir(&real).unwrap();
         std::os::unix::fs::symlink(&real, &link).unwrap();
-        let place = async |path: PathBuf| BlockingDisk::new(&path, 1, 1).place().await.unwrap();
-        assert_eq!(place(real.clone()).await, place(link.clone()).await);
-        assert_eq!(place(real.join("a/b")).await, place(link.join("a/b")).await);
-        assert_ne!(place(real.join("a")).await, place(link.join("b")).await);
+        let location = async |path: PathBuf| BlockingDisk::new(&path, 1, 1).location().await.unwrap();
+        assert_eq!(location(real.clone()).await, location(link.clone()).await);
+        assert_eq!(location(real.join("a/b")).await, location(link.join("a/b")).await);
+        assert_ne!(location(real.join("a")).await, location(link.join("b")).await);
     }
 }

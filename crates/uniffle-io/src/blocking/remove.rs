@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_link_leads_to_stays() {
+    fn target_of_a_link_is_not_removed() {
         let root = tempfile::tempdir().unwrap();
         let (tree, other) = (root.path().join("tree"), root.path().join("other"));
         std::fs::create_dir(&tree).unwrap();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use uniffle_io::{BoxFuture, Disk, DiskLock, File, FileId, Mount, Place, ReadTarget, Space, WriteOpen};
+use uniffle_io::{BoxFuture, Disk, DiskLock, File, FileId, Location, Mount, ReadTarget, Space, WriteOpen};
 
 use super::{Fault, Faults, Operation, never_released, panic_when_polled, slowly};
 
@@ -118,8 +118,8 @@ impl Disk for FaultDisk {
         self.disk.is_anchored()
     }
 
-    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
-        self.disk.place()
+    fn location(&self) -> BoxFuture<'static, io::Result<Location>> {
+        self.disk.location()
     }
 }
 

@@ -144,7 +144,7 @@ fn put_varint(out: &mut BytesMut, mut value: u64) {
 }
 
 #[test]
-fn one_field_is_replaced_and_the_others_stay() {
+fn replacing_a_field_preserves_others() {
     // 1: "ab", 3: -1, 4: fixed 32, 9: 5
     let message = [&[0x0a, 2, b'a', b'b', 0x18][..], &[0xff; 9], &[1, 0x25, 1, 2, 3, 4, 0x48, 5]].concat();
     assert_eq!((varint(&message, 3), varint(&message, 9), varint(&message, 7)), (u64::MAX, 5, 0));

@@ -200,7 +200,7 @@ fn forms(classic: &Request) -> Vec<Request> {
 
 proptest! {
     #[test]
-    fn all_forms_cut_anywhere_give_the_same_blocks(
+    fn split_messages_of_all_forms_decode_equally(
         classic in any_request(),
         cuts in prop::collection::vec(1_usize..70, 1..20),
     ) {
@@ -219,7 +219,7 @@ proptest! {
     }
 
     #[test]
-    fn damaged_messages_never_break_the_sinks_order(
+    fn damaged_messages_preserve_the_order_of_sink_calls(
         classic in any_request(),
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         keep in any::<prop::sample::Index>(),
@@ -251,13 +251,13 @@ proptest! {
     }
 
     #[test]
-    fn noise_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..400), cuts in prop::collection::vec(1_usize..9, 1..9)) {
+    fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..400), cuts in prop::collection::vec(1_usize..9, 1..9)) {
         drop(decode_cut(&bytes, &cuts, Limits::default()));
     }
 }
 
 #[test]
-fn golden_bytes_of_the_classic_form() {
+fn classic_form_matches_golden_bytes() {
     let bytes = [
         0x0A, 0x01, b'a', // appId "a"
         0x10, 0x03, // shuffleId 3
@@ -289,7 +289,7 @@ fn golden_bytes_of_the_classic_form() {
 }
 
 #[test]
-fn fields_of_a_block_may_stand_in_any_order() {
+fn block_fields_may_have_any_order() {
     let block = [0x2A, 2, b'x', b'y', 0x30, 8, 0x10, 2, 0x08, 1];
     let mut bytes = vec![0x0A, 1, b'a', 0x22, 12, 0x12, 10];
     bytes.extend_from_slice(&block);
@@ -316,7 +316,7 @@ fn unknown_fields_are_skipped_at_every_level() {
 }
 
 #[test]
-fn unpacked_arrays_of_the_combined_form_are_taken() {
+fn unpacked_arrays_of_combined_form_are_accepted() {
     let arrays = [0x08, 5, 0x10, 1, 0x18, 42, 0x20, 2, 0x28, 3, 0x30, 4, 0x38, 6, 0x42, 2, b'h', b'i'];
     let mut bytes = vec![0x0A, 1, b'a', 0x3A, u8::try_from(arrays.len()).unwrap()];
     bytes.extend_from_slice(&arrays);
@@ -326,7 +326,7 @@ fn unpacked_arrays_of_the_combined_form_are_taken() {
 }
 
 #[test]
-fn a_request_without_blocks_is_told_by_its_summary() {
+fn summary_identifies_request_without_blocks() {
     for bytes in [vec![], vec![0x0A, 1, b'a'], vec![0x22, 0], vec![0x22, 2, 0x08, 1], vec![0x3A, 0]] {
         let (recorder, summary) = decode(&bytes).unwrap();
         assert_eq!(summary.blocks, 0);
@@ -335,7 +335,7 @@ fn a_request_without_blocks_is_told_by_its_summary() {
 }
 
 #[test]
-fn inconsistent_forms_are_refused_before_any_byte_is_taken() {
+fn inconsistent_forms_are_refused_before_any_byte() {
     let classic = request(vec![(1, vec![block(1, b"abc"), block(2, b"de")])]);
 
     let mut short = contiguous(&classic);
@@ -407,7 +407,7 @@ fn differing_header_fields_after_the_data_are_refused() {
 }
 
 #[test]
-fn lengths_that_leave_their_message_are_refused() {
+fn lengths_beyond_their_message_are_refused() {
     assert_eq!(what(decode(&[0x22, 0x7F, 0x08])), "a field is longer than its message");
     assert_eq!(what(decode(&[0x22, 2, 0x12, 5, 0, 0, 0, 0, 0])), "a field is longer than its message");
     assert_eq!(what(decode(&[0x22, 4, 0x12, 2, 0x2A, 9, 0, 0])), "a field is longer than its message");
@@ -430,7 +430,7 @@ fn lengths_that_leave_their_message_are_refused() {
 }
 
 #[test]
-fn a_tiny_message_with_huge_claims_allocates_nothing() {
+fn small_message_with_huge_lengths_allocates_nothing() {
     // A block that claims 512 MiB without data, and combined arrays that claim 2^31-1 blocks.
     let claim = [0x22, 8, 0x12, 6, 0x10, 0x80, 0x80, 0x80, 0x80, 0x02];
     assert_eq!(what(decode(&claim)), "blocks declare more bytes than the message has");
