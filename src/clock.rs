@@ -106,7 +106,8 @@ pub async fn run() {
             tracing::warn!(
                 pauses,
                 paused = ?untold,
-                "this process did not run (stopped, swapped out, or its machine was paused); deadlines are extended by as much"
+                "the process was paused (stopped, swapped out, or machine paused); timeouts are extended by \
+                 the pause"
             );
             (pauses, untold, told) = (0, Duration::ZERO, Some(Instant::now()));
         }

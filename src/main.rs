@@ -38,12 +38,12 @@ static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// A shuffle server for Apache Spark that speaks Apache Uniffle's protocols.
 ///
-/// Without a configuration it starts on embedded defaults: memory and one local data directory, with a coordinator of
-/// its own, and prints how to point Spark at it.
+/// Without a configuration it uses defaults: memory, one local data directory and the embedded
+/// coordinator. It then prints the settings for Spark.
 #[derive(Debug, Parser)]
 #[command(name = "uniffle-worker", version = VERSION)]
 struct CommandLine {
-    /// Configuration file (TOML); WORKER_CONFIG_PATH means the same
+    /// Configuration file (TOML) [default: the value of WORKER_CONFIG_PATH]
     #[arg(short, long, value_name = "FILE")]
     config: Option<PathBuf>,
 
@@ -63,24 +63,25 @@ struct CommandLine {
 #[derive(Debug, Subcommand)]
 #[command(disable_help_subcommand = true)]
 enum Other {
-    /// Ask a worker, or every worker of a cluster, and tell it what to do
+    /// Query and administer a worker, or all workers of a cluster
     Ctl(Box<uniffle_ctl::Arguments>),
-    /// Print the configuration of a Java server (server.conf) or of riffle (TOML) as one of this worker
+    /// Convert the configuration of a Java server (server.conf) or of riffle (TOML)
     ///
-    /// Each key without a counterpart, and each value that cannot be, is a comment with the reason. Exits with 2 when
-    /// something has to be added by hand before `--check` takes it, or a value could not be taken over; stderr names each.
+    /// Keys without a counterpart and rejected values become comments with the reason. Exits with 2
+    /// if a value was rejected, or if keys must be added by hand before `--check` succeeds; stderr
+    /// lists them.
     Import {
-        /// The configuration
+        /// Configuration file to convert
         file: PathBuf,
     },
-    /// Print the completions for a shell
+    /// Print completions for a shell
     Completions {
-        /// The shell
+        /// Name of the shell
         shell: uniffle_ctl::Shell,
     },
     /// Print the manual page
     Man {
-        /// Write the pages of all subcommands there instead
+        /// Write the pages of all subcommands to this directory instead
         #[arg(long, value_name = "DIRECTORY")]
         directory: Option<PathBuf>,
     },
@@ -103,7 +104,7 @@ fn main() -> ExitCode {
         return run_other(other);
     }
     if let Err(error) = take_jemalloc_options() {
-        return fail(1, &format!("cannot start again with _RJEM_MALLOC_CONF as MALLOC_CONF: {error}"));
+        return fail(1, &format!("cannot restart with _RJEM_MALLOC_CONF as MALLOC_CONF: {error}"));
     }
     let env = environment();
     let machine = Machine::detect(&env);
@@ -169,8 +170,8 @@ fn import(file: &Path) -> ExitCode {
                 tell(&format!("{name}: secrets are in the output, under {}", imported.secrets.join(", ")));
             }
             let parts = [
-                ("not taken over, a comment in the output", &imported.refused),
-                ("to be added by hand", &imported.missing),
+                ("rejected, written as comments", &imported.refused),
+                ("missing, to be added by hand", &imported.missing),
             ];
             let told = parts.iter().filter(|(_, problems)| !problems.is_empty());
             let told: Vec<_> =
@@ -239,7 +240,7 @@ fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
     let rehearsed = runtime.block_on(server::rehearse(config, facts));
     // A disk that hangs is not waited for.
     runtime.shutdown_background();
-    rehearsed.map_err(|problems| format!("no upgrade in place:\n  {}", problems.join("\n  ")))
+    rehearsed.map_err(|problems| format!("upgrade is not possible:\n  {}", problems.join("\n  ")))
 }
 
 /// Runs the worker, and after an upgrade the next one: as another program in this process, or beside it, or, if that cannot
@@ -247,7 +248,7 @@ fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
 fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<ExitCode> {
     let telemetry = telemetry::init(&config.log)?;
     if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
-        heap::activate().context("MALLOC_CONF asks for a heap profile")?;
+        heap::activate().context("cannot activate the heap profile of MALLOC_CONF")?;
     }
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
@@ -289,7 +290,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
                 Err(returned) => *returned,
             },
         };
-        tracing::error!(%error, "the successor cannot be executed, continuing with this program");
+        tracing::error!(%error, "cannot execute the successor; continuing with this program");
         inherited = sockets;
     }
 }
@@ -300,7 +301,7 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
-    let successor = Successor::of_this_process().context("cannot find out what this program is")?;
+    let successor = Successor::of_this_process().context("cannot determine the path of this program")?;
     let (commands, received) = mpsc::channel(4);
     let mut server = Box::pin(server::run(config, environment, inherited, received));
     let mut stopping = None;
@@ -319,7 +320,9 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
             "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
             // The process beside this one was told too, and passes it on.
             _ if is_kept && stopping.is_some_and(|at: Instant| at.elapsed() < ONE_STOP) => continue,
-            name if stopping.is_some() => anyhow::bail!("{name} while stopping: not waiting any longer"),
+            name if stopping.is_some() => {
+                anyhow::bail!("{name} during shutdown; exiting without waiting any longer")
+            }
             name => {
                 tracing::info!(signal = name, "stopping");
                 stopping = Some(Instant::now());

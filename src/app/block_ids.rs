@@ -22,7 +22,7 @@ const ID_BYTES: u64 = 8;
 /// A report named another number of bitmaps than the shuffle's first (docs/protocol.md §11 bitmap-count: ids were lost
 /// silently).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("bitmapNum is {sent}, the shuffle's first report had {first}")]
+#[error("bitmapNum is {sent}, must be {first} as in the shuffle's first report")]
 pub struct BitmapCountChanged {
     /// Of the first report.
     pub first: i32,
@@ -43,7 +43,7 @@ pub enum ReportError {
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
     /// A block id is negative.
-    #[error("block id {0} is negative")]
+    #[error("block id is {0}, must be 0 or more")]
     NegativeId(i64),
 }
 

@@ -40,13 +40,12 @@ section! {
     /// Limits of the registry.
     #[table("app_config", "Applications and their partitions.")]
     pub struct AppConfig {
-        /// An application without a heartbeat for this long is purged. Applications may choose another, 1 min to 7 d, by the
-        /// client's setting spark.rss.riffle.appHeartbeatTimeoutMinutes. A change is for applications that register
-        /// afterwards.
+        /// An application without a heartbeat for this long expires. Applications may choose 1 min
+        /// to 7 d with spark.rss.riffle.appHeartbeatTimeoutMinutes.
         #[key("app_config.app_heartbeat_timeout_min", minutes(10 * SECOND..=7 * DAY), NextUse)]
         pub heartbeat_timeout: Duration = 300 * SECOND,
-        /// Reported block ids held for all applications together. What they take of memory_store.heap_capacity is bounded
-        /// anyhow (half of it); of that one application has as much as it leaves to others, half when it is alone.
+        /// Maximum number of reported block ids; half of memory_store.heap_capacity bounds them
+        /// too.
         #[key("app_config.reported_block_max_count", count(1000..=1 << 40), Restart)]
         pub reported_blocks_max: u64 = 1 << 40,
         /// Apps known at a time.

@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RangeError {
     /// Negative start, or end before start.
-    #[error("partition range {start}..={end} is not a range of partition ids")]
+    #[error("partition range {start}..={end} is invalid: start must be 0 or more, and end at least start")]
     Invalid {
         /// First id as sent.
         start: i32,

@@ -33,7 +33,8 @@ pub enum RegisterError {
     Shuffles(QuotaExceeded),
     /// More ranges than a shuffle may have.
     #[error(
-        "partitionRanges has {ranges} ranges that do not touch, with those registered before; at most {RANGES_MAX} are allowed"
+        "partitionRanges has {ranges} disjoint ranges, earlier registrations included; the limit is \
+         {RANGES_MAX}"
     )]
     Ranges {
         /// How many there would be.

@@ -107,7 +107,8 @@ impl ShuffleState {
     /// Refuses its results for `reason`: it may have been registered before the start (`unproven`).
     pub(super) fn mark_unproven(&mut self, reason: &str) {
         self.is_unproven = true;
-        let text = format!("it may have been registered before the last start, with reports: {reason}");
+        let text =
+            format!("the shuffle may have been registered before the last start, with reports: {reason}");
         self.ledger.mark_incomplete(text);
     }
 

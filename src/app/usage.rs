@@ -62,7 +62,7 @@ pub fn quota_key((whose, counted): Kind) -> &'static str {
 
 /// More than a quota allows was asked for; nothing was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{} is {max}, {used} are in use and {asked} more were asked for", quota_key(*.kind))]
+#[error("{} is {max}: {used} in use, {asked} more requested", quota_key(*.kind))]
 pub struct OverQuota {
     /// Which.
     pub kind: Kind,
@@ -229,10 +229,7 @@ mod tests {
         quotas.set(USER, 100);
         let refused = take(&a, 11).unwrap_err();
         assert_eq!(refused, OverQuota { kind: APP, max: 60, used: 50, asked: 11 });
-        assert_eq!(
-            refused.to_string(),
-            "quota.app_partitions is 60, 50 are in use and 11 more were asked for"
-        );
+        assert_eq!(refused.to_string(), "quota.app_partitions is 60: 50 in use, 11 more requested");
         let more = take(&b, 50).unwrap();
         assert_eq!(take(&a, 1).unwrap_err().kind, USER);
         assert_eq!((a.used(APP), a.used(USER), other.used(USER)), (50, 100, 0));

@@ -76,7 +76,7 @@ impl HeapKind {
 
 /// No heap for something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("no heap left for {kind}: {asked} bytes asked, {free} free (see memory_store.heap_capacity)")]
+#[error("heap is full for {kind}: {asked} bytes requested, {free} free (see memory_store.heap_capacity)")]
 pub struct HeapFull {
     /// What for.
     pub kind: &'static str,

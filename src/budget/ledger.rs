@@ -18,7 +18,7 @@ use super::left;
 
 /// A refused charge: how much was asked, how much was free at that moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("no capacity: asked {asked}, free {free}")]
+#[error("capacity is full: {asked} requested, {free} free")]
 pub struct NoCapacity {
     /// What was asked for.
     pub asked: u64,

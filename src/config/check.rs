@@ -64,7 +64,7 @@ fn check_ports(config: &Config, found: &mut Found) {
     for (key, port) in ports {
         let Some(port) = port.filter(|port| *port != 0) else { continue };
         if let Some(other) = taken.insert(port, key) {
-            found.refuse(key, port, format!("a port other than that of {other}"));
+            found.refuse(key, port, format!("must be a port other than that of {other}"));
         }
     }
 }
@@ -74,11 +74,11 @@ fn check_admin(config: &Config, found: &mut Found) {
     let admin = &config.admin;
     let has_token = admin.token.is_some() || admin.token_file.is_some();
     if !admin.bind_address.is_loopback() && !has_token {
-        let allowed = "a loopback address; any other needs admin.token_file or WORKER_ADMIN_TOKEN";
+        let allowed = "must be a loopback address, or admin.token_file or WORKER_ADMIN_TOKEN must be set";
         found.refuse("admin.bind_address", admin.bind_address, allowed);
     }
     if let (Some(_), Some(file)) = (&admin.token, &admin.token_file) {
-        found.refuse("admin.token_file", file.display(), "one of it and WORKER_ADMIN_TOKEN");
+        found.refuse("admin.token_file", file.display(), "must be unset if WORKER_ADMIN_TOKEN is set");
     }
 }
 
@@ -99,7 +99,7 @@ fn check_order(config: &Config, found: &mut Found) {
             found.refuse(
                 &format!("{low_key}_watermark"),
                 low,
-                format!("less than {high_key}_watermark ({high})"),
+                format!("must be less than {high_key}_watermark ({high})"),
             );
         }
     }
@@ -107,7 +107,7 @@ fn check_order(config: &Config, found: &mut Found) {
     if config.service.ticket_check_interval > config.memory.ticket_timeout {
         let interval = humantime::format_duration(config.service.ticket_check_interval);
         let key = "memory_store.buffer_ticket_check_interval_sec";
-        found.refuse(key, interval, "at most memory_store.buffer_ticket_timeout_sec");
+        found.refuse(key, interval, "must be at most memory_store.buffer_ticket_timeout_sec");
     }
 }
 
@@ -117,7 +117,7 @@ fn check_windows(config: &Config, found: &mut Found) {
     let grpc = &config.grpc;
     let (stream, connection) = (grpc.stream_window_bytes.into(), grpc.connection_window_bytes.into());
     if stream > connection {
-        let allowed = format!("at most grpc.connection_window ({})", size_text(connection));
+        let allowed = format!("must be at most grpc.connection_window ({})", size_text(connection));
         found.refuse("grpc.stream_window", size_text(stream), allowed);
     }
     let total = grpc.window_budget_bytes;
@@ -129,15 +129,15 @@ fn check_windows(config: &Config, found: &mut Found) {
     let fits = if grpc.windows_wanted.is_none() { (1..threads).rev().find(has_room) } else { None };
     if let Some(fit) = fits {
         let allowed = format!(
-            "at most {fit} with memory_store.capacity = {}, or a larger capacity: what threads take of capacity × 0.05 \
-             + 200 MiB is not there for grpc.connection_window ({})",
+            "must be at most {fit} with memory_store.capacity = {}, or capacity must be larger: of capacity \
+             × 0.05 + 200 MiB, threads leave too little for grpc.connection_window ({})",
             size_text(capacity),
             size_text(connection)
         );
         found.refuse("runtime_config.worker_threads", threads, allowed);
         return;
     }
-    let allowed = format!("at most grpc.window_total ({})", size_text(total));
+    let allowed = format!("must be at most grpc.window_total ({})", size_text(total));
     found.refuse("grpc.connection_window", size_text(connection), allowed);
 }
 
@@ -149,24 +149,26 @@ fn check_localfile(config: &Config, found: &mut Found) {
     let paths = &config.local.paths;
     // The default directory is for a first try; in a cluster, disks must be configured explicitly.
     if !found.reader.given.contains(key) && config.has_quorum() {
-        found.refuse(key, "(absent)", "needed with a coordinator_quorum: one directory per disk");
+        found.refuse(key, "(absent)", "is required with a coordinator_quorum: one directory per disk");
     }
     if paths.is_empty() {
-        found.refuse(key, "[]", "at least one directory for store_type MEMORY_LOCALFILE");
+        found.refuse(key, "[]", "must be at least one directory for store_type MEMORY_LOCALFILE");
     }
     for (at, path) in paths.iter().enumerate() {
         if path == Path::new("/") {
-            found.refuse(key, "/", "a directory of its own below the root");
+            found.refuse(key, "/", "must be a directory below the root");
         }
         let overlaps = |other: &&PathBuf| path.starts_with(other) || other.starts_with(path);
         if let Some(other) = paths.iter().take(at).find(overlaps) {
-            let allowed =
-                format!("distinct directories, none inside another; {} is listed too", other.display());
+            let allowed = format!(
+                "must be distinct directories, none inside another; {} is also listed",
+                other.display()
+            );
             found.refuse(key, path.display(), allowed);
         }
     }
     if config.local.min_disks > paths.len() {
-        let allowed = format!("at most the number of data_paths, {}", paths.len());
+        let allowed = format!("must be at most the number of data_paths, {}", paths.len());
         found.refuse("localfile_store.healthy_check_min_disks", config.local.min_disks, allowed);
     }
 }
@@ -189,11 +191,10 @@ fn check_memory(config: &Config, found: &mut Found) {
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let beyond = kinds.iter().filter(|(_, real, part)| real > part);
     let beyond: Vec<String> = beyond
-        .map(|(what, real, part)| format!("{what}: {} MiB, {} MiB fit", mib(*real), mib(*part)))
+        .map(|(what, real, part)| format!("{what}: {} MiB, limit {} MiB", mib(*real), mib(*part)))
         .collect();
     found.warn(format!(
-        "clients can make the process hold {} MiB, which is more than memory_store.capacity × 1.05 + 200 MiB = {} MiB; \
-         {}",
+        "the process may use {} MiB, more than memory_store.capacity × 1.05 + 200 MiB = {} MiB; lower: {}",
         mib(bound),
         mib(promised),
         beyond.join("; ")
@@ -204,13 +205,14 @@ fn check_partition_limits(config: &Config, found: &mut Found) {
     let partition = &config.partition;
     if partition.memory_ratio <= 0.0 {
         let key = "app_config.partition_limit_memory_backpressure_ratio";
-        found.refuse(key, partition.memory_ratio, "more than 0.0");
+        found.refuse(key, partition.memory_ratio, "must be more than 0.0");
     }
     if let Some(hard_limit) = partition.bytes_max
         && partition.split
         && hard_limit < partition.split_bytes
     {
-        let allowed = "at least app_config.partition_split_threshold, or no partition is ever split";
+        let allowed = "must be at least app_config.partition_split_threshold, else no partition is ever \
+             split";
         found.refuse("app_config.partition_hard_limit", size_text(hard_limit), allowed);
     }
 }
@@ -223,7 +225,7 @@ fn check_coordinators(config: &Config, found: &mut Found) {
     let mut seen = HashSet::new();
     for address in &config.heartbeat.coordinators {
         if !seen.insert(address) {
-            found.refuse("coordinator_quorum", address, "each coordinator once");
+            found.refuse("coordinator_quorum", address, "must contain each coordinator once");
         }
     }
     let embedded = &config.embedded;
@@ -237,7 +239,7 @@ fn check_coordinators(config: &Config, found: &mut Found) {
         found.warn("[embedded_coordinator] has no effect with a coordinator_quorum unless enable is true");
     }
     if !config.is_embedded() && !config.has_quorum() {
-        found.refuse("embedded_coordinator.enable", false, "true, or a coordinator_quorum");
+        found.refuse("embedded_coordinator.enable", false, "must be true, or coordinator_quorum must be set");
     }
     if config.is_embedded() && embedded.node_timeout <= config.heartbeat.interval {
         // Own heartbeats arrive at that interval, so the coordinator would expire its own worker.
@@ -245,24 +247,25 @@ fn check_coordinators(config: &Config, found: &mut Found) {
         found.refuse(
             "embedded_coordinator.node_timeout_sec",
             timeout,
-            "more than heartbeat_interval_seconds",
+            "must be more than heartbeat_interval_seconds",
         );
     }
     let is_elsewhere = |address: &CoordinatorAddress| !is_loopback(address.host());
     let has_others = config.heartbeat.coordinators.iter().any(is_elsewhere);
     if config.is_embedded() && has_others && embedded.worker_networks.is_empty() {
         found.warn(
-            "embedded_coordinator.worker_networks names no network: workers of other machines cannot join this coordinator",
+            "embedded_coordinator.worker_networks is empty; workers of other machines cannot join this \
+             coordinator",
         );
     }
     let key = "embedded_coordinator.remote_storage_conf";
     let storages = embedded.remote_storages();
     for (host, conf) in &embedded.remote_storage_conf {
         if !storages.iter().any(|storage| storage.host() == host) {
-            found.refuse(key, host, "hosts of embedded_coordinator.remote_storage_path");
+            found.refuse(key, host, "must be hosts of embedded_coordinator.remote_storage_path");
         }
         if RemoteStorage::parse_conf(conf).is_empty() {
-            found.refuse(key, conf, "settings of the form \"key=value,key=value\"");
+            found.refuse(key, conf, "must be settings of the form \"key=value,key=value\"");
         }
     }
 }
@@ -275,13 +278,14 @@ fn check_backing(config: &Config, found: &mut Found) {
     }
     let key = "memory_store.backing";
     if !config.worker.store_type.has_local() {
-        let allowed = "private: registrations and reports outlive the process only with a store_type that has local disks";
+        let allowed = "must be private, or store_type one with local disks, which store registrations and \
+             reports";
         found.refuse(key, backing, allowed);
     } else if !config.local.recovery {
         found.refuse(
             key,
             backing,
-            "private with localfile_store.recovery = false, which forgets all shuffles at a start",
+            "must be private with localfile_store.recovery = false, which deletes all shuffles at start",
         );
     }
 }
@@ -289,9 +293,7 @@ fn check_backing(config: &Config, found: &mut Found) {
 /// Returns the allowed store types if this build does not support `store_type`.
 fn allowed_without(store_type: StoreType, has_hdfs: bool) -> Option<&'static str> {
     let lacks = store_type.has_hdfs() && !has_hdfs;
-    lacks.then_some(
-        "MEMORY or MEMORY_LOCALFILE: this build has no HDFS (it was made without the feature `hdfs`)",
-    )
+    lacks.then_some("must be MEMORY or MEMORY_LOCALFILE; this build has no HDFS (feature `hdfs`)")
 }
 
 fn check_hdfs(config: &Config, found: &mut Found) {
@@ -303,20 +305,27 @@ fn check_hdfs(config: &Config, found: &mut Found) {
     let (keytab, principal) =
         ("hdfs_store.kerberos_security_config.keytab_path", "hdfs_store.kerberos_security_config.principal");
     match (&hdfs.keytab_path, &hdfs.principal) {
-        (Some(_), None) => found.refuse(principal, "(absent)", "needed with a keytab_path"),
-        (None, Some(_)) => found.refuse(keytab, "(absent)", "needed with a principal"),
+        (Some(_), None) => found.refuse(principal, "(absent)", "is required with a keytab_path"),
+        (None, Some(_)) => found.refuse(keytab, "(absent)", "is required with a principal"),
         _ => {}
     }
     if store_type.has_hdfs() && hdfs.allowed.0.is_empty() {
         if hdfs.precheck {
-            found.refuse("hdfs_store.precheck_enable", true, "false, or hdfs_store.allowed_paths to check");
+            found.refuse(
+                "hdfs_store.precheck_enable",
+                true,
+                "must be false, or hdfs_store.allowed_paths must list the paths to check",
+            );
         }
         if hdfs.allowed_paths.is_empty() && config.has_quorum() {
-            let allowed = "needed with a coordinator_quorum: the remote paths that applications may name and the worker \
-                           then writes and deletes, or [\"*\"] for all";
+            let allowed = "is required with a coordinator_quorum: remote paths where the worker may write \
+                 and delete for applications, or [\"*\"] for all";
             found.refuse("hdfs_store.allowed_paths", "[]", allowed);
         } else {
-            found.warn("hdfs_store.allowed_paths permits everything: clients may name any remote path, and the worker writes and deletes there");
+            found.warn(
+                "hdfs_store.allowed_paths permits every remote path; the worker writes and deletes wherever \
+                 clients request",
+            );
         }
     }
     if !store_type.has_hdfs() && (hdfs.keytab_path.is_some() || !hdfs.allowed_paths.is_empty()) {
@@ -327,7 +336,7 @@ fn check_hdfs(config: &Config, found: &mut Found) {
 fn check_object(config: &Config, found: &mut Found) {
     let store_type = config.worker.store_type;
     if store_type.has_object() && config.object.url.is_none() {
-        let allowed = format!("needed with store_type {}", store_type.as_str());
+        let allowed = format!("is required with store_type {}", store_type.as_str());
         found.refuse("object_store.url", "(absent)", allowed);
     }
     if !store_type.has_object() && config.object.url.is_some() {
@@ -343,20 +352,20 @@ fn check_tls(config: &Config, found: &mut Found) {
     let has = |key| found.reader.given.contains(key);
     let (cert, key, client_ca) = (has("tls.cert_file"), has("tls.key_file"), has("tls.client_ca_file"));
     if !cert && (key || client_ca) {
-        found.refuse("tls.cert_file", "(absent)", "needed with the other files of [tls]");
+        found.refuse("tls.cert_file", "(absent)", "is required with the other files of [tls]");
     }
     if cert && !key {
-        found.refuse("tls.key_file", "(absent)", "needed with tls.cert_file");
+        found.refuse("tls.key_file", "(absent)", "is required with tls.cert_file");
     }
     // With client certificates required elsewhere, an unauthenticated port would be a surprise.
     if let Some(port) = config.worker.urpc_port {
         if config.tls.forbids_plain_tcp() {
-            let allowed = "no port with tls.client_ca_file: raw TCP knows no TLS and asks for no certificate; \
-                           tls.plain_tcp = true opens it all the same";
+            let allowed = "must be unset with tls.client_ca_file, because raw TCP cannot check \
+                 certificates; tls.plain_tcp = true allows it";
             found.refuse("urpc_port", port, allowed);
         } else if client_ca {
             found.warn(format!(
-                "urpc_port = {port} is open to everybody, without a certificate of tls.client_ca_file"
+                "urpc_port = {port} accepts every caller, without a certificate of tls.client_ca_file"
             ));
         }
     }

@@ -15,11 +15,11 @@ use crate::schema::{Key, Reload, RemovedKey, Schema};
 const COLUMNS: usize = 118;
 
 const EXAMPLE_HEAD: &str = "Configuration of uniffle-worker: every key, with its default. Start with `uniffle-worker -c \
-config.toml` (or WORKER_CONFIG_PATH); `--check` validates a file, `--print-config` shows what is in effect. Lines that \
-begin with \"#: \" are settings that are off by default or whose default follows the machine. Sizes are bytes or text: \
+config.toml` (or WORKER_CONFIG_PATH); `--check` validates a file, `--print-config` prints the effective values. Lines that \
+begin with \"#: \" are settings that are unset by default or whose default depends on the machine. Sizes are bytes or text: \
 \"10G\" is 10^10 bytes, \"10GiB\" is 10 x 2^30. Durations are integers in the unit of the key's name, or text such as \
-\"90s\" or \"5m\". Unknown keys are errors. docs/configuration.md has the same as tables, with what may change while the \
-worker runs, and the variables of the environment. This file is generated from the source.";
+\"90s\" or \"5m\". Unknown keys are errors. docs/configuration.md has the same keys as tables, with the effect of a reload and \
+the environment variables. This file is generated from the source.";
 
 const REFERENCE_HEAD: &str = "# Configuration
 
@@ -27,29 +27,28 @@ Generated from the source: `UPDATE_DOCS=1 cargo test --lib config` writes this p
 [`config.toml.example`](../config.toml.example).
 
     uniffle-worker -c config.toml                  # or WORKER_CONFIG_PATH=config.toml
-    uniffle-worker -c config.toml --check          # validates, lists every problem at once
-    uniffle-worker -c config.toml --print-config   # what is in effect
+    uniffle-worker -c config.toml --check          # validates and lists every problem
+    uniffle-worker -c config.toml --print-config   # prints the effective values
 
-Without a file the worker starts on its defaults, with a coordinator of its own. Sizes are bytes or text: `\"10G\"` is 10^10
+Without a file the worker starts with its defaults and the embedded coordinator. Sizes are bytes or text: `\"10G\"` is 10^10
 bytes, `\"10GiB\"` is 10 × 2^30. Durations are integers in the unit of the key's name, or text such as `\"90s\"` or `\"5m\"`.
-Unknown keys are errors that name the nearest known one; a known key outside its table is an error that names the table.
+Unknown keys are errors that name the most similar known key. A known key in the wrong table is an error that names its table.
 
-`urpc_port` is the port of Uniffle's raw TCP protocol (the published name of its clients' type is GRPC_NETTY); pages and
-metrics here call that listener *TCP*.
+`urpc_port` is the port of Uniffle's raw TCP protocol (client type GRPC_NETTY). Pages and metrics call that listener *TCP*.
 
-A configuration is read again on SIGHUP, when the file changes, and on `POST /admin/reload`, whole or not at all. *Changes*
-says what a changed key needs: *at once* is in effect with the reload, *next use* for what begins afterwards (a request, an
-application, a connection), *restart* with the next start or upgrade; keys that wait for that are named in the log.
+The worker reloads the file on SIGHUP, when it changes, and on `POST /admin/reload`: completely, or not at all on an error.
+*Changes* says when a changed key takes effect. *At once*: with the reload. *Next use*: for requests, applications and
+connections that begin afterwards. *Restart*: with the next start or upgrade; the log lists such keys.
 ";
 
 const ENVIRONMENT: &[(&str, &str)] = &[
-    ("WORKER_CONFIG_PATH", "The configuration file, where `-c` names none."),
-    ("WORKER_READY_FILE", "Written once the listeners are open: a line of JSON with the bound ports."),
+    ("WORKER_CONFIG_PATH", "Configuration file, if `-c` is not given."),
     (
-        "KRB5_CONFIG",
-        "Kerberos' own configuration file, as every Kerberos program reads it. Default: /etc/krb5.conf.",
+        "WORKER_READY_FILE",
+        "File to which a line of JSON with the bound ports is written once the listeners are open.",
     ),
-    ("MALLOC_CONF", "jemalloc's options; `_RJEM_MALLOC_CONF` means the same."),
+    ("KRB5_CONFIG", "Configuration file of Kerberos. Default: /etc/krb5.conf."),
+    ("MALLOC_CONF", "Options of jemalloc, also read from `_RJEM_MALLOC_CONF`."),
 ];
 
 /// Returns the tables with their keys, in the order of the file, beginning with the top level.
@@ -88,12 +87,13 @@ pub fn example() -> String {
     comment(&mut file, EXAMPLE_HEAD);
     for (table, keys) in tables(&schema) {
         file.push('\n');
-        if !table.is_empty() {
-            if let Some(about) = about(&schema, table) {
-                comment(&mut file, about);
-            }
-            let _ = writeln!(file, "[{table}]");
+        if let Some(about) = about(&schema, table) {
+            about.lines().for_each(|line| comment(&mut file, line));
         }
+        let _ = match table {
+            "" => writeln!(file),
+            table => writeln!(file, "[{table}]"),
+        };
         for key in keys {
             let mut text = format!("{} ({}", text(key), key.bounds);
             for alias in key.aliases {
@@ -136,7 +136,11 @@ pub fn reference() -> String {
             table => writeln!(page, "\n## `[{table}]`"),
         };
         if let Some(about) = about(&schema, table) {
-            let _ = writeln!(page, "\n{about}");
+            let mut lines = about.lines();
+            let _ = writeln!(page, "\n{}", lines.next().unwrap_or_default());
+            for (number, line) in lines.enumerate() {
+                let _ = writeln!(page, "{}- {line}", if number == 0 { "\n" } else { "" });
+            }
         }
         page.push_str("\n| key | default | allowed | changes | |\n| --- | --- | --- | --- | --- |\n");
         for key in keys {
@@ -165,11 +169,11 @@ pub fn reference() -> String {
         for name in key.env {
             let _ = match key.path {
                 "" => writeln!(page, "| `{name}` | {} ({}) |", text(key), key.bounds),
-                path => writeln!(page, "| `{name}` | Comes before `{path}`. |"),
+                path => writeln!(page, "| `{name}` | Takes precedence over `{path}`. |"),
             };
         }
     }
-    page.push_str("\n## Accepted without effect\n\nKeys of other servers; each is named once in the log.\n\n| key | why |\n| --- | --- |\n");
+    page.push_str("\n## Accepted without effect\n\nKeys of other servers. Each is logged once as a warning.\n\n| key | why |\n| --- | --- |\n");
     for (path, why) in schema.no_effect {
         let _ = writeln!(page, "| `{path}` | {why} |");
     }

@@ -77,7 +77,7 @@ impl LimitsTooLow {
         Self(vec![Finding {
             key: THREADS_KEY,
             need: format!("{needed} threads are needed"),
-            limit: format!("the system started {started}: {error}{}", known.unwrap_or_default()),
+            limit: format!("the system started only {started}: {error}{}", known.unwrap_or_default()),
             remedy: THREADS_REMEDY.to_owned(),
             is_fatal: true,
         }])
@@ -118,12 +118,12 @@ impl Config {
         let fits = limit.value.saturating_sub(beside.min(200 * MIB)) / 21 * 20 / MIB * MIB;
         let is_fatal = capacity > limit.value.saturating_add(swap_bytes);
         let need = match is_fatal {
-            true => format!("blocks may take {}", ByteSize(capacity)),
+            true => format!("blocks may use {}", ByteSize(capacity)),
             false => {
-                format!("the process may hold {} with a capacity of {}", ByteSize(bound), ByteSize(capacity))
+                format!("the process may use {} with a capacity of {}", ByteSize(bound), ByteSize(capacity))
             }
         };
-        let danger = if is_fatal { "" } else { "the kernel may kill it, " };
+        let danger = if is_fatal { "" } else { "the kernel may kill the process; " };
         let remedy = match fits {
             0 => "raise the limit".to_owned(),
             _ => format!("set at most {}", ByteSize(fits)),
@@ -165,7 +165,7 @@ impl Config {
             false => (
                 "runtime_config.blocking_threads",
                 format!("up to {most} threads are useful, {least} are needed"),
-                format!("disk calls wait for threads, {THREADS_REMEDY}"),
+                format!("disk calls may wait for threads; {THREADS_REMEDY}"),
             ),
         };
         Some(Finding { key, need, limit: format!("{} is {}", limit.name, limit.value), remedy, is_fatal })
@@ -181,7 +181,7 @@ impl Config {
         if limit.value < wanted.base + DESCRIPTORS_MIN {
             return Some(Finding {
                 key: "grpc.max_connections",
-                need: format!("{} descriptors are needed at least", wanted.base + DESCRIPTORS_MIN),
+                need: format!("at least {} descriptors are needed", wanted.base + DESCRIPTORS_MIN),
                 limit: allowed,
                 remedy: raise.to_owned(),
                 is_fatal: true,
@@ -194,7 +194,7 @@ impl Config {
             key: "grpc.max_connections and tcp.max_connections",
             need,
             limit: allowed,
-            remedy: format!("going on with {fitting}; {raise} for more"),
+            remedy: format!("continuing with {fitting}; {raise} for more"),
             is_fatal: false,
         })
     }
@@ -239,7 +239,7 @@ impl Config {
         if !self.memory.backing.is_private() && capacity > limit.value {
             return Some(Finding {
                 key: "memory_store.backing",
-                need: format!("the file of the memory has {}", ByteSize(capacity)),
+                need: format!("the memory file has {}", ByteSize(capacity)),
                 limit: allowed,
                 remedy: raise.to_owned(),
                 is_fatal: true,
@@ -247,10 +247,10 @@ impl Config {
         }
         self.worker.store_type.has_local().then(|| Finding {
             key: "localfile_store.data_paths",
-            need: format!("a batch takes up to {}, a shuffle any number of them", ByteSize(batch)),
+            need: format!("a batch has up to {}, a shuffle any number of batches", ByteSize(batch)),
             limit: allowed,
             // Not fatal: data that cannot be written stays in memory and readable.
-            remedy: format!("what does not fit is not written, {raise}"),
+            remedy: format!("larger files fail to be written; {raise}"),
             is_fatal: false,
         })
     }
@@ -341,7 +341,7 @@ mod tests {
         let before = tight.warnings.len();
         assert_eq!(tight.fit(&system), Ok(()));
         let told = &tight.warnings[before..];
-        assert!(told.len() == 1 && told[0].contains("may hold 24.2 GiB"), "{told:?}");
+        assert!(told.len() == 1 && told[0].contains("may use 24.2 GiB"), "{told:?}");
         assert_eq!(config("[memory_store]\ncapacity = \"21.7GiB\"").fit(&system), Ok(()));
     }
 

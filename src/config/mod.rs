@@ -46,7 +46,7 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file is not TOML. The text contains line and column.
-    #[error("the configuration{} is not TOML: {text}", at(.path.as_deref()))]
+    #[error("the configuration{} is not valid TOML: {text}", at(.path.as_deref()))]
     Syntax {
         /// The file, if there is one.
         path: Option<PathBuf>,

@@ -26,19 +26,19 @@ use crate::tiers::{HdfsConfig, INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 /// Default port of the raw TCP listener, with an embedded coordinator.
 const URPC_PORT: u16 = 21200;
 
-const THREADS: &str = "thread counts follow the machine's cores and disks";
-const BUFFERS: &str = "reads and writes bring their own buffers (see memory_store.read_buffer_capacity)";
+const THREADS: &str = "the number of threads depends on cores and disks";
+const BUFFERS: &str = "buffers are part of memory_store.read_buffer_capacity";
 const SPILL: &str = "see the other keys of [hybrid_store]";
 const DIRECT_IO: &str = "see localfile_store.direct_io";
-const HEALTH: &str = "the worker finds out by itself whether it is healthy";
-const BUILT_IN: &str = "there is nothing to choose here";
+const HEALTH: &str = "health is determined automatically";
+const BUILT_IN: &str = "not configurable";
 
 /// Accepted keys of riffle and of the first Rust server that have no counterpart here.
 pub(super) const NO_EFFECT: &[(&str, &str)] = &[
     ("memory_store.dashmap_shard_amount", BUILT_IN),
     ("localfile_store.disk_write_buf_capacity", BUFFERS),
     ("localfile_store.disk_read_buf_capacity", BUFFERS),
-    ("localfile_store.launch_purge_enable", "localfile_store.recovery = false purges at the start"),
+    ("localfile_store.launch_purge_enable", "localfile_store.recovery = false deletes old data at start"),
     ("localfile_store.direct_io_enable", DIRECT_IO),
     ("localfile_store.direct_io_read_enable", DIRECT_IO),
     ("localfile_store.direct_io_append_enable", DIRECT_IO),
@@ -65,20 +65,20 @@ pub(super) const NO_EFFECT: &[(&str, &str)] = &[
     ("runtime_config.http_thread_num", THREADS),
     ("runtime_config.default_thread_num", THREADS),
     ("runtime_config.dispatch_thread_num", THREADS),
-    ("log.max_file_size", "files are changed by time, see log.rotation"),
+    ("log.max_file_size", "files are rotated by time, see log.rotation"),
     ("app_config.block_id_manager_type", BUILT_IN),
-    ("tracing.jaeger_service_name", "the service is called uniffle-worker"),
+    ("tracing.jaeger_service_name", "the service name is uniffle-worker"),
     ("health_service_config.alive_app_number_max_limit", HEALTH),
     ("health_service_config.disk_used_ratio_health_threshold", "see localfile_store.disk_high_watermark"),
     ("health_service_config.memory_allocated_threshold", HEALTH),
     ("health_service_config.service_hang_of_mem_continuous_unchange_sec", HEALTH),
     ("health_service_config.service_hang_of_app_valid_number", HEALTH),
-    ("historical_apps_config.retention_days", "the latest applications that are gone stay in memory"),
-    ("historical_apps_config.backend", "the latest applications that are gone stay in memory"),
-    ("historical_apps_config.db_path", "the latest applications that are gone stay in memory"),
-    ("fallback_random_ports_enable", "a port in use ends the start; port 0 takes any free one"),
-    ("initial_unhealthy_status_enable", "POST /admin calls change the status"),
-    ("conf_reload_enable", "the file is always looked at"),
+    ("historical_apps_config.retention_days", "the latest finished applications are kept in memory"),
+    ("historical_apps_config.backend", "the latest finished applications are kept in memory"),
+    ("historical_apps_config.db_path", "the latest finished applications are kept in memory"),
+    ("fallback_random_ports_enable", "a port in use fails the start; port 0 selects a free one"),
+    ("initial_unhealthy_status_enable", "calls of POST /admin change the status"),
+    ("conf_reload_enable", "the file is always watched"),
 ];
 
 const NO_OVERFLOW: &str = "batches no longer go through the page cache, because a disk that failed later lost acknowledged blocks; \
@@ -253,7 +253,8 @@ impl Config {
         }
         next.warnings.clone_from(&new.warnings);
         if next.tls.forbids_plain_tcp() && self.worker.urpc_port.is_some() {
-            let text = "tls.client_ca_file: urpc_port stays open without certificates until the next start";
+            let text = "tls.client_ca_file: urpc_port remains open without certificates until the next \
+                 start";
             next.warnings.push(text.to_owned());
         }
         next.follow();

@@ -196,18 +196,18 @@ fn all_problems_are_reported_at_once() {
     "#;
     let found = problems(text);
     for part in [
-        "store_type = \"MEMORY_S3\": MEMORY, MEMORY_LOCALFILE,",
-        "grpc_port = 70000: a port",
+        "store_type = \"MEMORY_S3\": must be MEMORY, MEMORY_LOCALFILE,",
+        "grpc_port = 70000: must be a port",
         "gprc_port = 1: unknown key, did you mean grpc_port?",
-        "coordinator_quorum = [\"nohost\"]: entries of the form host:port",
-        "tags = [\"a,b\"]: tags of 1 to 100",
-        "memory_store.capacity = \"1K\": a size from 16MiB",
-        "localfile_store.data_paths = [\"relative\"]: absolute paths",
-        "localfile_store.disk_low_watermark = 0.9: less than",
+        "coordinator_quorum = [\"nohost\"]: must be entries of the form host:port",
+        "tags = [\"a,b\"]: must be tags of 1 to 100",
+        "memory_store.capacity = \"1K\": must be a size from 16MiB",
+        "localfile_store.data_paths = [\"relative\"]: must be absolute paths",
+        "localfile_store.disk_low_watermark = 0.9: must be less than",
         "hdfs_store.max_concurrency = 0: ",
-        "hdfs_store.allowed_paths = [\"/uniffle\"]: paths such as",
-        "hdfs_store.kerberos_security_config.principal = \"uniffle\": a Kerberos principal",
-        "metrics.push_interval_sec = 0: a duration from 1s to 1h",
+        "hdfs_store.allowed_paths = [\"/uniffle\"]: must be paths such as",
+        "hdfs_store.kerberos_security_config.principal = \"uniffle\": must be a Kerberos principal",
+        "metrics.push_interval_sec = 0: must be a duration from 1s to 1h",
         "[nonsense]: unknown table",
     ] {
         assert!(found.iter().any(|problem| problem.starts_with(part)), "{part} in {found:#?}");
@@ -220,7 +220,7 @@ fn all_problems_are_reported_at_once() {
 #[test]
 fn keys_are_checked_against_each_other() {
     let cases = [
-        ("grpc_port = 5\nhttp_port = 5", "http_port = 5: a port other than that of grpc_port"),
+        ("grpc_port = 5\nhttp_port = 5", "http_port = 5: must be a port other than that of grpc_port"),
         (
             "grpc_port = 0\nhttp_port = 0\ncoordinator_quorum = [\"a:1\", \"a:1\"]\nstore_type = \"MEMORY\"",
             "each coordinator once",
@@ -242,7 +242,7 @@ fn keys_are_checked_against_each_other() {
             "[embedded_coordinator.remote_storage_conf]\nh = \"a=b\"",
             "hosts of embedded_coordinator.remote_storage_path",
         ),
-        ("coordinator_quorum = [\"a:1\"]", "needed with a coordinator_quorum"),
+        ("coordinator_quorum = [\"a:1\"]", "required with a coordinator_quorum"),
     ];
     for (text, part) in cases {
         let found = problems(text);
@@ -254,12 +254,12 @@ fn keys_are_checked_against_each_other() {
 fn client_certificates_require_explicit_plain_tcp() {
     let tls = "[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"\nclient_ca_file = \"/c\"\n";
     let refused = only_problem(&format!("urpc_port = 7\n{tls}"));
-    assert!(refused.starts_with("urpc_port = 7: no port with tls.client_ca_file"), "{refused}");
+    assert!(refused.starts_with("urpc_port = 7: must be unset with tls.client_ca_file"), "{refused}");
     assert!(refused.contains("tls.plain_tcp = true"), "{refused}");
     assert_eq!(parse(tls).unwrap().worker.urpc_port, None, "nor is it opened by default");
     let open = parse(&format!("urpc_port = 7\n{tls}plain_tcp = true")).unwrap();
     assert_eq!(open.worker.urpc_port, Some(7));
-    assert!(open.warnings.iter().any(|warning| warning.starts_with("urpc_port = 7 is open")));
+    assert!(open.warnings.iter().any(|warning| warning.starts_with("urpc_port = 7 accepts every caller")));
     // The port is as open as gRPC.
     assert!(parse(&format!("urpc_port = 7\n{tls}listeners = [\"http\"]")).is_ok());
     assert!(parse(&format!("{tls}plain_tcp = true")).unwrap().worker.urpc_port.is_some());
@@ -267,7 +267,7 @@ fn client_certificates_require_explicit_plain_tcp() {
     assert_eq!((without.worker.urpc_port, without.warnings.len()), (Some(7), 0));
     // A reload cannot close the port.
     let renewed = without.renewed(&parse(tls).unwrap());
-    assert!(renewed.warnings.iter().any(|warning| warning.contains("urpc_port stays open")));
+    assert!(renewed.warnings.iter().any(|warning| warning.contains("urpc_port remains open")));
 }
 
 #[test]
@@ -305,10 +305,10 @@ fn excessive_memory_is_reported_with_its_keys() {
     let more = with("read_buffer_capacity = \"1GiB\"\n[grpc]\nmax_connections = 4096");
     let [warning] = &more.warnings[..] else { panic!("{:?}", more.warnings) };
     for part in [
-        "clients can make the process hold 19",
+        "the process may use 19",
         "capacity × 1.05 + 200 MiB = 457 MiB",
-        "memory_store.read_buffer_capacity: 1024 MiB, 40 MiB fit",
-        "HTTP/2 windows (grpc.window_total, grpc.max_connections): 256 MiB, 21 MiB fit",
+        "memory_store.read_buffer_capacity: 1024 MiB, limit 40 MiB",
+        "HTTP/2 windows (grpc.window_total, grpc.max_connections): 256 MiB, limit 21 MiB",
         "gRPC requests (grpc.max_connections, grpc.max_streams_total): 320 MiB",
     ] {
         assert!(warning.contains(part), "{part} in {warning}");
@@ -316,7 +316,7 @@ fn excessive_memory_is_reported_with_its_keys() {
     let [warning] = &with("[localfile_store]\nindex_cache_size = \"1GiB\"").warnings[..] else {
         panic!("none")
     };
-    assert!(warning.contains("localfile_store.index_cache_size: 1024 MiB, 16 MiB fit"), "{warning}");
+    assert!(warning.contains("localfile_store.index_cache_size: 1024 MiB, limit 16 MiB"), "{warning}");
     // Lowering one key leaves room for another.
     let moved = with("read_buffer_capacity = \"60MiB\"\nheap_capacity = \"32MiB\"");
     assert!(moved.warnings.is_empty(), "{:?}", moved.warnings);
@@ -332,22 +332,22 @@ fn threads_without_memory_for_windows_are_reported() {
         format!("[memory_store]\ncapacity = \"64MiB\"\n[runtime_config]\nworker_threads = {threads}\n{more}")
     };
     let refused = only_problem(&with(1024, ""));
-    let rest = refused.strip_prefix("runtime_config.worker_threads = 1024: at most ").unwrap();
+    let rest = refused.strip_prefix("runtime_config.worker_threads = 1024: must be at most ").unwrap();
     let (most, rest) = rest.split_once(' ').unwrap();
     assert!(rest.starts_with("with memory_store.capacity = 64MiB"), "{refused}");
     let most: usize = most.parse().unwrap();
     assert!(parse(&with(most, "")).is_ok());
     assert!(only_problem(&with(most + 1, "")).contains(&format!(" at most {most} ")));
     let given = only_problem(&with(1024, "[grpc]\nwindow_total = \"1MiB\""));
-    assert!(given.starts_with("grpc.connection_window = 4MiB: at most grpc.window_total"), "{given}");
+    assert!(given.starts_with("grpc.connection_window = 4MiB: must be at most grpc.window_total"), "{given}");
     let wide = only_problem(&with(2, "[grpc]\nconnection_window = \"64MiB\""));
-    assert!(wide.starts_with("grpc.connection_window = 64MiB: at most grpc.window_total"), "{wide}");
+    assert!(wide.starts_with("grpc.connection_window = 64MiB: must be at most grpc.window_total"), "{wide}");
 }
 
 #[test]
 fn all_problems_of_a_list_are_reported() {
     let listeners = only_problem("[tls]\nlisteners = [\"grpc\", \"htp\", \"ftp\"]");
-    assert!(listeners.ends_with("grpc, http or admin; not \"htp\", \"ftp\""), "{listeners}");
+    assert!(listeners.ends_with("grpc, http or admin, not \"htp\", \"ftp\""), "{listeners}");
     let weights =
         only_problem("[fairness]\nweights = [{ user = \"a\", weight = 0 }, { app = 1, queue = 2 }]");
     for part in

@@ -64,49 +64,61 @@ impl StoreType {
 
 section! {
     /// The worker as a whole.
+    #[table(
+        "",
+        "Store types:\n\
+         MEMORY: memory only.\n\
+         MEMORY_LOCALFILE, MEMORY_HDFS: memory, flushed to local disks or to HDFS.\n\
+         MEMORY_LOCALFILE_HDFS: flushed to local disks, and large partitions to HDFS.\n\
+         MEMORY_OBJECT: flushed to an object store, for workers without disks.\n\
+         MEMORY_LOCALFILE_OBJECT: flushed to local disks, and moved to an object store in the \
+         background."
+    )]
     #[table("runtime_config", "Threads.")]
-    #[table("shutdown", "How the worker ends.")]
+    #[table(
+        "shutdown",
+        "Shutdown (SIGTERM) and upgrade (SIGUSR2). Reads continue during the flush.\n\
+         An upgrade that hands memory over (memory_store.backing) waits up to flush_timeout_sec \
+         for writes in progress, and is refused after that.\n\
+         An upgrade beside a hung disk waits as long for its successor, but at least 10 s."
+    )]
     pub struct WorkerConfig |machine| {
-        /// MEMORY; MEMORY_LOCALFILE: memory, spilled to local disks; MEMORY_HDFS: spilled to HDFS; MEMORY_LOCALFILE_HDFS: to
-        /// local disks, and to HDFS what is cold; MEMORY_OBJECT: to an object store, for workers without disks;
-        /// MEMORY_LOCALFILE_OBJECT: to local disks, and from there in the background to an object store. Clients must be told the
-        /// same (spark.rss.storage.type); for the last two, MEMORY_LOCALFILE.
+        /// Storage tiers of blocks. Clients set spark.rss.storage.type to the same, or to
+        /// MEMORY_LOCALFILE for the last two.
         #[key("store_type", word(), Restart)]
         pub store_type: StoreType = StoreType::MemoryLocalfile,
-        /// Address all listeners listen on.
+        /// Address of all listeners except the administration listener.
         #[key("bind_address", ip_address(), Restart)]
         pub bind_address: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        /// Port of gRPC, with the embedded coordinator when there is one. Ports must differ.
+        /// Port of gRPC, shared with the embedded coordinator. All ports must differ.
         #[key("grpc_port", port(), Restart)]
         pub grpc_port: u16 = 21100,
-        /// Port of Uniffle's raw TCP protocol, which clients of type GRPC_NETTY speak. Default: on at 21200 with the embedded
-        /// coordinator (0 if grpc_port is 0), off with a coordinator_quorum.
+        /// Port of the raw TCP protocol, for GRPC_NETTY clients. Default with the embedded
+        /// coordinator: 21200, or 0 if grpc_port is 0; else off.
         #[key("urpc_port", optional(port()), Restart, example "21200")]
         pub urpc_port: Option<u16> = None,
-        /// Port of metrics, health and status.
+        /// Port of metrics, health checks and the status page.
         #[key("http_port" or "metrics.http_port", port(), Restart)]
         pub http_port: u16 = 19998,
-        /// Tags besides ss_v4, ss_v5 and GRPC.
+        /// Tags in addition to ss_v4, ss_v5 and GRPC.
         #[key("tags", list(TAGS_MAX, tag()), AtOnce)]
         pub tags: Vec<String> = Vec::new(),
-        /// Whether the worker stops once it is decommissioned and no application is left.
+        /// Stop the worker once it is decommissioned and its last application has ended.
         #[key("decommission_shutdown", flag(), Restart)]
         pub decommission_shutdown: bool = false,
-        /// Threads of the asynchronous runtime. Default: the machine's cores.
+        /// Threads of the asynchronous runtime. Default: the number of cores.
         #[key("runtime_config.worker_threads", count(1..=1024), Restart, example "8")]
         pub threads: usize = machine.cores.clamp(1, 1024),
-        /// Most threads for disk work, started on demand.
+        /// Maximum number of threads for blocking disk calls, started on demand.
         #[key("runtime_config.blocking_threads", count(4..=4096), Restart)]
         pub blocking_threads: usize = 256,
-        /// How long a worker that is stopped (SIGTERM) or upgraded (SIGUSR2) may take to bring what is in memory to the
-        /// disks; reads go on meanwhile. An upgrade that passes memory on (memory_store.backing) may take as long to end the
-        /// batches that are being written, or is refused; one beside a disk that hangs, but 10 s at least, until its
-        /// successor is ready. Stay below the time that the service manager gives (systemd: 90 s).
+        /// Time to flush memory on SIGTERM or before an upgrade. Keep it below the service
+        /// manager's stop timeout (systemd: 90 s).
         #[key("shutdown.flush_timeout_sec", seconds(Duration::ZERO..=HOUR), Restart)]
         pub flush_timeout: Duration = 60 * SECOND,
-        /// The address told to coordinators and clients; of a host name, such as that of a Kubernetes Service, the address
-        /// that it stands for at start. Default: found out from the interfaces.
-        #[env("WORKER_IP", optional(parsed("an IP address that clients can reach or a host name", str::parse)))]
+        /// Address announced to coordinators and clients; a host name is resolved at start.
+        /// Default: chosen from the network interfaces.
+        #[env("WORKER_IP", optional(parsed("a reachable IP address or a host name", str::parse)))]
         pub advertised: Option<Advertised> = None,
     }
 }

@@ -162,19 +162,19 @@ pub struct Frame {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The bytes end before the frame does.
-    #[error("it is cut off")]
+    #[error("record is truncated")]
     Incomplete,
     /// It does not begin like a frame.
-    #[error("no record begins here")]
+    #[error("not a record")]
     Magic,
     /// A later program wrote it.
-    #[error("it has version {0}, this program knows {VERSION}")]
+    #[error("record has version {0}, this program supports {VERSION}")]
     Version(u16),
     /// The checksum does not fit.
-    #[error("its checksum does not fit")]
+    #[error("checksum does not match")]
     Checksum,
     /// The payload is not what its kind has.
-    #[error("it is malformed")]
+    #[error("record is malformed")]
     Malformed,
 }
 

@@ -75,9 +75,9 @@ impl Writer {
             if places.is_empty() {
                 let nothing = || match self.unread.values().next() {
                     Some(unread) => {
-                        LogError::told(&format!("{unread}: nothing is acknowledged until it can be read"))
+                        LogError::told(&format!("{unread}; nothing is acknowledged until it is readable"))
                     }
-                    None => LogError::told("no data directory can be written"),
+                    None => LogError::told("no data directory is writable"),
                 };
                 return Err(last_error.unwrap_or_else(nothing));
             }
@@ -311,7 +311,7 @@ impl Writer {
     }
 
     async fn commit(&mut self, epoch: Epoch, copies: Vec<Copy>, usable: BTreeSet<usize>) {
-        tracing::debug!(generation = self.generation, copies = ?copies, "metadata log begun");
+        tracing::debug!(generation = self.generation, copies = ?copies, "started the metadata log");
         self.epoch = epoch;
         self.legacy.clear();
         self.opened(copies, usable);
@@ -348,7 +348,11 @@ impl Writer {
             Ok(())
         };
         if let Err(error) = within(REMOVAL_WAIT, removing).await {
-            tracing::debug!(disk = %self.directories[at].label, %error, "earlier copies of the metadata log stay");
+            tracing::debug!(
+                disk = %self.directories[at].label,
+                %error,
+                "cannot delete earlier copies of the metadata log"
+            );
         }
     }
 }

@@ -41,7 +41,7 @@ impl Writer {
         }
         (self.encoder, self.end) = (left.encoder, left.bytes);
         self.opened(copies, all);
-        tracing::debug!(generation = self.generation, "metadata log is gone on with");
+        tracing::debug!(generation = self.generation, "continuing the metadata log");
         true
     }
 }

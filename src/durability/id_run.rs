@@ -245,7 +245,7 @@ impl Reader<'_> {
 
 /// Calls `act` for each entry of whole blocks.
 fn for_each_entry(mut window: &[u8], mut act: impl FnMut(PartitionId, IdChunk)) -> io::Result<()> {
-    let damaged = || io::Error::new(io::ErrorKind::InvalidData, "block ids on disk are damaged");
+    let damaged = || io::Error::new(io::ErrorKind::InvalidData, "block ids on disk are corrupt");
     while !window.is_empty() {
         let length = u32::from_be_bytes(*take(&mut window).ok_or_else(damaged)?);
         let crc = u32::from_be_bytes(*take(&mut window).ok_or_else(damaged)?);

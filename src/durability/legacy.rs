@@ -33,8 +33,8 @@ const HEADER_BYTES: usize = 32;
 const NUMBERS: u64 = 1 << 32;
 
 /// Why results are refused after a reset.
-const RESET: &str = "the machine was reset while an earlier version ran with localfile_store.sync = \"off\", which then \
-                     lost what was written last: unregister the shuffle or run its application again";
+const RESET: &str = "the machine was reset while an earlier version ran with localfile_store.sync = \
+     \"off\", so the latest writes may be lost; unregister the shuffle or rerun its application";
 
 /// What the directories of an earlier version hold.
 #[derive(Debug, Clone, Default)]
@@ -61,18 +61,18 @@ impl Legacy {
             match list {
                 Ok(list) => legacy.take_list(list, boot),
                 Err(error) => {
-                    legacy.gap.get_or_insert_with(|| never(format!("{path}/{LIST} cannot be read: {error}")));
+                    legacy.gap.get_or_insert_with(|| never(format!("cannot read {path}/{LIST}: {error}")));
                 }
             }
         }
         if lists.iter().all(|list| matches!(list, Ok(None))) {
-            let reason = "there are files of shuffles and no metadata log".to_owned();
+            let reason = "files of shuffles exist without a metadata log".to_owned();
             legacy.gap.get_or_insert_with(|| never(reason));
         }
         let is_here = |member: &Member| here.iter().any(|(uuid, _)| *uuid == member.uuid());
         let absent = legacy.members.iter().find(|member| !is_here(member));
         if let Some(path) = absent.map(|member| member.path.clone()) {
-            let reason = format!("data directory {path} is missing, which may have newer metadata");
+            let reason = format!("data directory {path} is missing and may have newer metadata");
             legacy.gap.get_or_insert_with(|| never(reason));
         }
         legacy
@@ -167,7 +167,7 @@ pub struct Journal {
 impl Journal {
     /// One that cannot be read.
     pub fn unreadable(path: &str, error: &str) -> Self {
-        Self { records: HashMap::new(), damage: Some(format!("{path} cannot be read: {error}")) }
+        Self { records: HashMap::new(), damage: Some(format!("cannot read {path}: {error}")) }
     }
 
     /// Reads the whole file. A record that was not finished may stand at its end, and nowhere else.
@@ -182,7 +182,7 @@ impl Journal {
                 continue;
             };
             if at > fits_until {
-                journal.damage.get_or_insert_with(|| format!("{path} is damaged at byte {fits_until}"));
+                journal.damage.get_or_insert_with(|| format!("{path} is corrupt at byte {fits_until}"));
             }
             at += HEADER_BYTES + content.len();
             fits_until = at;
@@ -282,7 +282,7 @@ mod tests {
         let mut whole = [encode(3, 0, b"a"), encode(3, 1, b"bc")].concat();
         whole[HEADER_BYTES] ^= 1;
         let (said, reason) = incomplete(Legacy::default(), &whole);
-        assert_eq!((said, reason.as_deref()), (1, Some("/a/0.journal is damaged at byte 0")));
+        assert_eq!((said, reason.as_deref()), (1, Some("/a/0.journal is corrupt at byte 0")));
         let hole = [encode(3, 0, b"a"), encode(3, 2, b"bc")].concat();
         assert!(incomplete(Legacy::default(), &hole).1.unwrap().contains("is missing"));
         assert!(
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!((of("unsynced", "two"), of("synced", "one")), (None, None));
         assert!(of("unsynced", "one").unwrap().contains("was reset"));
         for torn in ["", "era 0", "era 0\nboot uns", "era 0\nboot unsynced two\ndoubted 0\n", "era x\n"] {
-            assert!(gap(torn).unwrap().contains("/a/uniffle-worker.peers cannot be read"), "{torn:?}");
+            assert!(gap(torn).unwrap().contains("cannot read /a/uniffle-worker.peers"), "{torn:?}");
         }
         let other = Uuid::from_u128(8);
         let absent = gap(&format!("era 0\nboot synced two\ndoubted 0\n{UUID} /a\n{other} /b\n"));

@@ -56,7 +56,7 @@ impl Marks {
         let writes = files.map(|file| within(MARK_DEADLINE, file.write_at(vec![mark.clone()], 0)));
         let mut has_vanished = false;
         for error in join_all(writes.collect::<Vec<_>>()).await.into_iter().filter_map(Result::err) {
-            tracing::debug!(%error, "what is acknowledged cannot be marked");
+            tracing::debug!(%error, "cannot write the mark of acknowledged records");
             has_vanished |= Vanished::of(&error).is_some();
         }
         if has_vanished {

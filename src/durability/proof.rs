@@ -192,15 +192,15 @@ fn choose(
     let mut damage: Vec<String> = all.map(|(_, _, copy)| describe(copy, acknowledged)).collect();
     damage.extend(present.iter().flat_map(|it| it.damaged.iter().cloned()));
     if damage.is_empty() {
-        damage.push("no copy of the metadata log is left".to_owned());
+        damage.push("no copy of the metadata log exists".to_owned());
     }
-    Err(format!("{}: unregister the shuffle or run its application again", damage.join("; ")))
+    Err(format!("{}; unregister the shuffle or rerun its application", damage.join("; ")))
 }
 
 fn describe(copy: &CopySeen, acknowledged: u64) -> String {
     match &copy.torn {
         Some(torn) => {
-            format!("{} is damaged at record {} (byte {}): {}", copy.path, copy.frames, torn.at, torn.why)
+            format!("{} is corrupt at record {} (byte {}): {}", copy.path, copy.frames, torn.at, torn.why)
         }
         None => {
             let last = copy.newest.0.max(acknowledged.saturating_sub(1));
@@ -232,8 +232,8 @@ fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
     let strange = |it: &&Present| it.epochs.iter().any(|(_, epoch)| !newest.follows(epoch));
     let strange = present.iter().find(strange)?;
     Some(format!(
-        "data directory {} was used without the others since they were together: unregister the shuffle or run its \
-         application again",
+        "data directory {} was used separately from the others; unregister the shuffle or rerun its \
+         application",
         strange.path
     ))
 }
@@ -256,19 +256,20 @@ fn missing(present: &[Present], epoch: &Epoch, vouch: Option<&Vouch>) -> Option<
     };
     let path = &first.path;
     let reason = match present.iter().find(|it| it.uuid == first.uuid()) {
-        Some(it) if it.is_unread => format!("{}: start again when it can be read", it.damaged.join("; ")),
+        Some(it) if it.is_unread => format!("{}; restart when it is readable", it.damaged.join("; ")),
         Some(_) => format!(
-            "the list of data directories in {path} cannot be read: unregister the shuffle or run its application again"
+            "cannot read the list of data directories in {path}; unregister the shuffle or rerun its \
+             application"
         ),
         None if is_put_back(present, epoch, path) => format!(
-            "data directory {path} is an earlier one again, and the one that was there in between (id {}) is missing, which may \
-             have newer metadata: bring that one back too, by a path of its own, and start again, or unregister the \
-             shuffle or run its application again",
+            "data directory {path} is an earlier one, and its replacement (id {}), which may have newer \
+             metadata, is missing; mount the replacement too, at its own path, and restart, or unregister \
+             the shuffle or rerun its application",
             first.uuid()
         ),
         None => format!(
-            "data directory {path} is missing, which may have newer metadata: bring it back and start again, or put an \
-             empty directory in its place for good"
+            "data directory {path} is missing and may have newer metadata; bring it back and restart, or \
+             replace it permanently by an empty directory"
         ),
     };
     let silent: Vec<Uuid> = absent.iter().map(|it| it.uuid()).chain(alone.map(Member::uuid)).collect();
@@ -298,8 +299,8 @@ pub fn members_after(epoch: &Epoch, usable: &[(Uuid, String)]) -> Result<Vec<Mem
         let missing: Vec<&str> =
             voters.iter().filter(|it| !is_usable(it)).map(|member| member.path.as_str()).collect();
         return Err(format!(
-            "of {} data directories only {counted} can be written, which is no majority: bring back {}, or put empty \
-             directories in their places for good",
+            "only {counted} of {} data directories are writable, which is no majority; bring back {}, or \
+             replace them permanently by empty directories",
             voters.len(),
             missing.join(", ")
         ));

@@ -92,7 +92,7 @@ pub(super) async fn within<T>(
     operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
     let ended = crate::clock::timeout(deadline, operation).await;
-    ended.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the disk in time")))
+    ended.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "disk timeout")))
 }
 
 /// What is known of all directories.
@@ -188,7 +188,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
         Ok(names) => names,
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
-                present.damaged.push(format!("{}/{METADATA} cannot be listed: {error}", directory.label));
+                present.damaged.push(format!("cannot list {}/{METADATA}: {error}", directory.label));
                 present.is_unread = true;
             }
             return Seen { present, files, generation: highest };
@@ -261,7 +261,7 @@ async fn read_members(io: &dyn Disk, deadline: Duration) -> io::Result<Option<(u
     };
     match frame::decode(&bytes).map_err(io::Error::other)? {
         Frame { generation, entry: Entry::Epoch(epoch), .. } => Ok(Some((generation, *epoch))),
-        _ => Err(io::Error::other("it is no list")),
+        _ => Err(io::Error::other("not a list of data directories")),
     }
 }
 
@@ -397,14 +397,14 @@ impl CopyReader {
 
     async fn try_frame(&mut self) -> io::Result<Result<(Frame, usize), String>> {
         let Some(header) = self.bytes(frame::HEADER_BYTES as u64).await? else {
-            return Ok(Err("it is cut off".to_owned()));
+            return Ok(Err("file is truncated".to_owned()));
         };
         let total = match frame::total_bytes(&header) {
             Ok(total) => total,
             Err(error) => return Ok(Err(error.to_string())),
         };
         let Some(whole) = self.bytes(total as u64).await? else {
-            return Ok(Err("it is cut off".to_owned()));
+            return Ok(Err("file is truncated".to_owned()));
         };
         let frame = frame::decode(&whole).map_err(|error| error.to_string());
         Ok(frame.and_then(|frame| match frame.generation == self.generation {
@@ -545,7 +545,7 @@ impl SourceReader<'_> {
             self.entry_bytes = reader.at - before;
             let Some(frame) = frame else {
                 if part.frames != u64::MAX && reader.fitting < part.frames {
-                    let why = reader.torn.as_ref().map_or("it is too short", |torn| torn.why.as_str());
+                    let why = reader.torn.as_ref().map_or("file is too short", |torn| torn.why.as_str());
                     return Err(io::Error::other(format!("{}: {why}", part.path.display())));
                 }
                 self.open = None;

@@ -69,7 +69,7 @@ pub struct Report {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
     /// A later program wrote it.
-    #[error("record of kind {kind} and version {version} is not known")]
+    #[error("record has unknown kind {kind} and version {version}")]
     Unknown {
         /// First byte.
         kind: u8,

@@ -41,7 +41,7 @@ impl Scratch {
     pub(super) async fn file(&self) -> io::Result<ScratchFile> {
         let mut ranked: Vec<_> = self.directories.iter().filter_map(|it| Some((it.rank()?, it))).collect();
         ranked.sort_by_key(|(rank, _)| *rank);
-        let mut failed = io::Error::new(io::ErrorKind::StorageFull, "no data directory can be written");
+        let mut failed = io::Error::new(io::ErrorKind::StorageFull, "no data directory is writable");
         for (_, directory) in ranked {
             match self.file_in(directory).await {
                 Ok(file) => return Ok(file),

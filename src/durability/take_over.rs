@@ -59,14 +59,14 @@ impl Writer {
         if let Some(gap) = &judged.gap {
             tracing::error!(
                 reason = gap.reason,
-                "what was acknowledged is not proven complete: results of all shuffles there are, and of unknown ones, \
-                 are refused"
+                "acknowledged metadata may be incomplete; results of all recovered and unknown shuffles are \
+                 refused"
             );
         }
         let source = survey.source(&judged.sources, judged.gap.is_none());
         let unread = survey.unread();
         for reason in unread.values() {
-            tracing::error!(reason, "a data directory has no part in the metadata log until it can be read");
+            tracing::error!(reason, "excluding a data directory from the metadata log until it is readable");
         }
         let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
         writer.vouched = survey.vouched_for(&writer.epoch);
@@ -95,7 +95,7 @@ impl Writer {
         self.contents.living = living;
         tracing::warn!(
             shuffles = found.shuffles.len(),
-            "the metadata log can be read: start again to take its shuffles over"
+            "the metadata log is readable again; restart the worker to recover its shuffles"
         );
     }
 
@@ -112,7 +112,7 @@ impl Writer {
                 Ok(Some(entry)) => self.absorb((entry, reader.entry_bytes()), &mut heard),
                 Ok(None) => break None,
                 Err(error) => {
-                    tracing::error!(%error, "the metadata log cannot be read again");
+                    tracing::error!(%error, "cannot read the metadata log a second time");
                     break Some(Gap { reason: error.to_string(), until_back: Vec::new() });
                 }
             }

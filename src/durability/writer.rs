@@ -223,7 +223,10 @@ impl Writer {
         if !self.is_open
             && let Err(error) = self.open(&mut BTreeSet::new()).await
         {
-            tracing::error!(%error, "the metadata log cannot be written: nothing new is acknowledged until it can");
+            tracing::error!(
+                %error,
+                "cannot write the metadata log; nothing is acknowledged until it is writable"
+            );
         }
         self.was_tried.send_replace(true);
     }
@@ -236,7 +239,7 @@ impl Writer {
     /// Where all of the log can be read now.
     fn readable(&self) -> Result<Places, LogError> {
         if !self.is_open {
-            return Err(LogError::told("the metadata log cannot be written now"));
+            return Err(LogError::told("the metadata log is not writable"));
         }
         let sources = std::iter::once(&self.source).chain(&self.others).cloned().collect();
         Ok(Places { sources, directories: self.directories.clone(), deadline: self.deadlines.name })
@@ -246,7 +249,7 @@ impl Writer {
     fn vouch(&self, without: &[Uuid]) -> Result<Vouch, LogError> {
         let knows = |at: &usize| without.contains(&self.directories[*at].uuid);
         if !self.is_open || self.usable.iter().any(knows) {
-            return Err(LogError::told("the metadata log could not be begun anew on the other directories"));
+            return Err(LogError::told("cannot restart the metadata log on the other directories"));
         }
         let without = without.iter().map(|uuid| uuid.into_bytes()).chain(self.vouched.iter().copied());
         let (epoch, frames, generation) = (self.epoch.id, self.encoder.count(), self.generation);
@@ -365,9 +368,17 @@ impl Writer {
         let disk = &self.directories[directory];
         let path = disk.io.root().join(path);
         if wants_new_file(error) {
-            return tracing::error!(path = %path.display(), %error, "a copy of the metadata log is written anew");
+            return tracing::error!(
+                path = %path.display(),
+                %error,
+                "cannot append to a copy of the metadata log; writing a new copy"
+            );
         }
-        tracing::warn!(path = %path.display(), %error, "a copy of the metadata log cannot be written, it goes elsewhere");
+        tracing::warn!(
+            path = %path.display(),
+            %error,
+            "cannot write a copy of the metadata log; using another directory"
+        );
         if let Some(health) = disk.health.upgrade() {
             health.failed(error);
         }
@@ -405,7 +416,7 @@ impl Writer {
             {
                 tracing::error!(
                     disk = directory.label,
-                    "the list of data directories was removed, it is written anew"
+                    "the list of data directories was removed; writing it again"
                 );
                 self.is_open = false;
             }
@@ -425,7 +436,7 @@ impl Writer {
             return;
         }
         if let Err(error) = self.begin(&mut BTreeSet::new()).await {
-            tracing::warn!(%error, "the metadata log cannot be written anew");
+            tracing::warn!(%error, "cannot rewrite the metadata log; retrying");
         }
     }
 }

@@ -20,32 +20,32 @@ const EXTENT_BUCKETS: &[f64] = &exponential::<10>(4096.0, 4.0);
 
 metrics::table! {
     pub(crate) struct All {
-        queued: IntGauge = "event_queue_size", "Sealed batches that wait for a flush worker";
-        spilled_bytes: IntCounter = "memory_spill_total_bytes", "Payload bytes brought from memory to a store";
+        queued: IntGauge = "event_queue_size", "Sealed batches waiting for a flush worker";
+        spilled_bytes: IntCounter = "memory_spill_total_bytes", "Payload bytes flushed from memory";
         failed_writes: IntCounter = "total_failed_written_event_num",
-            "Times that a tier did not take a batch; it stays in memory and goes elsewhere or is tried again",
+            "Failed writes of a batch to a tier; the batch stays in memory and is retried",
             also "total_memory_spill_failed";
         purged_batches: IntCounter = "total_spill_events_dropped_with_app_not_found",
-            "Batches dropped because their shuffle was unregistered meanwhile";
-        write_ms: Counter = "total_write_time", "Milliseconds that writing batches took, summed";
-        slow_writes: IntCounter = "total_write_slow", "Batches whose write took more than 10 s";
+            "Batches dropped because their shuffle was unregistered";
+        write_ms: Counter = "total_write_time", "Milliseconds of batch writes, summed";
+        slow_writes: IntCounter = "total_write_slow", "Batch writes of more than 10 s";
         extent_bytes: Histogram = "flush_extent_bytes",
-            "Payload bytes of one partition in one batch", in EXTENT_BUCKETS;
+            "Payload bytes of a partition in a batch", in EXTENT_BUCKETS;
         // From the seal to a worker, retries included.
         wait: Histogram = "flush_wait_seconds",
-            "time from a batch's seal to its (or its next) attempt", in SECONDS_BUCKETS;
+            "Seconds from the seal of a batch, or its previous attempt, to its next attempt", in SECONDS_BUCKETS;
         // From a worker to the store's word that it is readable there.
         duration: Histogram =
-            "flush_duration_seconds", "time to write and publish a batch", in SECONDS_BUCKETS;
+            "flush_duration_seconds", "Seconds to write and publish a batch", in SECONDS_BUCKETS;
         // riffle's, by tier.
         writes: IntGaugeVec["storage_type"] =
-            "memory_spill_in_flushing_operations", "Batches that are being written now";
+            "memory_spill_in_flushing_operations", "Batches being written";
         bytes: IntGaugeVec["storage_type"] =
-            "memory_spill_in_flushing_bytes", "Payload bytes of batches that are being written now";
+            "memory_spill_in_flushing_bytes", "Payload bytes of batches being written";
         started: IntCounterVec["storage_type"] = "total_memory_spill_in_flushing_operations",
-            "Writes of batches, attempts that failed included";
+            "Batch writes, failed attempts included";
         sizes: HistogramVec["storage_type"] = "memory_spill_in_flushing_bytes_histogram",
-            "Payload bytes of one write of a batch", in BYTES_BUCKETS;
+            "Payload bytes of a batch write", in BYTES_BUCKETS;
     }
     with { batches: BatchSizes }
 }
@@ -54,15 +54,15 @@ metrics::table! {
     struct OfTier each fill {
         written: IntCounter = "{events}_event_flush_num", "Batches written to {title}";
         written_bytes: IntCounter =
-            "total_memory_spill_to_{spill}", "Payload bytes brought from memory to {title}";
+            "total_memory_spill_to_{spill}", "Payload bytes flushed to {title}";
         failures: IntCounter = "total_memory_to_{spill}_spill_failed",
-            "Times that {title} did not take a batch; it stays in memory and goes elsewhere or is tried again";
+            "Failed writes of a batch to {title}; the batch stays in memory and is retried";
         in_flight: IntGauge =
-            "memory_spill_to_{spill}", "Batches that wait for {title} or are being written there";
+            "memory_spill_to_{spill}", "Batches waiting for {title} or being written to it";
         queued: IntGauge = "{queue}_flush_thread_pool_queue_size",
-            "Sealed batches that wait for a flush worker of {title}";
+            "Sealed batches waiting for a flush worker of {title}";
         writing_bytes: IntGauge = "memory_spill_{spill}_in_flushing_bytes",
-            "Payload bytes that are being written to {title} now";
+            "Payload bytes being written to {title}";
     }
 }
 
@@ -70,16 +70,16 @@ metrics::table! {
     /// How large batches are, by riffle's histogram and by Java's classes.
     pub(crate) struct BatchSizes {
         batch_bytes: Histogram =
-            "memory_spill_batch_size_histogram", "Payload bytes of one batch", in BYTES_BUCKETS;
-        level1: IntCounter = "event_size_threshold_level1", "Batches written of less than 200,000 bytes";
-        level2: IntCounter = "event_size_threshold_level2", "Batches written of 200,000 to 999,999 bytes";
-        level3: IntCounter = "event_size_threshold_level3", "Batches written of 1,000,000 to 9,999,999 bytes";
-        level4: IntCounter = "event_size_threshold_level4", "Batches written of 10,000,000 or more bytes";
+            "memory_spill_batch_size_histogram", "Payload bytes of a batch", in BYTES_BUCKETS;
+        level1: IntCounter = "event_size_threshold_level1", "Written batches below 200,000 bytes";
+        level2: IntCounter = "event_size_threshold_level2", "Written batches of 200,000 to 999,999 bytes";
+        level3: IntCounter = "event_size_threshold_level3", "Written batches of 1,000,000 to 9,999,999 bytes";
+        level4: IntCounter = "event_size_threshold_level4", "Written batches of 10,000,000 bytes and more";
         // Other servers drop a batch that fails again and again, which is never done here: dashboards see a 0.
         _dropped_by_java: IntCounter =
-            "total_dropped_event_num", "Batches given up: always 0, they stay in memory";
+            "total_dropped_event_num", "Batches given up; always 0, because they stay in memory";
         _dropped_by_riffle: IntCounter =
-            "total_spill_events_dropped", "Batches given up: always 0, they stay in memory";
+            "total_spill_events_dropped", "Batches given up; always 0, because they stay in memory";
     }
 }
 

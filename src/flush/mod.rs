@@ -29,7 +29,8 @@ section! {
         /// Watermarks and per-buffer bounds at the start; see [`Flusher::limits`].
         #[section(policy::Limits)]
         pub limits: policy::Limits,
-        /// MEMORY_LOCALFILE_HDFS: a partition spilled with more than this goes to HDFS; so do huge ones.
+        /// With MEMORY_LOCALFILE_HDFS, larger flushes of a partition go to HDFS, and all of huge
+        /// partitions.
         #[key("hybrid_store.memory_spill_to_cold_threshold_size", size(1..=TIB), Restart)]
         pub cold_bytes: u64 = 128_000_000,
         /// Bytes after which a batch of several partitions is closed; one partition's chain may be larger.

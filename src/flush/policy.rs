@@ -12,20 +12,20 @@ use crate::schema::section;
 
 section! {
     /// Watermarks and bounds.
-    #[table("hybrid_store", "When memory is spilled to the tiers below it, and to which.")]
+    #[table("hybrid_store", "Flushing of memory: when, and to which tier.")]
     #[derive(Copy)]
     pub struct Limits {
-        /// Spilling starts when this share of the capacity is in use (settled bytes) ...
+        /// Flushing starts when blocks that are not being flushed exceed this share of capacity.
         #[key("hybrid_store.memory_spill_high_watermark", ratio(), AtOnce)]
         pub high_watermark: f64 = 0.8,
-        /// ... and goes on down to this one.
+        /// Flushing stops at this share of capacity.
         #[key("hybrid_store.memory_spill_low_watermark", ratio(), AtOnce)]
         pub low_watermark: f64 = 0.2,
-        /// A single partition larger than this is spilled at once.
+        /// A partition larger than this is flushed at once.
         #[key("hybrid_store.memory_single_buffer_max_spill_size", size(MIB..=TIB), AtOnce)]
         pub single_buffer_bytes_max: u64 = 256 * MIB,
-        /// ... and one that is huge (see app_config) when it is larger than this. It is lowered to half of the memory that
-        /// a huge partition may fill, so that one half is written while the other fills.
+        /// The same for huge partitions (see app_config); lowered to half of their memory share, so
+        /// that one half fills while the other is flushed.
         #[key("hybrid_store.huge_partition_memory_single_buffer_max_spill_size", size(MIB..=TIB), AtOnce)]
         pub huge_buffer_bytes_max: u64 = 128_000_000,
         /// Memory that a huge partition may fill.

@@ -434,7 +434,7 @@ impl Flusher {
                 self.queues[index].push(batch, weight);
             }
             // A batch is made with a handle, so there is a tier; dropping it would lose it silently.
-            None => tracing::error!(shuffle = %batch.key, "a batch has no tier"),
+            None => tracing::error!(shuffle = %batch.key, "batch has no tier to be written to"),
         }
     }
 

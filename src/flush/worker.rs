@@ -68,7 +68,7 @@ impl Flusher {
             }
             Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.all.purged_batches.inc();
-                tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
+                tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered; batch dropped");
             }
             Err(error) => {
                 self.try_elsewhere(batch, bytes, tier, &error);
@@ -106,7 +106,9 @@ impl Flusher {
     }
 
     async fn store(&self, batch: &Batch, tier: usize, extents: Vec<ExtentWrite>) -> Result<(), StoreError> {
-        let Some(shuffle) = &batch.handles[tier] else { return Err(failed(batch, "it has no such tier")) };
+        let Some(shuffle) = &batch.handles[tier] else {
+            return Err(failed(batch, "the shuffle has no such tier"));
+        };
         let huge_partition_bytes = self.limits().huge_partition_bytes;
         let is_huge = |(buffer, _): &&(Arc<Buffer>, _)| buffer.received_bytes() > huge_partition_bytes;
         let huge_bytes = batch.parts.iter().filter(is_huge).map(|(_, sealed)| sealed.bytes()).sum();
@@ -143,7 +145,7 @@ impl Flusher {
         batch.in_flight = None;
         tracing::warn!(
             shuffle = %batch.key, bytes, tier = self.name_of(tier), failures = batch.failures, %error,
-            "a batch was not written, it stays in memory and is tried again"
+            "batch was not written; it stays in memory and is retried"
         );
         batch.queued = Instant::now() + if others_are_left { Duration::ZERO } else { pause };
         // What no disk has room for as a whole may fit in parts.

@@ -152,7 +152,7 @@ impl Acceptor {
                 match opening.open(stream, place.seat()).await {
                     Ok(Some(stream)) => serve(Connection { stream, peer, place }).await,
                     Ok(None) => {}
-                    Err(error) => tracing::debug!(listener, %peer, %error, "connection ended as it began"),
+                    Err(error) => tracing::debug!(listener, %peer, %error, "connection failed during setup"),
                 }
             }
         });
@@ -200,7 +200,7 @@ impl Acceptor {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     if let Some(times) = failures.pass() {
-                        tracing::warn!(listener, %error, times, "cannot accept connections");
+                        tracing::warn!(listener, %error, times, "cannot accept connections; retrying");
                     }
                     sleep(ACCEPT_PAUSE).await;
                     continue;
@@ -229,7 +229,7 @@ impl Acceptor {
         self.closed.inc();
         if let Some(times) = closings.pass() {
             let (Names { listener, limit, .. }, most) = (self.names, self.connections_max);
-            let text = "connection closed for a new one: as many as allowed are open";
+            let text = "connection limit reached; closed the connection that was idle longest";
             tracing::warn!(listener, limit, most, ?stage, ?idle, times, "{text}");
         }
     }
@@ -253,7 +253,7 @@ impl Acceptor {
         // The socket leaves this runtime's poller here and enters the core's there.
         let stream = match stream.into_std() {
             Ok(stream) => stream,
-            Err(error) => return tracing::debug!(%peer, %error, "connection ended as it began"),
+            Err(error) => return tracing::debug!(%peer, %error, "connection failed during setup"),
         };
         let (handle, core) = cores.place();
         let (place, serve) = (Place { held, _open: open, _core: Some(core) }, Arc::clone(serve));
@@ -285,7 +285,7 @@ impl Life {
         if seat.is_open() {
             let _ended = served.await;
         } else {
-            tracing::debug!(?deadline, "connection closed: it did not begin in time");
+            tracing::debug!(?deadline, "connection closed: opening timed out");
         }
     }
 }

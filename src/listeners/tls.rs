@@ -56,29 +56,34 @@ words! {
 
 section! {
     /// What is encrypted, and with what.
-    #[table("tls", "TLS, when there is a certificate. Default: none.")]
+    #[table(
+        "tls",
+        "TLS, if a certificate is set.\n\
+         Changed files are read again, and new connections use them. A file may have up to 1 MiB.\n\
+         Callers receive the names of the authorities in client_ca_file, unless they exceed 16 \
+         KiB.\n\
+         With ca_file, this worker presents cert_file to other workers that request a \
+         certificate. Certificates of other workers must be valid for their announced addresses."
+    )]
     pub struct TlsConfig {
-        /// PEM file: the certificate with its chain behind it, 64 KiB of them at most. What is in this and the other files, which have 1 MiB
-        /// at most each, is read again too; new connections use it.
+        /// PEM file with the certificate and its chain, 64 KiB of certificates at most.
         #[key("tls.cert_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/tls.crt\"")]
         pub cert_file: Option<PathBuf> = None,
-        /// PEM file: its private key.
+        /// PEM file with the private key.
         #[key("tls.key_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/tls.key\"")]
         pub key_file: Option<PathBuf> = None,
-        /// With it callers must show a certificate that it has signed. They are told the names of the authorities in it, unless these have
-        /// more than 16 KiB together.
+        /// PEM file of authorities; callers must present a certificate signed by one of them.
         #[key("tls.client_ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/clients.crt\"")]
         pub client_ca_file: Option<PathBuf> = None,
-        /// PEM file: who must have signed the certificates of other workers' HTTP listeners. With it they are asked over TLS when an
-        /// application is explained over the whole cluster, and shown `cert_file` if they ask for a certificate. Their
-        /// certificates must be for the addresses that they announce. Default: they are asked in the clear.
+        /// PEM file of authorities for other workers' HTTP listeners, which are then queried over
+        /// TLS. Default: none; they are queried in the clear.
         #[key("tls.ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/ca.crt\"")]
         pub ca_file: Option<PathBuf> = None,
-        /// Listeners that speak TLS and nothing else. The raw TCP protocol knows no TLS.
+        /// Listeners that accept TLS only. The raw TCP protocol has no TLS.
         #[key("tls.listeners" or "tls.doors", list(3, word()), Restart)]
         pub listeners: Vec<TlsListener> = TlsListener::ALL.to_vec(),
-        /// Lets urpc_port be open, which asks for no certificate, although client_ca_file asks gRPC's callers.
-        /// Default: false.
+        /// Allow urpc_port, which requests no certificate, although client_ca_file is set. Default:
+        /// false.
         #[key("tls.plain_tcp", flag(), Restart, example "true")]
         pub plain_tcp: bool = false,
     }
@@ -169,7 +174,7 @@ impl TlsAcceptor {
             }
         };
         let mut config = builder.with_single_cert(chain.clone(), key).map_err(|error| {
-            let reason = format!("does not go together with tls.cert_file: {error}");
+            let reason = format!("does not match tls.cert_file: {error}");
             TlsError::new("tls.key_file", &files.key, reason)
         })?;
         config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
@@ -213,7 +218,7 @@ fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let chain = certificates(KEY, path)?;
     let bytes: usize = chain.iter().map(|certificate| certificate.len()).sum();
     if bytes > CHAIN_BYTES_MAX {
-        let reason = format!("the chain has {bytes} bytes, at most {CHAIN_BYTES_MAX} are shown to a client");
+        let reason = format!("certificate chain has {bytes} bytes, the limit is {CHAIN_BYTES_MAX}");
         return Err(TlsError::new(KEY, path, reason));
     }
     Ok(chain)
@@ -224,7 +229,7 @@ fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'st
     let found = CertificateDer::pem_slice_iter(&read(key, path)?).collect::<Result<Vec<_>, _>>();
     let certificates = found.map_err(|error| wrong(&error))?;
     if certificates.is_empty() {
-        return Err(wrong(&"no certificate in it"));
+        return Err(wrong(&"file contains no certificate"));
     }
     Ok(certificates)
 }
@@ -312,7 +317,7 @@ mod tests {
         let files = Files::new();
         files.write("cert.pem", (100, 1000));
         let refusal = files.load(None).unwrap_err().to_string();
-        assert!(refusal.starts_with("tls.cert_file = ") && refusal.contains("at most 65536"), "{refusal}");
+        assert!(refusal.starts_with("tls.cert_file = ") && refusal.contains("limit is 65536"), "{refusal}");
         std::fs::File::create(files.path("cert.pem")).unwrap().set_len(1 << 40).unwrap();
         let refusal = files.load(None).unwrap_err().to_string();
         assert!(

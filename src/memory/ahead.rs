@@ -77,10 +77,11 @@ impl Ahead {
         match error {
             Some(error) if before == 0 => tracing::warn!(
                 %error,
-                withheld_bytes = lacking,
-                "memory_store.backing gets no more pages: so much of the capacity cannot be used until there is room"
+                unavailable_bytes = lacking,
+                "memory_store.backing is full; this part of the capacity is unavailable until space is \
+                 freed there"
             ),
-            None if before > 0 => tracing::info!("memory_store.backing gets pages again"),
+            None if before > 0 => tracing::info!("memory_store.backing has space again"),
             _ => {}
         }
     }
@@ -102,7 +103,7 @@ impl Ahead {
             let ahead = Arc::clone(&self);
             let taken = tokio::task::spawn_blocking(move || ahead.take()).await;
             if let Err(error) = taken {
-                tracing::error!(%error, "pages could not be taken");
+                tracing::error!(%error, "cannot allocate memory pages");
             }
         }
     }

@@ -35,45 +35,57 @@ words! {
 
 section! {
     /// How much memory there is and how it is promised.
-    #[table("memory_store", "Memory for shuffle blocks, and for reads from disk.")]
+    #[table(
+        "memory_store",
+        "Memory for shuffle blocks and for disk reads.\n\
+         Ticket requests that wait for memory are served fairly among applications. At most 128 \
+         of one application and 512 in all may wait, and half of the streams of a connection.\n\
+         While others wait, a ticket unused for half a second is revoked if its application \
+         exceeds its fair share.\n\
+         Defaults that are derived from capacity are parts of capacity × 1.05 + 200 MiB \
+         (docs/operations.md).\n\
+         backing = \"private\": memory that ends with the process.\n\
+         backing = \"memfd\": an unnamed file that an upgrade hands over, and that systemd's file \
+         descriptor store preserves.\n\
+         backing = a directory of a tmpfs: the next process recovers the blocks, however this one \
+         ended (docs/durability.md, \"Persistent memory\").\n\
+         backing = \"auto\": memfd if systemd preserves it (FDSTORE is set) and there are local \
+         disks with recovery, else private.\n\
+         memfd and a directory need local disks.\n\
+         huge_pages: the first use of a huge page costs more; flushing is up to a tenth cheaper."
+    )]
     pub struct MemoryConfig |machine| {
-        /// Bytes for shuffle blocks, reserved or stored. Default: 40 % of the machine's (or container's) memory, at least
-        /// 256 MiB, at most 16 GiB, never more than half of it.
+        /// Memory for blocks, reserved or stored. Default: 40 % of the machine's or container's
+        /// memory, 256 MiB to 16 GiB, never above 50 %.
         #[key("memory_store.capacity", size(CAPACITY_BYTES_MIN..=16 * TIB), Restart, example "\"10G\"")]
         pub capacity_bytes: u64 = default_capacity_bytes(machine.memory_bytes),
-        /// Bytes for reads from disk under way. Not part of the capacity. Default: its part of capacity × 1.05 + 200 MiB
-        /// (docs/operations.md), 40 MiB and more.
+        /// Memory for disk reads in progress, in addition to capacity. Default: derived from
+        /// capacity, at least 40 MiB.
         #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart, example "\"64MiB\"")]
         pub read_capacity_bytes: u64 = divide(capacity_bytes, machine.cores).reads,
-        /// Bytes of heap for what clients make the worker hold beside blocks: requests that arrive, block metadata of sends
-        /// that are not complete, registrations, reported block ids, partitions that were written to, answers. When a kind is
-        /// used up, requests of that kind wait or are refused by its name. Not part of the capacity. Default: its part of capacity × 1.05 +
-        /// 200 MiB, 68 MiB and a sixty-fourth of the capacity.
+        /// Heap for requests, registrations, reports, block metadata and responses, in addition to
+        /// capacity. Default: derived from capacity, at least 68 MiB + 1/64 of it.
         #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
         pub heap_bytes: u64 = divide(capacity_bytes, machine.cores).heap,
-        /// Life of a granted buffer ticket that is not used. While others wait for memory, one that its application has not
-        /// used for half a second is taken back if the application has more than its share.
+        /// Lifetime of an unused ticket.
         #[key("memory_store.buffer_ticket_timeout_sec", seconds(SECOND..=DAY), Restart)]
         pub ticket_timeout: Duration = 20 * SECOND,
-        /// Tickets outstanding at once.
+        /// Maximum number of outstanding tickets.
         #[key("memory_store.buffer_ticket_max_count", count(1..=100_000_000), NextUse)]
         pub tickets_max: usize = 1_000_000,
-        /// Blocks in memory at once; bounds their metadata. Default: one per 512 bytes of capacity.
+        /// Maximum number of blocks in memory; it bounds their metadata. Default: one per 512 bytes
+        /// of capacity.
         #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
         pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
-        /// Where blocks in memory are stored. `private`: memory that ends with the process. `memfd`: an
-        /// unnamed file that an upgrade hands over and systemd's descriptor store keeps. A directory of a
-        /// tmpfs: the next process finds them, whatever ended this one (docs/durability.md, "Persistent
-        /// memory"). `auto`: memfd if systemd keeps it over a kill (its variable FDSTORE) and there are
-        /// local disks with recovery, else private. A directory or memfd needs local disks.
+        /// Where blocks in memory are stored; see above.
         #[key("memory_store.backing", parsed("auto, private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
         pub backing: Backing = Backing::Auto,
-        /// Which memory gets huge pages (2 MiB). Their first use is dearer; spilling later is up to a tenth cheaper. `auto`: read
-        /// buffers, and blocks whose pages are taken ahead (`prefault`, or a `backing` other than private).
+        /// Memory with huge pages (2 MiB). `auto`: read buffers, and blocks whose pages are
+        /// allocated ahead (`prefault`, or a `backing` other than private).
         #[key("memory_store.huge_pages", word(), Restart)]
         pub huge_pages: HugePages = HugePages::Auto,
-        /// When pages of block memory are taken. `off`: by the requests that first use them. `idle`: after the start, by a
-        /// thread of the lowest priority; resident memory then rises to the capacity.
+        /// When pages of block memory are allocated: off = on first use, idle = after the start by a
+        /// background thread, up to the whole capacity.
         #[key("memory_store.prefault", word(), Restart)]
         pub prefault: Prefault = Prefault::Off,
     }

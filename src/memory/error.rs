@@ -6,7 +6,7 @@ use crate::budget::{HeapFull, NoCapacity};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
     /// Full for now; asking again later may help.
-    #[error("no memory: asked {asked} bytes, free {free}")]
+    #[error("memory is full: {asked} bytes requested, {free} free")]
     NoCapacity {
         /// What was asked for.
         asked: u64,
@@ -15,7 +15,8 @@ pub enum MemoryError {
     },
     /// Others wait, and it is their turn; asking again later helps.
     #[error(
-        "no memory for {asked} bytes now: the application holds {held} bytes, its share is {share} while others wait"
+        "memory is full for {asked} bytes: the application uses {held} bytes, its fair share is {share} \
+         while others wait"
     )]
     OverShare {
         /// What was asked for.
@@ -26,7 +27,7 @@ pub enum MemoryError {
         share: u64,
     },
     /// More than there will ever be; asking again does not help.
-    #[error("request of {asked} bytes exceeds what this server can ever grant, {max} bytes")]
+    #[error("request of {asked} bytes exceeds the largest possible ticket, {max} bytes")]
     TooLarge {
         /// What was asked for.
         asked: u64,
@@ -37,7 +38,7 @@ pub enum MemoryError {
     #[error("unknown, expired or spent ticket")]
     UnknownTicket,
     /// More payload than the ticket was for.
-    #[error("block of {asked} bytes exceeds what is left of the ticket, {left} bytes")]
+    #[error("block of {asked} bytes exceeds the remaining {left} bytes of the ticket")]
     TicketOverspent {
         /// Bytes of the block.
         asked: u64,
@@ -45,9 +46,7 @@ pub enum MemoryError {
         left: u64,
     },
     /// The bytes of a send came too slowly while others waited for its memory; sending again later helps.
-    #[error(
-        "send ended: its bytes came slower than {bytes_per_sec} bytes/s while others wait for memory, send again"
-    )]
+    #[error("send aborted: slower than {bytes_per_sec} bytes/s while others wait for memory; retry")]
     TooSlow {
         /// The least rate.
         bytes_per_sec: u64,
@@ -56,7 +55,7 @@ pub enum MemoryError {
     #[error("the buffer was evicted")]
     Evicted,
     /// The limit on blocks in memory is reached; a flush helps.
-    #[error("too many blocks in memory, at most {max}")]
+    #[error("too many blocks in memory, the limit is {max}")]
     TooManyBlocks {
         /// The limit.
         max: u64,

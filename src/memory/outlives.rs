@@ -60,7 +60,12 @@ impl Memory {
                     Some((partition, made(partition, ids)))
                 }
                 Err(error) => {
-                    tracing::error!(shuffle = %key, %partition, %error, "what is in memory of it cannot be taken over");
+                    tracing::error!(
+                        shuffle = %key,
+                        %partition,
+                        %error,
+                        "cannot recover the partition's blocks from memory"
+                    );
                     None
                 }
             }
@@ -168,8 +173,8 @@ impl Memory {
         if has_vanished && !kept.has_vanished.swap(true, Ordering::Relaxed) {
             tracing::error!(
                 path = %kept.file.path().unwrap_or(Path::new("")).display(),
-                "the file of memory_store.backing was removed or replaced: a kill loses what is in memory; an upgrade (SIGUSR2) or a \
-                 restart flushes it and makes a new file"
+                "the file of memory_store.backing was removed or replaced; a kill would lose blocks in \
+                 memory; upgrade (SIGUSR2) or restart the worker, which flushes them and creates a new file"
             );
         }
         has_vanished
@@ -181,8 +186,8 @@ impl Memory {
         let kept = self.kept.as_ref().filter(|kept| kept.has_vanished.load(Ordering::Relaxed))?;
         let path = kept.file.path()?.display();
         Some(format!(
-            "what is in memory does not outlive a kill: {path} (memory_store.backing) was removed or replaced: upgrade or restart \
-             the worker"
+            "a kill would lose blocks in memory: {path} (memory_store.backing) was removed or replaced; \
+             upgrade or restart the worker"
         ))
     }
 
@@ -206,7 +211,7 @@ impl Memory {
             left = file.remove();
         }
         if let Err(error) = left.and_then(|()| file.unlock()) {
-            tracing::warn!(%error, "the file that memory lies in cannot be left to the next process");
+            tracing::warn!(%error, "cannot preserve the memory file for the next process");
         }
     }
 

@@ -28,13 +28,13 @@ pub(super) async fn run(
             let protecting = tokio::task::spawn_blocking(protect.clone());
             let Ok(Some(shuffles @ 1..)) = protecting.await else { continue };
             if limiter.pass().is_some() {
-                let text = "memory_store.backing has no place for some shuffles: a kill of the process loses what they have in \
-                            memory; free space there";
+                let text = "memory_store.backing is full; a kill would lose blocks in memory of some \
+                     shuffles; free space there";
                 tracing::warn!(shuffles, "{text}");
                 is_logged = true;
             }
         } else if std::mem::take(&mut is_logged) {
-            tracing::info!("memory_store.backing has a place for all shuffles again");
+            tracing::info!("memory_store.backing has space for all shuffles again");
         }
     }
 }

@@ -17,11 +17,12 @@ mod jemalloc {
         /// Gauges of the process's allocator.
         pub(crate) struct AllocatorMetrics {
             allocated: IntGauge = "allocator_allocated_bytes",
-                "bytes that the program asked for", also "allocator_allocated_size";
-            active: IntGauge = "allocator_active_bytes", "bytes of pages with such bytes";
-            metadata: IntGauge = "allocator_metadata_bytes", "bytes of the allocator's own";
-            resident: IntGauge = "allocator_resident_bytes", "bytes of the heap that are in memory";
-            retained: IntGauge = "allocator_retained_bytes", "bytes of address space kept for later";
+                "Bytes allocated by the program", also "allocator_allocated_size";
+            active: IntGauge = "allocator_active_bytes", "Bytes of pages that contain allocations";
+            metadata: IntGauge = "allocator_metadata_bytes", "Bytes of allocator metadata";
+            resident: IntGauge = "allocator_resident_bytes", "Bytes of the heap that are resident";
+            retained: IntGauge = "allocator_retained_bytes",
+                "Bytes of unmapped address space retained for reuse";
         }
     }
 

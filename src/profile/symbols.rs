@@ -31,16 +31,16 @@ pub fn answer_on_stdin() -> anyhow::Result<()> {
 }
 
 fn answer(question: &mut impl Read, answer: &mut impl Write) -> anyhow::Result<()> {
-    let question =
-        wire::read(question, wire::QUESTION, QUESTION_BYTES_MAX).context("no question on stdin")?;
-    let job: Job = postcard::from_bytes(&question).context("the question is from another program")?;
+    let question = wire::read(question, wire::QUESTION, QUESTION_BYTES_MAX).context("no request on stdin")?;
+    let job: Job =
+        postcard::from_bytes(&question).context("the request is from another version of the program")?;
     drop(question);
     let maps = Maps::of_this_process();
     let names = Names::new(&job.places, |position| {
         maps.address(&job.places, position).map(symbols).unwrap_or_default()
     });
     let made = render::made(&job, &names)?;
-    wire::write(answer, wire::ANSWER, &made).context("cannot write the answer")
+    wire::write(answer, wire::ANSWER, &made).context("cannot write the response")
 }
 
 /// Resolves addresses in the file of this program, separated by white space. Returns a line per
@@ -137,11 +137,11 @@ mod tests {
 
     #[test]
     fn invalid_job_is_refused() {
-        assert!(asked(b"").unwrap_err().starts_with("no question on stdin: "));
+        assert!(asked(b"").unwrap_err().starts_with("no request on stdin: "));
         let whole = postcard::to_allocvec(&job()).unwrap();
         for message in [&whole[..whole.len() / 2], &[0xff; 40], b"\x07"] {
             let why = asked(&question(message)).unwrap_err();
-            assert!(why.starts_with("the question is from another program"), "{why}");
+            assert!(why.starts_with("the request is from another version of the program"), "{why}");
         }
     }
 }

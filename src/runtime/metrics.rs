@@ -10,16 +10,17 @@ use crate::{clock, metrics};
 
 metrics::table! {
     struct Gauges {
-        running: IntGaugeVec["name"] = "tasks_running", "tasks that have not ended";
+        running: IntGaugeVec["name"] = "tasks_running", "Running tasks, by name";
         longest_poll: GaugeVec["name"] = "tasks_longest_poll_seconds",
-            "CPU time of the longest poll of a task since the start, of those that took a millisecond or more";
-        workers: IntGauge = "runtime_workers", "threads that run tasks";
+            "CPU seconds of the longest poll since start, for tasks with polls of 1 ms or more";
+        workers: IntGauge = "runtime_workers", "Threads of the runtime";
         queued: IntGauge = "runtime_queue_depth",
-            "tasks that wait for any thread", also "grpc_server_executor_blocking_queue_size";
-        busy: Counter = "runtime_busy_seconds_total", "time that threads spent in tasks, summed";
+            "Tasks waiting in the global queue", also "grpc_server_executor_blocking_queue_size";
+        busy: Counter = "runtime_busy_seconds_total", "Seconds that threads spent in tasks, summed";
         paused: Counter = "runtime_paused_seconds_total",
-            "time in which the process did not run (stopped, swapped out, its machine paused); deadlines do not count it";
-        parked: Counter = "runtime_park_total", "times that a thread had nothing to do";
+            "Seconds in which the process did not run (stopped, swapped out, machine paused); excluded \
+             from timeouts";
+        parked: Counter = "runtime_park_total", "Times that a thread became idle";
     }
 }
 
@@ -27,9 +28,9 @@ metrics::table! {
 metrics::table! {
     /// The threads for disk calls.
     struct Blocking {
-        threads: IntGauge = "runtime_blocking_threads", "threads for disk calls";
-        idle: IntGauge = "runtime_blocking_idle_threads", "of these, without work";
-        queued: IntGauge = "runtime_blocking_queue_depth", "disk calls that wait for a thread";
+        threads: IntGauge = "runtime_blocking_threads", "Threads for blocking disk calls";
+        idle: IntGauge = "runtime_blocking_idle_threads", "Idle threads for blocking disk calls";
+        queued: IntGauge = "runtime_blocking_queue_depth", "Blocking disk calls waiting for a thread";
     }
 }
 

@@ -104,7 +104,7 @@ impl Tasks {
         self.spawn(name, async move {
             let mut cancelled = pin!(cancelled);
             while AssertUnwindSafe(make()).catch_unwind().await.is_err() {
-                tracing::error!(task = name, "a task that must not end has panicked and is restarted");
+                tracing::error!(task = name, "essential task panicked; restarting it");
                 tokio::select! {
                     biased;
                     () = cancelled.as_mut() => return,

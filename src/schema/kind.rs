@@ -207,7 +207,7 @@ pub fn word<T: Word>() -> Kind<T> {
     let convert = move |text: &str| {
         let found = T::ALL.iter().copied().find(|word| word.as_str().eq_ignore_ascii_case(text));
         let word = found.ok_or_else(|| allowed.clone())?;
-        word.unusable().map_or(Ok(word), |why| Err(why.to_owned()))
+        word.unusable().map_or(Ok(word), |why| Err(format!("{allowed}; {why}")))
     };
     text(&bounds, convert, |word| word.as_str().to_owned())
 }
@@ -220,7 +220,7 @@ pub fn text<T: 'static>(
 ) -> Kind<T> {
     let read = move |value: &Value| match value {
         Value::String(text) => convert(text),
-        _ => Err("text in quotes".to_owned()),
+        _ => Err("quoted text".to_owned()),
     };
     Kind::new(bounds, read, move |value| Value::from(print(value)))
 }
@@ -266,7 +266,7 @@ pub fn list<T: 'static>(max: usize, inner: Kind<T>) -> Kind<Vec<T>> {
     let bounds = format!("at most {max}: {}", inner.bounds);
     let Kind { read: read_one, print: print_one, .. } = inner;
     let read = move |value: &Value| {
-        let not_texts = || "a list of texts in quotes".to_owned();
+        let not_texts = || "a list of quoted texts".to_owned();
         let texts: Vec<&str> = match value {
             Value::String(text) => text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect(),
             Value::Array(values) => {
@@ -293,7 +293,7 @@ pub fn list<T: 'static>(max: usize, inner: Kind<T>) -> Kind<Vec<T>> {
 /// A table of at most `max` names and texts. Numbers and booleans are converted to text.
 pub fn table(max: usize) -> Kind<BTreeMap<String, String>> {
     let read = move |value: &Value| {
-        let table = value.as_table().ok_or_else(|| "a table of names to texts".to_owned())?;
+        let table = value.as_table().ok_or_else(|| "a table of texts by name".to_owned())?;
         if table.len() > max {
             return Err(format!("at most {max} entries"));
         }
@@ -328,7 +328,7 @@ impl Refused {
             let more = entries.len().saturating_sub(ENTRIES_MAX);
             let named = entries.into_iter().take(ENTRIES_MAX).collect::<Vec<_>>().join(", ");
             let more = if more == 0 { String::new() } else { format!(" and {more} more") };
-            format!("{allowed}; not {named}{more}")
+            format!("{allowed}, not {named}{more}")
         };
         Err(self.0.into_iter().map(all).collect::<Vec<_>>().join("; "))
     }
@@ -366,8 +366,10 @@ fn scalar_text(name: &str, value: &Value) -> Result<String, String> {
         Value::String(text) => Ok(text.clone()),
         Value::Integer(_) | Value::Float(_) | Value::Boolean(_) => Ok(value.to_string()),
         // `a.b.c = 1` without quotes is nested tables in TOML; the user meant a dotted client key.
-        Value::Table(_) => Err(format!("quotes around the whole key, as in \"{name}.…\" = \"value\"")),
-        Value::Datetime(_) | Value::Array(_) => Err("texts, numbers or booleans as values".to_owned()),
+        Value::Table(_) => {
+            Err(format!("a table with quotes around whole keys, as in \"{name}.…\" = \"value\""))
+        }
+        Value::Datetime(_) | Value::Array(_) => Err("a table of texts, numbers or booleans".to_owned()),
     }
 }
 
@@ -477,16 +479,16 @@ mod tests {
         let kind = list(2, path());
         assert_eq!(read(&kind, "\"/a, /b\"").unwrap().len(), 2);
         assert_eq!(read(&kind, "[\"/a\", \"/b\", \"/c\"]").unwrap_err(), "at most 2 entries");
-        assert_eq!(read(&kind, "[1]").unwrap_err(), "a list of texts in quotes");
+        assert_eq!(read(&kind, "[1]").unwrap_err(), "a list of quoted texts");
     }
 
     #[test]
     fn all_bad_entries_of_a_list_are_named() {
         let kind = list(64, path());
         let refused = read(&kind, "[\"/a\", \"b\", \"../c\"]").unwrap_err();
-        assert_eq!(refused, "absolute paths without '..'; not \"b\", \"../c\"");
+        assert_eq!(refused, "absolute paths without '..', not \"b\", \"../c\"");
         let both = list(3, text("x", |text| Err::<(), _>(format!("no {text}")), |()| String::new()));
-        assert_eq!(read(&both, "\"a,b\"").unwrap_err(), "no a; not \"a\"; no b; not \"b\"");
+        assert_eq!(read(&both, "\"a,b\"").unwrap_err(), "no a, not \"a\"; no b, not \"b\"");
         let secret = read(&kind, "[\"s3://user:pass@host\"]").unwrap_err();
         assert!(secret.contains("host") && !secret.contains("pass"), "{secret}");
         let many: Vec<String> = (0..12).map(|n| format!("\"{}\"", n.to_string().repeat(1000))).collect();

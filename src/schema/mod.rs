@@ -273,7 +273,10 @@ mod tests {
 
     #[test]
     fn environment_overrides_the_file() {
-        assert_eq!(read("[part]\nshare = 0.25", &[("SHARE", "x")]).1, ["SHARE = x: a ratio from 0.0 to 1.0"]);
+        assert_eq!(
+            read("[part]\nshare = 0.25", &[("SHARE", "x")]).1,
+            ["SHARE = x: must be a ratio from 0.0 to 1.0"]
+        );
         assert_eq!(read("[part]\nshare = 0.25", &[("SHARE", " ")]).0.share, Some(0.25));
     }
 

@@ -49,7 +49,7 @@ fn walk(schema: &Schema, prefix: &str, table: Table, sorted: &mut Sorted) {
         }
         if let Some(known) = canonical(schema, &path) {
             if values.contains_key(known) {
-                let allowed = format!("the same key is given twice, as {known} and as an alias of it");
+                let allowed = format!("given twice, as {known} and as an alias of it");
                 problems.push(Problem::new(&path, &value, allowed));
             } else {
                 values.insert(known, value);
@@ -66,7 +66,7 @@ fn walk(schema: &Schema, prefix: &str, table: Table, sorted: &mut Sorted) {
                 allowed: if offers { unknown_table(schema, &path) } else { UNKNOWN_TABLE.to_owned() },
             }),
             (value, true) => {
-                let problem = Problem::new(&path, &value, "this is a table, not a value");
+                let problem = Problem::new(&path, &value, "must be a table, not a value");
                 problems.push(Problem { key: shown, ..problem });
             }
             (value, false) => {

@@ -31,7 +31,7 @@ impl Network {
         let behind = bits(address).checked_sub(prefix).ok_or_else(allowed)?;
         // 10.1.2.3/8 is more likely a mistake than a way to write 10.0.0.0/8.
         if number(address).trailing_zeros() < behind {
-            return Err(format!("{}; this one has bits set after its prefix", allowed()));
+            return Err(format!("{} without bits after the prefix", allowed()));
         }
         // `holds` compares canonical addresses, so a mapped network must become an IPv4 network.
         Ok(match (address.to_canonical(), prefix.checked_sub(MAPPED_BITS)) {

@@ -4,6 +4,7 @@
 //! caller continues. A derived `Deserialize` would stop at the first error.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt::Display;
 
 use toml::{Table, Value};
 
@@ -39,7 +40,7 @@ impl Reader {
         }
         let value = value?;
         let read = kind.read(&value);
-        read.map_err(|allowed| self.problems.push(Problem::new(path, &value, allowed))).ok()
+        read.map_err(|allowed| self.problems.push(invalid(path, &value, &allowed))).ok()
     }
 
     /// Returns the value of an environment variable. An empty variable counts as unset.
@@ -47,10 +48,15 @@ impl Reader {
         let text = self.text_of(name)?.to_owned();
         let shown = if kind.is_secret() { "(hidden)" } else { text.as_str() };
         let read = kind.read(&Value::from(text.as_str()));
-        read.map_err(|allowed| self.problems.push(Problem::new(name, shown, allowed))).ok()
+        read.map_err(|allowed| self.problems.push(invalid(name, shown, &allowed))).ok()
     }
 
     fn text_of(&self, name: &str) -> Option<&str> {
         self.env.get(name).map(String::as_str).filter(|text| !text.trim().is_empty())
     }
+}
+
+/// Returns the problem of a value that [`Kind::read`] rejects with a description of the allowed ones.
+fn invalid(key: &str, value: impl Display, allowed: &str) -> Problem {
+    Problem::new(key, value, format!("must be {allowed}"))
 }

@@ -53,10 +53,9 @@ pub fn run_beside(
 pub fn follow_keeper() -> anyhow::Result<bool> {
     let keeper = std::env::var(KEPT_BY).ok().and_then(|pid| pid.parse::<i32>().ok()).and_then(Pid::from_raw);
     let Some(keeper) = keeper else { return Ok(false) };
-    set_parent_process_death_signal(Some(Signal::TERM))
-        .context("cannot follow the process that keeps this one")?;
+    set_parent_process_death_signal(Some(Signal::TERM)).context("cannot watch the predecessor process")?;
     if getppid() != Some(keeper) {
-        bail!("the process that began this one has ended");
+        bail!("the predecessor process has ended");
     }
     Ok(true)
 }
@@ -113,7 +112,7 @@ async fn start(
     drop(copies);
     named.retain(|(name, _)| name != KEEPER);
     take_upgrade_signal();
-    tracing::warn!(pid = child.id(), "the successor runs beside this process, of which a thread hangs");
+    tracing::warn!(pid = child.id(), "a thread of this process hangs; the successor runs beside it");
     let is_ready = async {
         tokio::select! {
             biased;
@@ -129,7 +128,7 @@ async fn start(
     let ended = timeout(KILL_DEADLINE, child.wait()).await;
     match is_ready {
         None => Ok(Started::Stopped),
-        Some(_) => Err(io::Error::other(format!("it did not get ready within {deadline:?} ({ended:?})"))),
+        Some(_) => Err(io::Error::other(format!("successor was not ready within {deadline:?} ({ended:?})"))),
     }
 }
 
@@ -148,7 +147,7 @@ async fn follow(mut child: Child, mut signals: Signals) -> u8 {
             biased;
             ended = child.wait() => {
                 let code = ended.ok().and_then(|status| status.code()).and_then(|code| u8::try_from(code).ok());
-                tracing::info!(code, "the successor has ended, and this process with it");
+                tracing::info!(code, "the successor has ended; this process ends too");
                 return code.unwrap_or(FAILED);
             }
             name = signals.next() => name,
@@ -160,7 +159,7 @@ async fn follow(mut child: Child, mut signals: Signals) -> u8 {
             _ => Signal::USR2,
         };
         if let Some(Err(error)) = pid.map(|pid| kill_process(pid, signal)) {
-            tracing::warn!(%error, signal = name, "the successor cannot be told");
+            tracing::warn!(%error, signal = name, "cannot forward the signal to the successor");
         }
     }
 }

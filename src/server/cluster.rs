@@ -54,7 +54,9 @@ impl ClusterPage {
         let asking = Arc::clone(&self.asking).try_acquire_owned();
         async move {
             let _asking = asking.map_err(|_| {
-                NotExplained::Unavailable(format!("{ASKING_MAX} ask for the like already, try again later"))
+                NotExplained::Unavailable(format!(
+                    "{ASKING_MAX} such requests are already in progress; retry later"
+                ))
             })?;
             let _place =
                 places.acquire_owned().await.map_err(|error| NotExplained::Unavailable(error.to_string()))?;

@@ -71,7 +71,7 @@ impl Watch {
         *known = complaint;
         match complaint {
             Some(complaint) => tracing::error!(complaint, "the worker is unhealthy"),
-            None => tracing::info!("the tiers take data again"),
+            None => tracing::info!("the tiers accept data again"),
         }
         self.service.status().set_unhealthy(complaint.is_some());
     }
@@ -107,8 +107,8 @@ pub(super) fn risks(service: &Service) -> Vec<String> {
     let shuffles = service.memory().unprotected_shuffles();
     let unprotected = (shuffles > 0).then(|| {
         format!(
-            "memory_store.backing has no place for {shuffles} shuffles: a kill of the process loses what they have in memory; \
-             free space there"
+            "memory_store.backing is full; a kill would lose blocks in memory of {shuffles} shuffles; free \
+             space there"
         )
     });
     unprotected.into_iter().chain(service.memory().backing_fault()).collect()
@@ -128,8 +128,8 @@ fn without_disks(disks: &[DiskInfo]) -> Option<String> {
             (condition, fault) => {
                 let (is, remedy) = match condition {
                     DiskCondition::ReadOnly => ("read-only", "mount it writable"),
-                    DiskCondition::Detached => ("not what it was at the start", "mount it again"),
-                    DiskCondition::Hung => ("hung", "look at its device"),
+                    DiskCondition::Detached => ("another file system than at start", "mount it again"),
+                    DiskCondition::Hung => ("hung", "check its device"),
                     _ => ("broken", "remove the cause, or replace the disk"),
                 };
                 let fault = fault.as_ref().map(|fault| format!(" ({fault})")).unwrap_or_default();
@@ -137,7 +137,7 @@ fn without_disks(disks: &[DiskInfo]) -> Option<String> {
             }
         }
     });
-    Some(format!("no data directory takes writes: {}", each.collect::<Vec<_>>().join("; ")))
+    Some(format!("no data directory is writable: {}", each.collect::<Vec<_>>().join("; ")))
 }
 
 #[cfg(test)]
@@ -171,7 +171,7 @@ mod tests {
         let why = without_disks(&[read_only, disk("/b", Full, None)]).unwrap();
         assert_eq!(
             why,
-            "no data directory takes writes: /a is read-only (Read-only file system): mount it writable; \
+            "no data directory is writable: /a is read-only (Read-only file system): mount it writable; \
              /b is full: free space there"
         );
         for condition in [Detached, Hung, Broken] {

@@ -60,17 +60,18 @@ impl Outlives {
     /// What the log of a start says of memory in a file.
     pub(super) fn words(self) -> &'static str {
         match self {
-            Self::Named => "the next process finds what is in memory, however this one ends",
+            Self::Named => "the next process recovers blocks in memory, however this one ends",
             Self::Stored => {
-                "an upgrade hands over what is in memory, and after a kill the service manager passes it to the next process; a \
-                 stop of the unit flushes it and gives up the rest"
+                "an upgrade hands over blocks in memory, and after a kill the service manager passes them \
+                 to the next process; a stop of the unit flushes them and gives up the rest"
             }
             Self::PerhapsStored => {
-                "an upgrade hands over what is in memory; a kill loses it unless the service manager keeps descriptors \
-                 (FileDescriptorStoreMax)"
+                "an upgrade hands over blocks in memory; a kill loses them unless the service manager \
+                 stores descriptors (FileDescriptorStoreMax)"
             }
             Self::Nothing => {
-                "an upgrade hands over what is in memory; a kill loses it, since no service manager keeps descriptors"
+                "an upgrade hands over blocks in memory; a kill loses them, because no service manager \
+                 stores descriptors"
             }
         }
     }
@@ -84,13 +85,19 @@ impl Outlives {
         let (shuffles, blocks, bytes) = (unflushed.len(), sum(|it| it.blocks), sum(|it| it.bytes));
         match self {
             Self::Named => {
-                tracing::warn!(shuffles, blocks, bytes, "not flushed, left in memory for the next process")
+                tracing::warn!(
+                    shuffles,
+                    blocks,
+                    bytes,
+                    "blocks not flushed; left in memory for the next process"
+                )
             }
             Self::Stored | Self::PerhapsStored => tracing::warn!(
                 shuffles,
                 blocks,
                 bytes,
-                "not flushed, left to the service manager: a restart of the unit finds it in the descriptor store, a stop gives it up"
+                "blocks not flushed; left in the service manager's descriptor store: a restart of the unit \
+                 recovers them, a stop gives them up"
             ),
             Self::Nothing => {
                 let named =
@@ -101,8 +108,8 @@ impl Outlives {
                     blocks,
                     bytes,
                     largest,
-                    "not flushed, lost with this process: the next start names the blocks; free space in the data directories, \
-                     or raise shutdown.flush_timeout_sec"
+                    "blocks not flushed and lost at shutdown; the next start lists them; free space in the \
+                     data directories, or raise shutdown.flush_timeout_sec"
                 );
                 return true;
             }
@@ -122,7 +129,7 @@ pub(super) async fn note(config: &Config, silent: &[PathBuf]) {
         async move {
             let written = within(move || write_note(&path, directory.as_deref())).await;
             if let Err(error) = written {
-                tracing::warn!(path = shown, %error, "where memory lies is not noted");
+                tracing::warn!(path = shown, %error, "cannot record the location of the memory file");
             }
         }
     });
@@ -199,19 +206,19 @@ pub(super) async fn refuse_left(
         return Ok(());
     }
     let owner = Owner::now(server_id)?;
-    let remedy =
-        "start with that backing; change it then by an upgrade (SIGUSR2), or stop the worker in order before";
+    let remedy = "start with that backing, then change it by an upgrade (SIGUSR2) or after a clean stop";
     if let Some(file) = passed {
-        let place = "a memfd that the service manager keeps (memory_store.backing = \"memfd\")";
-        let given_up = "what is in it is given up by `systemctl stop`";
+        let place = "a memfd in the service manager's descriptor store (memory_store.backing = \"memfd\")";
+        let given_up = "`systemctl stop` gives up its blocks";
         match LeftMemory::passed(file, &owner) {
             Ok(Some(LeftMemory { blocks: blocks @ 1.., .. })) => bail!(
-                "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {place}: {remedy}; {given_up}"
+                "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {place}; \
+                 {remedy}; {given_up}"
             ),
             Ok(_) => {}
             Err(error) => bail!(
-                "memory_store.backing = \"{backing}\": what an earlier process left in {place} cannot be looked at: {error}: \
-                 {remedy}; {given_up}"
+                "memory_store.backing = \"{backing}\": cannot read blocks of an earlier process in {place}: \
+                 {error}; {remedy}; {given_up}"
             ),
         }
     }
@@ -220,24 +227,29 @@ pub(super) async fn refuse_left(
             Ok(Some(left)) => left,
             Ok(None) => continue,
             Err(error) => bail!(
-                "memory_store.backing = \"{backing}\": what an earlier process left in {} cannot be looked at: {error}",
+                "memory_store.backing = \"{backing}\": cannot read blocks of an earlier process in {}: \
+                 {error}",
                 directory.display()
             ),
         };
         let (blocks, path) = (left.blocks, left.path().unwrap_or(directory));
         if blocks > 0 {
             bail!(
-                "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {}: {remedy}; what is in it is \
-                 given up by deleting it",
+                "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {}; \
+                 {remedy}; delete it to give up its blocks",
                 path.display()
             );
         }
         match left.delete() {
             Ok(()) => {
-                tracing::info!(path = %path.display(), "an empty memory of an earlier process is deleted")
+                tracing::info!(path = %path.display(), "deleting an empty memory file of an earlier process")
             }
             Err(error) => {
-                tracing::warn!(path = %path.display(), %error, "an empty memory of an earlier process stays")
+                tracing::warn!(
+                    path = %path.display(),
+                    %error,
+                    "cannot delete an empty memory file of an earlier process"
+                )
             }
         }
     }
@@ -267,7 +279,7 @@ mod tests {
             refused.map_err(|error| error.to_string())
         };
         let error = refused(&[1; 4096]).await.unwrap_err();
-        assert!(error.contains("cannot be looked at") && error.contains("systemctl stop"), "{error}");
+        assert!(error.contains("cannot read blocks") && error.contains("systemctl stop"), "{error}");
         refused(&[]).await.expect("nothing was ever in it");
     }
 }

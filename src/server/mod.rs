@@ -498,12 +498,12 @@ fn resume(
 ) -> StateWriter {
     if state.decommission {
         tracing::info!(
-            "decommissioning continues from before the restart; POST /admin/cancel-decommission ends it"
+            "decommissioning continues after the restart; POST /admin/cancel-decommission cancels it"
         );
         service.lifecycle.decommission();
     }
     if let Some(tags) = state.tags(&config.worker.tags) {
-        tracing::info!(?tags, "tags set by a call before the restart stay in effect");
+        tracing::info!(?tags, "tags set by a call before the restart remain in effect");
         live.set_tags(tags);
     }
     if let Some(embedded) = &embedded {
@@ -530,7 +530,8 @@ async fn open_memory(
     if section.backing.is_private() {
         tracing::info!(
             backing = %section.backing, huge_pages,
-            "an upgrade flushes what is in memory before; a kill loses it: a service manager that keeps descriptors, or memory_store.backing in a directory of a tmpfs, would not"
+            "an upgrade flushes memory first, and a kill loses blocks in memory; to preserve them, use a \
+             service manager that stores descriptors, or a tmpfs directory as memory_store.backing"
         );
         return Memory::new(section, registry).with_context(|| unmappable(config));
     }
@@ -555,7 +556,7 @@ async fn look_at_backing(memory: Arc<Memory>, interval: Duration) {
 /// The sockets and the file that memory lies in, once more. The service manager keeps that file, too, which it may have passed on.
 fn for_a_successor(sockets: &Sockets, memory: &Memory, was_passed: bool) -> anyhow::Result<Inherited> {
     let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
-    held.memory = memory.handed_over().context("cannot duplicate the memory's file")?;
+    held.memory = memory.handed_over().context("cannot duplicate the descriptor of the memory file")?;
     notify::keep_memory(held.memory.as_ref().map(AsFd::as_fd), was_passed && held.memory.is_some());
     Ok(held)
 }
@@ -579,7 +580,7 @@ async fn restore(service: &Service, memory: &Memory) {
 fn finish_restore(memory: &Memory) {
     let (found, restored) = memory.finish_restore();
     if found > 0 {
-        tracing::info!(found, restored, "took over blocks that an earlier process left in memory");
+        tracing::info!(found, restored, "recovered blocks from memory");
     }
 }
 

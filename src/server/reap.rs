@@ -28,7 +28,7 @@ type Zombie = (i32, u64);
 pub(super) async fn run() {
     let mut ended = match signal(SignalKind::child()) {
         Ok(ended) => ended,
-        Err(error) => return tracing::warn!(%error, "children that nobody waits for are not reaped"),
+        Err(error) => return tracing::warn!(%error, "cannot reap orphaned child processes"),
     };
     let mut seen = HashSet::new();
     loop {
@@ -67,8 +67,8 @@ async fn look(seen: HashSet<Zombie>) -> HashSet<Zombie> {
 fn reap(child: i32) {
     let Some(pid) = Pid::from_raw(child) else { return };
     match retry_on_intr(|| waitpid(Some(pid), WaitOptions::NOHANG)) {
-        Ok(_) => tracing::debug!(child, "reaped a child that nobody waits for"),
-        Err(error) => tracing::debug!(child, %error, "a child that has ended was reaped by another"),
+        Ok(_) => tracing::debug!(child, "reaped an orphaned child process"),
+        Err(error) => tracing::debug!(child, %error, "child process was reaped elsewhere"),
     }
 }
 

@@ -59,7 +59,7 @@ pub(super) struct Reloader {
 metrics::table! {
     pub(super) struct ReloadMetrics {
         reloads: IntCounterVec["result"] =
-            "config_reloads_total", "times that the configuration was read again, by result";
+            "config_reloads_total", "Reloads of the configuration, by result";
     }
 }
 
@@ -119,13 +119,19 @@ impl Reloader {
                 self.reloads.with_label_values(&["ok"]).inc();
                 tracing::info!(target: AUDIT, action = "reload", trigger, result = "ok", ?changed);
                 if !waiting.is_empty() {
-                    tracing::warn!(keys = ?waiting, "changed in the file, needs a restart");
+                    tracing::warn!(keys = ?waiting, "changed keys need a restart to take effect");
                 }
             }
             Err(reasons) => {
                 self.reloads.with_label_values(&["refused"]).inc();
                 let reasons = reasons.replace(":\n  ", ": ").replace("\n  ", "; ");
-                tracing::error!(target: AUDIT, action = "reload", trigger, result = "refused", "the old configuration stays: {reasons}");
+                tracing::error!(
+                    target: AUDIT,
+                    action = "reload",
+                    trigger,
+                    result = "refused",
+                    "reload refused, the old configuration remains: {reasons}"
+                );
             }
         }
         outcome
@@ -139,7 +145,7 @@ impl Reloader {
     }
 
     fn origin(&self) -> Result<&Origin, String> {
-        self.origin.as_ref().ok_or_else(|| "this worker does not read files".to_owned())
+        self.origin.as_ref().ok_or_else(|| "this worker has no configuration to reload".to_owned())
     }
 
     fn read(&self, path: Option<&Path>) -> Result<Config, String> {
@@ -153,7 +159,7 @@ impl Reloader {
         let config = running.renewed(new);
         let Origin { env, machine } = self.origin()?;
         if let Err(error) = Config::parse(&config.to_toml(), env, machine) {
-            return Err(format!("with the keys that cannot change while the worker runs, {error}"));
+            return Err(format!("combined with keys that need a restart: {error}"));
         }
         let tls = Tls::load(&config).map_err(|error| error.to_string())?;
         let (changed, waiting) = (different(running, &config), different(&config, new));

@@ -145,7 +145,7 @@ async fn hand_over(
         tracing::error!(
             tasks_left,
             unflushed,
-            "the successor starts with connections or tasks that did not end in time"
+            "connections or tasks did not end in time; the successor starts anyway"
         );
     }
     let until_exec = Some(stopped.memory).filter(|_| !plan.is_beside);
@@ -165,7 +165,7 @@ async fn hand_over(
         };
     }
     sockets.kept = kept;
-    tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped, the successor takes over");
+    tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped; the successor takes over");
     Ended::Upgrade { successor, sockets: Box::new(sockets), beside: plan.is_beside.then_some(deadline) }
 }
 
@@ -174,7 +174,7 @@ async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>
         biased;
         told = commands.recv() => told,
         () = worker.service().status().decommissioned() => {
-            tracing::info!("decommissioned, stopping");
+            tracing::info!("decommissioned; stopping");
             None
         }
     }
@@ -209,7 +209,7 @@ async fn prepare(
             Ok(plan) => Prepared::HandOver(plan),
             Err(Refusal { by, why }) => {
                 worker.note_refused_upgrade(by);
-                tracing::error!(by = by.as_str(), "upgrade refused, going on as before: {why}");
+                tracing::error!(by = by.as_str(), "upgrade refused; continuing as before: {why}");
                 Prepared::GoOn
             }
         }
@@ -220,8 +220,10 @@ async fn prepare(
             biased;
             prepared = &mut ready => return prepared,
             told = commands.recv() => match told {
-                Some(Command::Upgrade(_)) => tracing::info!("an upgrade is under way already"),
-                Some(Command::Reload) => tracing::info!("an upgrade is under way, it reads the configuration"),
+                Some(Command::Upgrade(_)) => tracing::info!("an upgrade is already in progress"),
+                Some(Command::Reload) => tracing::info!(
+                    "an upgrade is in progress; the successor reads the configuration"
+                ),
                 Some(Command::Stop) | None => return Prepared::Stop,
             }
         }
@@ -238,13 +240,14 @@ async fn get_ready(
     let facts = Facts::of(config, (worker.addresses(), &worker.server_id()), &disks);
     if !facts.has_journal() {
         let why = format!(
-            "store_type {} has neither local disks nor an object store, so no registration and no report outlives the \
-             process; decommission the worker, wait until its applications have ended, stop it and start it",
+            "store_type {} has neither local disks nor an object store to preserve registrations and \
+             reports; decommission the worker, wait until its applications have ended, then stop and start \
+             it",
             config.worker.store_type.as_str()
         );
         return Err(Refusal { by: RefusedBy::Tiers, why });
     }
-    tracing::info!("upgrade: the successor rehearses it");
+    tracing::info!("upgrade: rehearsal of the successor started");
     let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
     let Rehearsed { silent, takes_memory } =
         rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })?;
@@ -257,18 +260,18 @@ async fn get_ready(
     let is_passed_on = takes_memory && worker.memory().is_kept() && !worker.memory().backing_vanished();
     if is_passed_on && !is_beside {
         if !worker.prepare_to_pass_on().await {
-            let why = "what is being written to the disks was not written in time".to_owned();
+            let why = "writes in progress did not finish in time".to_owned();
             return Err(Refusal { by: RefusedBy::Flush, why });
         }
         // A disk may have begun to hang under it.
         threads_awake().await?;
-        tracing::info!("upgrade: the successor has rehearsed it, memory is handed over");
+        tracing::info!("upgrade: rehearsal succeeded; handing over memory");
         return Ok(Plan { silent, is_beside, memory: LeftMemory::PassedOn });
     }
-    tracing::info!(?silent, is_beside, "upgrade: the successor has rehearsed it, flushing");
+    tracing::info!(?silent, is_beside, "upgrade: rehearsal succeeded; flushing");
     if let Some(store) = store.filter(|_| is_beside) {
         store.avoid(&silent).await.map_err(|error| {
-            let why = format!("the metadata log cannot be brought to a data directory that answers: {error}");
+            let why = format!("cannot move the metadata log to a responsive data directory: {error}");
             Refusal { by: RefusedBy::Hang, why }
         })?;
     }
@@ -285,8 +288,8 @@ async fn get_ready(
 async fn threads_awake() -> Result<(), Refusal> {
     let refused = |threads| {
         let why = format!(
-            "{threads} threads hang in the kernel, as they do when a disk does not answer, and the successor \
-                           would wait for them"
+            "{threads} threads hang in the kernel, as with an unresponsive disk, and the successor would \
+             wait for them"
         );
         Refusal { by: RefusedBy::Hang, why }
     };
@@ -298,7 +301,7 @@ fn left_in_memory(left: &[InMemory]) -> String {
     let (blocks, bytes) = (sum(|shuffle| shuffle.blocks), sum(|shuffle| shuffle.bytes));
     let largest = left.first().map(|shuffle| format!(", most of {}", shuffle.shuffle)).unwrap_or_default();
     format!(
-        "not everything in memory could be brought to a disk: {blocks} blocks of {bytes} bytes in {} shuffles are \
+        "memory was not flushed completely: {blocks} blocks of {bytes} bytes in {} shuffles are \
          left{largest}",
         left.len()
     )
@@ -310,7 +313,7 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
     let gap_ms = gap_began_ms.map(|began| now_ms().saturating_sub(began));
     if let Some(gap_ms) = gap_ms {
         worker.upgrades.gap_ms.set(clamped(gap_ms));
-        tracing::info!(gap_ms, "upgraded: so long no connection was accepted");
+        tracing::info!(gap_ms, "upgraded; no connection was accepted during the gap");
     }
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
         write_ready_file(path.as_ref(), addresses, gap_ms).context("WORKER_READY_FILE")?;

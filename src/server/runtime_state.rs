@@ -190,7 +190,8 @@ impl StateWriter {
         if !written.is_empty() && !written.contains(&true) {
             tracing::warn!(
                 decommission = state.decommission,
-                "cannot save the settings made at run time in any data directory; they end with this process"
+                "cannot save the settings made at run time in any data directory; they are lost with this \
+                 process"
             );
         }
         latest.state = state;

@@ -203,7 +203,7 @@ impl Sockets {
         let admin = admin.map(&mut open).transpose()?;
         for (name, listener) in &inherited.listeners {
             let address = listener.local_addr().map(|address| address.to_string()).unwrap_or_default();
-            tracing::warn!(name, address, "an inherited listener is not configured, it is closed");
+            tracing::warn!(name, address, "inherited listener is not configured; closed");
         }
         let Inherited { grpc_connections, tcp_connections, .. } = inherited;
         Ok(Self { grpc, http, tcp, admin, grpc_connections, tcp_connections })

@@ -168,7 +168,7 @@ impl Worker {
     async fn cease_removals(&self) {
         let Some(local) = self.service.tiers().find::<LocalStore>() else { return };
         if timeout(PART_DEADLINE, local.cease_removals()).await.is_err() {
-            tracing::warn!("a part of a removal from a disk did not end");
+            tracing::warn!("deletion of shuffle files did not finish; the successor continues it");
         }
     }
 
@@ -176,7 +176,7 @@ impl Worker {
     async fn end_http(&self) {
         self.http.cancel();
         if timeout(CANCEL_DEADLINE, self.http.drained()).await.is_err() {
-            tracing::warn!(tasks = self.http.running(), "requests over HTTP did not end");
+            tracing::warn!(tasks = self.http.running(), "http requests did not end in time");
         }
     }
 
@@ -203,14 +203,11 @@ impl Worker {
         let flushed_before = self.flushed_bytes();
         self.listeners.close();
         if timeout(DRAIN_DEADLINE, self.listeners.drained()).await.is_err() {
-            tracing::warn!(
-                tasks = self.listeners.running(),
-                "connections did not end in time and are closed"
-            );
+            tracing::warn!(tasks = self.listeners.running(), "connections did not end in time; closing them");
         }
         self.listeners.cancel();
         if timeout(CANCEL_DEADLINE, self.listeners.drained()).await.is_err() {
-            tracing::warn!(tasks = self.listeners.running(), "connections did not end");
+            tracing::warn!(tasks = self.listeners.running(), "closed connections did not end in time");
         }
         match memory {
             LeftMemory::Empty => self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await,

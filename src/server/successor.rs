@@ -68,7 +68,7 @@ impl Successor {
             .stderr(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
-            .with_context(|| format!("{program} cannot be run"))?;
+            .with_context(|| format!("cannot run {program}"))?;
         let verdict = child.stdout.take().map(verdict).context("no pipe from the rehearsal")?;
         let complaints = child.stderr.take().context("no pipe from the rehearsal")?;
         let mut said = Vec::new();

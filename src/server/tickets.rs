@@ -23,7 +23,7 @@ pub(super) fn passed_on(memory: &Memory) -> Option<OwnedFd> {
         file.rewind()?;
         std::io::Result::Ok(file.into())
     };
-    written().inspect_err(|error| tracing::warn!(%error, "tickets cannot be passed on")).ok()
+    written().inspect_err(|error| tracing::warn!(%error, "cannot hand over tickets")).ok()
 }
 
 /// Grants them again.
@@ -34,8 +34,8 @@ pub(super) fn take_over(memory: &Memory, passed: OwnedFd) {
     match outstanding {
         Ok(outstanding) => {
             let granted = memory.tickets().grant_again(&outstanding);
-            tracing::info!(passed = outstanding.len(), granted, "took over tickets");
+            tracing::info!(passed = outstanding.len(), granted, "recovered tickets");
         }
-        Err(error) => tracing::warn!(%error, "the tickets of the process before cannot be read"),
+        Err(error) => tracing::warn!(%error, "cannot read the tickets of the previous process"),
     }
 }

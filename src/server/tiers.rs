@@ -115,7 +115,7 @@ pub(super) async fn start_hdfs(
         cache_user: None,
     };
     if login.is_required() || conf.is_secure() {
-        login.check(section.ticket_cache.as_deref()).context("Hadoop's security is on")?;
+        login.check(section.ticket_cache.as_deref()).context("Kerberos login for HDFS")?;
     }
     let connector = Arc::new(HdfsConnector { conf, login });
     let store =
@@ -123,7 +123,7 @@ pub(super) async fn start_hdfs(
     if section.precheck && precheck == Precheck::Asked {
         for location in &section.allowed.0 {
             store.precheck(location).await.map_err(|error| {
-                anyhow::anyhow!("hdfs_store.precheck_enable: {location} cannot be used: {error}")
+                anyhow::anyhow!("hdfs_store.precheck_enable: cannot use {location}: {error}")
             })?;
         }
     }
@@ -138,7 +138,7 @@ pub(super) async fn start_hdfs(
     _: &Tasks,
     _: &Registry,
 ) -> anyhow::Result<Arc<HdfsStore>> {
-    anyhow::bail!("store_type: this build has no HDFS (it was made without the feature `hdfs`)")
+    anyhow::bail!("store_type: this build has no HDFS (feature `hdfs`)")
 }
 
 /// Who asks an object store, and what it has beside it.
@@ -186,8 +186,8 @@ async fn start_object(
     // Once the claim is taken: before, they may be those of a process that goes on.
     match client.abort_uploads(&prefix, began).await {
         Ok(0) => {}
-        Ok(uploads) => tracing::info!(uploads, "uploads that an earlier process did not end were aborted"),
-        Err(error) => tracing::warn!(%error, "uploads that an earlier process did not end are not aborted"),
+        Ok(uploads) => tracing::info!(uploads, "aborted unfinished uploads of an earlier process"),
+        Err(error) => tracing::warn!(%error, "cannot abort unfinished uploads of an earlier process"),
     }
     if !config.worker.store_type.has_local() {
         return Ok(object);
@@ -221,7 +221,7 @@ pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow
 
 #[cfg(not(feature = "object"))]
 pub(super) async fn ask_object_store(_: &Config, _: &str) -> anyhow::Result<()> {
-    anyhow::bail!("store_type: this build has no object storage (it was made without the feature `object`)")
+    anyhow::bail!("store_type: this build has no object storage (feature `object`)")
 }
 
 /// Objects that are made of a shuffle before it is looked again which is next; a shuffle's file on a disk has as much.
@@ -235,7 +235,7 @@ async fn start_object(
     _: &Memory,
     _: (&Tasks, &Registry),
 ) -> anyhow::Result<Arc<dyn Tier>> {
-    anyhow::bail!("store_type: this build has no object storage (it was made without the feature `object`)")
+    anyhow::bail!("store_type: this build has no object storage (feature `object`)")
 }
 
 /// The calls of the administration that concern single tiers.

@@ -25,9 +25,11 @@ pub const UPGRADE_FROM: &str = "WORKER_UPGRADE_FROM";
 metrics::table! {
     pub(super) struct UpgradeMetrics {
         refused: IntCounterVec["by"] =
-            "upgrades_refused_total", "upgrades in place that did not happen, by what stood against them: tiers, rehearsal, hang, flush or exec";
+            "upgrades_refused_total", "Upgrades refused, by reason: tiers, rehearsal, hang, flush or exec";
         gap_ms: IntGauge =
-            "upgrade_gap_ms", "milliseconds that connects waited while this program took over from another; 0 after an ordinary start";
+            "upgrade_gap_ms",
+            "Milliseconds that new connections waited during the upgrade to this process; 0 after an \
+             ordinary start";
     }
 }
 
@@ -152,7 +154,7 @@ impl Facts {
         match &self.objects {
             Some(has) if looks.as_ref() != Some(has) => {
                 let looks = looks.as_deref().unwrap_or("nowhere");
-                Err(format!("objects are looked for at {looks}: the running worker has them at {has}"))
+                Err(format!("objects would be at {looks}, those of the running worker are at {has}"))
             }
             _ => Ok(()),
         }
@@ -165,7 +167,7 @@ impl Facts {
 
     /// The reverse.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
-        serde_json::from_str(text).map_err(|error| format!("{UPGRADE_FROM} cannot be read: {error}"))
+        serde_json::from_str(text).map_err(|error| format!("cannot read {UPGRADE_FROM}: {error}"))
     }
 
     /// Whether the listener `name` is open on `port`, and so is inherited.
@@ -201,8 +203,9 @@ impl Facts {
             // A listener that is new can be opened; one that clients use can neither move nor close.
             if !same && let Some(running) = running {
                 let wanted = wanted.map_or("off".to_owned(), |port| port.to_string());
-                problems
-                    .push(format!("{key} = {wanted}: the running worker has {running}, and clients know it"));
+                problems.push(format!(
+                    "{key} = {wanted}: must be {running}, which clients of the running worker use"
+                ));
             }
         };
         port("grpc_port", Some(config.worker.grpc_port), Some(self.grpc_port));
@@ -210,20 +213,21 @@ impl Facts {
         port("http_port", Some(config.worker.http_port), Some(self.http_port));
         if config.worker.bind_address != self.bind_address {
             let (wanted, running) = (config.worker.bind_address, self.bind_address);
-            problems.push(format!("bind_address = {wanted}: the running worker listens on {running}"));
+            problems.push(format!("bind_address = {wanted}: must be {running}, as in the running worker"));
         }
         let kept =
             |path: &&PathBuf| !config.worker.store_type.has_local() || !config.local.paths.contains(path);
         for gone in self.data_paths.iter().filter(kept) {
             let path = gone.display();
-            problems
-                .push(format!("localfile_store.data_paths: {path} is missing, and has data of running jobs"));
+            problems.push(format!(
+                "localfile_store.data_paths: must contain {path}, which has data of running jobs"
+            ));
         }
         let store_type = config.worker.store_type;
         if self.objects.is_some() && !store_type.has_object() {
             let store_type = store_type.as_str();
             problems.push(format!(
-                "store_type = {store_type}: the running worker has data of running jobs in an object store"
+                "store_type = {store_type}: must have an object store, which has data of running jobs"
             ));
         }
         if self.objects.is_some() && self.data_paths.is_empty() && store_type.has_local() {
@@ -235,7 +239,7 @@ impl Facts {
                 .push("localfile_store.recovery = false would delete the data of running jobs".to_owned());
         }
         if !problems.is_empty() {
-            problems.push("this needs a stop and a start (decommission the worker first)".to_owned());
+            problems.push("these changes need a stop and a start (decommission the worker first)".to_owned());
         }
         problems
     }
@@ -282,14 +286,14 @@ mod tests {
         assert!(facts.has_journal());
         let leaves = |url, id: &str| facts.leaves_objects_to(&config(&text("MEMORY_OBJECT", url)), id);
         assert_eq!(leaves("x", "10.0.0.1-1"), Ok(()));
-        let told = "objects are looked for at s3://shuffle/y, as 10.0.0.1-1: \
-                    the running worker has them at s3://shuffle/x, as 10.0.0.1-1";
+        let told = "objects would be at s3://shuffle/y, as 10.0.0.1-1, \
+                    those of the running worker are at s3://shuffle/x, as 10.0.0.1-1";
         assert_eq!(leaves("y", "10.0.0.1-1"), Err(told.to_owned()));
         assert!(leaves("x", "10.0.0.2-1").is_err());
         let said = |store_type| facts.problems(&config(&text(store_type, "x"))).join("\n");
         assert_eq!(said("MEMORY_OBJECT"), "");
         assert!(said("MEMORY_LOCALFILE_OBJECT").contains("the running worker has no local disks"));
-        assert!(said("MEMORY_LOCALFILE").contains("has data of running jobs in an object store"));
+        assert!(said("MEMORY_LOCALFILE").contains("must have an object store"));
         assert!(!Facts { data_paths: Vec::new(), ..running("store_type = \"MEMORY\"") }.has_journal());
     }
 
@@ -305,10 +309,10 @@ mod tests {
         let more = "grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n[localfile_store]\ndata_paths = [\"/b\", \"/c\", \"/a\"]";
         assert_eq!(said(more), "");
         let moved = said(&format!("grpc_port = 9\nhttp_port = 2\nurpc_port = 3\n{paths}"));
-        assert!(moved.starts_with("grpc_port = 9: the running worker has 1"), "{moved}");
+        assert!(moved.starts_with("grpc_port = 9: must be 1"), "{moved}");
         let gone =
             said("grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n[localfile_store]\ndata_paths = [\"/b\"]");
-        assert!(gone.contains("/a is missing") && gone.contains("needs a stop"), "{gone}");
+        assert!(gone.contains("must contain /a") && gone.contains("need a stop"), "{gone}");
         let deleted = said(&format!("{same}recovery = false\n"));
         assert!(deleted.starts_with("localfile_store.recovery = false would delete"), "{deleted}");
     }

@@ -27,5 +27,5 @@ pub(super) async fn own_aside<T: Send + 'static>(
 /// Work that has ended otherwise than by its answer.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 pub(super) fn failed(error: JoinError) -> ServiceError {
-    ServiceError::Malformed(format!("work on a blocking thread ended: {error}"))
+    ServiceError::Malformed(format!("task on a blocking thread failed: {error}"))
 }

@@ -34,7 +34,7 @@ impl Lifecycle {
         self.decommission();
         let has_place = self.tiers.iter().any(|tier| tier.drained().is_some());
         if has_place && self.status.drain() {
-            tracing::info!(target: AUDIT, "draining: nothing new is taken");
+            tracing::info!(target: AUDIT, "draining: new shuffles and data are refused");
         }
         // Without a tier below memory there is nothing to flush to.
         let batches = self.flush_all().unwrap_or(0);

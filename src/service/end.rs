@@ -55,7 +55,7 @@ impl Lifecycle {
         let lifecycle = Arc::clone(self);
         let expired = own_aside(move || lifecycle.expire_apps()).await;
         if let Err(error) = expired {
-            tracing::error!(%error, "applications that are gone were not purged, the next look tries again");
+            tracing::error!(%error, "cannot purge finished applications; retrying at the next check");
         }
     }
 

@@ -40,7 +40,7 @@ pub enum ServiceError {
         allowed: &'static str,
     },
     /// A field is larger than is kept of it.
-    #[error("{field} has {size} {unit}, at most {max} are allowed")]
+    #[error("{field} has {size} {unit}, the limit is {max}")]
     FieldTooLarge {
         /// Name on the wire.
         field: &'static str,
@@ -87,8 +87,8 @@ pub enum ServiceError {
     Store(#[from] StoreError),
     /// A huge partition has filled its share of the memory. The text begins as the Java server's.
     #[error(
-        "Huge partition is limited to writing. partition {partition} has received {received} bytes and has {in_memory} \
-         in memory, at most {max} are allowed there"
+        "Huge partition is limited to writing. partition {partition} has received {received} bytes and has \
+         {in_memory} in memory, the limit there is {max}"
     )]
     HugePartitionWaits {
         /// Partition id.
@@ -102,7 +102,8 @@ pub enum ServiceError {
     },
     /// A partition may not grow any more.
     #[error(
-        "partition {partition} would have {coming} bytes, at most {max} are taken; it is not to be tried again"
+        "partition {partition} would have {coming} bytes, the limit is {max} \
+         (app_config.partition_hard_limit); do not retry"
     )]
     PartitionTooLarge {
         /// Partition id.
@@ -127,7 +128,7 @@ pub enum ServiceError {
     #[error("{0}")]
     WrongState(&'static str),
     /// No memory for a read came free in time.
-    #[error("no read memory came free within {waited_ms} ms, {asked} bytes are needed")]
+    #[error("read memory is full: {asked} bytes were not granted within {waited_ms} ms")]
     NoReadMemory {
         /// Bytes.
         asked: u64,
@@ -135,9 +136,7 @@ pub enum ServiceError {
         waited_ms: u64,
     },
     /// Answers from memory that are not taken hold what the application or the connection may have of it.
-    #[error(
-        "answers that are not taken hold {pinned} bytes of memory, {max} are allowed to one {whose}, try again"
-    )]
+    #[error("unread responses use {pinned} bytes of memory, the limit per {whose} is {max}; retry")]
     TooManyAnswers {
         /// Bytes.
         pinned: u64,
@@ -154,12 +153,12 @@ pub enum ServiceError {
     RemoteStorage(StoreError),
     /// All there is below memory is HDFS, and the client does not look there.
     #[error(
-        "this worker stores to HDFS (store_type MEMORY_HDFS) and the registration names no remote path: set \
+        "registration has no remote path, which store_type MEMORY_HDFS requires; set \
          spark.rss.storage.type=MEMORY_HDFS and spark.rss.remote.storage.path"
     )]
     NoRemoteStorage,
     /// A commit has waited for the tiers below memory, in vain.
-    #[error("what is in memory was not flushed within {seconds} s")]
+    #[error("memory was not flushed within {seconds} s")]
     NotFlushed {
         /// How long was waited.
         seconds: u64,

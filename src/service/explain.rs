@@ -277,58 +277,57 @@ fn findings(it: &Explanation) -> Vec<String> {
     let mut found = Vec::new();
     if let Some(IncompleteShuffle { shuffle, reason, .. }) = it.incomplete.first() {
         let more = it.incomplete.len() - 1;
-        let more = if more > 0 { format!(" and of {more} more") } else { String::new() };
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         found.push(format!(
-            "results of shuffle {shuffle}{more} are refused, reports may be missing: {reason}"
+            "results of shuffle {shuffle}{more} are refused because reports may be missing: {reason}"
         ));
     }
     if !it.losses.is_empty() {
         let blocks: u64 = it.losses.iter().map(|loss| loss.blocks).sum();
-        found
-            .push(format!("{blocks} blocks are lost: their readers fail and Spark runs the map tasks again"));
+        found.push(format!("{blocks} blocks are lost; their readers fail and Spark reruns the map tasks"));
     }
     if it.object_store_is_failing && it.bytes.in_object_store > 0 {
         let bytes = it.bytes.in_object_store;
         found.push(format!(
-            "{bytes} bytes are in the object store, which does not answer as it should: their readers wait for it"
+            "the object store with {bytes} bytes of the application fails; their readers wait"
         ));
     }
     for quota in it.quotas.iter().filter(|quota| quota.refused > 0) {
         let QuotaUse { quota, max, used, refused, .. } = quota;
-        found.push(format!("{refused} requests were refused by {quota} = {max}, of which {used} are in use"));
+        found.push(format!("{refused} requests were refused by {quota} = {max}, {used} in use"));
     }
     if share(Stage::PartitionWait) >= WAIT_SHARE {
         let waited = total(Stage::PartitionWait);
         found.push(format!(
-            "writers waited {waited:.1} s because one partition filled its share of the memory: the data is skewed, or \
-             app_config.partition_limit_memory_backpressure_ratio is too small"
+            "writers waited {waited:.1} s because a huge partition filled its memory share; the data is \
+             skewed, or app_config.partition_limit_memory_backpressure_ratio is too small"
         ));
     }
     if share(Stage::TicketWait) >= WAIT_SHARE {
         let waited = total(Stage::TicketWait);
         found.push(format!(
-            "writers waited {waited:.1} s for memory: the disks are slower than the writers, or memory_store.capacity is \
-             too small"
+            "writers waited {waited:.1} s for memory; the disks are slower than the writers, or \
+             memory_store.capacity is too small"
         ));
     }
     if it.retries.flushes_retried > 0 {
-        found.push(format!("{} batches were taken by no disk at first", it.retries.flushes_retried));
+        found.push(format!("{} batches failed on all disks and were retried", it.retries.flushes_retried));
     }
     if p99(Stage::FlushQueue) >= slow {
         let p99 = p99(Stage::FlushQueue);
-        found.push(format!("batches wait up to {p99:.1} s for a flush worker: the disks are behind"));
+        found.push(format!("batches wait up to {p99:.1} s for a flush worker; the disks are too slow"));
     }
     if p99(Stage::DiskRead) >= slow {
         found.push(format!("reads wait up to {:.1} s for disks", p99(Stage::DiskRead)));
     }
     if it.skew >= SKEW {
-        found.push(format!("the largest partition has {:.0} times the mean", it.skew));
+        found.push(format!("the largest partition is {:.0} times as large as the mean", it.skew));
     }
     if it.retries.sends_failed > 0 {
-        found.push(format!("{} sends were refused or broke off", it.retries.sends_failed));
+        found.push(format!("{} sends were refused or aborted", it.retries.sends_failed));
     }
     if found.is_empty() {
-        found.push("nothing stands out on this worker".to_owned());
+        found.push("no findings on this worker".to_owned());
     }
     found
 }
@@ -386,13 +385,13 @@ mod tests {
         let it = Explanation { incomplete: vec![refused(3), refused(4)], ..explanation() };
         let found = findings(&it);
         let expected =
-            "results of shuffle 3 and of 1 more are refused, reports may be missing: /a is missing";
+            "results of shuffle 3 and 1 more are refused because reports may be missing: /a is missing";
         assert_eq!(found.first().map(String::as_str), Some(expected));
     }
 
     #[test]
     fn ordinary_app_has_no_findings() {
-        assert_eq!(findings(&explanation()), ["nothing stands out on this worker"]);
+        assert_eq!(findings(&explanation()), ["no findings on this worker"]);
     }
 
     #[test]
@@ -404,18 +403,15 @@ mod tests {
         let quota = QuotaUse { quota: "quota.app_disk", max: 9, used: 7, by: None, refused: 3 };
         it.quotas.push(quota);
         let text = findings(&it).join("\n");
-        assert!(
-            text.contains("3 requests were refused by quota.app_disk = 9, of which 7 are in use"),
-            "{text}"
-        );
+        assert!(text.contains("3 requests were refused by quota.app_disk = 9, 7 in use"), "{text}");
         let memory = text.find("5.0 s for memory").unwrap();
-        let disks = text.find("the disks are behind").unwrap();
-        let skew = text.find("20 times the mean").unwrap();
+        let disks = text.find("the disks are too slow").unwrap();
+        let skew = text.find("20 times as large").unwrap();
         assert!(memory < disks && disks < skew, "{text}");
         it.bytes.in_object_store = 7;
         assert!(!findings(&it).join("\n").contains("object store"), "it answers");
         it.object_store_is_failing = true;
-        assert!(findings(&it)[0].starts_with("7 bytes are in the object store, which does not answer"));
+        assert!(findings(&it)[0].starts_with("the object store with 7 bytes"));
         it.losses.push(ShuffleLoss {
             app: "app-1".to_owned(),
             shuffle: 1,

@@ -16,19 +16,22 @@ const WEIGHT_MAX: u32 = 1000;
 /// Characters of a pattern; names are shorter.
 const PATTERN_CHARS_MAX: usize = 1024;
 
-const RULE: &str =
-    "tables of `user` or `app` or both (texts in which * stands for anything) and `weight` (1 to 1000)";
+const RULE: &str = "tables with `user`, `app` or both (texts with * as wildcard) and `weight` (1 to 1000)";
 
 section! {
     /// Who counts how much.
-    #[table("fairness", "How memory, the order of flushes, and read memory are divided when there is not enough for all.")]
+    #[table(
+        "fairness",
+        "Division of memory, flush order and read memory among applications when there is not \
+         enough for all."
+    )]
     pub struct FairnessConfig {
-        /// Weights of applications, by their user or id; the first rule that fits counts. What is short is divided by the
-        /// weights, among the applications that want it.
+        /// Weights of applications by user or id; the first matching rule applies. Scarce resources
+        /// are divided by weight among the applications that need them.
         #[key("fairness.weights", tables(100, RULE, read_rule, print_rule), AtOnce,
             example "[{ user = \"etl\", weight = 4 }, { app = \"application_*_adhoc*\", weight = 1 }]")]
         pub weights: Vec<WeightRule> = Vec::new(),
-        /// The weight of all others.
+        /// Weight of all other applications.
         #[key("fairness.default_weight", count(1..=WEIGHT_MAX), AtOnce)]
         pub default_weight: u32 = 1,
     }
@@ -68,7 +71,7 @@ fn read_rule(table: &Table) -> Result<WeightRule, Vec<String>> {
     };
     let (user, app) = (pattern("user"), pattern("app"));
     if !table.contains_key("user") && !table.contains_key("app") {
-        wrong.push("a rule without `user` and `app` is fairness.default_weight".to_owned());
+        wrong.push("a rule needs `user` or `app`; for all others use fairness.default_weight".to_owned());
     }
     let weight =
         table.get("weight").and_then(Value::as_integer).and_then(|weight| u32::try_from(weight).ok());

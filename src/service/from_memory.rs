@@ -116,7 +116,12 @@ impl TierIds {
             let mut ids = Vec::new();
             for tier in tiers.iter() {
                 if let Err(error) = tier.visit_present(&key, partition, &mut |id| ids.push(id)).await {
-                    tracing::error!(shuffle = %key, %partition, %error, "the ids of its blocks cannot be read");
+                    tracing::error!(
+                        shuffle = %key,
+                        %partition,
+                        %error,
+                        "cannot read the block ids of the partition"
+                    );
                 }
             }
             ids.sort_unstable();

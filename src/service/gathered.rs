@@ -95,6 +95,11 @@ pub(super) fn enter_alone(
 ) -> Result<(), ReportError> {
     let taken = state.block_ids().lock().take_over(report.bitmap_count, &report.partitions);
     taken.inspect_err(|error| {
-        tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
+        tracing::error!(
+            shuffle = %key,
+            task_attempt = report.task_attempt,
+            %error,
+            "cannot recover a report"
+        );
     })
 }

@@ -26,7 +26,7 @@ impl Known {
             self.metrics.apps_not_found.inc();
             match id.and_then(|id| self.apps.unproven_reason(&id)) {
                 Some(reason) => {
-                    ServiceError::Forgotten(format!("application {app} is not known here any more: {reason}"))
+                    ServiceError::Forgotten(format!("application {app} is no longer registered: {reason}"))
                 }
                 None => ServiceError::NotRegistered,
             }

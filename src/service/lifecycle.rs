@@ -217,7 +217,7 @@ impl Lifecycle {
             let remove = || self.apps.remove_app_if_expired(&id, purge).is_some();
             if self.insight.remove_explained(&id, Presence::Expired, remove) {
                 purged += 1;
-                tracing::info!(target: AUDIT, app = %id, "no heartbeat within the timeout, purged");
+                tracing::info!(target: AUDIT, app = %id, "application expired without a heartbeat; purged");
             }
         }
         if purged > 0 {
@@ -231,9 +231,9 @@ impl Lifecycle {
     pub fn check_decommission(&self) {
         let apps = self.apps.app_count();
         if self.status.observe_apps(apps) {
-            tracing::info!(target: AUDIT, "decommissioned: no application is left");
+            tracing::info!(target: AUDIT, "decommissioned; no applications are left");
         } else if self.status.state() == WorkerState::Decommissioning {
-            tracing::info!(apps, "decommissioning, applications are left");
+            tracing::info!(apps, "decommissioning; waiting for applications to end");
         }
     }
 
@@ -275,7 +275,8 @@ impl Lifecycle {
     pub fn decommission_healthy(&self) -> Result<(), ServiceError> {
         if self.status.state() == WorkerState::Unhealthy {
             return Err(ServiceError::WrongState(
-                "an unhealthy server cannot be decommissioned by a coordinator; POST /admin/decommission can",
+                "an unhealthy worker cannot be decommissioned by a coordinator; use POST \
+                 /admin/decommission",
             ));
         }
         self.decommission();
@@ -443,9 +444,9 @@ mod tests {
     fn oversized_registration_field_is_named() {
         assert!(check_sizes(&request(1024, 1 << 18, 8000, (1000, 50))).is_ok());
         let refusal = |request| check_sizes(&request).unwrap_err().to_string();
-        let said = "user has 62914560 bytes, at most 1024 are allowed";
+        let said = "user has 62914560 bytes, the limit is 1024";
         assert_eq!(refusal(request(60 << 20, 1, 1, (0, 0))), said);
-        let said = "partitionRanges has 262145 ranges, at most 262144 are allowed";
+        let said = "partitionRanges has 262145 ranges, the limit is 262144";
         assert_eq!(refusal(request(1, (1 << 18) + 1, 1, (0, 0))), said);
         assert!(refusal(request(1, 1, 8001, (0, 0))).starts_with("remoteStorage.path has 8001 bytes"));
         assert!(refusal(request(1, 1, 1, (1001, 0))).contains("remoteStorageConf has 1001 settings"));

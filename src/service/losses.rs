@@ -35,7 +35,7 @@ const RESUBMIT_PROPERTIES: [&str; 3] =
 const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
 
 /// What happened to blocks of a report that was on its way when that was found out.
-const GONE_MEANWHILE: &str = "the blocks were found to be gone while their report was written down";
+const GONE_MEANWHILE: &str = "the blocks disappeared while their report was being stored";
 
 /// Losses listed in one report; beyond it their blocks are only counted.
 const LISTED_MAX: usize = 10_000;
@@ -183,7 +183,7 @@ impl Losses {
         self.apps.all_left_unproven().into_iter().map(|(key, reason)| IncompleteShuffle {
             app: key.app.to_string(),
             shuffle: key.shuffle.0,
-            reason: format!("its registration was not found, its files are left for a later start: {reason}"),
+            reason: format!("registration not found; files are left for a later start: {reason}"),
         })
     }
 
@@ -295,7 +295,7 @@ impl Losses {
             return None;
         }
         let missing = self.verifier.missing(shuffle.key(), partition, &ids_of(ids)).await;
-        let told = |error| tracing::warn!(shuffle = %shuffle.key(), %partition, %error, "reported blocks cannot be looked up");
+        let told = |error| tracing::warn!(shuffle = %shuffle.key(), %partition, %error, "cannot look up reported blocks");
         missing.map_err(told).ok()
     }
 
@@ -375,7 +375,7 @@ impl Losses {
                     Ok(Some((partition, ids))) => acknowledge(partition, &ids),
                     Ok(None) => break,
                     Err(error) => {
-                        ledger.mark_incomplete(format!("reported block ids cannot be read: {error}"));
+                        ledger.mark_incomplete(format!("cannot read reported block ids: {error}"));
                         break;
                     }
                 }
@@ -398,7 +398,13 @@ impl Losses {
         let healed = shuffle.ledger().with(partition, |it| it.commit(ids));
         if healed > 0 {
             self.metrics.healed_blocks.inc_by(healed);
-            tracing::info!(target: AUDIT, shuffle = %shuffle.key(), %partition, blocks = healed, "lost blocks were sent again");
+            tracing::info!(
+                target: AUDIT,
+                shuffle = %shuffle.key(),
+                %partition,
+                blocks = healed,
+                "lost blocks were resent"
+            );
         }
     }
 }
@@ -418,16 +424,16 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> R
     match verdict {
         Verdict::Serve => Ok(()),
         Verdict::LostUnlisted(count, reason) => Err(ServiceError::Lost(format!(
-            "{count} blocks of shuffle {key} partition {partition} are lost, and there is no heap to list them \
-             (see memory_store.heap_capacity): {reason}"
+            "{count} blocks of shuffle {key} partition {partition} are lost, not listed because the heap is \
+             full (see memory_store.heap_capacity): {reason}"
         ))),
         Verdict::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
         Verdict::Wait(None) => Err(ServiceError::Unverified(format!(
-            "a disk has failed, what is left of shuffle {key} partition {partition} is being counted"
+            "a disk has failed; lost blocks of shuffle {key} partition {partition} are being determined"
         ))),
         Verdict::Wait(Some(blocks)) => Err(ServiceError::Unverified(format!(
-            "{blocks} blocks of shuffle {key} partition {partition} are sought in the remote store, where an earlier process \
-             may have left them"
+            "{blocks} blocks of shuffle {key} partition {partition} are being searched in the remote store, \
+             where an earlier process may have stored them"
         ))),
     }
 }

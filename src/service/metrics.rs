@@ -13,32 +13,32 @@ metrics::table! {
     /// What the service counts.
     pub(crate) struct ServiceMetrics {
         received_bytes: IntCounter =
-            "total_received_data", "Payload bytes of blocks that were acknowledged", also "total_memory_used";
-        received_blocks: IntCounter = "total_received_blocks", "Blocks that were acknowledged and stored";
+            "total_received_data", "Payload bytes of acknowledged blocks", also "total_memory_used";
+        received_blocks: IntCounter = "total_received_blocks", "Acknowledged blocks";
         rejected_sends: IntCounter = "total_rejected_sends", "Sends refused after their header was read";
         slow_sends_ended: IntCounter = "slow_sends_ended_total",
-            "Sends ended because their bytes came too slowly while another application waited for memory";
+            "Slow sends ended while another application waited for memory";
         crc_mismatches: IntCounter =
-            "total_received_crc_mismatch", "Blocks whose bytes did not have their CRC-32";
-        lost_blocks: IntCounter = "total_lost_blocks", "Reported blocks that were found lost";
-        lost_bytes: IntCounter = "total_lost_bytes", "Bytes of extents with lost blocks, as far as known";
-        healed_blocks: IntCounter = "total_healed_blocks", "Lost blocks that were sent again";
+            "total_received_crc_mismatch", "Received blocks with a wrong CRC-32";
+        lost_blocks: IntCounter = "total_lost_blocks", "Reported blocks that were lost";
+        lost_bytes: IntCounter = "total_lost_bytes", "Bytes of extents with lost blocks, if known";
+        healed_blocks: IntCounter = "total_healed_blocks", "Lost blocks restored by a resend";
         reads_refused_for_loss: IntCounter =
-            "total_reads_refused_for_loss", "Reads refused because a block that they want is lost";
+            "total_reads_refused_for_loss", "Reads refused because a requested block is lost";
         reports_refused_for_loss: IntCounter = "total_reports_refused_for_loss",
-            "Reports refused because blocks of theirs were lost with an earlier process";
-        lost_blocks_now: IntGauge = "lost_blocks", "Lost blocks now";
-        apps_with_loss: IntGauge = "app_with_lost_blocks_num", "Applications with lost blocks now";
+            "Reports refused because their blocks were lost with an earlier process";
+        lost_blocks_now: IntGauge = "lost_blocks", "Currently lost blocks";
+        apps_with_loss: IntGauge = "app_with_lost_blocks_num", "Applications with lost blocks";
         unverified_partitions: IntGauge =
-            "unverified_partitions", "Partitions of which it is being found out which blocks can be read";
+            "unverified_partitions", "Partitions with a block scan in progress after a read error";
         incomplete_shuffles: IntGauge = "incomplete_shuffles",
-            "Shuffles whose results are refused, as reports of them may be missing";
+            "Shuffles whose results are refused because reports may be missing";
         unknown_shuffles_refused: IntCounter = "unknown_shuffles_refused",
-            "Result queries refused because an earlier process may have known their shuffle, which this one does not";
-        recovered_blocks: IntGauge = "recovered_blocks", "Blocks taken over from an earlier process";
-        recovered_bytes: IntGauge = "recovered_bytes", "Payload bytes taken over from an earlier process";
-        recovery_ms: IntGauge = "recovery_duration_ms", "Milliseconds that taking over took";
-        read_bytes: IntCounter = "total_read_data", "Payload bytes read, all tiers";
+            "Result queries refused because metadata of their unknown shuffle may be missing";
+        recovered_blocks: IntGauge = "recovered_blocks", "Blocks recovered from an earlier process";
+        recovered_bytes: IntGauge = "recovered_bytes", "Payload bytes recovered from an earlier process";
+        recovery_ms: IntGauge = "recovery_duration_ms", "Milliseconds that recovery took";
+        read_bytes: IntCounter = "total_read_data", "Payload bytes read from all tiers";
         read_memory_bytes: IntCounter =
             "total_read_memory_data", "Payload bytes read from memory", also "total_read_data_from_memory";
         read_local_data_bytes: IntCounter =
@@ -48,28 +48,28 @@ metrics::table! {
         require_buffer_refused: IntCounter =
             "total_require_buffer_failed", "Tickets refused for lack of memory";
         require_buffer_refused_regular: IntCounter =
-            "total_require_buffer_failed_for_regular_partition", "Tickets refused because the memory is full";
+            "total_require_buffer_failed_for_regular_partition", "Tickets refused because memory is full";
         require_buffer_refused_over_share: IntCounter = "total_require_buffer_failed_over_share",
-            "Tickets refused to applications over their shares of the memory, while others wait";
+            "Tickets refused to applications above their fair share while others wait";
         require_buffer_refused_huge: IntCounter = "total_require_buffer_failed_for_huge_partition",
-            "Tickets refused because a huge partition fills its share of the memory",
+            "Tickets refused because a huge partition fills its memory share",
             also "total_huge_partition_require_buffer_failed";
         require_buffer_waited: IntCounter = "tickets_granted_in_line_total",
-            "Tickets granted to requests that waited in line for memory";
+            "Tickets granted to requests that had waited for memory";
         ticket_bytes: Histogram = "ticket_bytes", "Bytes of granted tickets", in metrics::BYTES_BUCKETS;
         ticket_wait: Histogram = "ticket_wait_seconds",
-            "Time from an application's first refusal for lack of memory to its next ticket",
+            "Seconds from an application's first refusal for lack of memory to its next ticket",
             in metrics::SECONDS_BUCKETS;
         ticket_lifetime: Histogram =
-            "ticket_lifetime_seconds", "Time from a ticket's grant to its send", in metrics::SECONDS_BUCKETS;
+            "ticket_lifetime_seconds", "Seconds from a ticket's grant to its send", in metrics::SECONDS_BUCKETS;
         hard_limit_exceeded: IntCounter = "total_huge_partition_exceed_hard_limit_num",
-            "Requests refused for good because a partition is too large";
+            "Requests refused permanently because a partition exceeds its hard limit";
         splits_asked: IntCounter = "hard_split_count",
-            "Partitions that a client was told to write elsewhere, in answers to requireBuffer";
+            "Partitions split: clients were told in requireBuffer to write elsewhere";
         app_removal: Histogram = "total_remove_resource_time",
-            "Seconds that it took to forget an application, files included", in metrics::SECONDS_BUCKETS;
+            "Seconds to remove an application, files included", in metrics::SECONDS_BUCKETS;
         shuffle_removal: Histogram = "total_remove_resource_by_shuffle_ids_time",
-            "Seconds that it took to forget a shuffle, files included", in metrics::SECONDS_BUCKETS;
+            "Seconds to remove a shuffle, files included", in metrics::SECONDS_BUCKETS;
         huge_partitions_marked: IntCounter = "total_huge_partition_num",
             "Partitions marked huge since start", also "total_huge_partition_number";
         apps_with_huge_partition_marked: IntCounter =
@@ -79,23 +79,23 @@ metrics::table! {
         partitions_registered: IntCounter =
             "total_partition_num", "Partitions registered since start", also "total_partition_number";
         unregisters: IntCounter =
-            "total_unregister", "Unregister calls of shuffles and applications that were known";
-        apps_expired: IntCounter = "total_expired_app_num", "Applications purged for want of a heartbeat";
-        apps_not_found: IntCounter = "total_app_not_found_num", "Requests of applications that are not known";
+            "total_unregister", "Unregister calls for registered shuffles and applications";
+        apps_expired: IntCounter = "total_expired_app_num", "Applications expired without a heartbeat";
+        apps_not_found: IntCounter = "total_app_not_found_num", "Requests of unknown applications";
         read_memory_asked: IntCounter =
-            "total_require_read_memory_num", "Local reads that asked for read memory";
+            "total_require_read_memory_num", "Local reads that requested read memory";
         read_memory_refused: IntCounter =
-            "total_require_read_memory_failed_num", "Local reads that got no read memory in time";
-        apps: IntGauge = "app_num_with_node", "Applications known now", also "app_number";
+            "total_require_read_memory_failed_num", "Local reads that timed out waiting for read memory";
+        apps: IntGauge = "app_num_with_node", "Registered applications", also "app_number";
         partitions: IntGauge =
-            "partition_num_with_node", "Partitions registered now", also "partition_number";
-        block_ids: IntGauge = "reported_block_count", "Reported block ids held", also "block_id_number";
-        unhealthy: IntGauge = "service_is_healthy", "0 = healthy, 1 = not";
-        java_unhealthy: IntGauge = "is_healthy", "0 = healthy, 1 = not";
+            "partition_num_with_node", "Registered partitions", also "partition_number";
+        block_ids: IntGauge = "reported_block_count", "Reported block ids in memory", also "block_id_number";
+        unhealthy: IntGauge = "service_is_healthy", "Health of the worker: 0 = healthy, 1 = unhealthy";
+        java_unhealthy: IntGauge = "is_healthy", "Health of the worker: 0 = healthy, 1 = unhealthy";
         huge_partitions: IntGauge =
-            "huge_partition_num", "Partitions marked huge now", also "huge_partition_number";
+            "huge_partition_num", "Huge partitions", also "huge_partition_number";
         apps_with_huge_partition: IntGauge =
-            "app_with_huge_partition_num", "Applications with a huge partition now";
+            "app_with_huge_partition_num", "Applications with a huge partition";
     }
     with { reads: ReadMetrics, top: TopApps, quotas: QuotaMetrics }
 }

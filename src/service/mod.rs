@@ -108,16 +108,14 @@ use crate::tiers::Tiers;
 section! {
     /// Limits of the service.
     pub struct ServiceConfig {
-        /// A worker that is decommissioned gets no new shuffles and serves those it has: how often it looks whether an
-        /// application is left.
+        /// How often a decommissioned worker checks whether any application is left.
         #[key("decommission_check_interval_sec", seconds(SECOND..=HOUR), Restart)]
         pub decommission_check_interval: Duration = 60 * SECOND,
-        /// How often expired tickets are looked for; at most the timeout.
+        /// How often expired tickets are released; at most the ticket timeout.
         #[key("memory_store.buffer_ticket_check_interval_sec", seconds(SECOND / 10..=HOUR), Restart)]
         pub ticket_check_interval: Duration = 10 * SECOND,
-        /// How long a request for a buffer ticket waits for memory before NO_BUFFER, on which clients sleep for seconds.
-        /// Applications that wait are served in turns; 128 requests of one and 512 in all may wait, and half of those that a
-        /// connection may have open. 0 = none waits.
+        /// How long a ticket request waits for memory before NO_BUFFER, after which clients sleep
+        /// for seconds. 0 = no waiting.
         #[key("memory_store.buffer_ticket_wait_sec", seconds(Duration::ZERO..=30 * SECOND), Restart)]
         pub ticket_wait: Duration = SECOND,
         /// Partitions one `requireBuffer` may name.

@@ -103,7 +103,7 @@ fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -
         return Err(ServiceError::FieldTooLarge {
             field: "partitionRanges",
             size: next.remote_ranges.len(),
-            unit: "ranges, with those registered before",
+            unit: "ranges, earlier registrations included",
             max: REMOTE_RANGES_MAX,
         });
     }

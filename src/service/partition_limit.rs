@@ -11,23 +11,24 @@ use crate::schema::section;
 section! {
     /// Bounds of one partition, as configured.
     pub struct PartitionConfig {
-        /// Whether a huge partition that fills its share of the memory must wait for the disks before it gets more.
+        /// Make writers of a huge partition wait for the disks when its memory share is full.
         #[key("app_config.partition_limit_enable", flag(), NextUse)]
         pub limit: bool = true,
-        /// A partition that has received more is huge.
+        /// A partition that has received more than this is huge.
         #[key("app_config.partition_limit_threshold", size(MIB..=1024 * TIB), NextUse)]
         pub huge_bytes: u64 = 20_000_000_000,
-        /// Share of the memory that a huge partition may fill; above 0.0.
+        /// Share of memory that a huge partition may fill; above 0.0.
         #[key("app_config.partition_limit_memory_backpressure_ratio", ratio(), NextUse)]
         pub memory_ratio: f64 = 0.2,
-        /// Whether clients are told to move a partition elsewhere that would get larger than the threshold, and every partition
-        /// that they write to while no disk takes data, or fewer than `healthy_check_min_disks`.
+        /// Tell clients to write elsewhere above partition_split_threshold, or while fewer than
+        /// `healthy_check_min_disks`, or no disks, are writable.
         #[key("app_config.partition_split_enable", flag(), NextUse)]
         pub split: bool = false,
-        /// The threshold of splitting.
+        /// Partition size above which clients write elsewhere.
         #[key("app_config.partition_split_threshold", size(MIB..=1024 * TIB), NextUse)]
         pub split_bytes: u64 = 40_000_000_000,
-        /// A partition that would get larger than this is refused for good and its job fails. Default: none.
+        /// Writes to a partition that would exceed this size are refused permanently, and the job
+        /// fails. Default: none.
         #[key("app_config.partition_hard_limit", optional(size(MIB..=1024 * TIB)), NextUse, example "\"1TB\"")]
         pub bytes_max: Option<u64> = None,
     }

@@ -21,11 +21,16 @@ const COUNT_MAX: u64 = 1 << 40;
 
 section! {
     /// How much one application and one user may have.
-    #[table("quota", "What one application and one user may have of this worker; 0 = any. A user is the one that an application \
-                      first registered with. What is over is refused with the key's name, and what is there stays.")]
+    #[table(
+        "quota",
+        "Limits of one application and of one user on this worker; 0 = unlimited.\n\
+         The user of an application is the one that it first registered with.\n\
+         Requests above a limit are refused with an error that contains the key; existing data is \
+         not deleted."
+    )]
     pub struct QuotaConfig {
-        /// Bytes of an application on local disks: payload, what aligns it, index and metadata. Over it tickets, sends and
-        /// registrations that change something are refused; what is in memory is still brought to disks.
+        /// Bytes of an application on local disks. Above it, tickets, sends and registrations are
+        /// refused; blocks in memory are still flushed.
         #[key("quota.app_disk", size(0..=1024 * TIB), AtOnce)]
         pub app_disk: u64 = 0,
         /// Reported block ids of an application.
@@ -34,7 +39,8 @@ section! {
         /// Registered partitions of an application.
         #[key("quota.app_partitions", count(0..=COUNT_MAX), AtOnce)]
         pub app_partitions: u64 = 0,
-        /// Reads of an application whose answers are not taken. One more is answered with NO_BUFFER, and the client waits.
+        /// Reads of an application whose responses are not fully consumed. Further reads get
+        /// NO_BUFFER and are retried by the client.
         #[key("quota.app_open_reads", count(0..=COUNT_MAX), AtOnce)]
         pub app_open_reads: u64 = 0,
         /// As app_disk, over all applications of a user.
@@ -125,10 +131,10 @@ pub(super) fn of_app(quotas: &Quotas, app: &App) -> Vec<QuotaUse> {
 metrics::table! {
     /// The quotas, by their keys.
     pub(crate) struct QuotaMetrics {
-        refused: IntCounterVec["quota"] = "quota_refused_total", "Requests refused by a quota, by its key";
+        refused: IntCounterVec["quota"] = "quota_refused_total", "Requests refused by a quota, by key";
         used: IntGaugeVec["quota"] =
-            "quota_used", "What the application or user that has most of it has, by the quota's key";
-        max: IntGaugeVec["quota"] = "quota_max", "What a quota allows, by its key; 0 = any";
+            "quota_used", "Usage of the largest application or user, by quota key";
+        max: IntGaugeVec["quota"] = "quota_max", "Limit of a quota, by key; 0 = unlimited";
     }
 }
 

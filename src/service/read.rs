@@ -389,7 +389,7 @@ impl Reads {
         let reads = &self.metrics.reads.local_index;
         let read = match self.tiers.served() {
             Some(tier) => tier.index(&key, partition),
-            None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier that is read here")),
+            None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier that this worker reads")),
         };
         let read = match read {
             // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (docs/protocol.md
@@ -427,7 +427,7 @@ impl Reads {
     ) -> Result<DataAnswer, ServiceError> {
         let (key, app, open) = self.read_key(app, shuffle)?;
         let invalid =
-            |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
+            |field, value| ServiceError::InvalidField { field, value, allowed: "must be 0 or more" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
         let length = u32::try_from(length).map_err(|_| invalid("length", i64::from(length)))?;
         let Some(tier) = self.tiers.served() else {

@@ -10,18 +10,19 @@ metrics::table! {
     struct All {
         disk_ms: Counter = "total_read_time", "Milliseconds that reads waited for local disks, summed";
         ahead: IntCounter =
-            "read_ahead_operations", "Chunks read from local disks while the one before was on its way";
+            "read_ahead_operations",
+            "Chunks read ahead from local disks while the previous chunk was being sent";
     }
 }
 
 metrics::table! {
     struct Kind each fill {
-        under_way: IntGauge = "read_{kind}_thread_num", "{what} that are not answered in full";
-        bytes: IntGauge = "read_{kind}_buffer_size", "Bytes of these {what}";
+        under_way: IntGauge = "read_{kind}_thread_num", "In-progress {what}";
+        bytes: IntGauge = "read_{kind}_buffer_size", "Response bytes of in-progress {what}";
     }
 }
 
-const MEMORY: metrics::Fill<'_> = &[("{kind}", "memory_data"), ("{what}", "reads of memory")];
+const MEMORY: metrics::Fill<'_> = &[("{kind}", "memory_data"), ("{what}", "reads from memory")];
 const LOCAL_DATA: metrics::Fill<'_> = &[("{kind}", "local_data_file"), ("{what}", "reads of local data")];
 const LOCAL_INDEX: metrics::Fill<'_> =
     &[("{kind}", "local_index_file"), ("{what}", "reads of local indexes")];

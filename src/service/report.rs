@@ -64,7 +64,7 @@ impl Ingest {
             return Err(ServiceError::InvalidField {
                 field: "bitmapNum",
                 value,
-                allowed: "1 or more is allowed",
+                allowed: "must be 1 or more",
             });
         }
         let (key, shuffle) =

@@ -123,7 +123,7 @@ impl Ingest {
             return Err(ServiceError::InvalidField {
                 field: "partitionIds",
                 value: clamped(request.partitions.len()),
-                allowed: "at most 1000000 partitions are allowed",
+                allowed: "must be at most 1000000 partitions",
             });
         }
         check_shuffle(&app, request)?;
@@ -250,7 +250,7 @@ impl Ingest {
         sizes: PartitionSizes,
     ) -> ServiceError {
         self.metrics.hard_limit_exceeded.inc();
-        tracing::debug!(shuffle = %key, partition, ?sizes, "a partition is beyond the hard limit");
+        tracing::debug!(shuffle = %key, partition, ?sizes, "partition exceeds the hard limit");
         ServiceError::PartitionTooLarge {
             partition,
             coming: sizes.received.saturating_add(sizes.asked),
@@ -288,6 +288,6 @@ fn size(bytes: i32, field: &'static str) -> Result<u64, ServiceError> {
     u64::try_from(bytes).map_err(|_| ServiceError::InvalidField {
         field,
         value: i64::from(bytes),
-        allowed: "0 or more is allowed",
+        allowed: "must be 0 or more",
     })
 }

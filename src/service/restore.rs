@@ -47,7 +47,7 @@ impl Restored {
                 blocks,
                 reported_blocks,
                 ?took,
-                "took over what an earlier process left"
+                "recovered data of an earlier process"
             );
         }
     }
@@ -101,7 +101,8 @@ impl Lifecycle {
             if in_tier > 0 {
                 tracing::warn!(
                     shuffle = %key, partitions = in_tier,
-                    "the application's part of memory_store.heap_capacity has no room for the ids of its blocks: they stay on disk"
+                    "the application's share of memory_store.heap_capacity is full; the block ids stay on \
+                     disk"
                 );
             }
             if shuffle.incomplete.is_none() {
@@ -115,20 +116,29 @@ impl Lifecycle {
                     suspects.extend(unverified);
                 }
                 Ok(None) if may_be_registered => {
-                    tracing::error!(shuffle = %key, reason, "has no registration, its files are left for a later start");
+                    tracing::error!(
+                        shuffle = %key,
+                        reason,
+                        "shuffle has no registration; its files are left for a later start"
+                    );
                     restored.unregistered += 1;
                     self.leave(&key);
                     left.push(key);
                 }
                 Ok(None) => {
-                    tracing::info!(shuffle = %key, "was never registered, removed");
+                    tracing::info!(shuffle = %key, "shuffle was never registered; removed");
                     restored.unregistered += 1;
                     self.discard(&key);
                 }
                 Err(error) => {
-                    tracing::error!(shuffle = %key, %error, "cannot be taken over, its files are left for a later start");
+                    tracing::error!(
+                        shuffle = %key,
+                        %error,
+                        "cannot recover the shuffle; its files are left for a later start"
+                    );
                     restored.unregistered += 1;
-                    self.apps.left_unproven(&key, &Arc::from(format!("it cannot be taken over: {error}")));
+                    self.apps
+                        .left_unproven(&key, &Arc::from(format!("shuffle cannot be recovered: {error}")));
                     self.leave(&key);
                     failed.insert(key);
                 }
@@ -167,7 +177,11 @@ impl Lifecycle {
             tokio::select! {
                 biased;
                 () = stopped => {}
-                () = look => tracing::info!(partitions, took = ?began.elapsed(), "what an earlier process left in memory has been looked at"),
+                () = look => tracing::info!(
+                    partitions,
+                    took = ?began.elapsed(),
+                    "scanned the memory of an earlier process"
+                ),
             }
         });
     }
@@ -189,7 +203,7 @@ impl Lifecycle {
         if blocks > 0 {
             tracing::error!(
                 blocks,
-                "blocks in memory are of shuffles that cannot be taken over; they are kept for a later start"
+                "shuffles with blocks in memory cannot be recovered; the blocks are left for a later start"
             );
         }
     }
@@ -241,8 +255,8 @@ impl Lifecycle {
                 }
                 Ok(None) => break None,
                 Err(error) => {
-                    tracing::error!(%error, "the metadata log cannot be read to its end");
-                    break Some(format!("{error}: start again when it can be read"));
+                    tracing::error!(%error, "cannot read the metadata log to its end");
+                    break Some(format!("{error}; restart when it is readable"));
                 }
             }
             if gathered >= GATHERED_MAX {
@@ -301,9 +315,15 @@ impl Lifecycle {
         mut shuffle: RecoveredShuffle,
     ) -> Result<Option<Vec<Suspect>>, ServiceError> {
         let Some(state) = restoring.state else { return restoring.failed.map_or(Ok(None), Err) };
-        let unread = restoring.failed.map(|error| format!("what it said is not all understood: {error}"));
+        let unread =
+            restoring.failed.map(|error| format!("some records of the shuffle cannot be recovered: {error}"));
         if let Some(reason) = shuffle.incomplete.take().or(restoring.untaken).or(unread) {
-            tracing::error!(target: AUDIT, shuffle = %shuffle.key, reason, "reports may be missing, its results are refused");
+            tracing::error!(
+                target: AUDIT,
+                shuffle = %shuffle.key,
+                reason,
+                "reports may be missing; results of the shuffle are refused"
+            );
             state.ledger().mark_incomplete(reason);
         }
         state.block_ids().lock().hold(shuffle.present.len() as u64 * FOUND_PARTITION_BYTES);
@@ -366,9 +386,7 @@ impl Restoring {
     fn note_untaken(&mut self, error: Option<ReportError>) {
         let Some(error) = error else { return };
         self.untaken.get_or_insert_with(|| {
-            format!(
-                "a report is not taken over: {error}: unregister the shuffle or run its application again"
-            )
+            format!("a report cannot be recovered: {error}; unregister the shuffle or rerun its application")
         });
     }
 }
@@ -403,10 +421,11 @@ impl Lifecycle {
             Ok(true) => Remote::Known,
             Ok(false) if note.is_empty() => Remote::None,
             admitted => {
-                let error = admitted.err().unwrap_or_else(|| "this worker has no HDFS now".to_owned());
+                let error =
+                    admitted.err().unwrap_or_else(|| "this worker has no HDFS tier any more".to_owned());
                 tracing::error!(
                     shuffle = %key, error,
-                    "its remote storage is not taken over, and of its blocks none is called lost"
+                    "cannot recover the shuffle's remote storage; none of its blocks are reported lost"
                 );
                 Remote::Unusable
             }

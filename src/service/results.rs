@@ -89,7 +89,8 @@ impl Reads {
         };
         if let Some(reason) = shuffle.ledger().incomplete() {
             let key = shuffle.key();
-            let text = format!("results of shuffle {key} are refused, reports may be missing: {reason}");
+            let text =
+                format!("results of shuffle {key} are refused because reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
         }
         if !shuffle.block_ids().lock().has_runs() {
@@ -156,7 +157,9 @@ impl Reads {
 
     fn refuse_unknown(&self, app: &str, shuffle: i32, reason: &str) -> ServiceError {
         self.known.metrics.unknown_shuffles_refused.inc();
-        ServiceError::Lost(format!("whether shuffle {app}/{shuffle} was registered is not known: {reason}"))
+        ServiceError::Lost(format!(
+            "cannot determine whether shuffle {app}/{shuffle} was registered: {reason}"
+        ))
     }
 }
 
@@ -250,7 +253,7 @@ fn check_layout((sequence, partition, task): (i32, i32, i32)) -> Result<(), Serv
     Err(ServiceError::InvalidField {
         field: "blockIdLayout",
         value: widths.iter().map(|bits| i64::from(*bits)).sum(),
-        allowed: "three widths of 1 to 31 bits that add up to 63 are allowed",
+        allowed: "must be three widths of 1 to 31 bits with a sum of 63",
     })
 }
 

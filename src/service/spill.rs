@@ -89,7 +89,8 @@ impl Spill {
         if let Some(times) = self.failures.pass() {
             tracing::warn!(
                 app = app.id().as_str(), %error, times,
-                "reported block ids that exceed the heap cannot be moved to disk; free a data directory"
+                "the heap is full and reported block ids cannot be moved to disk; free space in a data \
+                 directory"
             );
         }
     }
@@ -109,7 +110,11 @@ pub(super) async fn move_table(scratch: &Scratch, app: &App, shuffle: &ShuffleSt
     let (bytes, counted) = (run.bytes(), app.usage().count(Counted::DiskBytes, run.bytes()));
     let is_first = shuffle.block_ids().lock().end_spill(run, counted);
     if is_first {
-        tracing::info!(shuffle = %shuffle.key(), bytes, "reported block ids exceed the heap, they are read from disk from now on");
+        tracing::info!(
+            shuffle = %shuffle.key(),
+            bytes,
+            "reported block ids exceed the heap; they are read from disk from now on"
+        );
     }
     Ok(())
 }

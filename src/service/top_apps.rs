@@ -20,13 +20,13 @@ metrics::table! {
         in_memory: RankedGauge["app_id"] =
             "topN_of_in_memory_data_size_for_app", "Payload bytes in memory, of the ten largest applications";
         in_memory_blocks: RankedGauge["app_id"] = "topN_of_in_memory_block_count_for_app",
-            "Blocks in memory, of the ten applications with the most";
+            "Blocks in memory, of the ten largest applications";
         small_blocks: RankedGauge["app_id"] = "bottomN_of_in_memory_avg_block_size_for_app",
-            "Mean payload bytes of blocks in memory, of the ten applications with the smallest";
+            "Mean payload bytes per block in memory, of the ten applications with the smallest blocks";
         flushed: RankedGauge["app_id"] = "topN_of_on_localfile_data_size_for_app",
-            "Payload bytes brought to local disks, of the ten largest applications";
+            "Payload bytes flushed to local disks, of the ten largest applications";
         on_remote: RankedGauge["app_id"] = "topN_of_on_hadoop_data_size_for_app",
-            "Payload bytes brought to remote stores, of the ten largest applications";
+            "Payload bytes flushed to remote stores, of the ten largest applications";
     }
 }
 

@@ -186,13 +186,17 @@ impl Verifier {
             let Some((suspect, error)) = failed.first() else { break };
             tracing::warn!(
                 partitions = failed.len(), shuffle = %suspect.shuffle.key(), partition = %suspect.partition, %error,
-                "it is not known yet which blocks are there or lost; it is looked up again"
+                "cannot determine which blocks are lost; retrying"
             );
             suspects = failed.into_iter().map(|(suspect, _)| suspect).collect();
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
         }
-        tracing::info!(partitions, took = ?began.elapsed(), "it is known which blocks are there");
+        tracing::info!(
+            partitions,
+            took = ?began.elapsed(),
+            "determined which blocks of the partitions are lost"
+        );
     }
 
     async fn settle(&self, suspect: &mut Suspect) -> Result<(), StoreError> {

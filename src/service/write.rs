@@ -216,7 +216,7 @@ impl SendSession {
             return Err(ServiceError::InvalidField {
                 field: "block length",
                 value: i64::from(length),
-                allowed: "1 to 536870912 is allowed",
+                allowed: "must be 1 to 536870912",
             });
         }
         self.payload_bytes += u64::from(length);
@@ -226,7 +226,7 @@ impl SendSession {
         }
         self.bookkeeping.add()?;
         let Some(run) = self.runs.last_mut() else {
-            return Err(ServiceError::Malformed("a block stands before any partition".to_owned()));
+            return Err(ServiceError::Malformed("a block precedes the first partition".to_owned()));
         };
         let fill = run.buffer.reserve(length, &mut self.funds)?;
         self.open = Some(OpenBlock { fill, length, crc: crc32fast::Hasher::new() });
@@ -380,7 +380,7 @@ impl SendSession {
         if self.app.mark_huge() {
             self.ingest.metrics.apps_with_huge_partition_marked.inc();
         }
-        tracing::info!(shuffle = %self.shuffle.key(), %partition, received_bytes, "a partition is huge");
+        tracing::info!(shuffle = %self.shuffle.key(), %partition, received_bytes, "partition is huge");
     }
 }
 
@@ -395,17 +395,17 @@ impl Drop for SendSession {
 
 fn block_meta(header: BlockHeader, length: u32) -> Result<BlockMeta, ServiceError> {
     if i64::from(header.length) != i64::from(length) {
-        let text = format!("block {} has length {} and {length} bytes", header.block_id, header.length);
+        let text = format!("block {} announces {} bytes and has {length}", header.block_id, header.length);
         return Err(ServiceError::Malformed(text));
     }
     let invalid = |field, value, allowed| ServiceError::InvalidField { field, value, allowed };
     if header.block_id < 0 {
-        return Err(invalid("blockId", header.block_id, "0 or more is allowed"));
+        return Err(invalid("blockId", header.block_id, "must be 0 or more"));
     }
     let crc = u32::try_from(header.crc)
-        .map_err(|_| invalid("crc", header.crc, "a CRC-32 of 0 to 2^32-1 is allowed"))?;
+        .map_err(|_| invalid("crc", header.crc, "must be a CRC-32 of 0 to 2^32-1"))?;
     let uncompressed_length = u32::try_from(header.uncompressed_length).map_err(|_| {
-        invalid("uncompressLength", i64::from(header.uncompressed_length), "0 or more is allowed")
+        invalid("uncompressLength", i64::from(header.uncompressed_length), "must be 0 or more")
     })?;
     Ok(BlockMeta {
         block_id: BlockId(header.block_id),

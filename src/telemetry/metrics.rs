@@ -15,11 +15,12 @@ use crate::metrics::{self, Family};
 metrics::table! {
     /// The names of `panic_signal` are those that dashboards of riffle know.
     pub(crate) struct TelemetryMetrics {
-        _panics: PanicCount = "panic_signal", "panics since the process started";
+        _panics: PanicCount = "panic_signal", "Panics since the process started";
         _lost_spans: LostSpans =
-            "trace_spans_lost_total", "spans that the collector of traces did not get: it took none, or too many came at once";
+            "trace_spans_lost_total", "Trace spans lost because the collector failed or the queue was full";
         _dropped_lines: DroppedLines =
-            "log_lines_dropped_total", "log lines that were not written: what reads the log was too slow, or its disk did not take them";
+            "log_lines_dropped_total",
+            "Log lines dropped because the log's reader was too slow or its disk failed";
     }
 }
 

@@ -184,7 +184,7 @@ impl Collector {
         let (endpoint, lost_spans) = (&self.endpoint, self.spans.lost());
         match failure {
             None if self.warnings.reset() => {
-                tracing::info!(endpoint, lost_spans, "the collector takes traces again");
+                tracing::info!(endpoint, lost_spans, "the collector accepts traces again");
             }
             None => {}
             Some(reason) => {
@@ -194,7 +194,7 @@ impl Collector {
                     reason,
                     failures,
                     lost_spans,
-                    "the collector does not take traces, they are dropped until it does"
+                    "the collector does not accept traces; they are dropped until it does"
                 );
             }
         }
@@ -267,14 +267,14 @@ mod tests {
             away.send(vec![]).await.unwrap_err();
         }
         let text = log.text();
-        assert_eq!(text.matches("does not take traces").count(), 1, "{text}");
+        assert_eq!(text.matches("does not accept traces").count(), 1, "{text}");
         assert!(text.contains("127.0.0.1:1") && !text.contains("hush"), "{text}");
         let (_receiver, port) = Receiver::start().await;
         let back = collector(&format!("http://127.0.0.1:{port}"), spans);
         let back = Collector { exporter: back.exporter, ..away };
         back.export(Vec::new()).await.unwrap();
         back.export(Vec::new()).await.unwrap();
-        assert_eq!(log.text().matches("takes traces again").count(), 1, "{}", log.text());
+        assert_eq!(log.text().matches("accepts traces again").count(), 1, "{}", log.text());
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -31,7 +31,7 @@ impl Refusals {
         if let Some(held_back) = self.due(kind) {
             let error: String =
                 error.to_string().chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect();
-            tracing::warn!(listener, kind, %error, held_back, "a client's request was refused");
+            tracing::warn!(listener, kind, %error, held_back, "request refused");
         }
     }
 

@@ -34,19 +34,21 @@ section! {
     /// Settings of the log.
     #[table("log", "Logs.")]
     pub struct TelemetryConfig {
-        /// What is logged: a level, or levels by target as in "info,uniffle_worker=debug". RUST_LOG and LOG come first.
+        /// Level, or levels by target such as "info,uniffle_worker=debug". RUST_LOG and LOG take
+        /// precedence.
         #[key("log.filter" or "log.log_level", filter(), AtOnce, env "RUST_LOG" "LOG")]
         pub filter: String = "info".to_owned(),
-        /// Directory for log files, uniffle-worker.*.log and uniffle-audit.*.log. Default: none, both go to stderr.
+        /// Directory of log files: uniffle-worker.*.log and uniffle-audit.*.log. Default: none;
+        /// both go to stderr.
         #[key("log.path", optional(path()), Restart, example "\"/var/log/uniffle\"")]
         pub directory: Option<PathBuf> = None,
-        /// When a log file is closed and the next one opened.
+        /// When a new log file is opened.
         #[key("log.rotation", word(), Restart)]
         pub rotation: Rotation = Rotation::Daily,
         /// Log files kept of each kind.
         #[key("log.max_files" or "log.max_log_files", count(1..=10_000), Restart)]
         pub files_max: usize = 14,
-        /// text, or json: one object per line.
+        /// text, or json with one object per line.
         #[key("log.format", word(), Restart)]
         pub format: LogFormat = LogFormat::Text,
     }

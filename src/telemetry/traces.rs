@@ -16,14 +16,14 @@ section! {
     /// Sampling and destination of traces.
     #[table("tracing", "Traces of calls and flushes.")]
     pub struct TracingConfig {
-        /// OTLP collector (gRPC). Default: none, nothing is traced. Jaeger speaks OTLP.
+        /// OTLP collector (gRPC), such as Jaeger. Default: none; tracing is off.
         #[key(
             "tracing.otlp_endpoint" or "tracing.jaeger_reporter_endpoint",
             optional(parsed("a URL such as http://collector:4317", otlp_endpoint)), Restart,
             example "\"http://collector:4317\""
         )]
         pub otlp_endpoint: Option<String> = None,
-        /// Share of the calls that are traced. Calls with a W3C traceparent are traced when that says so.
+        /// Share of traced calls. A W3C traceparent of the caller takes precedence.
         #[key("tracing.sampling_ratio", ratio(), Restart)]
         pub sampling_ratio: f64 = 0.01,
     }
@@ -39,7 +39,7 @@ impl TracingConfig {
 /// Checks an endpoint for OTLP over gRPC without TLS, which has no path.
 fn otlp_endpoint(text: &str) -> Result<String, String> {
     if !cfg!(feature = "otlp") {
-        return Err("this program was built without the feature otlp".to_owned());
+        return Err("unset; this build has no traces (feature otlp)".to_owned());
     }
     let allowed = || "a URL such as \"http://collector:4317\" (OTLP over gRPC)".to_owned();
     let uri: http::Uri = text.parse().map_err(|_| allowed())?;

@@ -86,22 +86,22 @@ impl StoreError {
 impl fmt::Display for StoreErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::NoSpace => "no space left",
+            Self::NoSpace => "disk is full",
             Self::Corrupt => "stored bytes are corrupt",
             Self::NotFound => "not found",
             Self::Unhealthy => "no healthy disk",
             Self::Io => "input/output error",
             Self::Purged => "shuffle was purged",
             Self::InvalidRange => "range is not in the data stream",
-            Self::InvalidBatch => "batch contradicts itself",
-            Self::NotOurs => "directory has content that is not a uniffle-worker's; give it an empty one",
-            Self::Unclaimed => "directory is a uniffle-worker's, and its claim cannot be read",
+            Self::InvalidBatch => "batch is inconsistent",
+            Self::NotOurs => "directory has content of another program; use an empty directory",
+            Self::Unclaimed => "directory belongs to a uniffle-worker, but its claim cannot be read",
             Self::InUse => "in use by another process",
-            Self::Copied => "directory has the identity of another one",
-            Self::NotMounted => "directory is empty, and what it was on is not mounted",
-            Self::Exists => "exists already",
+            Self::Copied => "directory has the identity of another directory",
+            Self::NotMounted => "directory is empty because its disk is not mounted",
+            Self::Exists => "already exists",
             Self::Denied => "permission or login refused",
-            Self::Unreachable => "remote store does not answer or takes no writes",
+            Self::Unreachable => "remote store does not respond or refuses writes",
         })
     }
 }
@@ -132,6 +132,6 @@ mod tests {
         assert_eq!(full.kind, StoreErrorKind::NoSpace);
         let short = StoreError::io("/d", io::ErrorKind::UnexpectedEof.into());
         assert_eq!(short.kind, StoreErrorKind::Corrupt);
-        assert!(full.to_string().starts_with("/d: no space left ("));
+        assert!(full.to_string().starts_with("/d: disk is full ("));
     }
 }

@@ -47,8 +47,8 @@ clocks of two machines. Negative times, times over an hour and requests without 
 Not exported: Java's `jvm_*` and `JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, `committed_block_count` (commits
 are counted by call) and executor threads; riffle's event bus, permits and alignment pool.
 
-Metrics of `tiers::hdfs`, `tiers::object` and of each tier in `flush` exist if the store type has the tier. Those of
-`coordinator::embedded` exist if the worker is a coordinator, those of `coordinator::heartbeat` with a `coordinator_quorum`.
+Metrics of a tier exist if the store type has the tier. Those of the embedded coordinator exist if it is enabled, and those of
+heartbeats with a `coordinator_quorum`.
 ";
 
 /// Returns all metrics: those of the tables and those of the process from the client library.
@@ -73,6 +73,34 @@ fn kind(family: &MetricFamily) -> &'static str {
     }
 }
 
+/// Headings of the page by module.
+const TOPICS: &[(&str, &str)] = &[
+    ("service", "Applications, sends, reads and losses"),
+    ("service::read_metrics", "Reads in progress"),
+    ("service::quota", "Quotas"),
+    ("service::top_apps", "Largest applications"),
+    ("memory", "Memory"),
+    ("flush", "Flushing"),
+    ("tiers::local", "Local disks"),
+    ("tiers::hdfs", "HDFS"),
+    ("tiers::object", "Object store"),
+    ("tiers::object::client", "Requests to the object store"),
+    ("tiers::offload", "Moving shuffles to the object store"),
+    ("listeners::grpc", "gRPC listener"),
+    ("listeners::tcp", "Raw TCP listener"),
+    ("listeners::http", "HTTP listener"),
+    ("listeners::http::push", "Pushgateway"),
+    ("listeners::http::admin", "Administration listener"),
+    ("coordinator::embedded", "Embedded coordinator"),
+    ("coordinator::heartbeat", "Heartbeats"),
+    ("server::reload", "Reload"),
+    ("server::upgrade", "Upgrade"),
+    ("runtime", "Runtime"),
+    ("profile::allocator::jemalloc", "Allocator"),
+    ("telemetry", "Logs and traces"),
+    ("prometheus", "Process"),
+];
+
 /// Returns the page, with a table per module.
 fn page(metrics: &[Description]) -> String {
     let mut page = INTRODUCTION.to_owned();
@@ -80,7 +108,9 @@ fn page(metrics: &[Description]) -> String {
         |it: &Description| it.module.trim_start_matches("uniffle_worker::").trim_end_matches("::metrics");
     for of_module in metrics.chunk_by(|a, b| module(a) == module(b)) {
         let head = "| name | type | label | |\n| --- | --- | --- | --- |\n";
-        write!(page, "\n## {}\n\n{head}", module(&of_module[0])).expect("a string takes it");
+        let module = module(&of_module[0]);
+        let topic = TOPICS.iter().find(|(known, _)| *known == module).expect("every module has a heading").1;
+        write!(page, "\n## {topic}\n\n{head}").expect("a string takes it");
         let mut rows: Vec<_> = of_module.iter().collect();
         rows.sort_by_key(|it| &it.name);
         for Description { name, kind, label, help, .. } in rows {

@@ -209,7 +209,7 @@ async fn unreachable_hdfs_reports_no_loss_and_no_short_result() {
     for partition in [COLD, IN_MEMORY] {
         let (status, text) = refusal(fixture.read(partition).await);
         assert_eq!(status, StatusCode::NoBuffer, "{text}");
-        assert!(text.contains("sought in the remote store"), "{text}");
+        assert!(text.contains("searched in the remote store"), "{text}");
     }
     fixture.assert_all(WARM, &fixture.read_from_worker(WARM).await.unwrap());
     // These blocks cannot be declared lost.

@@ -126,7 +126,7 @@ fn decommissioned_worker_exits_after_last_app() {
     });
     wait_until("it has looked and found the application", Duration::from_secs(20), || {
         let log = worker.log();
-        if log.contains("applications are left") { Ok(()) } else { Err(log) }
+        if log.contains("waiting for applications to end") { Ok(()) } else { Err(log) }
     });
     runtime.block_on(client.unregister_app("app-1")).expect("unregistered");
     drop(client);
@@ -182,7 +182,7 @@ fn imported_configuration_is_valid() {
     let refused = import(&write("server.conf", "rss.storage.type S3\nrss.server.buffer.capacity 40xx\n"));
     assert_eq!(refused.status.code(), Some(2));
     assert!(text_of(&refused).contains("# store_type"), "{}", text_of(&refused));
-    for part in ["store_type", "rss.server.buffer.capacity 40xx: cannot be read"] {
+    for part in ["store_type", "rss.server.buffer.capacity 40xx: must be a size"] {
         assert!(text(&refused.stderr).contains(part), "{part} in {}", text(&refused.stderr));
     }
     assert_eq!(import(&write("server.conf", "")).status.code(), Some(2));

@@ -83,7 +83,7 @@ async fn survives(setup: Setup, end: impl FnOnce(&mut Worker), said: &str) {
     block_in_place(|| worker.stop());
 }
 
-const RECOVERED: &str = "took over blocks that an earlier process left in memory";
+const RECOVERED: &str = "recovered blocks from memory";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_directory_survives_kill() {
@@ -103,7 +103,7 @@ async fn upgrade_hands_over_memory_directory() {
         worker.finish_upgrade();
     };
     let setup = Setup { name: "handed over", memory, ..Setup::default() };
-    survives(setup, end, "the successor has rehearsed it, memory is handed over").await;
+    survives(setup, end, "rehearsal succeeded; handing over memory").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -125,7 +125,7 @@ async fn memory_is_recovered_into_larger_capacity() {
         worker.begin_upgrade();
         worker.finish_upgrade();
     };
-    let said = "the successor has rehearsed it, memory is handed over";
+    let said = "rehearsal succeeded; handing over memory";
     survives(Setup { name: "grown memfd", memory: MEMFD, ..Setup::default() }, end, said).await;
     let (_directory, memory) = directory();
     survives(Setup { name: "grown", memory, ..Setup::default() }, end, said).await;
@@ -190,7 +190,7 @@ async fn start_refuses_to_discard_stored_memfd() {
         worker.kill();
         worker.launch_again_with(&config.replace(MEMFD, "backing = \"private\"\n"));
         assert_eq!(worker.wait_end().code(), Some(1));
-        let said = "an earlier process left 5 blocks in a memfd that the service manager keeps";
+        let said = "an earlier process left 5 blocks in a memfd in the service manager's descriptor store";
         assert!(worker.log().contains(said), "{}", worker.log());
         worker.start_again_with(&config);
         memory
@@ -280,7 +280,7 @@ async fn upgrade_to_other_memory_flushes() {
     block_in_place(|| {
         worker.write_config(&config.replace(memory, "backing = \"/proc\"\n"));
         worker.signal(rustix::process::Signal::USR2);
-        worker.wait_log("it is not on a tmpfs");
+        worker.wait_log("not on a tmpfs");
     });
     for (task, config) in [other_sizes, private, config].into_iter().enumerate() {
         written.task(&client, i64::try_from(task).expect("small"), 14 << 10).await.expect("sent");
@@ -292,7 +292,7 @@ async fn upgrade_to_other_memory_flushes() {
         let client = client_of(&worker).await;
         written.assert_readable(&client).await;
     }
-    assert!(!worker.log().contains("memory is handed over"));
+    assert!(!worker.log().contains("handing over memory"));
     block_in_place(|| worker.stop());
 }
 
@@ -390,11 +390,11 @@ async fn full_tmpfs_reduces_memory_until_freed() {
     }
     assert!(worker.is_running());
     let log = worker.log();
-    assert!(log.contains("memory_store.backing gets no more pages"), "{log}");
+    assert!(log.contains("memory_store.backing is full"), "{log}");
     assert!(worker.metrics().total("memory_withheld_bytes") > Some(0.0));
     written.assert_readable(&client).await;
     std::fs::remove_file(others).expect("there");
-    block_in_place(|| worker.wait_log("memory_store.backing gets pages again"));
+    block_in_place(|| worker.wait_log("memory_store.backing has space again"));
     written.task(&client, 30, 1 << 20).await.expect("sent");
     written.assert_readable(&client).await;
     client.unregister_app("app").await.expect("known");
@@ -458,7 +458,7 @@ async fn restart_serves_memory_before_verification() {
         i32::try_from(blocks).ok().map(f64::from),
         "nothing was flushed"
     );
-    block_in_place(|| worker.wait_log("what an earlier process left in memory has been looked at"));
+    block_in_place(|| worker.wait_log("scanned the memory of an earlier process"));
     client.unregister_app("app").await.expect("known");
     worker.assert_clean();
     block_in_place(|| worker.stop());
@@ -529,7 +529,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     block_in_place(|| worker.start_again());
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
-    block_in_place(|| worker.wait_log("have other bytes than were sent, they are lost"));
+    block_in_place(|| worker.wait_log("recovered blocks in memory are corrupt and lost"));
     let options = ReadOptions::default();
     let refused = async {
         loop {
@@ -543,7 +543,7 @@ async fn damaged_block_in_memory_is_reported_lost() {
     };
     let refused =
         tokio::time::timeout(Duration::from_secs(60), refused).await.expect("it is looked for in less");
-    let said = "blocks that an earlier process left in memory have other bytes than were sent";
+    let said = "recovered blocks in memory are corrupt";
     assert!(refused.contains(said), "{refused}");
     client.unregister_app("app").await.expect("known");
     worker.assert_clean();

@@ -91,7 +91,7 @@ async fn restart_with_other_ports_and_capacity_recovers_data() {
     block_in_place(|| {
         worker.terminate();
         worker.start_again_with(&gone);
-        worker.wait_log("a data directory that was in use is missing");
+        worker.wait_log("a used data directory is missing");
     });
     let client = client_of(&worker).await;
     let mut more = Written::register(&client, key("more", 0), 5).await;
@@ -175,8 +175,8 @@ async fn upgrade_to_unfit_configuration_is_refused() {
     let disk = format!(", {:?}", worker.data_paths()[1]);
     let unfit = [
         (config.replace("capacity", "capasity"), "did you mean memory_store.capacity"),
-        (config.replace(&port, "grpc_port = 1"), "grpc_port = 1: the running worker has"),
-        (config.replace(&disk, ""), "disk1 is missing, and has data of running jobs"),
+        (config.replace(&port, "grpc_port = 1"), "grpc_port = 1: must be "),
+        (config.replace(&disk, ""), "disk1, which has data of running jobs"),
     ];
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 0), 5).await;
@@ -207,7 +207,7 @@ async fn upgrade_that_would_lose_memory_is_refused() {
     let mut written = Written::register(&client, key("app", 3), 2).await;
     written.task(&client, 0, 200_000).await.expect("sent");
     worker.begin_upgrade();
-    block_in_place(|| worker.wait_log("not everything in memory could be brought to a disk"));
+    block_in_place(|| worker.wait_log("memory was not flushed completely"));
     // The worker continues.
     client.heartbeat("app").await.expect("known");
     written.assert_readable(&client).await;
@@ -277,7 +277,7 @@ async fn upgrade_signals_never_kill_a_starting_program() {
             }
             let pid = worker.pid();
             assert!(worker.is_running(), "process {pid} has ended:\n{}", worker.log());
-            match worker.log().matches("upgraded: so long no connection was accepted").count() {
+            match worker.log().matches("upgraded; no connection was accepted").count() {
                 0..3 => Err("too few".to_owned()),
                 _ => Ok(()),
             }
@@ -285,8 +285,8 @@ async fn upgrade_signals_never_kill_a_starting_program() {
     });
     let upgrades = || {
         let log = worker.log();
-        let begun = log.matches("upgrade: the successor has rehearsed it").count();
-        (begun, log.matches("upgraded: so long no connection was accepted").count())
+        let begun = log.matches("upgrade: rehearsal succeeded").count();
+        (begun, log.matches("upgraded; no connection was accepted").count())
     };
     // A signal may still be pending.
     let calm = async {
@@ -330,7 +330,7 @@ async fn unusable_binary_leaves_old_process_serving() {
         worker.finish_upgrade();
     });
     assert!(knocking.end() > 0);
-    assert!(worker.log().contains("the successor cannot be executed"));
+    assert!(worker.log().contains("cannot execute the successor"));
     // A binary that is not a worker is refused; afterwards a valid one is accepted.
     script(&binary, "#!/bin/sh\nexit 7\n");
     worker.signal(rustix::process::Signal::USR2);

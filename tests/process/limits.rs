@@ -150,13 +150,16 @@ async fn app_survives_pause_of_the_process() {
         // A shorter pause would make the test pass vacuously.
         assert!(Command::new("sleep").arg(PAUSE).status().unwrap().success());
         worker.signal(Signal::CONT);
-        worker.wait_log("this process did not run");
+        worker.wait_log("the process was paused");
     });
     written.assert_readable(&client).await;
     let paused = worker.metrics().expect("runtime_paused_seconds_total");
     assert!(paused > 10.0, "{paused}");
     let log = worker.log();
-    assert!(!log.contains("node is lost") && !log.contains("no heartbeat within the timeout"), "{log}");
+    assert!(
+        !log.contains("node is lost") && !log.contains("application expired without a heartbeat"),
+        "{log}"
+    );
     written.task(&client, 2, 1000).await.expect("it is assigned as before");
     block_in_place(|| worker.stop());
 }

@@ -51,15 +51,14 @@ async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
             }
         });
         worker.begin_upgrade();
-        worker.wait_log("upgrade: the successor rehearses it");
+        worker.wait_log("upgrade: rehearsal of the successor started");
         drop(frozen);
         worker.finish_upgrade();
     });
     let log = worker.log();
-    assert!(log.contains("the successor has rehearsed it, memory is handed over"), "{log}");
-    let on_disk = logged_number(&log, "took over what an earlier process left", "blocks");
-    let in_memory =
-        logged_number(&log, "took over blocks that an earlier process left in memory", "restored");
+    assert!(log.contains("rehearsal succeeded; handing over memory"), "{log}");
+    let on_disk = logged_number(&log, "recovered data of an earlier process", "blocks");
+    let in_memory = logged_number(&log, "recovered blocks from memory", "restored");
     let blocks = 16 * u64::try_from(PARTITIONS).expect("small");
     assert!(on_disk > 0 && in_memory > 0, "{on_disk} blocks on the disk, {in_memory} in memory");
     assert_eq!(on_disk + in_memory, blocks, "each in one place");

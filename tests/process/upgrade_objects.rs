@@ -94,7 +94,7 @@ async fn upgrade_to_another_store_location_is_refused() {
         .replace("MEMORY_OBJECT", "MEMORY_LOCALFILE_OBJECT")
         .replace("data_paths = []", &format!("data_paths = [{:?}]", worker.dir().join("disk")));
     let unfit = [
-        (elsewhere, "objects are looked for at s3://shuffle/elsewhere, as "),
+        (elsewhere, "objects would be at s3://shuffle/elsewhere, as "),
         (disks, "store_type = MEMORY_LOCALFILE_OBJECT: the running worker has no local disks"),
     ];
     for (task, (text, complaint)) in (0..).zip(unfit) {

@@ -250,7 +250,7 @@ async fn hand_over_under_calls(name: &'static str, memory: &'static str) {
     let broken = |again: &&Retry| !matches!(again, Retry::Connection(why) if why.is_empty());
     assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "of {}", again.len());
     let log = worker.log();
-    assert!(log.contains("memory is handed over") && log.contains("flushed_bytes=0"), "{log}");
+    assert!(log.contains("handing over memory") && log.contains("flushed_bytes=0"), "{log}");
     let blocks = i64::from(READ_PARTITIONS * READ_BLOCKS) + tasks * i64::from(PARTITIONS);
     let blocks = blocks + 10 * i64::try_from(calls[0] + calls[1]).expect("small");
     let in_memory = worker.metrics().total("total_in_memory_block_count").map(|count| count.to_string());
@@ -328,7 +328,7 @@ async fn send_received_during_upgrade_is_stored_once() {
     let (half, rest) = frame.split_at(frame.len() / 2);
     socket.write_all(half).await.expect("taken");
     worker.begin_upgrade();
-    block_in_place(|| worker.wait_log("memory is handed over"));
+    block_in_place(|| worker.wait_log("handing over memory"));
     socket.write_all(rest).await.expect("taken");
     let reply = read_reply(&mut socket).await.expect("a reply");
     assert_eq!(reply.status, StatusCode::Success as i32, "{}", reply.message);

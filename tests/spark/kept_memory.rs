@@ -21,7 +21,7 @@ fn kill_and_restart(worker: &mut Worker, other: &Worker, counter: &str, after: f
     worker.kill();
     worker.start_again();
     let log = worker.log();
-    assert!(log.contains("took over blocks that an earlier process left in memory"), "{log}");
+    assert!(log.contains("recovered blocks from memory"), "{log}");
     assert_running(other, counter);
 }
 

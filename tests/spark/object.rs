@@ -130,7 +130,7 @@ fn store_killed(setup: impl FnOnce(&Weed) -> Setup) {
     let weed = std::cell::RefCell::new(&mut weed);
     let kill = |worker: &mut Worker| {
         weed.borrow_mut().kill();
-        worker.wait_log("the store does not answer as it should");
+        worker.wait_log("the store fails");
         weed.borrow_mut().start_again();
     };
     let (worker, answers) = run_disturbed(&mut spark, worker, kill, |worker| {

@@ -181,7 +181,7 @@ fn full_disk_fails_no_task() {
     assert_eq!(answers[0]["failed_tasks"], 0, "{answers:?}");
     for worker in workers {
         let log = worker.log();
-        let noticed = ["disk is full", "disk crossed a watermark", "write failed, trying next disk"];
+        let noticed = ["disk is full", "disk crossed a watermark", "write failed; trying the next disk"];
         assert!(noticed.iter().any(|text| log.contains(text)), "no disk got full");
         worker.stop();
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-/// Ask a worker, or every worker of a cluster, and tell it what to do.
+/// Query and administer a worker, or all workers of a cluster.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Exit codes: 0 done; 1 a worker refuses, or does not know the requested item; 2 wrong command line; \

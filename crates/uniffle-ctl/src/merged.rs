@@ -26,7 +26,7 @@ const TOP_PARTITIONS: usize = 10;
 const TEXT_BYTES_MAX: usize = 500;
 
 /// Prefix of the finding of a worker without any.
-const NOTHING: &str = "nothing";
+const NOTHING: &str = "no findings";
 
 /// Fields of `bytes` that are only valid while the worker has the application.
 const HELD: [&str; 4] = ["in_memory", "on_local_disks", "in_object_store", "local_files"];
@@ -185,11 +185,11 @@ impl Merged {
         }
         if self.unanswered_count > 0 {
             let (silent, asked) = (self.unanswered_count, self.unanswered_count + self.worker_count);
-            let text = format!("{silent} of {asked} workers did not answer: their part is missing");
+            let text = format!("{silent} of {asked} workers did not answer; their part is missing");
             self.findings.insert(0, text.into());
         }
         if self.findings.is_empty() {
-            self.findings.push("nothing stands out on any worker".into());
+            self.findings.push("no findings on any worker".into());
         }
         let mut all = json!({
             "app": app,
@@ -285,7 +285,7 @@ mod tests {
     fn merge_sums_figures_and_names_workers() {
         let mut merged = Merged::default();
         merged.add("a", &told(100, "reads wait up to 3.0 s for disks", 1));
-        merged.add("b", &told(300, "nothing stands out on this worker", 2));
+        merged.add("b", &told(300, "no findings on this worker", 2));
         let it = merged.explanation("app-1");
         assert_eq!(
             (&it["user"], &it["presence"], &it["shuffles"]),
@@ -311,11 +311,11 @@ mod tests {
     #[test]
     fn ended_applications_are_not_counted() {
         let mut merged = Merged::default();
-        let mut gone = told(100, "nothing stands out on this worker", 1);
+        let mut gone = told(100, "no findings on this worker", 1);
         (gone["presence"], gone["bytes"]["in_memory"]) = ("expired".into(), 70.into());
         gone["top_partitions"][0]["in_memory_bytes"] = 70.into();
         merged.add("a", &gone);
-        merged.add("b", &told(300, "nothing stands out on this worker", 2));
+        merged.add("b", &told(300, "no findings on this worker", 2));
         let it = merged.explanation("app-1");
         assert_eq!((&it["presence"], &it["bytes"]["received"]), (&"known".into(), &400.into()));
         assert_eq!((&it["bytes"]["in_memory"], &it["workers"][0]["in_memory"]), (&1.into(), &0.into()));
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(merged.nothing(), None);
         let it = merged.explanation("x");
         assert_eq!(it["unanswered"], json!([{ "worker": "c", "reason": "no answer within 2s" }]));
-        assert_eq!(it["findings"], json!(["1 of 4 workers did not answer: their part is missing"]));
+        assert_eq!(it["findings"], json!(["1 of 4 workers did not answer; their part is missing"]));
 
         let long = "é".repeat(1000);
         let many: Vec<_> = (0..1000).map(|n| json!({ "stage": n.to_string(), "reason": long })).collect();
@@ -363,7 +363,7 @@ mod tests {
     #[test]
     fn merge_without_findings_states_so() {
         let mut merged = Merged::default();
-        merged.add("a", &told(1, "nothing stands out on this worker", 1));
-        assert_eq!(merged.explanation("x")["findings"], json!(["nothing stands out on any worker"]));
+        merged.add("a", &told(1, "no findings on this worker", 1));
+        assert_eq!(merged.explanation("x")["findings"], json!(["no findings on any worker"]));
     }
 }

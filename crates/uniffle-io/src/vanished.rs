@@ -56,7 +56,7 @@ impl Vanished {
 impl fmt::Display for Vanished {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::File => "the file was removed, replaced or cut short while it was in use",
+            Self::File => "the file was removed, replaced or truncated while it was in use",
             Self::Root => "the path no longer leads to the directory: it was unmounted, moved or replaced",
         })
     }

@@ -305,7 +305,7 @@ impl Worker {
 
     /// Waits until a successor that runs beside the process is ready. Returns its process id.
     pub fn finish_upgrade_beside(&mut self) -> u32 {
-        self.wait_log("the successor runs beside this process");
+        self.wait_log("the successor runs beside it");
         let ready_file = self.dir.path().join(READY_FILE);
         let what = format!("the successor of worker {} gets ready", self.setup.name);
         let ready: Ready = wait_until(&what, START_DEADLINE, || {

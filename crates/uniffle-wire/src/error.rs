@@ -9,7 +9,7 @@ pub enum DecodeError {
     #[error("the message is incomplete")]
     Incomplete,
     /// A length or count exceeds its limit. Nothing was allocated for it.
-    #[error("{what} is {len}, at most {max} is allowed")]
+    #[error("{what} is {len}, the limit is {max}")]
     TooLarge {
         /// The quantity that is too large.
         what: &'static str,

@@ -20,7 +20,7 @@ pub enum InvalidAppId {
     #[error("application id is empty")]
     Empty,
     /// The id is longer than [`APP_ID_BYTES_MAX`].
-    #[error("application id has {0} bytes, at most {APP_ID_BYTES_MAX} are allowed")]
+    #[error("application id has {0} bytes, the limit is {APP_ID_BYTES_MAX}")]
     TooLong(usize),
     /// The id could escape its directory or is not printable.
     #[error("application id has a character at byte {0} that is not allowed in a path component")]

@@ -256,7 +256,7 @@ async fn ranges_of_one_shuffle_are_bounded_and_merged() {
     let used = heap.whole().used();
     let refused = registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap_err();
     assert_eq!(refused, RegisterError::Ranges { ranges: 300_000 });
-    assert!(refused.to_string().starts_with("partitionRanges has 300000 ranges"), "{refused}");
+    assert!(refused.to_string().starts_with("partitionRanges has 300000 disjoint ranges"), "{refused}");
     let shuffle = registry.apps()[0].shuffle(ShuffleId(1)).unwrap();
     assert_eq!((shuffle.partition_count(), heap.whole().used()), (200_000, used), "nothing of it was taken");
     registry.register(registration("a", 1, &[(0, 399_999)]), || ()).unwrap();

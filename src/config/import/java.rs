@@ -27,15 +27,15 @@ enum As {
     Percent,
 }
 
-const THREADS: &str = "threads follow the machine's cores and disks";
-const JVM: &str = "there is no JVM and no Netty here";
-const BUILT_IN: &str = "there is nothing to choose here";
-const BUFFERS: &str = "reads and writes bring their own buffers";
+const THREADS: &str = "the number of threads depends on cores and disks";
+const JVM: &str = "no JVM and no Netty";
+const BUILT_IN: &str = "not configurable";
+const BUFFERS: &str = "buffers are allocated automatically";
 const MERGE: &str = "remote merge is not supported";
 const KERBEROS: &str = "rss.security.hadoop.kerberos.enable is not true";
-const RETRY: &str = "a batch goes to another disk or tier and is tried until it is written";
-const WITH_MEMORY: &str = "memory stays the buffer; clients keep their type";
-const HEALTH: &str = "the worker finds out by itself whether its disks are healthy";
+const RETRY: &str = "a failed batch is retried on other disks or tiers until it is written";
+const WITH_MEMORY: &str = "memory remains the buffer; clients keep their type";
+const HEALTH: &str = "health of the disks is determined automatically";
 
 /// Java key, our key, conversion, and Java's default if ours differs.
 const KEYS: &[(&str, &str, As, Option<&str>)] = &[
@@ -143,31 +143,31 @@ const KEYS: &[(&str, &str, As, Option<&str>)] = &[
 
 /// Java keys, or prefixes that end in a dot, without a counterpart. The first match applies.
 const OTHERS: &[(&str, &str)] = &[
-    ("rss.rpc.server.type", "urpc_port opens the raw TCP listener beside gRPC"),
+    ("rss.rpc.server.type", "urpc_port opens the raw TCP listener in addition to gRPC"),
     (
         "rss.server.read.buffer.capacity",
-        "the default of memory_store.read_buffer_capacity is enough: it holds reads from disk only",
+        "the default of memory_store.read_buffer_capacity is enough, for reads from disk only",
     ),
-    ("rss.server.buffer.capacity.ratio", "a share of the JVM's memory; set memory_store.capacity"),
+    ("rss.server.buffer.capacity.ratio", "share of the JVM's memory; set memory_store.capacity"),
     (
         "rss.server.health.min.storage.percentage",
-        "a number of disks here: localfile_store.healthy_check_min_disks",
+        "see localfile_store.healthy_check_min_disks, a number of disks",
     ),
     (
         "rss.server.health.check.interval.ms",
-        "see localfile_store.disk_healthy_check_interval_sec, for probes that write",
+        "see localfile_store.disk_healthy_check_interval_sec, for checks that write",
     ),
     ("rss.server.health.", HEALTH),
     (
         "rss.server.localstorage.initialize.max.fail.number",
-        "a disk that fails is avoided; healthy_check_min_disks says how many are needed",
+        "failed disks are avoided; healthy_check_min_disks is the required number",
     ),
     ("rss.server.disk.capacity.ratio", "see localfile_store.disk_high_watermark, a share of the file system"),
-    ("rss.server.read.buffer.capacity.ratio", "a share of the JVM's memory"),
+    ("rss.server.read.buffer.capacity.ratio", "share of the JVM's memory"),
     ("rss.server.disk.capacity", "see localfile_store.disk_high_watermark, a share of the file system"),
     (
         "rss.server.disk-capacity.watermark.check.enabled",
-        "the watermarks are shares of the whole file system, always",
+        "watermarks are always shares of the whole file system",
     ),
     ("rss.server.high.watermark.write", "see localfile_store.disk_high_watermark"),
     ("rss.server.low.watermark.write", "see localfile_store.disk_low_watermark"),
@@ -179,13 +179,13 @@ const OTHERS: &[(&str, &str)] = &[
     ("rss.jetty.maxPool.size", THREADS),
     ("rss.jetty.http.idle.timeout", "see http.request_timeout_sec"),
     ("rss.jetty.stop.timeout", "see shutdown.flush_timeout_sec"),
-    ("rss.jetty.", "TLS needs PEM files: see [tls]"),
+    ("rss.jetty.", "TLS needs PEM files, see [tls]"),
     ("rss.server.heartbeat.delay", "the first heartbeat is sent when the listeners are open"),
     ("rss.server.heartbeatReportOnUnregisterEnabled", BUILT_IN),
     ("rss.server.netty.handler.idle.timeout", "see tcp.idle_timeout_sec"),
     ("rss.server.netty.", JVM),
     ("rss.rpc.netty.", JVM),
-    ("rss.rpc.metrics.enabled", "metrics are always there"),
+    ("rss.rpc.metrics.enabled", "metrics are always enabled"),
     ("rss.jvm.", JVM),
     ("rss.kryo.", JVM),
     ("rss.io.serializations", JVM),
@@ -197,54 +197,51 @@ const OTHERS: &[(&str, &str)] = &[
     ("rss.server.multistorage.", RETRY),
     (
         "rss.server.storage.flushOperationTimeoutSec",
-        "see hdfs_store.write_timeout_sec; local disks are watched for hanging",
+        "see hdfs_store.write_timeout_sec; hung local disks are detected",
     ),
-    ("rss.server.storage.resourceRemoveOperationTimeoutSec", "deletions do not hold up anything"),
-    (
-        "rss.server.storage.audit.log.enabled",
-        "the log target audit tells of applications and losses, not of files",
-    ),
+    ("rss.server.storage.resourceRemoveOperationTimeoutSec", "deletions run in the background"),
+    ("rss.server.storage.audit.log.enabled", "the log target audit has applications and losses, not files"),
     (
         "rss.server.rpc.audit.log.",
-        "the log target audit tells of applications and losses, not of calls; see [tracing]",
+        "the log target audit has applications and losses, not calls; see [tracing]",
     ),
-    ("rss.server.storageMediaProvider.", "the medium is the kernel's word"),
-    ("rss.storage.media.provider.", "the medium is the kernel's word"),
+    ("rss.server.storageMediaProvider.", "the medium is read from the kernel"),
+    ("rss.storage.media.provider.", "the medium is read from the kernel"),
     (
         "rss.server.single.buffer.flush.enabled",
-        "always; see hybrid_store.memory_single_buffer_max_spill_size",
+        "always enabled; see hybrid_store.memory_single_buffer_max_spill_size",
     ),
     ("rss.server.single.buffer.flush.blocksNumberThreshold", "see memory_store.block_max_count"),
     ("rss.server.shuffle.flush.threshold", BUILT_IN),
-    ("rss.server.shuffleBufferManager.trigger.flush.interval", "memory tells the flusher of its pressure"),
+    ("rss.server.shuffleBufferManager.trigger.flush.interval", "flushing is triggered by memory pressure"),
     ("rss.server.shuffleBuffer.type", BUILT_IN),
-    ("rss.server.buffer.", "memory is one region of segments"),
-    ("rss.server.event.size.threshold.", "histograms have their own buckets"),
+    ("rss.server.buffer.", "memory is one region, divided into segments"),
+    ("rss.server.event.size.threshold.", "histogram buckets are fixed"),
     ("rss.server.index.size.hint", BUFFERS),
-    ("rss.server.leak.shuffledata.check.interval", "a start and a purge leave nothing behind"),
+    ("rss.server.leak.shuffledata.check.interval", "leftovers are deleted at start and at purge"),
     ("rss.server.topN.", BUILT_IN),
     ("rss.server.summary.metric.", "summaries are histograms"),
-    ("rss.server.metrics.", "histograms have their own buckets"),
+    ("rss.server.metrics.", "histogram buckets are fixed"),
     ("rss.server.displayMetricsList", BUILT_IN),
     ("rss.server.log.app.detail.", "see /api/v1/apps/APP/explain"),
     ("rss.server.blockIdManagerClass", BUILT_IN),
-    ("rss.server.localStorageManagerClass", "one partition spreads over all disks always"),
+    ("rss.server.localStorageManagerClass", "a partition is always spread over all disks"),
     ("rss.server.merge.", MERGE),
-    ("rss.server.hadoop.", "Hadoop's settings stand in the files of HADOOP_CONF_DIR"),
-    ("rss.server.id", "the id is the address and the ports"),
-    ("rss.storage.data.replica", "clients choose replicas: spark.rss.data.replica"),
+    ("rss.server.hadoop.", "set Hadoop's settings in the files of HADOOP_CONF_DIR"),
+    ("rss.server.id", "the id consists of address and ports"),
+    ("rss.storage.data.replica", "set by clients: spark.rss.data.replica"),
     ("rss.storage.localFileWriterClass", "see localfile_store.direct_io and io_engine"),
     ("rss.storage.", BUFFERS),
     ("rss.coordinator.rpc.client.type", "gRPC"),
-    ("rss.security.hadoop.kerberos.enable", "a keytab_path and a principal enable it"),
-    ("rss.security.hadoop.kerberos.krb5-conf.file", "the variable KRB5_CONFIG names it"),
-    ("rss.security.hadoop.kerberos.relogin.interval.sec", "tickets are renewed in time"),
+    ("rss.security.hadoop.kerberos.enable", "enabled by keytab_path and principal"),
+    ("rss.security.hadoop.kerberos.krb5-conf.file", "set the variable KRB5_CONFIG"),
+    ("rss.security.hadoop.kerberos.relogin.interval.sec", "tickets are renewed automatically"),
     ("rss.test.mode.enable", BUILT_IN),
     ("rss.metrics.reporter.class", "see metrics.push_gateway_endpoint"),
     ("rss.metrics.", "see [metrics]"),
-    ("rss.reconfigure.interval.sec", "a changed file is read within some seconds"),
-    ("rss.random.port.", "port 0 takes any free one"),
-    ("rss.port.max.retry", "a port in use ends the start"),
+    ("rss.reconfigure.interval.sec", "a changed file is reloaded within seconds"),
+    ("rss.random.port.", "port 0 selects a free one"),
+    ("rss.port.max.retry", "a port in use fails the start"),
     ("rss.http.basic.", "see [admin], which has a bearer token"),
 ];
 
@@ -293,13 +290,13 @@ fn take(found: &mut Found, (java, ours, kind): (&str, &str, As), text: &str) {
     let was = was(java, text);
     match kind.read(text) {
         // Java treats -1 and the largest number as "not set".
-        Some(Value::Integer(i64::MIN..=-1 | i64::MAX)) => found.leave(&was, "as if it were not set"),
+        Some(Value::Integer(i64::MIN..=-1 | i64::MAX)) => found.leave(&was, "treated as unset"),
         Some(value) => {
             let is_given_memory = kind == As::StoreType && with_memory(text).is_some();
             let note = if is_given_memory { format!(": {WITH_MEMORY}") } else { String::new() };
             found.take(ours, value, Some(format!("{}{note}", was.shown())));
         }
-        None => found.refuse(&was, format!("cannot be read as {}", kind.name())),
+        None => found.refuse(&was, format!("must be {}", kind.name())),
     }
 }
 
@@ -324,7 +321,7 @@ impl As {
             Self::StoreType => "a storage type",
             Self::List => "a list",
             Self::Size => "a size such as 20g",
-            Self::Millis => "milliseconds",
+            Self::Millis => "a number of milliseconds",
             Self::Percent => "a percentage",
         }
     }
@@ -406,7 +403,8 @@ pub(super) fn reference() -> String {
         let read = match kind {
             As::Same => "",
             As::StoreType => {
-                "`LOCALFILE`, `HDFS` and `LOCALFILE_HDFS` get `MEMORY_` before them: memory stays the buffer"
+                "`LOCALFILE`, `HDFS` and `LOCALFILE_HDFS` get the prefix `MEMORY_`: memory remains the \
+                 buffer"
             }
             As::List => "commas become a list",
             As::Size => "20g is 20 × 2^30",

@@ -42,7 +42,7 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
     };
     if found.is_empty() {
         return Err(
-            "nothing in it is recognized: give a server.conf (keys that begin with rss.) or riffle's TOML"
+            "no known keys found; expected a server.conf (keys that begin with rss.) or riffle's TOML"
                 .to_owned(),
         );
     }
@@ -73,7 +73,7 @@ fn refusals(found: &Found) -> Vec<String> {
     let entries = found.entries.iter().filter_map(|entry| {
         let from = entry.comment.as_ref().map(|comment| format!(" (from {comment})")).unwrap_or_default();
         let allowed = entry.refused.as_ref()?;
-        Some(one_line(&format!("{} = {}{from}: refused, {allowed}", entry.path, shown(entry))))
+        Some(one_line(&format!("{} = {}{from}: rejected, {allowed}", entry.path, shown(entry))))
     });
     let others = found.others.iter().filter(|other| other.is_refused);
     entries.chain(others.map(|other| one_line(&format!("{}: {}", other.was, other.why)))).collect()
@@ -88,7 +88,7 @@ fn shown(entry: &Entry) -> Value {
 fn open_remote_paths(found: &mut Found) {
     let has_hdfs = |entry: &Entry| entry.path == "store_type" && entry.value.to_string().contains("HDFS");
     if found.entries.iter().any(has_hdfs) && !found.has("hdfs_store.allowed_paths") {
-        let comment = "what it did: applications may name any remote path. Better name those that there are";
+        let comment = "as before, applications may use any remote path; better list the paths in use";
         let any = Value::Array(vec![Value::from("*")]);
         found.take("hdfs_store.allowed_paths", any, Some(comment.to_owned()));
     }
@@ -141,7 +141,7 @@ fn write_entries(text: &mut String, entries: &[Entry]) {
             let _ = match &entry.refused {
                 None => writeln!(text, "{leaf} = {}", entry.value),
                 Some(allowed) => {
-                    let line = format!("{leaf} = {}: refused, {allowed}", shown(entry));
+                    let line = format!("{leaf} = {}: rejected, {allowed}", shown(entry));
                     writeln!(text, "# {}", one_line(&line))
                 }
             };

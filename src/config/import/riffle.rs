@@ -28,10 +28,10 @@ fn walk(prefix: &str, table: Table, found: &mut Found) {
         let no_effect = schema.no_effect.iter().find(|(known, _)| *known == path);
         match (known, no_effect, value) {
             (Some(key), _, value) if found.has(key.path) => {
-                found.refuse(&was(&path, &shown(&value)), format!("given twice, as {} too", key.path));
+                found.refuse(&was(&path, &shown(&value)), format!("given twice, also as {}", key.path));
             }
             (Some(key), _, value) => {
-                let comment = (key.path != path).then(|| format!("{path} there"));
+                let comment = (key.path != path).then(|| format!("{path} in riffle"));
                 found.take(key.path, value, comment);
             }
             (None, Some((_, why)), value) => found.leave(&was(&path, &shown(&value)), *why),

@@ -94,8 +94,7 @@ fn server_conf_is_imported_without_losing_keys() {
     ] {
         assert_eq!(entries.get(key).map(String::as_str), Some(value), "{key}");
     }
-    for part in ["remote merge is not supported", "rss.server.made.up 7: not a key", "as if it were not set"]
-    {
+    for part in ["remote merge is not supported", "rss.server.made.up 7: not a key", "treated as unset"] {
         assert!(imported.text.contains(part), "{part} in {}", imported.text);
     }
 }
@@ -129,7 +128,7 @@ fn storage_types_without_memory_get_a_memory_buffer() {
         // Without the feature both are refused, by the name of the type that would be there.
         let is_built = cfg!(feature = "hdfs") || !has_remote_paths;
         let line = format!(
-            "# rss.storage.type {theirs}: memory stays the buffer; clients keep their type\n{}store_type = \"{ours}\"",
+            "# rss.storage.type {theirs}: memory remains the buffer; clients keep their type\n{}store_type = \"{ours}\"",
             if is_built { "" } else { "# " }
         );
         assert!(imported.text.contains(&line), "{line} in {}", imported.text);
@@ -141,7 +140,7 @@ fn storage_types_without_memory_get_a_memory_buffer() {
     }
     let with_memory =
         import("x", "rss.storage.type MEMORY_LOCALFILE\nrss.storage.basePath /d", &machine()).unwrap();
-    assert!(!with_memory.text.contains("stays the buffer"), "{}", with_memory.text);
+    assert!(!with_memory.text.contains("remains the buffer"), "{}", with_memory.text);
 }
 
 #[test]
@@ -152,10 +151,10 @@ fn refused_values_become_comments_with_the_reason() {
     assert_eq!(imported.missing, Vec::<String>::new());
     parse(&imported.text);
     for part in [
-        "# store_type = \"S3\": refused, MEMORY, MEMORY_LOCALFILE",
-        "# grpc_port = 99999: refused, a port",
-        "# tags = [\"a b\"]: refused, tags of 1 to 100",
-        "# rss.server.buffer.capacity lots: cannot be read as a size",
+        "# store_type = \"S3\": rejected, must be MEMORY, MEMORY_LOCALFILE",
+        "# grpc_port = 99999: rejected, must be a port",
+        "# tags = [\"a b\"]: rejected, must be tags of 1 to 100",
+        "# rss.server.buffer.capacity lots: must be a size",
     ] {
         assert!(imported.text.contains(part), "{part} in {}", imported.text);
     }
@@ -167,11 +166,11 @@ fn refused_and_unreadable_values_are_reported() {
                 rss.coordinator.quorum c:1:2\nrss.storage.basePath relative\nrss.server.made.up 7";
     let imported = import("x", text, &machine()).unwrap();
     for part in [
-        "store_type = \"S3\" (from rss.storage.type S3): refused, MEMORY, MEMORY_LOCALFILE",
-        "tags = [\"a b\"] (from rss.server.tags a b): refused",
-        "coordinator_quorum = [\"c:1:2\"] (from rss.coordinator.quorum c:1:2): refused",
-        "localfile_store.data_paths = [\"relative\"] (from rss.storage.basePath relative): refused",
-        "rss.server.buffer.capacity 40xx: cannot be read as a size such as 20g",
+        "store_type = \"S3\" (from rss.storage.type S3): rejected, must be MEMORY, MEMORY_LOCALFILE",
+        "tags = [\"a b\"] (from rss.server.tags a b): rejected",
+        "coordinator_quorum = [\"c:1:2\"] (from rss.coordinator.quorum c:1:2): rejected",
+        "localfile_store.data_paths = [\"relative\"] (from rss.storage.basePath relative): rejected",
+        "rss.server.buffer.capacity 40xx: must be a size such as 20g",
     ] {
         assert!(
             imported.refused.iter().any(|told| told.starts_with(part)),
@@ -186,7 +185,7 @@ fn refused_and_unreadable_values_are_reported() {
 fn input_without_keys_is_refused() {
     for text in ["", "\n", "# rss.storage.type MEMORY\n", "[metrics]\n", "[package]\nname = \"x\"\n"] {
         let error = import("x", text, &machine()).unwrap_err();
-        assert!(error.contains("nothing in it is recognized"), "{error}");
+        assert!(error.contains("no known keys found"), "{error}");
     }
 }
 

@@ -25,7 +25,7 @@ fn cluster_requires_explicit_remote_paths() {
     };
     let refused = only_problem(&with(""));
     assert!(
-        refused.starts_with("hdfs_store.allowed_paths = []: needed with a coordinator_quorum"),
+        refused.starts_with("hdfs_store.allowed_paths = []: is required with a coordinator_quorum"),
         "{refused}"
     );
     let location = |text: &str| RemoteLocation::parse(text).unwrap();

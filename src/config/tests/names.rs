@@ -36,7 +36,7 @@ fn oversized_names_are_neither_compared_nor_repeated() {
 fn keys_outside_their_table_name_the_table() {
     assert!(only_problem("capacity = 1").contains("belongs in the table [memory_store]"));
     assert!(only_problem("[log]\ntags = []").contains("belongs at the top level"));
-    assert!(only_problem("memory_store = 5").contains("this is a table"));
+    assert!(only_problem("memory_store = 5").contains("must be a table"));
 }
 
 #[test]

@@ -17,14 +17,14 @@ section! {
     /// Rules for `accessCluster`.
     #[derive(Copy)]
     pub struct AccessRules {
-        /// accessCluster (DelegationRssShuffleManager) says yes when so many workers have the client's tags; the client's
-        /// own wish counts where it is more ...
+        /// accessCluster (DelegationRssShuffleManager) needs this many workers with the client's
+        /// tags. A client may demand more.
         #[key("embedded_coordinator.access_min_nodes", count(1..=NODES_MAX), Restart)]
         pub nodes_min: usize = 1,
-        /// ... with at least this share of their memory free ...
+        /// Share of free memory that accessCluster needs on each of these workers.
         #[key("embedded_coordinator.access_min_memory_ratio", ratio(), Restart)]
         pub memory_ratio_min: f64 = 0.0,
-        /// ... and the user has fewer applications than this; 0 is no limit.
+        /// Maximum number of applications per user, checked by accessCluster; 0 = unlimited.
         #[key("embedded_coordinator.quota_apps_per_user", count(0..=100_000), Restart)]
         pub apps_per_user_max: usize = 0,
     }
@@ -52,7 +52,7 @@ pub enum AccessDenied {
         wanted: usize,
     },
     /// The user has too many applications.
-    #[error("user {user} has {apps} applications, at most {max} are allowed")]
+    #[error("user {user} has {apps} applications, the limit is {max}")]
     Quota {
         /// Name of the user.
         user: String,

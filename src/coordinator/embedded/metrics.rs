@@ -11,28 +11,28 @@ use crate::metrics::{self, clamped};
 metrics::table! {
     #[derive(Clone)]
     pub(super) struct Counts {
-        active_servers: IntGauge = "active_server_num", "nodes that may be assigned";
-        lost_servers: IntGauge = "lost_server_num", "nodes that fell silent and have not come back";
-        total_servers: IntGauge = "total_server_num", "nodes alive";
-        excluded_servers: IntGauge = "exclude_server_num", "nodes on the exclude list";
-        unhealthy_servers: IntGauge = "unhealthy_server_num", "nodes alive that call themselves unhealthy";
-        running_apps: IntGauge = "running_app_num", "applications known";
-        apps_by_user: IntGaugeVec["user_name"] = "app_num", "applications of a user";
+        active_servers: IntGauge = "active_server_num", "Workers available for assignment";
+        lost_servers: IntGauge = "lost_server_num", "Workers lost after missing heartbeats";
+        total_servers: IntGauge = "total_server_num", "Workers with current heartbeats";
+        excluded_servers: IntGauge = "exclude_server_num", "Workers on the exclude list";
+        unhealthy_servers: IntGauge = "unhealthy_server_num", "Workers that report themselves unhealthy";
+        running_apps: IntGauge = "running_app_num", "Registered applications";
+        apps_by_user: IntGaugeVec["user_name"] = "app_num", "Applications per user";
         // Java uses `total_app_num` in the shuffle server too. Here both share a registry.
-        apps_total: IntCounter = "coordinator_total_app_num", "applications ever seen";
-        access_requests_total: IntCounter = "total_access_request", "accessCluster calls";
+        apps_total: IntCounter = "coordinator_total_app_num", "Applications registered since start";
+        access_requests_total: IntCounter = "total_access_request", "Calls of accessCluster";
         candidates_denied_total: IntCounter = "total_candidates_denied_request",
-            "accessCluster calls refused because no node has the tags";
+            "Calls of accessCluster refused because no worker has the tags";
         load_denied_total: IntCounter = "total_load_denied_request",
-            "accessCluster calls refused because too few nodes have enough free memory";
+            "Calls of accessCluster refused because too few workers have enough free memory";
         quota_denied_total: IntCounter = "total_quota_denied_request",
-            "accessCluster calls refused because the user has too many applications";
+            "Calls of accessCluster refused because the user has too many applications";
     }
 }
 
 metrics::table! {
     struct OfStorage each fill {
-        apps: IntGauge = "remote_storage_in_used_{host}", "applications on this remote storage";
+        apps: IntGauge = "remote_storage_in_used_{host}", "Applications assigned to this remote storage";
     }
 }
 

@@ -111,39 +111,47 @@ impl RemoteStorage {
 
 section! {
     /// Settings of the embedded coordinator.
-    #[table("embedded_coordinator", "The coordinator within the worker, where there is one.")]
+    #[table(
+        "embedded_coordinator",
+        "The coordinator inside the worker.\n\
+         With enable = true and a coordinator_quorum that lists all workers with a coordinator, \
+         every worker reports to all of them. Clients fail over, without a separate coordinator \
+         process.\n\
+         Heartbeats are not authenticated, and a worker that joins receives data of applications: \
+         list the workers' networks in worker_networks and no others. At most 16 workers of this \
+         machine join from outside these networks.\n\
+         A refused worker gets an error with this key, which is also logged.\n\
+         An assignment is also refused if its response would exceed half of \
+         memory_store.heap_capacity, at about 300 bytes per range: 115,000 ranges with a capacity \
+         of 256 MB (71 MiB of heap). Until then it waits up to 10 s for other responses."
+    )]
     pub struct EmbeddedConfig {
-        /// Whether there is one. Default: without a coordinator_quorum. With true and a quorum that names all workers that have
-        /// one, every worker reports to all of them, and clients go on with any that lives: a cluster without another process.
+        /// Run the embedded coordinator. Default: true without a coordinator_quorum.
         #[key("embedded_coordinator.enable", optional(flag()), Restart, example "true")]
         pub enable: Option<bool> = None,
-        /// Networks whose workers may join, beside those of this machine, such as "10.0.0.0/8": the address that a worker's
-        /// heartbeats come from and the one that it tells must both be of one of them. Heartbeats are not authenticated, and
-        /// who joins is sent the data of applications: name the workers' networks and no more. Of this machine, whose programs
-        /// could all say that they are workers, at most 16 join that are not of these networks. Others are refused by this
-        /// key's name, and the log has it.
+        /// Networks whose workers may join, besides this machine's. A heartbeat's source and its
+        /// announced address must both match.
         #[key("embedded_coordinator.worker_networks", list(64, network()), Restart)]
         pub worker_networks: Vec<Network> = Vec::new(),
-        /// A worker without a heartbeat for this long is lost; more than heartbeat_interval_seconds.
+        /// A worker without a heartbeat for this long is lost; must exceed
+        /// heartbeat_interval_seconds.
         #[key("embedded_coordinator.node_timeout_sec", seconds(SECOND / 10..=HOUR), Restart)]
         pub node_timeout: Duration = 30 * SECOND,
-        /// An application without a heartbeat for this long is forgotten.
+        /// An application without a heartbeat for this long expires.
         #[key("embedded_coordinator.app_timeout_sec", seconds(SECOND..=DAY), Restart)]
         pub app_timeout: Duration = 60 * SECOND,
-        /// Most workers given to one shuffle.
+        /// Maximum number of workers assigned to one shuffle.
         #[key("embedded_coordinator.shuffle_nodes_max", count(1..=NODES_MAX), Restart)]
         pub shuffle_nodes_max: usize = 9,
-        /// PARTITION_BALANCE (free memory per assigned partition) or BASIC (free memory).
+        /// Preferred workers: PARTITION_BALANCE = most free memory per assigned partition, BASIC =
+        /// most free memory.
         #[key("embedded_coordinator.assignment_strategy", word(), Restart)]
         pub node_order: NodeOrder = NodeOrder::PartitionBalance,
-        /// CONTINUOUS (neighbouring partitions together) or ROUND (one after the other).
+        /// Distribution of partitions: CONTINUOUS = neighbours on one worker, ROUND = round robin.
         #[key("embedded_coordinator.select_partition_strategy", word(), Restart)]
         pub partition_selection: PartitionSelection = PartitionSelection::Continuous,
-        /// Most ranges of one assignment, each counted once per replica; a range has partitionNumPerRange partitions,
-        /// one by default. More are refused before anything is allocated. So are those, whatever this is, whose answer
-        /// would be more than half of memory_store.heap_capacity: it takes some 300 bytes for each, so that at a
-        /// capacity of 256 MB, whose heap is 71 MiB, there are some 115,000 at most. Within that an answer waits up to
-        /// 10 s while others are made.
+        /// Maximum partition ranges of an assignment, times replicas. Larger assignments are
+        /// refused.
         #[key("embedded_coordinator.assignment_ranges_max", count(1..=RANGES_MAX), Restart)]
         pub ranges_max: u64 = 1 << 17,
         /// Ids of workers that get no new shuffles, such as "10.0.0.1-21100".
@@ -152,19 +160,20 @@ section! {
         /// Access rules.
         #[section(AccessRules)]
         pub access: AccessRules,
-        /// Handed to clients as their remote storage, the one with the fewest applications. Default: none.
+        /// Remote storages for clients; the one with the fewest applications is assigned. Default:
+        /// none.
         #[key(
             "embedded_coordinator.remote_storage_path", list(64, remote_path()), Restart,
             example "[\"hdfs://namenode:8020/uniffle\"]"
         )]
         pub remote_storage_paths: Vec<String> = Vec::new(),
-        /// Hadoop settings that go with a remote storage, by the host of its path, as "key=value,key=value".
+        /// Hadoop settings of a remote storage, by the host of its path, as "key=value,key=value".
         #[key(
             "embedded_coordinator.remote_storage_conf", table(64), Restart,
             example "{ namenode = \"dfs.client.use.datanode.hostname=true\" }"
         )]
         pub remote_storage_conf: BTreeMap<String, String> = BTreeMap::new(),
-        /// Settings handed to every client; keys with dots need quotes.
+        /// Settings sent to every client; keys with dots need quotes.
         #[key(
             "embedded_coordinator.client_conf", table(256), Restart,
             example "{ \"rss.client.read.buffer.size\" = \"14m\" }"

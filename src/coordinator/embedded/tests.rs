@@ -192,7 +192,7 @@ async fn concurrent_assignments_stay_within_the_heap() {
     assert!(answers.used() <= answers.capacity());
     let text = &refused.get_ref().ret_msg;
     assert!(
-        text.contains("no heap left for answers") && text.contains("memory_store.heap_capacity"),
+        text.contains("heap is full for answers") && text.contains("memory_store.heap_capacity"),
         "{text}"
     );
     assert_eq!(refused.get_ref().status(), StatusCode::InternalError);

@@ -71,13 +71,14 @@ impl fmt::Display for CoordinatorAddress {
 section! {
     /// Settings of the heartbeats.
     pub struct HeartbeatConfig {
-        /// Coordinators to register with. Default: none, the worker is its own (embedded) coordinator.
+        /// Coordinators to register with. Default: none; the worker runs its own embedded
+        /// coordinator.
         #[key(
             "coordinator_quorum", list(16, address()), Restart,
             example "[\"coordinator1:21000\", \"coordinator2:21000\"]"
         )]
         pub coordinators: Vec<CoordinatorAddress> = Vec::new(),
-        /// Time between two heartbeats, and the deadline of one.
+        /// Interval and timeout of heartbeats to the coordinators.
         #[key("heartbeat_interval_seconds", seconds(SECOND / 10..=HOUR), AtOnce)]
         pub interval: Duration = 10 * SECOND,
     }
@@ -117,8 +118,8 @@ metrics::table! {
     /// Counters of this module.
     #[derive(Clone)]
     pub(crate) struct Metrics {
-        heartbeats: IntCounterVec["result"] = "coordinator_heartbeats_total", "heartbeats sent, by result";
-        up: IntGauge = "coordinators_up", "coordinators that accepted the latest heartbeat";
+        heartbeats: IntCounterVec["result"] = "coordinator_heartbeats_total", "Heartbeats sent, by result";
+        up: IntGauge = "coordinators_up", "Coordinators that accepted the latest heartbeat";
     }
 }
 

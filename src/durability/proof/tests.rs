@@ -195,7 +195,7 @@ fn one_damaged_copy_is_repaired_and_two_are_not() {
     let mut one = two_copies([(9, Some(false)), (9, None)]);
     one[0].copies.truncate(1);
     let gap = judge(&one, None).gap.unwrap();
-    assert!(gap.reason.contains("/0/log is damaged at record 9 (byte 9): bad"), "{}", gap.reason);
+    assert!(gap.reason.contains("/0/log is corrupt at record 9 (byte 9): bad"), "{}", gap.reason);
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn single_directory_of_two_waits_for_the_other() {
     assert_eq!(judged.carried(Some(&gap)), None);
     fixture.live(&[1], &[2]);
     let gap = judge(&fixture.see(&[0, 1]), None).gap.unwrap();
-    assert!(gap.reason.contains("was used without the others") && gap.until_back.is_empty());
+    assert!(gap.reason.contains("was used separately from the others") && gap.until_back.is_empty());
 }
 
 /// A directory that went on alone, and cannot be read at the next start.
@@ -228,7 +228,7 @@ fn unreadable_copies_are_awaited_and_damaged_ones_not() {
     seen[1].is_unread = true;
     let unread = judge(&seen, None).gap.unwrap();
     assert_eq!(unread.until_back, [uuid(1).into_bytes()]);
-    assert!(unread.reason.contains("/1 cannot be listed: start again"), "{}", unread.reason);
+    assert!(unread.reason.contains("/1 cannot be listed; restart"), "{}", unread.reason);
 }
 
 #[test]
@@ -273,7 +273,7 @@ fn majority_of_three_is_proof_and_one_is_not() {
     assert!(judge(&fixture.see(&[0, 2]), None).gap.is_none());
     let judged = judge(&fixture.see(&[1]), None);
     let error = members_after(&judged.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
-    assert!(error.contains("of 3 data directories only 1") && error.contains("bring back /0, /2"), "{error}");
+    assert!(error.contains("only 1 of 3 data directories") && error.contains("bring back /0, /2"), "{error}");
     let replaced = [(uuid(1), "/1".to_owned()), (uuid(7), "/2".to_owned())];
     assert!(members_after(&judged.epoch, &replaced).is_ok(), "an empty directory in its place");
 }

@@ -25,56 +25,59 @@ words! {
 
 section! {
     /// Settings of the gRPC listener.
-    #[table("grpc", "The gRPC listener.")]
+    #[table(
+        "grpc",
+        "The gRPC listener. When the limit of connections is reached, the connection that has been \
+         idle longest is closed: first one that has not finished its handshake, then one without a \
+         request, then any."
+    )]
     pub struct GrpcConfig {
-        /// Largest message accepted; nothing of this size is ever held. A block can have up to 512 MiB.
+        /// Maximum message size; messages are never buffered as a whole. A block may have up to 512
+        /// MiB.
         #[key("grpc.max_message_size", size(MIB..=2 * GIB - 1), Restart)]
         pub max_message_bytes: u32 = 1 << 30,
-        /// Connections at once. For one more the one is closed that has not got on for the longest time: one that has not
-        /// begun, else one without a request, else any. Default: as many as the memory has windows and requests for, at most
-        /// 4,096: 192 with a small memory_store.capacity, 1,132 with 10 GB.
+        /// Maximum number of connections; then the one idle longest is closed. Default: by memory,
+        /// 192 to 4,096 (1,132 with 10 GB).
         #[key("grpc.max_connections", optional(count(1..=100_000)), Restart, example "4096")]
         pub connections_wanted: Option<usize> = None,
-        /// Requests at once per connection while there are few ...
+        /// Concurrent requests of a connection while there are few connections.
         #[key("grpc.max_concurrent_streams", count(1..=65_535), Restart)]
         pub concurrent_streams_max: u32 = 256,
-        /// ... and over all connections, of which each gets fewer the more there are, at least 4. A request in progress
-        /// takes about 10 KiB of memory. Default: what fits, at least 4 for each connection.
+        /// Concurrent requests of all connections, each about 10 KiB of memory. Default: by memory,
+        /// at least 4 per connection.
         #[key("grpc.max_streams_total", optional(count(256..=10_000_000)), Restart, example "8192")]
         pub streams_wanted: Option<u64> = None,
-        /// HTTP/2 window of a stream. Covers 1 GB/s at 1 ms.
+        /// HTTP/2 window of a stream; 1 MiB covers 1 GB/s at 1 ms.
         #[key("grpc.stream_window", size(64 * KIB..=64 * MIB), Restart)]
         pub stream_window_bytes: u32 = 1 << 20,
-        /// HTTP/2 window of a connection while there are few; at least a stream's.
+        /// HTTP/2 window of a connection while there are few; at least stream_window.
         #[key("grpc.connection_window", size(64 * KIB..=512 * MIB), Restart)]
         pub connection_window_bytes: u32 = 4 << 20,
-        /// Sum of the windows of all connections, which shrink to keep it; at least one connection's, and 64 KiB for each of
-        /// max_connections. Default: its part of capacity × 1.05 + 200 MiB, 20 MiB and more.
+        /// Sum of all connections' windows: at least connection_window, and 64 KiB per connection.
+        /// Default: derived from capacity, at least 20 MiB.
         #[key("grpc.window_total", optional(size(64 * KIB..=64 * GIB)), Restart, example "\"64MiB\"")]
         pub windows_wanted: Option<u64> = None,
-        /// Largest HTTP/2 frame accepted. Java sends 64 KiB + 1 then.
+        /// Maximum HTTP/2 frame size; Java clients then send 64 KiB + 1.
         #[key("grpc.max_frame_size", size(16 * KIB..=8 * MIB), Restart)]
         pub frame_bytes_max: u32 = 1 << 20,
-        /// A request must have arrived within this time, and a small call must be answered.
+        /// Timeout for a request to arrive, and for a small call to be answered.
         #[key("grpc.request_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub send_deadline: Duration = 120 * SECOND,
-        /// Time for a new connection to begin: first byte, TLS handshake, HTTP/2 preface and SETTINGS. After that it may be
-        /// idle as long as it likes.
+        /// Timeout of a new connection's first byte, TLS handshake, HTTP/2 preface and SETTINGS. An
+        /// open connection may stay idle.
         #[key("grpc.opening_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub opening_deadline: Duration = 10 * SECOND,
-        /// Longest pause between two frames of one request of the data plane.
+        /// Longest pause between two frames of a data request.
         #[key("grpc.frame_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub frame_deadline: Duration = 30 * SECOND,
-        /// A caller must take an answer, or the next 1 MiB of a larger one, within this time.
+        /// Timeout for the client to consume a response, or each 1 MiB of a larger one.
         #[key("grpc.answer_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub answer_deadline: Duration = 120 * SECOND,
-        /// Who may decommission the worker by Uniffle's gRPC call, which knows no token and which Java coordinators use:
-        /// coordinators (the machines of coordinator_quorum), loopback (programs on this machine), open (everybody who
-        /// reaches the gRPC port, as with the Java server) or off. Needs no admin.port.
+        /// Who may call gRPC decommission, which has no token: coordinators (of
+        /// coordinator_quorum), loopback, open (anyone, as in Java) or off.
         #[key("admin.grpc_decommission", word(), Restart)]
         pub decommission_by: DecommissionBy = DecommissionBy::Coordinators,
-        /// Networks whose machines may do so too, whatever grpc_decommission says: for coordinators behind a Service or NAT,
-        /// whose calls come from other addresses than coordinator_quorum has.
+        /// Further networks that may call it, for coordinators behind a Service or NAT.
         #[key("admin.grpc_decommission_networks", list(64, network()), Restart)]
         pub decommission_networks: Vec<Network> = Vec::new(),
         /// What is in effect for `connections_wanted`; the others likewise.

@@ -93,8 +93,7 @@ impl Inbound {
         let _turn = self.turn(length, &first).await?;
         let (bytes, charge) = self.collect(body, length as usize, first, 0).await?;
         let decode = |bytes| {
-            M::decode(bytes)
-                .map_err(|error| Status::internal(format!("the request cannot be decoded: {error}")))
+            M::decode(bytes).map_err(|error| Status::internal(format!("cannot decode the request: {error}")))
         };
         if bytes.len() <= FREE_BYTES {
             return Ok((decode(bytes)?, charge));
@@ -165,7 +164,7 @@ impl Inbound {
         drop(first);
         while all.len() < whole {
             let Some(data) = self.next(body).await? else {
-                return Err(Status::internal("the request ended inside its message"));
+                return Err(Status::internal("request ended inside its message"));
             };
             if began.elapsed() > latest && self.lines.are_waited_in() {
                 return Err(slow());
@@ -238,7 +237,7 @@ impl Inbound {
 
 fn full(refusal: NoCapacity) -> Status {
     let error = HeapFull::of(HeapKind::Requests, refusal);
-    let mut status = Status::resource_exhausted(format!("{error}; try again later"));
+    let mut status = Status::resource_exhausted(format!("{error}; retry later"));
     status.set_source(Arc::new(error));
     status
 }
@@ -247,8 +246,8 @@ fn full(refusal: NoCapacity) -> Status {
 fn too_large(asked: u64, most: u64) -> Status {
     let error = HeapFull { kind: HeapKind::Requests.name(), asked, free: most };
     let mut status = Status::resource_exhausted(format!(
-        "the request takes {asked} bytes of heap, a connection has {most} at most (a quarter of \
-         memory_store.heap_capacity): it never fits"
+        "request needs {asked} bytes of heap, the limit per connection is {most} (a quarter of \
+         memory_store.heap_capacity); do not retry"
     ));
     status.set_source(Arc::new(error));
     status
@@ -256,8 +255,8 @@ fn too_large(asked: u64, most: u64) -> Status {
 
 fn slow() -> Status {
     Status::resource_exhausted(
-        "the request paused for 5 s, or came too slowly, while others wait for memory (memory_store.heap_capacity); \
-         try again later",
+        "request paused for 5 s, or was too slow, while others wait for memory \
+         (memory_store.heap_capacity); retry later",
     )
 }
 
@@ -267,7 +266,7 @@ pub(super) fn is_heap_full(status: &Status) -> bool {
 }
 
 fn more_than_one() -> Status {
-    Status::internal("the request has more than one message")
+    Status::internal("request has more than one message")
 }
 
 /// Does `work` here if it is small, else on a blocking thread, when there is a place.
@@ -279,7 +278,7 @@ pub(super) async fn aside<T: Send + 'static>(
     if is_small {
         return Ok(work());
     }
-    let failed = |error| Status::internal(format!("work on a blocking thread ended: {error}"));
+    let failed = |error| Status::internal(format!("task on a blocking thread failed: {error}"));
     places.run(work).await.map_err(failed)
 }
 
@@ -479,7 +478,7 @@ mod tests {
                 text.contains("memory_store.heap_capacity") && text.contains(&most.to_string()),
                 "{text}"
             );
-            assert!(refused.code() == Code::ResourceExhausted && !text.contains("try again"), "{text}");
+            assert!(refused.code() == Code::ResourceExhausted && text.contains("do not retry"), "{text}");
         }
         assert_eq!((began.elapsed(), heap.whole().used()), (Duration::ZERO, 0), "waiting would not help");
     }

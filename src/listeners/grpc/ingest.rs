@@ -63,7 +63,7 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
     let deadline = Instant::now() + config.send_deadline;
     let received = timeout_at(deadline, receive(service, config, transit, &mut body)).await;
     let received = received.unwrap_or_else(|_elapsed| {
-        let text = format!("the request was not complete after {} s", config.send_deadline.as_secs());
+        let text = format!("request timed out after {} s", config.send_deadline.as_secs());
         Err(Status::deadline_exceeded(text))
     });
     if !matches!(received, Ok(Ok(()))) && !body.is_end_stream() && !tasks.is_closing() {

@@ -70,7 +70,8 @@ impl InternalCalls {
                 tracing::warn!(target: AUDIT, action, peer = shown, result = "denied", calls, "grpc call");
             }
             let text = format!(
-                "{action} over gRPC is not for {shown}: see admin.grpc_decommission and grpc_decommission_networks"
+                "{action} over gRPC is refused for {shown}; see admin.grpc_decommission and \
+                 admin.grpc_decommission_networks"
             );
             return (StatusCode::AccessDenied.into(), text);
         }
@@ -106,7 +107,7 @@ async fn addresses(names: &[String]) -> HashSet<IpAddr> {
     for name in names {
         match lookup_host((name.as_str(), 0)).await {
             Ok(found) => addresses.extend(found.map(|address| address.ip().to_canonical())),
-            Err(error) => tracing::debug!(name, %error, "a coordinator has no address"),
+            Err(error) => tracing::debug!(name, %error, "cannot resolve a coordinator"),
         }
     }
     addresses

@@ -58,7 +58,7 @@ pub(super) async fn next_data_paced<B: RequestBody, E>(
             Ok(None) => return Ok(Ok(None)),
             Err(refused) => return Ok(Err(refused)),
         };
-        let frame = frame.map_err(|error| Status::cancelled(format!("the request broke off: {error}")))?;
+        let frame = frame.map_err(|error| Status::cancelled(format!("request aborted: {error}")))?;
         // Trailers of a request have no meaning in gRPC.
         if let Ok(data) = frame.into_data()
             && !data.is_empty()
@@ -76,7 +76,7 @@ pub(super) async fn read_prefix<B: RequestBody>(
     let mut seen = BytesMut::new();
     loop {
         let Some(mut data) = next_data(body).await? else {
-            return Err(Status::internal("the request has no message"));
+            return Err(Status::internal("request has no message"));
         };
         if seen.is_empty() && data.len() >= PREFIX_BYTES {
             let length = parse_prefix(data.get_u8(), data.get_u32(), length_max)?;
@@ -94,11 +94,11 @@ fn parse_prefix(flags: u8, length: u32, length_max: u32) -> Result<u32, Status> 
     match flags {
         0 => {}
         1 => return Err(Status::unimplemented("compressed messages are not supported")),
-        _ => return Err(Status::internal("unknown flags of a message")),
+        _ => return Err(Status::internal("message has unknown flags")),
     }
     if length > length_max {
         return Err(Status::resource_exhausted(format!(
-            "a message of {length} bytes is larger than the limit of {length_max} bytes"
+            "message has {length} bytes, the limit is {length_max} bytes"
         )));
     }
     Ok(length)

@@ -48,7 +48,7 @@ const METHODS: [(&str, &str); 18] = [
 /// Java's names for the durations of calls, of the methods that it times.
 const IN_PROCESS: View = View::new(
     "grpc_{method}_process_latency",
-    "milliseconds from a {method} call's head to its answer's head",
+    "Milliseconds from the header of a {method} call to the header of its response",
     IN_MS,
 );
 
@@ -73,7 +73,7 @@ const RIFFLE_DURATIONS: [(&str, View); 6] = [
 ];
 
 const fn duration_view(name: &'static str) -> View {
-    View::new(name, "seconds from a call's head to its answer's head", 1.0)
+    View::new(name, "Seconds from the header of a call to the header of its response", 1.0)
 }
 
 /// riffle's names for times on the way, in the order of [`TransitMetrics`].
@@ -84,7 +84,7 @@ const RIFFLE_TRANSIT: [View; 3] = [
 ];
 
 const fn transit_view(name: &'static str) -> View {
-    View::new(name, "seconds from a call's timestamp until it is here", IN_SECONDS)
+    View::new(name, "Seconds from a call's timestamp to its arrival", IN_SECONDS)
 }
 
 /// 0.5 ms to 75 s.
@@ -94,34 +94,35 @@ metrics::table! {
     /// How long calls were on their way; only these requests say when they were sent.
     pub(crate) struct TransitMetrics {
         send: TransitTimes = "grpc_send_shuffle_data_transport_latency",
-            "milliseconds from a send_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+            "Milliseconds from a send_shuffle_data call's timestamp to its arrival", in TRANSIT_MS_BUCKETS;
         local_data: TransitTimes = "grpc_get_local_shuffle_data_transport_latency",
-            "milliseconds from a get_local_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+            "Milliseconds from a get_local_shuffle_data call's timestamp to its arrival", in TRANSIT_MS_BUCKETS;
         memory: TransitTimes = "grpc_get_memory_shuffle_data_transport_latency",
-            "milliseconds from a get_memory_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+            "Milliseconds from a get_memory_shuffle_data call's timestamp to its arrival", in TRANSIT_MS_BUCKETS;
         sorted: TransitTimes = "grpc_get_sorted_shuffle_data_transport_latency",
-            "milliseconds from a get_sorted_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+            "Milliseconds from a get_sorted_shuffle_data call's timestamp to its arrival", in TRANSIT_MS_BUCKETS;
     }
 }
 
 metrics::table! {
     struct Method each fill {
-        in_progress: IntGauge = "grpc_{method}", "{method} calls in progress";
-        total: IntCounter = "grpc_{method}_total", "{method} calls received";
+        in_progress: IntGauge = "grpc_{method}", "Calls of {method} in progress";
+        total: IntCounter = "grpc_{method}_total", "Calls of {method} received";
     }
 }
 
 metrics::table! {
     struct Calls {
-        requests: IntCounterVec["path"] = "total_grpc_request_number", "calls received, by path";
+        requests: IntCounterVec["path"] = "total_grpc_request_number", "gRPC calls received, by path";
         durations: HistogramVec["path"] = "grpc_duration_seconds",
-            "time from a call's head to its answer's head", in DURATION_BUCKETS;
-        open: IntGauge = "grpc_open", "calls in progress", also "grpc_request_number";
-        total: IntCounter = "grpc_total", "calls received";
-        connections: IntGauge = "grpc_server_connection_number", "open connections";
+            "Seconds from the header of a call to the header of its response, by path", in DURATION_BUCKETS;
+        open: IntGauge = "grpc_open", "gRPC calls in progress", also "grpc_request_number";
+        total: IntCounter = "grpc_total", "gRPC calls received";
+        connections: IntGauge = "grpc_server_connection_number", "Open gRPC connections";
         refused_connections: IntCounter = "grpc_refused_connection_total",
-            "connections closed because new ones wanted their places";
-        window_bytes: IntGauge = "grpc_window_bytes", "sum of the receive windows granted to connections";
+            "gRPC connections closed at the limit to accept new ones";
+        window_bytes: IntGauge = "grpc_window_bytes",
+            "Sum of the HTTP/2 receive windows granted to connections";
     }
     with { transit: TransitMetrics }
 }

@@ -121,10 +121,8 @@ impl FrameWait {
     /// Why a call ends whose frame is overdue.
     pub(super) fn late(&self) -> Status {
         match self.progress.as_ref().and_then(|progress| progress.tails.closed_at()) {
-            Some(_) => {
-                Status::unavailable("the worker closes, and the rest of the request did not come in time")
-            }
-            None => Status::deadline_exceeded("the request paused for longer than grpc.frame_timeout_sec"),
+            Some(_) => Status::unavailable("worker shutdown: the rest of the request did not arrive in time"),
+            None => Status::deadline_exceeded("request paused for longer than grpc.frame_timeout_sec"),
         }
     }
 

@@ -137,7 +137,7 @@ impl Head {
         let Some(total) = u32::try_from(total).ok().filter(|total| u64::from(*total) <= MESSAGE_BYTES_MAX)
         else {
             return Err(Status::out_of_range(format!(
-                "an answer of {total} bytes does not fit into a message"
+                "response of {total} bytes exceeds the maximum message size"
             )));
         };
         self.bytes[1..PREFIX_BYTES].copy_from_slice(&total.to_be_bytes());
@@ -166,7 +166,7 @@ pub(super) fn from_memory(
 ) -> Result<http::Response<Body>, Status> {
     let present: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
     if present != payload_bytes {
-        return Err(Status::internal(format!("{present} bytes of {payload_bytes} are there")));
+        return Err(Status::internal(format!("only {present} of {payload_bytes} bytes are present")));
     }
     let head = head.announce(payload_tag, payload_bytes)?;
     let pieces = coalesce(head, pieces, if may_copy { SMALL_PIECE_BYTES } else { 0 });
@@ -306,7 +306,7 @@ async fn next_frame<C: Chunks, T: Send + 'static>(
     drop(own_time);
     let failed = match next {
         None if left == 0 => return (Frame::trailers(ok_trailers()), Streaming::Done),
-        None => format!("the data ended {left} bytes early"),
+        None => format!("data ended {left} bytes early"),
         Some(Ok(chunk)) => match left.checked_sub(chunk.len() as u64) {
             Some(left) => {
                 let chunk = match until_sent.take_if(|_| left == 0) {
@@ -315,7 +315,7 @@ async fn next_frame<C: Chunks, T: Send + 'static>(
                 };
                 return (Frame::data(chunk), Streaming::Payload(left, chunks, until_sent));
             }
-            None => "the data is longer than announced".to_owned(),
+            None => "data is longer than announced".to_owned(),
         },
         Some(Err(text)) => text,
     };

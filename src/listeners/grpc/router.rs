@@ -124,8 +124,7 @@ impl Router {
             .await);
         }
         let answer = timeout(self.config.send_deadline, Box::pin(self.small_call(request, caller))).await;
-        let answer =
-            answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("the call took too long")));
+        let answer = answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("call timed out")));
         Ok(answer.unwrap_or_else(|status| {
             note_broken_call(&self.service, &status);
             status.into_http()

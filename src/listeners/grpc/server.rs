@@ -179,11 +179,11 @@ async fn drive(
         () = closing.as_mut() => (router.config.drain_deadline, true),
         () = seat.leaving() => (LEAVING_DEADLINE, false),
         () = tails.stuck() => {
-            debug!("grpc connection closed: the end of an answer was not taken in time");
+            debug!("grpc connection closed: client did not read the rest of a response in time");
             return Ok(());
         }
         () = tails.keep_others_waiting(seat, || router.service.reads.are_waited_for()) => {
-            debug!("grpc connection closed: the end of an answer is not taken, and others wait");
+            debug!("grpc connection closed: client does not read the rest of a response, and others wait");
             return Ok(());
         }
     };
@@ -196,7 +196,7 @@ async fn drive(
         biased;
         ended = timeout(deadline, rest) => ended.unwrap_or_else(|_elapsed| {
             if is_stopping {
-                info!("grpc connection did not drain in time, closing it");
+                info!("grpc connection did not drain in time; closing it");
             }
             Ok(())
         }),
@@ -253,7 +253,7 @@ where
         let bounded = progress::bounded(self.deadlines, Arc::clone(&self.tails), is_waited_for, call);
         self.tasks.spawn("grpc stream", async move {
             if !bounded.await {
-                debug!("grpc stream gave up: its answer was not taken in time");
+                debug!("grpc stream aborted: client did not read the response in time");
             }
             drop(request);
         });

@@ -132,7 +132,11 @@ fn parameters<'q, const N: usize>(
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         let Some(at) = known.iter().position(|known| *known == name) else {
-            return Err(format!("no parameter {:?}; there are: {}", shortened(name), known.join(", ")));
+            return Err(format!(
+                "unknown parameter {:?}; must be one of: {}",
+                shortened(name),
+                known.join(", ")
+            ));
         };
         if values[at].replace(value).is_some() {
             return Err(format!("{name} is given twice"));
@@ -144,7 +148,7 @@ fn parameters<'q, const N: usize>(
 fn bounded(name: &str, text: &str, bounds: std::ops::RangeInclusive<u64>) -> Result<u64, String> {
     text.parse().ok().filter(|value| bounds.contains(value)).ok_or_else(|| {
         let shown = shortened(text);
-        format!("{name}={shown}: a whole number from {} to {} is allowed", bounds.start(), bounds.end())
+        format!("{name}={shown}: must be an integer from {} to {}", bounds.start(), bounds.end())
     })
 }
 
@@ -152,7 +156,7 @@ fn format(text: &str) -> Result<Format, String> {
     match text {
         "pprof" | "protobuf" | "pb" => Ok(Format::Protobuf),
         "svg" | "flamegraph" => Ok(Format::Svg),
-        _ => Err(format!("format={}: pprof and svg are allowed", shortened(text))),
+        _ => Err(format!("format={}: must be pprof or svg", shortened(text))),
     }
 }
 
@@ -185,7 +189,7 @@ fn refused(error: &ProfileError) -> Response {
         ProfileError::Busy | ProfileError::Inactive => StatusCode::CONFLICT,
         ProfileError::Unavailable(_) => StatusCode::NOT_IMPLEMENTED,
         ProfileError::Failed(why) => {
-            tracing::error!(%why, "a profile failed");
+            tracing::error!(%why, "profile failed");
             StatusCode::INTERNAL_SERVER_ERROR
         }
     };
@@ -200,17 +204,17 @@ mod tests {
     fn absurd_parameters_are_refused_with_their_name() {
         let long = format!("seconds={}", "9".repeat(8000));
         let cases = [
-            ("seconds=0", "seconds=0: a whole number from 1 to 300"),
+            ("seconds=0", "seconds=0: must be an integer from 1 to 300"),
             ("seconds=301", "seconds=301:"),
             ("seconds=-1", "seconds=-1:"),
             ("seconds=1e9", "seconds=1e9:"),
             ("seconds", "seconds=:"),
             (long.as_str(), "seconds=9999"),
-            ("frequency=1001", "frequency=1001: a whole number from 1 to 1000"),
+            ("frequency=1001", "frequency=1001: must be an integer from 1 to 1000"),
             ("frequency=0", "frequency=0:"),
-            ("format=exe", "format=exe: pprof and svg"),
+            ("format=exe", "format=exe: must be pprof or svg"),
             ("seconds=1&seconds=2", "seconds is given twice"),
-            ("sekunden=1", "no parameter \"sekunden\"; there are: seconds, frequency, format"),
+            ("sekunden=1", "unknown parameter \"sekunden\"; must be one of: seconds, frequency, format"),
         ];
         for (query, expected) in cases {
             let why = CpuRequest::parse(query).unwrap_err();

@@ -97,7 +97,7 @@ async fn metrics_json(
         ("all", _) => None,
         (_, Some(kind)) => Some(kind),
         (_, None) => {
-            let text = "no such type of metrics; there are server, grpc, netty, jvm and all\n";
+            let text = "unknown type of metrics; must be server, grpc, netty, jvm or all\n";
             return (StatusCode::NOT_FOUND, text).into_response();
         }
     };

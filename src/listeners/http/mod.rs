@@ -119,9 +119,9 @@ metrics::table! {
     /// What the listener counts.
     #[derive(Clone)]
     pub struct HttpMetrics {
-        connections: IntGauge = "http_connection_number", "connections of the HTTP listener that are open";
+        connections: IntGauge = "http_connection_number", "Open connections of the HTTP listener";
         closed: IntCounter = "http_connection_refused_total",
-            "connections of the HTTP listener closed because new ones wanted their places";
+            "Connections of the HTTP listener closed at the limit to accept new ones";
     }
 }
 
@@ -177,7 +177,7 @@ fn gathered(pages: &Pages) -> Response {
     match TextEncoder::new().encode(&pages.registry.gather(), &mut text) {
         Ok(()) => ([(header::CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
         Err(error) => {
-            tracing::error!(%error, "metrics cannot be encoded");
+            tracing::error!(%error, "cannot encode metrics");
             (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response()
         }
     }
@@ -208,7 +208,7 @@ fn said_ready(incomplete: &Incompleteness, risks: &[String]) -> String {
         said.push_str(&format!("results of {} shuffles are refused: {reasons}\n", incomplete.shuffles));
     }
     if let Some(reason) = &incomplete.unknown_shuffles {
-        said.push_str(&format!("results of shuffles that are not known are refused: {reason}\n"));
+        said.push_str(&format!("results of unknown shuffles are refused: {reason}\n"));
     }
     risks.iter().for_each(|risk| said.push_str(&format!("{risk}\n")));
     said

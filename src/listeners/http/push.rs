@@ -42,19 +42,23 @@ const ANSWER_BYTES_MAX: usize = 4 << 10;
 
 section! {
     /// Settings of the pushgateway.
-    #[table("metrics", "Metrics to a Prometheus pushgateway, as job uniffle-worker, instance = the worker's id.")]
+    #[table(
+        "metrics",
+        "Metrics pushed to a Prometheus pushgateway, as job uniffle-worker, instance = the worker's \
+         id."
+    )]
     pub struct PushConfig {
-        /// Prometheus pushgateway; a path prefix is kept. Default: none.
+        /// URL of the pushgateway; a path prefix is kept. Default: none.
         #[key(
             "metrics.push_gateway_endpoint",
             optional(parsed("a URL such as http://gateway:9091", Endpoint::parse)), Restart,
             example "\"http://gateway:9091\""
         )]
         pub endpoint: Option<Endpoint> = None,
-        /// Time between two pushes.
+        /// Interval between two pushes.
         #[key("metrics.push_interval_sec", seconds(SECOND..=HOUR), Restart)]
         pub interval: Duration = 10 * SECOND,
-        /// More labels of what is pushed.
+        /// Further labels of pushed metrics.
         #[key("metrics.labels", table(16), Restart, example "{ env = \"production\" }")]
         pub labels: BTreeMap<String, String> = BTreeMap::new(),
     }
@@ -71,15 +75,16 @@ pub fn check_label(name: &str, value: &str) -> Result<(), &'static str> {
     let starts = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
     if !starts || !name.chars().all(is_name) || name.starts_with("__") || name.len() > LABEL_CHARS_MAX {
         return Err(
-            "names of letters, digits and underscores, not beginning with a digit or two underscores",
+            "must have a name of letters, digits and underscores that does not begin with a digit or two \
+             underscores",
         );
     }
     if matches!(name, "job" | "instance") {
-        return Err("names other than job and instance, which the worker sets");
+        return Err("must have a name other than job and instance, which the worker sets");
     }
     let is_value = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | ':' | '~');
     if value.is_empty() || value.len() > LABEL_CHARS_MAX || !value.chars().all(is_value) {
-        return Err("values of 1 to 128 letters, digits and any of _-.:~");
+        return Err("must have a value of 1 to 128 letters, digits and any of _-.:~");
     }
     Ok(())
 }
@@ -121,8 +126,8 @@ impl std::fmt::Display for Endpoint {
 
 metrics::table! {
     pub(crate) struct PushMetrics {
-        pushed: IntCounter = "pushgateway_push_total", "pushes that were taken";
-        failed: IntCounter = "pushgateway_push_failed_total", "pushes that failed";
+        pushed: IntCounter = "pushgateway_push_total", "Pushes accepted by the pushgateway";
+        failed: IntCounter = "pushgateway_push_failed_total", "Failed pushes to the pushgateway";
     }
 }
 
@@ -189,13 +194,17 @@ impl Pusher {
             Ok(()) => {
                 self.metrics.pushed.inc();
                 if warnings.reset() {
-                    tracing::info!(%gateway, "the pushgateway takes metrics again");
+                    tracing::info!(%gateway, "the pushgateway accepts metrics again");
                 }
             }
             Err(reason) => {
                 self.metrics.failed.inc();
                 if warnings.pass().is_some() {
-                    tracing::warn!(%gateway, reason, "the pushgateway does not take metrics, retrying forever");
+                    tracing::warn!(
+                        %gateway,
+                        reason,
+                        "the pushgateway does not accept metrics; retrying forever"
+                    );
                 }
             }
         }

@@ -50,17 +50,18 @@ section! {
     #[table("http", "The HTTP listener.")]
     #[derive(Copy)]
     pub struct HttpConfig {
-        /// Requests at once; more wait. Questions after the health (/health/...) have places of their own.
+        /// Concurrent requests; further ones wait. Health checks (/health/...) have a limit of
+        /// their own.
         #[key("http.max_connections", count(1..=10_000), Restart)]
         pub max_connections: usize = 64,
-        /// Time for a new connection to send the head of its request, with the TLS handshake.
+        /// Timeout of a new connection's TLS handshake and request head.
         #[key("http.opening_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
         pub opening_timeout: Duration = 10 * SECOND,
-        /// Profiles and task dumps (/debug/...) at this listener too, for every caller that reaches it. They are always at the
-        /// administration's, where there is one.
+        /// Serve profiles and task dumps (/debug/...) here to every caller. The administration
+        /// listener always serves them.
         #[key("http.profiles", flag(), Restart)]
         pub profiles: bool = false,
-        /// A request is answered, from accept to the last byte, within this time.
+        /// Timeout of a request from accept to the last byte of the response.
         #[key("http.request_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
         pub request_timeout: Duration = 30 * SECOND,
         /// Maximum connections if descriptors allow fewer than [`HttpConfig::connections_wanted`].
@@ -175,7 +176,7 @@ impl Exchange {
         tokio::select! {
             biased;
             result = self.answer(stream) => if let Err(error) = result {
-                tracing::debug!(%error, "http connection");
+                tracing::debug!(%error, "http connection failed");
             },
             () = self.deadline.passed() => tracing::debug!("http connection timed out"),
             () = stopped => {}

@@ -287,7 +287,7 @@ fn readiness_lists_apps_with_refused_results() {
     let reasons = vec!["/a is missing".to_owned()];
     let incomplete =
         Incompleteness { shuffles: 2, reasons, unknown_shuffles: Some("/a is missing".to_owned()) };
-    let expected = "ready\nresults of 2 shuffles are refused: /a is missing\nresults of shuffles that are not known are \
+    let expected = "ready\nresults of 2 shuffles are refused: /a is missing\nresults of unknown shuffles are \
                     refused: /a is missing\n";
     assert_eq!(said_ready(&incomplete, &[]), expected);
 }

@@ -29,10 +29,15 @@ impl TcpConfig {
 
 section! {
     /// Settings of the TCP listener.
-    #[table("tcp", "The raw TCP listener.")]
+    #[table(
+        "tcp",
+        "The raw TCP listener. When the limit of connections is reached, the connection that has \
+         been idle longest is closed: first one that has sent no frame header, then one without a \
+         request, then any."
+    )]
     pub struct TcpConfig {
-        /// Where connections of the raw TCP listener run: per_core = on as many threads of their own as worker_threads says,
-        /// shared = with everything else.
+        /// Threads of the raw TCP listener: per_core = worker_threads threads of its own, shared =
+        /// those of the runtime.
         #[key("runtime_config.urpc_runtime", word(), Restart)]
         pub threads: TcpThreads = TcpThreads::PerCore,
         /// Largest frame accepted. Default: 1 GiB. Frames are never buffered and blocks are admitted by their ticket, so the
@@ -45,9 +50,8 @@ section! {
         /// Bytes taken from a socket at once. Default: 256 KiB, which stays in the core's cache (docs/design/data-path.md §2). One such
         /// buffer exists per thread, not per connection.
         pub chunk_bytes: usize = 256 << 10,
-        /// Connections at once. For one more the one is closed that has not got on for the longest time: one that has not
-        /// begun, else one without a request, else any. Default: as many as the memory has room for, at most 10,000: 384
-        /// with a small memory_store.capacity, 1,408 with 10 GB.
+        /// Maximum number of connections; then the one idle longest is closed. Default: by memory,
+        /// 384 to 10,000 (1,408 with 10 GB).
         #[key("tcp.max_connections", optional(count(1..=1_000_000)), Restart, example "10000")]
         pub connections_wanted: Option<usize> = None,
         /// What is in effect for it.
@@ -64,19 +68,19 @@ section! {
         pub local_reads_in_flight_max: usize = 32,
         /// How long a local read waits for one of them before NO_BUFFER. Default: 10 s.
         pub local_read_wait: Duration = Duration::from_secs(10),
-        /// Time for a new connection to send the header of its first frame.
+        /// Timeout of a new connection's first frame header.
         #[key("tcp.opening_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub opening_timeout: Duration = 30 * SECOND,
-        /// A connection without any traffic is closed after. Java's clients close theirs after 10 minutes.
+        /// Idle connections are closed after this time; Java clients close theirs after 10 minutes.
         #[key("tcp.idle_timeout_sec", seconds(SECOND..=24 * HOUR), Restart)]
         pub idle_timeout: Duration = 15 * 60 * SECOND,
         /// Longest pause within a frame.
         #[key("tcp.frame_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub frame_timeout: Duration = 30 * SECOND,
-        /// Time for a frame from its first byte to its last; clients give up after 60 s.
+        /// Timeout of a frame from first to last byte; clients give up after 60 s.
         #[key("tcp.request_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub fill_timeout: Duration = 120 * SECOND,
-        /// A client must take a reply, or the next 1 MiB of a larger one, within this time.
+        /// Timeout for the client to consume a reply, or each 1 MiB of a larger one.
         #[key("tcp.answer_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub write_timeout: Duration = 120 * SECOND,
         /// Threads that belong to the listener, each with a runtime of its own to which a connection is bound; 0 = connections

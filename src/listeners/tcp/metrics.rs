@@ -14,25 +14,25 @@ const LATENCY_BUCKETS: &[f64] = &[1e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.01, 0.05, 0.1,
 
 metrics::table! {
     pub(crate) struct All {
-        totals: IntCounterVec["path"] = "total_urpc_request_number", "Requests over raw TCP";
+        totals: IntCounterVec["path"] = "total_urpc_request_number", "Requests received over raw TCP";
         in_progress: IntGauge = "urpc_request_number",
-            "Requests over raw TCP that came in part or whole and whose reply is not written";
+            "Requests over raw TCP that are being received or answered";
         parsing: HistogramVec["path"] = "urpc_request_parsing_latency",
             "Seconds from a request's first byte to its last", in LATENCY_BUCKETS;
         processing: HistogramVec["path"] = "urpc_request_processing_latency",
-            "Seconds from a request's last byte to its reply's last", in LATENCY_BUCKETS;
+            "Seconds from the last byte of a request to the last byte of its reply", in LATENCY_BUCKETS;
         // Open connections by Java's and by riffle's name.
         active: IntGauge =
-            "netty_active_connection", "Raw TCP connections open now", also "urpc_connection_number";
+            "netty_active_connection", "Open raw TCP connections", also "urpc_connection_number";
         exceptions: IntCounter = "netty_handle_exception", "Raw TCP connections that ended with an error";
         refused: IntCounter = "urpc_connection_refused_total",
-            "Raw TCP connections closed because new ones wanted their places";
+            "Raw TCP connections closed at the limit to accept new ones";
     }
 }
 
 metrics::table! {
     struct Kind each fill {
-        total: IntCounter = "netty_{kind}_request_total", "Requests over raw TCP";
+        total: IntCounter = "netty_{kind}_request_total", "Requests received over raw TCP";
         in_progress: IntGauge = "netty_{kind}_request", "Requests over raw TCP in progress";
         transit: TransitTimes = "netty_{kind}_request_transport_latency",
             "Milliseconds from a request's timestamp to its last byte", in TRANSIT_MS_BUCKETS;
@@ -42,7 +42,7 @@ metrics::table! {
 /// Java's name for the duration of requests.
 const PROCESS_LATENCY: View = View::new(
     "netty_{kind}_request_process_latency",
-    "Milliseconds from a request's last byte to its reply's last",
+    "Milliseconds from the last byte of a request to the last byte of its reply",
     IN_MS,
 );
 
@@ -60,7 +60,7 @@ const fn transport_time(name: &'static str) -> View {
 }
 
 const fn process_time(name: &'static str) -> View {
-    View::new(name, "Seconds from a request's last byte to its reply's last", 1.0)
+    View::new(name, "Seconds from the last byte of a request to the last byte of its reply", 1.0)
 }
 
 /// riffle's names: sends, local data.

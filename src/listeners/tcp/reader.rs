@@ -34,15 +34,15 @@ thread_local! {
 /// Why a connection is not read any further.
 #[derive(Debug, thiserror::Error)]
 enum End {
-    #[error("the peer closed")]
+    #[error("closed by the peer")]
     Closed,
-    #[error("the peer closed in the middle of a frame")]
+    #[error("closed by the peer in the middle of a frame")]
     Cut,
-    #[error("the peer did not complete a frame in time")]
+    #[error("frame timed out")]
     Stalled,
-    #[error("no traffic")]
+    #[error("idle timeout")]
     Idle,
-    #[error("the listener closes")]
+    #[error("listener shutdown")]
     ListenerCloses,
     #[error("{0}")]
     Broken(#[from] DecodeError),

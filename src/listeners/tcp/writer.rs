@@ -141,7 +141,7 @@ impl Writer {
         };
         if let Some(Err(error)) = &end {
             shared.metrics.all.exceptions.inc();
-            tracing::debug!(%error, "tcp connection: replies cannot be written");
+            tracing::debug!(%error, "tcp connection closed: cannot write replies");
         }
         connection.cancel();
         if let Some(Ok(())) = end {
@@ -245,11 +245,11 @@ impl Writer {
 async fn next_chunk(shared: &Shared, chunks: &mut ReadAhead, left: u64) -> io::Result<Bytes> {
     let end = match timeout(shared.config.write_timeout, chunks.next()).await {
         Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= left => return Ok(chunk),
-        Ok(Ok(_)) => io::Error::other("a local answer is not as long as announced"),
+        Ok(Ok(_)) => io::Error::other("local data response does not have the announced length"),
         Ok(Err(error)) => io::Error::other(error),
         Err(_) => io::ErrorKind::TimedOut.into(),
     };
-    tracing::warn!(error = %end, left, "tcp connection closed: a local answer cannot be completed");
+    tracing::warn!(error = %end, left, "tcp connection closed: cannot complete a local data response");
     Err(end)
 }
 

@@ -21,8 +21,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 const NAMED_MAX: usize = 10;
 
 /// Why damaged blocks are lost.
-pub(super) const DAMAGED: &str =
-    "blocks that an earlier process left in memory have other bytes than were sent";
+pub(super) const DAMAGED: &str = "recovered blocks in memory are corrupt";
 
 /// Of all buffers of one memory.
 #[derive(Default)]
@@ -75,7 +74,7 @@ pub(super) fn say_damaged(key: &ShuffleKey, partition: PartitionId, list: &Block
     let first: Vec<i64> = named.map(|at| list.meta(*at as usize).block_id.0).collect();
     tracing::error!(
         shuffle = %key, %partition, blocks = damaged.len(), ?first,
-        "blocks that an earlier process left in memory have other bytes than were sent, they are lost"
+        "recovered blocks in memory are corrupt and lost"
     );
 }
 

@@ -115,13 +115,13 @@ impl Owner {
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
     /// It would not outlive the process, or be slow.
-    #[error("it is not on a tmpfs: memory would be written to a disk")]
+    #[error("not on a tmpfs; memory would be written to a disk")]
     NoTmpfs,
     /// Another worker runs with it.
-    #[error("another process holds it: every worker needs a directory of its own")]
+    #[error("locked by another process; every worker needs its own directory")]
     InUse,
     /// The tmpfs is smaller than the region.
-    #[error("its tmpfs has room for {has} bytes and {needs} are needed: mount it with size={needs} or more")]
+    #[error("tmpfs has room for {has} bytes, {needs} are needed; mount it with size={needs} or more")]
     NoRoom {
         /// Bytes of pages that it lacks.
         needs: u64,
@@ -129,15 +129,15 @@ pub enum Refusal {
         has: u64,
     },
     /// Its tmpfs is full.
-    #[error("it gets no pages for its table of blocks ({0}): make room in its tmpfs")]
+    #[error("cannot allocate pages for the block table ({0}); free space in the tmpfs")]
     NoPages(#[source] io::Error),
     /// Not a header of this version.
     #[error("{0}; {REMEDY}")]
     Damaged(Damage),
     /// The configuration asks for less.
     #[error(
-        "it has room for {found} bytes, and the configuration asks for {wanted}: start with the memory_store.capacity of before \
-         and stop the worker in order, or {REMEDY}"
+        "memory file has room for {found} bytes, memory_store.capacity requires {wanted}; start with the \
+         previous capacity and stop the worker cleanly, or {REMEDY}"
     )]
     Size {
         /// Bytes of segments that it has.
@@ -146,7 +146,7 @@ pub enum Refusal {
         wanted: u64,
     },
     /// It is shorter than it says.
-    #[error("it was cut short to {has} bytes of {needs}; {REMEDY}")]
+    #[error("memory file was truncated to {has} of {needs} bytes; {REMEDY}")]
     Short {
         /// Bytes of the file.
         has: u64,
@@ -154,7 +154,7 @@ pub enum Refusal {
         needs: u64,
     },
     /// Another worker's.
-    #[error("it is of worker {found} and this is {wanted}; {REMEDY}")]
+    #[error("memory file belongs to worker {found}, this is {wanted}; {REMEDY}")]
     Node {
         /// Who made it.
         found: String,
@@ -162,16 +162,14 @@ pub enum Refusal {
         wanted: String,
     },
     /// The machine was started since.
-    #[error(
-        "it is of before the last start of the machine, which no memory outlives: it is a copy; {REMEDY}"
-    )]
+    #[error("memory file is older than the last boot of the machine, so it is a copy; {REMEDY}")]
     Boot,
     /// The kernel's.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-const REMEDY: &str = "what is in it is given up by deleting it";
+const REMEDY: &str = "delete it to give up its blocks";
 
 impl From<Errno> for Refusal {
     fn from(error: Errno) -> Self {
@@ -232,7 +230,11 @@ impl Held {
         if let Some(tmpfs) = tmpfs_without(directory) {
             match rustix::fs::mkdir(directory, Mode::RWXU) {
                 Ok(()) => {
-                    tracing::info!(path = %directory.display(), tmpfs = %tmpfs.display(), "made for memory to lie in")
+                    tracing::info!(
+                        path = %directory.display(),
+                        tmpfs = %tmpfs.display(),
+                        "created the directory of memory_store.backing"
+                    )
                 }
                 Err(Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),

@@ -38,7 +38,7 @@ fn chosen(settings: &str) -> &str {
 
 fn of_setting(path: &str, settings: &str) -> Result<String, String> {
     match chosen(settings) {
-        "" => Err(format!("the kernel has no {path}")),
+        "" => Err(format!("the kernel lacks {path}")),
         chosen if is_given(chosen) => Ok(format!("{path} is {chosen}")),
         chosen => Err(format!("{path} is {chosen}")),
     }
@@ -47,14 +47,14 @@ fn of_setting(path: &str, settings: &str) -> Result<String, String> {
 /// A mount has an option of its own, which the machine's setting can only forbid or force.
 fn of_mount(directory: &Path, settings: &str, mounts: &str) -> Result<String, String> {
     match chosen(settings) {
-        "" => return Err(format!("the kernel has no {SHMEM}")),
+        "" => return Err(format!("the kernel lacks {SHMEM}")),
         forced @ "force" => return Ok(format!("{SHMEM} is {forced}")),
         denied @ "deny" => return Err(format!("{SHMEM} is {denied}")),
         _ => {}
     }
     match option_of(directory, mounts) {
         Some(option) if is_given(option) => Ok(format!("the tmpfs has huge={option}")),
-        _ => Err("mount the tmpfs with huge=advise for them".to_owned()),
+        _ => Err("mount the tmpfs with huge=advise to use them".to_owned()),
     }
 }
 

@@ -344,11 +344,11 @@ fn text_of(words: &[u64], len: usize) -> Option<String> {
 impl fmt::Display for Damage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Foreign => f.write_str("it is not the memory of a worker"),
+            Self::Foreign => f.write_str("not a memory file of a worker"),
             Self::Version(version) => {
-                write!(f, "it has layout version {version}, and this program knows {VERSION} only")
+                write!(f, "memory file has layout version {version}, this program supports only {VERSION}")
             }
-            Self::Checksum => f.write_str("its header is damaged"),
+            Self::Checksum => f.write_str("memory file has a corrupt header"),
         }
     }
 }

@@ -129,7 +129,7 @@ async fn damage_found_during_a_report_is_recorded() {
     let (reported, ()) = tokio::join!(fixture.report_blocks(), damage);
     reported.unwrap();
     let text = fixture.until_named().await;
-    assert!(text.contains("(ids 1)") && text.contains("while their report was written down"), "{text}");
+    assert!(text.contains("(ids 1)") && text.contains("while their report was being stored"), "{text}");
     drop(shuffle);
     fixture.stop().await;
 }

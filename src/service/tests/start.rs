@@ -164,7 +164,7 @@ async fn unreadable_registration_is_left_for_a_later_start() {
     let restored = next.restore().await;
     assert_eq!((restored.shuffles, restored.unregistered), (0, 1));
     let incomplete = next.service.insight.losses().incomplete;
-    assert!(incomplete[0].reason.contains("cannot be taken over"), "{incomplete:?}");
+    assert!(incomplete[0].reason.contains("cannot be recovered"), "{incomplete:?}");
     next.store.sweep().await;
     next.store.maintain_once().await;
     next.stop().await;
@@ -181,7 +181,7 @@ async fn unreadable_report_refuses_results_but_serves_blocks() {
     let next = Next::on(&disk, &memory_of(None)).await;
     assert_eq!(next.restore().await.shuffles, 1);
     let report = next.service.insight.losses();
-    assert!(report.incomplete[0].reason.contains("not all understood"), "{report:?}");
+    assert!(report.incomplete[0].reason.contains("cannot be recovered"), "{report:?}");
     assert!(report.losses.is_empty(), "{report:?}");
     next.store.sweep().await;
     assert!(next.store.index(&key(), PartitionId(3)).is_ok());

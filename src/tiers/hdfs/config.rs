@@ -9,45 +9,57 @@ use crate::schema::section;
 
 section! {
     /// How the tier works.
-    #[table("hdfs_store", "HDFS. Remote paths and Hadoop settings come with each application; HADOOP_CONF_DIR names a directory with the worker's own core-site.xml and hdfs-site.xml, over which an application's settings are laid.")]
-    #[table("hdfs_store.kerberos_security_config", "Where Hadoop's security is on. Without a keytab the tickets of KRB5CCNAME are used, which must be renewed from outside.")]
+    #[table(
+        "hdfs_store",
+        "HDFS. Remote paths and Hadoop settings come with each application; the settings are \
+         applied on top of core-site.xml and hdfs-site.xml in HADOOP_CONF_DIR. The worker writes \
+         and deletes below the paths that applications use."
+    )]
+    #[table(
+        "hdfs_store.kerberos_security_config",
+        "Kerberos, if Hadoop's security is on. Without a keytab the tickets of KRB5CCNAME are used, \
+         which must be renewed externally."
+    )]
     pub struct HdfsConfig {
-        /// Files written at a time per file system.
+        /// Concurrently written files per file system.
         #[key("hdfs_store.max_concurrency", count(1..=10_000), Restart)]
         pub max_concurrency: usize = 10,
-        /// Files of one partition written at a time, where the application does not say how many.
+        /// Concurrently written files per partition, unless the application sets it.
         #[key("hdfs_store.partition_write_max_concurrency", count(1..=1000), Restart)]
         pub partition_write_max_concurrency: usize = 20,
-        /// What an application may ask for instead (maxConcurrencyPerPartitionToWrite); more is cut to it.
+        /// Upper bound of maxConcurrencyPerPartitionToWrite, which applications set; higher values
+        /// are reduced to it.
         #[key("hdfs_store.partition_write_concurrency_limit", count(1..=1000), Restart)]
         pub partition_write_concurrency_limit: usize = 1000,
-        /// Remote paths that applications may name, with everything below: the worker writes and deletes what they name.
-        /// Needed with a coordinator_quorum; "*" permits every path. None with the embedded coordinator: those of its
-        /// remote_storage_path, else all, with a warning.
+        /// Remote paths, subdirectories included, that applications may use; "*" = any. Required
+        /// with a coordinator_quorum. Default: remote_storage_path, else any, with a warning.
         #[key("hdfs_store.allowed_paths", list(256, location()), Restart)]
         pub allowed_paths: Vec<AllowedPath> = Vec::new(),
-        /// Time to write a batch; every MiB of it adds a second. Then it goes to local disks, or is tried again.
+        /// Timeout of a batch, plus one second per MiB; then it goes to local disks or is retried.
         #[key("hdfs_store.write_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub write_timeout: Duration = 60 * SECOND,
-        /// Write, read and delete a file in every allowed path at start, and do not start if that fails.
+        /// Write, read and delete a file in every allowed path at start, and refuse to start on
+        /// failure.
         #[key("hdfs_store.precheck_enable", flag(), Restart)]
         pub precheck: bool = false,
-        /// Keytab of the worker's login, with a principal.
+        /// Keytab of the worker's login; needs a principal.
         #[key("hdfs_store.kerberos_security_config.keytab_path", optional(path()), Restart, example "\"/etc/uniffle.keytab\"")]
         pub keytab_path: Option<PathBuf> = None,
         /// Principal in the keytab.
         #[key("hdfs_store.kerberos_security_config.principal", optional(principal()), Restart, example "\"uniffle/host@REALM\"")]
         pub principal: Option<String> = None,
-        /// Write as the application's user; the NameNodes need hadoop.proxyuser settings for the principal.
+        /// Write as the application's user; the NameNodes need hadoop.proxyuser settings for the
+        /// principal.
         #[key("hdfs_store.kerberos_security_config.proxy_user_enable", flag(), Restart)]
         pub proxy_user: bool = true,
-        /// Directory with the worker's own core-site.xml and hdfs-site.xml.
+        /// Directory of the worker's own core-site.xml and hdfs-site.xml.
         #[env("HADOOP_CONF_DIR", optional(text("a directory", |text| Ok(PathBuf::from(text)), |path| path.display().to_string())))]
         pub hadoop_conf_dir: Option<PathBuf> = None,
-        /// Where the Kerberos tickets are when there is no keytab; by default where Kerberos has them.
+        /// Kerberos ticket cache, used without a keytab. Default: Kerberos' default cache.
         #[env("KRB5CCNAME", optional(parsed("a ticket cache", |text| Ok(text.to_owned()))))]
         pub ticket_cache: Option<String> = None,
-        /// Partitions on their way to HDFS at once. More than that go to local disks where there are any.
+        /// Partitions flushed to HDFS concurrently; further ones go to local disks if there are
+        /// any.
         #[key("hybrid_store.memory_spill_to_hdfs_concurrency", count(1..=10_000), Restart)]
         pub in_flight_max: usize = 500,
         /// As told to coordinators: clients look for files that begin with it.
@@ -64,7 +76,7 @@ section! {
 fn location() -> Kind<AllowedPath> {
     let convert = |text: &str| {
         AllowedPath::parse(text)
-            .map_err(|why| format!("paths such as \"hdfs://nameservice/uniffle\"; this one {why}"))
+            .map_err(|why| format!("paths such as \"hdfs://nameservice/uniffle\"; this path {why}"))
     };
     parsed("paths such as hdfs://nameservice/uniffle, or *", convert)
 }

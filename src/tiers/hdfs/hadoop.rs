@@ -83,7 +83,7 @@ pub fn relevant(items: &[(String, String)]) -> Result<Vec<(String, String)>, Str
     let bytes: usize = relevant.iter().map(|(key, value)| key.len() + value.len()).sum();
     if bytes > RELEVANT_BYTES_MAX {
         return Err(format!(
-            "the Hadoop settings that come with it have {bytes} bytes, at most {RELEVANT_BYTES_MAX} are taken"
+            "the application's Hadoop settings have {bytes} bytes, the limit is {RELEVANT_BYTES_MAX}"
         ));
     }
     Ok(relevant.into_iter().collect())

@@ -76,7 +76,8 @@ impl Login {
         let Some(path) = ticket_cache.and_then(file_of_cache) else {
             tracing::warn!(
                 ticket_cache,
-                "Hadoop's security is on and there is no keytab: the tickets of this credential cache are used and not renewed"
+                "Kerberos without a keytab: tickets of this credential cache are used and must be renewed \
+                 externally"
             );
             return Ok(());
         };
@@ -134,7 +135,7 @@ fn file_of_cache(name: &str) -> Option<PathBuf> {
 
 /// The next `count` bytes. Fields of both formats are big-endian.
 fn take<'a>(fields: &mut &'a [u8], count: usize) -> anyhow::Result<&'a [u8]> {
-    fields.split_off(..count).context("it ends before its time")
+    fields.split_off(..count).context("file is truncated")
 }
 
 /// Bytes with their length before them.
@@ -145,7 +146,7 @@ fn take_counted<'a>(fields: &mut &'a [u8]) -> anyhow::Result<&'a [u8]> {
 
 /// The principals of a keytab (MIT's format, version 2).
 fn keytab_principals(mut fields: &[u8]) -> anyhow::Result<Vec<String>> {
-    ensure!(fields.try_get_u16()? == 0x0502, "it is no keytab (of version 2)");
+    ensure!(fields.try_get_u16()? == 0x0502, "not a keytab (of version 2)");
     let mut principals = Vec::new();
     while !fields.is_empty() {
         let size = fields.try_get_i32()?;
@@ -176,7 +177,7 @@ struct TicketCache {
 impl TicketCache {
     /// MIT's format, version 4.
     fn parse(mut fields: &[u8]) -> anyhow::Result<Self> {
-        ensure!(fields.try_get_u16()? == 0x0504, "it is no ticket cache (of version 4)");
+        ensure!(fields.try_get_u16()? == 0x0504, "not a ticket cache (of version 4)");
         let header = fields.try_get_u16()?;
         take(&mut fields, header.into())?;
         let principal = cache_principal(&mut fields)?;
@@ -192,7 +193,7 @@ impl TicketCache {
 
     fn check(&self, now: Duration) -> anyhow::Result<()> {
         let Some(ends_at) = self.ends_at else {
-            bail!("it has no ticket-granting ticket of {}", self.principal);
+            bail!("no ticket-granting ticket of {} found", self.principal);
         };
         let ended = now.checked_sub(Duration::from_secs(ends_at.into()));
         match ended {

@@ -23,13 +23,13 @@ impl RemoteLocation {
     /// What is wrong with it, as an end of a sentence; the text itself is not repeated.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.len() > LOCATION_BYTES_MAX {
-            return Err(format!("has {} bytes, at most {LOCATION_BYTES_MAX} are taken", text.len()));
+            return Err(format!("has {} bytes, the limit is {LOCATION_BYTES_MAX}", text.len()));
         }
         let form = || "is not of the form hdfs://<namenode or nameservice>[:<port>]/<path>".to_owned();
         let (scheme, rest) = text.split_once("://").ok_or_else(form)?;
         let scheme = scheme.to_ascii_lowercase();
         if !matches!(scheme.as_str(), "hdfs" | "viewfs") {
-            return Err("has another scheme than hdfs or viewfs".to_owned());
+            return Err("has a scheme other than hdfs or viewfs".to_owned());
         }
         let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
         let (host, port) = match authority.split_once(':') {

@@ -13,18 +13,18 @@ metrics::table! {
         huge_bytes: IntCounterVec["storage_host"] = "total_hadoop_write_data_for_huge_partition",
             "Payload bytes of huge partitions written to a remote store";
         retries: IntCounterVec["storage_host"] = "storage_retry_write_remote",
-            "Batches that were to be written to a remote store and had failed before, there or elsewhere";
+            "Retried batches for a remote store, after a failure there or elsewhere";
         writes: IntCounterVec["storage_host"] =
-            "storage_total_write_remote", "Batches that were to be written to a remote store";
+            "storage_total_write_remote", "Batches to be written to a remote store";
         failures: IntCounterVec["storage_host"] =
-            "storage_failed_write_remote", "Batches that a remote store did not take";
+            "storage_failed_write_remote", "Batches that failed to be written to a remote store";
         successes: IntCounterVec["storage_host"] =
-            "storage_success_write_remote", "Batches that a remote store took";
+            "storage_success_write_remote", "Batches written to a remote store";
         failing: IntGaugeVec["storage_host"] = "remote_storage_is_failing",
-            "1 while a remote store's last calls failed for its own fault";
+            "Availability of a remote store: 1 while its latest calls failed";
         deletions_failed: IntCounterVec["storage_host"] = "total_remote_storage_deletion_failed",
-            "Directories of a remote store that could not be removed and were left";
-        used_bytes: IntCounter = "total_hdfs_used", "Payload bytes written to remote stores, all together";
+            "Directories of a remote store that could not be deleted";
+        used_bytes: IntCounter = "total_hdfs_used", "Payload bytes written to all remote stores";
         remotes: IntGauge = "remote_storage_connections", "Remote file systems in use, by settings and user";
     }
 }

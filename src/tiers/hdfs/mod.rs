@@ -197,7 +197,7 @@ impl HdfsStore {
             RemoteLocation::parse(&storage.path).map_err(|why| denied(format!("the remote path {why}")))?;
         if !self.core.config.allowed.permits(&location) {
             return Err(denied(
-                "this worker's hdfs_store.allowed_paths does not have the remote path".to_owned(),
+                "the remote path is not in this worker's hdfs_store.allowed_paths".to_owned(),
             ));
         }
         let root: Arc<str> = location.path().into();
@@ -312,7 +312,7 @@ impl Core {
         }
         remotes.retain(|_, remote| remote.strong_count() > 0);
         if remotes.len() >= REMOTES_MAX {
-            let text = format!("{REMOTES_MAX} remote stores are in use, more are not taken");
+            let text = format!("too many remote stores, the limit is {REMOTES_MAX}");
             return Err(StoreError::remote(StoreErrorKind::Denied, target.location.to_string(), text));
         }
         let authority = target.location.authority();

@@ -30,7 +30,7 @@ impl HdfsStore {
             return Err(StoreError::new(StoreErrorKind::Corrupt, &file));
         }
         core.timed(&file, fs.delete(&file, false)).await?;
-        tracing::info!(path = %location, "remote path was checked");
+        tracing::info!(path = %location, "checked the remote path");
         Ok(())
     }
 }

@@ -88,7 +88,10 @@ impl Core {
                 Err(error) if error.kind == StoreErrorKind::NotFound => return Ok(()),
                 Err(error) => return Err(error),
                 Ok(false) if Instant::now() >= deadline => {
-                    return Err(StoreError::io(path, io::Error::other("a torn file is not closed yet")));
+                    return Err(StoreError::io(
+                        path,
+                        io::Error::other("cannot close a partially written file yet"),
+                    ));
                 }
                 Ok(false) => sleep(CLOSE_PAUSE).await,
             }

@@ -107,7 +107,12 @@ impl Removal {
         for it in &self.pending {
             if let Err(error) = core.remove(it).await {
                 it.remote.metrics.deletions_failed.inc();
-                tracing::error!(path = %it.path, remote = %it.remote.authority, %error, "deletion failed, the directory stays");
+                tracing::error!(
+                    path = %it.path,
+                    remote = %it.remote.authority,
+                    %error,
+                    "deletion failed; the directory remains"
+                );
             }
         }
     }
@@ -135,7 +140,7 @@ impl Core {
             if hopeless || self.tasks.is_cancelled() {
                 return Err(error);
             }
-            tracing::debug!(path = %it.path, attempt, %error, "deletion failed, it is tried again");
+            tracing::debug!(path = %it.path, attempt, %error, "deletion failed; retrying");
             tokio::select! {
                 biased;
                 () = self.tasks.cancelled() => {}

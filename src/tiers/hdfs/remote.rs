@@ -102,7 +102,7 @@ impl Remote {
 
     /// An error for those that may not try now.
     pub(super) fn suspended(&self) -> StoreError {
-        let text = format!("not tried, its last calls failed: {}", self.condition.lock().last_error);
+        let text = format!("skipped because the latest calls failed: {}", self.condition.lock().last_error);
         StoreError::remote(StoreErrorKind::Unreachable, &self.authority, text)
     }
 
@@ -111,7 +111,7 @@ impl Remote {
         let mut condition = self.condition.lock();
         let Err(error) = result else {
             if condition.failures >= FAILURES_MIN {
-                tracing::info!(remote = %self.authority, "remote store answers again");
+                tracing::info!(remote = %self.authority, "remote store responds again");
             }
             *condition = Condition::default();
             return;
@@ -123,7 +123,11 @@ impl Remote {
         condition.last_error = error.to_string();
         let Some(pause) = condition.pause() else { return };
         if condition.failures == FAILURES_MIN {
-            tracing::error!(remote = %self.authority, %error, "remote store is failing, probing it until it answers");
+            tracing::error!(
+                remote = %self.authority,
+                %error,
+                "remote store fails; checking it until it responds"
+            );
         }
         condition.suspended_until = Some(Instant::now() + pause);
     }

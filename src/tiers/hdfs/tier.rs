@@ -54,7 +54,7 @@ impl Tier for HdfsStore {
 
     fn state(&self) -> TierState {
         let complaint =
-            self.all_failing().then_some("no remote store works, and there is nothing else below memory");
+            self.all_failing().then_some("all remote stores fail, and memory has no other tier below it");
         TierState { complaint, ..TierState::default() }
     }
 

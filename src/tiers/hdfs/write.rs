@@ -157,7 +157,7 @@ async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
             Ok(true) => return,
             Err(error) if error.kind == StoreErrorKind::NotFound => return,
             Ok(false) => {}
-            Err(error) => tracing::debug!(%path, %error, "a torn file is not closed yet"),
+            Err(error) => tracing::debug!(%path, %error, "cannot close a partially written file yet"),
         }
         tokio::select! {
             biased;
@@ -167,6 +167,10 @@ async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
         pause = (pause * 2).min(RECOVERY_PAUSE_MAX);
     }
     if shuffle.require_present().is_ok() {
-        tracing::error!(%path, remote = %shuffle.remote.authority, "a torn file could not be closed, it may be unreadable");
+        tracing::error!(
+            %path,
+            remote = %shuffle.remote.authority,
+            "cannot close a partially written file; it may be unreadable"
+        );
     }
 }

@@ -75,7 +75,11 @@ impl Writer {
                         renewed.push(index);
                         continue;
                     }
-                    tracing::warn!(shuffle = %shuffle.key, error = %error, "write failed, trying next disk");
+                    tracing::warn!(
+                        shuffle = %shuffle.key,
+                        error = %error,
+                        "write failed; trying the next disk"
+                    );
                     tried.push(index);
                     last_error = Some(error);
                 }

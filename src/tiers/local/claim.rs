@@ -64,7 +64,7 @@ pub(super) async fn refuse_same_places(
         let Ok(place) = place else { continue };
         if let Some(other) = known.insert(place, root) {
             let text = format!(
-                "it is the same directory as {} by another path: leave one of them out",
+                "same directory as {} by another path; remove one of them from localfile_store.data_paths",
                 other.display()
             );
             return Err(StoreError::remote(StoreErrorKind::Copied, root, text));
@@ -80,7 +80,8 @@ impl Claims<'_> {
         let (let_go, disks): (Vec<_>, Vec<_>) =
             disks.into_iter().enumerate().partition(|(_, disk)| config.let_go.has(disk.root()));
         for (_, disk) in let_go {
-            let text = "it did not answer, and the process before holds it: it takes part again after a stop and a start";
+            let text = "unresponsive and locked by the previous process; used again after a stop and a \
+                 start";
             self.leave_out(StoreError::remote(StoreErrorKind::Unhealthy, disk.root(), text.to_owned()))?;
         }
         let looks = disks.iter().map(|(_, disk)| look(&**disk, deadline));
@@ -168,7 +169,7 @@ impl Claims<'_> {
         if is_refused(&error) {
             return Err(error);
         }
-        tracing::error!(error = %error, "data directory cannot be used, continuing without it");
+        tracing::error!(error = %error, "cannot use the data directory; continuing without it");
         self.last_error = Some(error);
         Ok(())
     }
@@ -189,7 +190,7 @@ pub(super) fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreE
     for (root, uuid) in identities {
         if let Some(other) = known.insert(*uuid, root) {
             let text = format!(
-                "it is the same directory as {}, or a copy of it: leave one of them out",
+                "same directory as {}, or a copy of it; remove one of them from localfile_store.data_paths",
                 other.display()
             );
             return Err(StoreError::remote(StoreErrorKind::Copied, root, text));
@@ -217,8 +218,8 @@ fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), Store
         return Ok(());
     };
     let text = format!(
-        "no data directory has anything of this worker, and {who}: mount the disks; if they are gone for good, start with \
-         localfile_store.require_mounted = false"
+        "all data directories are empty, but {who}; mount the disks, or if they are gone permanently, start \
+         with localfile_store.require_mounted = false"
     );
     Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text))
 }
@@ -230,14 +231,14 @@ async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), S
         return Ok(());
     }
     if config.require_mounted == Some(true) {
-        let text = "it is on the root file system, and localfile_store.require_mounted = true asks for a mount point: mount its \
-                    disk";
+        let text = "on the root file system, but localfile_store.require_mounted = true requires a mount \
+             point; mount its disk";
         return Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text));
     }
     tracing::info!(
         path = %disk.root().display(),
-        "an empty data directory on the root file system is taken for a new one; if a disk belongs there, mount it and set \
-         localfile_store.require_mounted = true"
+        "treating an empty data directory on the root file system as new; if a disk belongs there, mount it \
+         and set localfile_store.require_mounted = true"
     );
     Ok(())
 }

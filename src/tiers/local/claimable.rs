@@ -138,7 +138,7 @@ fn in_use(root: &Path, held: HeldBy<'_>, own: Identity) -> Identity {
     match own {
         Identity::Certain(another, _) if another != uuid => own,
         Identity::Certain(..) | Identity::ByPath(_) | Identity::OneOf(_) | Identity::Unknown => {
-            Identity::Certain(uuid, "the running worker has it")
+            Identity::Certain(uuid, "the running worker uses it")
         }
     }
 }
@@ -148,8 +148,8 @@ fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
     let uuid = Uuid::from_bytes(*held.identities.get(root)?);
     (now != uuid).then(|| {
         format!(
-            "{}: it is another directory than the running worker has there (its identity is {now}, that in use {uuid}): bring \
-             that one back, or put an empty directory in its place",
+            "{}: not the directory of the running worker (identity {now}, in use is {uuid}); restore that \
+             directory, or replace it by an empty one",
             root.display()
         )
     })
@@ -164,10 +164,12 @@ async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), 
         // Told by `confusions`.
         Content::Unclaimed(_) => return Ok(()),
         Content::Nothing if is_held => {
-            return Err(because(format!("{MARKER} is gone: is it still mounted?")));
+            return Err(because(format!("{MARKER} is missing; check whether the disk is mounted")));
         }
         Content::Foreign => {
-            return Err(because("it is new, not empty, and not this worker's; it would not be claimed"));
+            return Err(because(
+                "new directory is not empty and does not belong to this worker; use an empty one",
+            ));
         }
         Content::Ours(_) if !is_held => require_unlocked(disk, deadline).await?,
         Content::Nothing | Content::Ours(_) => {}
@@ -188,7 +190,7 @@ async fn require_unlocked(disk: &dyn Disk, deadline: Duration) -> Result<(), Obs
     let locked = within(deadline, disk.lock(Path::new(MARKER))).await;
     let used = |error: std::io::Error| Obstacle {
         is_silent: [std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut].contains(&error.kind()),
-        why: format!("another process uses it: {error}"),
+        why: format!("in use by another process: {error}"),
     };
     locked.map(drop).map_err(used)
 }
@@ -224,7 +226,7 @@ mod tests {
         };
         let told = obstacles(&config(&[&held, &gone, &full, &fresh, &hung]), by).await;
         assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told[0].contains("gone") && told[0].contains("still mounted"), "{told:?}");
+        assert!(told[0].contains("gone") && told[0].contains("disk is mounted"), "{told:?}");
         assert!(told[1].contains("full") && told[1].contains("not empty"), "{told:?}");
         let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
         assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
@@ -235,7 +237,7 @@ mod tests {
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
         let by = HeldBy { running: &[], given_up: &[], unclaimed: &[], identities: &none };
         let told = obstacles(&config(&[&held]), by).await;
-        assert!(told[0].contains("another process uses it"), "{told:?}");
+        assert!(told[0].contains("in use by another process"), "{told:?}");
         // One that the running worker let go of, and that the process before it holds.
         let paths = std::slice::from_ref(&held);
         let without = HeldBy { running: paths, given_up: paths, unclaimed: paths, identities: &none };
@@ -246,7 +248,7 @@ mod tests {
         assert!(obstacles(&config(&[&held]), by).await.is_empty());
         std::fs::write(held.join(MARKER), "something else").unwrap();
         let told = obstacles(&config(&[&held]), by).await;
-        assert!(told[0].contains("is damaged, and nothing in the directory says its identity"), "{told:?}");
+        assert!(told[0].contains("is damaged, and the identity of the directory is unknown"), "{told:?}");
     }
 
     /// Directories with these identities, what they are configured with, and what a worker that runs on the first two has.
@@ -298,8 +300,8 @@ mod tests {
         let told = copied.told(&["d0", "d1", "d2"], &[]).await;
         let path = |name: &str| copied.dir.path().join(name).display().to_string();
         let expected = format!(
-            "localfile_store.data_paths: {}: directory has the identity of another one (it is the same directory as {}, or a \
-             copy of it: leave one of them out)",
+            "localfile_store.data_paths: {}: directory has the identity of another directory (same directory as {}, or a \
+             copy of it; remove one of them from localfile_store.data_paths)",
             path("d2"),
             path("d0")
         );
@@ -308,7 +310,7 @@ mod tests {
         let told = copied.told(&["d0", "d1"], &[]).await;
         assert!(told.contains(&format!("{}: directory has the identity of another", path("d1"))), "{told}");
         let told = copied.told(&["d0", "d1"], &["d1"]).await;
-        assert!(told.contains("has the identity of another one"), "it was noticed already: {told}");
+        assert!(told.contains("has the identity of another directory"), "it was noticed already: {told}");
     }
 
     #[tokio::test]
@@ -331,8 +333,8 @@ mod tests {
             let (path, claim) = (path.display(), claim.display());
             let uuid = Uuid::from_u128(2);
             let expected = format!(
-                "localfile_store.data_paths: {path}: directory is a uniffle-worker's, and its claim cannot be read ({claim} is \
-                 {flaw}; its identity is certain, {uuid}: the running worker has it. To write the claim again: printf"
+                "localfile_store.data_paths: {path}: directory belongs to a uniffle-worker, but its claim cannot be read ({claim} is \
+                 {flaw}; its identity is {uuid} for certain: the running worker uses it; to restore the claim: printf"
             );
             assert!(told.starts_with(&expected) && told.lines().count() == 1, "{told}");
         }
@@ -340,7 +342,7 @@ mod tests {
         copied.mark("d2", b"");
         std::fs::create_dir(copied.dir.path().join("d2/apps")).unwrap();
         let told = copied.told(&["d0", "d2"], &[]).await;
-        assert!(told.contains("is empty, and nothing in the directory says its identity"), "{told}");
+        assert!(told.contains("is empty, and the identity of the directory is unknown"), "{told}");
     }
 
     #[tokio::test]
@@ -349,13 +351,13 @@ mod tests {
         copied.mark("d1", marker_of(Uuid::from_u128(9)).as_bytes());
         for given_up in [&[][..], &["d1"]] {
             let told = copied.told(&["d0", "d1"], given_up).await;
-            assert!(told.contains("d1: it is another directory than the running worker has"), "{told}");
+            assert!(told.contains("d1: not the directory of the running worker"), "{told}");
         }
         // Noticed and given up: its claim is gone, of which the start would die.
         std::fs::remove_file(copied.dir.path().join("d1").join(MARKER)).unwrap();
         assert_eq!(copied.told(&["d0", "d1"], &["d1"]).await, "", "an empty one in its place");
         std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();
         let told = copied.told(&["d0", "d1"], &["d1"]).await;
-        assert!(told.contains("content that is not a uniffle-worker's"), "{told}");
+        assert!(told.contains("content of another program"), "{told}");
     }
 }

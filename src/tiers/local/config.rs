@@ -58,62 +58,67 @@ pub const INDEX_CACHE_BYTES: u64 = 16 * MIB;
 
 section! {
     /// How the local store works.
-    #[table("localfile_store", "Local disks.")]
+    #[table(
+        "localfile_store",
+        "Local disks.\n\
+         sync = \"off\": flushed data survives kill -9 and upgrades, but not a power loss; with \
+         \"group\" it survives both.\n\
+         require_mounted unset: an empty directory with another mount point than before is left out. \
+         A start is refused if all data directories are empty while the object store or \
+         memory_store.backing has records of earlier data.\n\
+         verify_reads: clients verify checksums in any case; only the worker can attribute the \
+         damage to a disk."
+    )]
     pub struct LocalConfig |machine| {
-        /// One directory per disk: absolute, distinct, none inside another. Needed with a coordinator_quorum. Default:
-        /// $XDG_STATE_HOME/uniffle-worker/data, else ~/.local/state/uniffle-worker/data, else below the temp directory.
+        /// One directory per disk, not nested. Required with a coordinator_quorum. Default:
+        /// uniffle-worker/data below $XDG_STATE_HOME, ~/.local/state or the temp directory.
         #[key("localfile_store.data_paths", list(64, path()), Restart, example "[\"/data1/uniffle\", \"/data2/uniffle\"]")]
         pub paths: Vec<PathBuf> = vec![machine.state_dir.join("data")],
-        /// Fewer disks than this that take data (not full, hung or broken) make the worker unhealthy; 0 = never.
+        /// The worker is unhealthy with fewer writable disks (not full, hung or broken); 0 = never.
         #[key(
             "localfile_store.healthy_check_min_disks" or "localfile_store.min_number_of_available_disks",
             count(0..=64), AtOnce
         )]
         pub min_disks: usize = 0,
-        /// A disk filled beyond this share gets no new data ...
+        /// A disk is full above this usage and gets no new data.
         #[key("localfile_store.disk_high_watermark", ratio(), AtOnce)]
         pub high_watermark: f64 = 0.8,
-        /// ... until it is below this one.
+        /// A full disk gets new data again below this usage.
         #[key("localfile_store.disk_low_watermark", ratio(), AtOnce)]
         pub low_watermark: f64 = 0.7,
-        /// Reads and writes together under way per disk, metadata left out.
+        /// Concurrent reads and writes per disk, metadata excluded.
         #[key("localfile_store.disk_max_concurrency", count(1..=1_000_000), Restart)]
         pub max_concurrency_per_disk: usize = 2000,
-        /// Writes of data under way per disk. Index groups have as many places of their own, metadata two, so neither waits
-        /// for data.
+        /// Concurrent data writes per disk. Index groups have as many permits of their own,
+        /// metadata two.
         #[key("localfile_store.write_concurrency_per_disk", count(1..=256), Restart)]
         pub write_concurrency_per_disk: usize = 4,
-        /// Between two probes of the disks.
+        /// Interval between two health checks of the disks.
         #[key("localfile_store.disk_healthy_check_interval_sec", seconds(SECOND..=DAY), Restart)]
         pub probe_interval: Duration = 60 * SECOND,
-        /// Write past the page cache where the file system allows it.
+        /// Bypass the page cache on writes if the file system supports it.
         #[key("localfile_store.direct_io", flag(), Restart)]
         pub direct_io: bool = true,
-        /// Take over at the start what an earlier process left in the data paths; false deletes it.
+        /// Recover the data in data_paths at start; false deletes it.
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
-        /// How a start treats an empty data directory. false: as a new one. true: as a new one if it is on a mount point other than
-        /// /; else the start is refused. Default: as a new one, unless its disk seems not to be mounted: an empty directory whose
-        /// mount point was another one before is left out, and the start is refused if all are empty and the object store or
-        /// memory_store.backing knows that this worker had data.
+        /// Refuse to start if an empty data directory has no mount point of its own. Default: only
+        /// if its disk seems not to be mounted.
         #[key("localfile_store.require_mounted", optional(flag()), Restart, example "true")]
         pub require_mounted: Option<bool> = None,
-        /// Who reads and writes: blocking = threads that wait, io_uring = one ring per disk (blocking where the kernel
-        /// refuses it).
+        /// Disk access: blocking = threads, io_uring = one ring per disk, or blocking if the kernel
+        /// refuses it.
         #[key("localfile_store.io_engine", word(), Restart)]
         pub engine: Engine = Engine::Blocking,
-        /// Compare the checksums of blocks that are read from disk: always, sampled (one read in sixteen) or off. Clients
-        /// check in any case; here the disk is blamed and the loss entered. It costs 8 % of a read's CPU time: less than a
-        /// wrong block that nobody can place.
+        /// Which disk reads verify block checksums: always, sampled (one in 16) or off. It costs 8
+        /// % of a read's CPU time.
         #[key("localfile_store.verify_reads", word(), Restart)]
         pub verify_reads: VerifyReads = VerifyReads::Always,
-        /// What of the data is on the device before it counts: off = nothing, the page cache survives kill -9 and
-        /// upgrades; group = data before its index, both before memory is released, so that a power loss takes nothing
-        /// that was flushed. One fdatasync serves all who wait for it. Registrations and reports are always synced before
-        /// they are acknowledged.
+        /// What is synced before it counts: off = registrations and reports only, group = also data
+        /// and index before memory is released.
         #[key("localfile_store.sync", word(), Restart)]
         pub sync: SyncWrites = SyncWrites::Off,
-        /// Index records kept in memory, so that reducers' first question needs no disk.
+        /// Memory for cached index records, so that first index reads need no disk.
         #[key("localfile_store.index_cache_size", size(0..=16 * GIB), Restart)]
         pub index_cache_bytes: u64 = INDEX_CACHE_BYTES,
         /// Read calls per disk at a time. At least 1.
@@ -161,7 +166,7 @@ impl Word for Engine {
 
     fn unusable(self) -> Option<&'static str> {
         let is_missing = self == Self::Uring && !cfg!(feature = "io-uring");
-        is_missing.then_some("this program was built without the feature io-uring")
+        is_missing.then_some("this build has no io_uring (feature io-uring)")
     }
 }
 

@@ -87,7 +87,7 @@ pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Id
     let here = epoch.voters().into_iter().filter(|member| !member.may_go_alone);
     let left: Vec<_> = here.filter(|member| !others.contains(&member.uuid())).collect();
     if let [only] = left[..] {
-        return Identity::Certain(only.uuid(), "the list of data directories in it leaves no other one");
+        return Identity::Certain(only.uuid(), "its list of data directories leaves no other identity");
     }
     let by_path: Vec<_> = left.iter().filter(|member| member.path == path).collect();
     match (by_path.as_slice(), left.is_empty()) {
@@ -101,24 +101,25 @@ pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Id
 pub(super) fn told(root: &Path, flaw: Flaw, identity: &Identity) -> String {
     let file = root.join(MARKER);
     let what = format!("{} {}", file.display(), flaw.as_str());
-    let otherwise = "put the claim back from a copy, or leave the directory out of localfile_store.data_paths; do not empty it";
+    let otherwise = "restore the claim from a copy, or remove the directory from \
+         localfile_store.data_paths; do not empty it";
     match identity {
         Identity::Certain(uuid, why) => {
             let command = command(&file, *uuid);
-            format!("{what}; its identity is certain, {uuid}: {why}. To write the claim again: {command}")
+            format!("{what}; its identity is {uuid} for certain: {why}; to restore the claim: {command}")
         }
         Identity::ByPath(uuid) => {
             let command = command(&file, *uuid);
             format!(
-                "{what}; its identity is {uuid} if it was at this path before, by the list of data directories in it. To write \
-                 the claim again then: {command}"
+                "{what}; its identity is {uuid} if it was at this path before, by its list of data \
+                 directories; to restore the claim then: {command}"
             )
         }
         Identity::OneOf(those) => {
             let those: Vec<_> = those.iter().map(|(uuid, path)| format!("{uuid} (was {path})")).collect();
-            format!("{what}; its identity is one of {}: {otherwise}", those.join(", "))
+            format!("{what}; its identity is one of {}; {otherwise}", those.join(", "))
         }
-        Identity::Unknown => format!("{what}, and nothing in the directory says its identity: {otherwise}"),
+        Identity::Unknown => format!("{what}, and the identity of the directory is unknown; {otherwise}"),
     }
 }
 
@@ -208,12 +209,12 @@ mod tests {
         let root = Path::new("/it's");
         let text = told(root, Flaw::Empty, &Identity::Certain(uuid(1), "so it is"));
         let start =
-            format!("/it's/{MARKER} is empty; its identity is certain, {}: so it is. To write", uuid(1));
+            format!("/it's/{MARKER} is empty; its identity is {} for certain: so it is; to restore", uuid(1));
         assert!(text.starts_with(&start), "{text}");
         assert!(text.ends_with(&format!(r"> '/it'\''s/{MARKER}'")), "{text}");
         let text = told(root, Flaw::Missing, &Identity::OneOf(vec![(uuid(1), "/a".to_owned())]));
         assert!(text.contains("is missing; its identity is one of") && text.contains("(was /a)"), "{text}");
         let text = told(root, Flaw::Damaged, &Identity::Unknown);
-        assert!(text.contains("is damaged, and nothing") && text.contains("do not empty it"), "{text}");
+        assert!(text.contains("is damaged, and the identity") && text.contains("do not empty it"), "{text}");
     }
 }

@@ -96,7 +96,7 @@ impl Damage {
             return shuffle.error(StoreErrorKind::Corrupt);
         };
         let log = shuffle.log_at(extent.data_log);
-        let what = "a block has another checksum than when it was written, also when it is read again";
+        let what = "block is corrupt, confirmed by a second read";
         let (path, bytes) = (log.full_path(), block.place.end - block.place.start);
         let error = StoreError::corrupt(&path, what);
         let mark = || shuffle.damaged.add(partition, &block.place);
@@ -206,7 +206,8 @@ impl Damage {
         self.core.metrics.extents_lost.inc_by(extents);
         tracing::error!(
             shuffle = %shuffle.key, path = %log.full_path().display(), extents, blocks, bytes,
-            "a file was removed, replaced or cut short by another program: its blocks are lost, new data goes to a new file"
+            "a file was removed, replaced or truncated by another program; its blocks are lost, new data \
+             goes to a new file"
         );
     }
 
@@ -214,7 +215,7 @@ impl Damage {
         if self.mark_lost(shuffle, partition, extent).is_some() {
             self.core.metrics.extents_lost.inc();
             let (bytes, blocks) = (extent.length, extent.blocks);
-            tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "an extent is lost");
+            tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "extent is lost");
         }
     }
 

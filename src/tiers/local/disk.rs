@@ -87,7 +87,7 @@ pub(super) async fn within<T>(
 ) -> io::Result<T> {
     match crate::clock::timeout(deadline, operation).await {
         Ok(result) => result,
-        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the disk in time")),
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "disk timeout")),
     }
 }
 
@@ -153,7 +153,7 @@ impl LocalDisk {
         }
         let removed = within(self.deadline, self.io.remove_part(Path::new(MARKER), u64::MAX)).await;
         if let Err(error) = removed {
-            tracing::warn!(disk = %self.label, %error, "the claim of a new data directory cannot be taken back");
+            tracing::warn!(disk = %self.label, %error, "cannot undo the claim of a new data directory");
         }
     }
 
@@ -238,16 +238,33 @@ impl LocalDisk {
             Verdict::NotTheDisk | Verdict::TheFile => {}
             Verdict::Full if before == DiskCondition::Healthy => {
                 let reason = why_full.unwrap_or_default();
-                tracing::warn!(disk = %self.label, error = %error, reason, "disk is full, avoiding it until a probe can write");
+                tracing::warn!(
+                    disk = %self.label,
+                    error = %error,
+                    reason,
+                    "disk is full; avoiding it until a check can write"
+                );
             }
             Verdict::Detached if before != DiskCondition::Detached => {
-                tracing::error!(disk = %self.label, %error, "nothing is read or written there until the path leads back");
+                tracing::error!(
+                    disk = %self.label,
+                    %error,
+                    "data directory was unmounted, moved or replaced; disabled until the path leads back to \
+                     it"
+                );
             }
             Verdict::ReadOnly if before <= DiskCondition::Full => {
-                tracing::error!(disk = %self.label, "the file system is read-only: the disk serves and takes nothing");
+                tracing::error!(
+                    disk = %self.label,
+                    "file system is read-only; the disk serves reads and accepts no data"
+                );
             }
             Verdict::Hung | Verdict::Broken if before <= DiskCondition::ReadOnly => {
-                tracing::error!(disk = %self.label, error = %error, "disk failed, avoiding it until a probe succeeds");
+                tracing::error!(
+                    disk = %self.label,
+                    error = %error,
+                    "disk failed; avoiding it until a check succeeds"
+                );
             }
             Verdict::Full | Verdict::ReadOnly | Verdict::Detached | Verdict::Hung | Verdict::Broken => {}
         }
@@ -349,7 +366,8 @@ impl LocalDisk {
         drop(before);
         tracing::error!(
             disk = %self.label,
-            "the claim of the data directory was removed and is written again: keep cleaners of files away from it"
+            "the claim of the data directory was removed; writing it again; exclude the directory from file \
+             cleaners"
         );
         self.make_directories().await
     }
@@ -365,7 +383,7 @@ impl LocalDisk {
         // One that was claimed while it was read-only may have none.
         self.make_directories().await?;
         if let Some(fault) = self.update(|state| state.health.proved()) {
-            tracing::info!(disk = %self.label, fault, "disk answers again");
+            tracing::info!(disk = %self.label, fault, "disk responds again");
         }
         Ok(())
     }
@@ -394,10 +412,7 @@ impl LocalDisk {
         let (mut target, result) = self.io.open_read(path).await?.read(target).await;
         result?;
         if target.part_mut(0).map(|bytes| &*bytes) != Some(&expected[..]) {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "disk returned other bytes than were written",
-            ));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "disk returned wrong bytes"));
         }
         Ok(())
     }
@@ -422,11 +437,10 @@ impl LocalDisk {
     /// Refuses what would wait for a disk that does not answer, or would look for files where they are not.
     pub(super) fn require_answering(&self) -> Result<(), StoreError> {
         let text = match self.condition() {
-            DiskCondition::Hung => {
-                "the disk has not answered in time, and nothing is read from it until a probe succeeds"
-            }
+            DiskCondition::Hung => "disk timed out; reads are refused until a check succeeds",
             DiskCondition::Detached => {
-                "its path leads elsewhere, and nothing is read from it until it leads back"
+                "data directory was unmounted, moved or replaced; reads are refused until the path leads \
+                 back to it"
             }
             _ => return Ok(()),
         };

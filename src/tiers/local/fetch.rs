@@ -50,7 +50,7 @@ impl Core {
             at += bytes.len();
         }
         if from == 0 && hasher.finalize() != extent.records_crc {
-            return Err(StoreError::corrupt(log.full_path(), "index records fail their check"));
+            return Err(StoreError::corrupt(log.full_path(), "index records are corrupt"));
         }
         Ok(())
     }

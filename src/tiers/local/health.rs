@@ -127,17 +127,19 @@ impl Health {
         let has_inodes = total_inodes > 0;
         let text = match self.refusal {
             Some(Refusal::Quota) => {
-                format!("the quota is used up, while {bytes} in the file system: raise the quota")
+                format!("the quota is used up, while {bytes} in the file system; raise the quota")
             }
             Some(Refusal::Space) if has_inodes && free_inodes == 0 => format!(
-                "no inodes are left, 0 of {total_inodes} are free, while {bytes}: remove files of other programs there"
+                "no inodes are left, 0 of {total_inodes} are free, while {bytes}; remove files of other \
+                 programs there"
             ),
             Some(Refusal::Space) if has_inodes => format!(
-                "a write found no space, {bytes} and {free_inodes} of {total_inodes} inodes: free space there"
+                "a write found no space, {bytes} and {free_inodes} of {total_inodes} inodes; free space \
+                 there"
             ),
-            Some(Refusal::Space) => format!("a write found no space, {bytes}: free space there"),
+            Some(Refusal::Space) => format!("a write found no space, {bytes}; free space there"),
             None if self.above_watermark => {
-                format!("{bytes}, it is above its watermark: free space there")
+                format!("{bytes}, the disk is above its watermark; free space there")
             }
             None => return None,
         };

@@ -103,16 +103,16 @@ pub struct GroupEntry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     /// The bytes end before the group does.
-    #[error("index group is cut off")]
+    #[error("index group is truncated")]
     Incomplete,
     /// It does not begin like a group.
-    #[error("no index group begins here")]
+    #[error("not an index group")]
     Magic,
     /// A later program wrote it.
-    #[error("index group has version {0}, this program knows {VERSION}")]
+    #[error("index group has version {0}, this program supports {VERSION}")]
     Version(u16),
     /// A checksum does not fit.
-    #[error("checksum of the index group's {0} does not fit")]
+    #[error("checksum of the index group's {0} does not match")]
     Checksum(&'static str),
     /// A field contradicts another.
     #[error("index group's {0} is malformed")]

@@ -47,7 +47,7 @@ impl LocalStore {
     pub async fn let_go(&self, paths: Vec<PathBuf>) -> (LetGo, Vec<Box<dyn DiskLock>>) {
         let vouch = self.metadata.vouch(self.those(&paths).map(|disk| disk.uuid).collect(), true).await;
         if let Err(error) = &vouch {
-            tracing::error!(%error, "nothing can be said of directories that do not answer: results will be refused");
+            tracing::error!(%error, "cannot hand over unresponsive directories; results will be refused");
         }
         let is_silent = |root: &Path| paths.iter().any(|path| path == root);
         let locks = self.core.disks.iter().filter_map(|disk| Some((disk, disk.unlock()?)));

@@ -60,7 +60,7 @@ impl Mounts {
             return Ok(());
         }
         let text = format!(
-            "it was on the mount point {} and is on {} now: mount the disk; if it is gone for good, start with \
+            "was on the mount point {} and is now on {}; mount the disk, or if it is gone permanently, start with \
              localfile_store.require_mounted = false to use the empty directory",
             before.display(),
             now.point.display()
@@ -84,7 +84,7 @@ impl Mounts {
             }
             let written = within(deadline, disk.io.write_small(path, text.clone().into_bytes())).await;
             if let Err(error) = written {
-                tracing::warn!(disk = %disk.label, %error, "the list of mount points cannot be written");
+                tracing::warn!(disk = %disk.label, %error, "cannot write the list of mount points");
             }
         });
         join_all(writes.collect::<Vec<_>>()).await;

@@ -139,7 +139,11 @@ impl Writer {
                         next = Some(index);
                         continue;
                     }
-                    tracing::warn!(shuffle = %shuffle.key, error = %error, "index append failed, trying next disk");
+                    tracing::warn!(
+                        shuffle = %shuffle.key,
+                        error = %error,
+                        "index append failed; trying the next disk"
+                    );
                     tried.push(index);
                     last_error = Some(error);
                 }

@@ -89,7 +89,12 @@ impl LocalStore {
         if let Err(error) = &result
             && !disk.removals_cease.is_cancelled()
         {
-            tracing::warn!(disk = %disk.label, shuffle = %shuffle.key, error = %error, "removal failed, will be tried again");
+            tracing::warn!(
+                disk = %disk.label,
+                shuffle = %shuffle.key,
+                error = %error,
+                "deletion incomplete; retrying"
+            );
             self.core.metrics.deletion_failed.inc();
             disk.note(error);
         }
@@ -168,7 +173,7 @@ impl LocalStore {
             return;
         }
         if let Err(error) = disk.measure().await {
-            tracing::warn!(disk = %disk.label, error = %error, "space cannot be measured");
+            tracing::warn!(disk = %disk.label, error = %error, "cannot measure free space");
             disk.note(&error);
         }
         if disk.refuses() {
@@ -184,7 +189,7 @@ impl LocalStore {
         if disk.is_healthy()
             && let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await
         {
-            tracing::warn!(disk = %disk.label, error = %error, "trash cannot be emptied");
+            tracing::warn!(disk = %disk.label, error = %error, "cannot empty the trash");
             self.core.metrics.deletion_failed.inc();
         }
         if self.has_purges_to_note() {
@@ -216,7 +221,7 @@ impl LocalStore {
 
     async fn probe_disk(&self, disk: &LocalDisk) {
         if let Err(error) = disk.probe(self.core.config.direct_io).await {
-            tracing::warn!(disk = %disk.label, error = %error, "probe failed");
+            tracing::warn!(disk = %disk.label, error = %error, "disk check failed");
         }
     }
 
@@ -236,7 +241,11 @@ impl LocalStore {
             && !disk.has_unread()
             && let Err(error) = self.sweep_disk(disk).await
         {
-            tracing::warn!(disk = %disk.label, error = %error, "sweep failed");
+            tracing::warn!(
+                disk = %disk.label,
+                error = %error,
+                "cannot delete leftover directories; retrying"
+            );
         }
     }
 

@@ -126,7 +126,12 @@ impl LocalStore {
         let over = others.into_iter().filter(|_| known.gap.is_none() && known.absent.is_empty());
         for found in over {
             if let Err(error) = found.disk.discard(&found.path).await {
-                tracing::warn!(disk = %found.disk.label, shuffle = %key, %error, "another incarnation stays");
+                tracing::warn!(
+                    disk = %found.disk.label,
+                    shuffle = %key,
+                    %error,
+                    "cannot delete an older incarnation of the shuffle"
+                );
             }
         }
         let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len(), &core.extents));
@@ -196,7 +201,7 @@ impl<'a> Rebuild<'a> {
             }
         }
         for disk in core.disks.iter().filter(|disk| disk.has_unread()) {
-            incomplete.get_or_insert_with(|| format!("not all of {} could be read back", disk.label));
+            incomplete.get_or_insert_with(|| format!("cannot read all files of {}", disk.label));
         }
         Self {
             core,
@@ -329,7 +334,11 @@ impl<'a> Rebuild<'a> {
         }
         if !self.only_here.is_empty() {
             let (shuffle, files) = (&self.shuffle.key, self.only_here.len());
-            tracing::warn!(%shuffle, files, "files have blocks that the object store does not have in their place; they stay");
+            tracing::warn!(
+                %shuffle,
+                files,
+                "files have blocks that are not in the object store; keeping them"
+            );
         }
         let unused = self
             .sources
@@ -343,7 +352,7 @@ impl<'a> Rebuild<'a> {
                 Err(error) => Err(error),
             };
             if let Err(error) = removed {
-                tracing::warn!(shuffle = %self.shuffle.key, %error, "a file of which everything lies elsewhere stays");
+                tracing::warn!(shuffle = %self.shuffle.key, %error, "cannot delete an obsolete file");
             }
         }
     }
@@ -371,7 +380,7 @@ impl<'a> Rebuild<'a> {
             },
             (Some(place), found) => {
                 let path = place.io.root().join(self.shuffle.log_path(LogKind::Data, number));
-                let what = if found { "ends too early" } else { "is missing" };
+                let what = if found { "is truncated" } else { "is missing" };
                 format!("{} {what}", path.display())
             }
         };
@@ -387,11 +396,11 @@ impl<'a> Rebuild<'a> {
     }
 
     fn failed(&mut self, disk: &LocalDisk, path: &Path, error: &StoreError) {
-        tracing::error!(%error, "cannot be read back");
+        tracing::error!(%error, "cannot read a file of the shuffle");
         disk.note_unread(true);
         self.shuffle.set_out_of_reach();
         let path = disk.io.root().join(path);
-        self.incomplete.get_or_insert_with(|| format!("{} could not be read back", path.display()));
+        self.incomplete.get_or_insert_with(|| format!("cannot read {}", path.display()));
     }
 
     /// What was found, its bytes and its blocks.
@@ -452,7 +461,7 @@ impl<'a> Rebuild<'a> {
                 ControlFlow::Continue(())
             };
             if let Err(error) = self.core.visit_records(self.shuffle, extent, 0, add).await {
-                tracing::error!(%error, "an extent's records cannot be read back");
+                tracing::error!(%error, "cannot read the index records of an extent");
             }
             self.present.add(id, &ids);
         }
@@ -493,10 +502,18 @@ fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
     let damage = reader.damage();
     let path = disk.io.root().join(path);
     if damage.holes_bytes > 0 {
-        tracing::warn!(path = %path.display(), bytes = damage.holes_bytes, "log has bytes that are no record");
+        tracing::warn!(
+            path = %path.display(),
+            bytes = damage.holes_bytes,
+            "log has corrupt bytes between records"
+        );
     }
     if damage.tail_bytes > 0 {
-        tracing::info!(path = %path.display(), bytes = damage.tail_bytes, "log ends with a record that was not finished");
+        tracing::info!(
+            path = %path.display(),
+            bytes = damage.tail_bytes,
+            "log ends with an incomplete record"
+        );
     }
 }
 

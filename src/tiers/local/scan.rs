@@ -109,7 +109,7 @@ async fn ask<T>(
     operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
     if disk.condition() == DiskCondition::Hung {
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "the disk did not answer before"));
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "disk timed out earlier"));
     }
     let result = within(deadline, operation).await;
     if let Err(error) = &result {
@@ -129,7 +129,10 @@ async fn list(disk: &LocalDisk, deadline: Duration, path: &Path) -> io::Result<O
     let names = ask(disk, deadline, listing).await?;
     if names.is_none() {
         let path = disk.io.root().join(path);
-        tracing::warn!(path = %path.display(), "is no directory of this worker's: it is left alone, move it away");
+        tracing::warn!(
+            path = %path.display(),
+            "unexpected directory in a data directory; ignoring it; move it away"
+        );
     }
     Ok(names)
 }
@@ -139,7 +142,11 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     let deadline = core.config.name_timeout;
     let mut scan = DiskScan::default();
     let tell = |path: &Path, error: io::Error| {
-        tracing::error!(path = %disk.io.root().join(path).display(), %error, "cannot be read back");
+        tracing::error!(
+            path = %disk.io.root().join(path).display(),
+            %error,
+            "cannot read a shuffle's directory or file"
+        );
     };
     let apps = match ask(disk, deadline, disk.io.list(Path::new(APPS))).await {
         Ok(apps) => apps,
@@ -197,7 +204,11 @@ async fn scan_directory(
     let names = match list(&disk, deadline, &found.path).await {
         Ok(names) => names?,
         Err(error) => {
-            tracing::error!(path = %disk.io.root().join(&found.path).display(), %error, "cannot be read back");
+            tracing::error!(
+                path = %disk.io.root().join(&found.path).display(),
+                %error,
+                "cannot read a shuffle's directory or file"
+            );
             found.has_unread = true;
             Vec::new()
         }
@@ -206,7 +217,11 @@ async fn scan_directory(
         let path = found.path.join(name);
         let size = async { disk.io.open_read(&path).await?.size().await };
         let bytes = ask(&disk, deadline, size).await.unwrap_or_else(|error| {
-            tracing::error!(path = %disk.io.root().join(&path).display(), %error, "cannot be read back");
+            tracing::error!(
+                path = %disk.io.root().join(&path).display(),
+                %error,
+                "cannot read a shuffle's directory or file"
+            );
             found.has_unread = true;
             // Its number is taken all the same.
             0

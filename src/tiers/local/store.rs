@@ -269,7 +269,11 @@ impl LocalStore {
         let syncs = self.core.disks.iter().map(async |disk| {
             let synced = within(time, disk.io.sync_all()).await;
             if let Err(error) = synced {
-                tracing::warn!(disk = %disk.label, %error, "not synced: a loss of power may take what was written last");
+                tracing::warn!(
+                    disk = %disk.label,
+                    %error,
+                    "sync failed; a power loss may lose the latest writes"
+                );
             }
         });
         join_all(syncs).await;

@@ -64,15 +64,15 @@ impl Before {
             for disk in core.disks.iter().filter(|disk| disk.was_used) {
                 tracing::error!(
                     path = disk.label,
-                    "a data directory that was in use has no metadata any more: what was acknowledged there is gone, \
-                     and a shuffle that is registered again begins anew"
+                    "metadata of a used data directory is missing; data acknowledged there is lost, and \
+                     shuffles that are registered again start empty"
                 );
             }
         }
         let deadlines = Deadlines { write, name };
         let (log, found) = MetadataLog::open(directories, survey, legacy, deadlines, tasks).await;
         for (uuid, path) in &found.absent {
-            tracing::error!(path, id = %uuid, "a data directory that was in use is missing");
+            tracing::error!(path, id = %uuid, "a used data directory is missing");
         }
         (Self { scans, found }, log)
     }
@@ -123,7 +123,7 @@ impl LocalStore {
         if !self.pending_purges.has(app, key) {
             return Ok(());
         }
-        let what = "its end cannot be written to the metadata log now, and a start may find it again";
+        let what = "cannot record the deletion in the metadata log; a restart may recover the shuffle";
         let of = key.map_or_else(|| app.to_string(), ToString::to_string);
         Err(StoreError::remote(StoreErrorKind::Unhealthy, of, what))
     }
@@ -139,7 +139,11 @@ impl LocalStore {
         match self.metadata.purge(shuffle.incarnation()).await {
             Ok(()) => shuffle.set_purge_noted(),
             Err(error) => {
-                tracing::warn!(shuffle = %shuffle.key, %error, "a purge cannot be written down, its files stay for now");
+                tracing::warn!(
+                    shuffle = %shuffle.key,
+                    %error,
+                    "cannot record the deletion of a shuffle; its files remain, retrying"
+                );
             }
         }
     }

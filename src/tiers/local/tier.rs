@@ -77,7 +77,7 @@ impl Tier for LocalStore {
         let too_few = self.core.available_disks() < self.min_disks.load(Ordering::Relaxed);
         TierState {
             complaint: too_few
-                .then_some("fewer disks take data than localfile_store.healthy_check_min_disks"),
+                .then_some("fewer disks are writable than localfile_store.healthy_check_min_disks"),
             capacity_bytes: Some(disks.iter().map(|disk| disk.total_bytes).sum()),
             used_bytes: disks.iter().map(|disk| disk.used_bytes).sum(),
             disks,

@@ -44,7 +44,7 @@ impl Body {
         let answer = core.store.get_opts(&path_of(&key), options).await;
         let answer = answer.map_err(|error| failed(&key, &error))?;
         if answer.range != range {
-            return Err(wrong_answer(&key, "another range than was asked for"));
+            return Err(wrong_answer(&key, "response has a different range than requested"));
         }
         Ok(Self { key, range, came: Bytes::new(), chunks: Mutex::new(answer.into_stream()) })
     }
@@ -73,7 +73,7 @@ impl Body {
         while self.at() < until {
             if self.came.is_empty() {
                 let came = self.next().await?;
-                self.came = came.ok_or_else(|| wrong_answer(&self.key, "the answer ended too early"))?;
+                self.came = came.ok_or_else(|| wrong_answer(&self.key, "response ended early"))?;
                 continue;
             }
             let wanted = usize::try_from(until - self.at()).unwrap_or(usize::MAX).min(self.came.len());
@@ -83,7 +83,7 @@ impl Body {
         }
         if self.left() == 0 && (!self.came.is_empty() || self.next().await?.is_some_and(|it| !it.is_empty()))
         {
-            return Err(wrong_answer(&self.key, "more bytes than were asked for"));
+            return Err(wrong_answer(&self.key, "response has more bytes than requested"));
         }
         Ok(())
     }
@@ -149,7 +149,7 @@ mod tests {
     #[tokio::test]
     async fn response_of_wrong_length_is_an_error() {
         let cases: [(&[&'static [u8]], &str); 2] =
-            [(&[b"abc"], "too early"), (&[b"abc", b"de"], "more bytes")];
+            [(&[b"abc"], "ended early"), (&[b"abc", b"de"], "more bytes")];
         for (chunks, what) in cases {
             let (mut room, mut body) = ([0; 4], body(0..4, chunks));
             let error = body.fill(vec![(0, &mut room)]);

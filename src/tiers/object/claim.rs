@@ -79,8 +79,8 @@ impl Claim {
         if !claim.has_conditions(store).await {
             tracing::warn!(
                 key = claim.key,
-                "the object store ignores If-None-Match: of two processes of this worker that start at once, neither is refused; \
-                 start only one"
+                "object store ignores If-None-Match, so two processes of this worker that start at once are \
+                 not detected; start only one"
             );
         }
         Ok(claim)
@@ -138,7 +138,10 @@ impl Claim {
             Found::Another(Other { holder, .. }) => {
                 let error = self.in_use(&holder);
                 if self.lost.set(holder).is_ok() {
-                    tracing::error!(%error, "another process has claimed this worker's prefix, nothing is written any more");
+                    tracing::error!(
+                        %error,
+                        "another process has claimed this worker's prefix; writes stopped"
+                    );
                 }
                 Err(error)
             }
@@ -229,6 +232,6 @@ fn text() -> String {
 fn holder_of(claim: &[u8]) -> String {
     const SHOWN_CHARS_MAX: usize = 200;
     let text = String::from_utf8_lossy(claim);
-    let line = text.lines().nth(2).unwrap_or("one that is not named");
+    let line = text.lines().nth(2).unwrap_or("an unnamed process");
     line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN_CHARS_MAX).collect()
 }

@@ -93,7 +93,8 @@ impl Condition {
     /// Why no new shuffles should come.
     pub(super) fn complaint(&self) -> Option<&'static str> {
         let failing = (*self.0.lock())?;
-        (failing.since.elapsed() >= COMPLAINT_AFTER).then_some("the object store does not answer or refuses")
+        (failing.since.elapsed() >= COMPLAINT_AFTER)
+            .then_some("the object store does not respond or refuses requests")
     }
 
     /// A failed read, as its reader is told: of a store that is expected back within `time` it is worth asking again.

@@ -76,92 +76,97 @@ const PART_BYTES_MIN: u64 = 5 * MIB;
 
 section! {
     /// How the tier reaches its store.
-    #[table("object_store", "Object storage that speaks S3. Access keys never stand here, only the place they come from.")]
+    #[table(
+        "object_store",
+        "Object storage with the S3 protocol. Access keys are never set here, only their source."
+    )]
     pub struct ObjectConfig {
-        /// Bucket and prefix, below which every worker has a prefix of its own.
+        /// Bucket and prefix; each worker has its own prefix below it.
         #[key("object_store.url", optional(parsed("s3://bucket/prefix", BucketUrl::parse)), Restart, example "\"s3://shuffle/uniffle\"")]
         pub url: Option<BucketUrl> = None,
-        /// The server. Default: Amazon's of the region.
+        /// URL of the server. Default: Amazon's endpoint of the region.
         #[key("object_store.endpoint", optional(endpoint()), Restart, example "\"https://s3.example.com:9000\"")]
         pub endpoint: Option<Endpoint> = None,
-        /// The region that requests are signed for; servers other than Amazon's mostly take any.
+        /// Region for request signatures; most servers other than Amazon's accept any.
         #[key("object_store.region", parsed("a region such as \"eu-central-1\"", region), Restart)]
         pub region: String = "us-east-1".to_owned(),
-        /// Whether the bucket stands in the path of a request and not in the name of the host. Default: with an endpoint.
+        /// Bucket in the request's path instead of its host name. Default: true if an endpoint is
+        /// set.
         #[key("object_store.path_style", flag(), Restart, example "true")]
         pub path_style: bool = endpoint.is_some(),
-        /// Where the keys come from that requests are signed with: environment = AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, file =
-        /// credentials_file, web_identity = AWS_WEB_IDENTITY_TOKEN_FILE exchanged for keys of AWS_ROLE_ARN, none = requests are
-        /// not signed.
+        /// Source of access keys: environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), file
+        /// (credentials_file), web_identity (AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN) or none
+        /// (unsigned requests).
         #[key("object_store.credentials", word(), Restart)]
         pub credentials: Credentials = Credentials::Environment,
-        /// A file as the AWS command line has it (aws_access_key_id, aws_secret_access_key, aws_session_token, expiration). It is
-        /// read again when it changes.
+        /// Credentials in the format of the AWS command line; read again when the file changes.
         #[key("object_store.credentials_file", optional(path()), Restart, example "\"/etc/uniffle-worker/s3-credentials\"")]
         pub credentials_file: Option<PathBuf> = None,
-        /// The section of credentials_file.
+        /// Section of credentials_file.
         #[key("object_store.profile", parsed("1 to 100 printable characters", profile), Restart)]
         pub profile: String = "default".to_owned(),
-        /// PEM file: who must have signed the server's certificate. Default: whom the machine trusts.
+        /// PEM file of the authorities trusted for the server. Default: those that the machine
+        /// trusts.
         #[key("object_store.ca_file", optional(path()), Restart, example "\"/etc/uniffle-worker/s3-ca.crt\"")]
         pub ca_file: Option<PathBuf> = None,
-        /// Write, read and delete an object at start, and do not start if that fails.
+        /// Write, read and delete an object at start, and refuse to start on failure.
         #[key("object_store.precheck_enable", flag(), Restart)]
         pub precheck: bool = false,
-        /// Time to find, reach and greet the server.
+        /// Timeout of name resolution, connect and TLS handshake.
         #[key("object_store.connect_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub connect_timeout: Duration = 5 * SECOND,
-        /// Time of one attempt of a request, from its first byte to the last of its answer; every MiB adds a second.
+        /// Timeout of one attempt of a request, plus one second per MiB.
         #[key("object_store.request_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub request_timeout: Duration = 30 * SECOND,
-        /// Longest time without a byte of an answer that has begun.
+        /// Longest pause between two bytes of a response.
         #[key("object_store.stall_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub stall_timeout: Duration = 10 * SECOND,
-        /// Since the first attempt of a request; after that no other is begun.
+        /// Time since a request's first attempt after which no further attempt starts.
         #[key("object_store.retry_timeout_sec", seconds(Duration::ZERO..=DAY), Restart)]
         pub retry_timeout: Duration = 60 * SECOND,
-        /// Requests under way at a time: so many uploads, and so many others.
+        /// Concurrent uploads, and as many other requests.
         #[key("object_store.max_concurrency", count(1..=1024), Restart)]
         pub max_concurrency: usize = 16,
-        /// How the store finds out that a body was changed on its way: crc64nvme, signature (SHA-256, which costs more) or off, for
-        /// stores that know neither. Reads are checked in any case.
+        /// Checksum of uploads: crc64nvme, signature (SHA-256, more CPU) or off, for stores that
+        /// support neither. Reads are always verified.
         #[key("object_store.upload_check", word(), Restart)]
         pub upload_check: UploadCheck = UploadCheck::Crc64,
-        /// Parts that objects are uploaded in.
+        /// Part size of multipart uploads.
         #[key("object_store.part_size", size(PART_BYTES_MIN..=64 * MIB), Restart)]
         pub part_bytes: usize = 8 << 20,
-        /// Objects of data: about as large as this, whatever number of partitions they hold.
+        /// Approximate size of data objects, however many partitions they contain.
         #[key("object_store.segment_size", size(64 * MIB..=256 * MIB), Restart)]
         pub segment_bytes: u64 = 128 * MIB,
-        /// With local disks: a disk filled beyond this share has its largest and oldest shuffles moved to the store, ...
+        /// With local disks: above this usage, a disk's largest and oldest shuffles are moved to
+        /// the store.
         #[key("object_store.offload_high_watermark", ratio(), Restart)]
         pub offload_high: f64 = 0.6,
-        /// ... until it is below this one.
+        /// Moving stops below this usage.
         #[key("object_store.offload_low_watermark", ratio(), Restart)]
         pub offload_low: f64 = 0.5,
-        /// Directories for the read cache, one per disk: parts of objects that were read, so that the next reader of them asks for
-        /// nothing. Nothing in it outlives the process. A disk that fails is left alone; reads go on without it.
+        /// Directories of the read cache, one per disk. They are emptied at start; reads continue
+        /// without a failed one.
         #[key("object_store.cache_dirs", list(64, path()), Restart, example "[\"/data1/uniffle-cache\", \"/data2/uniffle-cache\"]")]
         pub cache_dirs: Vec<PathBuf> = Vec::new(),
-        /// Bytes of the read cache, on all cache_dirs together; each gets the same part.
+        /// Size of the read cache, divided equally among cache_dirs.
         #[key("object_store.cache_capacity", size(0..=CACHE_BYTES_MAX), Restart, example "\"200GB\"")]
         pub cache_bytes: u64 = 0,
         /// For credentials = "environment".
         #[env("AWS_ACCESS_KEY_ID", optional(secret("an access key", secret_text)))]
         pub access_key: Option<Secret> = None,
         /// For credentials = "environment".
-        #[env("AWS_SECRET_ACCESS_KEY", optional(secret("its secret", secret_text)))]
+        #[env("AWS_SECRET_ACCESS_KEY", optional(secret("a secret key", secret_text)))]
         pub secret_key: Option<Secret> = None,
-        /// For credentials = "environment", with keys that were lent.
-        #[env("AWS_SESSION_TOKEN", optional(secret("their token", secret_text)))]
+        /// For credentials = "environment" with temporary keys.
+        #[env("AWS_SESSION_TOKEN", optional(secret("a session token", secret_text)))]
         pub session_token: Option<Secret> = None,
         /// For credentials = "web_identity".
-        #[env("AWS_ROLE_ARN", optional(parsed("a role's ARN", any_text)))]
+        #[env("AWS_ROLE_ARN", optional(parsed("ARN of a role", any_text)))]
         pub role_arn: Option<String> = None,
         /// For credentials = "web_identity".
         #[env("AWS_WEB_IDENTITY_TOKEN_FILE", optional(text("a file", |text| Ok(PathBuf::from(text)), |path| path.display().to_string())))]
         pub web_identity_token_file: Option<PathBuf> = None,
-        /// For credentials = "web_identity": another STS than the region's.
+        /// For credentials = "web_identity": URL of STS. Default: that of the region.
         #[env("AWS_ENDPOINT_URL_STS", optional(parsed("a URL", any_text)))]
         pub sts_endpoint: Option<String> = None,
     }
@@ -181,22 +186,22 @@ impl ObjectConfig {
             return problems;
         }
         if !cfg!(feature = "object") {
-            let allowed =
-                "no URL: this build has no object storage (it was made without the feature `object`)";
+            let allowed = "must be unset; this build has no object storage (feature `object`)";
             let url = self.url.as_ref().map(ToString::to_string).unwrap_or_default();
             problems.push(("object_store.url", url, allowed.to_owned()));
         }
         if self.credentials == Credentials::File && self.credentials_file.is_none() {
-            let allowed = "needed with object_store.credentials = \"file\"".to_owned();
+            let allowed = "is required with object_store.credentials = \"file\"".to_owned();
             problems.push(("object_store.credentials_file", "(absent)".to_owned(), allowed));
         }
         let is_encrypted = self.endpoint.as_ref().is_none_or(Endpoint::is_encrypted);
         if let Some(file) = self.ca_file.as_ref().filter(|_| !is_encrypted) {
-            let allowed = "no file with an object_store.endpoint that is not https".to_owned();
+            let allowed = "must be unset with an object_store.endpoint that is not https".to_owned();
             problems.push(("object_store.ca_file", file.display().to_string(), allowed));
         }
         if self.offload_low >= self.offload_high {
-            let allowed = format!("less than object_store.offload_high_watermark ({})", self.offload_high);
+            let allowed =
+                format!("must be less than object_store.offload_high_watermark ({})", self.offload_high);
             problems.push(("object_store.offload_low_watermark", self.offload_low.to_string(), allowed));
         }
         problems.extend(self.cache_problem());
@@ -204,7 +209,9 @@ impl ObjectConfig {
         if has_dot && !self.path_style && is_encrypted {
             // A certificate for *.s3.example.com is not one for a.b.s3.example.com.
             let allowed =
-                "true for a bucket with a dot in its name, which no certificate covers as a host".to_owned();
+                "must be true for a bucket with a dot in its name, because no certificate covers its host \
+                 name"
+                    .to_owned();
             problems.push(("object_store.path_style", "false".to_owned(), allowed));
         }
         problems
@@ -215,13 +222,13 @@ impl ObjectConfig {
         let directories = self.cache_dirs.len() as u64;
         let least = directories * CACHE_BYTES_MIN;
         if directories > 0 && self.cache_bytes < least {
-            let allowed = format!("at least {least} bytes for {directories} object_store.cache_dirs");
+            let allowed = format!("must be at least {least} bytes for {directories} object_store.cache_dirs");
             return Some(("object_store.cache_capacity", self.cache_bytes.to_string(), allowed));
         }
         let is_twice = |(at, path): (usize, &PathBuf)| self.cache_dirs[..at].contains(path);
         if self.cache_dirs.iter().enumerate().any(is_twice) {
             let all: Vec<_> = self.cache_dirs.iter().map(|path| path.display().to_string()).collect();
-            let allowed = "each directory once".to_owned();
+            let allowed = "must contain each directory once".to_owned();
             return Some(("object_store.cache_dirs", all.join(", "), allowed));
         }
         None
@@ -244,7 +251,10 @@ impl ObjectConfig {
                 .push("object_store.cache_capacity has no effect without object_store.cache_dirs".to_owned());
         }
         if self.endpoint.as_ref().is_some_and(|endpoint| !endpoint.is_encrypted()) {
-            warnings.push("object_store.endpoint is not https: who can listen reads shuffle data".to_owned());
+            warnings.push(
+                "object_store.endpoint is not https; shuffle data and requests are readable on the network"
+                    .to_owned(),
+            );
         }
         warnings
     }

@@ -155,7 +155,7 @@ impl DataRead {
         let Range { start, end } = block.place;
         let extent = self.extents.touched(start, end).next();
         let key = shuffle.segment_key(extent.map_or(0, |extent| extent.segment));
-        tracing::warn!(key, start, end, "a block was read with other bytes than were written");
+        tracing::warn!(key, start, end, "block was read with wrong bytes; reading it again");
         if let Some(of_store) = located.of_store_instead(core) {
             return Ok(of_store);
         }
@@ -163,7 +163,7 @@ impl DataRead {
             1 => Ok(located.of_store()),
             _ => {
                 extent.iter().for_each(|extent| forget_records(core, shuffle, extent));
-                Err(StoreError::corrupt(key, "a block has other bytes than were written, twice"))
+                Err(StoreError::corrupt(key, "a block has wrong bytes, confirmed by a second read"))
             }
         }
     }

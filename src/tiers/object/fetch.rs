@@ -163,7 +163,7 @@ async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<
     match rest.body.fill(vec![(offset, &mut *room)]).await {
         Ok(()) => Ok((rest.body.left() > 0).then_some(rest)),
         Err(error) => {
-            tracing::debug!(%error, "the rest of an answer is asked for again");
+            tracing::debug!(%error, "requesting the rest of a response again");
             let (segment, key) = (rest.segment, rest.body.key().to_owned());
             drop(rest);
             get(core, (segment, key), vec![(offset, room)], 0).await

@@ -96,7 +96,7 @@ impl<'a> Indexes<'a> {
         let footers = segments.clone().into_iter().map(|(number, bytes)| async move {
             let footer = self.footer(number, bytes).await?;
             let is_its_own = |it: &Footer| (it.number, it.incarnation) == (number, incarnation);
-            let another = || "it is another one".to_owned();
+            let another = || "it is a different object".to_owned();
             Ok::<_, StoreError>((
                 number,
                 footer.and_then(|it| is_its_own(&it).then_some(it).ok_or_else(another)),
@@ -210,7 +210,7 @@ impl Data {
 
     fn miss(&mut self, number: u32, what: &str) {
         let key = object_key(&self.prefix, Name::Segment(number));
-        tracing::error!(key, what, "a segment cannot be read; its blocks are lost");
+        tracing::error!(key, what, "cannot read a segment; its blocks are lost");
         if self.reason.is_empty() {
             self.reason = format!("object {key}: {what}");
         }
@@ -231,8 +231,7 @@ impl Data {
                 }
                 _ if self.reason.is_empty() => {
                     let key = object_key(&self.prefix, Name::Segment(number));
-                    let what =
-                        if is_sound { "what was before it is missing" } else { "its index is damaged" };
+                    let what = if is_sound { "preceding data is missing" } else { "its index is corrupt" };
                     self.reason = format!("object {key}: {what}");
                 }
                 _ => {}

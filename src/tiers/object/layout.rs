@@ -203,13 +203,13 @@ pub struct Entry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
     /// It does not end like a segment.
-    #[error("the object does not end like a segment")]
+    #[error("the object is not a segment")]
     Magic,
     /// A later program wrote it.
-    #[error("the segment has version {0}, this program knows {VERSION}")]
+    #[error("the segment has version {0}, this program supports {VERSION}")]
     Version(u16),
     /// A checksum does not fit.
-    #[error("checksum of the segment's {0} does not fit")]
+    #[error("checksum of the segment's {0} does not match")]
     Checksum(&'static str),
     /// A field contradicts another.
     #[error("the segment's {0} is malformed")]

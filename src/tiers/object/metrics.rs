@@ -10,32 +10,35 @@ const SEGMENT_BUCKETS: &[f64] = &metrics::exponential::<8>(65_536.0, 4.0);
 metrics::table! {
     /// Counters and gauges of the object tier.
     pub(crate) struct Metrics {
-        write_bytes: IntCounter = "object_write_bytes", "payload bytes that the object store has taken";
-        segments: IntCounter = "object_segments_written", "objects of data that the object store has taken";
+        write_bytes: IntCounter = "object_write_bytes", "Payload bytes stored in the object store";
+        segments: IntCounter = "object_segments_written", "Data objects stored in the object store";
         segment_bytes: Histogram =
-            "object_segment_bytes", "bytes of an object of data", in SEGMENT_BUCKETS;
+            "object_segment_bytes", "Bytes of a data object", in SEGMENT_BUCKETS;
         uploads_failed: IntCounter = "object_uploads_failed",
-            "objects of data that the object store did not take; what was to be in them stays in memory";
-        pages: IntCounter = "object_metadata_writes", "objects with registrations and reports that were written";
-        read_bytes: IntCounter = "object_read_bytes", "data bytes read from the object store";
-        read_index_bytes: IntCounter = "object_read_index_bytes", "index bytes given to readers";
-        ranges: IntCounter = "object_read_ranges", "ranges of objects that were asked for";
+            "Data objects that failed to be uploaded; their blocks stay in memory";
+        pages: IntCounter = "object_metadata_writes",
+            "Metadata objects written, with registrations and reports";
+        read_bytes: IntCounter = "object_read_bytes", "Data bytes read from the object store";
+        read_index_bytes: IntCounter = "object_read_index_bytes", "Index bytes sent to readers";
+        ranges: IntCounter = "object_read_ranges", "Ranges of objects requested";
         cache_hits: IntCounter = "object_cache_hits",
-            "chunks that a read found in the read cache, or on their way into it";
-        cache_misses: IntCounter = "object_cache_misses", "chunks that were asked for at the object store, for the read cache";
+            "Chunks found in the read cache, or on their way into it";
+        cache_misses: IntCounter = "object_cache_misses",
+            "Chunks fetched from the object store into the read cache";
         cache_bypassed: IntCounter = "object_cache_bypassed",
-            "chunks that got no place in the read cache, so that reads of them went to the object store";
-        cache_read_bytes: IntCounter = "object_cache_read_bytes", "bytes read from the read cache's disks";
-        cache_write_bytes: IntCounter = "object_cache_write_bytes", "bytes written to the read cache's disks";
+            "Chunks read from the object store because the read cache was full";
+        cache_read_bytes: IntCounter = "object_cache_read_bytes", "Bytes read from the disks of the read cache";
+        cache_write_bytes: IntCounter = "object_cache_write_bytes", "Bytes written to the disks of the read cache";
         cache_failures: IntCounter = "object_cache_failures",
-            "failures of a disk of the read cache, after which it is left alone for a minute";
-        cache_bytes: IntGauge = "object_cache_bytes", "bytes of the places in use in the read cache";
-        cache_capacity_bytes: IntGauge = "object_cache_capacity_bytes", "bytes of all places of the read cache";
+            "Failures of a read cache disk, each of which disables it for a minute";
+        cache_bytes: IntGauge = "object_cache_bytes", "Used bytes of the read cache";
+        cache_capacity_bytes: IntGauge = "object_cache_capacity_bytes", "Size of the read cache in bytes";
         crc_mismatches: IntCounter = "object_crc_mismatches",
-            "blocks that the object store returned with other bytes than were written";
+            "Corrupt blocks returned by the object store";
         deletions_failed: IntCounter = "object_deletions_failed",
-            "shuffles and applications of which objects could not be deleted and were left";
-        stored_bytes: IntGauge = "object_stored_bytes", "bytes of the segments of known shuffles";
-        failing: IntGauge = "object_store_is_failing", "1 while the last calls failed by the object store's fault";
+            "Shuffles and applications whose objects could not be deleted";
+        stored_bytes: IntGauge = "object_stored_bytes", "Bytes of data objects of registered shuffles";
+        failing: IntGauge = "object_store_is_failing",
+            "Availability of the object store: 1 while its latest calls failed";
     }
 }

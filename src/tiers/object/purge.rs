@@ -142,12 +142,12 @@ async fn until<'a>(
     end: impl Fn() -> BoxFuture<'a, Result<(), StoreError>>,
 ) -> Result<(), StoreError> {
     loop {
-        let silent = || StoreError::remote(StoreErrorKind::Unreachable, prefix, "it does not answer");
+        let silent = || StoreError::remote(StoreErrorKind::Unreachable, prefix, "object store timeout");
         let ended = timeout_at(deadline, end()).await;
         let Err(error) = ended.unwrap_or_else(|_| Err(silent())) else { return Ok(()) };
         let is_late = Instant::now() + PAUSE >= deadline;
         if is_late || error.kind != StoreErrorKind::Unreachable {
-            let what = "what the object store has of an earlier registration of the shuffle is not deleted";
+            let what = "cannot delete objects of an earlier registration of the shuffle";
             return Err(StoreError::remote(error.kind, prefix, format!("{what}: {error}")));
         }
         sleep(PAUSE).await;
@@ -180,10 +180,18 @@ pub(super) async fn delete(core: &Core, earlier: &Earlier, going: &Going) {
         }
         if attempt == ATTEMPTS {
             core.metrics.deletions_failed.inc();
-            tracing::error!(prefix, %error, "objects of what is gone could not be deleted, they are left");
+            tracing::error!(
+                prefix,
+                %error,
+                "cannot delete objects of a removed shuffle or application; giving up"
+            );
             return;
         }
-        tracing::warn!(prefix, %error, "objects of what is gone are not deleted yet");
+        tracing::warn!(
+            prefix,
+            %error,
+            "cannot delete objects of a removed shuffle or application yet; retrying"
+        );
         tokio::select! {
             biased;
             () = core.tasks.cancelled() => return,

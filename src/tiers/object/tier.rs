@@ -232,7 +232,7 @@ impl ObjectTier {
         let mut listed = self.core.store.list(Some(&path_of(root)));
         let answer = listed.next().await.transpose();
         if self.core.noted(root, answer).is_ok() {
-            tracing::info!("the object store answers again");
+            tracing::info!("object store responds again");
         }
     }
 }
@@ -430,7 +430,11 @@ impl Tier for ObjectTier {
             let mut deletions = self.core.deletions.subscribe();
             if crate::clock::timeout(time, deletions.wait_for(|under_way| *under_way == 0)).await.is_err() {
                 let left = *deletions.borrow();
-                tracing::warn!(left, "objects of what is gone are not deleted yet, the next start goes on");
+                tracing::warn!(
+                    left,
+                    "objects of removed shuffles or applications are not deleted yet; the next start \
+                     continues"
+                );
             }
         };
         ended.boxed()

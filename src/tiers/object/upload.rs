@@ -78,7 +78,7 @@ async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job
         Err(error) if error.kind == StoreErrorKind::Purged => {}
         Err(error) => {
             core.metrics.uploads_failed.inc();
-            tracing::warn!(key = upload.key, %error, "a segment was not written, its blocks stay in memory");
+            tracing::warn!(key = upload.key, %error, "segment upload failed; its blocks stay in memory");
         }
     }
     upload.answer(&result);
@@ -306,7 +306,7 @@ impl<'a> Upload<'a> {
         let Err(error) = self.core.noted(&self.key, result) else { return Ok(()) };
         match self.core.store.head(&self.path).await {
             Ok(found) if found.size == bytes => {
-                tracing::info!(key = self.key, %error, "an upload looked failed, and the object is there");
+                tracing::info!(key = self.key, %error, "upload reported a failure, but the object exists");
                 Ok(())
             }
             _ => Err(error),
@@ -328,7 +328,7 @@ impl<'a> Upload<'a> {
         match timeout(CLEAN_UP_TIMEOUT, clean_up).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => {}
             left => {
-                tracing::debug!(key = self.key, ?left, %error, "what a failed upload left is not removed")
+                tracing::debug!(key = self.key, ?left, %error, "cannot remove parts of a failed upload")
             }
         }
     }

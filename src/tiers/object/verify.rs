@@ -206,11 +206,7 @@ impl Verifier {
         until: u64,
     ) -> Result<(), StoreError> {
         let (until, key) = (until.min(self.range.end), shuffle.segment_key(extent.segment));
-        tracing::warn!(
-            key,
-            base = extent.base,
-            "a block and its index record do not fit, both are read again"
-        );
+        tracing::warn!(key, base = extent.base, "block does not match its index record; reading both again");
         forget_records(core, shuffle, extent);
         reads::discard(core, shuffle, extent.segment, &extent.records_range());
         let is_next = self.unknown(u64::MAX).next().is_some_and(|(_, next)| next.base == extent.base);
@@ -236,7 +232,7 @@ impl Verifier {
         if fits {
             return Ok(());
         }
-        let what = "a block was read by records that are not those that are stored; nothing is lost";
+        let what = "index records were read with wrong bytes; nothing is lost";
         Err(StoreError::io(key, io::Error::other(what)))
     }
 
@@ -298,7 +294,7 @@ async fn load(
 }
 
 /// What is said of records that are not what was written.
-pub(super) const WRONG_RECORDS: &str = "checksum of a partition's index records does not fit";
+pub(super) const WRONG_RECORDS: &str = "checksum of a partition's index records does not match";
 
 /// Whether the records of an extent are read in several windows, so that nothing says whether those of one are what was written.
 pub(super) fn has_windows(extent: &Extent) -> bool {

@@ -7,14 +7,18 @@ use crate::metrics;
 metrics::table! {
     /// Those of all shuffles.
     pub(crate) struct Metrics {
-        moved_bytes: IntCounter = "offload_bytes", "payload bytes that were moved from local disks to the object store";
+        moved_bytes: IntCounter = "offload_bytes",
+            "Payload bytes moved from local disks to the object store";
         freed_bytes: IntCounter =
-            "offload_freed_bytes", "bytes of files on local disks that were removed because the object store has their content";
-        passes: IntCounter = "offload_passes", "times that data of a shuffle was moved to the object store";
-        failures: IntCounter = "offload_failures", "such times that ended with an error; what was not moved stays on the disks";
+            "offload_freed_bytes",
+            "Bytes of local files deleted after their data was moved to the object store";
+        passes: IntCounter = "offload_passes", "Moves of shuffle data to the object store";
+        failures: IntCounter = "offload_failures",
+            "Failed moves of shuffle data to the object store; the data stays on the disks";
         disks_relieved: IntGauge =
-            "offload_disks_relieved", "disks that were above the high watermark of offload and are not below the low one yet";
+            "offload_disks_relieved",
+            "Disks that are being relieved: above the high watermark of offload and not yet below the low one";
         left_bytes: IntGauge = "offload_drain_left_bytes",
-            "while the worker is drained, bytes on local disks and in no object yet";
+            "During a drain, bytes on local disks that are not in the object store yet";
     }
 }

@@ -70,7 +70,7 @@ async fn repeated_partition_costs_as_much_as_one() {
     let refused = results(&key, vec![0; 1_000_001]);
     let answer = fixture.client.raw().get_shuffle_result_for_multi_part(refused).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::InvalidRequest);
-    assert_eq!(answer.ret_msg, "partitions has 1000001 entries, at most 1000000 are allowed");
+    assert_eq!(answer.ret_msg, "partitions has 1000001 entries, the limit is 1000000");
     fixture.finish().await;
 }
 
@@ -157,9 +157,9 @@ async fn refused_registration_names_field_and_stores_nothing() {
         ..ShuffleRegisterRequest::default()
     };
     let cases = [
-        (request(100_000, 1, 0), "user has 100000 bytes, at most 1024 are allowed"),
-        (request(1, 262_145, 0), "partitionRanges has 262145 ranges, at most 262144 are allowed"),
-        (request(1, 1, 9000), "remoteStorage.path has 9000 bytes, at most 8000 are allowed"),
+        (request(100_000, 1, 0), "user has 100000 bytes, the limit is 1024"),
+        (request(1, 262_145, 0), "partitionRanges has 262145 ranges, the limit is 262144"),
+        (request(1, 1, 9000), "remoteStorage.path has 9000 bytes, the limit is 8000"),
     ];
     for (request, said) in cases {
         let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
@@ -202,7 +202,7 @@ async fn unread_responses_pin_bounded_memory() {
             StatusCode::Success => assert!(!answer.data.is_empty()),
             status => {
                 assert_eq!(status, StatusCode::NoBuffer);
-                assert!(answer.ret_msg.contains("answers that are not taken"), "{}", answer.ret_msg);
+                assert!(answer.ret_msg.contains("unread responses"), "{}", answer.ret_msg);
                 refused += 1;
             }
         }

@@ -83,9 +83,9 @@ async fn readiness_gives_the_reason_of_the_only_tier() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     until(200).await;
-    tier.complain(Some("no remote store works"));
+    tier.complain(Some("all remote stores fail"));
     let text = until(503).await;
-    assert!(text.contains("unhealthy: no remote store works"), "{text}");
+    assert!(text.contains("unhealthy: all remote stores fail"), "{text}");
     tier.complain(None);
     until(200).await;
     fixture.finish().await;

@@ -69,7 +69,7 @@ async fn fill_registrations(fixture: &WorkerFixture, app: &str) {
                 break text;
             }
         };
-        assert!(refused.contains("no heap left for registrations"), "{refused}");
+        assert!(refused.contains("heap is full for registrations"), "{refused}");
         assert!(refused.contains("memory_store.heap_capacity"), "{refused}");
     }
 }
@@ -160,7 +160,7 @@ async fn hold_unfinished_blocks(fixture: &WorkerFixture, key: &ShuffleKey) -> im
     let (_number, refused) = calls.next().await.unwrap();
     let (status, text) = refused.send_status();
     assert_eq!(status, StatusCode::NoBuffer, "{text}");
-    assert!(text.contains("no heap left for unfinished_blocks"), "{text}");
+    assert!(text.contains("heap is full for unfinished_blocks"), "{text}");
     calls
 }
 

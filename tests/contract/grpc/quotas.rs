@@ -56,7 +56,7 @@ async fn partitions_are_limited_per_application_and_user() {
     assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success, "none of them is new");
     let (status, text) = register(&fixture, &key("app-a", 2), "etl", 1).await;
     assert_eq!(status, StatusCode::InternalError);
-    assert!(text.contains("quota.app_partitions is 10, 10 are in use and 1 more were asked for"), "{text}");
+    assert!(text.contains("quota.app_partitions is 10: 10 in use, 1 more requested"), "{text}");
     let (status, text) = register(&fixture, &b, "etl", 6).await;
     assert!(status == StatusCode::InternalError && text.contains("quota.user_partitions is 15"), "{text}");
     assert!(fixture.worker.apps().find(&b.app).is_none(), "nothing of it was kept");
@@ -86,7 +86,7 @@ async fn reported_ids_are_limited() {
     report(1, 0..8).await.unwrap();
     let refused = report(2, 8..11).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError));
-    assert!(refused.to_string().contains("quota.app_reported_ids is 10, 8 are in use"), "{refused}");
+    assert!(refused.to_string().contains("quota.app_reported_ids is 10: 8 in use"), "{refused}");
     // Repeated ids count once, as they are stored.
     let repeated: Vec<BlockId> = [8, 9, 8, 9, 8].map(BlockId).to_vec();
     let twice = [(P, repeated.clone()), (P, repeated)];
@@ -189,7 +189,7 @@ async fn reads_beyond_the_quota_wait() {
     let patient = fixture.client.raw().get_memory_shuffle_data(request).await.unwrap().into_inner();
     assert_eq!(patient.status(), StatusCode::NoBuffer);
     for text in [over_tcp.to_string(), patient.ret_msg] {
-        assert!(text.contains("quota.app_open_reads is 1, 1 are in use and 1 more were asked for"), "{text}");
+        assert!(text.contains("quota.app_open_reads is 1: 1 in use, 1 more requested"), "{text}");
     }
     let answer = open.collect().await.unwrap().to_bytes();
     assert!(answer.len() > 1 << 20);

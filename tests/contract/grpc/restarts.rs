@@ -203,11 +203,11 @@ fn unproven_results_are_refused_until_the_app_ends() {
         let refused = refusal(&damaged).await;
         assert!(refused.contains("results of shuffle app-1/1 are refused"), "{refused}");
         assert!(
-            refused.contains("/log is damaged at record 2") && refused.contains("unregister"),
+            refused.contains("/log is corrupt at record 2") && refused.contains("unregister"),
             "{refused}"
         );
         let refused = refusal(&unknown).await;
-        assert!(refused.contains("whether shuffle app-1/7 was registered is not known"), "{refused}");
+        assert!(refused.contains("cannot determine whether shuffle app-1/7 was registered"), "{refused}");
         assert!((fixture.metric("unknown_shuffles_refused") - 1.0).abs() < f64::EPSILON);
         let told = fixture.worker.service().insight.incompleteness();
         assert!(told.unknown_shuffles.is_some() && told.shuffles == 1 && told.reasons.len() == 1, "{told:?}");
@@ -421,7 +421,7 @@ async fn corrupt_reads_blame_the_disk_and_report_the_loss() {
         (1, 1),
         "the others of its extent are intact: {told:?}"
     );
-    assert!(told.losses[0].reason.contains("another checksum"), "{told:?}");
+    assert!(told.losses[0].reason.contains("block is corrupt"), "{told:?}");
     let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
     assert!(refused.contains("1 block of shuffle app-1/1 partition 0 are lost"), "{refused}");
     // Resent blocks are found, and the damaged copy does not interfere.

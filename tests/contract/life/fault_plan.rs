@@ -125,7 +125,7 @@ impl History {
         let text = error.to_string();
         let is_named = (0..self.disks.len()).any(|disk| text.contains(&format!("/disk{disk}")));
         // A directory must be writable to take over data that only the store has.
-        let is_any = self.objects.is_some() && text.contains("no data directory can be written");
+        let is_any = self.objects.is_some() && text.contains("no data directory is writable");
         assert!(is_named || is_any, "a start is refused without a directory's name: {text}");
         if error.kind == StoreErrorKind::Unclaimed {
             return self.write_claim(&text);

@@ -40,7 +40,7 @@ impl History {
             // Directories that ran separately may have given one place to different blocks. The job
             // is told to run again, or the reported blocks are listed as lost.
             let runs_again = self.diverged()
-                || refusal.is_some_and(|refusal| refusal.text().contains("run its application again"));
+                || refusal.is_some_and(|refusal| refusal.text().contains("run its application"));
             // An extent with wrong bytes may be abandoned.
             let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
             let intact = findings.intact;
@@ -66,7 +66,7 @@ impl History {
     fn diverged(&self) -> bool {
         let tiers = self.process().flusher.tiers();
         let gap = tiers.metadata().filter(|_| self.objects.is_some()).and_then(|tier| tier.metadata_gap());
-        gap.is_some_and(|gap| gap.contains("was used without the others"))
+        gap.is_some_and(|gap| gap.contains("was used separately from the others"))
     }
 
     fn knows(&self, key: &ShuffleKey) -> bool {

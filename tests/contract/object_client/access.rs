@@ -65,8 +65,8 @@ async fn failed_probe_names_step_and_remedy() {
         (On::Get, "read it"),
         (On::List, "list it"),
         (On::Delete, "delete it"),
-        (On::Create, "begin an upload"),
-        (On::Abort, "end an upload"),
+        (On::Create, "start an upload"),
+        (On::Abort, "abort an upload"),
     ] {
         server.faults.plan(on, 1, &Fault::Refuse(403, "AccessDenied"));
         let told = told(no_retry(server.config("x"))).await;
@@ -75,7 +75,7 @@ async fn failed_probe_names_step_and_remedy() {
     server.faults.plan(On::Put, 1, &Fault::Refuse(404, "NoSuchBucket"));
     assert!(told(no_retry(server.config("x"))).await.contains(Refusal::BucketMissing.remedy()));
     server.faults.plan(On::Get, 1, &Fault::WrongByte);
-    assert!(told(server.config("x")).await.contains("other bytes than were written"));
+    assert!(told(server.config("x")).await.contains("wrong bytes"));
 }
 
 fn keys(file: &File, secret: &str, more: &str) {

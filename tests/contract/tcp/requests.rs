@@ -311,7 +311,7 @@ async fn waiting_local_reads_are_bounded_by_the_heap() {
     for _ in waiting..50 {
         let reply = peer.hear().await;
         assert_eq!(reply.status, i32::from(StatusCode::NoBuffer));
-        assert!(reply.message.contains("no heap left for requests"), "{}", reply.message);
+        assert!(reply.message.contains("heap is full for requests"), "{}", reply.message);
     }
     assert!(requests.used() > waiting * frame.len() as u64, "{} bytes of {waiting}", requests.used());
     drop(peer);

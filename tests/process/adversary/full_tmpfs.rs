@@ -33,14 +33,14 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
     .await;
     let others = tmpfs.fill();
     let mut honest = Honest::start(&client).await;
-    block_in_place(|| worker.wait_log("memory_store.backing has no place for some shuffles"));
+    block_in_place(|| worker.wait_log("a kill would lose blocks in memory of some shuffles"));
     let ready = block_in_place(|| worker.page("/health/ready")).expect("ready");
-    assert!(ready.contains("memory_store.backing has no place for 1 shuffles"), "{ready}");
+    assert!(ready.contains("a kill would lose blocks in memory of 1 shuffles"), "{ready}");
     assert_eq!(block_in_place(|| worker.metrics()).total("memory_unprotected_shuffles"), Some(1.0));
     let figures = honest.work(&client, Instant::now() + Duration::from_secs(1)).await;
     say(&format!("adversary, full tmpfs: {figures}"));
     std::fs::remove_file(others).expect("there");
-    block_in_place(|| worker.wait_log("memory_store.backing has a place for all shuffles again"));
+    block_in_place(|| worker.wait_log("memory_store.backing has space for all shuffles again"));
     honest.work(&client, Instant::now()).await;
     block_in_place(|| {
         worker.kill();

@@ -237,7 +237,7 @@ fn pushgateway_is_retried_and_group_deleted_at_stop() {
         let failed = worker.metrics().expect("pushgateway_push_failed_total");
         if failed > 0.0 { Ok(()) } else { Err("it did not".to_owned()) }
     });
-    assert!(worker.log().contains("the pushgateway does not take metrics"), "{}", worker.log());
+    assert!(worker.log().contains("the pushgateway does not accept metrics"), "{}", worker.log());
     worker.assert_no_error_logged();
     let mut gateway = Command::new("prometheus-pushgateway");
     gateway.arg(format!("--web.listen-address=127.0.0.1:{port}")).arg("--web.route-prefix=/behind/proxy");

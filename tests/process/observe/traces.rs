@@ -65,7 +65,7 @@ fn unreachable_collector_is_logged_once() {
     let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
     Load::start(&worker, "20MB", 1).finish();
     wait_until("a warning is logged", PATIENCE, || {
-        let warnings = worker.log().matches("the collector does not take traces").count();
+        let warnings = worker.log().matches("the collector does not accept traces").count();
         if warnings == 1 { Ok(()) } else { Err(format!("{warnings} warnings")) }
     });
     assert!(worker.metrics().total("trace_spans_lost_total").is_some_and(|lost| lost > 0.0));

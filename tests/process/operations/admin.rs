@@ -271,6 +271,6 @@ async fn calls_are_audited_and_unauthorized_ones_rate_limited() {
         assert!(ok.contains(part), "{part} in {ok}");
     }
     let failed = audit.iter().find(|line| line.contains("result=\"failed\"")).unwrap();
-    assert!(failed.contains("/admin/apps/none/purge") && failed.contains("no such application"), "{failed}");
+    assert!(failed.contains("/admin/apps/none/purge") && failed.contains("unknown application"), "{failed}");
     tokio::task::spawn_blocking(move || worker.stop()).await.unwrap();
 }

@@ -164,7 +164,7 @@ async fn exit_code_identifies_the_failure() {
     let fixture = AdminFixture::with(&format!("token_file = {right:?}\n")).await;
     ctl(&fixture, &["tags", "x", "--token-file", &right]).await.succeeded();
     let refused = ctl(&fixture, &["tags", "x", "--token-file", &wrong]).await.failed(1);
-    assert!(refused.contains("a bearer token is needed"), "{refused}");
+    assert!(refused.contains("bearer token required"), "{refused}");
     assert!(ctl(&fixture, &["tags", "x"]).await.failed(1).contains("401"));
     let refused = ctl(&fixture, &["tags", "x", "--token-file", "/nowhere"]).await.failed(2);
     assert!(refused.contains("--token-file /nowhere"), "{refused}");
@@ -225,7 +225,7 @@ async fn token_is_read_from_file_or_environment() {
     tags(Some("correct-horse-battery-staple\n"), None).await.succeeded();
     for refused in [Some(WRONG), Some(""), None] {
         let told = tags(refused, None).await.failed(1);
-        assert!(told.contains("a bearer token is needed"), "{refused:?}: {told}");
+        assert!(told.contains("bearer token required"), "{refused:?}: {told}");
     }
     // The file takes precedence.
     tags(Some(WRONG), Some(right)).await.succeeded();

@@ -68,10 +68,7 @@ async fn reloaded_quotas_are_applied_and_shown() {
     assert_eq!(answer["changed"], json!(["quota.app_partitions"]));
     let more = ShuffleKey::new(key.app.clone(), ShuffleId(2));
     let refused = fixture.client.register(&more, &[(0, 0)]).await.unwrap_err().to_string();
-    assert!(
-        refused.contains("quota.app_partitions is 3, 4 are in use and 1 more were asked for"),
-        "{refused}"
-    );
+    assert!(refused.contains("quota.app_partitions is 3: 4 in use, 1 more requested"), "{refused}");
     let get = async |path: &str| {
         let url = format!("http://{}/{path}", fixture.worker.addresses().http);
         reqwest::get(url).await.unwrap().text().await.unwrap()
@@ -116,7 +113,7 @@ async fn invalid_file_is_refused_with_all_errors() {
     let (status, answer) = fixture.call("/admin/reload", "").await;
     assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
     let reasons = answer["error"].as_str().unwrap();
-    assert!(reasons.contains("cannot change") && reasons.contains("node_timeout_sec"), "{reasons}");
+    assert!(reasons.contains("need a restart") && reasons.contains("node_timeout_sec"), "{reasons}");
     let mut refused = 2;
     for text in torn {
         fixture.write(&text);
@@ -186,7 +183,7 @@ async fn signal_and_file_change_both_reload() {
         rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
         said(
             "the signal is heard",
-            &["trigger=\"signal\"", "result=\"refused\"", "the old configuration stays"],
+            &["trigger=\"signal\"", "result=\"refused\"", "the old configuration remains"],
         );
         assert!(worker.log().contains("nonsense"));
         assert!(worker.page("/api/v1/node").unwrap().contains("by-file"));

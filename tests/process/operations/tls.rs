@@ -293,7 +293,7 @@ async fn renewed_certificates_are_reloaded() {
 
     std::fs::copy(others.path("server.key"), certificates.path("server.key")).unwrap();
     let reasons = worker.reload("test").await.unwrap_err();
-    assert!(reasons.contains("tls.key_file") && reasons.contains("does not go together"), "{reasons}");
+    assert!(reasons.contains("tls.key_file") && reasons.contains("does not match"), "{reasons}");
     assert!(works(&certificates).await, "the old ones stay");
 
     std::fs::copy(others.path("server.pem"), certificates.path("server.pem")).unwrap();
@@ -330,7 +330,7 @@ async fn upgrade_keeps_tls_and_requires_readable_certificates() {
     std::fs::write(certificates.path("server.pem"), "nothing").unwrap();
     tokio::task::block_in_place(|| {
         worker.begin_upgrade();
-        worker.wait_log("upgrade refused, going on as before");
+        worker.wait_log("upgrade refused; continuing as before");
     });
     assert!(worker.log().contains("tls.cert_file"), "{}", worker.log());
     assert_eq!(heartbeat(connector, port).await, Ok(4));
@@ -361,7 +361,7 @@ async fn invalid_tls_file_is_reported_with_its_key() {
         (&empty, &key, None, ["tls.cert_file", "no certificate"]),
         (&cert, &missing, None, ["tls.key_file", "missing.pem"]),
         (&cert, &cert, None, ["tls.key_file", "no private key"]),
-        (&cert, &others.path("server.key"), None, ["tls.key_file", "does not go together"]),
+        (&cert, &others.path("server.key"), None, ["tls.key_file", "does not match"]),
         (&cert, &key, Some(&empty), ["tls.client_ca_file", "no certificate"]),
     ] {
         let ca = client_ca.map(|path| format!("client_ca_file = {path:?}")).unwrap_or_default();

@@ -12,7 +12,7 @@ use crate::upgrades::FreezableDisk;
 use crate::writes::{Written, key};
 
 const BLOCK_BYTES: u32 = 14 << 10;
-const TAKEN: &str = "took over blocks that an earlier process left in memory";
+const TAKEN: &str = "recovered blocks from memory";
 
 /// Writes one more task, kills the worker, and reads everything from its replacement.
 async fn survives_kill(manager: &Manager, written: &mut Written, task: i64) {
@@ -103,7 +103,7 @@ async fn systemd_keeps_memory_while_starts_fail() {
     written.task(&manager.client().await, 0, BLOCK_BYTES).await.expect("sent");
     block_in_place(|| {
         for (capacity, said) in
-            [("128M", "start with the memory_store.capacity of before"), ("a lot", "memory_store.capacity")]
+            [("128M", "start with the previous capacity"), ("a lot", "memory_store.capacity")]
         {
             let before = manager.restarts();
             manager.configure(capacity, "memfd", &["data"]);
@@ -142,7 +142,7 @@ async fn systemd_stores_memory_of_successor_beside_hung_process() {
     let frozen = disk.freeze();
     // The metadata log has a copy on each disk.
     let mut meanwhile = Written::register(&client, key("app", 1), 5).await;
-    block_in_place(|| manager.wait_log("disk failed, avoiding it"));
+    block_in_place(|| manager.wait_log("disk failed; avoiding it"));
     meanwhile.task(&client, 0, BLOCK_BYTES).await.expect("it goes on");
     let first = manager.ready().pid;
     block_in_place(|| manager.upgrade());
@@ -153,7 +153,7 @@ async fn systemd_stores_memory_of_successor_beside_hung_process() {
     block_in_place(|| {
         let restarts = manager.restarts();
         manager.kill_serving();
-        manager.wait_log("the successor has ended, and this process with it");
+        manager.wait_log("the successor has ended; this process ends too");
         drop(frozen);
         manager.wait_restarted(restarts);
     });

@@ -127,7 +127,7 @@ async fn flush(State(hooks): State<AdminHooks>) -> Response {
 async fn purge(State(hooks): State<AdminHooks>, Path(app): Path<String>) -> Response {
     match hooks.service.lifecycle.end_app(&app).await {
         Ok(()) => answer(&json!({ "purged": app })),
-        Err(ServiceError::NotRegistered) => refusal(StatusCode::NOT_FOUND, "no such application"),
+        Err(ServiceError::NotRegistered) => refusal(StatusCode::NOT_FOUND, "unknown application"),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
     }
 }
@@ -161,7 +161,7 @@ async fn reload(State(hooks): State<AdminHooks>) -> Response {
 #[expect(clippy::result_large_err, reason = "the error is the answer, made once per bad call")]
 pub(super) fn arguments<T: DeserializeOwned>(body: &[u8], example: &str) -> Result<T, Response> {
     serde_json::from_slice(body).map_err(|error| {
-        refusal(StatusCode::BAD_REQUEST, &format!("a body such as {example} is needed: {error}"))
+        refusal(StatusCode::BAD_REQUEST, &format!("body must be JSON such as {example}: {error}"))
     })
 }
 

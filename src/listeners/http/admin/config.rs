@@ -9,16 +9,20 @@ use crate::schema::section;
 
 section! {
     /// Settings of the administration listener.
-    #[table("admin", "Administration: everything over HTTP that changes the worker's state. Off without a port.")]
+    #[table(
+        "admin",
+        "Administration: all HTTP calls that change the worker's state. Disabled without a port; \
+         grpc_decommission applies in any case."
+    )]
     pub struct AdminConfig {
-        /// Port; 0 = any free one. Default: none, there is no administration.
+        /// Port; 0 = any free one. Default: none, administration is disabled.
         #[key("admin.port", optional(port()), Restart, example "19997")]
         pub port: Option<u16> = None,
-        /// Any address but a loopback one needs a token.
+        /// Listening address; any address except a loopback one requires a token.
         #[key("admin.bind_address", ip_address(), Restart)]
         pub bind_address: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST),
-        /// File with the bearer token that callers must show, at least 16 characters; WORKER_ADMIN_TOKEN holds it otherwise.
-        /// Default: none, callers on this machine need none.
+        /// File with the bearer token of callers, at least 16 characters; or set
+        /// WORKER_ADMIN_TOKEN. Default: none; local callers need no token.
         #[key("admin.token_file", optional(path()), Restart, example "\"/etc/uniffle-worker/admin.token\"")]
         pub token_file: Option<PathBuf> = None,
         /// The bearer token itself.

@@ -61,10 +61,13 @@ impl Denial {
         match self {
             Self::Token => {
                 let scheme = [(header::WWW_AUTHENTICATE, "Bearer")];
-                (scheme, refusal(StatusCode::UNAUTHORIZED, "a bearer token is needed")).into_response()
+                (scheme, refusal(StatusCode::UNAUTHORIZED, "bearer token required")).into_response()
             }
-            Self::Remote => refusal(StatusCode::FORBIDDEN, "only callers on this machine, or a token"),
-            Self::Browser => refusal(StatusCode::FORBIDDEN, "not from a browser"),
+            Self::Remote => refusal(
+                StatusCode::FORBIDDEN,
+                "only callers on this machine are allowed without a token; set admin.token_file",
+            ),
+            Self::Browser => refusal(StatusCode::FORBIDDEN, "requests of browsers are refused"),
         }
     }
 }
@@ -73,7 +76,7 @@ impl Denial {
 pub(super) fn protect(router: Router, token: Option<Token>, metrics: AdminMetrics) -> Router {
     let gate = Arc::new(Gate { token, metrics, denials: LogLimiter::new(1, DENIED_LOG_INTERVAL) });
     router
-        .fallback(|| async { refusal(StatusCode::NOT_FOUND, "no such call") })
+        .fallback(|| async { refusal(StatusCode::NOT_FOUND, "unknown call") })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .layer(middleware::from_fn_with_state(gate, pass))
 }
@@ -89,7 +92,7 @@ async fn pass(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Re
     if request.method() != method {
         gate.metrics.calls.with_label_values(&["failed"]).inc();
         let allow = [(header::ALLOW, method.as_str())];
-        let reason = "calls are POST only, profiles GET only";
+        let reason = "calls must use POST, profiles GET";
         return (allow, refusal(StatusCode::METHOD_NOT_ALLOWED, reason)).into_response();
     }
     let path = request.uri().path().to_owned();

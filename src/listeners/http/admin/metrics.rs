@@ -7,9 +7,9 @@ use crate::metrics;
 metrics::table! {
     #[derive(Clone)]
     pub(crate) struct AdminMetrics {
-        connections: IntGauge = "admin_connection_number", "connections of the administration now open";
+        connections: IntGauge = "admin_connection_number", "Open connections of the administration listener";
         closed: IntCounter = "admin_connection_refused_total",
-            "connections of the administration closed because new ones wanted their places";
-        calls: IntCounterVec["result"] = "admin_calls_total", "administration calls, by result";
+            "Connections of the administration listener closed at the limit to accept new ones";
+        calls: IntCounterVec["result"] = "admin_calls_total", "Calls of the administration listener, by result";
     }
 }

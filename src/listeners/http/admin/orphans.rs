@@ -49,8 +49,7 @@ async fn remove(State(tier): State<Arc<ObjectTier>>, body: Bytes) -> Response {
     match tier.remove_worker(&wanted).await {
         Ok(removed) => answer(&json!({ "worker": wanted, "removed": removed })),
         Err(error) if error.kind == StoreErrorKind::InUse => {
-            let reason =
-                format!("{wanted} is the worker that was asked: its objects go with its applications");
+            let reason = format!("{wanted} is this worker; its objects are deleted with its applications");
             refusal(StatusCode::CONFLICT, &reason)
         }
         Err(error) => refusal(StatusCode::BAD_GATEWAY, &error.to_string()),

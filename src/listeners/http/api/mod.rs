@@ -96,7 +96,7 @@ async fn status(State(hooks): State<ApiHooks>) -> Response {
 
 async fn part(State(hooks): State<ApiHooks>, Path(part): Path<String>) -> Response {
     if !PARTS.contains(&part.as_str()) {
-        return missing("no such part; /api/v1 lists them");
+        return missing("unknown path; see /api/v1");
     }
     let places = hooks.aside.clone();
     let collect = move || match serde_json::to_value(hooks.node.status()) {
@@ -172,7 +172,7 @@ async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Resp
     let places = hooks.aside.clone();
     let collect = move || match hooks.service.insight.explain(&app) {
         Some(explanation) => fresh(&*explanation),
-        None => missing("no such application, neither here nor among the latest that are gone"),
+        None => missing("unknown application, neither registered nor among the latest finished ones"),
     };
     aside(&places, collect).await
 }

@@ -239,7 +239,7 @@ function showNode(status) {
   big('t-apps', count(apps.count));
   text('t-apps-sub', plural(apps.partitions, 'partition') + (apps.huge_partitions ? `, ${apps.huge_partitions} huge` : ''));
   big('t-flush', count(flush.unfinished_batches), flush.unfinished_batches === 1 ? 'batch' : 'batches');
-  text('t-flush-sub', flush.failed_writes ? `${count(flush.failed_writes)} failed writes` : `${size(flush.in_flight_bytes)} under way`);
+  text('t-flush-sub', flush.failed_writes ? `${count(flush.failed_writes)} failed writes` : `${size(flush.in_flight_bytes)} in progress`);
   big('t-tickets', count(tickets.outstanding));
   const refused = tickets.refused_memory + tickets.refused_partition;
   text('t-tickets-sub', refused ? `${count(refused)} refused since start` : `${size(tickets.reserved_bytes)} reserved`);
@@ -249,7 +249,7 @@ const quotaUse = it => [it.used, it.max].map(it.quota.endsWith('_disk') ? size :
 function showAlarms(status) {
   const alarms = [];
   const sick = status.disks.filter(disk => ['read_only', 'detached', 'hung', 'broken'].includes(disk.condition));
-  if (sick.length) alarms.push(`${plural(sick.length, 'disk')} of ${status.disks.length} out of order`);
+  if (sick.length) alarms.push(`${plural(sick.length, 'disk')} of ${status.disks.length} failed`);
   const full = status.disks.filter(disk => disk.condition === 'full');
   if (status.disks.length && full.length === status.disks.length) alarms.push('all disks are full');
   const down = status.coordinators.filter(it => it.link === 'down');
@@ -259,15 +259,15 @@ function showAlarms(status) {
   if (shuffles) alarms.push(`results of ${plural(shuffles, 'shuffle')} refused: ${reasons.join('; ')}`);
   else if (unknown) alarms.push(`results of unknown shuffles refused: ${unknown}`);
   for (const it of status.quotas) {
-    if (it.used >= 0.9 * it.max) alarms.push(`${it.quota}: ${it.by} has ${quotaUse(it)}`);
+    if (it.used >= 0.9 * it.max) alarms.push(`${it.quota}: ${it.by} uses ${quotaUse(it)}`);
   }
-  if (status.process.panics) alarms.push(`${plural(status.process.panics, 'panic')} since the start: see the log`);
-  if (status.node.not_ready) alarms.push(`takes no new shuffles: ${status.node.not_ready}`);
+  if (status.process.panics) alarms.push(`${plural(status.process.panics, 'panic')} since start; see the log`);
+  if (status.node.not_ready) alarms.push(`refuses new shuffles: ${status.node.not_ready}`);
   $('alarm').hidden = alarms.length === 0;
   text('alarm', alarms.join(' · '));
 }
 
-const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], read_only: ['warn', 'read-only, serves'], detached: ['bad', 'path leads elsewhere'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
+const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], read_only: ['warn', 'read-only'], detached: ['bad', 'unmounted or replaced'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
 
 function showDisks(disks, store) {
   $('disks-empty').hidden = disks.length > 0;
@@ -284,7 +284,7 @@ function showDisks(disks, store) {
     return el('article', { class: 'disk' },
       el('header', {}, el('code', {}, disk.path), el('span', { class: 'pill', 'data-kind': kind }, el('i'), word)),
       bar([[share(disk.used_bytes), 'blue'], [share(others), 'grey']]),
-      el('p', { class: 'sub' }, `${size(disk.used_bytes)} ours, ${size(disk.free_bytes)} free of ${size(disk.total_bytes)}${failures}`),
+      el('p', { class: 'sub' }, `${size(disk.used_bytes)} used by this worker, ${size(disk.free_bytes)} free of ${size(disk.total_bytes)}${failures}`),
       disk.fault ? el('p', { class: 'bad' }, disk.fault) : null);
   }));
 }
@@ -315,7 +315,7 @@ function showApps(answer) {
   $('gone').hidden = answer.gone.length === 0;
   $('gone-apps').tBodies[0].replaceChildren(...answer.gone.map(app => el('tr', {},
     appCell(app.app, app.user),
-    cell('Left as', app.presence, { class: '' }),
+    cell('Ended as', app.presence, { class: '' }),
     cell('Age', duration(app.age_seconds), { class: '' }),
     cell('Received', size(app.received_bytes)),
     lost(app.lost_blocks))));
@@ -351,7 +351,7 @@ async function showCluster(status) {
   for (const node of cluster.nodes) states.set(node.state, (states.get(node.state) || 0) + 1);
   if (cluster.lost.length) states.set('lost', cluster.lost.length);
   text('cluster-sub', [...states].map(([state, n]) => `${n} ${state}`).join(', '));
-  const out = n => cell('Disks out', n ? count(n) : '–', n ? { class: 'n bad' } : {});
+  const out = n => cell('Disks failed', n ? count(n) : '–', n ? { class: 'n bad' } : {});
   $('cluster-nodes').tBodies[0].replaceChildren(...cluster.nodes.slice(0, CLUSTER_ROWS).map(node => el('tr', {},
     el('td', { class: 'app' }, node.id, el('small', {}, `${node.ip}:${node.http_port}`)),
     cell('State', el('span', { class: 'pill', 'data-kind': KINDS[node.state] || 'warn' }, el('i'), node.state), { class: '' }),
@@ -360,7 +360,7 @@ async function showCluster(status) {
     cell('Disks used', size(node.disks.reduce((sum, disk) => sum + disk.used_bytes, 0))),
     out(node.disks.filter(disk => disk.condition !== 'normal').length),
     cell('Applications', count(node.apps)),
-    cell('Silent for', duration(Math.round(node.silent_seconds))))));
+    cell('Last heartbeat', duration(Math.round(node.silent_seconds))))));
   $('cluster-more').hidden = cluster.apps.length === 0;
   $('cluster-apps').tBodies[0].replaceChildren(...cluster.apps.slice(0, CLUSTER_ROWS).map(app => el('tr', {},
     appCell(app.app, '', 'cluster'),
@@ -373,16 +373,16 @@ async function showCluster(status) {
 // --- one application
 
 const STAGE_WORDS = {
-  ticket_wait: ['Waiting for memory', 'tickets refused until the next grant'],
-  partition_wait: ['Waiting for a huge partition', 'one partition filled its share'],
-  receive: ['Receiving', 'sends, mostly the socket'],
+  ticket_wait: ['Waiting for memory', 'from a refused ticket to the next granted one'],
+  partition_wait: ['Waiting for a huge partition', 'its share of memory is full'],
+  receive: ['Receiving', 'sends, mostly network time'],
   flush_queue: ['Waiting for a flush worker', 'sealed batches in the queue'],
   flush_write: ['Flushing', 'writing and publishing batches'],
   disk_read: ['Reading disks', 'index and data for readers'],
-  answer: ['Answering', "the readers' sockets take data"],
+  answer: ['Answering', 'sending data to readers'],
 };
 function showExplanation(it) {
-  const calm = it.findings.length === 1 && it.findings[0].startsWith('nothing');
+  const calm = it.findings.length === 1 && it.findings[0].startsWith('no findings');
   const longest = Math.max(...it.stages.map(stage => stage.total_seconds), 1e-9);
   const share = (colour, part) => part > 0 ? coloured(el('span', { class: 'share' }), colour, part) : null;
   const time = (stage, seconds) => el('td', { class: 'n' }, stage.count || seconds ? duration(seconds) : '–');
@@ -408,16 +408,16 @@ function showExplanation(it) {
   const parts = [
     el('ul', { class: 'findings' }, ...it.findings.map(finding => el('li', calm ? { class: 'calm' } : {}, finding))),
     facts([['State', it.presence], ['Age', duration(it.age_seconds)], ['User', it.user || '–'], ['Received', size(b.received)],
-      ['In memory', size(b.in_memory)], ['Peak in memory', size(b.in_memory_peak)], ['A byte stays in memory', duration(b.mean_seconds_in_memory)],
+      ['In memory', size(b.in_memory)], ['Peak in memory', size(b.in_memory_peak)], ['Mean time in memory', duration(b.mean_seconds_in_memory)],
       ['On disks', size(b.on_local_disks)], ...(b.in_object_store ? [['In the object store', size(b.in_object_store)]] : []), ['Read from memory', size(b.read_from_memory)], ['Read from disks', size(b.read_from_disks)]]),
     ...at,
     el('h3', {}, 'Time'),
-    el('table', { class: 'stages' }, head(['Stage', 'Times', 'Total', 'Median', '99 %', 'Longest']), el('tbody', {}, ...it.stages.map(row))),
-    el('p', { class: 'sub' }, 'Tasks run side by side, so totals can be longer than the application is old.'),
+    el('table', { class: 'stages' }, head(['Stage', 'Count', 'Total', 'Median', '99 %', 'Longest']), el('tbody', {}, ...it.stages.map(row))),
+    el('p', { class: 'sub' }, 'Tasks run in parallel, so totals can exceed the age of the application.'),
     el('h3', {}, 'Retries'),
     facts([['Tickets granted', count(r.tickets_granted)], ['Refused: memory full', count(r.tickets_refused_memory)],
       ['Refused: huge partition', count(r.tickets_refused_partition)], ['Sends failed', count(r.sends_failed)],
-      ['Blocks sent twice', `${count(r.duplicate_blocks)} (${size(r.duplicate_bytes)})`], ['Batches retried', count(r.flushes_retried)]]),
+      ['Duplicate blocks', `${count(r.duplicate_blocks)} (${size(r.duplicate_bytes)})`], ['Batches retried', count(r.flushes_retried)]]),
   ];
   if (it.quotas.length) {
     parts.push(el('h3', {}, 'Quotas'), facts(it.quotas.map(quota => [quota.worker ? `${quota.quota} (${quota.worker})` : quota.quota, `${quotaUse(quota)}${quota.refused ? `, ${count(quota.refused)} refused` : ''}`])));
@@ -475,7 +475,7 @@ async function poll() {
     $('state').dataset.kind = 'bad';
     text('state-text', 'no answer');
     $('alarm').hidden = false;
-    text('alarm', `The worker does not answer: ${error.message}`);
+    text('alarm', `The worker does not respond: ${error.message}`);
     document.querySelector('main').classList.add('stale');
   }
   document.documentElement.dataset.polls = turn;

@@ -67,15 +67,15 @@ fn foreign_files_are_refused_and_not_changed() {
         in_directory(directory.path(), change).unwrap_err().to_string()
     };
     assert!(said(|config, _| config.capacity_bytes = MIB).contains("memory_store.capacity"));
-    assert!(said(|_, owner| owner.node = "other".to_owned()).contains("it is of worker 10.0.0.1-19999"));
-    assert!(said(|_, owner| owner.boot = 8).contains("last start of the machine"));
+    assert!(said(|_, owner| owner.node = "other".to_owned()).contains("belongs to worker 10.0.0.1-19999"));
+    assert!(said(|_, owner| owner.boot = 8).contains("last boot of the machine"));
     let nowhere = in_directory(std::path::Path::new("/proc"), |_, _| {});
     assert!(matches!(nowhere, Err(Refusal::NoTmpfs)));
     let file = directory.path().join("uniffle-worker.memory");
     let whole = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
     let bytes = whole.metadata().unwrap().len();
     whole.set_len(bytes - 1).unwrap();
-    assert!(said(|_, _| {}).contains("cut short"));
+    assert!(said(|_, _| {}).contains("truncated"));
     whole.set_len(bytes).unwrap();
     let put = |at: u64, byte: u8| rustix::io::pwrite(&whole, &[byte], at).map(drop).unwrap();
     for other in [1, 3] {
@@ -84,10 +84,10 @@ fn foreign_files_are_refused_and_not_changed() {
     }
     put(8, 2);
     put(100, 0xff);
-    assert!(said(|_, _| {}).contains("damaged"));
+    assert!(said(|_, _| {}).contains("corrupt"));
     put(100, 0);
     put(0, b'x');
-    assert!(said(|_, _| {}).contains("not the memory of a worker"));
+    assert!(said(|_, _| {}).contains("not a memory file of a worker"));
     put(0, b'U');
     let again = in_directory(directory.path(), |_, _| {}).unwrap();
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
@@ -287,7 +287,7 @@ fn removed_or_replaced_file_is_noticed() {
         assert!(memory.backing_vanished() && !memory.outlives_process());
         let fault = memory.backing_fault().unwrap();
         assert!(
-            fault.contains("does not outlive a kill") && fault.contains(&*entry.to_string_lossy()),
+            fault.contains("a kill would lose blocks") && fault.contains(&*entry.to_string_lossy()),
             "{fault}"
         );
         memory.let_go();

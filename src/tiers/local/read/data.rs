@@ -178,7 +178,11 @@ impl DataRead {
         if !is_sound? {
             return Err(self.found_damaged(&block));
         }
-        tracing::warn!(shuffle = %shuffle.key, %partition, "a block was read with other bytes than are stored, and is read again");
+        tracing::warn!(
+            shuffle = %shuffle.key,
+            %partition,
+            "block was read with wrong bytes; reading it again"
+        );
         let mark;
         (self.current, self.next, mark) = before;
         if let (Some(verifier), Some(mark)) = (&mut self.verifier, mark) {
@@ -188,7 +192,7 @@ impl DataRead {
             None => Ok(()),
             // Its first bytes may be with the client already.
             Some(_) => {
-                let what = "a block was read with other bytes than are stored; nothing is lost";
+                let what = "a block was read with wrong bytes; nothing is lost";
                 Err(StoreError::io(self.stream.shuffle.key.to_string(), io::Error::other(what)))
             }
         }

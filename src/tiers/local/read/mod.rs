@@ -416,7 +416,7 @@ impl IndexRead {
         if !intact {
             let log = self.stream.shuffle.log_at(current.extent.index_log);
             self.stream.blame(&log);
-            return Err(StoreError::corrupt(log.full_path(), "index records fail their check"));
+            return Err(StoreError::corrupt(log.full_path(), "index records are corrupt"));
         }
         if !complete {
             self.current = Some(current);

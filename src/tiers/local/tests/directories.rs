@@ -24,10 +24,7 @@ async fn copied_directory_is_refused_with_its_name() {
     let error = open(vec![disks[0].disk(), disks[1].disk(), copy.disk()]).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Copied);
     let text = error.to_string();
-    assert!(
-        text.starts_with("/copy: ") && text.contains("the same directory as /a, or a copy of it"),
-        "{text}"
-    );
+    assert!(text.starts_with("/copy: ") && text.contains("same directory as /a, or a copy of it"), "{text}");
     assert_eq!([content(&disks[0]), content(&disks[1]), content(&copy)], before);
     // With one of them left out it starts.
     let store = store_on(&disks).await;
@@ -251,7 +248,7 @@ impl Claimed {
     /// Runs the line that an error ends with.
     fn repair(&self, error: &StoreError) {
         let text = error.to_string();
-        let (_, line) = text.split_once("To write the claim again: ").expect("it says how");
+        let (_, line) = text.split_once("to restore the claim: ").expect("it says how");
         let line = line.strip_suffix(')').expect("it ends there");
         let done = std::process::Command::new("sh").arg("-c").arg(line).status().unwrap();
         assert!(done.success(), "{line}");
@@ -280,7 +277,7 @@ async fn damaged_claim_is_restored_with_the_reported_line() {
             let error = claimed.open().await.unwrap_err();
             assert_eq!(error.kind, StoreErrorKind::Unclaimed);
             let text = error.to_string();
-            let named = format!("{} is {flaw}; its identity is certain, ", claimed.claim().display());
+            let named = format!("{} is {flaw}; its identity is ", claimed.claim().display());
             assert!(text.contains(&named), "{text}");
             assert_eq!(claimed.listing(), before, "nothing is changed");
             claimed.repair(&error);
@@ -312,7 +309,7 @@ async fn directory_without_claim_is_identified_by_list_or_log() {
     let error = claimed.open().await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Unclaimed);
     let text = error.to_string();
-    assert!(text.contains("nothing in the directory says its identity: put the claim back"), "{text}");
+    assert!(text.contains("the identity of the directory is unknown; restore the claim"), "{text}");
     assert_eq!(claimed.listing(), before);
 }
 

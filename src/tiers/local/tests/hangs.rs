@@ -151,7 +151,7 @@ async fn hung_reads_leave_memory_for_other_disks() {
     assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
     let (asked, now) = (buffers.asked.load(Ordering::Relaxed), tokio::time::Instant::now());
     let error = first_chunk(0).await.unwrap_err();
-    assert!(error.to_string().contains("until a probe succeeds"), "{error}");
+    assert!(error.to_string().contains("until a check succeeds"), "{error}");
     assert_eq!((buffers.asked.load(Ordering::Relaxed), now.elapsed()), (asked, Duration::ZERO));
     assert_eq!(first_chunk(1).await.unwrap(), Some(1_000_000));
     disks[0].faults.clear();

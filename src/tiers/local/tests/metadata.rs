@@ -207,7 +207,7 @@ async fn flipped_byte_is_repaired_unless_in_both_copies() {
             if both {
                 let reason = found(&recovered, &shuffles[0]).1.unwrap();
                 assert!(
-                    reason.contains("/log is damaged at record") && reason.contains("unregister"),
+                    reason.contains("/log is corrupt at record") && reason.contains("unregister"),
                     "{reason}"
                 );
                 // It stays so, whatever the next starts find; what is registered anew is not touched.
@@ -247,7 +247,7 @@ async fn equally_damaged_copies_are_refused_by_their_marks() {
         assert_eq!(said, [&b"registered"[..]]);
         let reason = incomplete.expect("a record is missing");
         assert!(
-            reason.contains(if cuts { "ends before record" } else { "is damaged at record" }),
+            reason.contains(if cuts { "ends before record" } else { "is corrupt at record" }),
             "{reason}"
         );
     }
@@ -273,7 +273,7 @@ async fn alternating_directories_give_no_short_results() {
     drop(store);
     let store = store_on(&disks).await;
     let reason = found(&hear(&store).await, &shuffle).1.unwrap();
-    assert!(reason.contains("was used without the others"), "{reason}");
+    assert!(reason.contains("was used separately from the others"), "{reason}");
 }
 
 /// Away for a start, which makes an empty one at its path: that one is away when it is back.
@@ -294,8 +294,8 @@ async fn returned_directory_names_its_replacement() {
         for (shuffle, said) in [(&old, &b"old"[..]), (&new, b"new")] {
             let (told, reason) = found(&heard, shuffle);
             assert_eq!(told, [said]);
-            let (reason, named) = (reason.unwrap(), format!("in between (id {in_between}) is missing"));
-            assert!(reason.contains("/b is an earlier one again") && reason.contains(&named), "{reason}");
+            let (reason, named) = (reason.unwrap(), format!("its replacement (id {in_between})"));
+            assert!(reason.contains("/b is an earlier one") && reason.contains(&named), "{reason}");
         }
     }
     // By a path of its own it says that it has nothing newer.
@@ -328,7 +328,7 @@ async fn two_of_three_directories_are_proof() {
     assert!(found(&hear(&store).await, &shuffle).1.unwrap().contains("is missing"));
     let handle = store.handle(&shuffle).unwrap();
     let error = store.append_metadata(&handle, b"no").await.unwrap_err().to_string();
-    assert!(error.contains("of 3 data directories only 1 can be written"), "{error}");
+    assert!(error.contains("only 1 of 3 data directories are writable"), "{error}");
     drop((handle, store));
     let store = store_on(&disks).await;
     let (said, incomplete) = found(&hear(&store).await, &shuffle);
@@ -461,7 +461,7 @@ async fn hear_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
 #[tokio::test(start_paused = true)]
 async fn single_unlistable_directory_continues_when_listable() {
     let list = Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata");
-    goes_on_when_it_can_be_read(list, "cannot be listed").await;
+    goes_on_when_it_can_be_read(list, "cannot list").await;
 }
 
 /// As after a restore by another user.
@@ -484,7 +484,7 @@ async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
     assert!(hear(&store).await.said.is_empty() && store.metadata_gap().is_some());
     let handle = store.register(&new);
     let error = store.append_metadata(&handle, b"too early").await.unwrap_err().to_string();
-    assert!(error.contains(text) && error.contains("until it can be read"), "{error}");
+    assert!(error.contains(text) && error.contains("until it is readable"), "{error}");
     store.maintain_once().await;
     assert!(store.append_metadata(&handle, b"too early").await.is_err());
     disks[0].faults.clear();

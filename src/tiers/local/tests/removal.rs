@@ -188,7 +188,7 @@ async fn unloggable_end_is_refused_until_logged() {
     disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
     drop(store.forget_shuffle(&key));
     let error = Tier::forgotten_durable(&*store, &key.app, Some(&key)).await.unwrap_err();
-    assert!(error.to_string().contains("cannot be written to the metadata log"), "{error}");
+    assert!(error.to_string().contains("cannot record the deletion in the metadata log"), "{error}");
     disk.faults.clear();
     store.probe().await;
     Tier::forgotten_durable(&*store, &key.app, Some(&key)).await.unwrap();

@@ -199,7 +199,7 @@ async fn missing_or_short_data_file_is_reported_lost() {
         let shuffle = store.take_recovered().shuffles.remove(0);
         let lost: Vec<i64> = shuffle.lost.iter().flat_map(|it| &it.blocks).map(|(id, _)| id.0).collect();
         assert_eq!(lost, if gone { vec![0, 1, 2] } else { vec![1, 2] });
-        let reason = if gone { "0.data is missing" } else { "0.data ends too early" };
+        let reason = if gone { "0.data is missing" } else { "0.data is truncated" };
         assert!(shuffle.lost[0].reason.contains(reason), "{}", shuffle.lost[0].reason);
         let (records, length) = index_of(&store, &key, 1).await.unwrap();
         assert_eq!((ids(&records), length), (if gone { vec![] } else { vec![0] }, before.1));
@@ -281,7 +281,7 @@ async fn record_on_too_few_disks_is_an_error() {
     disks[1].faults.clear();
     store.probe().await;
     let error = store.append_metadata(&handle, b"lost too").await.unwrap_err().to_string();
-    assert!(error.contains("of 3 data directories only 1 can be written"), "{error}");
+    assert!(error.contains("only 1 of 3 data directories are writable"), "{error}");
     disks[2].faults.clear();
     store.probe().await;
     store.append_metadata(&handle, b"kept").await.unwrap();

@@ -51,7 +51,11 @@ impl Directory {
     pub(super) fn fail(&self, error: &io::Error) {
         let root = self.disk.root().display();
         *self.failing_until.lock() = Some(Instant::now() + PAUSE);
-        tracing::warn!(%root, %error, "a directory of object_store.cache_dirs cannot be used, it is left alone for a minute");
+        tracing::warn!(
+            %root,
+            %error,
+            "cannot use a directory of object_store.cache_dirs; disabling it for a minute"
+        );
     }
 
     /// Makes its file anew, unless that was done.
@@ -81,7 +85,7 @@ impl Directory {
 async fn within<T>(call: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     match timeout(CALL_TIMEOUT, call).await {
         Ok(result) => result,
-        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the disk in time")),
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "disk timeout")),
     }
 }
 

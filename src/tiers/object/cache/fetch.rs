@@ -99,7 +99,7 @@ async fn pour(core: &Core, object: &str, (key, held): (ChunkKey, &Held)) -> Resu
     let not_given = |error| Missed::Store(failed(object, &error));
     let answer = core.store.get_opts(&path_of(object), options).await.map_err(not_given)?;
     if answer.range.start != wanted.start || answer.range.end != wanted.end.min(answer.meta.size) {
-        return Err(Missed::Store(wrong_answer(object, "another range than was asked for")));
+        return Err(Missed::Store(wrong_answer(object, "response has a different range than requested")));
     }
     let bytes = answer.range.end - answer.range.start;
     let (mut chunks, mut done) = (answer.into_stream(), 0);
@@ -110,7 +110,7 @@ async fn pour(core: &Core, object: &str, (key, held): (ChunkKey, &Held)) -> Resu
         size += chunk.as_ref().map_or(0, Bytes::len);
         gathered.extend(chunk);
         if done + size as u64 > bytes {
-            return Err(Missed::Store(wrong_answer(object, "more bytes than were asked for")));
+            return Err(Missed::Store(wrong_answer(object, "response has more bytes than requested")));
         }
         if size >= WRITE_BYTES || (is_last && size > 0) {
             let offset = held.slot.start() + done;
@@ -124,6 +124,6 @@ async fn pour(core: &Core, object: &str, (key, held): (ChunkKey, &Held)) -> Resu
     }
     match done == bytes {
         true => Ok(bytes),
-        false => Err(Missed::Store(wrong_answer(object, "the answer ended too early"))),
+        false => Err(Missed::Store(wrong_answer(object, "response ended early"))),
     }
 }

@@ -158,7 +158,7 @@ impl Body for Answer {
             },
             Poll::Pending => {
                 ready!(this.alarm.as_mut().poll(cx));
-                let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "the answer does not go on");
+                let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "response stalled");
                 this.fail(Reason::Timeout, HttpError::new(HttpErrorKind::Timeout, late))
             }
         }

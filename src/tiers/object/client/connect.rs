@@ -37,7 +37,7 @@ impl Untrusted {
     pub(super) fn of(origin: &Origin, error: &io::Error) -> Option<Self> {
         let reason = match error.get_ref()?.downcast_ref::<rustls::Error>()? {
             certificate @ rustls::Error::InvalidCertificate(_) => certificate.to_string(),
-            rustls::Error::InvalidMessage(_) => "it does not speak TLS".to_owned(),
+            rustls::Error::InvalidMessage(_) => "server does not speak TLS".to_owned(),
             _ => return None,
         };
         Some(Self { authority: format!("{}:{}", origin.host, origin.port), reason })
@@ -57,7 +57,7 @@ impl Connector {
     /// A new connection to `origin`.
     pub(super) async fn connect(&self, origin: &Origin) -> io::Result<Connection> {
         let opened = crate::clock::timeout(self.timeout, self.open(origin)).await;
-        opened.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no connection in time")))
+        opened.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "connect timeout")))
     }
 
     async fn open(&self, origin: &Origin) -> io::Result<Connection> {
@@ -65,7 +65,7 @@ impl Connector {
         if !origin.is_encrypted {
             return self.greet(origin, stream).await;
         }
-        let Some(tls) = &self.tls else { return Err(io::Error::other("TLS is not set up")) };
+        let Some(tls) = &self.tls else { return Err(io::Error::other("TLS is not configured")) };
         let host = origin.host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(host).map_err(io::Error::other)?;
         let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?;
@@ -100,7 +100,7 @@ impl Connector {
 /// The first of the host's addresses that answers.
 async fn dial(origin: &Origin) -> io::Result<TcpStream> {
     let host = origin.host.trim_start_matches('[').trim_end_matches(']');
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "host name has no address");
     for address in lookup_host((host, origin.port)).await? {
         match TcpStream::connect(address).await {
             Ok(stream) => {

@@ -103,7 +103,7 @@ impl FileCredentials {
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialsError> {
         let looked = crate::clock::timeout(LOOK_TIMEOUT, self.look()).await;
         let looked = looked.unwrap_or_else(|_| {
-            let hangs = std::io::Error::new(std::io::ErrorKind::TimedOut, "its file system hangs");
+            let hangs = std::io::Error::new(std::io::ErrorKind::TimedOut, "the file system hangs");
             Err(self.unreadable(&hangs))
         });
         let keys = self.state.lock().keys.clone();
@@ -130,7 +130,7 @@ impl FileCredentials {
         match parsed {
             Ok(keys) => state.keys = Some(keys),
             Err(error) => {
-                tracing::warn!(%error, "the credentials file has changed and cannot be used, the keys before it stay");
+                tracing::warn!(%error, "cannot use the changed credentials file; keeping the previous keys");
                 // Those that were told once are looked at again only when the file changes.
                 if state.keys.is_none() {
                     state.stamp = None;
@@ -157,8 +157,7 @@ impl FileCredentials {
     }
 
     fn parse(&self, text: &str) -> Result<Keys, CredentialsError> {
-        let section =
-            section(text, &self.profile).ok_or_else(|| self.incomplete("there is no such section"))?;
+        let section = section(text, &self.profile).ok_or_else(|| self.incomplete("section not found"))?;
         let value =
             |names: &[&str]| section.iter().find(|(name, _)| names.contains(name)).map(|(_, value)| *value);
         let of_header = |value: &str, reason| match is_of_header(value) {
@@ -169,15 +168,18 @@ impl FileCredentials {
         let secret =
             value(&["aws_secret_access_key"]).ok_or_else(|| self.incomplete("no aws_secret_access_key"))?;
         let token = value(&["aws_session_token"])
-            .map(|token| of_header(token, "aws_session_token is no text of a header"));
+            .map(|token| of_header(token, "aws_session_token has characters that are invalid in a header"));
         let credential = AwsCredential {
-            key_id: of_header(key_id, "aws_access_key_id is no text of a header")?,
-            secret_key: of_header(secret, "aws_secret_access_key is no text of a header")?,
+            key_id: of_header(key_id, "aws_access_key_id has characters that are invalid in a header")?,
+            secret_key: of_header(
+                secret,
+                "aws_secret_access_key has characters that are invalid in a header",
+            )?,
             token: token.transpose()?,
         };
         let expiration = value(&["expiration", "aws_session_expiration", "x_security_token_expires"]);
         let expiration =
-            expiration.map(|text| time(text).ok_or_else(|| self.incomplete("expiration is no time")));
+            expiration.map(|text| time(text).ok_or_else(|| self.incomplete("expiration is not a time")));
         Ok(Keys { credential: Arc::new(credential), expiration: expiration.transpose()? })
     }
 }
@@ -256,17 +258,17 @@ mod tests {
     #[test]
     fn missing_credentials_are_named_without_values() {
         for (text, missing) in [
-            ("", "no such section"),
-            ("[default]\naws_access_key_id = hush", "no such section"),
+            ("", "section not found"),
+            ("[default]\naws_access_key_id = hush", "section not found"),
             ("[worker]\naws_secret_access_key = hush", "no aws_access_key_id"),
             ("[worker]\naws_access_key_id = hush", "no aws_secret_access_key"),
             (
                 "[worker]\naws_access_key_id = hu sh\naws_secret_access_key = hush",
-                "aws_access_key_id is no text",
+                "aws_access_key_id has characters",
             ),
             (
                 "[worker]\naws_access_key_id = a\naws_secret_access_key = hu\u{7f}sh",
-                "aws_secret_access_key is no text",
+                "aws_secret_access_key has characters",
             ),
             (
                 "[worker]\naws_access_key_id = a\naws_secret_access_key = b\naws_session_token = hüsh",
@@ -274,7 +276,7 @@ mod tests {
             ),
             (
                 "[worker]\naws_access_key_id = a\naws_secret_access_key = b\nexpiration = hush",
-                "expiration is no time",
+                "expiration is not a time",
             ),
         ] {
             let error = parse(text).err().unwrap().to_string();

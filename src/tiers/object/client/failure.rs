@@ -62,15 +62,15 @@ impl Refusal {
         match self {
             Self::AccessDenied => "the store denies access",
             Self::UnknownKey => "the store does not know the access key",
-            Self::WrongSecret => "the secret does not belong to the access key",
+            Self::WrongSecret => "the secret does not match the access key",
             Self::CredentialsExpired => "the credentials have expired",
-            Self::NoCredentials => "there are no credentials",
+            Self::NoCredentials => "no credentials found",
             Self::BucketMissing => "the bucket does not exist",
             Self::ClockSkew => "the clocks of this machine and of the store differ",
             Self::WrongRegion => "the bucket is in another region",
             Self::NotTrusted => "the server's certificate is not trusted",
             Self::Full => "the store is full or a quota is used up",
-            Self::NotUnderstood => "the store does not take the request",
+            Self::NotUnderstood => "the store rejects the request",
         }
     }
 
@@ -85,20 +85,21 @@ impl Refusal {
                 "compare the keys with those of the store (object_store.credentials)"
             }
             Self::CredentialsExpired => {
-                "renew them; a credentials_file is read again when it changes, the environment only at a start"
+                "renew them; a credentials_file is read again when it changes, the environment only at \
+                 start"
             }
-            Self::NoCredentials => "see object_store.credentials and the file or variables that it names",
-            Self::BucketMissing => "make the bucket, or correct object_store.url, endpoint and path_style",
+            Self::NoCredentials => "check object_store.credentials and its file or variables",
+            Self::BucketMissing => "create the bucket, or correct object_store.url, endpoint and path_style",
             Self::ClockSkew => "set the clock (NTP) of this machine or of the store",
             Self::WrongRegion => {
-                "set object_store.region to the bucket's, and object_store.endpoint if there is one"
+                "set object_store.region to the bucket's region, and correct object_store.endpoint if set"
             }
             Self::NotTrusted => {
                 "set object_store.ca_file to the authority of the store, and correct the endpoint"
             }
             Self::Full => "free space or raise the quota",
             Self::NotUnderstood => {
-                "see the store's message; object_store.upload_check and path_style are what stores differ in"
+                "see the store's message; stores differ in object_store.upload_check and path_style"
             }
         }
     }
@@ -163,10 +164,10 @@ pub fn explain(error: &object_store::Error) -> String {
     let cause: String =
         cause.chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN_CHARS_MAX).collect();
     match Failure::of(error) {
-        Failure::ExpectedBack => format!("the store does not answer as it should ({cause})"),
+        Failure::ExpectedBack => format!("the store fails ({cause})"),
         Failure::Refused(refusal) => format!("{} ({cause}): {}", refusal.as_str(), refusal.remedy()),
-        Failure::NotFound => format!("there is no such object ({cause})"),
-        Failure::Damaged => format!("the answer is not what was asked for ({cause})"),
+        Failure::NotFound => format!("object not found ({cause})"),
+        Failure::Damaged => format!("the response does not match the request ({cause})"),
     }
 }
 

@@ -9,16 +9,16 @@ metrics::table! {
     /// Those of one store.
     pub struct Metrics {
         requests: IntCounterVec["operation"] = "object_store_requests",
-            "Requests to the object store, each attempt counted: what stores charge for";
+            "Requests to the object store, retries included";
         failures: IntCounterVec["reason"] = "object_store_request_failures",
-            "Requests to the object store that failed, by what happened to them";
+            "Failed requests to the object store, by reason";
         retries: IntCounterVec["operation"] = "object_store_request_retries",
-            "Requests to the object store that follow a failed attempt of the same";
+            "Retries of requests to the object store";
         seconds: HistogramVec["operation"] = "object_store_request_duration_seconds",
-            "Time of a request to the object store, the whole answer included", in SECONDS_BUCKETS;
-        sent_bytes: IntCounter = "object_store_sent_bytes", "Bytes of bodies sent to the object store";
-        received_bytes: IntCounter = "object_store_received_bytes", "Bytes of bodies received from the object store";
-        in_flight: IntGauge = "object_store_requests_in_flight", "Requests to the object store under way";
+            "Seconds of a request to the object store, including the whole response", in SECONDS_BUCKETS;
+        sent_bytes: IntCounter = "object_store_sent_bytes", "Body bytes sent to the object store";
+        received_bytes: IntCounter = "object_store_received_bytes", "Body bytes received from the object store";
+        in_flight: IntGauge = "object_store_requests_in_flight", "Requests to the object store in progress";
         connections: IntGauge = "object_store_connections", "Open connections to the object store";
     }
 }

@@ -139,7 +139,7 @@ pub fn check_files(config: &ObjectConfig) -> Result<(), OpenError> {
             ];
             for (variable, key, is_needed) in keys {
                 if key.is_some_and(|key| !is_of_header(key.reveal())) {
-                    let reason = format!("{variable} has characters that no header can have");
+                    let reason = format!("{variable} has characters that are invalid in a header");
                     return Err(OpenError::new("object_store.credentials", reason));
                 }
                 if key.is_none() && is_needed {
@@ -169,7 +169,7 @@ pub fn check_files(config: &ObjectConfig) -> Result<(), OpenError> {
             })?;
             match config.sts_endpoint.as_deref().map(Endpoint::parse) {
                 Some(Err(allowed)) => {
-                    let reason = format!("AWS_ENDPOINT_URL_STS is not {allowed}");
+                    let reason = format!("AWS_ENDPOINT_URL_STS must be {allowed}");
                     Err(OpenError::new("object_store.credentials", reason))
                 }
                 _ => Ok(()),

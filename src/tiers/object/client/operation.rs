@@ -90,7 +90,7 @@ impl Operation {
 
 /// An answer that does not fit its request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the store answered {got} to a request for {wanted}")]
+#[error("the store returned {got} for a request of {wanted}")]
 pub struct Mismatch {
     /// What was asked for.
     pub wanted: String,

@@ -11,7 +11,7 @@ const CONTENT: &[u8] = b"uniffle-worker was here; this object can be deleted";
 
 /// What did not work, why, and what helps.
 #[derive(Debug, thiserror::Error)]
-#[error("{url} cannot be used: to {step}: {explanation}")]
+#[error("cannot use {url}: failed to {step}: {explanation}")]
 pub struct ProbeError {
     url: String,
     step: &'static str,
@@ -39,12 +39,12 @@ impl Client {
         let got = store.get_range(&path, 0..CONTENT.len() as u64).await.map_err(failed("read it"))?;
         let listed = store.list_with_delimiter(Some(&Path::from(name))).await.map_err(failed("list it"))?;
         store.delete(&path).await.map_err(failed("delete it"))?;
-        let mut upload = store.put_multipart(&path).await.map_err(failed("begin an upload"))?;
-        upload.abort().await.map_err(failed("end an upload"))?;
+        let mut upload = store.put_multipart(&path).await.map_err(failed("start an upload"))?;
+        upload.abort().await.map_err(failed("abort an upload"))?;
         let is_listed = listed.objects.iter().any(|object| object.location == path);
         let wrong = match (got == CONTENT, is_listed) {
             (true, true) => return Ok(()),
-            (false, _) => ("read it", "it has other bytes than were written"),
+            (false, _) => ("read it", "it has wrong bytes"),
             (true, false) => ("list it", "it is not in the list"),
         };
         let (step, explanation) = (wrong.0, wrong.1.to_owned());

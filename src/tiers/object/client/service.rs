@@ -156,7 +156,7 @@ impl Shared {
         &self,
         request: HttpRequest,
     ) -> Result<(http::Response<Incoming>, Connection), (Reason, HttpError)> {
-        let origin = Origin::of(request.uri()).ok_or_else(|| (Reason::Refused, wrong("no host to ask")))?;
+        let origin = Origin::of(request.uri()).ok_or_else(|| (Reason::Refused, wrong("URL has no host")))?;
         let mut request = relative(request).map_err(|error| (Reason::Refused, error))?;
         while let Some(mut connection) = self.pool.take(&origin) {
             if connection.sender.ready().await.is_err() {
@@ -256,14 +256,14 @@ fn relative(mut request: HttpRequest) -> Result<HttpRequest, HttpError> {
     let host = uri.authority().map_or("", |authority| authority.as_str());
     let host = HeaderValue::from_str(host).map_err(|error| wrong(&error.to_string()))?;
     let path = uri.path_and_query().map_or("/", |path| path.as_str());
-    let path: Uri = path.parse().map_err(|_| wrong("the path is none"))?;
+    let path: Uri = path.parse().map_err(|_| wrong("invalid path"))?;
     request.headers_mut().insert(HOST, host);
     *request.uri_mut() = path;
     Ok(request)
 }
 
 fn late() -> HttpError {
-    let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
+    let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "request timeout");
     HttpError::new(HttpErrorKind::Timeout, late)
 }
 

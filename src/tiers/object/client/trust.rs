@@ -33,7 +33,7 @@ pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>,
                 roots.add(certificate).map_err(|error| unusable(error.to_string()))?;
             }
             if roots.is_empty() {
-                return Err(unusable("no certificate in it".to_owned()));
+                return Err(unusable("file contains no certificate".to_owned()));
             }
         }
         None => {
@@ -43,7 +43,9 @@ pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>,
             // Systems have authorities of which rustls cannot read one or the other.
             roots.add_parsable_certificates(found.into_iter().flatten().flatten());
             if roots.is_empty() {
-                return Err(wrong("absent, and this machine trusts nobody (no ca-certificates)".to_owned()));
+                return Err(wrong(
+                    "unset, and this machine has no trusted authorities (ca-certificates)".to_owned(),
+                ));
             }
         }
     }

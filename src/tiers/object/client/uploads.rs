@@ -119,10 +119,10 @@ fn encoded(text: &str) -> String {
 
 /// A `ListMultipartUploadsResult`.
 fn parse(text: &str) -> Result<Page, String> {
-    let document = Document::parse(text).map_err(|error| format!("no list of uploads: {error}"))?;
+    let document = Document::parse(text).map_err(|error| format!("not a list of uploads: {error}"))?;
     let root = document.root_element();
     if root.tag_name().name() != "ListMultipartUploadsResult" {
-        return Err(format!("no list of uploads: {}", root.tag_name().name()));
+        return Err(format!("not a list of uploads: {}", root.tag_name().name()));
     }
     let of = |node: Node<'_, '_>, name: &str| -> Option<String> {
         let child = node.children().find(|child| child.tag_name().name() == name)?;

@@ -91,7 +91,7 @@ async fn failed_deletion_refuses_reregistration_with_a_reason() {
             );
             let text = error.to_string();
             assert_eq!(error.kind, StoreErrorKind::Unreachable, "{text}");
-            assert!(text.contains("of an earlier registration of the shuffle is not deleted"), "{text}");
+            assert!(text.contains("cannot delete objects of an earlier registration"), "{text}");
             process.say(&again, b"later").await.unwrap_err();
             process.register(&other).await;
             assert!(process.pages().await > 0);

@@ -123,7 +123,7 @@ async fn damage_found_by_a_move_is_reported() {
     fill(&process, &key, 0..6, 4).await;
     let hears = Arc::clone(&heard);
     process.tier.on_damage(Arc::new(move |key: &ShuffleKey, partition: PartitionId, reason: &str| {
-        hears.lock().push((key.clone(), partition, reason.contains("another checksum")));
+        hears.lock().push((key.clone(), partition, reason.contains("block is corrupt")));
     }));
     let is_data = |path: &PathBuf| path.extension().is_some_and(|it| it == "data");
     for disk in &process.fixture.disks {

@@ -377,7 +377,7 @@ async fn block_with_a_reused_place_is_missing() {
     let (recovered, _) = heard(&process).await;
     assert!(recovered.shuffles[0].incomplete.is_none() && !recovered.shuffles[0].reason.is_empty());
     let gap = process.tier.metadata_gap().unwrap();
-    assert!(gap.contains("was used without the others"), "{gap}");
+    assert!(gap.contains("was used separately from the others"), "{gap}");
     let read = process.read(&key, 0).await.unwrap();
     let served: Vec<u64> =
         read.keys().filter(|id| **id != FILLER_BLOCK_ID).map(|id| id.unsigned_abs()).collect();
