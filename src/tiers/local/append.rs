@@ -1,4 +1,4 @@
-//! Appending to the logs of a shuffle: the disk, a range of its open log or of a new one, one write call, one sync.
+//! Steps of an append to the logs of a shuffle: choosing the disk, reserving a range, one write call, one sync.
 
 use std::io;
 use std::path::Path;
@@ -21,7 +21,7 @@ use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedPool;
 use uniffle_io::{File, Vanished};
 
-/// What writing needs.
+/// Shared state of writers.
 #[derive(Debug)]
 pub(super) struct Writer {
     pub(super) core: Arc<Core>,
@@ -30,14 +30,14 @@ pub(super) struct Writer {
     pub(super) tasks: Tasks,
 }
 
-/// Whether an error is still to be held against its disk.
+/// Whether an error was already counted against its disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Counts {
     Now,
     Already,
 }
 
-/// Where a write call goes.
+/// Destination of a write call.
 pub(super) struct Target<'a> {
     pub(super) log: &'a Log,
     pub(super) file: Arc<dyn File>,
@@ -51,8 +51,8 @@ impl Writer {
         Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
     }
 
-    /// The disk for a batch. Before this fails, space is measured again: it may have been freed since. In the last flush any
-    /// disk that works is as good as none.
+    /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have been freed. The final flush also
+    /// tries full disks.
     pub(super) async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
         let disks = &self.core.disks;
         let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
@@ -71,7 +71,7 @@ impl Writer {
         StoreError::new(kind, "all local disks")
     }
 
-    /// Reserves `bytes` in a shuffle's open log of a disk, with a new file when there is none.
+    /// Reserves `bytes` bytes in a shuffle's open log of a disk. Creates a log if none is open.
     pub(super) async fn reserve(
         &self,
         shuffle: &Shuffle,
@@ -100,7 +100,7 @@ impl Writer {
         Ok((log, offset))
     }
 
-    /// Length after which a log is continued in a new file.
+    /// Returns the length after which a log is continued in a new file.
     pub(super) fn log_bytes(&self, kind: LogKind) -> u64 {
         let most = self.core.config.file_bytes_max.min(LOG_BYTES_MAX);
         match kind {
@@ -122,7 +122,7 @@ impl Writer {
         let deadline = core.config.name_timeout;
         let mut made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
         if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            // The app's empty directory may just have been removed by a purge of its earlier registration.
+            // A purge of the application's earlier registration may just have removed its empty directory.
             made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
         }
         if let Err(error) = made {
@@ -134,7 +134,7 @@ impl Writer {
             return Err(core.failed_measured(disk, &log.full_path(), error).await);
         }
         if shuffle.is_purged() {
-            // The purge may have listed the logs before this one was among them.
+            // The purge may have listed the logs before this one was added.
             core.files.forget(&log);
         }
         let named = self.make_names_durable(disk, &shuffle.directory).await;
@@ -143,13 +143,13 @@ impl Writer {
         Ok(log)
     }
 
-    /// The log's file for writing; a failure closes the log.
+    /// Returns the log's file for writing. A failure closes the log.
     pub(super) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
         let opened = self.core.files.writer(log).await;
         opened.map_err(|error| self.failed_log(log, error, Counts::Now))
     }
 
-    /// Closes a log that saw an error, which is held against its disk unless it was already.
+    /// Closes a log after an error, and counts the error against the disk unless that was done already.
     fn failed_log(&self, log: &Log, error: io::Error, counts: Counts) -> StoreError {
         log.close();
         if Vanished::of(&error) == Some(Vanished::File) {
@@ -161,7 +161,7 @@ impl Writer {
         }
     }
 
-    /// Has what was in files that have vanished found to be lost. Goes on when the caller is dropped.
+    /// Marks the extents of vanished files as lost, in a task of its own.
     pub(super) fn lose_vanished(&self, shuffle: &Arc<Shuffle>) {
         for log in shuffle.logs().into_iter().filter(|log| log.begin_loss()) {
             let (damage, shuffle) = (Arc::clone(&self.damage), Arc::clone(shuffle));
@@ -169,7 +169,7 @@ impl Writer {
         }
     }
 
-    /// One write call with its deadline; a failure closes the log.
+    /// Runs one write call with its deadline. A failure closes the log.
     pub(super) async fn write_call(
         &self,
         to: &Target<'_>,
@@ -222,7 +222,7 @@ impl Writer {
             return Ok(());
         }
         let below_apps = directory.ancestors().take_while(|path| path.starts_with(APPS));
-        // The name of `APPS` too: another program may have removed it since the claim.
+        // Including the name of `APPS`: another program may have removed it since the claim.
         for path in below_apps.chain([Path::new("")]) {
             within(self.core.config.name_timeout, disk.io.sync_dir(path)).await?;
         }

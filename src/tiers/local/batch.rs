@@ -1,4 +1,4 @@
-//! The way of a batch: from disk to disk until one has taken it, then it is published.
+//! Writing a batch: the disks are tried until one takes the data, then its index group is published.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use super::shuffle::Shuffle;
 use super::write::validate;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 
-/// A batch that is readable.
+/// A published batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Published {
-    /// Its place among the shuffle's batches.
+    /// Sequence among the shuffle's batches.
     pub sequence: u64,
-    /// Index of the disk that took it.
+    /// Index of the disk with the data.
     pub disk: usize,
     /// Extents.
     pub extents: usize,
@@ -25,11 +25,10 @@ pub struct Published {
 }
 
 impl Writer {
-    /// Writes a batch to one disk and publishes it: when this returns `Ok` every block is readable. Disks that fail
-    /// are left for others until none is left.
+    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk fails, the next one is tried.
     ///
     /// # Errors
-    /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
+    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or `InvalidBatch`.
     pub(super) async fn write(
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
@@ -69,7 +68,7 @@ impl Writer {
                 Err(error) => {
                     shuffle.require_present()?;
                     self.core.metrics.write_exceptions.inc();
-                    // A file that takes no more is closed by now: the same disk takes a new one.
+                    // The log is closed now: the same disk is tried with a new file.
                     if wants_new_file(&error) && !renewed.contains(&index) {
                         self.lose_vanished(shuffle);
                         renewed.push(index);

@@ -1,4 +1,4 @@
-//! What every call on the disks needs: the disks themselves, their open files, cached index records, and metrics.
+//! State shared by writes, reads and maintenance: the disks, their open files, cached index records, and metrics.
 
 use std::io;
 use std::path::Path;
@@ -16,22 +16,22 @@ use crate::tiers::record_cache::RecordCache;
 use crate::tiers::recovered::FoundIds;
 use crate::tiers::{DiskCondition, StoreError};
 
-/// What writing, reading and maintenance share.
+/// State shared by writes, reads and maintenance.
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) config: LocalConfig,
     pub(super) disks: Vec<Arc<LocalDisk>>,
-    /// Written when a disk's condition changes.
+    /// Notified when the condition of a disk changes.
     pub(super) changes: Arc<watch::Sender<()>>,
     /// Configured directories that could not be claimed.
     pub(super) disks_refused: u64,
     pub(super) files: Files,
     pub(super) records: RecordCache,
-    /// What the lists of extents of all shuffles are charged to.
+    /// Budget of the lists of extents of all shuffles.
     pub(super) extents: Budget,
-    /// What block ids that a start finds are charged to.
+    /// Budget of block ids that a start finds.
     pub(super) found_ids: FoundIds,
-    /// Who hears that blocks are gone.
+    /// Listener for lost blocks.
     pub(super) hearer: Hearer,
     pub(super) metrics: Metrics,
 }
@@ -41,13 +41,13 @@ impl Core {
         self.disks.iter().filter(|disk| disk.condition() == DiskCondition::Healthy).count()
     }
 
-    /// Notes a failure against its disk and makes it an error of the store.
+    /// Counts a failure against its disk, and converts it to an error of the store.
     pub(super) fn failed(&self, disk: &LocalDisk, path: impl AsRef<Path>, error: io::Error) -> StoreError {
         disk.note(&error);
         StoreError::io(path, error)
     }
 
-    /// The same of an operation that takes space.
+    /// Like [`Core::failed`], for an operation that needs space.
     pub(super) async fn failed_measured(
         &self,
         disk: &LocalDisk,

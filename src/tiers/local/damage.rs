@@ -1,10 +1,9 @@
-//! What a disk does not give back any more.
+//! Damaged blocks and unreadable extents.
 //!
-//! A block with other bytes than were written is read once more, by itself and around the page cache; if it still has, it
-//! is marked as damaged, and nothing else of its extent. After the third [failed read](super::failures) of a partition on
-//! a disk all that it has there is tried, three times within half a second, and what still cannot be read becomes a hole
-//! when it is asked for which blocks are left. Blocks in holes can be sent again and found; whether one is lost is not decided here
-//! (`service`).
+//! A block with a wrong checksum is read again, alone and around the page cache. If it is wrong again, the block is marked as
+//! damaged, and the rest of its extent stays. After the third [failed read](super::failures) of a partition on a disk, all its
+//! extents there are tried three times within half a second, and unreadable ones become holes. Blocks in holes can be sent
+//! again. Whether a block is lost is decided by `service`.
 
 use std::io;
 use std::ops::ControlFlow;
@@ -26,14 +25,14 @@ use uniffle_io::Vanished;
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::PartitionId;
 
-/// How often an extent is tried before it is marked as lost.
+/// Number of attempts before an extent is marked as lost.
 const TRIES: u32 = 3;
-/// Between two tries.
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Partitions that are tried at a time, each with one chunk of memory.
+/// Number of partitions that are tried at a time, each with one chunk of memory.
 const PROBED_AT_ONCE: usize = 2;
 
-/// What was in a file that has vanished.
+/// Extents of a vanished file.
 #[derive(Debug, Default)]
 struct Lost {
     extents: u64,
@@ -41,7 +40,7 @@ struct Lost {
     bytes: u64,
 }
 
-/// Finds out what of the stored data is damaged, and marks it.
+/// Verifies stored data and marks damage.
 #[derive(Debug)]
 pub(super) struct Damage {
     core: Arc<Core>,
@@ -53,7 +52,7 @@ impl Damage {
         Arc::new(Self { core, turns: Semaphore::new(PROBED_AT_ONCE) })
     }
 
-    /// Whether a block that was read with other bytes than were written has the right ones when the device is asked again.
+    /// Returns whether a block with a wrong checksum is right when the device is asked again.
     pub(super) async fn is_sound(
         &self,
         shuffle: &Shuffle,
@@ -71,7 +70,7 @@ impl Damage {
         Ok(crc == block.crc || self.recorded_crc(shuffle, &extent, block).await == Some(crc))
     }
 
-    /// What the index says of a block when it is asked again; none when it cannot be read.
+    /// Returns the checksum of a block from its index record on disk, or `None` if it cannot be read.
     async fn recorded_crc(&self, shuffle: &Shuffle, extent: &Extent, block: &Check) -> Option<u32> {
         let mut crc = None;
         let find = |record: &IndexRecord| {
@@ -84,8 +83,7 @@ impl Damage {
         visited.ok().and(crc)
     }
 
-    /// Marks a block that had other bytes than were written twice as damaged, so that it can be sent again and found; blames
-    /// its disk.
+    /// Marks a block that was wrong twice as damaged, so that it can be sent again. Counts against its disk.
     pub(super) fn mark_damaged(
         &self,
         shuffle: &Shuffle,
@@ -114,7 +112,7 @@ impl Damage {
         Some(extent)
     }
 
-    /// Tries all that a partition has on a disk. Those of its extents that cannot be read, and the error of one.
+    /// Tries all extents of a partition on a disk. Returns the unreadable ones, and the error of one.
     pub(super) async fn probe_extents(
         &self,
         shuffle: &Shuffle,
@@ -136,7 +134,7 @@ impl Damage {
         error.map(|error| (suspects, error))
     }
 
-    /// Makes holes of extents that cannot be read, or were not written.
+    /// Marks unreadable extents as lost.
     pub(super) fn mark_all_lost(
         &self,
         shuffle: &Shuffle,
@@ -151,7 +149,7 @@ impl Damage {
         self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
     }
 
-    /// Makes holes of all extents of which data or records were in a file that has vanished.
+    /// Marks all extents as lost whose data or records were in a vanished file.
     pub(super) async fn lose_log(&self, shuffle: &Shuffle, log: &Log) {
         self.core.files.forget(log);
         if let Some(here) = shuffle.found(&log.disk) {
@@ -167,7 +165,7 @@ impl Damage {
         self.tell_vanished(shuffle, log, lost);
     }
 
-    /// The same of extents that have only just become visible.
+    /// Like [`Damage::lose_log`], for extents that have just become visible.
     pub(super) fn lose_extents(&self, shuffle: &Shuffle, log: &Log, extents: &[(PartitionId, Extent)]) {
         let mut lost = Lost::default();
         for (partition, extent) in extents {
@@ -219,7 +217,7 @@ impl Damage {
         }
     }
 
-    /// Those of `extents` that cannot be read, and the last one's error.
+    /// Returns the unreadable ones of `extents`, and the error of the last.
     async fn still_damaged(
         &self,
         shuffle: &Shuffle,
@@ -239,7 +237,7 @@ impl Damage {
         (damaged, last_error)
     }
 
-    /// Reads what of an extent lies on a disk.
+    /// Reads the parts of an extent that are on a disk.
     async fn probe_extent(&self, shuffle: &Shuffle, extent: &Extent, disk: usize) -> Result<(), StoreError> {
         let here = |slot: u16| slot != NO_LOG && shuffle.log_at(slot).disk.index == disk;
         if here(extent.index_log) {

@@ -1,5 +1,5 @@
-//! Blocks that their disk has returned with other bytes than were written, also when it was asked again. Readers of the
-//! index are given filler records in their place; everything else of their extents is served as before.
+//! Damaged blocks: their disk returned wrong bytes twice. Readers of the index get filler records in their place. The other
+//! blocks of their extents are served.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -10,10 +10,10 @@ use parking_lot::RwLock;
 use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::PartitionId;
 
-/// Those of one shuffle.
+/// Damaged blocks of one shuffle.
 #[derive(Debug, Default)]
 pub(super) struct DamagedBlocks {
-    /// False as long as there is none, which is nearly always: readers look no further.
+    /// Whether there is any: readers skip the lock otherwise.
     any: AtomicBool,
     /// Ends of the blocks in the partition's stream, by their starts.
     blocks: RwLock<HashMap<PartitionId, BTreeMap<u64, u64>>>,
@@ -26,7 +26,7 @@ impl DamagedBlocks {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Whether one of them lies in a range of the stream, or reaches into it.
+    /// Returns whether one of them overlaps a range of the stream.
     pub(super) fn touches(&self, partition: PartitionId, range: &Range<u64>) -> bool {
         self.any.load(Ordering::Acquire)
             && self.blocks.read().get(&partition).is_some_and(|blocks| {
@@ -35,7 +35,7 @@ impl DamagedBlocks {
             })
     }
 
-    /// Replaces their records among `records`, whose offsets are those of the stream.
+    /// Replaces their records in `records`, whose offsets are relative to the stream.
     pub(super) fn mask(&self, partition: PartitionId, records: &mut [u8]) {
         if !self.any.load(Ordering::Acquire) {
             return;
@@ -51,7 +51,7 @@ impl DamagedBlocks {
     }
 }
 
-/// A record that says where bytes are that belong to no block.
+/// Returns a record of bytes that belong to no block.
 pub(super) fn filler(offset: i64, length: i32) -> IndexRecord {
     IndexRecord {
         offset,

@@ -1,7 +1,7 @@
 //! One data directory: its space and its health.
 //!
-//! Health and fullness are different things: a full disk works (its data is served, and it takes batches again
-//! below the low watermark), an unhealthy one is avoided until a probe has written and read back random bytes.
+//! A full disk is healthy: its data is served, and it takes batches again below the low watermark. An unhealthy disk is avoided
+//! until a probe has written and read back random bytes.
 
 use std::future::Future;
 use std::io;
@@ -28,41 +28,41 @@ use crate::tiers::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Mount, ReadTarget, Space, Vanished, WriteOpen};
 
-/// Directory of everything that apps wrote.
+/// Directory of application data.
 pub(super) const APPS: &str = "apps";
-/// Directory of what waits to be deleted.
+/// Directory of files that wait for deletion.
 pub(super) const TRASH: &str = "trash";
 /// Directory of the probe's files.
 const PROBE: &str = "probe";
-/// Bytes of a probe of a disk that refused a write: one with room for less than that is as good as full.
+/// Bytes of a probe of a disk that refused a write: a disk with less space counts as full.
 const ROOM_PROBE_BYTES: usize = 1 << 20;
 
 /// A claimed data directory.
 #[derive(Debug)]
 pub(super) struct LocalDisk {
-    /// Place among the claimed disks, set by the store.
+    /// Index among the claimed disks, set by the store.
     pub(super) index: usize,
     pub(super) io: Arc<dyn Disk>,
     /// Memory that its reads may hold, set by the store.
     pub(super) reads: ReadShare,
-    /// For what readers say they will read next: one request at a time.
+    /// Permits of read hints: one request at a time.
     pub(super) hints: Arc<Semaphore>,
     /// Persistent identity, written into index groups.
     pub(super) uuid: Uuid,
     /// The root as text, for labels.
     pub(super) label: String,
-    /// An earlier process had claimed it; set by the claim.
+    /// Whether an earlier process had claimed it. Set by the claim.
     pub(super) was_used: bool,
     state: Mutex<State>,
     in_flight_bytes: AtomicU64,
     used_bytes: AtomicU64,
-    /// Calls that the device has answered well.
+    /// Number of calls that the device completed.
     completed_calls: AtomicU64,
-    /// Who deletes.
+    /// Held by the deletion in progress.
     pub(super) removals: Semaphore,
-    /// Cancelled when no more is to be deleted by this process.
+    /// Cancelled when this process must not delete any more.
     pub(super) removals_cease: CancellationToken,
-    /// Something of an earlier process could not be read back, so nothing unknown may be swept away.
+    /// Files of an earlier process could not be read back, so unknown files must not be swept.
     has_unread: AtomicBool,
     mount: Mount,
     changes: Arc<watch::Sender<()>>,
@@ -75,12 +75,12 @@ pub(super) struct LocalDisk {
 #[derive(Debug, Default)]
 struct State {
     health: Health,
-    /// As last measured, minus what we have written since.
+    /// Last measurement, minus the bytes written since.
     space: Space,
     paces: Paces,
 }
 
-/// `operation`, or `TimedOut` when it takes too long. The operation itself may run on.
+/// Runs `operation`, or fails with `TimedOut`. The operation itself may continue.
 pub(super) async fn within<T>(
     deadline: Duration,
     operation: impl Future<Output = io::Result<T>>,
@@ -92,7 +92,7 @@ pub(super) async fn within<T>(
 }
 
 impl LocalDisk {
-    /// A directory with its identity and what keeps it ours.
+    /// Creates a disk from a directory with its identity and lock.
     pub(super) fn new(
         (io, uuid, lock): (Arc<dyn Disk>, Uuid, Box<dyn DiskLock>),
         mount: Mount,
@@ -122,13 +122,13 @@ impl LocalDisk {
         }
     }
 
-    /// The directory as files beside the data see it.
+    /// Returns the directory for the metadata log and scratch files.
     pub(super) fn directory(self: &Arc<Self>) -> Directory {
         let health: Weak<dyn durability::Health> = Arc::downgrade(self) as Weak<dyn durability::Health>;
         Directory { uuid: self.uuid, label: self.label.clone(), io: Arc::clone(&self.io), health }
     }
 
-    /// Makes the directories in which everything is.
+    /// Creates the top-level directories.
     pub(super) async fn make_directories(&self) -> io::Result<()> {
         for directory in [TRASH, APPS] {
             within(self.deadline, self.io.create_dir_all(Path::new(directory))).await?;
@@ -146,7 +146,7 @@ impl LocalDisk {
         self.make_directories().await
     }
 
-    /// Takes back the claim of a directory in which nothing is: the start that made it is refused.
+    /// Removes the claim of an empty directory, because the start that made it is refused.
     pub(super) async fn abandon(&self) {
         for directory in [TRASH, APPS] {
             let _ = within(self.deadline, self.io.remove_dir(Path::new(directory))).await;
@@ -157,17 +157,17 @@ impl LocalDisk {
         }
     }
 
-    /// What keeps it ours; none a second time.
+    /// Returns the lock of the directory, once.
     pub(super) fn unlock(&self) -> Option<Box<dyn DiskLock>> {
         self.lock.lock().take()
     }
 
-    /// Where it is mounted.
+    /// Returns its mount point.
     pub(super) fn mount_point(&self) -> &Path {
         &self.mount.point
     }
 
-    /// Renames `path` into the trash; one that does not exist is fine. Returns where it is now.
+    /// Renames `path` into the trash, if it exists. Returns the new path.
     pub(super) async fn discard(&self, path: &Path) -> io::Result<Option<PathBuf>> {
         let to = Path::new(TRASH).join(Uuid::new_v4().to_string());
         match within(self.deadline, self.io.rename(path, &to)).await {
@@ -187,7 +187,7 @@ impl LocalDisk {
         Ok(())
     }
 
-    /// Replaces the watermarks; the space is looked at with them at once.
+    /// Replaces the watermarks, and applies them at once.
     pub(super) fn set_watermarks(&self, high: f64, low: f64) {
         *self.watermarks.lock() = (high, low);
         self.update(|state| self.apply_watermarks(state));
@@ -202,7 +202,7 @@ impl LocalDisk {
         }
     }
 
-    /// Changes the state and notifies the watchers of the disks when that changed the condition.
+    /// Changes the state, and notifies the watchers of the disks if the condition changed.
     fn update<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.state.lock();
         let before = state.health.condition();
@@ -215,20 +215,20 @@ impl LocalDisk {
         result
     }
 
-    /// Whether a write found no space, and no probe has succeeded since.
+    /// Returns whether a write found no space and no probe has succeeded since.
     pub(super) fn refuses(&self) -> bool {
         self.state.lock().health.refuses()
     }
 
-    /// Files were removed: the space is measured, and a disk that refused a write before is tried again.
+    /// Measures the space after files were removed. A disk that refused a write is tried again.
     pub(super) async fn made_room(&self) -> io::Result<()> {
         self.measure().await?;
         self.update(|state| state.health.made_room());
         Ok(())
     }
 
-    /// Draws the consequences of a failed operation. What says nothing about the disk (no descriptors or memory left,
-    /// a name that is gone) does not count against it.
+    /// Applies a failed operation. Errors that do not concern the disk (no descriptors or memory left, a missing name) do not count
+    /// against it.
     pub(super) fn note(&self, error: &io::Error) {
         let (before, verdict, why_full) = self.update(|state| {
             let (before, verdict) = (state.health.condition(), state.health.note(error));
@@ -270,16 +270,16 @@ impl LocalDisk {
         }
     }
 
-    /// As [`LocalDisk::note`], with the space measured before, so that what is said of a full disk is true.
+    /// Like [`LocalDisk::note`], after a measurement of the space, so that the message about a full disk is accurate.
     pub(super) async fn note_measured(&self, error: &io::Error) {
         if judge(error) == Verdict::Full {
-            // What cannot be measured is said with the figures of before.
+            // If the measurement fails, the message has the earlier figures.
             let _ = self.measure().await;
         }
         self.note(error);
     }
 
-    /// Whether something of an earlier process could not be read back.
+    /// Returns whether files of an earlier process could not be read back.
     pub(super) fn has_unread(&self) -> bool {
         self.has_unread.load(Ordering::Relaxed)
     }
@@ -289,13 +289,13 @@ impl LocalDisk {
         self.has_unread.fetch_or(has_unread, Ordering::Relaxed);
     }
 
-    /// A call that the device must have answered, not the page cache, has ended well.
+    /// Notes a successful call that the device answered, not the page cache.
     pub(super) fn progressed(&self) {
         self.completed_calls.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A call that moves bytes, with its deadline; a failure is held against the disk. One that misses its deadline while
-    /// others come through only stood in the queue of a device that has too much to do: that disk works.
+    /// Runs a call that transfers bytes, with its deadline. A failure counts against the disk. A missed deadline does not if other
+    /// calls completed meanwhile: then the call only waited in the queue of a busy device.
     pub(super) async fn call<T>(
         &self,
         deadline: Duration,
@@ -309,7 +309,7 @@ impl LocalDisk {
         result
     }
 
-    /// Notes a failed call that began after `completed_before` others had ended well.
+    /// Applies a failed call that began after `completed_before` successful ones.
     async fn note_call(&self, error: &io::Error, completed_before: u64) {
         let is_busy = self.completed_calls.load(Ordering::Relaxed) != completed_before;
         if judge(error) != Verdict::Hung || !is_busy {
@@ -317,17 +317,17 @@ impl LocalDisk {
         }
     }
 
-    /// A batch was written since `began`, when with it `in_flight_bytes` were to be: it is known how fast the disk is.
+    /// Records the speed of a batch that was written since `began`, while `in_flight_bytes` shared the disk.
     pub(super) fn wrote(&self, in_flight_bytes: u64, began: Instant) {
         let now = Instant::now();
         self.state.lock().paces.record(in_flight_bytes, now.duration_since(began), now);
     }
 
-    /// Looks whether the path still leads to this directory: it may have been unmounted, moved or replaced. A claim that was
-    /// removed from the directory, as by a cleaner, is written again.
+    /// Verifies that the path still leads to this directory: it may have been unmounted, moved or replaced. Writes the claim again if
+    /// another program removed it.
     ///
     /// # Errors
-    /// It does not. What cannot be read says nothing.
+    /// The path leads elsewhere. A failed read of it is no error.
     pub(super) async fn require_attached(&self) -> io::Result<()> {
         let is_anchored = within(self.deadline, self.io.is_anchored()).await.unwrap_or(false);
         let found = match within(self.deadline, self.io.read_small(Path::new(MARKER))).await {
@@ -352,7 +352,7 @@ impl LocalDisk {
         Ok(())
     }
 
-    /// Writes the claim of the directory once more, and locks it.
+    /// Writes the claim of the directory again, and locks it.
     async fn claim_again(&self) -> io::Result<()> {
         if self.lock.lock().is_none() {
             return Err(io::ErrorKind::NotFound.into());
@@ -372,15 +372,15 @@ impl LocalDisk {
         self.make_directories().await
     }
 
-    /// Writes random bytes, reads them back and compares. Success makes the disk healthy; a failure is noted like any
-    /// other (so "no space" means full, not sick).
+    /// Writes random bytes, reads them back and compares. Success makes the disk healthy. A failure is applied like any other, so "no
+    /// space" means full, not unhealthy.
     ///
-    /// The write goes around the page cache where it can, so that the read asks the device and not our own memory.
+    /// The write goes around the page cache if possible, so that the read asks the device.
     pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
         self.require_attached().await?;
         let bytes = if self.refuses() { ROOM_PROBE_BYTES } else { BLOCK_ALIGN };
         self.call(self.deadline, self.write_and_read_back(bytes, direct)).await?;
-        // One that was claimed while it was read-only may have none.
+        // A disk that was claimed while read-only may lack them.
         self.make_directories().await?;
         if let Some(fault) = self.update(|state| state.health.proved()) {
             tracing::info!(disk = %self.label, fault, "disk responds again");
@@ -417,7 +417,7 @@ impl LocalDisk {
         Ok(())
     }
 
-    /// What placement needs to know.
+    /// Returns the state for placement.
     pub(super) fn candidate(&self) -> Candidate {
         let state = self.state.lock();
         Candidate {
@@ -429,12 +429,12 @@ impl LocalDisk {
         }
     }
 
-    /// Whether it takes batches, and why not.
+    /// Returns whether it takes batches, and why not.
     pub(super) fn condition(&self) -> DiskCondition {
         self.state.lock().health.condition()
     }
 
-    /// Refuses what would wait for a disk that does not answer, or would look for files where they are not.
+    /// Fails if the disk does not answer or is detached.
     pub(super) fn require_answering(&self) -> Result<(), StoreError> {
         let text = match self.condition() {
             DiskCondition::Hung => "disk timed out; reads are refused until a check succeeds",
@@ -447,7 +447,7 @@ impl LocalDisk {
         Err(StoreError::io(self.io.root(), io::Error::new(io::ErrorKind::TimedOut, text)))
     }
 
-    /// Whether batches are being written to it, and it has room for more: below the low watermark.
+    /// Returns whether batches are being written to it while it is below the low watermark.
     pub(super) fn is_busy_with_room(&self) -> bool {
         let is_busy = self.in_flight_bytes.load(Ordering::Relaxed) > 0;
         let (_, low) = *self.watermarks.lock();
@@ -455,12 +455,12 @@ impl LocalDisk {
         is_busy && !state.health.is_full() && used_ratio(state.space) < low
     }
 
-    /// True unless it is read-only, detached, hung or broken.
+    /// Returns false if it is read-only, detached, hung or broken.
     pub(super) fn is_healthy(&self) -> bool {
         self.state.lock().health.fault().is_none()
     }
 
-    /// What it tells about itself.
+    /// Returns its state for the API.
     pub(super) fn info(&self) -> DiskInfo {
         let state = self.state.lock();
         DiskInfo {
@@ -479,7 +479,7 @@ impl LocalDisk {
     }
 }
 
-/// Used share of a file system, 0..=1; one that says nothing about itself is empty.
+/// Returns the used share of a file system, 0..=1. A file system without figures counts as empty.
 #[expect(clippy::cast_precision_loss, reason = "a ratio for watermarks")]
 pub(super) fn used_ratio(space: Space) -> f64 {
     if space.total_bytes == 0 {
@@ -488,7 +488,7 @@ pub(super) fn used_ratio(space: Space) -> f64 {
     1.0 - space.free_bytes.min(space.total_bytes) as f64 / space.total_bytes as f64
 }
 
-/// Bytes of our files on a disk; given back when dropped.
+/// Bytes of a shuffle's files on a disk. Subtracted when dropped.
 #[derive(Debug)]
 pub(super) struct Occupied {
     disk: Arc<LocalDisk>,
@@ -500,11 +500,11 @@ impl Occupied {
         Self { disk, bytes: AtomicU64::new(0) }
     }
 
-    /// Counts bytes that are about to be written, which also makes the measured free space smaller.
+    /// Adds bytes that are about to be written, and subtracts them from the measured free space.
     pub(super) fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.disk.used_bytes.fetch_add(bytes, Ordering::Relaxed);
-        // Seconds may pass until the next measurement; at full speed a disk would be far beyond its watermark by then.
+        // At full speed, a disk may be far beyond its watermark before the next measurement.
         self.disk.update(|state| {
             state.space.free_bytes = state.space.free_bytes.saturating_sub(bytes);
             self.disk.apply_watermarks(state);
@@ -515,14 +515,14 @@ impl Occupied {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Bytes of a file that is removed.
+    /// Subtracts the bytes of a removed file.
     pub(super) fn take(&self, bytes: u64) {
         let taken = |left: u64| Some(left.saturating_sub(bytes));
         let before = self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).unwrap_or(0);
         self.disk.used_bytes.fetch_sub(bytes.min(before), Ordering::Relaxed);
     }
 
-    /// Counts bytes that are on the disk already, and so in its measured space.
+    /// Adds bytes that are on the disk already, and included in its measured space.
     pub(super) fn found(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.disk.used_bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -535,12 +535,12 @@ impl Drop for Occupied {
     }
 }
 
-/// Bytes that are being written to a disk, for placement; ends when dropped.
+/// Bytes that are being written to a disk, for placement. Subtracted when dropped.
 #[derive(Debug)]
 pub(super) struct InFlight {
     disk: Arc<LocalDisk>,
     bytes: u64,
-    /// All that was to be written when this began.
+    /// Bytes in flight at the beginning, including these.
     pub(super) with_others: u64,
 }
 

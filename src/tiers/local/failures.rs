@@ -1,8 +1,8 @@
-//! Failed reads by partition and disk. A read that fails may succeed later, so it only counts.
+//! Failed reads by partition and disk. A failed read may succeed later, so failures are only counted.
 //!
-//! Why three: clients with default settings try a task four times within a second, and the fourth is to be told what is
-//! lost. What says nothing about stored bytes (no descriptors, a deadline) is not counted, and what is read for nobody who
-//! would be told is not either: data that is moved away.
+//! Clients with default settings try a task four times within a second. After three failures the extents are verified, so that
+//! the fourth attempt is told which blocks are lost. Errors that do not concern stored bytes (no descriptors, a deadline) are
+//! not counted, nor are reads of migrations, which no client waits for.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -14,9 +14,9 @@ use crate::clock::Instant;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
-/// Clients try four times within a second: the fourth is to be told what is lost.
+/// Failures before the extents are verified: clients try four times within a second.
 const FAILED_READS_MAX: u32 = 3;
-/// Failures that lie so long apart have nothing to do with each other.
+/// Failures further apart than this are unrelated.
 const FAILURES_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 
 /// Failed reads of one shuffle, by partition and disk.
@@ -30,12 +30,12 @@ struct Failures {
 }
 
 impl FailedReads {
-    /// Counts one, if its error says that stored bytes cannot be read; true once when there have been too many.
+    /// Counts a failure if its error means that stored bytes cannot be read. Returns true once, at the limit.
     pub(super) fn count_damage(&self, partition: PartitionId, disk: usize, error: &StoreError) -> bool {
         is_damage(error) && self.count(partition, disk, Instant::now())
     }
 
-    /// Counts one of a partition on a disk; true once when there have been too many.
+    /// Counts a failure of a partition on a disk. Returns true once, at the limit.
     fn count(&self, partition: PartitionId, disk: usize, now: Instant) -> bool {
         let mut failed = self.0.lock();
         let failures = failed.entry((partition, disk)).or_insert(Failures { count: 0, last: now });
@@ -47,20 +47,20 @@ impl FailedReads {
         failures.count == FAILED_READS_MAX
     }
 
-    /// One failure that is as good as too many.
+    /// Sets the count to the limit.
     fn suspect(&self, partition: PartitionId, disk: usize) {
         let failures = Failures { count: FAILED_READS_MAX, last: Instant::now() };
         self.0.lock().insert((partition, disk), failures);
     }
 
-    /// The records of an extent on a disk cannot be read while it is counted what there is.
+    /// Sets the count to the limit if index records cannot be read while blocks are being counted.
     pub(super) fn suspect_index(&self, partition: PartitionId, disk: usize, error: &StoreError) {
         if is_damage(error) {
             self.suspect(partition, disk);
         }
     }
 
-    /// Disks from which too many reads of a partition have failed; they begin anew.
+    /// Returns the disks at the limit for a partition, and resets their counts.
     pub(super) fn take_suspects(&self, partition: PartitionId) -> Vec<usize> {
         let is_one = |(id, _): &(PartitionId, usize), it: &mut Failures| {
             *id == partition && it.count >= FAILED_READS_MAX
@@ -69,7 +69,7 @@ impl FailedReads {
     }
 }
 
-/// Whether an error says that stored bytes cannot be read.
+/// Returns whether an error means that stored bytes cannot be read.
 pub(super) fn is_damage(error: &StoreError) -> bool {
     match (error.kind, &error.source) {
         (StoreErrorKind::Corrupt | StoreErrorKind::NotFound, _) => true,
@@ -78,7 +78,7 @@ pub(super) fn is_damage(error: &StoreError) -> bool {
     }
 }
 
-/// Whether an error concerns a file that is written and not its disk: a new file may do.
+/// Returns whether an error concerns a written file and not its disk: a new file may work.
 pub(super) fn wants_new_file(error: &StoreError) -> bool {
     error.source.as_ref().is_some_and(|source| judge(source) == Verdict::TheFile)
 }

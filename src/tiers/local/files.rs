@@ -17,12 +17,12 @@ use super::log::{Log, LogKind};
 use crate::clock::Instant;
 use uniffle_io::{File, Vanished, WriteOpen};
 
-/// How a log is open.
+/// Mode in which a log is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Mode {
-    /// By way of the page cache.
+    /// Through the page cache.
     Read,
-    /// Around it, in whole blocks.
+    /// Around the page cache, in whole blocks.
     ReadDirect,
     Write,
 }
@@ -48,12 +48,12 @@ impl Files {
         Self { open: Mutex::new(LruCache::new(max)), next_id: AtomicU64::new(0), direct, deadline }
     }
 
-    /// An id for a new log.
+    /// Returns an id for a new log.
     pub(super) fn next_id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Descriptors in the cache.
+    /// Returns the number of cached descriptors.
     pub(super) fn len(&self) -> usize {
         self.open.lock().len()
     }
@@ -65,7 +65,7 @@ impl Files {
         Ok(())
     }
 
-    /// The log's file for writing.
+    /// Returns the log's file for writing.
     pub(super) async fn writer(&self, log: &Log) -> io::Result<Arc<dyn File>> {
         match self.cached(log, Mode::Write) {
             Some(file) => Ok(file),
@@ -73,12 +73,12 @@ impl Files {
         }
     }
 
-    /// The log's file for reading by way of the page cache.
+    /// Returns the log's file for reading through the page cache.
     pub(super) async fn reader(&self, log: &Log) -> io::Result<Arc<dyn File>> {
         self.open_read(log, Mode::Read).await
     }
 
-    /// The log's file for reading.
+    /// Returns the log's file for reading.
     pub(super) async fn open_read(&self, log: &Log, mode: Mode) -> io::Result<Arc<dyn File>> {
         if let Some(file) = self.cached(log, mode) {
             return Ok(file);
@@ -92,7 +92,7 @@ impl Files {
         Ok(file)
     }
 
-    /// Closes what is open of a log, now and of openings under way: a deleted file keeps its space while it is open.
+    /// Closes the descriptors of a log, including those being opened: a deleted file occupies space while it is open.
     pub(super) fn forget(&self, log: &Log) {
         let mut open = self.open.lock();
         log.forgotten.store(true, Ordering::Relaxed);
@@ -101,7 +101,7 @@ impl Files {
         drop(closed);
     }
 
-    /// Closes what was not used for `idle`.
+    /// Closes descriptors that were not used for `idle`.
     pub(super) fn close_idle(&self, idle: Duration) {
         let mut closed = Vec::new();
         let mut open = self.open.lock();
@@ -121,7 +121,7 @@ impl Files {
         Ok(file)
     }
 
-    /// Opens a log's file for writing. One that another file has replaced is not written to.
+    /// Opens a log's file for writing. Fails if another file has replaced it.
     async fn open_same(&self, log: &Log, how: WriteOpen) -> io::Result<Arc<dyn File>> {
         let opened = within(self.deadline, log.disk.io.open_write(&log.path, how)).await;
         let is_gone = |error: &io::Error| !how.create && error.kind() == io::ErrorKind::NotFound;
@@ -133,14 +133,14 @@ impl Files {
         }
     }
 
-    /// Whether a log is written around the page cache, and read so in large parts: what was written directly is not in it,
-    /// and one read does not pay for putting it there. Index groups are small and unaligned: they go through it.
+    /// Returns whether a log is written, and read in large parts, around the page cache: directly written data is not cached, and a
+    /// single read does not pay for caching it. Index groups are small and unaligned, and go through the cache.
     pub(super) fn is_direct(&self, log: &Log) -> bool {
         self.direct && log.kind == LogKind::Data
     }
 
-    /// Whether a call on a log that has ended well proves that its device answers: what goes by way of the page cache does
-    /// not, unless everything goes there.
+    /// Returns whether a successful call on a log proves that its device answers. A call through the page cache does not, unless all
+    /// calls go there.
     pub(super) fn proves_progress(&self, log: &Log, mode: Mode) -> bool {
         !self.direct || (self.is_direct(log) && matches!(mode, Mode::ReadDirect | Mode::Write))
     }

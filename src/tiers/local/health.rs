@@ -1,8 +1,7 @@
-//! What errors say about a disk: full, read-only, detached, hung, broken, or nothing at all. A pure state machine.
+//! Health of a disk, derived from errors: full, read-only, detached, hung or broken. A pure state machine; `disk` does the I/O.
 //!
-//! Not here: who does the I/O (`disk`). Full and sick are different things: a full disk is healthy, its data is served,
-//! and it takes batches again when there is room. Fullness has two watermarks; a disk that refused a write for want of
-//! space is full until a probe can write again, and a sick one has to pass a probe too.
+//! A full disk is healthy: its data is served, and it takes batches again when there is space. Fullness has two watermarks. A
+//! disk that refused a write for lack of space is full until a probe can write. An unhealthy disk must pass a probe too.
 
 use std::io;
 
@@ -12,26 +11,26 @@ use super::placement;
 use crate::tiers::DiskCondition;
 use uniffle_io::{Space, Vanished};
 
-/// What one error says.
+/// Meaning of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing about the disk: the process lacks descriptors or memory, a name is gone, a task was dropped.
+    /// Not about the disk: the process lacks descriptors or memory, a name is gone, a task was dropped.
     NotTheDisk,
-    /// This file takes no more, and a new one may: it was removed or replaced, or is too large.
+    /// The file cannot be written, and a new one may work: it was removed or replaced, or is too large.
     TheFile,
     /// No space (or quota) left.
     Full,
-    /// Its file system takes no changes: what is there can be read.
+    /// The file system is read-only.
     ReadOnly,
     /// Its path leads elsewhere.
     Detached,
     /// No answer in time.
     Hung,
-    /// It fails, or returns other bytes than were written.
+    /// It fails, or returns wrong bytes.
     Broken,
 }
 
-/// Judges an error of a file operation.
+/// Classifies an error of a file operation.
 #[must_use]
 pub fn judge(error: &io::Error) -> Verdict {
     match Vanished::of(error) {
@@ -59,12 +58,12 @@ pub fn judge(error: &io::Error) -> Verdict {
         io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof | io::ErrorKind::WriteZero => {
             Verdict::Broken
         }
-        // Ours: a missing name, a wrong argument, a task that ended with the runtime.
+        // Our own errors: a missing name, a wrong argument, a task that ended with the runtime.
         _ => Verdict::NotTheDisk,
     }
 }
 
-/// What the calls of one disk have shown of it so far.
+/// Health of one disk.
 #[derive(Debug, Default)]
 pub(super) struct Health {
     fault: Option<Fault>,
@@ -79,7 +78,7 @@ struct Fault {
     condition: DiskCondition,
 }
 
-/// Why a write found no space.
+/// Reason why a write found no space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refusal {
     Space,
@@ -96,7 +95,7 @@ impl Refusal {
 }
 
 impl Health {
-    /// The state now.
+    /// Returns the current condition.
     pub(super) fn condition(&self) -> DiskCondition {
         match &self.fault {
             Some(fault) => fault.condition,
@@ -105,17 +104,17 @@ impl Health {
         }
     }
 
-    /// Why it is read-only, detached, hung or broken.
+    /// Returns why it is read-only, detached, hung or broken.
     pub(super) fn fault(&self) -> Option<&str> {
         self.fault.as_ref().map(|fault| fault.text.as_str())
     }
 
-    /// Full, whether or not it is sick besides.
+    /// Returns whether it is full, healthy or not.
     pub(super) fn is_full(&self) -> bool {
         self.above_watermark || self.refusal.is_some()
     }
 
-    /// Whether a write found no space, and no probe has succeeded since.
+    /// Returns whether a write found no space and no probe has succeeded since.
     pub(super) fn refuses(&self) -> bool {
         self.refusal.is_some()
     }
@@ -146,12 +145,12 @@ impl Health {
         Some(text)
     }
 
-    /// Errors that were held against it.
+    /// Returns the number of errors counted against it.
     pub(super) fn failures(&self) -> u64 {
         self.failures
     }
 
-    /// Draws the consequences of a failed operation.
+    /// Applies a failed operation.
     pub(super) fn note(&mut self, error: &io::Error) -> Verdict {
         let verdict = judge(error);
         let fault = |condition| Some(Fault { text: error.to_string(), condition });
@@ -167,18 +166,18 @@ impl Health {
         verdict
     }
 
-    /// Files were removed since it refused a write.
+    /// Notes that files were removed since it refused a write.
     pub(super) fn made_room(&mut self) {
         self.refusal = None;
     }
 
-    /// A probe succeeded; returns what was wrong before.
+    /// Applies a successful probe. Returns the earlier fault.
     pub(super) fn proved(&mut self) -> Option<String> {
         let refused = self.refusal.take().map(|_| "a write found no space".to_owned());
         self.fault.take().map(|fault| fault.text).or(refused)
     }
 
-    /// Applies the watermarks; true when the disk crossed one.
+    /// Applies the watermarks. Returns whether the disk crossed one.
     pub(super) fn measured(&mut self, used_ratio: f64, high: f64, low: f64) -> bool {
         let before = self.above_watermark;
         self.above_watermark = placement::is_full(before, used_ratio, high, low);

@@ -1,8 +1,7 @@
-//! Purges that the metadata log does not know of yet.
+//! Purges that are not in the metadata log yet.
 //!
-//! They are written down in rounds, one at a time. A round is for all purges that are pending when it begins, so that those that
-//! come together are noted once each: who comes while one is under way waits for the next, which any of those who wait runs
-//! for all of them.
+//! They are logged in rounds, one at a time. A round covers all purges that are pending when it begins. A caller that arrives
+//! during a round waits for the next one, which any waiting caller runs for all.
 
 use std::sync::Arc;
 
@@ -11,18 +10,18 @@ use parking_lot::Mutex;
 use super::shuffle::Shuffle;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
-/// The purges of a store that are not noted yet.
+/// Purges of a store that are not logged yet.
 #[derive(Debug, Default)]
 pub(super) struct PurgeNotes {
     pending: Mutex<PendingPurges>,
-    /// The last round that came to its end. Locked while one is under way.
+    /// Number of the last completed round. Locked during a round.
     ended: tokio::sync::Mutex<u64>,
 }
 
 #[derive(Debug, Default)]
 struct PendingPurges {
     shuffles: Vec<Arc<Shuffle>>,
-    /// Rounds that have begun, also those that were dropped.
+    /// Number of rounds that have begun, including cancelled ones.
     begun: u64,
 }
 
@@ -33,37 +32,37 @@ impl PendingPurges {
 }
 
 impl PurgeNotes {
-    /// A shuffle is gone.
+    /// Adds a purged shuffle.
     pub(super) fn add(&self, shuffle: Arc<Shuffle>) {
         self.pending.lock().shuffles.push(shuffle);
     }
 
-    /// The registrations of which the purge is not noted.
+    /// Returns the incarnations whose purge is not logged.
     pub(super) fn incarnations(&self) -> Vec<u64> {
         let pending = self.pending.lock();
         pending.shuffles.iter().filter(|it| !it.purge_is_noted()).map(|it| it.incarnation).collect()
     }
 
-    /// Whether the purge of a shuffle of `app`, or of `key` if that is given, is not noted.
+    /// Returns whether a purge of `app`, or of `key` if given, is not logged.
     pub(super) fn has(&self, app: &AppId, key: Option<&ShuffleKey>) -> bool {
         let is_of = |it: &Arc<Shuffle>| it.key.app == *app && key.is_none_or(|key| it.key == *key);
         self.pending.lock().shuffles.iter().any(|it| is_of(it) && !it.purge_is_noted())
     }
 
-    /// Whether all purges are noted.
+    /// Returns whether all purges are logged.
     pub(super) fn is_empty(&self) -> bool {
         self.pending.lock().shuffles.is_empty()
     }
 
-    /// Waits until a round was run for everything that is pending now: by way of `note`, unless another caller's round covers
-    /// it. `note` marks the shuffles of which it wrote down the purge; the others stay for the next round.
+    /// Waits for a round that covers all purges pending now. Runs it with `note`, unless another caller's round covers them. `note`
+    /// marks the shuffles whose purge it logged. The others stay for the next round.
     pub(super) async fn cover<F>(&self, note: impl FnOnce(Vec<Arc<Shuffle>>) -> F)
     where
         F: Future<Output = ()>,
     {
         let begun = self.pending.lock().begun;
         let mut ended = self.ended.lock().await;
-        // One that began before may have missed what came since.
+        // A round that began earlier may have missed later purges.
         if *ended > begun {
             return;
         }
@@ -73,10 +72,10 @@ impl PurgeNotes {
         *ended = round;
     }
 
-    /// The number of a round, and what it is for, which stays on the list until it is done: the caller may go away.
+    /// Returns the number of a new round and its shuffles. They stay on the list until the round has ended: it may be cancelled.
     fn begin(&self) -> (u64, Vec<Arc<Shuffle>>) {
         let mut pending = self.pending.lock();
-        // Of a round that was dropped.
+        // Of a cancelled round.
         pending.forget_noted();
         pending.begun += 1;
         (pending.begun, pending.shuffles.clone())

@@ -1,4 +1,4 @@
-//! How fast a disk has written lately: an average over batches that forgets. Pure: the clock is passed in.
+//! Recent write speed of a disk: a decaying average over batches. Pure: the clock is an argument.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use crate::clock::Instant;
 
 /// Weight of the latest batch.
 const LATEST: f64 = 0.25;
-/// What a batch costs besides its bytes, so that small batches do not look slow.
+/// Fixed cost of a batch in bytes, so that small batches do not look slow.
 const BATCH_BYTES: u64 = 1 << 20;
-/// In this time half of what is known is forgotten: a slow disk that gets no batches is tried again after a while.
+/// Half-life of the average: a slow disk that gets no batches is tried again after a while.
 const HALF_LIFE: Duration = Duration::from_secs(10);
 
-/// Seconds that a MiB took, and how much of that is still believed.
+/// Average seconds per MiB, and the remaining weight of that average.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pace {
     /// Seconds per MiB, on average.
@@ -27,7 +27,7 @@ pub(super) struct Paces {
 }
 
 impl Paces {
-    /// A batch took `elapsed` while, with it, `in_flight_bytes` were to be written: they share the disk.
+    /// Records a batch that took `elapsed` while `in_flight_bytes`, including its own, shared the disk.
     #[expect(clippy::cast_precision_loss, reason = "an average")]
     pub(super) fn record(&mut self, in_flight_bytes: u64, elapsed: Duration, now: Instant) {
         let mib = in_flight_bytes.saturating_add(BATCH_BYTES) as f64 / f64::from(1 << 20);
@@ -42,7 +42,7 @@ impl Paces {
         self.latest = Some((average, now));
     }
 
-    /// What is known at `now`; `None` before the first batch.
+    /// Returns the average at `now`, or `None` before the first batch.
     pub(super) fn at(&self, now: Instant) -> Option<Pace> {
         let (seconds_per_mib, measured) = self.latest?;
         let half_lives = now.duration_since(measured).as_secs_f64() / HALF_LIFE.as_secs_f64();

@@ -1,20 +1,20 @@
-//! Which disk takes a batch: pure decisions over a snapshot, no clock and no I/O.
+//! Choice of the disk for a batch: pure decisions over a snapshot, without clock and I/O.
 
 use super::pace::Pace;
 
-/// Weight of a disk that is as fast as the fastest; others have more.
+/// Weight of the fastest disk. Slower disks have more.
 const WEIGHT: f64 = 16.0;
-/// A disk counts at most so many times slower than the fastest.
+/// Maximum factor by which a disk counts as slower than the fastest.
 const SLOWER_MAX: f64 = 64.0;
 /// Differences below this factor are noise.
 const SLOWER_MIN: f64 = 1.5;
-/// Faster than this (1 GB/s) disks are not told apart.
+/// Disks faster than this (1 GB/s) count as equal.
 const SECONDS_PER_MIB_MIN: f64 = 0.001;
 
-/// What placement knows of a disk.
+/// State of a disk that placement uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Answers and keeps what it is given.
+    /// Answers and stores data.
     pub healthy: bool,
     /// Above its high watermark (and not yet below the low one), or it said so.
     pub full: bool,
@@ -22,7 +22,7 @@ pub struct Candidate {
     pub free_bytes: u64,
     /// Bytes being written now.
     pub in_flight_bytes: u64,
-    /// How fast it has written lately; `None` = nothing is known.
+    /// Recent write speed, if known.
     pub pace: Option<Pace>,
 }
 
@@ -31,7 +31,7 @@ impl Candidate {
         self.healthy && !self.full && self.free_bytes >= bytes.max(1)
     }
 
-    /// How much its load weighs: [`WEIGHT`] times how much slower than `fastest` it is, as far as that is believed.
+    /// Returns the weight of its load: [`WEIGHT`] times its slowness relative to `fastest`, as far as the measurement is recent.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -47,12 +47,12 @@ impl Candidate {
     }
 }
 
-/// The disk that will probably be done first for its free space, among those that can take `bytes`; `None` when there is
-/// none. `excluded` disks were tried before.
+/// Returns the disk with the least weighted load per free space among those that can take `bytes`, or `None`. `excluded` disks
+/// were tried before.
 ///
-/// Work in flight is weighed by how slow the disk has been, so that what a slow disk gets is about what it can carry
-/// beside the others, and by free space, which fills unequal disks at the same time. An idle disk is found at once because
-/// the batch itself counts as load. What is known of a disk is believed less with time: a slow one is tried again.
+/// Load is weighted by the recent slowness of a disk, so that a slow disk gets about what it can sustain, and divided by free
+/// space, so that unequal disks fill at the same time. The batch itself counts as load, so an idle disk is chosen at once. A
+/// measurement loses weight with time: a slow disk is tried again.
 pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Option<usize> {
     let able: Vec<(usize, &Candidate)> = candidates
         .iter()
@@ -67,20 +67,20 @@ pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Optio
     };
     able.iter()
         .min_by(|(_, left), (_, right)| {
-            // left.load / left.free against right.load / right.free, without dividing.
+            // Compares left.load / left.free with right.load / right.free without a division.
             let left_side = load(left).saturating_mul(u128::from(right.free_bytes));
             left_side.cmp(&load(right).saturating_mul(u128::from(left.free_bytes)))
         })
         .map(|(index, _)| *index)
 }
 
-/// The disk for a batch that no other is left for: any that works, most free bytes first. Whether it is full it says itself.
+/// Returns any healthy disk, the one with the most free bytes first. It may be full: the write shows that.
 pub fn choose_any(candidates: &[Candidate], excluded: &[usize]) -> Option<usize> {
     let able = candidates.iter().enumerate().filter(|(index, it)| it.healthy && !excluded.contains(index));
     able.max_by_key(|(_, it)| it.free_bytes).map(|(index, _)| index)
 }
 
-/// The watermarks with their hysteresis: full from `high` on, until below `low`.
+/// Applies the watermarks with hysteresis: full from `high` on, until below `low`.
 pub fn is_full(was_full: bool, used_ratio: f64, high: f64, low: f64) -> bool {
     if was_full { used_ratio >= low } else { used_ratio >= high }
 }

@@ -1,7 +1,7 @@
-//! One shuffle on the local disks: its logs, its published extents, and the gate that keeps purge and write apart.
+//! One shuffle on the local disks: its logs, its published extents, and the gate between purges and writes.
 //!
-//! Creating a directory or a file takes the gate for reading, purging takes it for writing and marks the shuffle
-//! first: nothing is created after a purge.
+//! Creating a directory or a file holds the gate for reading. A purge marks the shuffle, then acquires the gate for writing:
+//! no file is created after a purge.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// What is taken over from an earlier process.
+/// State recovered from an earlier process.
 #[derive(Debug)]
 pub(super) struct Restored {
     pub(super) partitions: Partitions,
@@ -35,16 +35,16 @@ pub(super) struct Restored {
 pub(super) struct Shuffle {
     pub(super) key: ShuffleKey,
     pub(super) incarnation: u64,
-    /// Its directory on every disk, relative to the root.
+    /// Directory on every disk, relative to the root.
     pub(super) directory: PathBuf,
     purged: AtomicBool,
-    /// Shared by writes, taken alone by the purge.
+    /// Held for reading while files are created, and for writing by a purge.
     pub(super) gate: tokio::sync::RwLock<()>,
     disks: Vec<OnceLock<Box<ShuffleDisk>>>,
     streams: RwLock<Streams>,
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
-    /// The metadata log knows that it is purged.
+    /// The purge is in the metadata log.
     purge_is_noted: AtomicBool,
     /// See [`Shuffle::set_forgotten`].
     forgotten_bytes: OnceLock<Vec<u64>>,
@@ -52,12 +52,12 @@ pub(super) struct Shuffle {
     pub(super) damaged: DamagedBlocks,
     /// See [`Shuffle::set_out_of_reach`].
     is_partly_out_of_reach: AtomicBool,
-    /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
+    /// Beginning of the streams of new partitions: after data that may have been published and is unknown now.
     first_base: AtomicU64,
     pub(super) publish_lock: tokio::sync::Mutex<PublishState>,
 }
 
-/// A shuffle on one disk; exists once something was to be written there.
+/// A shuffle on one disk. Created with the first write to it.
 #[derive(Debug)]
 pub(super) struct ShuffleDisk {
     data: tokio::sync::Mutex<Option<Arc<Log>>>,
@@ -76,7 +76,7 @@ impl ShuffleDisk {
         })
     }
 
-    /// The log of a kind that is being written, if there is one.
+    /// Returns the open log of a kind, if there is one.
     pub(super) fn current(&self, kind: LogKind) -> &tokio::sync::Mutex<Option<Arc<Log>>> {
         match kind {
             LogKind::Data => &self.data,
@@ -84,14 +84,14 @@ impl ShuffleDisk {
         }
     }
 
-    /// A number that no file of the shuffle has on this disk.
+    /// Returns an unused file number of the shuffle on this disk.
     pub(super) fn next_number(&self) -> u32 {
         self.next_number.fetch_add(1, Ordering::Relaxed)
     }
 }
 
 impl Shuffle {
-    /// `extents` is what its lists of extents are charged to.
+    /// Creates a shuffle. Its lists of extents are charged to `extents`.
     pub(super) fn new(key: ShuffleKey, incarnation: u64, disks: usize, extents: &Budget) -> Self {
         let name = format!("{}.{incarnation}", key.shuffle);
         let directory = Path::new(APPS).join(key.app.as_str()).join(name);
@@ -119,7 +119,7 @@ impl Shuffle {
         self.purged.load(Ordering::Acquire)
     }
 
-    /// By what the metadata log calls it.
+    /// Returns its key and number in the metadata log.
     pub(super) fn incarnation(&self) -> Incarnation {
         Incarnation { key: self.key.clone(), number: self.incarnation }
     }
@@ -129,17 +129,17 @@ impl Shuffle {
         self.purge_is_noted.load(Ordering::Acquire)
     }
 
-    /// Its files may be removed once what it had is [forgotten](Shuffle::set_forgotten), too.
+    /// Marks the purge as logged. Its files may be removed once its extents are [dropped](Shuffle::set_forgotten) too.
     pub(super) fn set_purge_noted(&self) {
         self.purge_is_noted.store(true, Ordering::Release);
     }
 
-    /// Nothing that is shared knows it any more; it had so much payload, by disk.
+    /// Marks its extents as dropped from shared state. `bytes` is its payload by disk.
     pub(super) fn set_forgotten(&self, bytes: Vec<u64>) {
         self.forgotten_bytes.get_or_init(|| bytes);
     }
 
-    /// The payload that it had on a disk; none before it is forgotten.
+    /// Returns its payload on a disk, or `None` before its extents are dropped.
     pub(super) fn forgotten_bytes(&self, disk: &LocalDisk) -> Option<u64> {
         self.forgotten_bytes.get().map(|bytes| bytes[disk.index])
     }
@@ -152,15 +152,14 @@ impl Shuffle {
         if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
     }
 
-    /// Marks it purged and forgets its extents, which it returns. Under the lock of the extents, so that a
-    /// publish is either before (and forgotten) or refused.
+    /// Marks the shuffle as purged, and returns its extents. Under the lock of the extents: a publish is either included or refused.
     pub(super) fn mark_purged(&self) -> Streams {
         let mut streams = self.streams.write();
         self.purged.store(true, Ordering::Release);
         streams.take()
     }
 
-    /// Under which key the records of an extent are cached.
+    /// Returns the cache key of an extent's records.
     pub(super) fn records_key(&self, extent: &Extent) -> RecordsKey {
         RecordsKey {
             incarnation: self.incarnation,
@@ -169,18 +168,18 @@ impl Shuffle {
         }
     }
 
-    /// Indexes of the disks that may hold files of it.
+    /// Returns the indexes of disks that may have files of the shuffle.
     pub(super) fn touched_disks(&self) -> Vec<usize> {
         let touched = self.disks.iter().enumerate().filter(|(_, disk)| disk.get().is_some());
         touched.map(|(index, _)| index).collect()
     }
 
-    /// All logs it ever had.
+    /// Returns all logs, removed ones too.
     pub(super) fn logs(&self) -> Vec<Arc<Log>> {
         self.logs.read().clone()
     }
 
-    /// The log in a slot that an extent names.
+    /// Returns the log in a slot that an extent names.
     pub(super) fn log_at(&self, slot: u16) -> Arc<Log> {
         Arc::clone(&self.logs.read()[usize::from(slot)])
     }
@@ -194,7 +193,7 @@ impl Shuffle {
         read(self.streams.read().get(partition))
     }
 
-    /// Makes extents visible, all at once.
+    /// Makes extents visible atomically.
     pub(super) fn apply(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
         let mut streams = self.streams.write();
         self.require_present()?;
@@ -210,12 +209,12 @@ impl Shuffle {
         self.is_partly_out_of_reach.load(Ordering::Relaxed)
     }
 
-    /// Some of it may be in a directory that is not here or could not be read: a later start may find it.
+    /// Notes that extents may be in a directory that is missing or could not be read. A later start may find them.
     pub(super) fn set_out_of_reach(&self) {
         self.is_partly_out_of_reach.store(true, Ordering::Relaxed);
     }
 
-    /// The extent of a partition that begins at `base`, unless it is a hole.
+    /// Returns the extent of a partition that begins at `base`, unless it is lost.
     pub(super) fn extent_at(&self, partition: PartitionId, base: u64) -> Option<Extent> {
         self.with_partition(partition, |found| {
             let extents = &found?.extents;
@@ -223,28 +222,28 @@ impl Shuffle {
         })
     }
 
-    /// The extents of a partition, holes too.
+    /// Returns the extents of a partition, including lost ones.
     pub(super) fn extents(&self, partition: PartitionId) -> ExtentList {
         self.with_partition(partition, |found| found.map(|it| it.extents.clone())).unwrap_or_default()
     }
 
-    /// Those that hold a range of its stream, as [`ExtentList::part`].
+    /// Returns the extents of a range of a partition's stream, like [`ExtentList::part`].
     pub(super) fn part(&self, partition: PartitionId, range: &Range<u64>) -> ExtentList {
         let part = |found: Option<&Partition>| found.map(|it| it.extents.part(range.start, range.end));
         self.with_partition(partition, part).unwrap_or_default()
     }
 
-    /// Counts a failed read; whether what the partition has on the disk is to be tried now.
+    /// Counts a failed read. Returns whether all extents of the partition on the disk must be tried now.
     pub(super) fn count_failed_read(&self, partition: PartitionId, disk: usize, error: &StoreError) -> bool {
         !self.is_purged() && self.failed_reads.count_damage(partition, disk, error)
     }
 
-    /// Reads what is published of all partitions.
+    /// Reads the published state of all partitions.
     pub(super) fn with_streams<T>(&self, read: impl FnOnce(&Streams) -> T) -> T {
         read(&self.streams.read())
     }
 
-    /// Takes out what of a partition ends at or before `until`, so many extents at most: they lie elsewhere. What they were.
+    /// Removes up to `extents_max` extents of a partition that end at or before `until`: the object store has them. Returns them.
     pub(super) fn release(&self, partition: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
         let released = self.streams.write().release(partition, until, extents_max);
         let bytes = released.iter().map(|extent| extent.length).sum();
@@ -252,12 +251,12 @@ impl Shuffle {
         released
     }
 
-    /// Makes a hole of an extent and returns what it was; `None` when another stands in its place by now, or a hole.
+    /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place now.
     pub(super) fn mark_lost(&self, partition: PartitionId, extent: &Extent) -> Option<Extent> {
         self.streams.write().lose(partition, extent)
     }
 
-    /// What it has on the disks.
+    /// Returns its files and bytes on the disks.
     pub(super) fn usage(&self) -> TierUsage {
         let files = self.logs.read().iter().filter(|log| !log.is_released()).count() as u64;
         let bytes = self.published_bytes.load(Ordering::Relaxed);
@@ -265,12 +264,12 @@ impl Shuffle {
         TierUsage { files, bytes, object_bytes: 0, occupied_bytes: on_disks.sum() }
     }
 
-    /// Length of a partition's stream.
+    /// Returns the length of a partition's stream.
     pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {
         self.with_partition(partition, |found| found.map_or(self.first_base(), |partition| partition.bytes))
     }
 
-    /// What it has on a disk, if anything was to be written there.
+    /// Returns its state on a disk, if it was ever written to.
     pub(super) fn found(&self, disk: &LocalDisk) -> Option<&ShuffleDisk> {
         self.disks[disk.index].get().map(|it| &**it)
     }
@@ -279,17 +278,17 @@ impl Shuffle {
         self.first_base.load(Ordering::Relaxed)
     }
 
-    /// Notes that files of it are on a disk already.
+    /// Notes files that a start found on a disk.
     pub(super) fn found_on(&self, disk: &Arc<LocalDisk>, next_number: u32, bytes: u64) {
         self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, next_number)).occupied.found(bytes);
     }
 
-    /// What it has on a disk, from now on.
+    /// Returns its state on a disk, which is created if missing.
     pub(super) fn on(&self, disk: &Arc<LocalDisk>) -> &ShuffleDisk {
         self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, 0))
     }
 
-    /// Takes a log into the table.
+    /// Adds a log to the table.
     pub(super) fn add_log(
         &self,
         id: u64,
@@ -304,7 +303,7 @@ impl Shuffle {
         Ok(log)
     }
 
-    /// Takes over what an earlier process published.
+    /// Restores the published state of an earlier process.
     pub(super) fn restore(&self, restored: Restored) {
         let bytes = restored.partitions.values().map(|partition| partition.bytes - partition.start).sum();
         self.published_bytes.store(bytes, Ordering::Relaxed);
@@ -317,7 +316,7 @@ impl Shuffle {
         self.directory.join(format!("{number}.{}", kind.extension()))
     }
 
-    /// The next free slot. 65,535 files of one shuffle are enough: this also bounds its failures.
+    /// Returns the next free slot. A shuffle has at most 65,535 files, which also bounds its failures.
     fn slot(&self, logs: &[Arc<Log>]) -> Result<u16, StoreError> {
         let slot = u16::try_from(logs.len()).ok().filter(|slot| *slot != NO_LOG);
         slot.ok_or_else(|| self.error(StoreErrorKind::Unhealthy))

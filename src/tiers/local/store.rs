@@ -1,4 +1,4 @@
-//! The store: the shuffles that it knows, and the parts that write, read and remove them.
+//! The store: the known shuffles, and the components that write, read and remove them.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -27,7 +27,7 @@ use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind}
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// One incarnation of a shuffle: a batch written with it cannot end up in a later one of the same name.
+/// Handle of one incarnation of a shuffle. Batches written with it never become part of a later incarnation.
 #[derive(Clone)]
 pub struct ShuffleHandle {
     pub(super) writer: Arc<Writer>,
@@ -41,11 +41,10 @@ impl fmt::Debug for ShuffleHandle {
 }
 
 impl ShuffleHandle {
-    /// Writes a batch to one disk and publishes it: when this returns `Ok` every block is readable. Disks that fail
-    /// are left for others until none is left.
+    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk fails, the next one is tried.
     ///
     /// # Errors
-    /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
+    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or `InvalidBatch`.
     pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
         self.write_batch(extents, false).await
     }
@@ -73,12 +72,12 @@ pub struct LocalStore {
     pub(super) deletions: Vec<DeletionQueue>,
     pub(super) metadata: MetadataLog,
     pub(super) scratch: Arc<Scratch>,
-    /// Shuffles that are gone, of which the metadata log does not know it yet.
+    /// Purged shuffles whose purge is not in the metadata log yet.
     pub(super) pending_purges: PurgeNotes,
     pub(super) recovered: Mutex<Recovered>,
     /// Incarnations whose files stay for a later process.
     pub(super) left: Mutex<HashSet<u64>>,
-    /// Of the metadata log.
+    /// Tasks of the metadata log.
     pub(super) tasks: Tasks,
 }
 
@@ -112,14 +111,14 @@ impl LocalStore {
         })
     }
 
-    /// What was found at the start; empty from the second call on. A shuffle that its taker does not want must be
-    /// forgotten.
+    /// Returns the shuffles that the start recovered. Empty from the second call on. The caller must purge those that it does not
+    /// keep.
     #[must_use]
     pub fn take_recovered(&self) -> Recovered {
         std::mem::take(&mut *self.recovered.lock())
     }
 
-    /// Makes a shuffle known; again is fine. Touches no disk.
+    /// Registers a shuffle, unless it is registered. Does not access the disks.
     pub fn register(&self, key: &ShuffleKey) -> ShuffleHandle {
         let create = || {
             let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
@@ -129,7 +128,7 @@ impl LocalStore {
         self.handle_of(shuffle)
     }
 
-    /// The next registration gets this number.
+    /// Sets the incarnation of the next registration.
     #[cfg(all(test, feature = "object"))]
     pub(in crate::tiers) fn count_from(&self, number: u64) {
         self.next_incarnation.store(number, Ordering::Relaxed);
@@ -139,30 +138,30 @@ impl LocalStore {
         ShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
     }
 
-    /// The present incarnation of a shuffle.
+    /// Returns the current incarnation of a shuffle.
     pub fn handle(&self, key: &ShuffleKey) -> Option<ShuffleHandle> {
         self.find(key).ok().map(|shuffle| self.handle_of(shuffle))
     }
 
-    /// [`ShuffleHandle::write`] to the present incarnation of a shuffle.
+    /// Calls [`ShuffleHandle::write`] of the current incarnation of a shuffle.
     ///
     /// # Errors
-    /// As there; `Purged` when the shuffle is not known.
+    /// Those of [`ShuffleHandle::write`], or `Purged` if the shuffle is unknown.
     pub async fn write(&self, key: &ShuffleKey, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
         let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
         self.handle(key).ok_or_else(purged)?.write(&extents).await
     }
 
-    /// The index of a partition; empty when nothing of it is published.
+    /// Returns the index of a partition. It is empty if nothing of the partition is published.
     ///
     /// # Errors
-    /// `NotFound` when the shuffle is not known.
+    /// `NotFound` if the shuffle is unknown.
     pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IndexRead, StoreError> {
         let shuffle = self.find(key)?;
         Ok(IndexRead::new(&self.reader, shuffle, partition))
     }
 
-    /// Visits the blocks of a partition that can be read, by their index records.
+    /// Calls `visit` with the ids of the readable blocks of a partition, from their index records.
     pub(super) async fn visit_records_of(
         &self,
         key: &ShuffleKey,
@@ -186,10 +185,10 @@ impl LocalStore {
         Ok(())
     }
 
-    /// A range of a partition's data stream.
+    /// Returns a reader of a range of a partition's data stream.
     ///
     /// # Errors
-    /// `NotFound` when the shuffle is not known, `InvalidRange` when the range is empty or not wholly published.
+    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not completely published.
     pub fn data(
         &self,
         key: &ShuffleKey,
@@ -201,15 +200,15 @@ impl LocalStore {
         DataRead::new(&self.reader, shuffle, partition, offset, length)
     }
 
-    /// Takes hints of what is read next ([`read::hints`](super::read)).
+    /// Passes on hints about the next reads ([`read::hints`](super::read)).
     pub fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
         if let Ok(shuffle) = self.find(key) {
             self.reader.hint(&shuffle, partition, ranges);
         }
     }
 
-    /// Reads all that a partition has on disks from which too many reads have failed, for half a second, and makes holes
-    /// of what cannot be read; the error of one.
+    /// Reads all extents of a partition on disks with too many failed reads, for half a second. Marks unreadable extents as lost, and
+    /// returns the error of one.
     pub async fn mark_damaged_lost(&self, key: &ShuffleKey, partition: PartitionId) -> Option<StoreError> {
         let shuffle = self.find(key).ok()?;
         let damage = &self.reader.damage;
@@ -223,17 +222,17 @@ impl LocalStore {
         last_error
     }
 
-    /// Published bytes of a partition.
+    /// Returns the published bytes of a partition.
     pub fn partition_bytes(&self, key: &ShuffleKey, partition: PartitionId) -> u64 {
         self.handle(key).map_or(0, |handle| handle.shuffle.stream_bytes(partition))
     }
 
-    /// Bytes of our data and index logs.
+    /// Returns the bytes of data and index logs.
     pub fn used_bytes(&self) -> u64 {
         self.disks().iter().map(|disk| disk.used_bytes).sum()
     }
 
-    /// What the disks tell about themselves.
+    /// Returns the state of the disks.
     pub fn disks(&self) -> Vec<DiskInfo> {
         self.core.disks.iter().map(|disk| disk.info()).collect()
     }
@@ -243,25 +242,24 @@ impl LocalStore {
         self.core.disks.iter().for_each(|disk| disk.set_watermarks(high, low));
     }
 
-    /// Disks that take batches now: neither unhealthy nor full.
+    /// Returns the number of disks that take batches: neither unhealthy nor full.
     pub fn available_disks(&self) -> usize {
         self.core.available_disks()
     }
 
-    /// Replaces how many disks must take batches for the tier to be healthy; 0 = they make no difference.
+    /// Replaces the number of disks that must take batches for the tier to be healthy. 0 disables the check.
     pub fn set_min_disks(&self, disks: usize) {
         if self.min_disks.swap(disks, Ordering::Relaxed) != disks {
             self.core.changes.send_replace(());
         }
     }
 
-    /// Known shuffles.
+    /// Returns the number of known shuffles.
     pub fn shuffle_count(&self) -> usize {
         self.shuffles.len()
     }
 
-    /// Brings data and indexes of all disks to the device, where that was not waited for before. A disk that is late or fails
-    /// holds up no other.
+    /// Syncs data and indexes of all disks, unless each write was synced. A disk that is late or fails delays no other.
     pub(super) async fn sync_disks(&self, time: Duration) {
         if self.core.config.sync == SyncWrites::Group || self.shuffles.is_empty() {
             return;

@@ -1,7 +1,7 @@
-//! Where the published bytes of a shuffle are: by partition, extents one behind the other.
+//! Published extents of a shuffle, by partition and in the order of the stream.
 //!
-//! They stay until the shuffle is purged, so they are charged: [`Streams`] pays for what grows with the number of extents. A
-//! partition's place here and its first extent are paid for with its buffer (`HeapKind::Partitions`), unless a start found them.
+//! They exist until the shuffle is purged, so they are charged: [`Streams`] charges all extents after the first of a partition.
+//! The entry of a partition and its first extent are charged with its buffer (`HeapKind::Partitions`), or here after a start.
 
 use std::collections::HashSet;
 
@@ -12,22 +12,21 @@ use super::extent::{Extent, ExtentList, NO_LOG};
 use crate::budget::{Budget, Charge};
 use crate::tiers::extents::recharge;
 
-/// Partitions in the order in which they came, so that those that come while others are looked at are behind these.
+/// Partitions in the order of their first extent, so that a walk over them also finds partitions that are added meanwhile.
 pub(super) type Partitions = IndexMap<PartitionId, Partition>;
 
-/// Heap of a partition that a start found: its places in both tables of [`Partitions`], which double when they are full, and its
-/// first extent.
+/// Heap of a recovered partition: its entries in both tables of [`Partitions`], which double when full, and its first extent.
 const FOUND_PARTITION_BYTES: u64 = {
     let (entry, place) = (size_of::<(u64, PartitionId, Partition)>(), size_of::<u64>() + 1);
     2 * (entry + place * 8 / 7) as u64 + ExtentList::PLACE_BYTES
 };
 
-/// What is published of one partition.
+/// Published state of one partition.
 #[derive(Debug, Default)]
 pub(super) struct Partition {
-    /// In the order of their bases, without gaps.
+    /// Ordered by base, without gaps.
     pub(super) extents: ExtentList,
-    /// Where the first one begins: what stands before it in the stream lies elsewhere.
+    /// Beginning of the first extent. Earlier bytes of the stream are in the object store.
     pub(super) start: u64,
     /// Length of the stream.
     pub(super) bytes: u64,
@@ -35,19 +34,19 @@ pub(super) struct Partition {
 }
 
 impl Partition {
-    /// Nothing of it is known before `base`.
+    /// Creates a stream that has a hole up to `base`.
     pub(super) fn from(base: u64) -> Self {
         let mut partition = Self::default();
         partition.extend_to(base);
         partition
     }
 
-    /// What stands before `start` lies elsewhere.
+    /// Creates a stream whose bytes before `start` are in the object store.
     pub(super) fn beginning_at(start: u64) -> Self {
         Self { start, bytes: start, ..Self::default() }
     }
 
-    /// Takes out the first extents that end at or before `until`, so many at most; what they were.
+    /// Removes up to `extents_max` extents that end at or before `until`. Returns them.
     fn release(&mut self, until: u64, extents_max: usize) -> Vec<Extent> {
         let count = self.extents.after(until).min(extents_max);
         if count == 0 {
@@ -60,19 +59,19 @@ impl Partition {
         released
     }
 
-    /// Extents whose records are known.
+    /// Returns the number of extents whose records are known.
     pub(super) fn known_extents(&self) -> usize {
         self.extents.iter().filter(|extent| extent.index_log != NO_LOG).count()
     }
 
-    /// Makes the stream go on at `base`, with a hole before it.
+    /// Extends the stream to `base` with a hole.
     pub(super) fn extend_to(&mut self, base: u64) {
         if base > self.bytes {
             self.push(Extent::gap(self.bytes, base - self.bytes));
         }
     }
 
-    /// Appends an extent that begins where the stream ends.
+    /// Appends an extent that begins at the end of the stream.
     pub(super) fn push(&mut self, extent: Extent) {
         // A stream with a hole or an overlap would mix blocks up for every reader.
         assert_eq!(self.bytes, extent.base, "bases are assigned under the publish lock");
@@ -82,18 +81,18 @@ impl Partition {
     }
 }
 
-/// Published extents that lie in one data log.
+/// Published extents of one data log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct InLog {
     pub(super) extents: u64,
     pub(super) bytes: u64,
 }
 
-/// Those of all data logs, by slot. They are counted as they come and go: who moves them asks for each object.
+/// Published extents of all data logs, by slot. Counted incrementally: a migration asks for them per object.
 #[derive(Debug, Default)]
 struct ByLog(Vec<InLog>);
 
-/// Logs of which extents are holes now. A later start may be able to read them.
+/// Data logs with lost extents. A later start may be able to read them.
 #[derive(Debug, Default)]
 struct Lost(HashSet<u16>);
 
@@ -122,7 +121,7 @@ impl ByLog {
     }
 }
 
-/// What is published of a shuffle.
+/// Published state of a shuffle.
 #[derive(Debug)]
 pub(super) struct Streams {
     by_partition: Partitions,
@@ -133,13 +132,13 @@ pub(super) struct Streams {
 }
 
 impl Streams {
-    /// Nothing; what comes is charged to `budget`.
+    /// Creates an empty state. Its extents are charged to `budget`.
     pub(super) fn new(budget: &Budget) -> Self {
         let (by_log, lost) = (ByLog::default(), Lost::default());
         Self { by_partition: Partitions::new(), by_log, lost, charge: budget.nothing() }
     }
 
-    /// What a start found, charged to the same budget.
+    /// Creates the state that a start recovered, charged to the same budget.
     pub(super) fn found(&self, by_partition: Partitions) -> Self {
         let further: u64 = by_partition.values().map(|partition| partition.extents.further_bytes()).sum();
         let bytes = by_partition.len() as u64 * FOUND_PARTITION_BYTES + further;
@@ -149,7 +148,7 @@ impl Streams {
         Self { by_partition, by_log, lost: Lost::default(), charge }
     }
 
-    /// Takes everything out, with its charge.
+    /// Takes all extents, with their charge.
     pub(super) fn take(&mut self) -> Self {
         let nothing = Self::new(self.charge.budget());
         std::mem::replace(self, nothing)
@@ -159,18 +158,18 @@ impl Streams {
         self.by_partition.get(&partition)
     }
 
-    /// What lies in a data log.
+    /// Returns the extents of a data log.
     pub(super) fn in_log(&self, slot: u16) -> InLog {
         self.by_log.0.get(usize::from(slot)).copied().unwrap_or_default()
     }
 
-    /// The data logs in which something lies, in the order of their slots.
+    /// Returns the data logs with extents, ordered by slot.
     pub(super) fn logs(&self) -> impl Iterator<Item = (u16, InLog)> {
         let all = self.by_log.0.iter().zip(0..).map(|(it, slot)| (slot, *it));
         all.filter(|(_, it)| it.extents > 0)
     }
 
-    /// Makes a hole of an extent and returns what it was; `None` when another stands in its place by now, or a hole.
+    /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place now.
     pub(super) fn lose(&mut self, id: PartitionId, lost: &Extent) -> Option<Extent> {
         let (partition, at) = self.find(id, lost)?;
         let extent = partition.extents.get_mut(at)?;
@@ -187,7 +186,7 @@ impl Streams {
         self.in_log(slot).extents == 0 && !self.lost.0.contains(&slot)
     }
 
-    /// Where an extent stands that is no hole.
+    /// Returns the index of an extent in its partition, unless it is lost or was replaced.
     fn find(&mut self, id: PartitionId, extent: &Extent) -> Option<(&mut Partition, usize)> {
         let partition = self.by_partition.get_mut(&id)?;
         let at = partition.extents.beginning_at(extent.base)?;
@@ -195,7 +194,7 @@ impl Streams {
         is_there.then_some((partition, at))
     }
 
-    /// Appends an extent to a partition, whose stream begins at `first_base` if it is new.
+    /// Appends an extent to a partition. The stream of a new partition begins at `first_base`.
     pub(super) fn push(&mut self, id: PartitionId, extent: Extent, first_base: u64) {
         self.by_log.add(&extent);
         let partition = self.by_partition.entry(id).or_insert_with(|| Partition::from(first_base));
@@ -204,7 +203,7 @@ impl Streams {
         recharge(&mut self.charge, before, partition.extents.further_bytes());
     }
 
-    /// Takes out what of a partition ends at or before `until`, so many extents at most; what it was.
+    /// Removes up to `extents_max` extents of a partition that end at or before `until`. Returns them.
     pub(super) fn release(&mut self, id: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
         let Some(partition) = self.by_partition.get_mut(&id) else { return Vec::new() };
         let before = partition.extents.further_bytes();
@@ -214,13 +213,13 @@ impl Streams {
         released
     }
 
-    /// The partitions that came after the first `at`, so many at most.
+    /// Returns up to `most` partitions after the first `at`.
     pub(super) fn partitions_from(&self, at: usize, most: usize) -> Vec<PartitionId> {
         let behind = self.by_partition.len().min(at + most);
         self.by_partition.get_range(at..behind).map_or_else(Vec::new, |some| some.keys().copied().collect())
     }
 
-    /// All extents.
+    /// Returns all extents.
     pub(super) fn extents(&self) -> impl Iterator<Item = &Extent> {
         self.by_partition.values().flat_map(|partition| partition.extents.iter())
     }

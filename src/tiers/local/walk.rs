@@ -1,13 +1,12 @@
-//! Walking through the partitions and extents of a shuffle, some at a time: it may have millions, and its writers and
-//! readers go on meanwhile.
+//! Walks over the partitions and extents of a shuffle in batches: it may have millions, and writers and readers must not wait.
 
 use super::shuffle::Shuffle;
 use uniffle_wire::types::PartitionId;
 
-/// Extents that are looked at or given up in one go.
+/// Number of extents per batch.
 pub(super) const TOGETHER_MAX: usize = 4096;
 
-/// Lets others go on when so many extents have been looked at.
+/// Adds `more` visited extents to `looked`, and yields after each batch.
 pub(super) async fn turn(looked: &mut usize, more: usize) {
     *looked += more;
     if *looked >= TOGETHER_MAX {
@@ -16,7 +15,7 @@ pub(super) async fn turn(looked: &mut usize, more: usize) {
     }
 }
 
-/// All partitions of a shuffle. Writers and readers wait for the lock while some are listed, not all.
+/// Returns all partitions of a shuffle. The lock is held for one batch at a time.
 pub(super) async fn partitions_of(shuffle: &Shuffle) -> Vec<PartitionId> {
     let (mut all, mut looked) = (Vec::new(), 0);
     loop {
