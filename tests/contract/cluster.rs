@@ -212,7 +212,7 @@ async fn cluster_continues_after_a_coordinator_dies() {
         .await
         .expect("an answer")
         .status();
-    assert_eq!(status, 404, "a worker without a coordinator says so");
+    assert_eq!(status, 404, "a worker without a coordinator returns 404");
 
     drop(of_a);
     assert_eq!(a.stop().await, 0);

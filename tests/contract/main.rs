@@ -48,7 +48,7 @@ mod grpc {
     pub(crate) mod restarts;
     pub(crate) mod results;
     pub(crate) mod sizes;
-    pub(crate) mod ticket_line;
+    pub(crate) mod ticket_queue;
     pub(crate) mod tickets;
     pub(crate) mod tiers;
 }

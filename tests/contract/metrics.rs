@@ -129,7 +129,7 @@ fn metrics_page_is_current() {
         return std::fs::write(path, page).expect("written");
     }
     let current = std::fs::read_to_string(path).unwrap_or_default() == page;
-    assert!(current, "{PAGE} is not what the tables say: UPDATE_DOCS=1 cargo test --test contract metrics");
+    assert!(current, "{PAGE} differs from the tables; run UPDATE_DOCS=1 cargo test --test contract metrics");
 }
 
 /// Returns name, type and help of every exported metric, with the number of occurrences.

@@ -52,7 +52,7 @@ fn reregistration_after_lost_registration_is_refused() {
         assert!(!life.client.results(&new, 0).await.expect("it is new").is_empty());
         life.client.results(&keys[1], 0).await
     });
-    let refusal = lived.expect("healthy disks").expect_err("what it had is not known");
+    let refusal = lived.expect("healthy disks").expect_err("its earlier results are unknown");
     assert!(matches!(&refusal, Refusal::Failed(text) if text.contains("may have been registered before")));
     for key in &keys {
         let text = results_of(&mut fixture, key).expect_err("the next start knows that, too");

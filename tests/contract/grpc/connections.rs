@@ -168,7 +168,7 @@ async fn evicted_connection_ends_its_call() {
     };
     let (answer, newcomer) = tokio::join!(raw::call_streamed(&leaving, path, body), others);
     assert_eq!(answer.grpc_status, Some(0), "{}", answer.grpc_message);
-    eventually("it has gone", || match fixture.metric("grpc_server_connection_number") {
+    eventually("the connection is closed", || match fixture.metric("grpc_server_connection_number") {
         2.0 => Ok(()),
         open => Err(format!("{open} connections")),
     })

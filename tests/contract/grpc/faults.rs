@@ -144,7 +144,7 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
     }
     let error = read().await.unwrap_err().to_string();
     assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");
-    assert!(error.contains("/disk") && error.contains(suffix), "it says where: {error}");
+    assert!(error.contains("/disk") && error.contains(suffix), "names disk and file: {error}");
     // Resent blocks are found, and the unreadable copy does not interfere.
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
     let healed = read().await.unwrap();

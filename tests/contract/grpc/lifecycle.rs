@@ -135,7 +135,7 @@ async fn unregistration_during_flush_drops_the_batch() {
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &new);
     assert_eq!(read.from_disk, 0);
-    eventually("the old batch is gone", || match (fixture.memory.in_flight_bytes(), fixture.files()) {
+    eventually("the old batch is dropped", || match (fixture.memory.in_flight_bytes(), fixture.files()) {
         (0, files) if files.is_empty() => Ok(()),
         left => Err(format!("{left:?}")),
     })
@@ -229,7 +229,7 @@ async fn registrations_of_all_client_versions_are_accepted() {
         let refused = fixture.client.register(&super::fixture::key("app-2", 1), &[(0, 0), range]).await;
         assert_eq!(refused.unwrap_err().status(), Some(StatusCode::InvalidRequest), "{range:?}");
     }
-    assert_eq!(fixture.worker.apps().app_count(), 1, "what was refused left no app");
+    assert_eq!(fixture.worker.apps().app_count(), 1, "a refused registration creates no app");
     fixture.finish().await;
 }
 
@@ -302,7 +302,7 @@ async fn app_without_heartbeat_expires_after_timeout() {
     }
     let left: Vec<String> = fixture.service.apps().apps().iter().map(|app| app.id().to_string()).collect();
     assert!(left.len() == 2 && !left.contains(&"silent".to_owned()), "{left:?}");
-    assert_eq!(fixture.memory.budget().used(), 0, "stored blocks and the ticket are gone");
+    assert_eq!(fixture.memory.budget().used(), 0, "stored blocks and the ticket are freed");
     let files = fixture.files();
     assert!(!files.iter().any(|file| file.to_string_lossy().contains("silent")), "{files:?}");
     assert!(fixture.service.lifecycle.heartbeat("silent").is_err(), "a late heartbeat makes no app");

@@ -214,7 +214,7 @@ async fn assert_tiers(fixture: WorkerFixture) {
     }
     assert_eq!(fixture.metric("total_delete_data"), 0.0);
     fixture.client.unregister(&key(APP, 1)).await.unwrap();
-    eventually("the files are gone", || {
+    eventually("the files are deleted", || {
         let told = (
             fixture.metric("total_delete_data"),
             histogram(&fixture, "total_remove_resource_by_shuffle_ids_time").0,
@@ -224,7 +224,7 @@ async fn assert_tiers(fixture: WorkerFixture) {
     })
     .await;
     fixture.client.unregister_app(APP).await.unwrap();
-    eventually("the application is gone", || match histogram(&fixture, "total_remove_resource_time").0 {
+    eventually("the application is removed", || match histogram(&fixture, "total_remove_resource_time").0 {
         1 => Ok(()),
         other => Err(other.to_string()),
     })

@@ -138,7 +138,7 @@ async fn failing_store_keeps_blocks_in_memory_and_refuses_readers() {
     })
     .await;
     let memory = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap();
-    assert_eq!(memory.blocks.len(), 20, "what was not written is still there");
+    assert_eq!(memory.blocks.len(), 20, "unwritten blocks stay in memory");
     let request = uniffle_worker::proto::GetLocalShuffleDataRequest {
         app_id: "app-1".to_owned(),
         shuffle_id: 1,

@@ -185,7 +185,7 @@ async fn stalled_reader_holds_bounded_memory_until_timeout() {
     })
     .await;
     assert!(pool.used_bytes() <= 4 << 20);
-    eventually("the answer is given up", || match pool.used_bytes() {
+    eventually("the response is dropped", || match pool.used_bytes() {
         0 => Ok(()),
         held => Err(format!("{held} bytes are held")),
     })

@@ -70,7 +70,7 @@ async fn reads_beyond_pinned_read_memory_get_no_buffer() {
         let answer = GetLocalShuffleDataResponse::decode(whole.slice(5..)).unwrap();
         match answer.status() {
             StatusCode::Success => {
-                assert_eq!(answer.data.len(), length as usize, "a reader that goes on gets everything");
+                assert_eq!(answer.data.len(), length as usize, "a reader that continues gets everything");
                 complete += 1;
             }
             status => {
@@ -132,7 +132,7 @@ async fn slow_connection_gets_smaller_responses() {
     until_taken(&fast, &request, asked).await;
     let whole = unread.collect().await.unwrap().to_bytes();
     let answer = GetMemoryShuffleDataResponse::decode(whole.slice(5..)).unwrap();
-    assert_eq!(answer.data.len(), asked, "what it was given is given");
+    assert_eq!(answer.data.len(), asked, "the prompt connection gets its requested size");
     until_taken(&slow, &request, asked).await;
     fixture.assert_reads(&key, 0, &blocks).await;
     drop((slow, fast));

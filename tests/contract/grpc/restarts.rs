@@ -419,7 +419,7 @@ async fn corrupt_reads_blame_the_disk_and_report_the_loss() {
     assert_eq!(
         (told.losses.len(), told.losses[0].blocks),
         (1, 1),
-        "the others of its extent are intact: {told:?}"
+        "other blocks of its extent are intact: {told:?}"
     );
     assert!(told.losses[0].reason.contains("block is corrupt"), "{told:?}");
     let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();

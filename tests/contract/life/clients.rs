@@ -220,7 +220,10 @@ impl History {
         };
         tracing::info!(target: "life", ?key, is_of_app, ?ended, "unregistered");
         if let Err(error) = &ended {
-            assert!(matches!(error, ServiceError::Store(_)), "the end of what is known was refused: {error}");
+            assert!(
+                matches!(error, ServiceError::Store(_)),
+                "the end of a known shuffle was refused: {error}"
+            );
         }
         let has_ended = |other: &Key| if is_of_app { other.0 == key.0 } else { *other == key };
         let keys: Vec<Key> = self.expected.keys().copied().filter(has_ended).collect();

@@ -437,7 +437,7 @@ impl History {
         let disks = self.process().store().disks();
         let hangs = here.iter().any(|disk| self.faults[*disk].hung() > 0);
         if !hangs && disks.iter().all(DiskInfo::is_healthy) {
-            assert!(self.process().is_flushed(), "a stop has left something in memory");
+            assert!(self.process().is_flushed(), "a stop has left blocks in memory");
         }
     }
 

@@ -89,7 +89,7 @@ impl History {
         if self.rng.random_bool(0.3)
             && let Some((key, bytes)) = changed.choose(&mut self.rng)
         {
-            tracing::info!(target: "life", key, "is what it was");
+            tracing::info!(target: "life", key, "object was reset to an earlier version");
             self.tally.earlier_objects += 1;
             self.excuse(key, now);
             return store.replace(key, Bytes::clone(bytes)).await;
@@ -98,7 +98,7 @@ impl History {
         let Some((key, bytes)) = all.choose(&mut self.rng).copied() else { return };
         let (_, name) = parse_key(ROOT, key).expect("the worker's keys");
         let damaged = self.damaged(name, bytes);
-        tracing::info!(target: "life", key, is_missing = damaged.is_none(), "is damaged");
+        tracing::info!(target: "life", key, is_missing = damaged.is_none(), "object was damaged");
         match damaged {
             None => {
                 self.tally.missing_objects += 1;

@@ -87,12 +87,7 @@ impl Reader {
             if found.is_none() && may_be_given_up && history.is_told_lost(self.key, self.partition, *id) {
                 continue;
             }
-            assert!(
-                found.is_some(),
-                "block {id} of {:?}/{} was expected and is gone",
-                self.key,
-                self.partition
-            );
+            assert!(found.is_some(), "block {id} of {:?}/{} is missing", self.key, self.partition);
             assert_eq!(found, Some(data), "block {id} has other bytes");
         }
     }
@@ -238,7 +233,7 @@ fn check_index(seen: &[u8], records: &[u8], may_have_holes: bool) {
     for record in seen.chunks(RECORD).filter(|record| !is_filler(record)) {
         match now.get(&u64_at(record, 0)) {
             Some(same) if !is_filler(same) => assert_eq!(*same, record, "an index that was read has changed"),
-            _ => assert!(may_have_holes, "block {} is gone from the index", id_of(record)),
+            _ => assert!(may_have_holes, "block {} is missing in the index", id_of(record)),
         }
     }
 }

@@ -37,10 +37,7 @@ impl History {
         let process = match started {
             Ok(process) => {
                 let known = process.service.apps().apps().len();
-                assert_eq!(
-                    known, 0,
-                    "a worker on empty directories goes on with what is on disks that are not there"
-                );
+                assert_eq!(known, 0, "a worker on empty directories knows shuffles of missing disks");
                 process
             }
             Err(error) => {
@@ -50,7 +47,7 @@ impl History {
                     return;
                 }
                 let insisted = LocalConfig { require_mounted: Some(false), ..local };
-                self.process_on(&disks, insisted).await.expect("the operator says so")
+                self.process_on(&disks, insisted).await.expect("the operator overrides the check")
             }
         };
         self.tally.unmounted_starts += 1;

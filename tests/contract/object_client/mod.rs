@@ -4,4 +4,4 @@ mod access;
 mod calls;
 mod faults;
 mod fixture;
-mod weed;
+mod seaweedfs;

@@ -266,7 +266,7 @@ async fn unread_replies_are_dropped_for_requests_waiting_for_heap() {
         }
     };
     let given_up =
-        fixture.until("it was given up", |fixture| fixture.metric("netty_handle_exception") == 1.0);
+        fixture.until("the reply was dropped", |fixture| fixture.metric("netty_handle_exception") == 1.0);
     tokio::select! {
         () = waits => {}
         () = given_up => {}

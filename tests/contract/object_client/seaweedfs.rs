@@ -27,7 +27,7 @@ async fn begin(opened: &Opened, path: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uploads_of_a_dead_worker_are_aborted() {
-    let Some(weed) = block_in_place(|| Weed::start("uploads that nobody ends")) else { return };
+    let Some(weed) = block_in_place(|| Weed::start("unfinished uploads")) else { return };
     let opened = open(&weed.config("pre/fix"));
     for path in ["w1/a", "w1/b", "w1/deep/c", "w10/d"] {
         soon(begin(&opened, path)).await;
