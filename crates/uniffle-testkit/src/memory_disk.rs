@@ -22,7 +22,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_io::{
-    BoxFuture, Disk, DiskLock, File, FileId, Media, Mount, Place, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
+    BoxFuture, Disk, DiskLock, File, FileId, Location, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
     Vanished, WriteOpen, require_inside,
 };
 
@@ -380,11 +380,11 @@ impl Disk for MemoryDisk {
         })
     }
 
-    fn place(&self) -> BoxFuture<'static, io::Result<Place>> {
+    fn location(&self) -> BoxFuture<'static, io::Result<Location>> {
         let id = FileId { device: 0, inode: Arc::as_ptr(&self.tree).addr() as u64 };
         let place = match self.tree.lock().lies_about_places {
-            true => Place { existing: None, rest: self.root.clone() },
-            false => Place { existing: Some(id), rest: PathBuf::new() },
+            true => Location { existing: None, rest: self.root.clone() },
+            false => Location { existing: Some(id), rest: PathBuf::new() },
         };
         Box::pin(std::future::ready(Ok(place)))
     }
