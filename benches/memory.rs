@@ -31,6 +31,7 @@ fn memory() -> (Arc<Memory>, Arc<Buffer>, AppId) {
         tickets_max: 1000,
         blocks_max: 1_000_000,
         backing: Default::default(),
+        ..MemoryConfig::default()
     };
     let memory = Memory::new(&config, &Registry::new()).expect("mapping 256 MiB");
     let app = AppId::parse("bench").expect("valid");
