@@ -8,7 +8,7 @@ use super::worker::StoreType;
 const CLIENT_PACKAGE: &str = "org.apache.uniffle:rss-client-spark3-shaded:0.9.2";
 
 /// Additional settings for raw TCP. On JDK 9+ its client cannot read from memory without the flag.
-const TCP_LINES: &str = "For the faster raw TCP transport take spark.rss.client.type=GRPC_NETTY, and on Java 9 and later add\n  \
+const TCP_LINES: &str = "For the faster raw TCP transport, set spark.rss.client.type=GRPC_NETTY, and with Java 9 or later add\n  \
        --conf spark.driver.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true \\\n  \
        --conf spark.executor.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true\n\n";
 
@@ -32,7 +32,7 @@ pub fn startup_banner(
     format!(
         "uniffle-worker {version} is ready: gRPC and embedded coordinator at {coordinator}, \
          metrics at http://{status}/metrics\n\
-         Point Spark 3 at it with:\n\
+         To use it with Spark 3:\n\
          \n\
          spark-submit \\\n  \
            --packages {CLIENT_PACKAGE} \\\n  \
@@ -45,8 +45,8 @@ pub fn startup_banner(
            --conf spark.sql.adaptive.localShuffleReader.enabled=false \\\n  \
            YOUR_APPLICATION\n\
          \n{tcp_lines}\
-         Executors of their own (any master but local[…]) load the shuffle manager before --packages reaches them in\n\
-         Spark 3: put the same jar into their $SPARK_HOME/jars, or name it in spark.executor.extraClassPath.\n",
+         With any master except local[…], executors of Spark 3 load the shuffle manager before --packages takes\n\
+         effect: copy the same jar to their $SPARK_HOME/jars, or add it to spark.executor.extraClassPath.\n",
         version = env!("CARGO_PKG_VERSION"),
     )
 }

@@ -72,7 +72,7 @@ impl Helper {
             .or_else(|error| {
                 tracing::warn!(
                     error = format!("{error:#}"),
-                    "the process that names functions failed; the profile or dump has addresses instead"
+                    "symbolization failed; the profile or dump has addresses instead of names"
                 );
                 render::made(job, &Names::none(&job.places))
             })

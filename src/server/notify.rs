@@ -50,6 +50,6 @@ pub(super) fn stopping(time: Duration) {
 
 fn said(result: std::io::Result<()>) {
     if let Err(error) = result {
-        tracing::warn!(%error, "the service manager cannot be notified");
+        tracing::warn!(%error, "cannot notify the service manager");
     }
 }

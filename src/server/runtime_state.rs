@@ -58,7 +58,8 @@ impl RuntimeState {
         let reads = beside_log(config, silent, FILE).map(|path| async move {
             let shown = path.display().to_string();
             within(move || read(&path)).await.unwrap_or_else(|error| {
-                tracing::warn!(path = shown, %error, "cannot read the settings made at run time, ignoring this copy");
+                tracing::warn!(path = shown, %error, "cannot read the settings made at run time; ignoring \
+                     this copy");
                 None
             })
         });

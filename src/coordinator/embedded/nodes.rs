@@ -248,7 +248,7 @@ impl NodeTable {
         let server = heartbeat.server_id.take().ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
         check(&server, &heartbeat.tags)?;
         if self.remove_lost(&server.id) {
-            tracing::info!(node = %server.id, "node is back");
+            tracing::info!(node = %server.id, "lost node is back");
         }
         let known = self.nodes.get(&server.id);
         let (before, details_before) = known.map_or((0, 0), |node| (node.bytes(), node.details.bytes()));
@@ -291,7 +291,7 @@ impl NodeTable {
                     tracing::info!(node = %id, "node has left");
                     return false;
                 }
-                tracing::warn!(node = %id, "no heartbeat, node is lost");
+                tracing::warn!(node = %id, "heartbeat timeout; node is lost");
                 let with_it = *lost_all + lost_bytes(id);
                 if with_it <= LOST_BYTES_MAX && lost.insert(id.clone(), now).is_none() {
                     *lost_all = with_it;
@@ -306,7 +306,7 @@ impl NodeTable {
         self.expire(now);
         let was_lost = self.remove_lost(id);
         if was_lost {
-            tracing::info!(node = %id, "lost node is removed from the list");
+            tracing::info!(node = %id, "removed a lost node from the list");
         }
         was_lost
     }

@@ -68,7 +68,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
                 Ok(response)
             }
             Err(error) => {
-                tracing::debug!(shuffle = request.shuffle_id, %error, "no assignment");
+                tracing::debug!(shuffle = request.shuffle_id, %error, "assignment refused");
                 Ok(Response::new(proto::GetShuffleAssignmentsResponse {
                     status: error.status().into(),
                     assignments: Vec::new(),

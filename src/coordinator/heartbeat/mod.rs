@@ -259,7 +259,7 @@ impl Beater {
                     self.metrics.up.dec();
                 }
                 if !matches!(link, Link::Down { .. }) {
-                    tracing::warn!(coordinator = %address, %reason, "heartbeat failed, retrying forever");
+                    tracing::warn!(coordinator = %address, %reason, "heartbeat failed; retrying forever");
                 }
                 *link = Link::Down { reason };
             }
