@@ -17,7 +17,6 @@ use uuid::Uuid;
 
 use super::contents::Replacing;
 use super::frame::{Encoder, Entry, Epoch, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
-use super::legacy::LIST;
 use super::proof::members_after;
 use super::read::{Directory, MEMBERS, METADATA, Source, copy_directory, copy_file, generation_of, within};
 use super::record::Record;
@@ -192,9 +191,6 @@ impl Writer {
         for (shuffle, gap) in marks {
             self.put(&mut fill, &Entry::Incomplete(shuffle, gap), copies).await?;
         }
-        for entry in self.legacy.clone() {
-            self.put_if_it_lives(&mut fill, &entry, copies).await?;
-        }
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let replacing = self.replacing(has_replaced, &source, &directories).await?;
         let mut reader = source.read(&directories, self.deadlines.name);
@@ -313,7 +309,6 @@ impl Writer {
     async fn commit(&mut self, epoch: Epoch, copies: Vec<Copy>, usable: BTreeSet<usize>) {
         tracing::debug!(generation = self.generation, copies = ?copies, "started the metadata log");
         self.epoch = epoch;
-        self.legacy.clear();
         self.opened(copies, usable);
         let cleaning = self.usable.iter().map(|at| self.remove_earlier(*at));
         join_all(cleaning.collect::<Vec<_>>()).await;
@@ -330,12 +325,6 @@ impl Writer {
     async fn remove_earlier(&self, at: usize) {
         let io = &self.directories[at].io;
         let removing = async {
-            // The list of an earlier version would be believed if all of this were lost.
-            if io.read_small(Path::new(LIST)).await.is_ok() {
-                let aside = unfinished(&Path::new(METADATA).join("earlier"));
-                io.create_dir_all(&aside).await?;
-                io.rename(Path::new(LIST), &aside.join(LIST)).await?;
-            }
             for name in io.list(Path::new(METADATA)).await? {
                 let is_old = match generation_of(&name) {
                     Some(generation) => generation < self.generation,

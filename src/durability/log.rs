@@ -15,7 +15,6 @@ use super::contents::LogShares;
 use super::frame::{Entry, Gap, Incarnation};
 use super::generation::COPIES;
 use super::history::History;
-use super::legacy::Legacy;
 use super::read::{Directory, Survey};
 use super::take_over::Found;
 use super::vouch::Vouch;
@@ -41,16 +40,15 @@ pub struct MetadataLog {
 impl MetadataLog {
     /// Takes over what the directories have, by the rule (`proof`), and begins a new epoch on them: at once where nothing is
     /// left, else when what shuffles said was told ([`MetadataLog::said`]), so that nobody who takes it over waits for a
-    /// device, or before the first entry. `legacy` is what was found in the format of earlier versions, where no log is. A log that
-    /// cannot be begun now is tried again with every entry, which is refused until then.
+    /// device, or before the first entry. A log that cannot be begun now is tried again with every entry, which is refused until
+    /// then.
     pub async fn open(
         directories: Vec<Directory>,
         survey: Survey,
-        legacy: Option<Legacy>,
         deadlines: Deadlines,
         tasks: &Tasks,
     ) -> (Self, Found) {
-        let (mut writer, found) = Writer::on(directories, deadlines, &survey, legacy).await;
+        let (mut writer, found) = Writer::on(directories, deadlines, &survey).await;
         if found.shuffles.is_empty() {
             writer.begin_first().await;
         }

@@ -16,7 +16,6 @@
 //! | `take_over` | what an earlier process left in it |
 //! | `vouch` | what a process says of its log to its successor (pure) |
 //! | `mark` | how much of a copy is acknowledged, beside it |
-//! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
 //! | `on_damage` | who hears of blocks that are gone |
 //! | `id_chunk`, `id_set` | block ids in at most 8 bytes each (pure) |
@@ -36,7 +35,6 @@ mod id_run;
 mod id_set;
 mod ledger;
 mod left;
-pub mod legacy;
 mod log;
 mod mark;
 #[cfg(test)]
@@ -58,7 +56,6 @@ pub use self::history::{Heard, History, HistoryReader};
 pub use self::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::id_set::{IdSet, union};
 pub use self::ledger::{Blame, Entered, Ledger, Look, Loss, LostExtent, Phase, Verdict, ranges};
-pub use self::legacy::Legacy;
 pub use self::log::{MetadataLog, Said};
 pub use self::on_damage::{Hearer, OnDamage};
 pub use self::plain::plain_ids;

@@ -96,11 +96,6 @@ pub struct Judgement {
 }
 
 impl Judgement {
-    /// Where an earlier version was the last.
-    pub(super) fn of_earlier_version(epoch: Epoch, gap: Option<Gap>) -> Self {
-        Self { epoch, generation: 0, sources: Vec::new(), gap, is_fresh: false, back: Vec::new() }
-    }
-
     /// Whether what an earlier start found missing is here again.
     #[must_use]
     pub fn is_over(&self, gap: &Gap) -> bool {

@@ -16,7 +16,7 @@ use futures::future::join_all;
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::frame::{self, Entry, Epoch, Frame};
+use super::frame::{self, Entry, Epoch, Frame, Gap};
 use super::left::{Left, left_whole};
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
 use super::vouch::Vouch;
@@ -105,6 +105,8 @@ pub struct Survey {
     pub(super) generation: u64,
     /// What the process before says.
     pub(super) vouch: Option<Vouch>,
+    /// The directories hold files of shuffles.
+    has_data: bool,
 }
 
 impl Survey {
@@ -117,7 +119,7 @@ impl Survey {
             files.push(seen.files);
             generation = generation.max(seen.generation);
         }
-        Self { present, files, generation, vouch: None }
+        Self { present, files, generation, vouch: None, has_data: false }
     }
 
     /// The same with the word of the process before.
@@ -126,12 +128,24 @@ impl Survey {
         Self { vouch, ..self }
     }
 
-    /// What follows from it.
-    pub(super) fn judged(&self) -> Judgement {
-        judge(&self.present, self.vouch.as_ref())
+    /// The same for directories that hold files of shuffles if `has_data`: without a log, these are incomplete.
+    #[must_use]
+    pub fn beside_data(self, has_data: bool) -> Self {
+        Self { has_data, ..self }
     }
 
-    /// Whether no log is there.
+    /// What follows from it.
+    pub(super) fn judged(&self) -> Judgement {
+        let mut judged = judge(&self.present, self.vouch.as_ref());
+        if judged.is_fresh && self.has_data {
+            let reason = "there are files of shuffles and no metadata log: unregister the shuffle or run its application again";
+            judged.gap = Some(Gap { reason: reason.to_owned(), until_back: Vec::new() });
+            judged.is_fresh = false;
+        }
+        judged
+    }
+
+    /// Returns whether there is neither a log nor a file of a shuffle.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
         self.judged().is_fresh

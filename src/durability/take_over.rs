@@ -11,7 +11,6 @@ use tokio::sync::mpsc;
 use uuid::Uuid;
 
 use super::frame::{Entry, Gap, Incarnation, Member};
-use super::legacy::Legacy;
 use super::proof::Judgement;
 use super::read::{Directory, METADATA, Source, Survey};
 use super::writer::{Deadlines, LogError, Told, Writer};
@@ -49,12 +48,8 @@ impl Writer {
         directories: Vec<Directory>,
         deadlines: Deadlines,
         survey: &Survey,
-        legacy: Option<Legacy>,
     ) -> (Self, Found) {
-        let mut judged = match &legacy {
-            Some(legacy) => legacy.judged(),
-            None => survey.judged(),
-        };
+        let mut judged = survey.judged();
         judged.generation = judged.generation.max(survey.generation);
         if let Some(gap) = &judged.gap {
             tracing::error!(
@@ -70,8 +65,7 @@ impl Writer {
         }
         let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
         writer.vouched = survey.vouched_for(&writer.epoch);
-        writer.left = survey.left(&judged).filter(|_| legacy.is_none());
-        writer.legacy = legacy.map(|legacy| legacy.entries).unwrap_or_default();
+        writer.left = survey.left(&judged);
         let found = writer.take_over(&judged).await;
         (writer, found)
     }
@@ -86,7 +80,7 @@ impl Writer {
         if survey.unread().len() >= self.unread.len() || survey.is_fresh() {
             return;
         }
-        let (next, found) = Self::on(self.directories.clone(), self.deadlines, &survey, None).await;
+        let (next, found) = Self::on(self.directories.clone(), self.deadlines, &survey).await;
         let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
         let (is_begun, was_tried) = (Arc::clone(&self.is_begun), self.was_tried.clone());
         let living = self.contents.living.clone();
@@ -102,9 +96,6 @@ impl Writer {
     /// Reads all there is.
     async fn take_over(&mut self, judged: &Judgement) -> Found {
         let mut heard = HashMap::new();
-        for entry in self.legacy.clone() {
-            self.absorb((entry, 0), &mut heard);
-        }
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
@@ -173,11 +164,6 @@ impl Writer {
     /// on with in the other.
     pub(super) async fn tell(&self, to: &mpsc::Sender<Told>) {
         let (mut told, mut failed) = (0, None);
-        for entry in &self.legacy {
-            if !self.tell_one(entry.clone(), to).await {
-                return;
-            }
-        }
         for source in std::iter::once(&self.source).chain(&self.others) {
             let (now, result) = self.tell_from(source, told, to).await;
             told = told.max(now);

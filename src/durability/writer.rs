@@ -113,8 +113,6 @@ pub(super) struct Writer {
     pub(super) others: Vec<Source>,
     /// Copies of the process before that can be appended to, until it is known what becomes of them.
     pub(super) left: Option<Left>,
-    /// Taken over from the format of earlier versions, until it is written.
-    pub(super) legacy: Vec<Entry>,
     pub(super) avoided: Vec<Option<Instant>>,
     /// Directories whose metadata could not be read at the start, and why: written over, what they know would be gone.
     pub(super) unread: BTreeMap<usize, String>,
@@ -157,7 +155,6 @@ impl Writer {
             source,
             others: Vec::new(),
             left: None,
-            legacy: Vec::new(),
             avoided,
             unread: BTreeMap::new(),
             vouched: Vec::new(),

@@ -27,6 +27,8 @@ pub enum StoreErrorKind {
     NotOurs,
     /// The directory is ours, and its claim says nothing.
     Unclaimed,
+    /// The directory was written in a format that is not read any more.
+    Outdated,
     /// Another process holds the directory.
     InUse,
     /// Two directories have one identity.
@@ -96,6 +98,10 @@ impl fmt::Display for StoreErrorKind {
             Self::InvalidBatch => "batch is inconsistent",
             Self::NotOurs => "directory has content of another program; use an empty directory",
             Self::Unclaimed => "directory belongs to a uniffle-worker, but its claim cannot be read",
+            Self::Outdated => {
+                "directory was written by version 0.1.0, which this version cannot read: run 0.1.0 until its applications have \
+                 ended, then start with an empty directory"
+            }
             Self::InUse => "in use by another process",
             Self::Copied => "directory has the identity of another directory",
             Self::NotMounted => "directory is empty because its disk is not mounted",

@@ -93,6 +93,27 @@ fn start_errors_take_one_line() {
 }
 
 #[test]
+fn outdated_directory_is_refused_unchanged() {
+    let old = tempfile::tempdir().expect("a temporary directory");
+    let claim = "uniffle-worker local store 1\n00000000-0000-0000-0000-000000000007\n";
+    let files = [("uniffle-worker.claim", claim), ("uniffle-worker.peers", "era 0\n")];
+    for (name, content) in files {
+        std::fs::write(old.path().join(name), content).expect("a file");
+    }
+    let config =
+        format!("grpc_port = 0\nhttp_port = 0\n[localfile_store]\ndata_paths = [{:?}]\n", old.path());
+    let output = worker(&[], &config);
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    let told = format!("{}: directory was written by version 0.1.0", old.path().display());
+    assert!(stderr.contains(&told) && stderr.contains("start with an empty directory"), "{stderr}");
+    assert_eq!(std::fs::read_dir(old.path()).expect("a directory").count(), files.len());
+    for (name, content) in files {
+        assert_eq!(std::fs::read_to_string(old.path().join(name)).expect("a file"), content);
+    }
+}
+
+#[test]
 fn version_contains_the_commit() {
     let output =
         Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");

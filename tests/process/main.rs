@@ -8,7 +8,6 @@ mod adversary;
 mod checker;
 mod cli;
 mod clock_steps;
-mod kept_directories;
 mod kept_memory;
 mod lifecycle;
 mod limits;

@@ -155,6 +155,7 @@ fn is_own_fault(kind: StoreErrorKind) -> bool {
         | StoreErrorKind::InvalidBatch
         | StoreErrorKind::NotOurs
         | StoreErrorKind::Unclaimed
+        | StoreErrorKind::Outdated
         | StoreErrorKind::InUse
         | StoreErrorKind::Copied
         | StoreErrorKind::NotMounted

@@ -95,6 +95,7 @@ impl Claims<'_> {
                 }
                 Ok(Content::Nothing) => empty.push((place, disk)),
                 Ok(Content::Foreign) => return Err(StoreError::new(StoreErrorKind::NotOurs, disk.root())),
+                Ok(Content::Outdated) => return Err(StoreError::new(StoreErrorKind::Outdated, disk.root())),
                 Ok(Content::Unclaimed(flaw)) => drop(unclaimed.get_or_insert((disk, flaw))),
                 Err(error) => self.leave_out(error)?,
             }
@@ -179,7 +180,11 @@ impl Claims<'_> {
 pub(super) fn is_refused(error: &StoreError) -> bool {
     matches!(
         error.kind,
-        StoreErrorKind::NotOurs | StoreErrorKind::Unclaimed | StoreErrorKind::InUse | StoreErrorKind::Copied
+        StoreErrorKind::NotOurs
+            | StoreErrorKind::Unclaimed
+            | StoreErrorKind::Outdated
+            | StoreErrorKind::InUse
+            | StoreErrorKind::Copied
     )
 }
 
@@ -312,6 +317,7 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
             Ok(uuid)
         }
         Content::Foreign => Err(StoreError::new(StoreErrorKind::NotOurs, root)),
+        Content::Outdated => Err(StoreError::new(StoreErrorKind::Outdated, root)),
         Content::Unclaimed(flaw) => Err(unclaimed_error(root, flaw, &identity_of(io, &[], deadline).await)),
     }
 }

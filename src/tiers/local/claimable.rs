@@ -105,7 +105,7 @@ async fn confusions(config: &LocalConfig, disks: &[Arc<dyn Disk>], held: HeldBy<
     let peeked = join_all(peeks.collect::<Vec<_>>()).await;
     let of = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| match content {
         Ok(Content::Ours(uuid)) => Some((disk.root().to_path_buf(), *uuid)),
-        Ok(Content::Nothing | Content::Foreign | Content::Unclaimed(_)) | Err(_) => None,
+        Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) | Err(_) => None,
     };
     let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&peeked).filter_map(of).collect();
     let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
@@ -122,6 +122,7 @@ async fn confusions(config: &LocalConfig, disks: &[Arc<dyn Disk>], held: HeldBy<
                 let identity = in_use(disk.root(), held, own);
                 Some(claim::unclaimed_error(disk.root(), flaw, &identity).to_string())
             }
+            Ok(Content::Outdated) => Some(StoreError::new(StoreErrorKind::Outdated, disk.root()).to_string()),
             // Of the others it is told already.
             Ok(Content::Foreign) if is_given_up(disk) => {
                 Some(StoreError::new(StoreErrorKind::NotOurs, disk.root()).to_string())
@@ -162,7 +163,7 @@ async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), 
     }
     match claim::look(disk, deadline).await? {
         // Told by `confusions`.
-        Content::Unclaimed(_) => return Ok(()),
+        Content::Unclaimed(_) | Content::Outdated => return Ok(()),
         Content::Nothing if is_held => {
             return Err(because(format!("{MARKER} is missing; check whether the disk is mounted")));
         }
@@ -213,8 +214,7 @@ mod tests {
         for made in [&held, &gone, &full] {
             std::fs::create_dir(made).unwrap();
         }
-        let marker = format!("{}\n{}\n", "uniffle-worker local store 1", Uuid::new_v4());
-        std::fs::write(held.join(MARKER), marker).unwrap();
+        std::fs::write(held.join(MARKER), marker_of(Uuid::from_u128(1))).unwrap();
         std::fs::write(full.join("theirs"), "x").unwrap();
         let none = BTreeMap::new();
         let running = [held.clone(), gone.clone(), hung.clone()];
@@ -343,6 +343,15 @@ mod tests {
         std::fs::create_dir(copied.dir.path().join("d2/apps")).unwrap();
         let told = copied.told(&["d0", "d2"], &[]).await;
         assert!(told.contains("is empty, and the identity of the directory is unknown"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn outdated_directory_is_refused_to_the_successor() {
+        let copied = Copied::new();
+        copied.mark("d2", b"");
+        std::fs::write(copied.dir.path().join("d2/uniffle-worker.peers"), "x").unwrap();
+        let told = copied.told(&["d0", "d1", "d2"], &[]).await;
+        assert!(told.contains("d2: directory was written by version 0.1.0"), "{told}");
     }
 
     #[tokio::test]

@@ -11,9 +11,10 @@ use uuid::Uuid;
 
 use super::marker::{MARKER, lines_of, uuid_of};
 use super::mounts::MOUNTS;
-use crate::durability::legacy::LIST;
 use crate::durability::{Epoch, METADATA};
 
+/// A file in every directory that 0.1.0 wrote, which had no metadata log.
+const OLD_LIST: &str = "uniffle-worker.peers";
 /// What `mkfs` leaves in a root; it does no harm.
 const LOST_AND_FOUND: &str = "lost+found";
 
@@ -28,6 +29,8 @@ pub(super) enum Content {
     Foreign,
     /// Ours, and its claim says nothing.
     Unclaimed(Flaw),
+    /// Written by 0.1.0, in a format that is not read any more.
+    Outdated,
 }
 
 /// What is wrong with a claim.
@@ -52,7 +55,10 @@ impl Flaw {
 pub(super) fn content_of(names: &[String], claim: Option<&[u8]>) -> Content {
     let is_other = |name: &&String| *name != MARKER && *name != LOST_AND_FOUND;
     let has_others = names.iter().any(|name| is_other(&name));
-    let is_ours = |name: &String| [METADATA, MOUNTS, LIST].contains(&name.as_str());
+    let is_ours = |name: &String| [METADATA, MOUNTS].contains(&name.as_str());
+    if names.iter().any(|name| name == OLD_LIST) {
+        return Content::Outdated;
+    }
     match claim {
         Some(claim) => match uuid_of(claim) {
             Some(uuid) => Content::Ours(uuid),
@@ -157,7 +163,7 @@ mod tests {
             );
         }
         assert_eq!(content_of(&names(&["apps", "thesis"]), None), Content::Foreign);
-        for ours in [METADATA, MOUNTS, LIST] {
+        for ours in [METADATA, MOUNTS] {
             assert_eq!(content_of(&names(&["apps", ours]), None), Content::Unclaimed(Flaw::Missing));
         }
         for beside in ["apps", METADATA, "thesis"] {
@@ -165,11 +171,12 @@ mod tests {
             assert_eq!(content_of(&names, Some(b"")), Content::Unclaimed(Flaw::Empty));
             assert_eq!(content_of(&names, Some(&intact)), Content::Ours(uuid(7)));
             for cut in 1..intact.len() {
-                // A claim of 0.1.0 ends before the checksum.
                 let content = content_of(&names, Some(&intact[..cut]));
-                let is_whole = content == Content::Ours(uuid(7));
-                assert!(is_whole || content == Content::Unclaimed(Flaw::Damaged), "{cut} {content:?}");
+                assert_eq!(content, Content::Unclaimed(Flaw::Damaged), "{cut}");
             }
+        }
+        for claim in [None, Some(&intact[..]), Some(b"")] {
+            assert_eq!(content_of(&names(&["apps", OLD_LIST, MARKER]), claim), Content::Outdated);
         }
         assert_eq!(content_of(&names(&[MARKER]), Some(b"x")), Content::Unclaimed(Flaw::Damaged));
     }

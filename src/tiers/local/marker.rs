@@ -20,13 +20,12 @@ pub(super) fn marker_of(uuid: Uuid) -> String {
     lines_of(uuid).map(|line| line + "\n").concat()
 }
 
-/// The identity in a marker of ours. Those of 0.1.0 have no checksum.
+/// Returns the identity in a marker of ours.
 pub(super) fn uuid_of(marker: &[u8]) -> Option<Uuid> {
     let text = std::str::from_utf8(marker).ok()?;
     let line = text.lines().nth(1).filter(|_| text.lines().next() == Some(MARKER_HEAD))?;
     let uuid = Uuid::parse_str(line).ok()?;
-    let is_of_0_1_0 = text == format!("{MARKER_HEAD}\n{uuid}\n");
-    (is_of_0_1_0 || text == marker_of(uuid)).then_some(uuid)
+    (text == marker_of(uuid)).then_some(uuid)
 }
 
 #[cfg(test)]
@@ -38,7 +37,7 @@ mod tests {
         let uuid = Uuid::from_u128(0x1234);
         let marker = marker_of(uuid).into_bytes();
         assert_eq!(uuid_of(&marker), Some(uuid));
-        assert_eq!(uuid_of(format!("{MARKER_HEAD}\n{uuid}\n").as_bytes()), Some(uuid), "0.1.0");
+        assert_eq!(uuid_of(format!("{MARKER_HEAD}\n{uuid}\n").as_bytes()), None, "without a checksum");
         for bit in 0..marker.len() * 8 {
             let mut damaged = marker.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);

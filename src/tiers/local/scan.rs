@@ -15,7 +15,6 @@ use super::core::Core;
 use super::disk::{APPS, LocalDisk, within};
 use super::index::{self, GroupError, IndexGroup};
 use super::log::LogKind;
-use crate::durability::legacy;
 use crate::tiers::DiskCondition;
 use uniffle_io::{File, ReadTarget};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
@@ -39,8 +38,6 @@ pub(super) struct FoundDirectory {
     pub(super) incarnation: u64,
     pub(super) path: PathBuf,
     pub(super) files: Vec<FoundFile>,
-    /// Journals of earlier versions.
-    pub(super) journals: Vec<(u32, PathBuf)>,
     /// Some of it could not be read.
     pub(super) has_unread: bool,
 }
@@ -56,9 +53,7 @@ impl FoundDirectory {
 
     /// The least number that no file has.
     pub(super) fn next_number(&self) -> u32 {
-        let journals = self.journals.iter().map(|(number, _)| *number);
-        let numbers = self.files.iter().map(|file| file.number).chain(journals);
-        numbers.map(|number| number.saturating_add(1)).max().unwrap_or(0)
+        self.files.iter().map(|file| file.number.saturating_add(1)).max().unwrap_or(0)
     }
 }
 
@@ -94,11 +89,10 @@ fn parse_name(app: &AppId, name: &str) -> Option<(ShuffleKey, u64)> {
     Some((ShuffleKey::new(app.clone(), shuffle), incarnation.parse().ok()?))
 }
 
-/// Kind and number of a file; no kind is a journal of an earlier version.
-fn parse_file(name: &str) -> Option<(Option<LogKind>, u32)> {
+/// Parses kind and number of a log's file name.
+fn parse_file(name: &str) -> Option<(LogKind, u32)> {
     let (number, extension) = name.split_once('.')?;
-    let kind = LogKind::of(extension);
-    (kind.is_some() || extension == legacy::JOURNAL).then_some((kind, number.parse().ok()?))
+    Some((LogKind::of(extension)?, number.parse().ok()?))
 }
 
 /// An operation of a disk, within its deadline; a failure is noted against the disk. One that hung is not asked again, one
@@ -191,15 +185,7 @@ async fn scan_directory(
 ) -> Option<FoundDirectory> {
     let deadline = core.config.name_timeout;
     let disk = Arc::clone(disk);
-    let mut found = FoundDirectory {
-        disk,
-        key,
-        incarnation,
-        path,
-        files: Vec::new(),
-        journals: Vec::new(),
-        has_unread: false,
-    };
+    let mut found = FoundDirectory { disk, key, incarnation, path, files: Vec::new(), has_unread: false };
     let disk = Arc::clone(&found.disk);
     let names = match list(&disk, deadline, &found.path).await {
         Ok(names) => names?,
@@ -226,10 +212,7 @@ async fn scan_directory(
             // Its number is taken all the same.
             0
         });
-        match kind {
-            Some(kind) => found.files.push(FoundFile { kind, number, bytes }),
-            None => found.journals.push((number, path)),
-        }
+        found.files.push(FoundFile { kind, number, bytes });
     }
     Some(found)
 }

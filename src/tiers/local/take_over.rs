@@ -1,29 +1,22 @@
 //! The disks under the metadata log: what an earlier process left is taken over, what shuffles say is written down.
 
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::future::join_all;
 
 use super::core::Core;
-use super::disk::{LocalDisk, within};
-use super::scan::{DiskScan, FoundDirectory, scan_disk};
+use super::disk::LocalDisk;
+use super::scan::{DiskScan, scan_disk};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::uploaded::Uploaded;
-use crate::durability::legacy::{Journal, LIST};
-use crate::durability::{
-    Deadlines, Directory, Found, Health, Incarnation, Legacy, LogError, MetadataLog, Survey,
-};
+use crate::durability::{Deadlines, Directory, Found, Health, LogError, MetadataLog, Survey};
 use crate::runtime::Tasks;
 use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
-use uniffle_io::ReadTarget;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
-/// A journal of an earlier version that is longer is not read.
-const JOURNAL_BYTES_MAX: u64 = 1 << 30;
 /// Purges that wait for the metadata log together.
 const NOTES_AT_ONCE: usize = 512;
 
@@ -59,8 +52,9 @@ impl Before {
         let directories: Vec<Directory> = core.disks.iter().map(LocalDisk::directory).collect();
         let (write, name) = (core.config.metadata_timeout, core.config.name_timeout);
         let survey = Survey::take(&directories, name).await.vouched(core.config.let_go.vouch.clone());
-        let legacy = if survey.is_fresh() { core.read_legacy(&scans).await } else { None };
-        if survey.is_fresh() && legacy.is_none() {
+        let has_data = scans.iter().any(|scan| scan.has_unread || !scan.directories.is_empty());
+        let survey = survey.beside_data(has_data);
+        if survey.is_fresh() {
             for disk in core.disks.iter().filter(|disk| disk.was_used) {
                 tracing::error!(
                     path = disk.label,
@@ -70,7 +64,7 @@ impl Before {
             }
         }
         let deadlines = Deadlines { write, name };
-        let (log, found) = MetadataLog::open(directories, survey, legacy, deadlines, tasks).await;
+        let (log, found) = MetadataLog::open(directories, survey, deadlines, tasks).await;
         for (uuid, path) in &found.absent {
             tracing::error!(path, id = %uuid, "a used data directory is missing");
         }
@@ -173,73 +167,9 @@ pub(super) async fn mark_incomplete(
     marked.map_err(|error| failed_log(&error))
 }
 
-impl Core {
-    /// What an earlier version left; nothing where none was.
-    async fn read_legacy(&self, scans: &[DiskScan]) -> Option<Legacy> {
-        let deadline = self.config.name_timeout;
-        let lists = self.disks.iter().map(|disk| async {
-            match within(deadline, disk.io.read_small(Path::new(LIST))).await {
-                Ok(bytes) => Ok(Some(bytes)),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-                Err(error) => Err(error.to_string()),
-            }
-        });
-        let lists = join_all(lists.collect::<Vec<_>>()).await;
-        let directories: Vec<&FoundDirectory> = scans.iter().flat_map(|scan| &scan.directories).collect();
-        let was_used = !directories.is_empty() || scans.iter().any(|scan| scan.has_unread);
-        if !was_used && lists.iter().all(|list| matches!(list, Ok(None))) {
-            return None;
-        }
-        let here: Vec<_> = self.disks.iter().map(|disk| (disk.uuid, disk.label.clone())).collect();
-        let mut legacy = Legacy::new(&here, &lists, &boot_id());
-        let mut by_shuffle = std::collections::BTreeMap::new();
-        for found in directories {
-            let journals: &mut Vec<Journal> =
-                by_shuffle.entry((found.key.clone(), found.incarnation)).or_default();
-            if found.has_unread {
-                journals.push(Journal::unreadable(&found.path.display().to_string(), "see the log"));
-            }
-            for (_, path) in &found.journals {
-                journals.push(self.read_journal(&found.disk, path, found.incarnation).await);
-            }
-        }
-        for ((key, number), journals) in by_shuffle {
-            legacy.take_shuffle(&Incarnation { key, number }, journals);
-        }
-        Some(legacy)
-    }
-
-    async fn read_journal(&self, disk: &LocalDisk, path: &Path, incarnation: u64) -> Journal {
-        let name = disk.io.root().join(path).display().to_string();
-        let reading = async {
-            let file = disk.io.open_read(path).await?;
-            let size = file.size().await?;
-            if size > JOURNAL_BYTES_MAX {
-                return Err(io::Error::from(io::ErrorKind::FileTooLarge));
-            }
-            let size = usize::try_from(size).map_err(io::Error::other)?;
-            let (target, result) = file.read(ReadTarget::one(Box::new(vec![0; size]), 0..size, 0)).await;
-            result.map(|()| target.buffer.freeze(size))
-        };
-        match within(self.config.read_timeout, reading).await {
-            Ok(bytes) => Journal::decode(&name, &bytes, incarnation),
-            Err(error) => {
-                disk.note(&error);
-                Journal::unreadable(&name, &error.to_string())
-            }
-        }
-    }
-}
-
 pub(super) fn failed_log(error: &LogError) -> StoreError {
     match error.kind {
         io::ErrorKind::Other => StoreError::remote(StoreErrorKind::Unhealthy, &error.path, error.to_string()),
         kind => StoreError::io(&error.path, io::Error::new(kind, error.to_string())),
     }
-}
-
-/// The id that Linux gives to each start of its own, by which earlier versions noticed a reset; none is another one.
-fn boot_id() -> String {
-    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    id.map_or_else(|_| "unknown".to_owned(), |id| id.split_whitespace().collect())
 }

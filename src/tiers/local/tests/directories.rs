@@ -1,6 +1,7 @@
 //! Data directories that are not what their paths say: copies, disks that are not mounted, roots that go away.
 
 use super::*;
+use crate::tiers::local::marker::marker_of;
 
 /// Everything that is in a directory.
 fn content(disk: &TestDisk) -> BTreeMap<PathBuf, Vec<u8>> {
@@ -187,7 +188,7 @@ async fn missing_directory_receives_nothing_until_it_returns() {
     let error = read_all(&store, &key, 1).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Unhealthy, "readers wait");
     // Another one in its place is not it.
-    let other = marker.as_deref().map(marker_like);
+    let other = Some(marker_of(uuid::Uuid::from_u128(7)).into_bytes());
     disks[0].memory.put(Path::new(MARKER), other);
     store.probe().await;
     assert_eq!(store.disks()[0].condition, DiskCondition::Detached);
@@ -311,10 +312,4 @@ async fn directory_without_claim_is_identified_by_list_or_log() {
     let text = error.to_string();
     assert!(text.contains("the identity of the directory is unknown; restore the claim"), "{text}");
     assert_eq!(claimed.listing(), before);
-}
-
-/// A marker of ours with another identity, as 0.1.0 wrote it.
-fn marker_like(marker: &[u8]) -> Vec<u8> {
-    let head = String::from_utf8_lossy(marker).lines().next().unwrap_or_default().to_owned();
-    format!("{head}\n{}\n", uuid::Uuid::from_u128(7)).into_bytes()
 }

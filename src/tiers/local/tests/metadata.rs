@@ -498,3 +498,26 @@ async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
     assert_eq!(found(&heard, &new), (vec![Bytes::from_static(b"new")], None));
     assert_eq!(store.metadata_gap(), None);
 }
+
+#[tokio::test(start_paused = true)]
+async fn data_without_a_metadata_log_is_incomplete() {
+    for count in 1..=2 {
+        let disks = &disks::<2>()[..count];
+        let shuffle = key("app", 1);
+        let store = store_on(disks).await;
+        say(&store, &shuffle, b"registered").await;
+        store.write(&shuffle, vec![extent(1, &[(1, 900)], true)]).await.unwrap();
+        drop(store);
+        for disk in disks {
+            disk.memory.rename(Path::new(METADATA), Path::new("trash/away")).await.unwrap();
+        }
+        let store = store_on(disks).await;
+        let recovered = store.take_recovered();
+        assert!(!recovered.shuffles[0].reason.is_empty());
+        let gap = store.metadata_gap().unwrap();
+        assert!(gap.contains("no metadata log") && gap.contains("unregister"), "{gap}");
+        say(&store, &key("app", 2), b"registered").await;
+        drop((recovered, store));
+        assert!(store_on(disks).await.metadata_gap().is_some(), "later starts know it");
+    }
+}
