@@ -2,7 +2,7 @@
 //!
 //! As `uniffle-worker ctl` it is the operator's client instead (`uniffle_ctl`, which documents the exit codes of that).
 //!
-//! Exit codes: 0 after an ordered stop, 3 when acknowledged data was lost by it, 1 when the worker could not start or run, 2
+//! Exit codes: 0 after an orderly stop, 3 when a stop lost acknowledged data, 1 when the worker could not start or run, 2
 //! when the command line or the configuration is wrong. What went wrong is on stderr, in one line or one line per problem. SIGTERM and SIGINT stop the
 //! worker, SIGUSR2 upgrades it in place (`server::run`), SIGHUP reads the configuration again.
 //!
@@ -87,7 +87,7 @@ enum Other {
     },
 }
 
-/// Exit code of an ordered stop that could not bring all acknowledged data to a tier.
+/// Exit code of a stop that lost acknowledged data.
 const LOST: u8 = 3;
 /// Signals to stop that come within this time from two sides are one.
 const ONE_STOP: Duration = Duration::from_secs(1);
@@ -302,6 +302,7 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
     let successor = Successor::of_this_process().context("cannot determine the path of this program")?;
+    let forced_stop = environment.forced_stop.clone();
     let (commands, received) = mpsc::channel(4);
     let mut server = Box::pin(server::run(config, environment, inherited, received));
     let mut stopping = None;
@@ -320,9 +321,10 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
             "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
             // The process beside this one was told too, and passes it on.
             _ if is_kept && stopping.is_some_and(|at: Instant| at.elapsed() < ONE_STOP) => continue,
-            name if stopping.is_some() => {
-                anyhow::bail!("{name} during shutdown; exiting without waiting any longer")
-            }
+            name if stopping.is_some() => match forced_stop.end() {
+                true => return Ok(Ended::Stopped { has_lost: true }),
+                false => anyhow::bail!("{name} during shutdown; exiting without waiting any longer"),
+            },
             name => {
                 tracing::info!(signal = name, "stopping");
                 stopping = Some(Instant::now());

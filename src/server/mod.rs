@@ -7,6 +7,7 @@
 mod admin;
 mod beside;
 mod cluster;
+mod forced_stop;
 mod health;
 mod hung_threads;
 mod kept;
@@ -77,6 +78,7 @@ use self::tls::Tls;
 use self::upgrade::{RefusedBy, UpgradeMetrics};
 
 pub use self::beside::{follow_keeper, run_beside};
+pub use self::forced_stop::ForcedStop;
 pub use self::metrics::metric_descriptions;
 pub use self::rehearsal::{REHEARSED, rehearse};
 pub use self::reload::{Origin, Reloaded};
@@ -121,6 +123,8 @@ pub struct Environment {
     pub log: Option<LogFilter>,
     /// What the configuration came from, if it is to be read again.
     pub origin: Option<Origin>,
+    /// Handle for a stop that is not waited for.
+    pub forced_stop: ForcedStop,
     /// Tiers beside those that the configuration names; they come after them.
     pub tiers: Vec<Arc<dyn Tier>>,
 }

@@ -93,7 +93,9 @@ async fn run_worker(
     let (gap_began_ms, is_returned) = (inherited.gap_began_ms, inherited.is_returned);
     // Held as long as this process lives, whatever worker runs in it.
     let (kept, keeper) = (std::mem::take(&mut inherited.kept), inherited.keeper.take());
+    let forced_stop = environment.forced_stop.clone();
     let worker = Worker::start_in(environment, inherited, config).await?;
+    forced_stop.watch(worker.service(), worker.memory());
     if is_returned {
         worker.note_refused_upgrade(RefusedBy::Exec);
     }

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::task::block_in_place;
+use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::runtime::Tasks;
@@ -192,20 +193,44 @@ async fn upgrade_to_unfit_configuration_is_refused() {
     block_in_place(|| worker.stop());
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn upgrade_that_would_lose_memory_is_refused() {
-    // Files are limited to 100 KiB and every block is larger: metadata can be written, data cannot.
+/// Starts a worker whose blocks cannot be flushed, and sends some. Files get no longer than 100 KiB, which is enough for
+/// metadata.
+async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
     let line = "ulimit -f 100; exec \"$@\"";
-    let mut worker = Worker::start(&Setup {
+    let worker = Worker::start(&Setup {
         name: "unflushable",
         capacity: "64M",
         wrapper: ["bash", "-c", line, "bash"].map(str::to_owned).to_vec(),
-        tables: "[shutdown]\nflush_timeout_sec = \"300ms\"",
+        tables,
         ..Setup::default()
     });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 3), 2).await;
     written.task(&client, 0, 200_000).await.expect("sent");
+    (worker, client, written)
+}
+
+/// Fails unless one line names what was lost.
+fn assert_loss_is_logged(worker: &Worker) {
+    let log = worker.log();
+    let told: Vec<_> = log.lines().filter(|line| line.contains("lost with this process")).collect();
+    assert_eq!(told.len(), 1, "{log}");
+    assert!(told[0].contains("ERROR") && told[0].contains("app/3"), "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn second_stop_signal_that_loses_data_exits_with_3() {
+    let (mut worker, _client, _written) = unflushable("[shutdown]\nflush_timeout_sec = \"1h\"").await;
+    worker.signal(rustix::process::Signal::TERM);
+    block_in_place(|| worker.wait_log("stopping signal=\"SIGTERM\""));
+    worker.signal(rustix::process::Signal::INT);
+    assert_eq!(block_in_place(|| worker.wait_end()).code(), Some(3));
+    assert_loss_is_logged(&worker);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn upgrade_that_would_lose_memory_is_refused() {
+    let (mut worker, client, written) = unflushable("[shutdown]\nflush_timeout_sec = \"300ms\"").await;
     worker.begin_upgrade();
     block_in_place(|| worker.wait_log("memory was not flushed completely"));
     // The worker continues.
@@ -216,10 +241,7 @@ async fn upgrade_that_would_lose_memory_is_refused() {
     assert!(!log.contains("disk failed") && log.contains("RLIMIT_FSIZE is"), "{log}");
     // It stops on SIGTERM and reports the data that is lost.
     assert_eq!(block_in_place(|| worker.terminated()), Some(3));
-    let log = worker.log();
-    let told: Vec<_> = log.lines().filter(|line| line.contains("lost with this process")).collect();
-    assert_eq!(told.len(), 1, "{log}");
-    assert!(told[0].contains("ERROR") && told[0].contains("app/3"), "{log}");
+    assert_loss_is_logged(&worker);
 }
 
 #[tokio::test(flavor = "multi_thread")]

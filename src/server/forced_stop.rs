@@ -1,0 +1,40 @@
+//! A second signal to stop, which ends the process without waiting for the orderly stop.
+
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::kept::Outlives;
+use crate::memory::Memory;
+use crate::service::Service;
+
+/// Handle by which the process cuts the stop of its worker short. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct ForcedStop(Arc<Mutex<Running>>);
+
+/// The worker that runs in the process. It is not kept alive.
+#[derive(Debug, Default)]
+struct Running {
+    service: Weak<Service>,
+    memory: Weak<Memory>,
+}
+
+impl ForcedStop {
+    /// Makes this handle's worker the one with `service` and `memory`.
+    pub(super) fn watch(&self, service: &Arc<Service>, memory: &Arc<Memory>) {
+        *self.0.lock() = Running { service: Arc::downgrade(service), memory: Arc::downgrade(memory) };
+    }
+
+    /// Acknowledges no further send and logs what was not flushed. Returns whether acknowledged blocks are lost with the
+    /// process. Without a worker nothing is.
+    #[must_use]
+    pub fn end(&self) -> bool {
+        let (service, memory) = {
+            let running = self.0.lock();
+            (running.service.upgrade(), running.memory.upgrade())
+        };
+        let (Some(service), Some(memory)) = (service, memory) else { return false };
+        service.ingest.refuse_sends();
+        Outlives::of(&memory).name_losses(&memory.contents())
+    }
+}
