@@ -15,12 +15,10 @@ use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{self, ExitCode};
-use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use tokio::sync::mpsc;
-use uniffle_worker::clock::Instant;
 use uniffle_worker::config::{self, Config, LimitsTooLow, Machine, SystemLimits};
 use uniffle_worker::profile::{self, heap};
 use uniffle_worker::runtime::probe_threads;
@@ -89,8 +87,6 @@ enum Other {
 
 /// Exit code of a stop that lost acknowledged data.
 const LOST: u8 = 3;
-/// Signals to stop that come within this time from two sides are one.
-const ONE_STOP: Duration = Duration::from_secs(1);
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
 
 fn main() -> ExitCode {
@@ -243,8 +239,8 @@ fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
     rehearsed.map_err(|problems| format!("upgrade is not possible:\n  {}", problems.join("\n  ")))
 }
 
-/// Runs the worker, and after an upgrade the next one: as another program in this process, or beside it, or, if that cannot
-/// be executed, as a new worker of this program.
+/// Runs the worker, and after an upgrade the next one: as another program in this process or, if that cannot be executed, as
+/// a new worker of this program.
 fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<ExitCode> {
     let telemetry = telemetry::init(&config.log)?;
     if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
@@ -276,20 +272,14 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         }
         // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
         runtime.shutdown_background();
-        let (successor, sockets, beside) = match ended? {
-            Ended::Upgrade { successor, sockets, beside } => (successor, sockets, beside),
+        let (successor, sockets) = match ended? {
+            Ended::Upgrade { successor, sockets } => (successor, sockets),
             Ended::Stopped { has_lost: true } => return Ok(ExitCode::from(LOST)),
             Ended::Stopped { has_lost: false } => return Ok(ExitCode::SUCCESS),
         };
         telemetry.flush();
         hold_upgrade_signal();
-        let (error, sockets) = match beside {
-            None => successor.exec(*sockets),
-            Some(deadline) => match server::run_beside(&successor, *sockets, deadline) {
-                Ok(code) => return Ok(ExitCode::from(code)),
-                Err(returned) => *returned,
-            },
-        };
+        let (error, sockets) = successor.exec(*sockets);
         tracing::error!(%error, "cannot execute the successor; continuing with this program");
         inherited = sockets;
     }
@@ -297,7 +287,6 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
 
 /// Runs the server until it fails or a signal ends it. A second signal to stop gives up on the ordered stop.
 async fn serve(config: &Config, environment: Environment, inherited: Inherited) -> anyhow::Result<Ended> {
-    let is_kept = server::follow_keeper()?;
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
@@ -305,29 +294,28 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
     let forced_stop = environment.forced_stop.clone();
     let (commands, received) = mpsc::channel(4);
     let mut server = Box::pin(server::run(config, environment, inherited, received));
-    let mut stopping = None;
+    let mut is_stopping = false;
     loop {
         let signal = tokio::select! {
             ended = &mut server => return match ended {
-                Ok(Ended::Upgrade { .. }) if stopping.is_some() => Ok(Ended::Stopped { has_lost: false }),
+                // Memory that the successor was to take over may go with the process.
+                Ok(Ended::Upgrade { .. }) if is_stopping => Ok(Ended::Stopped { has_lost: forced_stop.end() }),
                 ended => ended,
             },
             signal = signals.next() => signal,
         };
         // Fails if the server has ended, which the next turn shows, or while a few commands are queued already.
         let _ = match signal {
-            "SIGUSR2" | "SIGHUP" if stopping.is_some() => continue,
+            "SIGUSR2" | "SIGHUP" if is_stopping => continue,
             "SIGHUP" => commands.try_send(Command::Reload),
             "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
-            // The process beside this one was told too, and passes it on.
-            _ if is_kept && stopping.is_some_and(|at: Instant| at.elapsed() < ONE_STOP) => continue,
-            name if stopping.is_some() => match forced_stop.end() {
+            name if is_stopping => match forced_stop.end() {
                 true => return Ok(Ended::Stopped { has_lost: true }),
                 false => anyhow::bail!("{name} during shutdown; exiting without waiting any longer"),
             },
             name => {
                 tracing::info!(signal = name, "stopping");
-                stopping = Some(Instant::now());
+                is_stopping = true;
                 commands.try_send(Command::Stop)
             }
         };

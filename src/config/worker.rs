@@ -80,7 +80,7 @@ section! {
         "Shutdown (SIGTERM) and upgrade (SIGUSR2). Reads continue during the flush.\n\
          An upgrade that hands memory over (memory_store.backing) waits up to flush_timeout_sec \
          for writes in progress, and is refused after that.\n\
-         An upgrade beside a hung disk waits as long for its successor, but at least 10 s."
+         An upgrade is refused while a disk hangs."
     )]
     pub struct WorkerConfig |machine| {
         /// Storage tiers of blocks. Clients set spark.rss.storage.type to the same, or to

@@ -68,7 +68,7 @@ impl Writer {
     /// Begins a generation on the best directories. Each that fails is added to `excluded`, and it is tried without it.
     pub(super) async fn begin(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
         let mut last_error = None;
-        self.left = None;
+        self.resumable = None;
         loop {
             let places = self.places(excluded);
             if places.is_empty() {

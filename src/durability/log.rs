@@ -9,15 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot, watch};
-use uuid::Uuid;
 
 use super::contents::LogShares;
 use super::frame::{Entry, Gap, Incarnation};
 use super::generation::COPIES;
+use super::hand_off::HandOff;
 use super::history::History;
 use super::read::{Directory, Survey};
 use super::take_over::Found;
-use super::vouch::Vouch;
 use super::writer::{Deadlines, LogError, Request, Told, Writer};
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
@@ -120,15 +119,14 @@ impl MetadataLog {
         }
     }
 
-    /// What a successor is told of directories that do not answer and whose locks this process goes on holding; if it
-    /// `leaves` the log, nothing more is written.
+    /// Closes the log: nothing more is written. Returns the hand-off record for a successor.
     ///
     /// # Errors
-    /// The log is not whole without them.
-    pub async fn vouch(&self, without: Vec<Uuid>, leaves: bool) -> Result<Vouch, LogError> {
+    /// The log cannot be written now, so a successor has to begin a generation.
+    pub async fn release(&self) -> Result<HandOff, LogError> {
         let (done, answer) = oneshot::channel();
         let ended = || LogError::told("the worker ends");
-        self.requests.send(Request::Vouch(without, leaves, done)).await.map_err(|_| ended())?;
+        self.requests.send(Request::Release(done)).await.map_err(|_| ended())?;
         answer.await.map_err(|_| ended())?
     }
 

@@ -12,9 +12,8 @@
 //! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
 //! | `history` | what one shuffle has said so far |
 //! | `generation` | begun anew where a copy fails or most is dead |
-//! | `left`, `go_on` | or gone on with, as the process before left it: whether it may be (pure); that it is |
+//! | `hand_off` | or resumed, as the process before has handed it off |
 //! | `take_over` | what an earlier process left in it |
-//! | `vouch` | what a process says of its log to its successor (pure) |
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
 //! | `on_damage` | who hears of blocks that are gone |
@@ -28,13 +27,12 @@
 mod contents;
 pub mod frame;
 mod generation;
-mod go_on;
+mod hand_off;
 mod history;
 mod id_chunk;
 mod id_run;
 mod id_set;
 mod ledger;
-mod left;
 mod log;
 mod mark;
 #[cfg(test)]
@@ -48,10 +46,10 @@ mod record;
 mod scratch;
 mod shuffle_ledger;
 mod take_over;
-mod vouch;
 mod writer;
 
 pub use self::frame::{Epoch, Incarnation, Member};
+pub use self::hand_off::HandOff;
 pub use self::history::{Heard, History, HistoryReader};
 pub use self::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::id_set::{IdSet, union};
@@ -65,5 +63,4 @@ pub use self::record::{Record, RecordError, Registration, Report};
 pub use self::scratch::Scratch;
 pub use self::shuffle_ledger::ShuffleLedger;
 pub use self::take_over::{Found, FoundShuffle};
-pub use self::vouch::Vouch;
 pub use self::writer::{Deadlines, LogError};

@@ -2,8 +2,7 @@
 //!
 //! It is proven when
 //! 1. no newer epoch can exist on a directory that is away: of one or two voters all are here, of more a majority, and
-//!    no member that may go on by itself is absent ([`Member::may_go_alone`]). One that the process before vouches for
-//!    counts as here (`vouch`);
+//!    no member that may go on by itself is absent ([`Member::may_go_alone`]);
 //! 2. no directory that is here has gone on by itself: every epoch seen led to the newest one;
 //! 3. of the newest generation one copy is whole. A record is acknowledged once it is on the device in every copy, so a
 //!    whole one has all; its end may be torn (the last write before a loss of power) only if another copy is there, as
@@ -18,7 +17,7 @@ use std::cmp::Reverse;
 use uuid::Uuid;
 
 use super::frame::{Epoch, Gap, Member};
-use super::vouch::Vouch;
+use super::hand_off::HandOff;
 
 /// What was read of a directory that is here.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -123,9 +122,9 @@ impl Judgement {
     }
 }
 
-/// What the directories that are present prove, by the rule above, with the word of the process before.
+/// Returns what the present directories and the record of the process before prove, by the rule above.
 #[must_use]
-pub fn judge(present: &[Present], vouch: Option<&Vouch>) -> Judgement {
+pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> Judgement {
     let epochs = || present.iter().flat_map(|it| &it.epochs);
     let copies = || present.iter().flat_map(|it| &it.copies);
     let generation = epochs().map(|(generation, _)| *generation);
@@ -139,13 +138,13 @@ pub fn judge(present: &[Present], vouch: Option<&Vouch>) -> Judgement {
     if is_fresh {
         return judgement;
     }
-    let vouch = vouch.filter(|vouch| vouch.epoch == judgement.epoch.id);
-    let promised = vouch.map_or(0, |vouch| vouch.frames);
+    let hand_off = hand_off.filter(|it| it.epoch == judgement.epoch.id);
+    let promised = hand_off.map_or(0, |it| it.frames);
     let whole = choose(present, &judgement.epoch, generation, promised);
     let separate = gone_separately(present, &judgement.epoch);
     let is_forked = separate.is_some();
     judgement.gap = separate.or_else(|| whole.as_ref().err().cloned()).map_or_else(
-        || missing(present, &judgement.epoch, vouch),
+        || missing(present, &judgement.epoch),
         |reason| Some(Gap { reason, until_back: Vec::new() }),
     );
     judgement.sources = match whole {
@@ -234,11 +233,9 @@ fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
 }
 
 /// Whose absence leaves open what else was acknowledged.
-fn missing(present: &[Present], epoch: &Epoch, vouch: Option<&Vouch>) -> Option<Gap> {
-    let speaks = |member: &&&Member| {
-        let is_vouched_for = vouch.is_some_and(|vouch| vouch.is_for(member.uuid()));
-        is_vouched_for || present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty())
-    };
+fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
+    let speaks =
+        |member: &&&Member| present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty());
     let voters = epoch.voters();
     let votes = voters.iter().filter(speaks).count();
     let alone = epoch.members.iter().find(|member| member.may_go_alone && !speaks(&member));

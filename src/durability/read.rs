@@ -17,9 +17,8 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::frame::{self, Entry, Epoch, Frame, Gap};
-use super::left::{Left, left_whole};
+use super::hand_off::{HandOff, Resumable, resumable_copies};
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
-use super::vouch::Vouch;
 use uniffle_io::{Disk, File, ReadTarget};
 
 /// Where the log can be read at a moment, by any of the sources; a generation that begins later removes them.
@@ -103,8 +102,8 @@ pub struct Survey {
     files: Vec<Vec<PathBuf>>,
     /// The highest generation in a name, that of what was not finished included.
     pub(super) generation: u64,
-    /// What the process before says.
-    pub(super) vouch: Option<Vouch>,
+    /// Record of the process before.
+    hand_off: Option<HandOff>,
     /// The directories hold files of shuffles.
     has_data: bool,
 }
@@ -119,13 +118,13 @@ impl Survey {
             files.push(seen.files);
             generation = generation.max(seen.generation);
         }
-        Self { present, files, generation, vouch: None, has_data: false }
+        Self { present, files, generation, hand_off: None, has_data: false }
     }
 
-    /// The same with the word of the process before.
+    /// The same with the record of the process before.
     #[must_use]
-    pub fn vouched(self, vouch: Option<Vouch>) -> Self {
-        Self { vouch, ..self }
+    pub fn with_hand_off(self, hand_off: Option<HandOff>) -> Self {
+        Self { hand_off, ..self }
     }
 
     /// The same for directories that hold files of shuffles if `has_data`: without a log, these are incomplete.
@@ -136,7 +135,7 @@ impl Survey {
 
     /// What follows from it.
     pub(super) fn judged(&self) -> Judgement {
-        let mut judged = judge(&self.present, self.vouch.as_ref());
+        let mut judged = judge(&self.present, self.hand_off.as_ref());
         if judged.is_fresh && self.has_data {
             let reason = "there are files of shuffles and no metadata log: unregister the shuffle or run its application again";
             judged.gap = Some(Gap { reason: reason.to_owned(), until_back: Vec::new() });
@@ -151,24 +150,18 @@ impl Survey {
         self.judged().is_fresh
     }
 
-    /// Directories that the process before vouches for, in the newest epoch.
-    pub(super) fn vouched_for(&self, epoch: &Epoch) -> Vec<[u8; 16]> {
-        let vouch = self.vouch.as_ref().filter(|vouch| vouch.epoch == epoch.id);
-        vouch.map(|vouch| vouch.without.clone()).unwrap_or_default()
-    }
-
     /// Directories that did not answer, and how.
     pub(super) fn unread(&self) -> BTreeMap<usize, String> {
         let unread = self.present.iter().enumerate().filter(|(_, it)| it.is_unread);
         unread.map(|(at, it)| (at, it.damaged.join("; "))).collect()
     }
 
-    /// Copies that can be appended to as they are, by the word of the process before.
-    pub(super) fn left(&self, judged: &Judgement) -> Option<Left> {
-        let places = left_whole(&self.present, judged, self.vouch.as_ref())?;
+    /// Returns the copies to which a start may append.
+    pub(super) fn resumable(&self, judged: &Judgement) -> Option<Resumable> {
+        let places = resumable_copies(&self.present, judged, self.hand_off.as_ref())?;
         let (directory, copy) = *places.first()?;
         let file = |(directory, copy): &(usize, usize)| (*directory, self.files[*directory][*copy].clone());
-        Some(Left::of(places.iter().map(file).collect(), &self.present[directory].copies[copy]))
+        Some(Resumable::new(places.iter().map(file).collect(), &self.present[directory].copies[copy]))
     }
 
     /// The copies at these places, to be read as far as they fit; `whole` copies are read only up to where they stop.

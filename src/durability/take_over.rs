@@ -64,8 +64,7 @@ impl Writer {
             tracing::error!(reason, "excluding a data directory from the metadata log until it is readable");
         }
         let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
-        writer.vouched = survey.vouched_for(&writer.epoch);
-        writer.left = survey.left(&judged);
+        writer.resumable = survey.resumable(&judged);
         let found = writer.take_over(&judged).await;
         (writer, found)
     }
@@ -125,9 +124,9 @@ impl Writer {
         }
         let kept: Treemap = shuffles.values().map(|found| found.incarnation).collect();
         self.contents.keep(&kept);
-        // A generation that is gone on with says what was incomplete, and not what is now.
+        // A resumed generation says what was incomplete, and not what is now.
         let has_incomplete = !earlier.is_empty() || !self.contents.incomplete.is_empty();
-        self.left = self.left.take().filter(|_| !has_incomplete && unread.is_none());
+        self.resumable = self.resumable.take().filter(|_| !has_incomplete && unread.is_none());
         if shuffles.is_empty() {
             // What is away has nothing of a living shuffle.
             let here: Vec<Uuid> = self.directories.iter().map(|it| it.uuid).collect();

@@ -13,15 +13,13 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use tokio::sync::{mpsc, oneshot, watch};
-use uuid::Uuid;
 
 use super::contents::Contents;
 use super::frame::{Encoder, Entry, Epoch};
-use super::left::Left;
+use super::hand_off::{HandOff, Resumable};
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
 use super::read::{Directory, MEMBERS, METADATA, Part, Places, Source, within};
-use super::vouch::Vouch;
 use crate::clock::Instant;
 use uniffle_io::{File, Vanished};
 use uniffle_wire::types::ShuffleKey;
@@ -77,8 +75,8 @@ pub(super) enum Request {
     Settle(oneshot::Sender<()>),
     /// This start could not see everything.
     Blind(oneshot::Sender<()>),
-    /// Vouch for these directories; and then, if so, write nothing more.
-    Vouch(Vec<Uuid>, bool, oneshot::Sender<Result<Vouch, LogError>>),
+    /// Write nothing more, and say what is durable.
+    Release(oneshot::Sender<Result<HandOff, LogError>>),
     /// Where the log can be read now.
     Where(oneshot::Sender<Result<Places, LogError>>),
     /// Tell what living shuffles said.
@@ -111,13 +109,11 @@ pub(super) struct Writer {
     pub(super) source: Source,
     /// ... or else here.
     pub(super) others: Vec<Source>,
-    /// Copies of the process before that can be appended to, until it is known what becomes of them.
-    pub(super) left: Option<Left>,
+    /// Copies of the process before that can be appended to, until a generation is resumed or begun.
+    pub(super) resumable: Option<Resumable>,
     pub(super) avoided: Vec<Option<Instant>>,
     /// Directories whose metadata could not be read at the start, and why: written over, what they know would be gone.
     pub(super) unread: BTreeMap<usize, String>,
-    /// Directories that the process before vouches for: it holds them still.
-    pub(super) vouched: Vec<[u8; 16]>,
     /// Directories that could be written when the epoch began.
     pub(super) usable: BTreeSet<usize>,
     pub(super) is_blind: bool,
@@ -154,10 +150,9 @@ impl Writer {
             end: 0,
             source,
             others: Vec::new(),
-            left: None,
+            resumable: None,
             avoided,
             unread: BTreeMap::new(),
-            vouched: Vec::new(),
             usable: BTreeSet::new(),
             is_blind: false,
             is_told: false,
@@ -171,7 +166,7 @@ impl Writer {
         let mut waiting = Vec::new();
         while self.wait_for(&mut requests, &mut waiting).await > 0 {
             let (mut entries, mut answers) = (Vec::new(), Vec::new());
-            let (mut settled, mut listening, mut leaving) = (Vec::new(), Vec::new(), None);
+            let (mut settled, mut listening, mut releasing) = (Vec::new(), Vec::new(), None);
             let mut looking = Vec::new();
             for request in waiting.drain(..) {
                 match request {
@@ -182,7 +177,7 @@ impl Writer {
                     Request::Settle(done) => settled.push(done),
                     Request::Tell(to) => listening.push(to),
                     Request::Where(done) => looking.push(done),
-                    Request::Vouch(without, leaves, done) => leaving = Some((without, leaves, done)),
+                    Request::Release(done) => releasing = Some(done),
                     Request::Blind(done) => {
                         self.is_blind = true;
                         settled.push(done);
@@ -204,18 +199,15 @@ impl Writer {
             if self.is_told && !*self.was_tried.borrow() {
                 self.begin_first().await;
             }
-            self.tidy(!settled.is_empty() || leaving.is_some()).await;
-            if let Some((without, leaves, done)) = leaving {
-                let _ = done.send(self.vouch(&without));
-                if leaves {
-                    return;
-                }
+            self.tidy(!settled.is_empty() || releasing.is_some()).await;
+            if let Some(done) = releasing {
+                let _ = done.send(self.hand_off());
+                return;
             }
         }
     }
 
-    /// Begins a generation for the first time, or goes on with that of the process before; what waits for that goes on whatever comes
-    /// of it.
+    /// Begins or resumes a generation for the first time. Whoever waits for that continues even if it fails.
     pub(super) async fn begin_first(&mut self) {
         if !self.is_open
             && let Err(error) = self.open(&mut BTreeSet::new()).await
@@ -228,9 +220,9 @@ impl Writer {
         self.was_tried.send_replace(true);
     }
 
-    /// Goes on with the generation of the process before, or begins one as [`Writer::begin`].
+    /// Resumes the generation of the process before, or begins one as [`Writer::begin`].
     async fn open(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
-        if self.go_on().await { Ok(()) } else { self.begin(excluded).await }
+        if self.resume().await { Ok(()) } else { self.begin(excluded).await }
     }
 
     /// Where all of the log can be read now.
@@ -242,15 +234,13 @@ impl Writer {
         Ok(Places { sources, directories: self.directories.clone(), deadline: self.deadlines.name })
     }
 
-    /// What a successor is told of directories that it will not see; those that this process was told of so stay so.
-    fn vouch(&self, without: &[Uuid]) -> Result<Vouch, LogError> {
-        let knows = |at: &usize| without.contains(&self.directories[*at].uuid);
-        if !self.is_open || self.usable.iter().any(knows) {
-            return Err(LogError::told("cannot restart the metadata log on the other directories"));
+    /// Returns the record for a successor.
+    fn hand_off(&self) -> Result<HandOff, LogError> {
+        if !self.is_open {
+            return Err(LogError::told("cannot write the metadata log now"));
         }
-        let without = without.iter().map(|uuid| uuid.into_bytes()).chain(self.vouched.iter().copied());
         let (epoch, frames, generation) = (self.epoch.id, self.encoder.count(), self.generation);
-        Ok(Vouch { epoch, frames, generation, without: without.collect() })
+        Ok(HandOff { epoch, frames, generation })
     }
 
     /// Waits for requests, and marks meanwhile what is acknowledged.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use super::kept::Outlives;
+use super::memory_backing::Outlives;
 use crate::memory::Memory;
 use crate::service::Service;
 
@@ -26,15 +26,16 @@ impl ForcedStop {
     }
 
     /// Acknowledges no further send and logs what was not flushed. Returns whether acknowledged blocks are lost with the
-    /// process. Without a worker nothing is.
+    /// process.
     #[must_use]
     pub fn end(&self) -> bool {
         let (service, memory) = {
             let running = self.0.lock();
             (running.service.upgrade(), running.memory.upgrade())
         };
-        let (Some(service), Some(memory)) = (service, memory) else { return false };
-        service.ingest.refuse_sends();
-        Outlives::of(&memory).name_losses(&memory.contents())
+        if let Some(service) = service {
+            service.ingest.refuse_sends();
+        }
+        memory.is_some_and(|memory| Outlives::of(&memory).name_losses(&memory.contents()))
     }
 }

@@ -1,8 +1,7 @@
 //! Threads that hang in the kernel, such as one that waits for a disk that does not answer.
 //!
-//! `exec` first waits for every other thread of the process to end, and a thread in an uninterruptible call does not, not
-//! even by SIGKILL. So a worker looks here before it lets go for a successor that takes its place;
-//! where a data directory that does not answer is the reason, the successor runs beside it instead (`beside`).
+//! `exec` first waits for every other thread of the process to end, and a thread in an uninterruptible call does not end, not
+//! even by SIGKILL: nobody would serve meanwhile. So a worker refuses an upgrade while it has such a thread.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -2,17 +2,17 @@
 //!
 //! Start: bind the listeners or take inherited ones (`sockets`), build the tiers bottom-up, take over what an earlier
 //! process left, open the listeners, and only then tell a coordinator. Until the listeners open connects wait in the backlog.
-//! How it ends is in `stop`, what a process does around it in `run`, and who may come next in `successor`, `beside` and `upgrade`.
+//! How it ends is in `stop`, what a process does around it in `run`, and who may come next in `successor` and `upgrade`.
 
 mod admin;
-mod beside;
 mod cluster;
 mod forced_stop;
 mod health;
 mod hung_threads;
-mod kept;
+mod memory_backing;
 mod metrics;
 mod notify;
+mod open;
 mod reap;
 mod rehearsal;
 mod reload;
@@ -30,54 +30,38 @@ mod tiers;
 mod tls;
 mod upgrade;
 
-use std::net::{IpAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::net::IpAddr;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
-use axum::Router;
-use parking_lot::Mutex;
-use prometheus::{IntGauge, Registry};
-use tonic::service::RoutesBuilder;
+use prometheus::Registry;
 
 use crate::app::AppRegistry;
 use crate::budget::Heap;
 use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
-use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
+use crate::coordinator::identity;
 use crate::flush::Flusher;
-use crate::listeners::Binding;
-use crate::listeners::grpc::GrpcServer;
-use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
-use crate::listeners::http::api::{self, ApiHooks};
-use crate::listeners::http::java::{self, JavaHooks};
-use crate::listeners::http::push::Pusher;
-use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_places};
-use crate::listeners::tcp::TcpServer;
-use crate::memory::{Backing, Memory, Owner, Prefault, describe_huge_pages};
+use crate::memory::{Memory, Prefault};
 use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
-use crate::proto::coordinator_server_server::CoordinatorServerServer;
-use crate::runtime::{Aside, Handover, RuntimeMetrics, Tasks};
+use crate::runtime::{Handover, RuntimeMetrics, Tasks};
 use crate::service::Service;
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
-use self::cluster::ClusterPage;
-use self::health::Watch;
-use self::kept::Outlives;
+use self::memory_backing::look_at_backing;
 use self::reload::Reloader;
 use self::runtime_state::{RuntimeState, StateWriter};
-use self::settings::{Pace, RuntimeSettings};
-use self::snapshot::{Inspector, OpenConnections, ProcessGauges};
-use self::sockets::{Sockets, accepting};
+use self::settings::RuntimeSettings;
+use self::snapshot::ProcessGauges;
+use self::sockets::Sockets;
 use self::tiers::{Beside, Precheck};
 use self::tls::Tls;
 use self::upgrade::{RefusedBy, UpgradeMetrics};
 
-pub use self::beside::{follow_keeper, run_beside};
 pub use self::forced_stop::ForcedStop;
 pub use self::metrics::metric_descriptions;
 pub use self::rehearsal::{REHEARSED, rehearse};
@@ -150,7 +134,7 @@ impl Worker {
         let precheck = if inherited.gap_began_ms.is_some() { Precheck::Done } else { Precheck::Asked };
         // Before anything else, so that a port in use is the first thing to be told.
         let tls = Tls::load(config)?;
-        let (let_go, left_memory) = (inherited.let_go.clone(), inherited.memory.take());
+        let (hand_off, left_memory) = (inherited.hand_off.take(), inherited.memory.take());
         let was_passed = left_memory.is_some();
         let promised = inherited.tickets.take();
         let sockets = Sockets::open(config, inherited)?;
@@ -164,13 +148,12 @@ impl Worker {
             allocator: AllocatorMetrics::new(&registry)?,
         };
         let server_id = server_id(ip, &addresses);
-        let silent = let_go.paths.clone();
-        let memory = open_memory(config, (&server_id, &silent), left_memory, &registry).await?;
-        let beside = Beside { server_id, precheck, let_go, others: environment.tiers };
+        let memory = memory_backing::open(config, &server_id, left_memory, &registry).await?;
+        let beside = Beside { server_id, precheck, hand_off, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
         // Before the first block is acknowledged, and when the directories are this worker's.
-        kept::note(config, &silent).await;
-        let state = RuntimeState::read(config, &silent).await;
+        memory_backing::note(config).await;
+        let state = RuntimeState::read(config).await;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
         let service = Service::new(
             config.service.clone(),
@@ -186,7 +169,7 @@ impl Worker {
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let embedded = embedded_coordinator(config, memory.heap(), &registry)?;
         let parts = (Arc::clone(&service), Arc::clone(&live), embedded.clone());
-        let state = Arc::new(resume(config, &silent, state, parts));
+        let state = Arc::new(resume(config, state, parts));
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
@@ -275,108 +258,6 @@ impl Worker {
         self.background.spawn_again("state writer", writer);
     }
 
-    fn open_listeners(
-        &self,
-        config: &Config,
-        sockets: Sockets,
-        tls: Tls,
-        gauges: ProcessGauges,
-    ) -> anyhow::Result<()> {
-        let mut routes = RoutesBuilder::default();
-        if let Some(embedded) = &self.embedded {
-            routes.add_service(CoordinatorServerServer::new(embedded.clone()));
-        }
-        let service = Arc::clone(&self.service);
-        let binding = Binding {
-            listener: accepting(sockets.grpc)?,
-            tls: tls.grpc,
-            handover: self.grpc_handover.clone(),
-            kept: sockets.grpc_connections,
-        };
-        let tasks = self.listeners.clone();
-        let grpc = GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
-        let kept = sockets.tcp_connections;
-        let tcp = sockets.tcp.map(|listener| self.open_tcp(config, listener, kept)).transpose()?;
-        let metrics = HttpMetrics::new(&self.registry)?;
-        let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
-        let inspector = Arc::new(Inspector {
-            fixed: self.report(),
-            store_type: config.worker.store_type.as_str(),
-            service: Arc::clone(&self.service),
-            live: Arc::clone(&self.live),
-            reloader: Arc::clone(&self.reloader),
-            gauges,
-            connections,
-            latest: Mutex::new(None),
-            cluster: self.embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.others)),
-        });
-        let source = report::source(Arc::clone(&inspector));
-        let node: Arc<dyn Node> = inspector;
-        if let Some(gateway) = &config.push.endpoint {
-            let instance = self.server_id();
-            let (registry, node) = (self.registry.clone(), Arc::clone(&node));
-            Pusher::start(&config.push, gateway, &instance, registry, node, &self.http)?;
-        }
-        let profiles = http::debug::routes(self.http.clone());
-        let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
-        self.open_http(config, binding, (metrics, node, &profiles))?;
-        if let Some(listener) = sockets.admin {
-            let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
-            self.open_admin(config, binding, profiles)?;
-        }
-        self.announce(config, source)
-    }
-
-    /// Pages, the API and metrics. Not with the other listeners: the last flush is to be seen too.
-    fn open_http(
-        &self,
-        config: &Config,
-        binding: Binding,
-        (metrics, node, profiles): (HttpMetrics, Arc<dyn Node>, &Router),
-    ) -> anyhow::Result<()> {
-        let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
-        let aside = gathering_places();
-        let api = api::router(ApiHooks {
-            service: Arc::clone(&self.service),
-            node: Arc::clone(&node),
-            aside: aside.clone(),
-        });
-        let java = java::router(JavaHooks {
-            registry: self.registry.clone(),
-            node: Arc::clone(&node),
-            aside: aside.clone(),
-        });
-        let mounted = api.merge(java).merge(open_profiles);
-        let pages =
-            Pages { registry: self.registry.clone(), metrics, mounted, node, aside, ready: Aside::new(1) };
-        HttpServer::start(config.http, binding, pages, &self.http)?;
-        Ok(())
-    }
-
-    fn open_admin(&self, config: &Config, binding: Binding, profiles: Router) -> anyhow::Result<()> {
-        let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
-        let hooks = AdminHooks { service: Arc::clone(&self.service), control };
-        let of_parts =
-            tiers::admin_routes(self.service.tiers()).merge(cluster::admin_routes(self.embedded.clone()));
-        let mounted = http::debug::admin_routes(profiles).merge(of_parts);
-        let token = admin::token(config)?;
-        AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.http)?;
-        Ok(())
-    }
-
-    /// The gauge of its open connections.
-    fn open_tcp(
-        &self,
-        config: &Config,
-        listener: TcpListener,
-        kept: Vec<TcpStream>,
-    ) -> anyhow::Result<IntGauge> {
-        let handover = self.tcp_handover.clone();
-        let binding = Binding { handover, kept, ..Binding::from(accepting(listener)?) };
-        let service = Arc::clone(&self.service);
-        TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)
-    }
-
     /// Reads the configuration again, whole or not at all; the outcome is in the log.
     ///
     /// # Errors
@@ -435,51 +316,6 @@ impl Worker {
     fn note_refused_upgrade(&self, by: RefusedBy) {
         self.upgrades.refused.with_label_values(&[by.as_str()]).inc();
     }
-
-    /// What a report says whatever happens.
-    fn report(&self) -> NodeReport {
-        let netty_port = self.addresses.tcp.map(|address| address.port());
-        let grpc_port = self.addresses.grpc.port();
-        let mut fixed = NodeReport::new(self.server_id(), self.ip, grpc_port);
-        fixed.netty_port = netty_port;
-        fixed.http_port = Some(self.addresses.http.port());
-        fixed.version = env!("CARGO_PKG_VERSION").to_owned();
-        fixed.git_commit = env!("WORKER_GIT_COMMIT").to_owned();
-        fixed.start_time_ms = self.started_ms;
-        fixed
-    }
-
-    /// The listeners are open: from now on coordinators hear of this worker, and at once of every change of its state.
-    fn announce(&self, config: &Config, source: ReportSource) -> anyhow::Result<()> {
-        let (embedded, state) = (self.embedded.clone(), Arc::clone(&self.state));
-        let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
-        let stop = self.background.cancelled();
-        let interval = config.heartbeat.interval;
-        let pace = embedded
-            .as_ref()
-            .map(|embedded| embedded.keep_reporting(source.clone(), interval, &self.background));
-        let quorum = match config.has_quorum() {
-            true => {
-                Some(heartbeat::start(config.heartbeat.clone(), &source, &self.background, &self.registry)?)
-            }
-            false => None,
-        };
-        if let Some(embedded) = embedded.as_ref().filter(|_| config.expects_workers()) {
-            embedded.wait_for_workers(interval);
-        }
-        self.live.beating(Pace { embedded: pace, quorum: quorum.clone() });
-        let tell = move || {
-            state.notify();
-            if let Some(embedded) = &embedded {
-                embedded.report_now();
-            }
-            if let Some(heartbeats) = &quorum {
-                heartbeats.beat_now();
-            }
-        };
-        self.background.spawn("state watch", watch.run(tell, stop));
-        Ok(())
-    }
 }
 
 /// Returns the coordinator of this process, if it is to have one.
@@ -496,7 +332,6 @@ fn embedded_coordinator(
 /// Applies the settings that an earlier process was given at run time. Returns the writer of later ones.
 fn resume(
     config: &Config,
-    silent: &[PathBuf],
     state: RuntimeState,
     (service, live, embedded): (Arc<Service>, Arc<RuntimeSettings>, Option<EmbeddedCoordinator>),
 ) -> StateWriter {
@@ -513,48 +348,7 @@ fn resume(
     if let Some(embedded) = &embedded {
         embedded.restore_apps(&state.apps);
     }
-    StateWriter::new(config, silent, state, (service, live, embedded))
-}
-
-/// Maps the memory, or takes over what an earlier process left in it (`left`, if that was passed on). Data directories that are `silent`
-/// are not touched.
-async fn open_memory(
-    config: &Config,
-    (server_id, silent): (&str, &[PathBuf]),
-    left: Option<OwnedFd>,
-    registry: &Registry,
-) -> anyhow::Result<Arc<Memory>> {
-    let (left, unused) = match config.memory.backing {
-        Backing::Memfd => (left, None),
-        Backing::Auto | Backing::Private | Backing::Directory(_) => (None, left),
-    };
-    kept::refuse_left(config, (server_id, silent), unused).await?;
-    let section = &config.memory;
-    let huge_pages = describe_huge_pages(section);
-    if section.backing.is_private() {
-        tracing::info!(
-            backing = %section.backing, huge_pages,
-            "an upgrade flushes memory first, and a kill loses blocks in memory; to preserve them, use a \
-             service manager that stores descriptors, or a tmpfs directory as memory_store.backing"
-        );
-        return Memory::new(section, registry).with_context(|| unmappable(config));
-    }
-    let owner = Owner::now(server_id).context("memory_store.backing")?;
-    let memory = Memory::open(section, &owner, left, registry)
-        .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
-    tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).words());
-    Ok(memory)
-}
-
-/// Looks whether the next process would find the file that memory lies in, as often as disks are probed.
-async fn look_at_backing(memory: Arc<Memory>, interval: Duration) {
-    loop {
-        crate::clock::sleep(interval).await;
-        let looked_at = Arc::clone(&memory);
-        if tokio::task::spawn_blocking(move || looked_at.backing_vanished()).await.unwrap_or(false) {
-            return;
-        }
-    }
+    StateWriter::new(config, state, (service, live, embedded))
 }
 
 /// The sockets and the file that memory lies in, once more. The service manager keeps that file, too, which it may have passed on.
@@ -563,10 +357,6 @@ fn for_a_successor(sockets: &Sockets, memory: &Memory, was_passed: bool) -> anyh
     held.memory = memory.handed_over().context("cannot duplicate the descriptor of the memory file")?;
     notify::keep_memory(held.memory.as_ref().map(AsFd::as_fd), was_passed && held.memory.is_some());
     Ok(held)
-}
-
-fn unmappable(config: &Config) -> String {
-    format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
 }
 
 /// Takes over what an earlier process left; when this returns, it is on the device.

@@ -2,7 +2,7 @@
 //!
 //! `Type=notify-reload` with `ReloadSignal=SIGUSR2` makes `systemctl reload` an upgrade in place. With
 //! `FileDescriptorStoreMax=` the manager keeps the listeners over a crash, so that connects wait for the next process, and a
-//! memory without a name. `NotifyAccess=all` has it listen to a successor beside the main process, too (`beside`).
+//! memory without a name.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::time::Duration;

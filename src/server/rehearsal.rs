@@ -23,9 +23,6 @@ use super::{advertised_ip, check_files, sockets};
 
 /// The line that says that nothing stands against the upgrade.
 pub const REHEARSED: &str = "rehearsed: the running worker may let go";
-/// Before it, a line for each data directory that the successor will not touch: what follows is its path, as JSON.
-pub(super) const SILENT: &str = "does not answer: ";
-
 /// Before it, where the successor takes over what is in memory, so that nothing has to be flushed.
 pub(super) const TAKES_MEMORY: &str = "takes over the memory";
 
@@ -47,25 +44,18 @@ pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String
     problems.extend(said(find_memory(config, &facts).await));
     let local = async {
         match config.worker.store_type.has_local() {
-            true => {
-                let held = facts.held();
-                tokio::join!(
-                    claimable::obstacles(&config.local, held),
-                    claimable::silent(&config.local, held)
-                )
-            }
-            false => Default::default(),
+            true => claimable::obstacles(&config.local, facts.held()).await,
+            false => Vec::new(),
         }
     };
-    let ((local, silent), remote) = tokio::join!(local, log_in(config, &facts));
+    let (local, remote) = tokio::join!(local, log_in(config, &facts));
     problems.extend(local);
     problems.extend(said(remote));
     if !problems.is_empty() {
         return Err(problems);
     }
-    let silent = silent.iter().map(|path| format!("{SILENT}{}\n", serde_json::json!(path)));
     let memory = if facts.leaves_memory_to(config) { format!("{TAKES_MEMORY}\n") } else { String::new() };
-    Ok(format!("{}{memory}{REHEARSED}\n", silent.collect::<String>()))
+    Ok(format!("{memory}{REHEARSED}\n"))
 }
 
 fn map_memory(config: &Config) -> anyhow::Result<()> {

@@ -1,7 +1,6 @@
 //! A worker as a process: started, told to stop or to be upgraded, and what follows.
 
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -15,14 +14,11 @@ use crate::runtime::Tasks;
 
 use super::sockets::{Inherited, now_ms};
 use super::stop::{Ending, LeftMemory};
-use super::successor::{Rehearsed, Successor};
+use super::successor::Successor;
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
-use crate::tiers::LocalStore;
-use uniffle_io::DiskLock;
-
-/// What a successor gets at least to get ready beside this process, or else as long as a flush.
-const READY_DEADLINE_MIN: Duration = Duration::from_secs(10);
+use crate::tiers::local::claimable::HUNG_REMEDY;
+use crate::tiers::{DiskCondition, DiskInfo, LocalStore};
 
 /// What a running worker is told.
 #[derive(Debug, Clone)]
@@ -43,14 +39,12 @@ pub enum Ended {
         /// Whether acknowledged blocks are lost, since no tier took them in time.
         has_lost: bool,
     },
-    /// It waits for its successor: [`Successor::exec`], or [`run_beside`](super::run_beside).
+    /// It waits for its successor: [`Successor::exec`].
     Upgrade {
         /// Who.
         successor: Successor,
         /// Its sockets.
         sockets: Box<Inherited>,
-        /// It has to run beside this process, and is to be ready within so long.
-        beside: Option<Duration>,
     },
 }
 
@@ -87,12 +81,10 @@ async fn until(stopped: impl Future<Output = ()>, work: impl Future<Output = ()>
 async fn run_worker(
     config: &Config,
     environment: Environment,
-    mut inherited: Inherited,
+    inherited: Inherited,
     mut commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
     let (gap_began_ms, is_returned) = (inherited.gap_began_ms, inherited.is_returned);
-    // Held as long as this process lives, whatever worker runs in it.
-    let (kept, keeper) = (std::mem::take(&mut inherited.kept), inherited.keeper.take());
     let forced_stop = environment.forced_stop.clone();
     let worker = Worker::start_in(environment, inherited, config).await?;
     forced_stop.watch(worker.service(), worker.memory());
@@ -100,10 +92,6 @@ async fn run_worker(
         worker.note_refused_upgrade(RefusedBy::Exec);
     }
     tell_ready(config, &worker, gap_began_ms)?;
-    if let Some(mut keeper) = keeper {
-        // One that has ended is noticed as such.
-        let _ = keeper.write_all(b"!");
-    }
     loop {
         let told = match config.worker.decommission_shutdown {
             true => told_or_retired(&worker, &mut commands).await,
@@ -118,8 +106,8 @@ async fn run_worker(
             }
             Some(Command::Stop) | None => break,
         };
-        match prepare(&worker, &successor, (config, !kept.is_empty()), &mut commands).await {
-            Prepared::HandOver(plan) => return Ok(hand_over(worker, successor, plan, kept).await),
+        match prepare(&worker, &successor, config, &mut commands).await {
+            Prepared::HandOver(memory) => return Ok(hand_over(worker, successor, memory).await),
             Prepared::GoOn => {
                 worker.go_on();
                 notify::ready(&Inherited::default());
@@ -133,15 +121,9 @@ async fn run_worker(
     Ok(Ended::Stopped { has_lost })
 }
 
-async fn hand_over(
-    worker: Worker,
-    successor: Successor,
-    plan: Plan,
-    mut kept: Vec<Box<dyn DiskLock>>,
-) -> Ended {
+async fn hand_over(worker: Worker, successor: Successor, memory: LeftMemory) -> Ended {
     let store = worker.service().tiers().find::<LocalStore>();
-    let deadline = worker.flush_timeout.max(READY_DEADLINE_MIN);
-    let stopped = worker.hand_over(plan.memory).await;
+    let stopped = worker.hand_over(memory).await;
     let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
     if tasks_left > 0 || unflushed > 0 {
         tracing::error!(
@@ -150,25 +132,16 @@ async fn hand_over(
             "connections or tasks did not end in time; the successor starts anyway"
         );
     }
-    let until_exec = Some(stopped.memory).filter(|_| !plan.is_beside);
-    let mut sockets = Inherited { until_exec, ..stopped.sockets };
-    if plan.memory == LeftMemory::Empty {
+    let mut sockets = Inherited { until_exec: Some(stopped.memory), ..stopped.sockets };
+    if memory == LeftMemory::Empty {
         // What it makes anew has another lifetime, and the size that it is configured with.
         sockets.memory = None;
     }
     if let Some(store) = store {
-        sockets.let_go = match plan.silent.is_empty() {
-            true => store.leave_log().await,
-            false => {
-                let (let_go, locks) = store.let_go(plan.silent).await;
-                kept.extend(locks);
-                let_go
-            }
-        };
+        sockets.hand_off = store.release_log().await;
     }
-    sockets.kept = kept;
     tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped; the successor takes over");
-    Ended::Upgrade { successor, sockets: Box::new(sockets), beside: plan.is_beside.then_some(deadline) }
+    Ended::Upgrade { successor, sockets: Box::new(sockets) }
 }
 
 async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>) -> Option<Command> {
@@ -184,31 +157,22 @@ async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>
 
 /// What comes of a request to upgrade.
 enum Prepared {
-    HandOver(Plan),
+    HandOver(LeftMemory),
     GoOn,
     Stop,
-}
-
-/// How it is handed over.
-struct Plan {
-    /// Data directories that do not answer, which the successor does without.
-    silent: Vec<PathBuf>,
-    /// This process cannot become the successor.
-    is_beside: bool,
-    memory: LeftMemory,
 }
 
 /// Everything that can still be taken back.
 async fn prepare(
     worker: &Worker,
     successor: &Successor,
-    config: (&Config, bool),
+    config: &Config,
     commands: &mut mpsc::Receiver<Command>,
 ) -> Prepared {
     let ready = async {
         notify::reloading();
         match get_ready(worker, successor, config).await {
-            Ok(plan) => Prepared::HandOver(plan),
+            Ok(memory) => Prepared::HandOver(memory),
             Err(Refusal { by, why }) => {
                 worker.note_refused_upgrade(by);
                 tracing::error!(by = by.as_str(), "upgrade refused; continuing as before: {why}");
@@ -232,14 +196,10 @@ async fn prepare(
     }
 }
 
-/// The successor proves that it can take over, while this worker serves as ever; then memory is emptied.
-async fn get_ready(
-    worker: &Worker,
-    successor: &Successor,
-    (config, holds_locks): (&Config, bool),
-) -> Result<Plan, Refusal> {
-    let disks: Vec<_> = worker.service().tiers().iter().flat_map(|tier| tier.state().disks).collect();
-    let facts = Facts::of(config, (worker.addresses(), &worker.server_id()), &disks);
+/// The successor proves that it can take over, while this worker serves as ever; then memory is emptied, or prepared to be
+/// passed on. Nothing waits for a disk that hangs: it refuses the upgrade.
+async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> Result<LeftMemory, Refusal> {
+    let facts = Facts::of(config, (worker.addresses(), &worker.server_id()), &disks_of(worker));
     if !facts.has_journal() {
         let why = format!(
             "store_type {} has neither local disks nor an object store to preserve registrations and \
@@ -250,52 +210,59 @@ async fn get_ready(
         return Err(Refusal { by: RefusedBy::Tiers, why });
     }
     tracing::info!("upgrade: rehearsal of the successor started");
-    let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
-    let Rehearsed { silent, takes_memory } =
-        rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })?;
-    let store = worker.service().tiers().find::<LocalStore>();
-    let is_beside = holds_locks || store.as_ref().is_some_and(|store| store.holds_any(&silent));
-    if !is_beside {
-        threads_awake().await?;
-    }
+    let rehearsed = async {
+        let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
+        rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })
+    };
+    let ((), takes_memory) = tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
     // A file that the successor would not find is flushed.
     let is_passed_on = takes_memory && worker.memory().is_kept() && !worker.memory().backing_vanished();
-    if is_passed_on && !is_beside {
+    if is_passed_on {
         if !worker.prepare_to_pass_on().await {
             let why = "writes in progress did not finish in time".to_owned();
             return Err(Refusal { by: RefusedBy::Flush, why });
         }
-        // A disk may have begun to hang under it.
-        threads_awake().await?;
+    } else {
+        tracing::info!("upgrade: rehearsal succeeded; flushing");
+        // Deletions that are left are the successor's.
+        let (emptied, ()) = tokio::join!(worker.prepare_to_hand_over(), worker.end_deletions());
+        emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
+    }
+    // A disk may have begun to hang meanwhile.
+    require_no_hung_thread(worker).await?;
+    if is_passed_on {
         tracing::info!("upgrade: rehearsal succeeded; handing over memory");
-        return Ok(Plan { silent, is_beside, memory: LeftMemory::PassedOn });
+        return Ok(LeftMemory::PassedOn);
     }
-    tracing::info!(?silent, is_beside, "upgrade: rehearsal succeeded; flushing");
-    if let Some(store) = store.filter(|_| is_beside) {
-        store.avoid(&silent).await.map_err(|error| {
-            let why = format!("cannot move the metadata log to a responsive data directory: {error}");
-            Refusal { by: RefusedBy::Hang, why }
-        })?;
-    }
-    // Deletions that are left are the successor's.
-    let (emptied, ()) = tokio::join!(worker.prepare_to_hand_over(), worker.end_deletions());
-    emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
-    if !is_beside {
-        // A disk may have begun to hang under the flush, which went to another then.
-        threads_awake().await?;
-    }
-    Ok(Plan { silent, is_beside, memory: LeftMemory::Empty })
+    Ok(LeftMemory::Empty)
 }
 
-async fn threads_awake() -> Result<(), Refusal> {
-    let refused = |threads| {
-        let why = format!(
-            "{threads} threads hang in the kernel, as with an unresponsive disk, and the successor would \
-             wait for them"
-        );
-        Refusal { by: RefusedBy::Hang, why }
-    };
+fn disks_of(worker: &Worker) -> Vec<DiskInfo> {
+    worker.service().tiers().iter().flat_map(|tier| tier.state().disks).collect()
+}
+
+/// Refuses an upgrade while a thread hangs in the kernel: `exec` would wait for it, and nobody would serve meanwhile.
+async fn require_no_hung_thread(worker: &Worker) -> Result<(), Refusal> {
+    let refused = |threads| Refusal { by: RefusedBy::Hang, why: hung(threads, &disks_of(worker)) };
     hung_threads::awake().await.map_err(refused)
+}
+
+/// Describes what hangs and what to do about it.
+fn hung(threads: usize, disks: &[DiskInfo]) -> String {
+    let paths = |of: fn(&DiskInfo) -> bool| {
+        let paths = disks.iter().filter(|disk| of(disk)).map(|disk| disk.path.display().to_string());
+        paths.collect::<Vec<_>>().join(", ")
+    };
+    let (hung, busy) =
+        (paths(|disk| disk.condition == DiskCondition::Hung), paths(|disk| disk.in_flight_bytes > 0));
+    let what = match (hung.as_str(), busy.as_str()) {
+        ("", "") => "no data directory is known not to answer".to_owned(),
+        ("", busy) => format!("of the data directories, {busy} may not answer"),
+        (hung, _) => format!("data directory {hung} does not answer"),
+    };
+    format!(
+        "{what}, and {threads} threads hang in the kernel, without whose end no other program can be executed: {HUNG_REMEDY}"
+    )
 }
 
 fn left_in_memory(left: &[InMemory]) -> String {
@@ -349,4 +316,42 @@ fn write_ready_file(path: &Path, addresses: Addresses, upgrade_gap_ms: Option<u6
     let beside = path.with_extension("tmp");
     std::fs::write(&beside, format!("{line}\n"))?;
     std::fs::rename(beside, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use uniffle_io::{Media, Mount};
+    use uuid::Uuid;
+
+    use super::*;
+
+    fn disk(path: &str, condition: DiskCondition, in_flight_bytes: u64) -> DiskInfo {
+        DiskInfo {
+            path: path.into(),
+            uuid: Uuid::nil(),
+            condition,
+            fault: None,
+            failures: 0,
+            mount: Mount { point: PathBuf::from(path), media: Media::Unknown },
+            total_bytes: 0,
+            free_bytes: 0,
+            file_system: 0,
+            used_bytes: 0,
+            in_flight_bytes,
+        }
+    }
+
+    #[test]
+    fn refusal_names_the_disk_that_hangs_and_the_remedy() {
+        let idle = || disk("/data1", DiskCondition::Healthy, 0);
+        let told = hung(2, &[idle(), disk("/data2", DiskCondition::Hung, 0)]);
+        assert!(told.starts_with("data directory /data2 does not answer, and 2 threads hang"), "{told}");
+        assert!(told.ends_with(HUNG_REMEDY), "{told}");
+        let told = hung(1, &[idle(), disk("/data2", DiskCondition::Healthy, 9)]);
+        assert!(told.starts_with("of the data directories, /data2 may not answer"), "{told}");
+        let told = hung(1, &[idle()]);
+        assert!(told.starts_with("no data directory is known not to answer"), "{told}");
+    }
 }

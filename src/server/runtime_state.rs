@@ -23,7 +23,7 @@ use crate::config::Config;
 use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp};
 use crate::service::Service;
 
-use super::kept::{beside_log, within};
+use super::memory_backing::{beside_log, within};
 use super::settings::{RuntimeSettings, Tags};
 
 /// The file, beside the metadata log.
@@ -53,9 +53,9 @@ struct SavedTags {
 }
 
 impl RuntimeState {
-    /// Reads the latest file of all data directories but the `silent` ones.
-    pub(super) async fn read(config: &Config, silent: &[PathBuf]) -> Self {
-        let reads = beside_log(config, silent, FILE).map(|path| async move {
+    /// Reads the latest file of all data directories.
+    pub(super) async fn read(config: &Config) -> Self {
+        let reads = beside_log(config, FILE).map(|path| async move {
             let shown = path.display().to_string();
             within(move || read(&path)).await.unwrap_or_else(|error| {
                 tracing::warn!(path = shown, %error, "cannot read the settings made at run time; ignoring \
@@ -116,11 +116,10 @@ impl StateWriter {
     /// Continues from `state`, which was read at the start.
     pub(super) fn new(
         config: &Config,
-        silent: &[PathBuf],
         state: RuntimeState,
         (service, live, embedded): (Arc<Service>, Arc<RuntimeSettings>, Option<EmbeddedCoordinator>),
     ) -> Self {
-        let paths = beside_log(config, silent, FILE).collect();
+        let paths = beside_log(config, FILE).collect();
         let latest = Mutex::new(Latest { state, apps_version: None });
         Self {
             service,
@@ -223,7 +222,7 @@ mod tests {
     async fn latest_readable_copy_is_taken() {
         let [first, second, third] = [(); 3].map(|()| tempfile::tempdir().unwrap());
         let config = config(&[first.path(), second.path(), third.path()]);
-        assert_eq!(RuntimeState::read(&config, &[]).await, RuntimeState::default());
+        assert_eq!(RuntimeState::read(&config).await, RuntimeState::default());
         let tags = SavedTags { current: vec!["ssd".into()], configured: vec!["hdd".into()] };
         let old = RuntimeState { sequence: 7, ..RuntimeState::default() };
         let new =
@@ -231,10 +230,9 @@ mod tests {
         put(first.path(), &serde_json::to_vec(&old).unwrap());
         put(second.path(), &serde_json::to_vec(&new).unwrap());
         put(third.path(), b"{\"sequence\": 9, ");
-        let read = RuntimeState::read(&config, &[]).await;
+        let read = RuntimeState::read(&config).await;
         assert_eq!(read, new);
         assert_eq!(read.tags(&["hdd".to_owned()]), Some(vec!["ssd".to_owned()]));
         assert_eq!(read.tags(&["nvme".to_owned()]), None, "the file's own value has changed");
-        assert_eq!(RuntimeState::read(&config, &[second.path().to_owned()]).await, old);
     }
 }

@@ -12,7 +12,6 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -21,9 +20,8 @@ use listenfd::ListenFd;
 use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
+use crate::durability::HandOff;
 use crate::memory::{Memory, take_passed};
-use crate::tiers::LetGo;
-use uniffle_io::DiskLock;
 
 /// Connects that wait while none is accepted; the kernel has its own limit (`net.core.somaxconn`, 4096).
 const BACKLOG: i32 = 4096;
@@ -66,26 +64,20 @@ pub struct Inherited {
     pub(super) gap_began_ms: Option<u64>,
     /// They come from this very program: the successor that it had made way for could not be executed.
     pub(super) is_returned: bool,
-    /// Data directories that are not touched, and what the process before says of them.
-    pub(super) let_go: LetGo,
-    /// Their locks, in the process that holds them.
-    pub(super) kept: Vec<Box<dyn DiskLock>>,
+    /// How the process before left the metadata log.
+    pub(super) hand_off: Option<HandOff>,
     /// The file without a name that memory lies in.
     pub(super) memory: Option<OwnedFd>,
     /// What the process before has promised (`tickets`).
     pub(super) tickets: Option<OwnedFd>,
-    /// Who waits for this process to be ready (`beside`).
-    pub(super) keeper: Option<UnixStream>,
     /// Memory that was let go of, where this process becomes the next one: it ends with it, at once.
     pub(super) until_exec: Option<Arc<Memory>>,
 }
 
 /// Carries [`Inherited::gap_began_ms`].
 pub(super) const GAP_BEGAN: &str = "WORKER_UPGRADE_BEGAN_MS";
-/// Carries [`Inherited::let_go`], as JSON.
-pub(super) const LET_GO: &str = "WORKER_LET_GO";
-/// Name of [`Inherited::keeper`].
-pub(super) const KEEPER: &str = "keeper";
+/// Carries [`Inherited::hand_off`], as JSON.
+pub(super) const HAND_OFF: &str = "WORKER_HAND_OFF";
 
 /// For [`Inherited::gap_began_ms`].
 pub(super) fn now_ms() -> u64 {
@@ -104,17 +96,12 @@ impl Inherited {
         // Without a listener to take over, the variable is of an earlier start.
         let gap_began_ms = env.get(GAP_BEGAN).and_then(|text| text.parse().ok());
         let gap_began_ms = gap_began_ms.filter(|began| *began > 0 && passed.len() > 0);
-        let let_go = env.get(LET_GO).filter(|_| gap_began_ms.is_some());
-        let let_go = let_go.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
-        let mut inherited = Self { gap_began_ms, let_go, ..Self::default() };
+        let hand_off = env.get(HAND_OFF).filter(|_| gap_began_ms.is_some());
+        let hand_off = hand_off.and_then(|text| serde_json::from_str(text).ok());
+        let mut inherited = Self { gap_began_ms, hand_off, ..Self::default() };
         for index in 0..passed.len() {
             // What is no TCP socket is not ours to close.
             let name = names.get(index).copied().unwrap_or_default();
-            if name == KEEPER {
-                let keeper = passed.take_unix_listener(index).ok().flatten();
-                inherited.keeper = keeper.map(|socket| OwnedFd::from(socket).into());
-                continue;
-            }
             if name == MEMORY {
                 inherited.memory = take_passed(&mut passed, index);
                 continue;

@@ -23,7 +23,7 @@ use crate::memory::{InMemory, Memory};
 use crate::service::Stopping;
 use crate::tiers::LocalStore;
 
-use super::kept::Outlives;
+use super::memory_backing::Outlives;
 use super::sockets::{Inherited, now_ms};
 use super::{Worker, tickets};
 

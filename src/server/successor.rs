@@ -18,9 +18,9 @@ use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::ChildStdout;
 
-use super::rehearsal::{REHEARSED, SILENT, TAKES_MEMORY};
-use super::sockets::{GAP_BEGAN, Inherited, LET_GO};
-use crate::tiers::LetGo;
+use super::rehearsal::{REHEARSED, TAKES_MEMORY};
+use super::sockets::{GAP_BEGAN, HAND_OFF, Inherited};
+use crate::durability::HandOff;
 
 /// What a rehearsal may take: disks and remote stores are given up after 30 s and 60 s, and meanwhile this worker serves.
 const REHEARSAL_DEADLINE: Duration = Duration::from_secs(150);
@@ -52,12 +52,12 @@ impl Successor {
         Ok(Self { program, arguments: arguments.collect() })
     }
 
-    /// Has the new binary prove in a process of its own that it can take over; `facts` is the variable that tells it from
-    /// what. Also what a binary of before says to `--check` counts, by its exit code.
+    /// Has the new binary prove in a process of its own that it can take over. The variable `facts` describes this process to
+    /// it. The exit code counts for a binary that only knows `--check`. Returns whether it takes over what is in memory.
     ///
     /// # Errors
-    /// What it said.
-    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<Rehearsed> {
+    /// The complaints of the new binary.
+    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<bool> {
         let program = self.program.display();
         let mut child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
@@ -80,7 +80,7 @@ impl Successor {
             };
             tokio::select! {
                 biased;
-                rehearsed = verdict => Ok(Verdict::Rehearsed(rehearsed)),
+                takes_memory = verdict => Ok(Verdict::Rehearsed { takes_memory }),
                 status = ended => status.map(Verdict::Ended),
             }
         })
@@ -91,32 +91,32 @@ impl Successor {
         };
         match status? {
             Verdict::Ended(status) if !status.success() => bail!("{program} --check: {status}: {}", said()),
-            Verdict::Ended(_) => Ok(Rehearsed::default()),
-            Verdict::Rehearsed(rehearsed) => Ok(rehearsed),
+            Verdict::Ended(_) => Ok(false),
+            Verdict::Rehearsed { takes_memory } => Ok(takes_memory),
         }
     }
 
     /// Becomes the next process; returns only if that fails, with the sockets.
     pub fn exec(&self, mut sockets: Inherited) -> (io::Error, Inherited) {
-        let (gap_began_ms, let_go) = (sockets.gap_began_ms, sockets.let_go.clone());
-        let (kept, until_exec) = (std::mem::take(&mut sockets.kept), sockets.until_exec.take());
+        let (gap_began_ms, hand_off) = (sockets.gap_began_ms, sockets.hand_off.take());
+        let until_exec = sockets.until_exec.take();
         let named = sockets.into_named();
-        let error = match self.passing(&named, gap_began_ms, &let_go) {
+        let error = match self.passing(&named, gap_began_ms, hand_off.as_ref()) {
             Ok((mut next, _copies)) => next.env("LISTEN_PID", std::process::id().to_string()).exec(),
             Err(error) => error,
         };
         // It is not executed: another worker of this program maps the memory.
         drop(until_exec);
         let back = Inherited::from_named(named);
-        (error, Inherited { gap_began_ms, is_returned: true, let_go, kept, ..back })
+        (error, Inherited { gap_began_ms, is_returned: true, hand_off, ..back })
     }
 
     /// The next process with copies of these descriptors, which are open until they are dropped.
-    pub(super) fn passing(
+    fn passing(
         &self,
         named: &[(String, OwnedFd)],
         gap_began_ms: Option<u64>,
-        let_go: &LetGo,
+        hand_off: Option<&HandOff>,
     ) -> io::Result<(Command, Vec<OwnedFd>)> {
         let descriptors: Vec<&OwnedFd> = named.iter().map(|(_, descriptor)| descriptor).collect();
         let copies = in_a_row(&descriptors)?;
@@ -131,39 +131,35 @@ impl Successor {
             .env("LISTEN_FDNAMES", names.join(":"))
             .env("LISTEN_FDS_FIRST_FD", copies.first().map_or(3, |copy| copy.as_raw_fd()).to_string())
             .env(GAP_BEGAN, gap_began_ms.unwrap_or_default().to_string())
-            .env(LET_GO, serde_json::to_string(let_go).unwrap_or_default());
+            .env_remove(HAND_OFF);
+        if let Some(hand_off) = hand_off.and_then(|it| serde_json::to_string(it).ok()) {
+            next.env(HAND_OFF, hand_off);
+        }
         Ok((next, copies))
     }
-}
-
-/// What a successor says that can take over.
-#[derive(Debug, Default)]
-pub(super) struct Rehearsed {
-    /// Data directories that it will not touch.
-    pub(super) silent: Vec<PathBuf>,
-    /// It takes over what is in memory as it is.
-    pub(super) takes_memory: bool,
 }
 
 /// What came of a rehearsal.
 enum Verdict {
     /// Nothing stands against the upgrade.
-    Rehearsed(Rehearsed),
+    Rehearsed {
+        /// The successor takes over what is in memory as it is.
+        takes_memory: bool,
+    },
     /// It ended without a word.
     Ended(ExitStatus),
 }
 
-/// Resolves when the rehearsal says that nothing stands against the upgrade; without that it never does.
-async fn verdict(stdout: ChildStdout) -> Rehearsed {
+/// Resolves when the rehearsal says that nothing stands against the upgrade; without that it never does. Returns whether the
+/// successor takes over what is in memory.
+async fn verdict(stdout: ChildStdout) -> bool {
     let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
-    let mut rehearsed = Rehearsed::default();
+    let mut takes_memory = false;
     while let Ok(Some(line)) = lines.next_line().await {
         if line == REHEARSED {
-            return rehearsed;
+            return takes_memory;
         }
-        let path = line.strip_prefix(SILENT).and_then(|path| serde_json::from_str(path).ok());
-        rehearsed.silent.extend(path);
-        rehearsed.takes_memory |= line == TAKES_MEMORY;
+        takes_memory |= line == TAKES_MEMORY;
     }
     std::future::pending().await
 }

@@ -9,18 +9,19 @@ use prometheus::Registry;
 use rustix::process::{Resource, getrlimit};
 
 use crate::config::Config;
+use crate::durability::HandOff;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::tiers::{HdfsStore, LetGo, LocalConfig, LocalStore, Tier, TierHeap, Tiers};
+use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, TierHeap, Tiers};
 
 /// What the tiers get beside the configuration.
 pub(super) struct Beside {
     /// As coordinators are told; names remote files.
     pub(super) server_id: String,
     pub(super) precheck: Precheck,
-    /// Data directories that are not touched.
-    pub(super) let_go: LetGo,
+    /// How the process before left the metadata log.
+    pub(super) hand_off: Option<HandOff>,
     /// Tiers that come after the configured ones.
     pub(super) others: Vec<Arc<dyn Tier>>,
 }
@@ -45,14 +46,14 @@ pub(super) async fn start(
     let server_id = beside.server_id;
     let store_type = config.worker.store_type;
     if store_type.has_local() && !store_type.has_object() {
-        let settings = local_config(config, beside.let_go.clone(), memory);
+        let settings = local_config(config, beside.hand_off.clone(), memory);
         tiers.push(start_local(settings, memory, registry).await?);
     }
     if store_type.has_hdfs() {
         tiers.push(start_hdfs(config, server_id.clone(), beside.precheck, tasks, registry).await?);
     }
     if store_type.has_object() {
-        let place = Place { server_id: &server_id, precheck: beside.precheck, let_go: beside.let_go };
+        let place = Place { server_id: &server_id, precheck: beside.precheck, hand_off: beside.hand_off };
         tiers.push(start_object(config, place, memory, (tasks, registry)).await?);
     }
     tiers.extend(beside.others);
@@ -73,13 +74,13 @@ fn heap_of(memory: &Memory) -> TierHeap {
 }
 
 /// Memory that an earlier process left has blocks of shuffles that its data directories know.
-fn local_config(config: &Config, let_go: LetGo, memory: &Memory) -> LocalConfig {
+fn local_config(config: &Config, hand_off: Option<HandOff>, memory: &Memory) -> LocalConfig {
     let read_memory_bytes = config.memory.read_capacity_bytes;
     let left = memory.left_shuffles();
     let in_memory = || format!("memory_store.backing has {left} shuffles of this worker");
     let had_data = (left > 0).then(in_memory);
     let file_bytes_max = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
-    LocalConfig { read_memory_bytes, let_go, had_data, file_bytes_max, ..config.local.clone() }
+    LocalConfig { read_memory_bytes, hand_off, had_data, file_bytes_max, ..config.local.clone() }
 }
 
 async fn start_local(
@@ -146,14 +147,14 @@ pub(super) async fn start_hdfs(
 struct Place<'a> {
     server_id: &'a str,
     precheck: Precheck,
-    let_go: LetGo,
+    hand_off: Option<HandOff>,
 }
 
 /// A worker of the same name goes on where one that is gone has ended, on whatever machine.
 #[cfg(feature = "object")]
 async fn start_object(
     config: &Config,
-    Place { server_id, precheck, let_go }: Place<'_>,
+    Place { server_id, precheck, hand_off }: Place<'_>,
     memory: &Memory,
     (tasks, registry): (&Tasks, &Registry),
 ) -> anyhow::Result<Arc<dyn Tier>> {
@@ -198,7 +199,7 @@ async fn start_object(
         cold_bytes: config.flush.cold_bytes,
         pass_bytes,
     };
-    let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, let_go, memory) };
+    let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, hand_off, memory) };
     let disks = local.real_disks();
     let opened =
         OffloadTier::open(settings, (local, disks), object, (heap_of(memory), tasks.clone()), registry).await;

@@ -49,8 +49,7 @@ pub(super) enum RefusedBy {
     Tiers,
     /// The successor found in a process of its own that it could not take over.
     Rehearsal,
-    /// A thread hangs in the kernel, for which `exec` would wait, and no data directory that does not answer explains it;
-    /// or it has what no other directory has.
+    /// A thread hangs in the kernel, for which `exec` would wait.
     Hang,
     /// Memory could not be emptied.
     Flush,
@@ -82,13 +81,10 @@ pub(super) struct Facts {
     bind_address: IpAddr,
     /// Empty without a local tier.
     data_paths: Vec<PathBuf>,
-    /// Those of them that it does without.
+    /// Directories among them that it does without.
     #[serde(default)]
-    given_up: Vec<PathBuf>,
-    /// Those of these that it never had, or let go of.
-    #[serde(default)]
-    unclaimed: Vec<PathBuf>,
-    /// Identities of those that it has; empty from a worker that does not say.
+    unhealthy: Vec<PathBuf>,
+    /// Identities of the directories that it has claimed.
     #[serde(default)]
     identities: BTreeMap<PathBuf, [u8; 16]>,
     /// Ports of all its listeners; empty from a worker before 0.2.
@@ -116,15 +112,13 @@ impl Facts {
             true => config.local.paths.clone(),
             false => Vec::new(),
         };
-        let has = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path);
         let works = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path && disk.is_healthy());
         Self {
             grpc_port: addresses.grpc.port(),
             http_port: addresses.http.port(),
             urpc_port: addresses.tcp.map(|address| address.port()),
             bind_address: config.worker.bind_address,
-            unclaimed: data_paths.iter().filter(|path| !has(path)).cloned().collect(),
-            given_up: data_paths.iter().filter(|path| !works(path)).cloned().collect(),
+            unhealthy: data_paths.iter().filter(|path| !works(path)).cloned().collect(),
             identities: disks.iter().map(|disk| (disk.path.clone(), disk.uuid.into_bytes())).collect(),
             data_paths,
             ports: ports.into_iter().flatten().map(|address| address.port()).collect(),
@@ -180,14 +174,9 @@ impl Facts {
         self.ports.contains(&port)
     }
 
-    /// What it has to do with the data directories.
+    /// Its data directories.
     pub(super) fn held(&self) -> HeldBy<'_> {
-        HeldBy {
-            running: &self.data_paths,
-            given_up: &self.given_up,
-            unclaimed: &self.unclaimed,
-            identities: &self.identities,
-        }
+        HeldBy { unhealthy: &self.unhealthy, identities: &self.identities }
     }
 
     /// The server's id is made of these.
@@ -264,8 +253,7 @@ mod tests {
             urpc_port: worker.urpc_port,
             bind_address: worker.bind_address,
             data_paths: config.local.paths.clone(),
-            given_up: Vec::new(),
-            unclaimed: Vec::new(),
+            unhealthy: Vec::new(),
             identities: BTreeMap::from([(PathBuf::from("/a"), [7; 16])]),
             ports: vec![worker.grpc_port, worker.http_port, 7],
             memory: config.memory.kept_as(),

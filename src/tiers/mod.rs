@@ -23,8 +23,8 @@ mod tier;
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle};
 pub use self::local::{
-    DataRead, INDEX_CACHE_BYTES, IndexRead, LetGo, LocalConfig, LocalStore, Published, ShuffleHandle,
-    SyncWrites, VerifyReads,
+    DataRead, INDEX_CACHE_BYTES, IndexRead, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites,
+    VerifyReads,
 };
 pub use self::object::ObjectConfig;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};

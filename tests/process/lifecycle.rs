@@ -213,7 +213,7 @@ async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
 /// Fails unless one line names what was lost.
 fn assert_loss_is_logged(worker: &Worker) {
     let log = worker.log();
-    let told: Vec<_> = log.lines().filter(|line| line.contains("lost with this process")).collect();
+    let told: Vec<_> = log.lines().filter(|line| line.contains("lost at shutdown")).collect();
     assert_eq!(told.len(), 1, "{log}");
     assert!(told[0].contains("ERROR") && told[0].contains("app/3"), "{log}");
 }
@@ -258,7 +258,7 @@ async fn stop_flushes_to_disks_above_their_watermark() {
     written.task(&client, 0, 200_000).await.expect("sent");
     drop(client);
     block_in_place(|| worker.terminate());
-    assert!(!worker.log().contains("lost with this process"), "{}", worker.log());
+    assert!(!worker.log().contains("lost at shutdown"), "{}", worker.log());
     block_in_place(|| worker.start_again());
     written.assert_readable(&client_of(&worker).await).await;
     block_in_place(|| worker.stop());
@@ -276,7 +276,7 @@ async fn upgrade_without_metadata_log_is_refused() {
         });
         worker.begin_upgrade();
         let told = format!(
-            "going on as before: store_type {store_type} has neither local disks nor an object store"
+            "upgrade refused; continuing as before: store_type {store_type} has neither local disks nor an object store"
         );
         block_in_place(|| worker.wait_log(&told));
         client_of(&worker).await;

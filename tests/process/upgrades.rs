@@ -241,73 +241,49 @@ fn run_with(program: &str, options: &[&str], paths: &[&Path]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Upgrades a worker while one of its two disks hangs in the kernel, under calls. Then stops it by
-/// a signal to the first process or to its successor.
-async fn upgrade_beside_a_hung_disk(is_first_signalled: bool) {
+#[tokio::test(flavor = "multi_thread")]
+async fn upgrade_is_refused_until_hung_disk_answers() {
     let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
     let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
     let paths = vec![disk.0.join("data"), dir.path().join("disk1")];
+    let hung = paths[0].display().to_string();
     let tables = "disk_healthy_check_interval_sec = 1\n";
     let mut worker = Worker::start_in(&Setup { tables, ..setup("hangs") }, dir, paths);
-    let (client, port) = (client_of(&worker).await, worker.ready().grpc_port);
+    let (client, port, pid) = (client_of(&worker).await, worker.ready().grpc_port, worker.pid());
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.expect("sent");
     let frozen = disk.freeze();
     // The metadata log has a copy on each disk.
     let mut more = Written::register(&client, key("app", 1), 5).await;
     block_in_place(|| worker.wait_log("disk failed; avoiding it"));
-    more.task(&client, 0, 1000).await.expect("it goes on");
     let (calls, mut callers) = under_calls(&client, port, key("app", 2)).await;
-    let successor = block_in_place(|| {
-        worker.begin_upgrade();
-        worker.finish_upgrade_beside()
+    block_in_place(|| {
+        worker.signal(rustix::process::Signal::USR2);
+        worker.wait_log("upgrade refused");
     });
+    let log = worker.log();
+    let refusal = log.lines().find(|line| line.contains("upgrade refused")).expect("it is logged");
+    let named = format!("data directory {hung} does not answer");
+    for part in [&named, "by=\"hang\"", "decommission the worker", "then restart it"] {
+        assert!(refusal.contains(part), "{part}: {refusal}");
+    }
     let before = calls.answered();
     eventually("calls are answered", || calls.check_progress(before)).await;
-    calls.end(&mut callers, "an upgrade beside a disk that hangs").await;
-    let client = client_of(&worker).await;
-    more.assert_readable(&client).await;
-    written.assert_readable(&client).await;
-    more.task(&client, 1, 1000).await.expect("it goes on");
-    let gap_ms = worker.ready().upgrade_gap_ms;
-    say(&format!("an upgrade beside a disk that hangs: no process accepted for {gap_ms:?} ms"));
-    let log = worker.log();
-    assert!(!log.contains("acknowledged metadata may be incomplete"), "{log}");
-    // The stop completes its work while the disk hangs, except for the hung thread.
+    calls.end(&mut callers, "an upgrade that a hung disk refuses").await;
+    assert!(worker.is_running() && worker.pid() == pid);
+    assert_eq!(worker.metrics().total_of("upgrades_refused_total", "by=\"hang\""), Some(1.0));
+    more.task(&client, 0, 1000).await.expect("it continues");
+    drop(frozen);
     block_in_place(|| {
-        match is_first_signalled {
-            true => worker.signal(rustix::process::Signal::TERM),
-            false => signal_to(successor, rustix::process::Signal::TERM),
-        }
-        worker.wait_log("the successor has ended; this process ends too code=0");
-        drop(frozen);
-        let status = worker.wait_end();
-        assert!(status.success(), "{status}");
-        worker.start_again();
+        worker.wait_log("disk responds again");
+        worker.begin_upgrade();
+        worker.finish_upgrade();
     });
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
     more.assert_readable(&client).await;
-    assert!(
-        !worker.log().contains("acknowledged metadata may be incomplete"),
-        "the disk is back, and nothing is open"
-    );
+    assert!(!worker.log().contains("acknowledged metadata may be incomplete"), "{}", worker.log());
     block_in_place(|| worker.stop());
-}
-
-fn signal_to(pid: u32, signal: rustix::process::Signal) {
-    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a process");
-    rustix::process::kill_process(pid, signal).expect("our own child's child");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn hung_disk_does_not_block_upgrade() {
-    upgrade_beside_a_hung_disk(true).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn stop_of_successor_ends_hung_first_process() {
-    upgrade_beside_a_hung_disk(false).await;
 }
 
 /// Calls made during an upgrade.

@@ -303,22 +303,6 @@ impl Worker {
         self.ready = ready;
     }
 
-    /// Waits until a successor that runs beside the process is ready. Returns its process id.
-    pub fn finish_upgrade_beside(&mut self) -> u32 {
-        self.wait_log("the successor runs beside it");
-        let ready_file = self.dir.path().join(READY_FILE);
-        let what = format!("the successor of worker {} gets ready", self.setup.name);
-        let ready: Ready = wait_until(&what, START_DEADLINE, || {
-            let text = std::fs::read_to_string(&ready_file).map_err(|error| error.to_string())?;
-            serde_json::from_str(&text).map_err(|error| format!("{error} in {text:?}"))
-        });
-        let ports = |ready: &Ready| (ready.grpc_port, ready.http_port, ready.urpc_port);
-        assert_eq!(ports(&ready), ports(&self.ready), "an upgrade keeps the ports");
-        assert_ne!(ready.pid, self.child.id(), "it is another process");
-        self.ready = ready;
-        self.ready.pid
-    }
-
     /// Sends a signal.
     pub fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);

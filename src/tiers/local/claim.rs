@@ -77,17 +77,10 @@ impl Claims<'_> {
     async fn take_all(&mut self, disks: Vec<Arc<dyn Disk>>) -> Result<(), StoreError> {
         let (config, deadline) = (self.config, self.config.name_timeout);
         let paths: Vec<String> = disks.iter().map(|disk| disk.root().display().to_string()).collect();
-        let (let_go, disks): (Vec<_>, Vec<_>) =
-            disks.into_iter().enumerate().partition(|(_, disk)| config.let_go.has(disk.root()));
-        for (_, disk) in let_go {
-            let text = "unresponsive and locked by the previous process; used again after a stop and a \
-                 start";
-            self.leave_out(StoreError::remote(StoreErrorKind::Unhealthy, disk.root(), text.to_owned()))?;
-        }
-        let looks = disks.iter().map(|(_, disk)| look(&**disk, deadline));
+        let looks = disks.iter().map(|disk| look(&**disk, deadline));
         let contents = join_all(looks.collect::<Vec<_>>()).await;
         let (mut ours, mut empty, mut identities, mut unclaimed) = (Vec::new(), Vec::new(), Vec::new(), None);
-        for ((place, disk), content) in disks.into_iter().zip(contents) {
+        for ((place, disk), content) in disks.into_iter().enumerate().zip(contents) {
             match content {
                 Ok(Content::Ours(uuid)) => {
                     identities.push((disk.root().to_path_buf(), uuid));
@@ -107,7 +100,6 @@ impl Claims<'_> {
         }
         refuse_copies(&identities)?;
         if ours.is_empty()
-            && config.let_go.paths.is_empty()
             && let Some((_, disk)) = empty.first()
         {
             require_known_data(&**disk, config)?;

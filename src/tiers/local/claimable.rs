@@ -1,9 +1,11 @@
-//! Whether the data directories could be claimed, found out without claiming them: for the successor of a running worker,
-//! which holds their locks until it lets go.
+//! Checks for a successor whether it could claim the data directories, without claiming them: the running worker holds their
+//! locks until it hands over.
 //!
-//! Nothing is left behind but new directories themselves, empty.
+//! A directory that does not answer is an obstacle: a thread that hangs in it keeps the running process from becoming its
+//! successor. Nothing is left behind but new directories themselves, empty.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,32 +21,48 @@ use super::marker::MARKER;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::Disk;
 
-/// What a worker that runs has to do with the directories.
+/// What to do about a data directory that does not answer.
+pub const HUNG_REMEDY: &str =
+    "decommission the worker, wait until its applications have ended, then restart it";
+
+/// The data directories of the running worker.
 #[derive(Debug, Clone, Copy)]
 pub struct HeldBy<'a> {
-    /// Those that it is configured with: their locks are its own.
-    pub running: &'a [PathBuf],
-    /// Those of them that it does without: hung, broken, or never claimed. They are not touched, since a call may hang.
-    pub given_up: &'a [PathBuf],
-    /// Those of these whose locks are not its own: it never had them, or let them go.
-    pub unclaimed: &'a [PathBuf],
-    /// Identities of those that it has; empty from a worker that does not say.
+    /// Directories of its configuration that it does without: read-only, detached, hung, broken, or never claimed.
+    pub unhealthy: &'a [PathBuf],
+    /// Identities of the directories that it has claimed.
     pub identities: &'a BTreeMap<PathBuf, [u8; 16]>,
 }
 
-/// So long is looked at a directory that is given up already.
-const PATIENCE: Duration = Duration::from_secs(10);
+impl HeldBy<'_> {
+    fn is_claimed(&self, root: &Path) -> bool {
+        self.identities.contains_key(root)
+    }
+
+    fn is_unhealthy(&self, root: &Path) -> bool {
+        self.unhealthy.iter().any(|path| path == root)
+    }
+}
 
 /// Why a directory cannot be used.
 struct Obstacle {
     why: String,
-    /// A call on it does not come back, or another process holds it for that reason: it must not be touched.
-    is_silent: bool,
+    /// The successor could not start, or not be executed. Other obstacles only keep it from using the directory.
+    is_fatal: bool,
 }
 
-impl From<std::io::Error> for Obstacle {
-    fn from(error: std::io::Error) -> Self {
-        Self { why: error.to_string(), is_silent: error.kind() == std::io::ErrorKind::TimedOut }
+impl Obstacle {
+    fn fatal(why: impl Into<String>) -> Self {
+        Self { why: why.into(), is_fatal: true }
+    }
+}
+
+impl From<io::Error> for Obstacle {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::TimedOut => Self::fatal(format!("does not answer: {HUNG_REMEDY}")),
+            _ => Self { why: error.to_string(), is_fatal: false },
+        }
     }
 }
 
@@ -52,56 +70,34 @@ impl From<StoreError> for Obstacle {
     fn from(error: StoreError) -> Self {
         match error.source {
             Some(source) => source.into(),
-            None => because(error.to_string()),
+            None => Self { why: error.to_string(), is_fatal: false },
         }
     }
 }
 
-fn because(why: impl Into<String>) -> Obstacle {
-    Obstacle { why: why.into(), is_silent: false }
-}
-
-/// Those of the directories that the running worker does without which a successor must not touch either.
-pub async fn silent(config: &LocalConfig, held: HeldBy<'_>) -> Vec<PathBuf> {
-    let disks = config.real_disks();
-    let given_up = disks.iter().filter(|disk| held.given_up.iter().any(|path| path == disk.root()));
-    let looks = given_up.map(|disk| async {
-        let is_held = !held.unclaimed.iter().any(|path| path == disk.root());
-        let found = look(disk.as_ref(), is_held, PATIENCE.min(config.name_timeout)).await;
-        found.is_err_and(|obstacle| obstacle.is_silent).then(|| disk.root().to_path_buf())
-    });
-    join_all(looks.collect::<Vec<_>>()).await.into_iter().flatten().collect()
-}
-
-/// What keeps a successor from using the directories of `config`, one line each.
+/// Returns what keeps a successor from using the directories of `config`, one line each. A directory that the running worker does
+/// without is an obstacle only if the successor could not start with it.
 pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
-    let disks = config.real_disks();
-    let wanted = disks.iter().filter(|disk| !held.given_up.iter().any(|path| path == disk.root()));
-    let looks = wanted.map(|disk| async {
-        let is_held = held.running.iter().any(|path| path == disk.root());
-        let found = look(disk.as_ref(), is_held, config.name_timeout).await;
-        let told = |obstacle: Obstacle| {
-            format!("localfile_store.data_paths: {}: {}", disk.root().display(), obstacle.why)
-        };
-        found.err().map(told)
+    obstacles_on(&config.real_disks(), config.name_timeout, held).await
+}
+
+async fn obstacles_on(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<'_>) -> Vec<String> {
+    // First: directories that `look` creates would be seen.
+    let confused = confusions(disks, deadline, held).await;
+    let looks = disks.iter().map(|disk| async {
+        let obstacle = look(disk.as_ref(), held, deadline).await.err()?;
+        let counts = obstacle.is_fatal || !held.is_unhealthy(disk.root());
+        counts.then(|| format!("localfile_store.data_paths: {}: {}", disk.root().display(), obstacle.why))
     });
-    // First: what the looks try out would be seen.
-    let confused = confusions(config, &disks, held).await;
     let found = join_all(looks.collect::<Vec<_>>()).await;
     let mut told: Vec<String> = found.into_iter().flatten().collect();
     told.extend(confused);
     told
 }
 
-/// Directories that are not what the worker that runs has, or that the start would refuse: also those that it does without,
-/// if they answer, since the start looks at them.
-async fn confusions(config: &LocalConfig, disks: &[Arc<dyn Disk>], held: HeldBy<'_>) -> Vec<String> {
-    let is_given_up = |disk: &Arc<dyn Disk>| held.given_up.iter().any(|path| path == disk.root());
-    let peeks = disks.iter().map(|disk| {
-        let deadline =
-            if is_given_up(disk) { PATIENCE.min(config.name_timeout) } else { config.name_timeout };
-        claim::look(disk.as_ref(), deadline)
-    });
+/// Returns directories that are other ones than the running worker has, or that a start would refuse.
+async fn confusions(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<'_>) -> Vec<String> {
+    let peeks = disks.iter().map(|disk| claim::look(disk.as_ref(), deadline));
     let peeked = join_all(peeks.collect::<Vec<_>>()).await;
     let of = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| match content {
         Ok(Content::Ours(uuid)) => Some((disk.root().to_path_buf(), *uuid)),
@@ -109,31 +105,26 @@ async fn confusions(config: &LocalConfig, disks: &[Arc<dyn Disk>], held: HeldBy<
     };
     let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&peeked).filter_map(of).collect();
     let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
-    let deadline = config.name_timeout;
-    let same =
-        claim::refuse_same_places(disks.iter().filter(|it| !is_given_up(it)).map(|it| &**it), deadline);
+    let same = claim::refuse_same_places(disks.iter().map(|it| &**it), deadline);
     let confused = same.await.and(claim::refuse_copies(&identities));
     let mut told: Vec<String> = confused.err().iter().map(ToString::to_string).collect();
     for (disk, content) in disks.iter().zip(peeked) {
         told.extend(match content {
             Ok(Content::Ours(now)) => replaced(disk.root(), now, held),
             Ok(Content::Unclaimed(flaw)) => {
-                let own = claim::identity_of(disk.as_ref(), &others, config.name_timeout).await;
+                let own = claim::identity_of(disk.as_ref(), &others, deadline).await;
                 let identity = in_use(disk.root(), held, own);
                 Some(claim::unclaimed_error(disk.root(), flaw, &identity).to_string())
             }
             Ok(Content::Outdated) => Some(StoreError::new(StoreErrorKind::Outdated, disk.root()).to_string()),
-            // Of the others it is told already.
-            Ok(Content::Foreign) if is_given_up(disk) => {
-                Some(StoreError::new(StoreErrorKind::NotOurs, disk.root()).to_string())
-            }
+            // Reported by `look`.
             Ok(Content::Foreign | Content::Nothing) | Err(_) => None,
         });
     }
     told.into_iter().map(|why| format!("localfile_store.data_paths: {why}")).collect()
 }
 
-/// The identity of a directory without a claim: that in use, unless what is in it says otherwise.
+/// Returns the identity of a directory without a claim: the one in use, unless its content says otherwise.
 fn in_use(root: &Path, held: HeldBy<'_>, own: Identity) -> Identity {
     let Some(uuid) = held.identities.get(root).copied().map(Uuid::from_bytes) else { return own };
     match own {
@@ -144,7 +135,7 @@ fn in_use(root: &Path, held: HeldBy<'_>, own: Identity) -> Identity {
     }
 }
 
-/// That a directory is another one than the running worker has by this path.
+/// Returns an error if a directory is another one than the running worker has at this path.
 fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
     let uuid = Uuid::from_bytes(*held.identities.get(root)?);
     (now != uuid).then(|| {
@@ -156,30 +147,35 @@ fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
     })
 }
 
-async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), Obstacle> {
-    let root = Path::new("");
-    if !is_held {
-        within(deadline, disk.create_dir_all(root)).await?;
+async fn look(disk: &dyn Disk, held: HeldBy<'_>, deadline: Duration) -> Result<(), Obstacle> {
+    let (is_claimed, is_unhealthy) = (held.is_claimed(disk.root()), held.is_unhealthy(disk.root()));
+    if !is_claimed && !is_unhealthy {
+        within(deadline, disk.create_dir_all(Path::new(""))).await?;
     }
     match claim::look(disk, deadline).await? {
-        // Told by `confusions`.
+        // Reported by `confusions`.
         Content::Unclaimed(_) | Content::Outdated => return Ok(()),
-        Content::Nothing if is_held => {
-            return Err(because(format!("{MARKER} is missing; check whether the disk is mounted")));
+        // It may not be mounted, or an empty one is in its place.
+        Content::Nothing if is_unhealthy => return Ok(()),
+        Content::Nothing if is_claimed => {
+            return Err(Obstacle {
+                why: format!("{MARKER} is missing; check whether the disk is mounted"),
+                is_fatal: false,
+            });
         }
         Content::Foreign => {
-            return Err(because(
+            return Err(Obstacle::fatal(
                 "new directory is not empty and does not belong to this worker; use an empty one",
             ));
         }
-        Content::Ours(_) if !is_held => require_unlocked(disk, deadline).await?,
+        Content::Ours(_) if !is_claimed => require_unlocked(disk, deadline).await?,
         Content::Nothing | Content::Ours(_) => {}
     }
     // A directory needs an inode and a block as a file does, and cannot be left half written.
     let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
     match within(deadline, disk.create_dir_all(&trial)).await {
-        // It goes on being served without a change to it.
-        Err(error) if is_held && error.kind() == std::io::ErrorKind::ReadOnlyFilesystem => Ok(()),
+        // It is served without a change to it.
+        Err(error) if is_claimed && error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(()),
         made => {
             made?;
             Ok(within(deadline, disk.remove_dir(&trial)).await?)
@@ -188,18 +184,21 @@ async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), 
 }
 
 async fn require_unlocked(disk: &dyn Disk, deadline: Duration) -> Result<(), Obstacle> {
-    let locked = within(deadline, disk.lock(Path::new(MARKER))).await;
-    let used = |error: std::io::Error| Obstacle {
-        is_silent: [std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut].contains(&error.kind()),
-        why: format!("in use by another process: {error}"),
-    };
-    locked.map(drop).map_err(used)
+    match within(deadline, disk.lock(Path::new(MARKER))).await {
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            Err(Obstacle::fatal(format!("in use by another process: {error}")))
+        }
+        Err(error) => Err(error.into()),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::marker::marker_of;
     use super::*;
+    use uniffle_testkit::fault::{EIO, Fault, FaultDisk, Faults, Operation, Rule};
+    use uniffle_testkit::memory_disk::MemoryDisk;
 
     fn config(paths: &[&Path]) -> LocalConfig {
         LocalConfig { paths: paths.iter().map(|path| path.to_path_buf()).collect(), ..LocalConfig::default() }
@@ -209,46 +208,66 @@ mod tests {
     async fn foreign_and_unmounted_directories_are_reported() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
-        let (held, gone, full, fresh, hung) =
-            (path("held"), path("gone"), path("full"), path("fresh"), path("hung"));
+        let (held, gone, full, fresh, lost) =
+            (path("held"), path("gone"), path("full"), path("fresh"), path("lost"));
         for made in [&held, &gone, &full] {
             std::fs::create_dir(made).unwrap();
         }
         std::fs::write(held.join(MARKER), marker_of(Uuid::from_u128(1))).unwrap();
         std::fs::write(full.join("theirs"), "x").unwrap();
-        let none = BTreeMap::new();
-        let running = [held.clone(), gone.clone(), hung.clone()];
-        let by = HeldBy {
-            running: &running,
-            given_up: std::slice::from_ref(&hung),
-            unclaimed: &[],
-            identities: &none,
-        };
-        let told = obstacles(&config(&[&held, &gone, &full, &fresh, &hung]), by).await;
+        let identities = BTreeMap::from([
+            (held.clone(), Uuid::from_u128(1).into_bytes()),
+            (gone.clone(), Uuid::from_u128(2).into_bytes()),
+        ]);
+        let by = HeldBy { unhealthy: std::slice::from_ref(&lost), identities: &identities };
+        let told = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), by).await;
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].contains("gone") && told[0].contains("disk is mounted"), "{told:?}");
         assert!(told[1].contains("full") && told[1].contains("not empty"), "{told:?}");
         let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
         assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
-        assert!(!hung.exists(), "what the running worker does without is not touched");
+        assert!(!lost.exists(), "it may not be mounted");
 
         // One that another worker uses, and a marker of something else.
         let disk = &config(&[&held]).real_disks()[0];
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
-        let by = HeldBy { running: &[], given_up: &[], unclaimed: &[], identities: &none };
-        let told = obstacles(&config(&[&held]), by).await;
-        assert!(told[0].contains("in use by another process"), "{told:?}");
-        // One that the running worker let go of, and that the process before it holds.
-        let paths = std::slice::from_ref(&held);
-        let without = HeldBy { running: paths, given_up: paths, unclaimed: paths, identities: &none };
-        assert_eq!(silent(&config(&[&held]), without).await, paths, "it is not touched");
-        let own = HeldBy { unclaimed: &[], ..without };
-        assert!(silent(&config(&[&held]), own).await.is_empty(), "it is its own, and answers again");
+        let none = BTreeMap::new();
+        for unhealthy in [&[][..], std::slice::from_ref(&held)] {
+            let told = obstacles(&config(&[&held]), HeldBy { unhealthy, identities: &none }).await;
+            assert!(told[0].contains("in use by another process"), "{told:?}");
+        }
         drop(lock);
+        let by = HeldBy { unhealthy: &[], identities: &none };
         assert!(obstacles(&config(&[&held]), by).await.is_empty());
         std::fs::write(held.join(MARKER), "something else").unwrap();
         let told = obstacles(&config(&[&held]), by).await;
         assert!(told[0].contains("is damaged, and the identity of the directory is unknown"), "{told:?}");
+    }
+
+    /// A failing directory that the running worker does without is no obstacle. One that hangs always is.
+    #[tokio::test(start_paused = true)]
+    async fn directory_that_hangs_is_an_obstacle_with_its_remedy() {
+        let uuid = Uuid::from_u128(1);
+        let root = PathBuf::from("/data1");
+        let identities = BTreeMap::from([(root.clone(), uuid.into_bytes())]);
+        for (operation, fault, hangs) in [
+            (Operation::CreateDir, Fault::Hang, true),
+            (Operation::Other, Fault::Hang, true),
+            (Operation::CreateDir, Fault::Errno(EIO), false),
+            (Operation::Other, Fault::Errno(EIO), false),
+        ] {
+            for unhealthy in [&[][..], std::slice::from_ref(&root)] {
+                let (memory, faults) = (MemoryDisk::new("/data1", None), Faults::default());
+                memory.write_small(Path::new(MARKER), marker_of(uuid).into_bytes()).await.unwrap();
+                faults.add(Rule::always(operation, fault.clone()));
+                let disks: [Arc<dyn Disk>; 1] = [Arc::new(FaultDisk::new(Arc::new(memory), faults))];
+                let by = HeldBy { unhealthy, identities: &identities };
+                let told = obstacles_on(&disks, Duration::from_secs(30), by).await.join("\n");
+                let named = format!("localfile_store.data_paths: /data1: does not answer: {HUNG_REMEDY}");
+                assert_eq!(told.contains(&named), hangs, "{operation:?} {told}");
+                assert_eq!(told.is_empty(), !hangs && !unhealthy.is_empty(), "{operation:?} {told}");
+            }
+        }
     }
 
     /// Directories with these identities, what they are configured with, and what a worker that runs on the first two has.
@@ -275,17 +294,11 @@ mod tests {
             std::fs::write(self.dir.path().join(name).join(MARKER), content).unwrap();
         }
 
-        /// What stands against a successor on these, of which the running one does without some.
-        async fn told(&self, names: &[&str], given_up: &[&str]) -> String {
+        /// Returns the obstacles for a successor on `names`. The running worker does without `unhealthy`.
+        async fn told(&self, names: &[&str], unhealthy: &[&str]) -> String {
             let paths = |names: &[&str]| names.iter().map(|name| self.dir.path().join(name)).collect();
-            let (paths, given_up): (Vec<PathBuf>, Vec<PathBuf>) = (paths(names), paths(given_up));
-            let running: Vec<PathBuf> = self.identities.keys().cloned().collect();
-            let by = HeldBy {
-                running: &running,
-                given_up: &given_up,
-                unclaimed: &[],
-                identities: &self.identities,
-            };
+            let (paths, unhealthy): (Vec<PathBuf>, Vec<PathBuf>) = (paths(names), paths(unhealthy));
+            let by = HeldBy { unhealthy: &unhealthy, identities: &self.identities };
             let config = LocalConfig { paths, ..LocalConfig::default() };
             obstacles(&config, by).await.join("\n")
         }
@@ -322,14 +335,14 @@ mod tests {
         let claim = path.join(MARKER);
         let flaws =
             [(None, "missing"), (Some(&b""[..]), "empty"), (Some(&second.as_bytes()[..40]), "damaged")];
-        for ((content, flaw), given_up) in
+        for ((content, flaw), unhealthy) in
             flaws.into_iter().flat_map(|flaw| [(flaw, &[][..]), (flaw, &["d1"])])
         {
             match content {
                 Some(content) => std::fs::write(&claim, content).unwrap(),
                 None => drop(std::fs::remove_file(&claim)),
             }
-            let told = copied.told(&["d0", "d1"], given_up).await;
+            let told = copied.told(&["d0", "d1"], unhealthy).await;
             let (path, claim) = (path.display(), claim.display());
             let uuid = Uuid::from_u128(2);
             let expected = format!(
@@ -358,8 +371,8 @@ mod tests {
     async fn replaced_directory_is_refused_to_the_successor() {
         let copied = Copied::new();
         copied.mark("d1", marker_of(Uuid::from_u128(9)).as_bytes());
-        for given_up in [&[][..], &["d1"]] {
-            let told = copied.told(&["d0", "d1"], given_up).await;
+        for unhealthy in [&[][..], &["d1"]] {
+            let told = copied.told(&["d0", "d1"], unhealthy).await;
             assert!(told.contains("d1: not the directory of the running worker"), "{told}");
         }
         // Noticed and given up: its claim is gone, of which the start would die.
@@ -367,6 +380,6 @@ mod tests {
         assert_eq!(copied.told(&["d0", "d1"], &["d1"]).await, "", "an empty one in its place");
         std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();
         let told = copied.told(&["d0", "d1"], &["d1"]).await;
-        assert!(told.contains("content of another program"), "{told}");
+        assert!(told.contains("does not belong to this worker"), "{told}");
     }
 }

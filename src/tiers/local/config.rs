@@ -1,12 +1,10 @@
 //! How the local tier works: its section of the configuration.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
-use crate::durability::Vouch;
+use crate::durability::HandOff;
 use crate::schema::kind::{
     DAY, GIB, MIB, SECOND, Word, count, flag, list, optional, path, ratio, seconds, size, word,
 };
@@ -34,22 +32,6 @@ words! {
         Sampled = "sampled",
         /// None.
         Off = "off",
-    }
-}
-
-/// What a process is told by the one before it, which it follows or runs beside (`let_go`). A successor of another version reads it: fields are only
-/// added, with a default.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct LetGo {
-    /// Directories that are not touched.
-    pub paths: Vec<PathBuf>,
-    /// What is said of them, and of the metadata log.
-    pub vouch: Option<Vouch>,
-}
-
-impl LetGo {
-    pub(super) fn has(&self, root: &Path) -> bool {
-        self.paths.iter().any(|path| path == root)
     }
 }
 
@@ -145,8 +127,8 @@ section! {
         pub data_log_bytes: u64 = u64::MAX,
         /// Largest file that the process may write (RLIMIT_FSIZE).
         pub file_bytes_max: u64 = u64::MAX,
-        /// What the process before let go of.
-        pub let_go: LetGo = LetGo::default(),
+        /// How the process before left the metadata log, if this one is its successor.
+        pub hand_off: Option<HandOff> = None,
         /// Who knows that this worker's data directories had data, if somebody does.
         pub had_data: Option<String> = None,
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.

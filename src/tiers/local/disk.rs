@@ -69,7 +69,8 @@ pub(super) struct LocalDisk {
     /// High and low.
     watermarks: Mutex<(f64, f64)>,
     deadline: Duration,
-    lock: Mutex<Option<Box<dyn DiskLock>>>,
+    /// What keeps it ours.
+    lock: Mutex<Box<dyn DiskLock>>,
 }
 
 #[derive(Debug, Default)]
@@ -118,7 +119,7 @@ impl LocalDisk {
             changes,
             watermarks: Mutex::new((config.high_watermark, config.low_watermark)),
             deadline: config.name_timeout,
-            lock: Mutex::new(Some(lock)),
+            lock: Mutex::new(lock),
         }
     }
 
@@ -155,11 +156,6 @@ impl LocalDisk {
         if let Err(error) = removed {
             tracing::warn!(disk = %self.label, %error, "cannot undo the claim of a new data directory");
         }
-    }
-
-    /// Returns the lock of the directory, once.
-    pub(super) fn unlock(&self) -> Option<Box<dyn DiskLock>> {
-        self.lock.lock().take()
     }
 
     /// Returns its mount point.
@@ -354,15 +350,12 @@ impl LocalDisk {
 
     /// Writes the claim of the directory again, and locks it.
     async fn claim_again(&self) -> io::Result<()> {
-        if self.lock.lock().is_none() {
-            return Err(io::ErrorKind::NotFound.into());
-        }
         let marker = Path::new(MARKER);
         let content = marker_of(self.uuid).into_bytes();
         within(self.deadline, self.io.write_small(marker, content)).await?;
         within(self.deadline, self.io.sync_dir(Path::new(""))).await?;
         let lock = within(self.deadline, self.io.lock(marker)).await?;
-        let before = self.lock.lock().replace(lock);
+        let before = std::mem::replace(&mut *self.lock.lock(), lock);
         drop(before);
         tracing::error!(
             disk = %self.label,

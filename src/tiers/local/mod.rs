@@ -24,7 +24,6 @@ mod fetch;
 mod files;
 pub mod health;
 pub mod index;
-mod let_go;
 mod log;
 mod marker;
 pub(crate) mod metrics;
@@ -57,7 +56,7 @@ mod write;
 mod tests;
 
 pub use self::batch::Published;
-pub use self::config::{INDEX_CACHE_BYTES, LetGo, LocalConfig, SyncWrites, VerifyReads};
+pub use self::config::{INDEX_CACHE_BYTES, LocalConfig, SyncWrites, VerifyReads};
 pub use self::marker::MARKER;
 pub use self::read::{DataRead, IndexRead};
 pub use self::release::{Moving, Oldest, Run, Stops};

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::join_all;
@@ -12,11 +13,14 @@ use super::scan::{DiskScan, scan_disk};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::uploaded::Uploaded;
-use crate::durability::{Deadlines, Directory, Found, Health, LogError, MetadataLog, Survey};
+use crate::clock::timeout;
+use crate::durability::{Deadlines, Directory, Found, HandOff, Health, LogError, MetadataLog, Survey};
 use crate::runtime::Tasks;
 use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
+/// Clients wait while the log is closed.
+const RELEASE_DEADLINE: Duration = Duration::from_secs(1);
 /// Purges that wait for the metadata log together.
 const NOTES_AT_ONCE: usize = 512;
 
@@ -51,7 +55,7 @@ impl Before {
         let scans = join_all(scans).await;
         let directories: Vec<Directory> = core.disks.iter().map(LocalDisk::directory).collect();
         let (write, name) = (core.config.metadata_timeout, core.config.name_timeout);
-        let survey = Survey::take(&directories, name).await.vouched(core.config.let_go.vouch.clone());
+        let survey = Survey::take(&directories, name).await.with_hand_off(core.config.hand_off.clone());
         let has_data = scans.iter().any(|scan| scan.has_unread || !scan.directories.is_empty());
         let survey = survey.beside_data(has_data);
         if survey.is_fresh() {
@@ -82,6 +86,12 @@ impl LocalStore {
             self.metadata.count_blind_start().await;
         }
         *self.recovered.lock() = recovered;
+    }
+
+    /// Closes the metadata log: nothing is acknowledged any more. Returns the hand-off record for the successor that this process
+    /// becomes, or none if a successor has to begin a generation.
+    pub async fn release_log(&self) -> Option<HandOff> {
+        timeout(RELEASE_DEADLINE, self.metadata.release()).await.ok()?.ok()
     }
 
     /// Writes down what a shuffle says: when this returns `Ok` it outlives process and power.

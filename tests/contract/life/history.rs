@@ -15,10 +15,11 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::clock;
+use uniffle_worker::durability::HandOff;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::offload::Watermarks;
-use uniffle_worker::tiers::{DiskInfo, LetGo, LocalConfig, StoreError, SyncWrites};
+use uniffle_worker::tiers::{DiskInfo, LocalConfig, StoreError, SyncWrites};
 
 use super::Mutation;
 use super::clients::OpenSend;
@@ -47,8 +48,8 @@ enum End {
     Torn,
     /// Flushes memory first.
     Stop,
-    /// Hands over to a successor without a disk that hangs.
-    Beside,
+    /// Is killed while a disk hangs, which refuses an upgrade.
+    Hung,
     /// Hands over to a successor at once, with the state of the metadata log.
     Upgrade,
     /// Moves all data to the object store. The next process starts on empty disks.
@@ -71,7 +72,7 @@ pub(crate) struct History {
     /// Disk that the current process does not find.
     pub(super) missing: Option<usize>,
     /// Hand-off of the previous process, and the disk that it released.
-    let_go: Option<(Option<usize>, LetGo)>,
+    hand_off: Option<HandOff>,
     /// Disks are unhealthy when the current process starts.
     pub(super) is_faulty: bool,
     /// Directory of a disk that the current process cannot list.
@@ -139,7 +140,7 @@ impl History {
             mutation,
             faults: Vec::new(),
             missing: None,
-            let_go: None,
+            hand_off: None,
             is_faulty: false,
             unlisted: None,
             claim: None,
@@ -220,32 +221,29 @@ impl History {
         self.life += 1;
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
         (self.missing, self.unlisted, self.claim, self.is_faulty) = (None, None, None, false);
-        let let_go = self.let_go.take().filter(|_| !all_disks);
-        if let_go.is_none() && !all_disks && self.rng.random_bool(0.1) {
+        let hand_off = self.hand_off.take().filter(|_| !all_disks);
+        if hand_off.is_none() && !all_disks && self.rng.random_bool(0.1) {
             self.start_unmounted().await;
         }
         if self.objects.is_none() && !all_disks && self.rng.random_bool(0.05) {
             self.start_by_two_paths().await;
         }
-        match &let_go {
-            // Results are complete without this disk.
-            Some((Some(disk), _)) => self.missing = Some(*disk),
+        match &hand_off {
+            Some(_) if self.rng.random_bool(0.7) => {}
             // Sometimes a fault happens between the two processes.
-            Some((None, _)) if self.rng.random_bool(0.7) => {}
-            Some((None, _)) => self.plan_fault(),
+            Some(_) => self.plan_fault(),
             None if !all_disks && self.life > 1 && self.has_disks() => self.plan_fault(),
             None => {}
         }
-        let let_go = let_go.map(|(_, let_go)| let_go).unwrap_or_default();
         self.reads_fail = !all_disks && self.rng.random_bool(0.2);
         self.files_removed = false;
         let stored = match self.store() {
-            Some(store) if self.has_disks() => self.start_on_both(&store, let_go, all_disks).await,
+            Some(store) if self.has_disks() => self.start_on_both(&store, hand_off, all_disks).await,
             Some(store) => {
                 self.start_above(&store, all_disks).await;
                 self.durable_blocks()
             }
-            None => self.start_on_disks(let_go).await,
+            None => self.start_on_disks(hand_off).await,
         };
         tracing::info!(target: "life", life = self.life, missing = ?self.missing, "begins");
         self.tally.lives += 1;
@@ -256,12 +254,12 @@ impl History {
         self.check_recovered(&stored).await;
     }
 
-    async fn start_on_disks(&mut self, let_go: LetGo) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
+    async fn start_on_disks(&mut self, hand_off: Option<HandOff>) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         let stored = self.stored_blocks();
         if self.mutation == Mutation::NoIndexes {
             self.remove_indexes();
         }
-        while let Err(error) = self.start_process(let_go.clone()).await {
+        while let Err(error) = self.start_process(hand_off.clone()).await {
             self.leave_out(&error);
         }
         stored
@@ -297,11 +295,11 @@ impl History {
         expected.epoch = self.next_epoch;
     }
 
-    pub(super) async fn start_process(&mut self, let_go: LetGo) -> Result<(), StoreError> {
+    pub(super) async fn start_process(&mut self, hand_off: Option<HandOff>) -> Result<(), StoreError> {
         let there = |(index, _): &(usize, _)| self.missing != Some(*index);
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
-        let local = LocalConfig { sync: self.sync, let_go, ..LocalConfig::default() };
+        let local = LocalConfig { sync: self.sync, hand_off, ..LocalConfig::default() };
         self.process = Some(self.process_on(&disks, local).await?);
         Ok(())
     }
@@ -347,7 +345,7 @@ impl History {
         let end = match self.rng.random_range(0..if moves { 13 } else { 11 }) {
             0..4 => End::Crash,
             4..6 => End::Torn,
-            6 if self.disks.len() > 1 && self.missing.is_none() => End::Beside,
+            6 if self.disks.len() > 1 && self.missing.is_none() => End::Hung,
             10 if self.has_disks() => End::Upgrade,
             11.. => End::Elsewhere,
             _ => End::Stop,
@@ -371,7 +369,7 @@ impl History {
                 self.report_some(false).await;
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
-            End::Beside => self.upgrade_beside().await,
+            End::Hung => self.hang_a_disk().await,
             End::Upgrade => self.upgrade().await,
             End::Elsewhere => self.move_elsewhere().await,
             End::Stop => self.stop_in_order(&here).await,
@@ -380,7 +378,7 @@ impl History {
         self.add_figures();
         self.process = None;
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
-        if self.let_go.is_some() || !self.has_disks() {
+        if self.hand_off.is_some() || !self.has_disks() {
             return;
         }
         let goes_down = match self.sync {
@@ -441,31 +439,16 @@ impl History {
         }
     }
 
-    /// Lets a disk hang, flushes memory to the others and hands over to a successor. If that fails,
-    /// the process has crashed.
-    async fn upgrade_beside(&mut self) {
+    /// Lets a disk hang and flushes memory to the others.
+    async fn hang_a_disk(&mut self) {
         self.faults.iter().for_each(Faults::clear);
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
         let hung = self.rng.random_range(0..self.disks.len());
         for operation in [Operation::Write, Operation::Other] {
             self.faults[hung].add(Rule::always(operation, Fault::Hang));
         }
-        let paths = vec![PathBuf::from(format!("/disk{hung}"))];
-        let store = self.process().store();
-        if store.avoid(&paths).await.is_err() {
-            // Both metadata copies are on the disk, so the upgrade is refused.
-            return;
-        }
         self.process().flush().await;
-        if !self.process().is_flushed() {
-            return;
-        }
-        let (let_go, locks) = store.let_go(paths).await;
-        // Processes of the model follow each other.
-        drop(locks);
-        self.tally.upgrades_beside += 1;
-        let vouch = let_go.vouch.clone().filter(|_| self.mutation != Mutation::NoHandOff);
-        self.let_go = Some((Some(hung), LetGo { vouch, ..let_go }));
+        self.tally.hung_disks += 1;
     }
 
     /// Flushes memory despite failing disks and hands over the state of the log. If that fails, the
@@ -473,9 +456,8 @@ impl History {
     async fn upgrade(&mut self) {
         self.process().flush().await;
         if self.process().is_flushed() {
-            let let_go = self.process().store().leave_log().await;
-            self.tally.upgrades += u64::from(let_go.vouch.is_some());
-            self.let_go = Some((None, let_go));
+            self.hand_off = self.process().store().release_log().await;
+            self.tally.upgrades += u64::from(self.hand_off.is_some());
         }
     }
 

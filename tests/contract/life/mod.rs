@@ -55,8 +55,6 @@ enum Mutation {
     NoIndexes,
     /// A stop does not sync after its flush.
     NoLastSync,
-    /// The hand-off to a successor beside a hung disk does not prove that nothing is newer.
-    NoHandOff,
     /// A directory whose claim is unreadable is treated as new.
     NoUnclaimed,
     /// Copies of metadata pages do not reach the object store.
@@ -184,11 +182,6 @@ fn ineffective_syncs_fail_the_model() {
 #[test]
 fn lost_indexes_fail_the_model() {
     must_be_noticed(Storage::Disks, Mutation::NoIndexes);
-}
-
-#[test]
-fn missing_hand_off_fails_the_model() {
-    must_be_noticed(Storage::Disks, Mutation::NoHandOff);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use rand::RngExt;
 
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{BlockId, ShuffleKey};
-use uniffle_worker::tiers::LetGo;
+use uniffle_worker::durability::HandOff;
 use uniffle_worker::tiers::object::layout::{Name, parse_key};
 use uniffle_worker::tiers::offload::Watermarks;
 
@@ -54,7 +54,7 @@ impl History {
     pub(super) async fn start_on_both(
         &mut self,
         store: &FaultyObjects,
-        let_go: LetGo,
+        hand_off: Option<HandOff>,
         is_last: bool,
     ) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
         self.heal_the_store(store);
@@ -64,7 +64,7 @@ impl History {
         if self.mutation == Mutation::NoIndexes {
             self.remove_segments(store).await;
         }
-        while let Err(error) = self.start_process(let_go.clone()).await {
+        while let Err(error) = self.start_process(hand_off.clone()).await {
             self.leave_out(&error);
         }
         // The next start removes late arrivals.

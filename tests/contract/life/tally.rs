@@ -26,7 +26,7 @@ macro_rules! tally {
 tally!(
     lives,
     orderly_stops,
-    upgrades_beside,
+    hung_disks,
     upgrades,
     power_losses,
     unsynced_power_losses,
@@ -97,7 +97,7 @@ pub(crate) const LATE_EVENTS: &[&str] = &["late_requests"];
 
 /// Events that need disks.
 pub(crate) const DISK_EVENTS: &[&str] = &[
-    "upgrades_beside",
+    "hung_disks",
     "upgrades",
     "power_losses",
     "unsynced_power_losses",

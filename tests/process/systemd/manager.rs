@@ -23,8 +23,6 @@ pub(super) const STATE: &str = "/var/lib/uniffle-worker";
 /// Targets that every unit depends on; the machine's own would start the whole machine.
 const TARGETS: [&str; 3] = ["sysinit.target", "basic.target", "shutdown.target"];
 const ALONE: &str = "[Unit]\nDefaultDependencies=no\n";
-/// User id that the unit runs as.
-pub(super) const USER: u32 = 60_123;
 const ACCOUNTS: [(&str, &str); 2] = [
     ("passwd", "root:x:0:0::/root:/bin/sh\nuniffle:x:60123:60123::/var/lib/uniffle-worker:/bin/false\n"),
     ("group", "root:x:0:\nuniffle:x:60123:\n"),
@@ -53,11 +51,6 @@ impl Manager {
     /// (`CAP_SYS_ADMIN`). With that permission namespaces and cgroups are available too, so any
     /// failure panics.
     pub(super) fn start() -> Option<Self> {
-        Self::start_on(|_| Some(())).map(|(manager, ())| manager)
-    }
-
-    /// Like [`Manager::start`], after `prepare` has set up the state directory.
-    pub(super) fn start_on<T>(prepare: impl FnOnce(&Path) -> Option<T>) -> Option<(Self, T)> {
         let tried = "a worker under a real systemd";
         if !available(tried, &["unshare", "nsenter", "systemctl", "mount"]) {
             return None;
@@ -73,7 +66,6 @@ impl Manager {
         }
         let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
         create_root(dir.path());
-        let prepared = prepare(&dir.path().join("state"))?;
         let script = Path::new(WORKSPACE).join("tests/process/systemd/namespace.sh");
         let mut namespaces = Command::new(find("unshare").expect("seen before"))
             .args(["--mount", "bash"])
@@ -89,7 +81,7 @@ impl Manager {
             Ok(state) if state.trim() == "SystemState=running" => Ok(()),
             other => Err(format!("{other:?}")),
         });
-        Some((manager, prepared))
+        Some(manager)
     }
 
     fn find_init(&mut self) -> Result<u32, String> {
@@ -153,12 +145,6 @@ impl Manager {
         let before = self.restarts();
         self.signal(Signal::KILL);
         self.wait_restarted(before);
-    }
-
-    /// Kills the serving process, whether or not systemd knows it.
-    pub(super) fn kill_serving(&self) {
-        let pid = self.ready().pid.to_string();
-        self.execute(&["kill", "-KILL", &pid]).expect("it runs");
     }
 
     /// Waits until it runs after one more restart than `before`.

@@ -3,12 +3,9 @@
 
 mod manager;
 
-use std::path::Path;
-
 use tokio::task::block_in_place;
 
-use self::manager::{Manager, USER};
-use crate::upgrades::FreezableDisk;
+use self::manager::Manager;
 use crate::writes::{Written, key};
 
 const BLOCK_BYTES: u32 = 14 << 10;
@@ -120,47 +117,4 @@ async fn systemd_keeps_memory_while_starts_fail() {
     assert_eq!(manager.log().matches(TAKEN).count(), 1);
     block_in_place(|| manager.systemctl(&["stop"]));
     assert_eq!(manager.property("Result"), "success");
-}
-
-/// A successor beside a hung process is not systemd's child. Its memory is stored all the same, and
-/// its death fails the unit.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn systemd_stores_memory_of_successor_beside_hung_process() {
-    let mount = |state: &Path| {
-        let disk = FreezableDisk::mount(state)?;
-        std::os::unix::fs::chown(&disk.0, Some(USER), Some(USER)).expect("our own");
-        Some(disk)
-    };
-    let Some((manager, disk)) = block_in_place(|| Manager::start_on(mount)) else { return };
-    block_in_place(|| {
-        manager.configure("256M", "memfd", &["mounted/data", "disk1"]);
-        manager.systemctl(&["start"]);
-    });
-    let client = manager.client().await;
-    let mut before = Written::register(&client, key("app", 0), 5).await;
-    before.task(&client, 0, BLOCK_BYTES).await.expect("sent");
-    let frozen = disk.freeze();
-    // The metadata log has a copy on each disk.
-    let mut meanwhile = Written::register(&client, key("app", 1), 5).await;
-    block_in_place(|| manager.wait_log("disk failed; avoiding it"));
-    meanwhile.task(&client, 0, BLOCK_BYTES).await.expect("it goes on");
-    let first = manager.ready().pid;
-    block_in_place(|| manager.upgrade());
-    assert_ne!(manager.ready().pid, first, "another process serves");
-    let client = manager.client().await;
-    let mut after = Written::register(&client, key("app", 2), 5).await;
-    after.task(&client, 0, BLOCK_BYTES).await.expect("it goes on");
-    block_in_place(|| {
-        let restarts = manager.restarts();
-        manager.kill_serving();
-        manager.wait_log("the successor has ended; this process ends too");
-        drop(frozen);
-        manager.wait_restarted(restarts);
-    });
-    let client = manager.client().await;
-    for written in [&before, &meanwhile, &after] {
-        written.assert_readable(&client).await;
-    }
-    assert!(manager.log().contains(TAKEN));
-    block_in_place(|| manager.systemctl(&["stop"]));
 }

@@ -6,8 +6,7 @@ use futures::FutureExt as _;
 use futures::future::join_all;
 
 use super::*;
-use crate::durability::{self, LogError};
-use crate::tiers::local::LetGo;
+use crate::durability::{self, HandOff, LogError};
 use uniffle_testkit::fault::{EACCES, EIO, EMFILE, Fault, Operation, Rule};
 
 /// A shuffle that says something.
@@ -47,9 +46,9 @@ async fn new_shuffle_survives_power_loss_without_synced_data() {
     }
 }
 
-/// A start on `disks` by the word of the process before.
-async fn successor(disks: &[TestDisk], let_go: &LetGo) -> Arc<LocalStore> {
-    let config = LocalConfig { index_cache_bytes: 0, let_go: let_go.clone(), ..LocalConfig::default() };
+/// Starts on `disks` with the record of the process before.
+async fn successor(disks: &[TestDisk], hand_off: Option<&HandOff>) -> Arc<LocalStore> {
+    let config = LocalConfig { index_cache_bytes: 0, hand_off: hand_off.cloned(), ..LocalConfig::default() };
     open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap()
 }
 
@@ -61,20 +60,20 @@ async fn successor_continues_the_log() {
         let (first, second, third) = (key("app", 1), key("app", 2), key("app", 3));
         let store = store_on(disks).await;
         say(&store, &first, b"first").await;
-        let let_go = store.leave_log().await;
+        let hand_off = store.release_log().await;
         store.append_metadata(&store.register(&second), b"late").await.expect_err("it is left");
         drop(store);
         let copies = log_copies(disks);
-        let store = successor(disks, &let_go).await;
+        let store = successor(disks, hand_off.as_ref()).await;
         assert!(!store.metadata.is_begun(), "it is told first");
         let heard = hear(&store).await;
         assert_eq!(found(&heard, &first), (vec![Bytes::from_static(b"first")], None));
         assert!(store.metadata.is_begun());
         assert_eq!(heard.shuffles.len(), 1);
         say(&store, &second, b"second").await;
-        let let_go = store.leave_log().await;
+        let hand_off = store.release_log().await;
         drop(store);
-        let store = successor(disks, &let_go).await;
+        let store = successor(disks, hand_off.as_ref()).await;
         say(&store, &third, b"third").await;
         assert_eq!(log_copies(disks), copies, "nothing was written anew");
         drop(store);
@@ -95,9 +94,9 @@ async fn successor_continues_the_log() {
 /// What is not as the process before says, or cannot stay so, is written anew as after a crash; nothing of it is missing.
 #[tokio::test(start_paused = true)]
 async fn changed_log_is_rewritten() {
-    type Change = fn(&[TestDisk], &mut LetGo);
+    type Change = fn(&[TestDisk], &mut Option<HandOff>);
     let changes: [(&str, Change); 4] = [
-        ("a worker of before says nothing of it", |_, let_go| let_go.vouch = None),
+        ("a worker of before says nothing of it", |_, hand_off| *hand_off = None),
         ("a copy is cut short", |disks, _| {
             let copies = log_copies(disks);
             let (at, path) = &copies[0];
@@ -119,11 +118,11 @@ async fn changed_log_is_rewritten() {
         let disks = &disks::<3>();
         let store = store_on(disks).await;
         say(&store, &first, b"first").await;
-        let mut let_go = store.leave_log().await;
+        let mut hand_off = store.release_log().await;
         drop(store);
-        change(disks, &mut let_go);
+        change(disks, &mut hand_off);
         let copies = log_copies(disks);
-        let store = successor(disks, &let_go).await;
+        let store = successor(disks, hand_off.as_ref()).await;
         assert_eq!(found(&hear(&store).await, &first), (vec![Bytes::from_static(b"first")], None), "{what}");
         assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "{what}");
         say(&store, &second, b"second").await;
@@ -132,13 +131,13 @@ async fn changed_log_is_rewritten() {
     let disks = &disks::<2>();
     let store = store_on(disks).await;
     say(&store, &first, b"first").await;
-    let let_go = store.leave_log().await;
+    let hand_off = store.release_log().await;
     drop(store);
-    let store = successor(disks, &let_go).await;
+    let store = successor(disks, hand_off.as_ref()).await;
     say(&store, &second, b"second").await;
     drop(store);
     let copies = log_copies(disks);
-    let store = successor(disks, &let_go).await;
+    let store = successor(disks, hand_off.as_ref()).await;
     assert_eq!(found(&hear(&store).await, &second).0, [&b"second"[..]]);
     assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "an old word");
 }

@@ -10,16 +10,18 @@ use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use futures::future::join_all;
+use prometheus::Registry;
 use tokio::task::spawn_blocking;
 
 use crate::clock::timeout;
 use crate::config::Config;
 use crate::durability::METADATA;
-use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner};
+use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner, describe_huge_pages};
 
 /// The note, beside the metadata log. Without a dot: what has one is the log's.
 const NOTE: &str = "memory";
@@ -118,13 +120,13 @@ impl Outlives {
     }
 }
 
-/// Notes in every data directory where memory lies, as far as that is not noted there; those that are `silent` are not touched.
-pub(super) async fn note(config: &Config, silent: &[PathBuf]) {
+/// Notes in every data directory where memory lies, as far as that is not noted there.
+pub(super) async fn note(config: &Config) {
     let directory = match &config.memory.backing {
         Backing::Directory(directory) => Some(directory.clone()),
         Backing::Auto | Backing::Private | Backing::Memfd => None,
     };
-    let notes = beside_log(config, silent, NOTE).map(|path| {
+    let notes = beside_log(config, NOTE).map(|path| {
         let (directory, shown) = (directory.clone(), path.display().to_string());
         async move {
             let written = within(move || write_note(&path, directory.as_deref())).await;
@@ -158,14 +160,10 @@ fn read_note(path: &Path) -> io::Result<Option<PathBuf>> {
     }
 }
 
-/// Returns the path of the file `name` beside each copy of the metadata log, without the directories in `silent`.
-pub(super) fn beside_log<'a>(
-    config: &'a Config,
-    silent: &'a [PathBuf],
-    name: &'a str,
-) -> impl Iterator<Item = PathBuf> + 'a {
+/// Returns the path of the file `name` beside each copy of the metadata log.
+pub(super) fn beside_log<'a>(config: &'a Config, name: &'a str) -> impl Iterator<Item = PathBuf> + 'a {
     let has_log = config.worker.store_type.has_local() && config.local.recovery;
-    let paths = config.local.paths.iter().filter(move |path| has_log && !silent.contains(path));
+    let paths = config.local.paths.iter().filter(move |_| has_log);
     paths.map(move |path| path.join(METADATA).join(name))
 }
 
@@ -181,8 +179,8 @@ pub(super) async fn within<T: Send + 'static>(
 }
 
 /// Directories that are noted, but for that of `config`.
-async fn noted(config: &Config, silent: &[PathBuf]) -> BTreeSet<PathBuf> {
-    let reads = beside_log(config, silent, NOTE).map(|path| within(move || read_note(&path)));
+async fn noted(config: &Config) -> BTreeSet<PathBuf> {
+    let reads = beside_log(config, NOTE).map(|path| within(move || read_note(&path)));
     let read = join_all(reads.collect::<Vec<_>>()).await;
     let mut noted: BTreeSet<PathBuf> = read.into_iter().filter_map(|read| read.ok().flatten()).collect();
     if let Backing::Directory(directory) = &config.memory.backing {
@@ -198,10 +196,10 @@ async fn noted(config: &Config, silent: &[PathBuf]) -> BTreeSet<PathBuf> {
 /// There are blocks in it, which a start would give up, or there may be.
 pub(super) async fn refuse_left(
     config: &Config,
-    (server_id, silent): (&str, &[PathBuf]),
+    server_id: &str,
     passed: Option<OwnedFd>,
 ) -> anyhow::Result<()> {
-    let (noted, backing) = (noted(config, silent).await, &config.memory.backing);
+    let (noted, backing) = (noted(config).await, &config.memory.backing);
     if noted.is_empty() && passed.is_none() {
         return Ok(());
     }
@@ -256,6 +254,50 @@ pub(super) async fn refuse_left(
     Ok(())
 }
 
+/// Maps the memory, or takes over what an earlier process left in it (`left`, if that was passed on).
+pub(super) async fn open(
+    config: &Config,
+    server_id: &str,
+    left: Option<OwnedFd>,
+    registry: &Registry,
+) -> anyhow::Result<Arc<Memory>> {
+    let (left, unused) = match config.memory.backing {
+        Backing::Memfd => (left, None),
+        Backing::Auto | Backing::Private | Backing::Directory(_) => (None, left),
+    };
+    refuse_left(config, server_id, unused).await?;
+    let section = &config.memory;
+    let huge_pages = describe_huge_pages(section);
+    if section.backing.is_private() {
+        tracing::info!(
+            backing = %section.backing, huge_pages,
+            "an upgrade flushes memory first, and a kill loses blocks in memory; to preserve them, use a \
+             service manager that stores descriptors, or a tmpfs directory as memory_store.backing"
+        );
+        return Memory::new(section, registry).with_context(|| unmappable(config));
+    }
+    let owner = Owner::now(server_id).context("memory_store.backing")?;
+    let memory = Memory::open(section, &owner, left, registry)
+        .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
+    tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).words());
+    Ok(memory)
+}
+
+/// Looks whether the next process would find the file that memory lies in, as often as disks are probed.
+pub(super) async fn look_at_backing(memory: Arc<Memory>, interval: Duration) {
+    loop {
+        crate::clock::sleep(interval).await;
+        let looked_at = Arc::clone(&memory);
+        if tokio::task::spawn_blocking(move || looked_at.backing_vanished()).await.unwrap_or(false) {
+            return;
+        }
+    }
+}
+
+fn unmappable(config: &Config) -> String {
+    format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::File;
@@ -275,7 +317,7 @@ mod tests {
         let refused = async |bytes: &[u8]| {
             let mut file = File::from(memfd_create("left", MemfdFlags::CLOEXEC).unwrap());
             file.write_all(bytes).unwrap();
-            let refused = refuse_left(&config, ("worker-1", &[]), Some(file.into())).await;
+            let refused = refuse_left(&config, "worker-1", Some(file.into())).await;
             refused.map_err(|error| error.to_string())
         };
         let error = refused(&[1; 4096]).await.unwrap_err();

@@ -1,0 +1,179 @@
+//! Opens the listeners of a worker and announces it to coordinators.
+
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+
+use axum::Router;
+use parking_lot::Mutex;
+use prometheus::IntGauge;
+use tonic::service::RoutesBuilder;
+
+use super::cluster::{self, ClusterPage};
+use super::health::Watch;
+use super::settings::Pace;
+use super::snapshot::{Inspector, OpenConnections, ProcessGauges};
+use super::sockets::{Sockets, accepting};
+use super::tls::Tls;
+use super::{Worker, admin, report, tiers};
+use crate::config::Config;
+use crate::coordinator::{NodeReport, ReportSource, heartbeat};
+use crate::listeners::Binding;
+use crate::listeners::grpc::GrpcServer;
+use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
+use crate::listeners::http::api::{self, ApiHooks};
+use crate::listeners::http::java::{self, JavaHooks};
+use crate::listeners::http::push::Pusher;
+use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages, gathering_places};
+use crate::listeners::tcp::TcpServer;
+use crate::proto::coordinator_server_server::CoordinatorServerServer;
+use crate::runtime::Aside;
+
+impl Worker {
+    /// Opens all listeners; only then a coordinator is told.
+    pub(super) fn open_listeners(
+        &self,
+        config: &Config,
+        sockets: Sockets,
+        tls: Tls,
+        gauges: ProcessGauges,
+    ) -> anyhow::Result<()> {
+        let mut routes = RoutesBuilder::default();
+        if let Some(embedded) = &self.embedded {
+            routes.add_service(CoordinatorServerServer::new(embedded.clone()));
+        }
+        let service = Arc::clone(&self.service);
+        let binding = Binding {
+            listener: accepting(sockets.grpc)?,
+            tls: tls.grpc,
+            handover: self.grpc_handover.clone(),
+            kept: sockets.grpc_connections,
+        };
+        let tasks = self.listeners.clone();
+        let grpc = GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
+        let kept = sockets.tcp_connections;
+        let tcp = sockets.tcp.map(|listener| self.open_tcp(config, listener, kept)).transpose()?;
+        let metrics = HttpMetrics::new(&self.registry)?;
+        let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
+        let inspector = Arc::new(Inspector {
+            fixed: self.report(),
+            store_type: config.worker.store_type.as_str(),
+            service: Arc::clone(&self.service),
+            live: Arc::clone(&self.live),
+            reloader: Arc::clone(&self.reloader),
+            gauges,
+            connections,
+            latest: Mutex::new(None),
+            cluster: self.embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.others)),
+        });
+        let source = report::source(Arc::clone(&inspector));
+        let node: Arc<dyn Node> = inspector;
+        if let Some(gateway) = &config.push.endpoint {
+            let instance = self.server_id();
+            let (registry, node) = (self.registry.clone(), Arc::clone(&node));
+            Pusher::start(&config.push, gateway, &instance, registry, node, &self.http)?;
+        }
+        let profiles = http::debug::routes(self.http.clone());
+        let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
+        self.open_http(config, binding, (metrics, node, &profiles))?;
+        if let Some(listener) = sockets.admin {
+            let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
+            self.open_admin(config, binding, profiles)?;
+        }
+        self.announce(config, source)
+    }
+
+    /// Pages, the API and metrics. Not with the other listeners: the last flush is to be seen too.
+    fn open_http(
+        &self,
+        config: &Config,
+        binding: Binding,
+        (metrics, node, profiles): (HttpMetrics, Arc<dyn Node>, &Router),
+    ) -> anyhow::Result<()> {
+        let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
+        let aside = gathering_places();
+        let api = api::router(ApiHooks {
+            service: Arc::clone(&self.service),
+            node: Arc::clone(&node),
+            aside: aside.clone(),
+        });
+        let java = java::router(JavaHooks {
+            registry: self.registry.clone(),
+            node: Arc::clone(&node),
+            aside: aside.clone(),
+        });
+        let mounted = api.merge(java).merge(open_profiles);
+        let pages =
+            Pages { registry: self.registry.clone(), metrics, mounted, node, aside, ready: Aside::new(1) };
+        HttpServer::start(config.http, binding, pages, &self.http)?;
+        Ok(())
+    }
+
+    fn open_admin(&self, config: &Config, binding: Binding, profiles: Router) -> anyhow::Result<()> {
+        let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
+        let hooks = AdminHooks { service: Arc::clone(&self.service), control };
+        let of_parts =
+            tiers::admin_routes(self.service.tiers()).merge(cluster::admin_routes(self.embedded.clone()));
+        let mounted = http::debug::admin_routes(profiles).merge(of_parts);
+        let token = admin::token(config)?;
+        AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.http)?;
+        Ok(())
+    }
+
+    /// The gauge of its open connections.
+    fn open_tcp(
+        &self,
+        config: &Config,
+        listener: TcpListener,
+        kept: Vec<TcpStream>,
+    ) -> anyhow::Result<IntGauge> {
+        let handover = self.tcp_handover.clone();
+        let binding = Binding { handover, kept, ..Binding::from(accepting(listener)?) };
+        let service = Arc::clone(&self.service);
+        TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)
+    }
+
+    /// What a report says whatever happens.
+    fn report(&self) -> NodeReport {
+        let netty_port = self.addresses.tcp.map(|address| address.port());
+        let grpc_port = self.addresses.grpc.port();
+        let mut fixed = NodeReport::new(self.server_id(), self.ip, grpc_port);
+        fixed.netty_port = netty_port;
+        fixed.http_port = Some(self.addresses.http.port());
+        fixed.version = env!("CARGO_PKG_VERSION").to_owned();
+        fixed.git_commit = env!("WORKER_GIT_COMMIT").to_owned();
+        fixed.start_time_ms = self.started_ms;
+        fixed
+    }
+
+    /// The listeners are open: from now on coordinators hear of this worker, and at once of every change of its state.
+    fn announce(&self, config: &Config, source: ReportSource) -> anyhow::Result<()> {
+        let (embedded, state) = (self.embedded.clone(), Arc::clone(&self.state));
+        let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
+        let stop = self.background.cancelled();
+        let interval = config.heartbeat.interval;
+        let pace = embedded
+            .as_ref()
+            .map(|embedded| embedded.keep_reporting(source.clone(), interval, &self.background));
+        let quorum = match config.has_quorum() {
+            true => {
+                Some(heartbeat::start(config.heartbeat.clone(), &source, &self.background, &self.registry)?)
+            }
+            false => None,
+        };
+        if let Some(embedded) = embedded.as_ref().filter(|_| config.expects_workers()) {
+            embedded.wait_for_workers(interval);
+        }
+        self.live.beating(Pace { embedded: pace, quorum: quorum.clone() });
+        let tell = move || {
+            state.notify();
+            if let Some(embedded) = &embedded {
+                embedded.report_now();
+            }
+            if let Some(heartbeats) = &quorum {
+                heartbeats.beat_now();
+            }
+        };
+        self.background.spawn("state watch", watch.run(tell, stop));
+        Ok(())
+    }
+}
