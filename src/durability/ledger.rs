@@ -14,14 +14,10 @@
 
 use std::sync::Arc;
 
-use uniffle_wire::types::{BlockId, PartitionId};
-
 use super::id_set::IdSet;
+use super::loss::{Blame, Entered, Loss, LostExtent};
 use super::present::HeldIds;
 use crate::budget::{Budget, Charge};
-
-/// Ranges of ids listed of one loss.
-const RANGES_MAX: usize = 16;
 
 /// Heap of a lost id, at most, with a copy that is made while a read is refused.
 const LOST_ID_BYTES: u64 = 16;
@@ -86,41 +82,6 @@ struct Verifying {
     has_failed: bool,
 }
 
-/// Blocks that were lost together.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Loss {
-    /// Those that are still lost.
-    pub ids: IdSet,
-    /// Their bytes when they were lost, if known.
-    pub bytes: Option<u64>,
-    /// The disk or the event.
-    pub reason: Arc<str>,
-    /// When it was found out, in milliseconds since 1970.
-    pub at_ms: u64,
-}
-
-/// An extent whose data is gone.
-#[derive(Debug, Clone)]
-pub struct LostExtent {
-    /// Its partition.
-    pub partition: PartitionId,
-    /// Its blocks and their lengths.
-    pub blocks: Vec<(BlockId, u32)>,
-    /// What is wrong.
-    pub reason: Arc<str>,
-}
-
-/// Why blocks that are nowhere are lost.
-#[derive(Debug, Clone)]
-pub struct Blame {
-    /// Extents of which it is known.
-    pub extents: Vec<LostExtent>,
-    /// For all others.
-    pub reason: Arc<str>,
-    /// When that was found out.
-    pub at_ms: u64,
-}
-
 /// How a read of a partition is to be answered.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Verdict {
@@ -132,15 +93,6 @@ pub enum Verdict {
     Lost(IdSet, Arc<str>),
     /// So many blocks are lost for this reason, too many to say which.
     LostUnlisted(u64, Arc<str>),
-}
-
-/// Blocks that were entered as lost and were not before.
-#[derive(Debug, Default, PartialEq)]
-pub struct Entered {
-    /// By reason.
-    pub losses: Vec<Loss>,
-    /// How many more there are, for which there is no heap.
-    pub unlisted: u64,
 }
 
 /// What a look at memory and the tiers has shown.
@@ -425,224 +377,5 @@ impl Verifying {
     }
 }
 
-/// Returns the first ranges of consecutive ids.
-#[must_use]
-pub fn ranges(ids: &IdSet) -> Vec<(i64, i64)> {
-    let mut ranges: Vec<(u64, u64)> = Vec::new();
-    for id in ids.iter() {
-        let full = ranges.len() == RANGES_MAX;
-        match ranges.last_mut() {
-            Some((_, last)) if last.checked_add(1) == Some(id) => *last = id,
-            _ if full => break,
-            _ => ranges.push((id, id)),
-        }
-    }
-    ranges.into_iter().map(|(first, last)| (first.cast_signed(), last.cast_signed())).collect()
-}
-
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use proptest::prelude::*;
-
-    use super::*;
-
-    type Ids = BTreeSet<u64>;
-
-    #[derive(Debug, Clone)]
-    enum Step {
-        Look,
-        Fail,
-        Settle,
-        Commit(Ids),
-        Report(Ids),
-        /// A tier cannot read blocks any more, and says so.
-        Vanish(Ids),
-    }
-
-    fn ids() -> impl Strategy<Value = Ids> {
-        prop::collection::btree_set(0u64..12, 0..5)
-    }
-
-    fn steps() -> impl Strategy<Value = Vec<Step>> {
-        let step = prop_oneof![
-            Just(Step::Look),
-            Just(Step::Fail),
-            Just(Step::Settle),
-            ids().prop_map(Step::Commit),
-            ids().prop_map(Step::Report),
-            ids().prop_map(Step::Vanish),
-        ];
-        prop::collection::vec(step, 0..30)
-    }
-
-    fn blame(reason: &str) -> Blame {
-        Blame { extents: Vec::new(), reason: Arc::from(reason), at_ms: 7 }
-    }
-
-    fn list(ids: &Ids) -> Vec<u64> {
-        ids.iter().copied().collect()
-    }
-
-    fn held(heap: &Budget, ids: &Ids) -> Option<HeldIds> {
-        let mut held = HeldIds::new(heap);
-        held.add(&list(ids)).then_some(held)
-    }
-
-    /// The ledger beside what is true, and a caller that looks as it is told.
-    struct Model {
-        heap: Budget,
-        ledger: Ledger,
-        there: Ids,
-        acknowledged: Ids,
-        /// What is there when the look under way began, and what it seeks.
-        look: Option<(Ids, Ids)>,
-        has_looker: bool,
-    }
-
-    impl Model {
-        /// `left` by an earlier process: acknowledged blocks, those on local disks and those in remote files.
-        fn new(heap: Budget, left: Option<(Ids, Ids, Ids)>, has_remote: bool) -> Self {
-            let Some((acknowledged, local, remote)) = left else {
-                let (ledger, none) = (Ledger::new(&heap), Ids::new);
-                let (there, acknowledged) = (none(), none());
-                return Self { heap, ledger, there, acknowledged, look: None, has_looker: false };
-            };
-            let mut ledger = Ledger::left(&heap, held(&heap, &local), !has_remote);
-            let remote = if has_remote { remote } else { Ids::new() };
-            let has_looker = ledger.acknowledge(&list(&acknowledged)).unwrap_or_else(|missing| {
-                ledger.enter(&missing, &blame("killed"));
-                false
-            });
-            Self { heap, ledger, there: &local | &remote, acknowledged, look: None, has_looker }
-        }
-
-        fn question(&mut self, ids: Option<&[u64]>) {
-            assert_eq!(self.ledger.question(ids), !self.has_looker, "exactly one looks");
-            self.has_looker = true;
-        }
-
-        fn step(&mut self, step: Step) {
-            match step {
-                Step::Look if self.has_looker => {
-                    let asked = self.ledger.begin_look();
-                    let sought: Ids = asked.into_iter().chain(self.acknowledged.iter().copied()).collect();
-                    self.look = Some((self.there.clone(), sought));
-                }
-                Step::Fail if self.look.take().is_some() => {
-                    self.ledger.fail_look();
-                    assert!(!self.ledger.is_looking());
-                }
-                Step::Settle => self.settle(),
-                Step::Look | Step::Fail => {}
-                Step::Commit(ids) => {
-                    let before = self.ledger.lost_blocks();
-                    assert_eq!(self.ledger.commit(&list(&ids)), before - self.ledger.lost_blocks());
-                    self.there.extend(ids);
-                }
-                Step::Report(ids) => match self.ledger.acknowledge(&list(&ids)) {
-                    Err(missing) => {
-                        assert!(missing.iter().all(|id| ids.contains(id) && !self.there.contains(id)));
-                    }
-                    Ok(is_first) => {
-                        assert!(!(is_first && self.has_looker), "exactly one looks");
-                        self.has_looker |= is_first;
-                        // Tasks report what they have sent.
-                        let is_sent = |id: &&u64| self.has_looker || self.there.contains(id);
-                        self.acknowledged.extend(ids.iter().filter(is_sent));
-                    }
-                },
-                Step::Vanish(ids) => {
-                    self.question(None);
-                    self.there.retain(|id| !ids.contains(id));
-                    self.question(None);
-                }
-            }
-        }
-
-        fn settle(&mut self) {
-            let Some((there, sought)) = self.look.take() else { return };
-            let before = self.ledger.lost_blocks();
-            let found = held(&self.heap, &there).filter(|_| !self.ledger.is_in_tiers());
-            let look = Look { found, missing: list(&(&sought - &there)), more_missing: 0 };
-            match self.ledger.settle(look, &blame("disk")) {
-                None => self.look = None,
-                Some(new) => {
-                    let listed: u64 = new.losses.iter().map(|loss| loss.ids.len()).sum();
-                    assert_eq!(self.ledger.lost_blocks(), before + listed + new.unlisted);
-                    assert_ne!(self.ledger.phase(), Phase::Verifying);
-                    self.has_looker = false;
-                }
-            }
-        }
-
-        fn check(&self) {
-            assert_eq!(self.ledger.phase() == Phase::Verifying, self.has_looker);
-            assert_eq!(
-                self.ledger.phase() == Phase::Lossy,
-                !self.has_looker && self.ledger.lost_blocks() > 0
-            );
-            for id in &self.acknowledged {
-                let verdict = self.ledger.verdict(|ids| ids.and(&IdSet::from([*id])));
-                match (self.there.contains(id), self.has_looker, &verdict) {
-                    (false, _, Verdict::Serve) => panic!("{id} is not there, and no read hears of it"),
-                    (false, false, Verdict::Wait(_)) => panic!("no one looks for {id}"),
-                    (true, _, Verdict::Lost(..)) => panic!("{id} is there and called lost"),
-                    (true, false, Verdict::Wait(_)) => panic!("{id} is waited for forever"),
-                    _ => {}
-                }
-            }
-        }
-    }
-
-    proptest! {
-        /// No acknowledged block that is gone is ever served as if it were there, and none that is there is called lost.
-        #[test]
-        fn missing_blocks_are_reported_and_present_ones_served(
-            left: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(), heap in prop_oneof![Just(u64::MAX), 0u64..400],
-        ) {
-            let ids = |bits: u16| (0..12).filter(|n| bits >> n & 1 == 1).collect::<Ids>();
-            let left = left.map(|(acknowledged, local, remote)| (ids(acknowledged), ids(local), ids(remote)));
-            let mut model = Model::new(Budget::new(heap), left, has_remote);
-            model.check();
-            for step in steps {
-                model.step(step);
-                model.check();
-            }
-            if model.has_looker {
-                model.step(Step::Look);
-                model.step(Step::Settle);
-                model.check();
-                prop_assert!(!model.has_looker);
-            }
-        }
-    }
-
-    #[test]
-    fn losses_are_listed_by_extent_and_merged_by_reason() {
-        let extent = |id: i64, reason: &str| LostExtent {
-            partition: PartitionId(1),
-            blocks: vec![(BlockId(id), 10), (BlockId(id + 1), 20)],
-            reason: Arc::from(reason),
-        };
-        let heap = Budget::new(u64::MAX);
-        let mut ledger = Ledger::left(&heap, Some(HeldIds::new(&heap)), true);
-        let why =
-            Blame { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
-        let new = ledger.enter(&[1, 2, 3, 9], &why);
-        let told: Vec<_> = new.losses.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
-        assert_eq!(
-            told,
-            [(vec![(1, 2)], Some(30), "/a"), (vec![(3, 3)], Some(10), "/a"), (vec![(9, 9)], None, "killed")]
-        );
-        let listed: Vec<_> =
-            ledger.losses().iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
-        assert_eq!(listed, [(vec![(1, 3)], Some(40), "/a"), (vec![(9, 9)], None, "killed")]);
-        assert!(ledger.enter(&[1, 9], &why).losses.is_empty(), "known already");
-        let wants_9 = ledger.verdict(|ids| ids.and(&IdSet::from([9, 10])));
-        assert_eq!(wants_9, Verdict::Lost(IdSet::from([9]), Arc::from("killed")));
-        assert_eq!(ledger.verdict(|ids| ids.and(&IdSet::from([4]))), Verdict::Serve);
-        assert_eq!((ledger.commit(&[3, 4, 9]), ledger.losses().len(), ledger.lost_blocks()), (2, 1, 2));
-    }
-}
+mod tests;

@@ -15,7 +15,7 @@
 //! | `hand_off` | or resumed, as the process before has handed it off |
 //! | `take_over` | what an earlier process left in it |
 //! | `mark` | how much of a copy is acknowledged, beside it |
-//! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
+//! | `ledger`, `loss` | which blocks of a partition are there or lost, by id (pure); why |
 //! | `on_damage` | who hears of blocks that are gone |
 //! | `id_chunk`, `id_set` | block ids in at most 8 bytes each (pure) |
 //! | `id_run`, `scratch` | block ids in files without a name |
@@ -34,6 +34,7 @@ mod id_run;
 mod id_set;
 mod ledger;
 mod log;
+mod loss;
 mod mark;
 #[cfg(test)]
 mod measure;
@@ -53,8 +54,9 @@ pub use self::hand_off::HandOff;
 pub use self::history::{Heard, History, HistoryReader};
 pub use self::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::id_set::{IdSet, union};
-pub use self::ledger::{Blame, Entered, Ledger, Look, Loss, LostExtent, Phase, Verdict, ranges};
+pub use self::ledger::{Ledger, Look, Phase, Verdict};
 pub use self::log::{MetadataLog, Said};
+pub use self::loss::{Blame, Entered, Loss, LostExtent, ranges};
 pub use self::on_damage::{Hearer, OnDamage};
 pub use self::plain::plain_ids;
 pub use self::present::{HeldIds, PresentIds, SLICE_IDS, slices};

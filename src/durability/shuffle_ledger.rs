@@ -9,7 +9,8 @@ use tokio::sync::Notify;
 use uniffle_wire::types::PartitionId;
 
 use super::id_set::IdSet;
-use super::ledger::{Ledger, Loss, Phase, Verdict};
+use super::ledger::{Ledger, Phase, Verdict};
+use super::loss::Loss;
 use super::present::{HeldIds, PresentIds};
 use crate::budget::Budget;
 
@@ -167,7 +168,8 @@ impl ShuffleLedger {
 mod tests {
     use std::sync::Arc;
 
-    use super::super::ledger::{Blame, Look};
+    use super::super::ledger::Look;
+    use super::super::loss::Blame;
     use super::*;
 
     const P: PartitionId = PartitionId(3);
