@@ -71,6 +71,8 @@ pub(crate) struct History {
     pub(super) faults: Vec<Faults>,
     /// Disk that the current process does not find.
     pub(super) missing: Option<usize>,
+    /// Disks without which a process has run.
+    pub(super) ran_without: BTreeSet<usize>,
     /// Hand-off of the previous process, and the disk that it released.
     hand_off: Option<HandOff>,
     /// Disks are unhealthy when the current process starts.
@@ -140,6 +142,7 @@ impl History {
             mutation,
             faults: Vec::new(),
             missing: None,
+            ran_without: BTreeSet::new(),
             hand_off: None,
             is_faulty: false,
             unlisted: None,
@@ -248,6 +251,7 @@ impl History {
         tracing::info!(target: "life", life = self.life, missing = ?self.missing, "begins");
         self.tally.lives += 1;
         self.tally.missing_disks += u64::from(self.missing.is_some());
+        self.ran_without.extend(self.missing);
         self.tally.lost_blocks += self.process().counter("total_lost_blocks");
         self.unregister_unknown();
         self.heartbeat();

@@ -7,6 +7,7 @@ use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::on_disk::{Files, stored_blocks};
 use uniffle_testkit::oracle::verify;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
+use uniffle_worker::durability::METADATA;
 
 use super::fault_plan::hides;
 use super::history::{History, Key, LAYOUT};
@@ -40,7 +41,9 @@ impl History {
             // Directories that ran separately may have given one place to different blocks. The job
             // is told to run again, or the reported blocks are listed as lost.
             let runs_again = self.diverged()
-                || refusal.is_some_and(|refusal| refusal.text().contains("run its application"));
+                || refusal.is_some_and(|refusal| {
+                    self.divergence_is_hidden() || refusal.text().contains("run its application")
+                });
             // An extent with wrong bytes may be abandoned.
             let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
             let intact = findings.intact;
@@ -67,6 +70,13 @@ impl History {
         let tiers = self.process().flusher.tiers();
         let gap = tiers.metadata().filter(|_| self.objects.is_some()).and_then(|tier| tier.metadata_gap());
         gap.is_some_and(|gap| gap.contains("was used separately from the others"))
+    }
+
+    /// Returns whether a directory that was used separately cannot be recognised as such, because its
+    /// metadata cannot be listed. Results are refused until it can.
+    fn divergence_is_hidden(&self) -> bool {
+        let unlisted = self.unlisted.as_ref();
+        unlisted.is_some_and(|(disk, path)| self.ran_without.contains(disk) && path.ends_with(METADATA))
     }
 
     fn knows(&self, key: &ShuffleKey) -> bool {
