@@ -95,8 +95,8 @@ async fn upgrade_with_unusable_directory_is_refused() {
         |path: &Path| refusing.config.replacen("data_paths = [", &format!("data_paths = [{path:?}, "), 1);
     let (not_empty, not_a_directory, fresh) =
         (with(&theirs), with(&theirs.join("file")), with(&refusing.worker.dir().join("fresh")));
-    refusing.refuses(&not_empty, "new directory is not empty").await;
-    refusing.refuses(&not_a_directory, "theirs/file: File exists").await;
+    refusing.refuses(&not_empty, "content of another program").await;
+    refusing.refuses(&not_a_directory, "theirs/file: Not a directory").await;
     assert_eq!(std::fs::read(theirs.join("file")).expect("a file"), b"not ours");
     refusing.worker.write_config(&fresh);
     refusing.finish_with_an_upgrade().await;

@@ -42,7 +42,6 @@ pub(super) async fn claim_all(
     config: &LocalConfig,
     changes: &Arc<watch::Sender<()>>,
 ) -> Result<Vec<LocalDisk>, StoreError> {
-    refuse_same_places(disks.iter().map(|disk| &**disk), config.name_timeout).await?;
     let mut claims = Claims { config, changes, claimed: BTreeMap::new(), last_error: None };
     if let Err(error) = claims.take_all(disks).await {
         let new = claims.claimed.values().filter(|disk| !disk.was_used);
@@ -52,8 +51,53 @@ pub(super) async fn claim_all(
     Ok(claims.claimed.into_values().collect())
 }
 
+/// The data directories before they are claimed.
+pub(super) struct Examination {
+    /// By directory.
+    pub(super) contents: Vec<Result<Content, StoreError>>,
+    /// Errors with which a start ends.
+    pub(super) refusals: Vec<StoreError>,
+}
+
+/// Examines the directories without changing them: for a claim, and for a rehearsal of one. `in_use` has the identities of the
+/// directories that a running worker has claimed.
+pub(super) async fn examine(
+    disks: &[Arc<dyn Disk>],
+    deadline: Duration,
+    in_use: &BTreeMap<PathBuf, [u8; 16]>,
+) -> Examination {
+    let same = refuse_same_places(disks.iter().map(|disk| &**disk), deadline).await;
+    let looks = disks.iter().map(|disk| look(&**disk, deadline));
+    let contents = join_all(looks.collect::<Vec<_>>()).await;
+    let ours = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| match content {
+        Ok(Content::Ours(uuid)) => Some((disk.root().to_path_buf(), *uuid)),
+        Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) | Err(_) => None,
+    };
+    let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&contents).filter_map(ours).collect();
+    let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
+    let mut refusals = Vec::new();
+    for (disk, content) in disks.iter().zip(&contents) {
+        let root = disk.root();
+        match content {
+            Ok(Content::Foreign) => refusals.push(StoreError::new(StoreErrorKind::NotOurs, root)),
+            Ok(Content::Outdated) => refusals.push(StoreError::new(StoreErrorKind::Outdated, root)),
+            Ok(Content::Unclaimed(flaw)) => {
+                let identity = identity_of(&**disk, &others, deadline).await;
+                let identity = match in_use.get(root) {
+                    Some(uuid) => identity.or_in_use(Uuid::from_bytes(*uuid)),
+                    None => identity,
+                };
+                refusals.push(unclaimed_error(root, *flaw, &identity));
+            }
+            Ok(Content::Nothing | Content::Ours(_)) | Err(_) => {}
+        }
+    }
+    refusals.extend(same.and(refuse_copies(&identities)).err());
+    Examination { contents, refusals }
+}
+
 /// Refuses two paths that lead to one directory.
-pub(super) async fn refuse_same_places(
+async fn refuse_same_places(
     disks: impl Iterator<Item = &dyn Disk>,
     deadline: Duration,
 ) -> Result<(), StoreError> {
@@ -77,28 +121,21 @@ impl Claims<'_> {
     async fn take_all(&mut self, disks: Vec<Arc<dyn Disk>>) -> Result<(), StoreError> {
         let (config, deadline) = (self.config, self.config.name_timeout);
         let paths: Vec<String> = disks.iter().map(|disk| disk.root().display().to_string()).collect();
-        let looks = disks.iter().map(|disk| look(&**disk, deadline));
-        let contents = join_all(looks.collect::<Vec<_>>()).await;
-        let (mut ours, mut empty, mut identities, mut unclaimed) = (Vec::new(), Vec::new(), Vec::new(), None);
+        let Examination { contents, refusals } = examine(&disks, deadline, &BTreeMap::new()).await;
+        if let Some(refused) = refusals.into_iter().next() {
+            return Err(refused);
+        }
+        let (mut ours, mut empty) = (Vec::new(), Vec::new());
         for ((place, disk), content) in disks.into_iter().enumerate().zip(contents) {
             match content {
-                Ok(Content::Ours(uuid)) => {
-                    identities.push((disk.root().to_path_buf(), uuid));
-                    ours.push((place, disk));
+                Ok(Content::Ours(_)) => ours.push((place, disk)),
+                // Refused otherwise.
+                Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) => {
+                    empty.push((place, disk));
                 }
-                Ok(Content::Nothing) => empty.push((place, disk)),
-                Ok(Content::Foreign) => return Err(StoreError::new(StoreErrorKind::NotOurs, disk.root())),
-                Ok(Content::Outdated) => return Err(StoreError::new(StoreErrorKind::Outdated, disk.root())),
-                Ok(Content::Unclaimed(flaw)) => drop(unclaimed.get_or_insert((disk, flaw))),
                 Err(error) => self.leave_out(error)?,
             }
         }
-        if let Some((disk, flaw)) = unclaimed {
-            let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
-            let identity = identity_of(&*disk, &others, deadline).await;
-            return Err(unclaimed_error(disk.root(), flaw, &identity));
-        }
-        refuse_copies(&identities)?;
         if ours.is_empty()
             && let Some((_, disk)) = empty.first()
         {
@@ -169,7 +206,7 @@ impl Claims<'_> {
 }
 
 /// Whether a start ends with it, instead of going on without the directory.
-pub(super) fn is_refused(error: &StoreError) -> bool {
+fn is_refused(error: &StoreError) -> bool {
     matches!(
         error.kind,
         StoreErrorKind::NotOurs
@@ -182,7 +219,7 @@ pub(super) fn is_refused(error: &StoreError) -> bool {
 
 /// Refuses two directories with one identity: one is a copy of the other, or both are the same. Whatever one says of itself
 /// would be taken for what the other says.
-pub(super) fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
+fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     let mut known: BTreeMap<Uuid, &Path> = BTreeMap::new();
     for (root, uuid) in identities {
         if let Some(other) = known.insert(*uuid, root) {
@@ -196,18 +233,18 @@ pub(super) fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreE
     Ok(())
 }
 
-/// What a directory without a claim says of its identity; those of `others` are not it.
-pub(super) async fn identity_of(io: &dyn Disk, others: &[Uuid], deadline: Duration) -> Identity {
+/// Returns the identity of a directory without a claim, as far as its content shows it. It is none of `others`.
+async fn identity_of(io: &dyn Disk, others: &[Uuid], deadline: Duration) -> Identity {
     let epoch = newest_epoch(io, deadline).await;
     content::identity(&io.root().display().to_string(), epoch.as_ref(), others)
 }
 
-/// The error that says it.
-pub(super) fn unclaimed_error(root: &Path, flaw: Flaw, identity: &Identity) -> StoreError {
+/// Returns the error for a directory without a readable claim.
+fn unclaimed_error(root: &Path, flaw: Flaw, identity: &Identity) -> StoreError {
     StoreError::remote(StoreErrorKind::Unclaimed, root, content::told(root, flaw, identity))
 }
 
-/// Refuses a start from empty directories alone, the first of which is `disk`, where something else knows that they had data. They are not
+/// Refuses a start from empty directories only, the first of which is `disk`, if their data is known elsewhere. They are not
 /// claimed: a claim would make them look used at the next start.
 fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let Some(who) = config.had_data.as_ref().filter(|_| config.recovery && config.require_mounted.is_none())
@@ -254,7 +291,7 @@ pub(super) async fn look(io: &dyn Disk, deadline: Duration) -> Result<Content, S
     Ok(content_of(&names, claim.as_deref()))
 }
 
-/// Makes a directory ours, or says why it cannot be.
+/// Claims a directory.
 async fn claim(
     io: Arc<dyn Disk>,
     config: &LocalConfig,
@@ -295,7 +332,8 @@ async fn claim(
     Ok(disk)
 }
 
-/// The disk's identity by its marker, which is locked: what it said before may be another's by now. An empty one gets one.
+/// Returns the identity in the marker of a directory. It is read under the lock: another process may have changed it. An empty
+/// directory gets a marker.
 async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
     let failed = |error| StoreError::io(root, error);
     match look(io, deadline).await? {

@@ -13,12 +13,12 @@ use std::time::Duration;
 use futures::future::join_all;
 use uuid::Uuid;
 
-use super::claim;
+use super::claim::{self, Examination};
 use super::config::LocalConfig;
-use super::content::{Content, Identity};
+use super::content::Content;
 use super::disk::within;
 use super::marker::MARKER;
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::StoreError;
 use uniffle_io::Disk;
 
 /// What to do about a data directory that does not answer.
@@ -82,57 +82,21 @@ pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
 }
 
 async fn obstacles_on(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<'_>) -> Vec<String> {
-    // First: directories that `look` creates would be seen.
-    let confused = confusions(disks, deadline, held).await;
-    let looks = disks.iter().map(|disk| async {
-        let obstacle = look(disk.as_ref(), held, deadline).await.err()?;
-        let counts = obstacle.is_fatal || !held.is_unhealthy(disk.root());
-        counts.then(|| format!("localfile_store.data_paths: {}: {}", disk.root().display(), obstacle.why))
-    });
-    let found = join_all(looks.collect::<Vec<_>>()).await;
-    let mut told: Vec<String> = found.into_iter().flatten().collect();
-    told.extend(confused);
-    told
-}
-
-/// Returns directories that are other ones than the running worker has, or that a start would refuse.
-async fn confusions(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<'_>) -> Vec<String> {
-    let peeks = disks.iter().map(|disk| claim::look(disk.as_ref(), deadline));
-    let peeked = join_all(peeks.collect::<Vec<_>>()).await;
-    let of = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| match content {
-        Ok(Content::Ours(uuid)) => Some((disk.root().to_path_buf(), *uuid)),
+    // First: directories that `try_out` creates would be seen.
+    let Examination { contents, refusals } = claim::examine(disks, deadline, held.identities).await;
+    let replaced = disks.iter().zip(&contents).filter_map(|(disk, content)| match content {
+        Ok(Content::Ours(now)) => replaced(disk.root(), *now, held),
         Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) | Err(_) => None,
-    };
-    let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&peeked).filter_map(of).collect();
-    let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
-    let same = claim::refuse_same_places(disks.iter().map(|it| &**it), deadline);
-    let confused = same.await.and(claim::refuse_copies(&identities));
-    let mut told: Vec<String> = confused.err().iter().map(ToString::to_string).collect();
-    for (disk, content) in disks.iter().zip(peeked) {
-        told.extend(match content {
-            Ok(Content::Ours(now)) => replaced(disk.root(), now, held),
-            Ok(Content::Unclaimed(flaw)) => {
-                let own = claim::identity_of(disk.as_ref(), &others, deadline).await;
-                let identity = in_use(disk.root(), held, own);
-                Some(claim::unclaimed_error(disk.root(), flaw, &identity).to_string())
-            }
-            Ok(Content::Outdated) => Some(StoreError::new(StoreErrorKind::Outdated, disk.root()).to_string()),
-            // Reported by `look`.
-            Ok(Content::Foreign | Content::Nothing) | Err(_) => None,
-        });
-    }
-    told.into_iter().map(|why| format!("localfile_store.data_paths: {why}")).collect()
-}
-
-/// Returns the identity of a directory without a claim: the one in use, unless its content says otherwise.
-fn in_use(root: &Path, held: HeldBy<'_>, own: Identity) -> Identity {
-    let Some(uuid) = held.identities.get(root).copied().map(Uuid::from_bytes) else { return own };
-    match own {
-        Identity::Certain(another, _) if another != uuid => own,
-        Identity::Certain(..) | Identity::ByPath(_) | Identity::OneOf(_) | Identity::Unknown => {
-            Identity::Certain(uuid, "the running worker uses it")
-        }
-    }
+    });
+    let refused: Vec<String> = refusals.iter().map(ToString::to_string).chain(replaced).collect();
+    let tries = disks.iter().zip(contents).map(async |(disk, content)| {
+        let obstacle = try_out(disk.as_ref(), content, held, deadline).await.err()?;
+        let counts = obstacle.is_fatal || !held.is_unhealthy(disk.root());
+        counts.then(|| format!("{}: {}", disk.root().display(), obstacle.why))
+    });
+    let found = join_all(tries.collect::<Vec<_>>()).await;
+    let all = found.into_iter().flatten().chain(refused);
+    all.map(|why| format!("localfile_store.data_paths: {why}")).collect()
 }
 
 /// Returns an error if a directory is another one than the running worker has at this path.
@@ -147,14 +111,16 @@ fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
     })
 }
 
-async fn look(disk: &dyn Disk, held: HeldBy<'_>, deadline: Duration) -> Result<(), Obstacle> {
+/// Tries whether a directory could be claimed, unless its content is refused.
+async fn try_out(
+    disk: &dyn Disk,
+    content: Result<Content, StoreError>,
+    held: HeldBy<'_>,
+    deadline: Duration,
+) -> Result<(), Obstacle> {
     let (is_claimed, is_unhealthy) = (held.is_claimed(disk.root()), held.is_unhealthy(disk.root()));
-    if !is_claimed && !is_unhealthy {
-        within(deadline, disk.create_dir_all(Path::new(""))).await?;
-    }
-    match claim::look(disk, deadline).await? {
-        // Reported by `confusions`.
-        Content::Unclaimed(_) | Content::Outdated => return Ok(()),
+    match content? {
+        Content::Foreign | Content::Outdated | Content::Unclaimed(_) => return Ok(()),
         // It may not be mounted, or an empty one is in its place.
         Content::Nothing if is_unhealthy => return Ok(()),
         Content::Nothing if is_claimed => {
@@ -163,13 +129,9 @@ async fn look(disk: &dyn Disk, held: HeldBy<'_>, deadline: Duration) -> Result<(
                 is_fatal: false,
             });
         }
-        Content::Foreign => {
-            return Err(Obstacle::fatal(
-                "new directory is not empty and does not belong to this worker; use an empty one",
-            ));
-        }
+        Content::Nothing => within(deadline, disk.create_dir_all(Path::new(""))).await?,
         Content::Ours(_) if !is_claimed => require_unlocked(disk, deadline).await?,
-        Content::Nothing | Content::Ours(_) => {}
+        Content::Ours(_) => {}
     }
     // A directory needs an inode and a block as a file does, and cannot be left half written.
     let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
@@ -223,7 +185,7 @@ mod tests {
         let told = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), by).await;
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].contains("gone") && told[0].contains("disk is mounted"), "{told:?}");
-        assert!(told[1].contains("full") && told[1].contains("not empty"), "{told:?}");
+        assert!(told[1].contains("full") && told[1].contains("content of another program"), "{told:?}");
         let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
         assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
         assert!(!lost.exists(), "it may not be mounted");
@@ -380,6 +342,6 @@ mod tests {
         assert_eq!(copied.told(&["d0", "d1"], &["d1"]).await, "", "an empty one in its place");
         std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();
         let told = copied.told(&["d0", "d1"], &["d1"]).await;
-        assert!(told.contains("does not belong to this worker"), "{told}");
+        assert!(told.contains("content of another program"), "{told}");
     }
 }

@@ -86,6 +86,18 @@ pub(super) enum Identity {
     Unknown,
 }
 
+impl Identity {
+    /// Returns `uuid`, which a running worker uses, unless the content of the directory contradicts it.
+    pub(super) fn or_in_use(self, uuid: Uuid) -> Self {
+        match self {
+            Self::Certain(another, _) if another != uuid => self,
+            Self::Certain(..) | Self::ByPath(_) | Self::OneOf(_) | Self::Unknown => {
+                Self::Certain(uuid, "the running worker uses it")
+            }
+        }
+    }
+}
+
 /// By the newest epoch that the directory knows: it is one of the members that were together then, and none of `others`, whose
 /// claims are read.
 pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Identity {
