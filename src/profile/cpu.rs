@@ -11,7 +11,7 @@ use uniffle_sampler::{Error, Sampling, UnresolvedReport};
 
 use super::job::{Job, Kind, Samples, Stack, What};
 use super::maps::{Addresses, Maps};
-use super::{Format, ProfileError, Turn, child, in_background};
+use super::{ExclusivePermit, Format, ProfileError, child, in_background};
 use crate::clock::sleep;
 use crate::runtime::Tasks;
 
@@ -36,7 +36,7 @@ const SAMPLES_MAX: u64 = 16_384;
 /// # Errors
 /// [`ProfileError::Busy`] if another profile is being taken.
 pub async fn profile(
-    turn: &Turn,
+    permit: &ExclusivePermit,
     duration: Duration,
     (frequency, format): (u32, Format),
     tasks: &Tasks,
@@ -46,9 +46,9 @@ pub async fn profile(
     let counted = tasks.token();
     // The tuple is dropped in this order: sampling ends before the task token.
     let begin = move || Ok((Sampling::start(frequency).map_err(failed)?, counted));
-    let running = in_background(turn, begin).await?;
+    let running = in_background(permit, begin).await?;
     sleep(duration).await;
-    in_background(turn, move || {
+    in_background(permit, move || {
         let report = running.0.report().map_err(failed)?;
         // Sampling ends before resolving names, which takes long.
         drop(running);
@@ -102,14 +102,14 @@ fn failed(error: Error) -> ProfileError {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Turns;
+    use super::super::PermitSource;
     use super::*;
 
     #[tokio::test]
     async fn abandoned_profile_counts_until_sampling_ends() {
-        let (tasks, turn) = (Tasks::new(), Turns::new().try_take().unwrap());
+        let (tasks, permit) = (Tasks::new(), PermitSource::new().try_take().unwrap());
         let how = (1, Format::Protobuf);
-        let mut asked = Box::pin(profile(&turn, Duration::from_secs(300), how, &tasks));
+        let mut asked = Box::pin(profile(&permit, Duration::from_secs(300), how, &tasks));
         assert!(futures::poll!(&mut asked).is_pending());
         assert_eq!(tasks.running(), 1, "it begins");
         drop(asked);

@@ -36,7 +36,7 @@ mod jemalloc {
 
     use super::super::job::{Job, Kind, Samples, Stack, What};
     use super::super::maps::{Addresses, Maps};
-    use super::super::{Turn, child, in_background};
+    use super::super::{ExclusivePermit, child, in_background};
     use super::{Format, ProfileError, State};
 
     fn control() -> Result<&'static Arc<Mutex<JemallocProfCtl>>, ProfileError> {
@@ -86,12 +86,12 @@ mod jemalloc {
     /// # Errors
     /// [`ProfileError::Inactive`] before [`activate`], [`ProfileError::Busy`] while another profile
     /// is being taken.
-    pub async fn profile(turn: &Turn, format: Format) -> Result<Vec<u8>, ProfileError> {
+    pub async fn profile(permit: &ExclusivePermit, format: Format) -> Result<Vec<u8>, ProfileError> {
         let mut control = locked()?;
         if !control.activated() {
             return Err(ProfileError::Inactive);
         }
-        in_background(turn, move || {
+        in_background(permit, move || {
             let profile = control.dump_profile();
             drop(control);
             let profile = profile.map_err(|error| ProfileError::Failed(format!("{error:#}")))?;
@@ -121,7 +121,7 @@ pub use jemalloc::{activate, deactivate, profile, state};
 
 #[cfg(not(feature = "memory-prof"))]
 mod absent {
-    use super::super::Turn;
+    use super::super::ExclusivePermit;
     use super::{Format, ProfileError, State};
 
     const ABSENT: ProfileError =
@@ -155,7 +155,7 @@ mod absent {
     ///
     /// # Errors
     /// Always.
-    pub async fn profile(_: &Turn, _: Format) -> Result<Vec<u8>, ProfileError> {
+    pub async fn profile(_: &ExclusivePermit, _: Format) -> Result<Vec<u8>, ProfileError> {
         Err(ABSENT)
     }
 }

@@ -3,7 +3,7 @@
 //! Profilers belong to the process (one signal, one allocator), so workers in one process share
 //! them. A request while a profile is taken is refused as busy. A child process resolves names and
 //! renders (`child`); this process holds only addresses and the result, a few megabytes.
-//! Invariant: work on a profile or dump holds its [`Turn`] until the work has ended, even if the
+//! Invariant: work on a profile or dump holds its [`ExclusivePermit`] until the work has ended, even if the
 //! client has gone. URLs and parameters of requests are in `http`.
 
 pub mod allocator;
@@ -54,17 +54,17 @@ pub enum ProfileError {
     Failed(String),
 }
 
-/// Source of [`Turn`]s, of which one exists at a time. Clones share it.
+/// Source of [`ExclusivePermit`]s, of which one exists at a time. Clones share it.
 #[derive(Debug, Clone)]
-pub struct Turns(Arc<Semaphore>);
+pub struct PermitSource(Arc<Semaphore>);
 
 /// An exclusive permit, held until its last clone is dropped.
 #[derive(Debug, Clone)]
-pub struct Turn {
+pub struct ExclusivePermit {
     _permit: Arc<OwnedSemaphorePermit>,
 }
 
-impl Turns {
+impl PermitSource {
     /// Creates the source with its permit available.
     #[must_use]
     pub fn new() -> Self {
@@ -75,13 +75,13 @@ impl Turns {
     ///
     /// # Errors
     /// [`ProfileError::Busy`] if it is taken.
-    pub fn try_take(&self) -> Result<Turn, ProfileError> {
+    pub fn try_take(&self) -> Result<ExclusivePermit, ProfileError> {
         let permit = Arc::clone(&self.0).try_acquire_owned().map_err(|_| ProfileError::Busy)?;
-        Ok(Turn { _permit: Arc::new(permit) })
+        Ok(ExclusivePermit { _permit: Arc::new(permit) })
     }
 }
 
-impl Default for Turns {
+impl Default for PermitSource {
     fn default() -> Self {
         Self::new()
     }
@@ -92,20 +92,20 @@ impl Default for Turns {
 /// The thread, and a child that it starts, run at the lowest priority: resolving names takes
 /// seconds of CPU time, which must not slow down clients. The thread holds the permit until it
 /// ends, even if this future is dropped because the client has gone.
-async fn in_background<T, F>(turn: &Turn, work: F) -> Result<T, ProfileError>
+async fn in_background<T, F>(permit: &ExclusivePermit, work: F) -> Result<T, ProfileError>
 where
     T: Send + 'static,
     F: FnOnce() -> Result<T, ProfileError> + Send + 'static,
 {
     let (sender, receiver) = tokio::sync::oneshot::channel();
-    let turn = turn.clone();
+    let permit = permit.clone();
     let thread = std::thread::Builder::new().name("uniffle-profile".to_owned());
     let spawned = thread.spawn(move || {
         // On Linux this changes only the calling thread. Failing is harmless.
         let _ = rustix::process::setpriority_process(None, 19);
         let result = work();
         // Released first, because the receiver may ask for the next profile at once.
-        drop(turn);
+        drop(permit);
         let _ = sender.send(result);
     });
     spawned.map_err(|error| ProfileError::Failed(format!("cannot start a thread: {error}")))?;
@@ -123,17 +123,17 @@ mod tests {
 
     #[tokio::test]
     async fn permit_lasts_until_abandoned_work_ends() {
-        let turns = Turns::new();
+        let permits = PermitSource::new();
         let (go, wait) = std::sync::mpsc::channel::<()>();
-        let turn = turns.try_take().unwrap();
-        let mut asked = Box::pin(in_background(&turn, move || Ok(wait.recv().is_ok())));
+        let permit = permits.try_take().unwrap();
+        let mut asked = Box::pin(in_background(&permit, move || Ok(wait.recv().is_ok())));
         assert!((&mut asked).now_or_never().is_none(), "it has begun");
         drop(asked);
-        drop(turn);
-        assert!(matches!(turns.try_take(), Err(ProfileError::Busy)));
+        drop(permit);
+        assert!(matches!(permits.try_take(), Err(ProfileError::Busy)));
         go.send(()).unwrap();
-        let taken = || turns.try_take().map_err(|error| error.to_string());
-        let turn = eventually("the turn ends with the work", taken).await;
-        assert!(in_background(&turn, || -> Result<(), _> { panic!("on purpose") }).await.is_err());
+        let taken = || permits.try_take().map_err(|error| error.to_string());
+        let permit = eventually("the permit ends with the work", taken).await;
+        assert!(in_background(&permit, || -> Result<(), _> { panic!("on purpose") }).await.is_err());
     }
 }

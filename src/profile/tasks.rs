@@ -13,7 +13,7 @@ use tokio::time::Duration;
 use self::stacks::Stacks;
 use super::job::{Job, Waiting, Waits, What};
 use super::maps::{Addresses, Maps};
-use super::{ProfileError, Turn, child, in_background};
+use super::{ExclusivePermit, ProfileError, child, in_background};
 use crate::clock::Instant;
 use crate::runtime::{RunningTask, Tasks};
 
@@ -35,12 +35,16 @@ type Place = (&'static str, Vec<Vec<u32>>);
 ///
 /// # Errors
 /// [`ProfileError::Failed`] if no thread can be started.
-pub async fn dump(tasks: &Tasks, turn: &Turn, asking: Turn) -> Result<String, ProfileError> {
+pub async fn dump(
+    tasks: &Tasks,
+    permit: &ExclusivePermit,
+    asking: ExclusivePermit,
+) -> Result<String, ProfileError> {
     let started = Instant::now();
     let stacks = stacks::take(tasks, asking).await;
     let took = started.elapsed();
     let running = tasks.list();
-    in_background(turn, move || {
+    in_background(permit, move || {
         let summary = summary(&running, took);
         match stacks {
             Ok(stacks) => named(&job(summary, &running, stacks)),
@@ -64,13 +68,13 @@ mod stacks {
     use tokio::runtime::{Handle, dump::Dump};
     use tokio::sync::oneshot;
 
-    use super::{DEADLINE, Stack, Tasks, Turn, addresses};
+    use super::{DEADLINE, ExclusivePermit, Stack, Tasks, addresses};
 
     /// Stacks of all tasks as addresses.
     pub(super) struct Stacks(Dump);
 
     /// Takes the stacks of the current runtime.
-    pub(super) async fn take(tasks: &Tasks, asking: Turn) -> Result<Stacks, &'static str> {
+    pub(super) async fn take(tasks: &Tasks, asking: ExclusivePermit) -> Result<Stacks, &'static str> {
         let (sender, receiver) = oneshot::channel();
         let (runtime, cancelled) = (Handle::current(), tasks.cancelled());
         // The dump is a task of its own, which continues after a timeout or if the client has gone.
@@ -102,13 +106,13 @@ mod stacks {
 
 #[cfg(not(all(tokio_unstable, target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod stacks {
-    use super::{Stack, Tasks, Turn};
+    use super::{ExclusivePermit, Stack, Tasks};
 
     /// Uninhabited: this build has no stacks.
     pub(super) enum Stacks {}
 
     #[expect(clippy::unused_async, reason = "as the one of the other build")]
-    pub(super) async fn take(_: &Tasks, _: Turn) -> Result<Stacks, &'static str> {
+    pub(super) async fn take(_: &Tasks, _: ExclusivePermit) -> Result<Stacks, &'static str> {
         Err("no stacks: this worker was built without --cfg tokio_unstable, or for another platform")
     }
 
@@ -181,7 +185,7 @@ fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Turns;
+    use super::super::PermitSource;
     use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -201,8 +205,9 @@ mod tests {
             listed => Err(format!("{listed} are listed")),
         };
         uniffle_testkit::eventually("all three wait", all_wait).await;
-        let (turn, asking) = (Turns::new().try_take().unwrap(), Turns::new().try_take().unwrap());
-        let text = dump(&tasks, &turn, asking).await.unwrap();
+        let (permit, asking) =
+            (PermitSource::new().try_take().unwrap(), PermitSource::new().try_take().unwrap());
+        let text = dump(&tasks, &permit, asking).await.unwrap();
         assert!(text.contains("     3 sleeper (oldest "), "{text}");
         // A test program does not support the child's argument, so the output has addresses. A
         // `select!` has several. `tree` tests names.

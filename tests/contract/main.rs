@@ -4,7 +4,7 @@
 //! `replay` has recorded sessions of clients. Tests end with the common check: nothing is reserved,
 //! stored or in flight, and no files or tasks remain. Fixtures contain no expectations.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
 
 mod client;

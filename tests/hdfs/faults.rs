@@ -308,7 +308,10 @@ async fn denied_permission_falls_back_to_disks_or_waits() {
         let allow = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chmod 777"]);
         let fixture = survives(fixture, deny, allow, &hdfs).await;
         assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "nothing was denied");
-        assert!(!fixture.hdfs.all_failing(), "one path's permission says nothing of the file system");
+        assert!(
+            !fixture.hdfs.all_failing(),
+            "the permission of one path does not show the state of the file system"
+        );
         assert_eq!(fixture.visible(1, 1).await[1].is_empty(), !local);
         fixture.finish().await;
     }

@@ -15,7 +15,7 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegisterRequest};
 
-use uniffle_testkit::hdfs::{Listed, MiniHdfs};
+use uniffle_testkit::hdfs::{FileStatus, MiniHdfs};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::{available, find};
 use uniffle_testkit::wait_until;
@@ -216,7 +216,7 @@ impl Secured {
     }
 
     /// Sends two MiB for `user`, waits for them in HDFS, and unregisters the application.
-    async fn write_as(&self, worker: &Worker, user: &str) -> Vec<Listed> {
+    async fn write_as(&self, worker: &Worker, user: &str) -> Vec<FileStatus> {
         let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
         let client = ShuffleClient::connect(address).await.unwrap();
         let app = format!("app-{user}");

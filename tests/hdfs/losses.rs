@@ -85,7 +85,7 @@ impl LossesFixture {
         let cold = self.send(COLD, 6, 600_000).await;
         let warm = self.send(WARM, 2, 600_000).await;
         let in_memory = self.send(IN_MEMORY, 3, 1000).await;
-        wait_until("what is large is flushed", SETTLE_DEADLINE, || {
+        wait_until("large partitions are flushed", SETTLE_DEADLINE, || {
             let metrics = self.worker.metrics();
             let flushed = (
                 metrics.expect("total_memory_spill_to_hdfs"),

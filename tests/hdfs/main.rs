@@ -4,7 +4,7 @@
 //! them as clients do, and every test checks it.
 
 #![cfg(feature = "hdfs")]
-#![allow(clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::panic, reason = "tests fail by panicking")]
 #![allow(clippy::unwrap_used, reason = "the same")]
 
 mod checker;

@@ -153,7 +153,7 @@ async fn failed_tier_is_replaced_by_the_other() {
     assert_eq!(fixture.visible(1, 1).await[2].len(), 5, "small, and yet in HDFS");
     let failed = ["total_memory_to_hdfs_spill_failed", "total_memory_to_localfile_spill_failed"];
     assert_eq!(failed.map(|name| fixture.metric(name)), [1.0; 2]);
-    assert_eq!(fixture.metric("storage_retry_write_remote"), 1.0, "what the disks did not take");
+    assert_eq!(fixture.metric("storage_retry_write_remote"), 1.0, "the blocks that no disk accepted");
     fixture.disk_faults.clear();
     fixture.assert_nothing_missing().await;
     fixture.finish().await;

@@ -76,7 +76,7 @@ async fn survives(setup: Setup, end: impl FnOnce(&mut Worker), said: &str) {
     assert!(log.contains(said), "{said} is not in {log}");
     let in_memory = worker.metrics().total("total_in_memory_block_count");
     assert_eq!(in_memory, Some(1000.0), "nothing was flushed");
-    written.task(&client, 100, 14 << 10).await.expect("it goes on");
+    written.task(&client, 100, 14 << 10).await.expect("the worker continues");
     written.assert_readable(&client).await;
     client.unregister_app("app").await.expect("known");
     worker.assert_clean();
@@ -326,7 +326,7 @@ async fn start_with_other_memory_is_refused_after_kill() {
         worker.kill();
         worker.start_again_with(&config.replace(memory, ""));
     });
-    assert_eq!(std::fs::read_dir(first.path()).expect("there").count(), 0, "what is empty is deleted");
+    assert_eq!(std::fs::read_dir(first.path()).expect("there").count(), 0, "an empty memory file is deleted");
     block_in_place(|| worker.stop());
 }
 

@@ -56,7 +56,7 @@ async fn sigterm_flushes_memory_to_disks() {
     block_in_place(|| worker.start_again());
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
-    written.task(&client, 100, 20_000).await.expect("it goes on");
+    written.task(&client, 100, 20_000).await.expect("the worker continues");
     written.assert_readable(&client).await;
     let log = worker.log();
     assert!(!log.contains(" WARN ") && !log.contains(" ERROR "), "{log}");
@@ -160,7 +160,7 @@ async fn upgrade_keeps_ports_process_and_connections() {
         tcp.read_index(&written.key, PartitionId(0)).await.expect("an answer");
         let client = client_of(&worker).await;
         written.assert_readable(&client).await;
-        written.task(&client, 100 + round, 50_000).await.expect("it goes on");
+        written.task(&client, 100 + round, 50_000).await.expect("the worker continues");
     }
     drop(tcp);
     tasks.drained().await;
@@ -187,7 +187,7 @@ async fn upgrade_to_unfit_configuration_is_refused() {
         worker.signal(rustix::process::Signal::USR2);
         block_in_place(|| worker.wait_log(complaint));
         assert!(worker.log().contains("upgrade refused"));
-        written.task(&client, i64::try_from(task).expect("small"), 1000).await.expect("it goes on");
+        written.task(&client, i64::try_from(task).expect("small"), 1000).await.expect("the worker continues");
     }
     written.assert_readable(&client).await;
     block_in_place(|| worker.stop());

@@ -2,7 +2,7 @@
 //!
 //! Each test starts the binary as a user does and observes it through its listeners.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod adversary;
 mod checker;

@@ -102,7 +102,7 @@ async fn upgrade_to_another_store_location_is_refused() {
         worker.write_config(&text);
         worker.begin_upgrade();
         block_in_place(|| worker.wait_log(complaint));
-        written.task(&client, task, BLOCK_BYTES).await.expect("it goes on");
+        written.task(&client, task, BLOCK_BYTES).await.expect("the worker continues");
     }
     written.assert_readable(&client).await;
     block_in_place(|| worker.stop());

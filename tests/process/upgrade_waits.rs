@@ -157,7 +157,7 @@ impl Callers {
 
     /// Waits until every caller has five more answers than `before`.
     async fn progress(&self, before: Vec<usize>) {
-        eventually("all callers get on", || {
+        eventually("all callers make progress", || {
             let now = self.answered();
             let all = now.iter().zip(&before).all(|(now, before)| *now >= before + 5);
             if all { Ok(()) } else { Err(format!("{now:?}")) }

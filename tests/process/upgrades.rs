@@ -63,7 +63,7 @@ impl RefusedUpgrades {
         });
         assert!(self.worker.is_running() && self.worker.pid() == pid);
         assert!(!self.worker.log().contains("upgraded; no connection was accepted"));
-        self.written.task(&self.client, refused.into(), 1000).await.expect("it goes on");
+        self.written.task(&self.client, refused.into(), 1000).await.expect("the worker continues");
         let client = client_of(&self.worker).await;
         self.written.assert_readable(&client).await;
         self.worker.write_config(&self.config);

@@ -2,7 +2,7 @@
 
 use crate::{Application, spark};
 use std::time::Duration;
-use uniffle_testkit::hdfs::{Listed, MiniHdfs};
+use uniffle_testkit::hdfs::{FileStatus, MiniHdfs};
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -13,7 +13,7 @@ const WORDS: &str = "spark.rss.client.remote.storage.useLocalConfAsDefault=true"
 struct Watch<'a> {
     hdfs: &'a MiniHdfs,
     stop: std::sync::mpsc::Sender<()>,
-    seen: std::thread::ScopedJoinHandle<'a, Vec<Listed>>,
+    seen: std::thread::ScopedJoinHandle<'a, Vec<FileStatus>>,
 }
 
 impl<'a> Watch<'a> {
@@ -36,7 +36,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Returns the largest listing observed. Its files are deleted by now, or will be soon.
-    fn finish(self) -> Vec<Listed> {
+    fn finish(self) -> Vec<FileStatus> {
         drop(self.stop);
         let seen = self.seen.join().expect("the watch does not panic");
         wait_until("the application's files are gone", Duration::from_secs(20), || {
@@ -49,7 +49,7 @@ impl<'a> Watch<'a> {
     }
 }
 
-fn total(files: &[Listed], ending: &str) -> u64 {
+fn total(files: &[FileStatus], ending: &str) -> u64 {
     files.iter().filter(|file| file.path.ends_with(ending)).map(|file| file.bytes).sum()
 }
 

@@ -41,7 +41,7 @@ fn kill_between_stages(
         workers[0].start_again();
         let lost = workers[0].metrics().expect("lost_blocks");
         assert!(lost > 0.0, "all was on the disk");
-        std::fs::write(pause.join("go"), "").expect("the sign to go on");
+        std::fs::write(pause.join("go"), "").expect("the signal to continue");
     });
     (workers.remove(0), answers)
 }
@@ -51,7 +51,7 @@ fn assert_names_the_loss(answers: &[Value]) {
     assert_eq!(answers[0]["ok"], false, "{answers:?}");
     let error = answers[0]["error"].as_str().unwrap_or_default();
     for text in ["of shuffle ", "/0 partition ", " lost (ids ", "in memory when the worker ended"] {
-        assert!(error.contains(text), "no {text:?} in what Spark says: {error}");
+        assert!(error.contains(text), "{text:?} is missing in the error of Spark: {error}");
     }
 }
 

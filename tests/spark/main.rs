@@ -10,7 +10,7 @@
 //!     modes=vanilla,uniffle quorum=127.0.0.1:21100 scenarios=sort_small,join
 //! ```
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod clusters;
 mod driver;

@@ -183,7 +183,7 @@ fn kill_in_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f6
             let error = answers[0]["error"].as_str().unwrap_or_default();
             say(&format!("{}: the job failed and named what is lost", setup.name));
             for text in [" lost (ids ", "/0 partition "] {
-                assert!(error.contains(text), "no {text:?} in what Spark says: {error}");
+                assert!(error.contains(text), "{text:?} is missing in the error of Spark: {error}");
             }
             worker.wait_log("blocks are lost shuffle=");
         }

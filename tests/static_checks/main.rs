@@ -1,6 +1,6 @@
 //! Checks of sources, documents and `deploy/` that need no running worker.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 mod docs;
 mod layers;

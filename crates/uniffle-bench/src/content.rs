@@ -118,7 +118,7 @@ fn mix(z: u64) -> u64 {
 
 /// Description of a block, from which its bytes can be produced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Described {
+pub(crate) struct BlockDescription {
     pub(crate) length: u32,
     place: usize,
     class: usize,
@@ -152,26 +152,26 @@ impl Pool {
     }
 
     /// Returns the description of block `id`.
-    pub(crate) fn describe(&self, id: i64) -> Described {
+    pub(crate) fn describe(&self, id: i64) -> BlockDescription {
         let hash = mix(self.seed ^ id.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let place = usize::try_from(hash % PLACES as u64).expect("less than PLACES");
         let classes = self.sizes.lengths.len() as u64;
         let class = usize::try_from((hash >> 32) % classes).expect("less than the number of classes");
-        Described { length: self.sizes.lengths[class], place, class }
+        BlockDescription { length: self.sizes.lengths[class], place, class }
     }
 
     /// Returns the block's bytes.
-    pub(crate) fn bytes(&self, block: Described) -> Bytes {
+    pub(crate) fn bytes(&self, block: BlockDescription) -> Bytes {
         self.bytes.slice(Self::range(block))
     }
 
     /// Returns the block's bytes for a comparison.
-    pub(crate) fn view(&self, block: Described) -> &[u8] {
+    pub(crate) fn view(&self, block: BlockDescription) -> &[u8] {
         &self.bytes[Self::range(block)]
     }
 
     /// Returns the block's checksum.
-    pub(crate) fn crc(&self, block: Described) -> u32 {
+    pub(crate) fn crc(&self, block: BlockDescription) -> u32 {
         let cell = &self.crcs[block.place * self.sizes.lengths.len() + block.class];
         let known = cell.load(Ordering::Relaxed);
         if known & KNOWN != 0 {
@@ -182,7 +182,7 @@ impl Pool {
         crc
     }
 
-    fn range(block: Described) -> std::ops::Range<usize> {
+    fn range(block: BlockDescription) -> std::ops::Range<usize> {
         let begins = block.place * STRIDE_BYTES;
         begins..begins + usize::try_from(block.length).expect("a u32 is an index")
     }

@@ -9,7 +9,7 @@ use uniffle_client::send::BLOCK_OVERHEAD_BYTES;
 use uniffle_wire::types::{ShuffleKey, TicketId};
 
 use crate::content::Pool;
-use crate::plan::{Message, Planned};
+use crate::plan::{Message, PlannedBlock};
 
 /// Blocks up to this length are copied, because a separate piece costs more.
 const COPY_BYTES_MAX: u32 = 1 << 10;
@@ -23,7 +23,7 @@ pub(crate) struct Pieces {
 
 /// Computes `requireSize` like the gRPC client, in total and per partition.
 pub(crate) fn require_sizes(message: &Message) -> (i32, Vec<i32>) {
-    let size = |planned: &Planned| u64::from(planned.block.length) + BLOCK_OVERHEAD_BYTES;
+    let size = |planned: &PlannedBlock| u64::from(planned.block.length) + BLOCK_OVERHEAD_BYTES;
     let wire = |bytes: u64| i32::try_from(bytes).unwrap_or(i32::MAX);
     let sizes: Vec<u64> = message.partitions.iter().map(|(_, p)| p.iter().map(size).sum()).collect();
     (wire(sizes.iter().sum()), sizes.into_iter().map(wire).collect())
@@ -46,7 +46,7 @@ impl<'a> Writer<'a> {
         Self { pool, arena, cuts: Vec::with_capacity(message.blocks) }
     }
 
-    fn data(&mut self, planned: &Planned) {
+    fn data(&mut self, planned: &PlannedBlock) {
         if planned.block.length <= COPY_BYTES_MAX {
             self.arena.put_slice(self.pool.view(planned.block));
         } else {
@@ -135,7 +135,7 @@ fn grpc(pool: &Pool, key: &ShuffleKey, ticket: TicketId, message: &Message, inli
     writer.finish()
 }
 
-fn block_length(pool: &Pool, planned: &Planned, task: u64, inline: bool) -> usize {
+fn block_length(pool: &Pool, planned: &PlannedBlock, task: u64, inline: bool) -> usize {
     let length = u64::from(planned.block.length);
     let numbers = [planned.id.cast_unsigned(), length, length, u64::from(pool.crc(planned.block)), task];
     let heads: usize = numbers.iter().map(|&number| 1 + varint_length(number)).sum();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     fn as_library_blocks(pool: &Pool, message: &Message) -> Vec<(PartitionId, Vec<Block>)> {
-        let block = |p: &Planned| Block::new(BlockId(p.id), message.task, pool.bytes(p.block));
+        let block = |p: &PlannedBlock| Block::new(BlockId(p.id), message.task, pool.bytes(p.block));
         message.partitions.iter().map(|(id, p)| (*id, p.iter().map(block).collect())).collect()
     }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use uniffle_client::block::IdLayout;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
-use crate::content::{Described, Pool, Random};
+use crate::content::{BlockDescription, Pool, Random};
 
 /// Layout of all block ids.
 pub(crate) const LAYOUT: IdLayout = IdLayout::SPARK;
@@ -18,16 +18,16 @@ pub(crate) const PARTITIONS_MAX: u32 = 1 << 20;
 
 /// One block of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Planned {
+pub(crate) struct PlannedBlock {
     pub(crate) id: i64,
-    pub(crate) block: Described,
+    pub(crate) block: BlockDescription,
 }
 
 /// Content of one `sendShuffleData`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Message {
     pub(crate) task: TaskAttemptId,
-    pub(crate) partitions: Vec<(PartitionId, Vec<Planned>)>,
+    pub(crate) partitions: Vec<(PartitionId, Vec<PlannedBlock>)>,
     pub(crate) payload_bytes: u64,
     pub(crate) blocks: usize,
 }
@@ -118,7 +118,7 @@ impl TaskPlan {
         let mut targets: Vec<u32> = (0..shape.partitions).map(|_| self.partition()).collect();
         targets.sort_unstable();
         targets.dedup();
-        let mut partitions: Vec<(PartitionId, Vec<Planned>)> =
+        let mut partitions: Vec<(PartitionId, Vec<PlannedBlock>)> =
             targets.iter().map(|&p| (PartitionId(p.cast_signed()), Vec::new())).collect();
         let (mut payload_bytes, mut blocks) = (0, 0);
         'full: loop {
@@ -146,12 +146,12 @@ impl TaskPlan {
         }
     }
 
-    fn block(&mut self, partition: u32) -> Planned {
+    fn block(&mut self, partition: u32) -> PlannedBlock {
         let sequence = self.sequences.entry(partition).or_default();
         let id = LAYOUT.block_id(*sequence, PartitionId(partition.cast_signed()), self.task);
         let id = id.expect("options bound partitions and tasks, and 2^21 blocks of a task are not reached").0;
         *sequence += 1;
-        Planned { id, block: self.plan.pool.describe(id) }
+        PlannedBlock { id, block: self.plan.pool.describe(id) }
     }
 
     fn partition(&mut self) -> u32 {

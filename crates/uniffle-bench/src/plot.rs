@@ -159,7 +159,7 @@ mod tests {
                 (LEFT..=WIDTH).contains(&x.parse().unwrap()) && (0.0..=HEIGHT).contains(&y.parse().unwrap())
             );
         }
-        assert_eq!(points.split(' ').count(), 3, "what is no number is not drawn");
+        assert_eq!(points.split(' ').count(), 3, "values that are no number are not drawn");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! The figures only need to exist. Every byte is compared, and a failure is one line and a non-zero
 //! exit code.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -39,7 +39,7 @@ fn figures(line: &[&str]) -> Value {
     let output = bench(&[line, &["--json", path]].concat());
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{line:?}: {stderr}");
-    assert!(!output.stdout.is_empty(), "{line:?} says nothing");
+    assert!(!output.stdout.is_empty(), "{line:?} prints nothing");
     serde_json::from_slice(&std::fs::read(path).expect("it was written")).expect("it is JSON")
 }
 

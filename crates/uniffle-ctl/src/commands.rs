@@ -37,7 +37,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
             return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;
         }
         Call::Orphans { live, remove, older_than } => {
-            let wanted = orphans::Wanted { live, remove: remove.as_deref(), older_than: *older_than };
+            let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
             let answer = orphans::run(&client, (arguments, &targets), &wanted).await?;
             say(&if is_json { pretty(&answer) } else { text::answer(&arguments.call, &answer) });
             return Ok(0);

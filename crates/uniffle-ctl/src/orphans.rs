@@ -16,7 +16,7 @@ use crate::workers::Target;
 
 /// Options of the command.
 #[derive(Debug)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct OrphanOptions<'a> {
     /// Ids of live workers besides those that the coordinators know.
     pub(crate) live: &'a [String],
     /// `None` removes nothing. An empty list removes the objects of all departed workers.
@@ -29,7 +29,7 @@ pub(crate) struct Wanted<'a> {
 pub(crate) async fn run(
     client: &Client,
     (arguments, targets): (&Arguments, &[Target]),
-    wanted: &Wanted<'_>,
+    wanted: &OrphanOptions<'_>,
 ) -> Result<Value, Failure> {
     let knows_who_lives = !arguments.coordinator.is_empty();
     if wanted.remove.is_some_and(<[String]>::is_empty) && !knows_who_lives && wanted.live.is_empty() {

@@ -109,7 +109,7 @@ fn load_unwind_tables() -> Result<(), Error> {
 mod tests {
     use super::*;
 
-    #[expect(clippy::disallowed_methods, reason = "whether it can be opened is what is asked")]
+    #[expect(clippy::disallowed_methods, reason = "the test checks whether the file can be opened")]
     fn open(program: &std::path::Path) -> io::Result<std::fs::File> {
         std::fs::File::open(program)
     }

@@ -74,13 +74,13 @@ pub enum End {
 impl End {
     /// Ends the process and starts the next one. Sets `killed` before a kill, and returns the
     /// blocks that a killed process left on its disks.
-    fn bring_to(self, worker: &mut Worker, killed: &AtomicBool) -> Option<Left> {
+    fn bring_to(self, worker: &mut Worker, killed: &AtomicBool) -> Option<DiskBlocks> {
         match self {
             Self::Nothing => {}
             Self::Kill => {
                 killed.store(true, Ordering::SeqCst);
                 worker.kill();
-                let left = Left::of(worker);
+                let left = DiskBlocks::of(worker);
                 worker.start_again();
                 return Some(left);
             }
@@ -99,11 +99,11 @@ impl End {
 
 /// Blocks in the data directories of a killed worker, by shuffle.
 #[derive(Debug, Default)]
-struct Left {
+struct DiskBlocks {
     blocks: BTreeMap<ShuffleKey, BTreeSet<(i32, BlockId)>>,
 }
 
-impl Left {
+impl DiskBlocks {
     fn of(worker: &Worker) -> Self {
         let read = |path: &PathBuf| read_directory(path).expect("the directory of a worker that has ended");
         let directories: Vec<_> = worker.data_paths().iter().map(read).collect();
@@ -287,7 +287,7 @@ impl Checker {
         &self,
         client: &ShuffleClient,
         id: i32,
-        (end, left): (End, Option<&Left>),
+        (end, left): (End, Option<&DiskBlocks>),
         tally: &mut Tally,
     ) -> u64 {
         let key = shuffle(id);

@@ -34,7 +34,7 @@ struct Pipes {
 
 /// A file in the NameNode's listing.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Listed {
+pub struct FileStatus {
     pub path: String,
     pub bytes: u64,
     pub owner: String,
@@ -131,15 +131,15 @@ impl MiniHdfs {
     }
 
     /// Returns all files below a directory, sorted.
-    pub fn list(&self, path: &str) -> Vec<Listed> {
+    pub fn list(&self, path: &str) -> Vec<FileStatus> {
         let answer = self.run(&format!("list {path}"));
-        let mut files: Vec<Listed> = answer
+        let mut files: Vec<FileStatus> = answer
             .split_whitespace()
             .map(|file| {
                 let mut parts = file.split('|').map(str::to_owned);
                 let mut next = || parts.next().expect("three parts");
                 let (path, bytes, owner) = (next(), next(), next());
-                Listed { path, bytes: bytes.parse().expect("a number"), owner }
+                FileStatus { path, bytes: bytes.parse().expect("a number"), owner }
             })
             .collect();
         files.sort();

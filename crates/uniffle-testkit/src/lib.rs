@@ -14,7 +14,7 @@
     clippy::print_stderr,
     clippy::unwrap_used,
     clippy::missing_panics_doc,
-    reason = "a fixture that cannot do its work fails the test and shows what it knows"
+    reason = "a failing fixture fails the test with its details"
 )]
 
 pub mod block_generator;

@@ -125,7 +125,7 @@ impl fmt::Display for Violation {
 
 /// A block that must be present but was not served, and the worker's explanation.
 #[derive(Debug, Clone)]
-pub struct Withheld {
+pub struct MissingBlock {
     pub partition: i32,
     pub block: BlockId,
     pub why: String,
@@ -136,7 +136,7 @@ pub struct Withheld {
 pub struct Verification {
     pub violations: Vec<Violation>,
     /// Blocks that must be present but were not served.
-    pub withheld: Vec<Withheld>,
+    pub withheld: Vec<MissingBlock>,
     /// Number of blocks that must be present.
     pub intact: u64,
     /// Number of blocks that were served, each counted once.
@@ -191,7 +191,7 @@ pub async fn verify(
             findings.intact += 1;
             if !read.blocks.contains_key(&block) {
                 let why = refused(block).map_or("it is not there", |text| text.as_str()).to_owned();
-                findings.withheld.push(Withheld { partition: *partition, block, why });
+                findings.withheld.push(MissingBlock { partition: *partition, block, why });
             }
         }
     }
@@ -237,7 +237,7 @@ async fn check_results(
 
 /// Blocks that could be read, and the refused tasks with their texts.
 #[derive(Debug, Default)]
-struct AroundLosses {
+struct PartialRead {
     blocks: Blocks,
     refused: BTreeMap<u64, String>,
 }
@@ -248,8 +248,8 @@ async fn read_around(
     key: &ShuffleKey,
     partition: i32,
     tasks: Treemap,
-) -> AroundLosses {
-    let mut around = AroundLosses::default();
+) -> PartialRead {
+    let mut around = PartialRead::default();
     let mut left: Vec<Vec<u64>> = vec![tasks.to_vec()];
     while let Some(some) = left.pop().filter(|some| !some.is_empty()) {
         match worker.read(key, partition, &Treemap::of(&some)).await {

@@ -57,7 +57,7 @@ pub enum Plane {
 
 /// A `sendShuffleData` of either plane.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sent {
+pub struct SentBlocks {
     /// Application as sent.
     pub app: String,
     /// Shuffle.
@@ -124,7 +124,7 @@ impl Exchange {
     ///
     /// # Errors
     /// Returns a description of a malformed request.
-    pub fn sent(&self) -> Result<Option<Sent>, String> {
+    pub fn sent(&self) -> Result<Option<SentBlocks>, String> {
         match &self.plane {
             Plane::Grpc { path, .. } if path.ends_with("/sendShuffleData") => {
                 grpc_send(&self.request).map(Some)
@@ -144,7 +144,7 @@ impl Exchange {
     }
 }
 
-fn grpc_send(message: &Bytes) -> Result<Sent, String> {
+fn grpc_send(message: &Bytes) -> Result<SentBlocks, String> {
     let send = proto::SendShuffleDataRequest::decode(message.clone()).map_err(|error| error.to_string())?;
     if !send.contiguous_shuffle_data.is_empty() {
         return Err("a send in another form than the classic one".to_owned());
@@ -154,7 +154,7 @@ fn grpc_send(message: &Bytes) -> Result<Sent, String> {
         let blocks = part.block.into_iter().map(block).collect::<Result<_, _>>()?;
         partitions.push((part.partition_id, blocks));
     }
-    Ok(Sent { app: send.app_id, shuffle: send.shuffle_id, ticket: send.require_buffer_id, partitions })
+    Ok(SentBlocks { app: send.app_id, shuffle: send.shuffle_id, ticket: send.require_buffer_id, partitions })
 }
 
 fn block(block: proto::ShuffleBlock) -> Result<Block, String> {
@@ -170,7 +170,7 @@ fn block(block: proto::ShuffleBlock) -> Result<Block, String> {
 }
 
 /// Decodes a `SendShuffleDataRequest` (docs/protocol.md §7.4), if the frame is one.
-fn tcp_send(frame: &Bytes) -> Result<Option<Sent>, String> {
+fn tcp_send(frame: &Bytes) -> Result<Option<SentBlocks>, String> {
     let header = frame.first_chunk().ok_or("a cut frame")?;
     let header = FrameHeader::decode(header, FRAME_BYTES_LIMIT).map_err(|error| error.to_string())?;
     if header.kind != FrameType::Send {
@@ -182,10 +182,13 @@ fn tcp_send(frame: &Bytes) -> Result<Option<Sent>, String> {
     for (partition, blocks) in raw {
         partitions.push((partition, blocks.into_iter().map(block).collect::<Result<_, _>>()?));
     }
-    Ok(Some(Sent { partitions, ..sent }))
+    Ok(Some(SentBlocks { partitions, ..sent }))
 }
 
-fn walk_send(message: &[u8], parts: &mut Vec<(i32, Vec<proto::ShuffleBlock>)>) -> Result<Sent, DecodeError> {
+fn walk_send(
+    message: &[u8],
+    parts: &mut Vec<(i32, Vec<proto::ShuffleBlock>)>,
+) -> Result<SentBlocks, DecodeError> {
     let mut fields = Fields::new(message);
     let _request_id = fields.i64()?;
     let (app, shuffle, ticket) = (fields.string("appId")?.to_owned(), fields.i32()?, fields.i64()?);
@@ -198,7 +201,7 @@ fn walk_send(message: &[u8], parts: &mut Vec<(i32, Vec<proto::ShuffleBlock>)>) -
     }
     let _timestamp = fields.i64()?;
     fields.finish()?;
-    Ok(Sent { app, shuffle, ticket, partitions: Vec::new() })
+    Ok(SentBlocks { app, shuffle, ticket, partitions: Vec::new() })
 }
 
 fn walk_block(fields: &mut Fields<'_>) -> Result<proto::ShuffleBlock, DecodeError> {

@@ -13,7 +13,8 @@ fn parse(text: &str) -> Config {
     Config::parse(text, &HashMap::new(), &machine()).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
-/// The example of Uniffle's own guide, with what production has beside it: every key that has a counterpart, some without.
+/// The example of Uniffle's guide, with common additions: every key with a counterpart, and some
+/// without.
 const SERVER_CONF: &str = "
 # a comment
 ! another
@@ -125,7 +126,7 @@ fn storage_types_without_memory_get_a_memory_buffer() {
     ] {
         let text = format!("rss.storage.type {theirs}\nrss.coordinator.quorum c:1\nrss.storage.basePath /d");
         let imported = import("x", &text, &machine()).unwrap();
-        // Without the feature both are refused, by the name of the type that would be there.
+        // Without the feature both are refused with the name of the store type.
         let is_built = cfg!(feature = "hdfs") || !has_remote_paths;
         let line = format!(
             "# rss.storage.type {theirs}: memory remains the buffer; clients keep their type\n{}store_type = \"{ours}\"",
@@ -209,7 +210,7 @@ fn secret_keys_are_named_without_their_values() {
                 client_conf = { \"rss.client.password\" = \"hush\", \"rss.x\" = 1 }\n\
                 [metrics]\nlabels = { zone = \"a\" }\npush_gateway_endpoint = \"http://u:hush@g:1\"\n";
     let imported = import("x", text, &machine()).unwrap();
-    // The endpoint is refused, and so a comment without its secret.
+    // A refused endpoint becomes a comment without its secret.
     assert_eq!(
         imported.secrets,
         ["embedded_coordinator.client_conf", "embedded_coordinator.remote_storage_conf"],

@@ -13,7 +13,7 @@ use axum::routing::{get, post};
 use tokio::time::Duration;
 
 use super::serve::Deadline;
-use crate::profile::{Format, ProfileError, Turns, cpu, heap, tasks};
+use crate::profile::{Format, PermitSource, ProfileError, cpu, heap, tasks};
 use crate::runtime::Tasks;
 
 /// Default duration of a CPU profile, as in `go tool pprof`.
@@ -22,7 +22,7 @@ const SECONDS_DEFAULT: u64 = 30;
 /// Returns the routes that change nothing. Both listeners use clones of one router, which share the
 /// limits. The heap profile is also at riffle's path, and the task dump at Java's.
 pub fn routes(running: Tasks) -> Router {
-    let profiles = Profiles { running, turns: Turns::new(), stacks: Turns::new() };
+    let profiles = Profiles { running, permits: PermitSource::new(), stacks: PermitSource::new() };
     Router::new()
         .route("/debug/pprof/profile", get(cpu_profile))
         .route("/debug/pprof/heap", get(heap_profile))
@@ -37,9 +37,9 @@ pub fn routes(running: Tasks) -> Router {
 struct Profiles {
     running: Tasks,
     /// Permit for all kinds of profiles and dumps.
-    turns: Turns,
+    permits: PermitSource,
     /// Permit for dumps. An abandoned dump keeps it while profiles can be taken to find its cause.
-    stacks: Turns,
+    stacks: PermitSource,
 }
 
 /// Adds the paths that change the process, for the administration listener.
@@ -65,13 +65,13 @@ async fn cpu_profile(
         Ok(request) => request,
         Err(why) => return bad_request(why),
     };
-    let turn = match profiles.turns.try_take() {
-        Ok(turn) => turn,
+    let permit = match profiles.permits.try_take() {
+        Ok(permit) => permit,
         Err(error) => return refused(&error),
     };
     deadline.extend(request.duration);
     let how = (request.frequency, request.format);
-    answer("cpu", request.format, cpu::profile(&turn, request.duration, how, &profiles.running).await)
+    answer("cpu", request.format, cpu::profile(&permit, request.duration, how, &profiles.running).await)
 }
 
 async fn heap_profile(State(profiles): State<Profiles>, RawQuery(query): RawQuery) -> Response {
@@ -81,8 +81,8 @@ async fn heap_profile(State(profiles): State<Profiles>, RawQuery(query): RawQuer
         Ok(format) => format,
         Err(why) => return bad_request(why),
     };
-    match profiles.turns.try_take() {
-        Ok(turn) => answer("heap", format, heap::profile(&turn, format).await),
+    match profiles.permits.try_take() {
+        Ok(permit) => answer("heap", format, heap::profile(&permit, format).await),
         Err(error) => refused(&error),
     }
 }
@@ -95,9 +95,9 @@ async fn task_dump(State(profiles): State<Profiles>) -> Response {
 }
 
 async fn dumped(profiles: &Profiles) -> Result<String, ProfileError> {
-    let turn = profiles.turns.try_take()?;
+    let permit = profiles.permits.try_take()?;
     let asking = profiles.stacks.try_take()?;
-    tasks::dump(&profiles.running, &turn, asking).await
+    tasks::dump(&profiles.running, &permit, asking).await
 }
 
 /// Validated parameters of a CPU profile.
@@ -224,14 +224,15 @@ mod tests {
 
     #[tokio::test]
     async fn one_profile_or_dump_runs_at_a_time() {
-        let profiles = Profiles { running: Tasks::new(), turns: Turns::new(), stacks: Turns::new() };
+        let profiles =
+            Profiles { running: Tasks::new(), permits: PermitSource::new(), stacks: PermitSource::new() };
         let dump = async || task_dump(State(profiles.clone())).await.status();
-        for turns in [&profiles.turns, &profiles.stacks] {
-            let first = turns.try_take().unwrap();
+        for permits in [&profiles.permits, &profiles.stacks] {
+            let first = permits.try_take().unwrap();
             assert_eq!(dump().await, StatusCode::CONFLICT);
             drop(first);
         }
-        let first = profiles.turns.try_take().unwrap();
+        let first = profiles.permits.try_take().unwrap();
         let heap = heap_profile(State(profiles.clone()), RawQuery(None)).await;
         assert_eq!(heap.status(), StatusCode::CONFLICT);
         drop(first);

@@ -193,7 +193,7 @@ async fn ready(State(pages): State<Pages>) -> Response {
         None => {
             let node = Arc::clone(&pages.node);
             let incomplete = pages.ready.run(move || node.incomplete()).await.unwrap_or_default();
-            said_ready(&incomplete, &pages.node.risks()).into_response()
+            describe_ready(&incomplete, &pages.node.risks()).into_response()
         }
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
     }
@@ -201,7 +201,7 @@ async fn ready(State(pages): State<Pages>) -> Response {
 
 /// Returns the text for a ready worker. It lists refused results and risks, which would go
 /// unnoticed.
-fn said_ready(incomplete: &Incompleteness, risks: &[String]) -> String {
+fn describe_ready(incomplete: &Incompleteness, risks: &[String]) -> String {
     let mut said = "ready\n".to_owned();
     if incomplete.shuffles > 0 {
         let reasons = incomplete.reasons.join("; ");

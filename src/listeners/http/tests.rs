@@ -281,15 +281,15 @@ async fn cancelling_does_not_wait_for_slow_clients() {
 
 #[test]
 fn readiness_lists_apps_with_refused_results() {
-    assert_eq!(said_ready(&Incompleteness::default(), &[]), "ready\n");
+    assert_eq!(describe_ready(&Incompleteness::default(), &[]), "ready\n");
     let risks = ["data is at risk".to_owned()];
-    assert_eq!(said_ready(&Incompleteness::default(), &risks), "ready\ndata is at risk\n");
+    assert_eq!(describe_ready(&Incompleteness::default(), &risks), "ready\ndata is at risk\n");
     let reasons = vec!["/a is missing".to_owned()];
     let incomplete =
         Incompleteness { shuffles: 2, reasons, unknown_shuffles: Some("/a is missing".to_owned()) };
     let expected = "ready\nresults of 2 shuffles are refused: /a is missing\nresults of unknown shuffles are \
                     refused: /a is missing\n";
-    assert_eq!(said_ready(&incomplete, &[]), expected);
+    assert_eq!(describe_ready(&incomplete, &[]), expected);
 }
 
 #[tokio::test]

@@ -25,7 +25,7 @@ async fn shuffle_of_a_full_tmpfs_survives_a_kill_once_there_is_room() {
         Setup { name: "full tmpfs", capacity: "96MiB", memory, tables: NEVER_FLUSHED, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));
     let client = client_of(&worker).await;
-    eventually("pages are taken ahead", || {
+    eventually("pages are pre-faulted", || {
         let files = std::fs::read_dir(tmpfs.path()).expect("there").flatten();
         let bytes: u64 = files.filter_map(|file| Some(512 * file.metadata().ok()?.blocks())).sum();
         if bytes >= PREFAULTED_BYTES { Ok(()) } else { Err(format!("{bytes} bytes")) }

@@ -64,7 +64,7 @@ async fn only_objects_of_departed_workers_are_removed() {
     let unknown = |id: &str| (id.to_owned(), "unknown".to_owned());
     assert_eq!(all, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
     assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&3.into(), &300.into()));
-    assert!(ctl(&["--remove"]).await.failed(2).contains("--live"), "who lives is not known");
+    assert!(ctl(&["--remove"]).await.failed(2).contains("--live"), "the live workers are unknown");
 
     let removed: Value =
         serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.succeeded()).unwrap();
@@ -75,7 +75,7 @@ async fn only_objects_of_departed_workers_are_removed() {
     }
     assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "it is alive");
     assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was written to today");
-    assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "nobody's");
+    assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "files of no worker stay");
 
     ctl(&["--remove", "10.0.0.3-1"]).await.succeeded();
     assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was named");

@@ -159,7 +159,7 @@ async fn status_page_shows_worker_and_escapes_names() {
         [("empty-phone-light", 390, 844, true, "light"), ("empty-desktop-dark", 1280, 900, false, "dark")]
     {
         browser.set_appearance(width, height, is_phone, scheme).await;
-        let seen = until(&browser, "the applications are gone and it says why it takes none", |seen| {
+        let seen = until(&browser, "the applications have ended, and refusals have a reason", |seen| {
             seen["apps"] == json!([]) && seen["alarm"] == json!(false) && seen["curves"] == json!(6)
         })
         .await;

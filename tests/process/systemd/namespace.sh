@@ -1,10 +1,10 @@
 #!/bin/bash
-# A systemd as process 1 of namespaces of its own (mounts, processes, cgroups), which shares the network with this machine. It and
-# all its services end with standard input.
+# Runs systemd as process 1 of its own namespaces (mounts, processes, cgroups). The network is shared
+# with this machine. systemd and all services end with standard input.
 #
-# Started as `unshare --mount bash namespace.sh DIRECTORY SYSTEMD`, where DIRECTORY holds `etc`, `bin` and `units`, which it sees as
-# its /etc, /usr/local/bin and only units, and `state`, which it sees as /var/lib/uniffle-worker. The id of the process that it is the
-# only child of is in DIRECTORY/pid.
+# Usage: unshare --mount bash namespace.sh DIRECTORY SYSTEMD
+# DIRECTORY holds `etc`, `bin` and `units`, mounted as /etc, /usr/local/bin and the only units, and
+# `state`, mounted as /var/lib/uniffle-worker. DIRECTORY/pid gets the id of systemd's parent process.
 set -euo pipefail
 directory=$1 systemd=$2
 
@@ -28,7 +28,7 @@ outer=$directory/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup)
 own=$directory/cgroup/uniffle-worker-test-$$
 leave() {
     if [ -n "${init-}" ]; then
-        # With process 1 all others end, and only then it is gone.
+        # The kernel ends all processes of the namespace before process 1 is reaped.
         kill -KILL $(cat "/proc/$init/task/$init/children") || true
         wait "$init" || true
     fi

@@ -15,20 +15,20 @@ const PREFIX_BYTES: usize = 5;
 
 /// Response of a unary call.
 #[derive(Debug)]
-pub struct Answered {
+pub struct UnaryResponse {
     pub headers: http::response::Parts,
     pub body: Bytes,
     pub trailers: Option<HeaderMap>,
 }
 
 /// Forwards a unary call whose body is complete.
-pub async fn forward(channel: &Channel, request: Request<Bytes>) -> io::Result<Answered> {
+pub async fn forward(channel: &Channel, request: Request<Bytes>) -> io::Result<UnaryResponse> {
     let request = request.map(|body| tonic::body::Body::new(Full::new(body)));
     let answer = channel.clone().oneshot(request).await.map_err(io::Error::other)?;
     let (headers, body) = answer.into_parts();
     let body = body.collect().await.map_err(io::Error::other)?;
     let trailers = body.trailers().cloned();
-    Ok(Answered { headers, body: body.to_bytes(), trailers })
+    Ok(UnaryResponse { headers, body: body.to_bytes(), trailers })
 }
 
 /// Calls `path` with a message. Returns `grpc-status` and message of the response.
@@ -42,7 +42,7 @@ pub async fn call(channel: &Channel, path: &str, message: &Bytes) -> io::Result<
     Ok((answered.status(), message_of(&answered.body)))
 }
 
-impl Answered {
+impl UnaryResponse {
     /// Returns `grpc-status` from the trailers or the headers.
     pub fn status(&self) -> u32 {
         let of = |headers: &HeaderMap| headers.get("grpc-status")?.to_str().ok()?.parse().ok();

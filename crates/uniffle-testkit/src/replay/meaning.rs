@@ -4,7 +4,7 @@
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 
-use crate::recording::{Exchange, Plane, Sent};
+use crate::recording::{Exchange, Plane, SentBlocks};
 use uniffle_client::block::Block;
 use uniffle_client::read::{self, IndexRecord};
 use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
@@ -170,7 +170,7 @@ fn header(frame: &Bytes) -> FrameHeader {
     FrameHeader::decode(bytes, FRAME_BYTES_LIMIT).expect("well-formed")
 }
 
-fn send_request(sent: Sent) -> Request {
+fn send_request(sent: SentBlocks) -> Request {
     let mut blocks = Vec::new();
     for (partition, part) in sent.partitions {
         let place = place(&sent.app, sent.shuffle, partition);

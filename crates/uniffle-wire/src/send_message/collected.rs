@@ -1,7 +1,7 @@
 //! Block headers that arrive ahead of their bytes (contiguous and combined form), and the delivery
 //! of those bytes to the sink.
 //!
-//! Invariant: after [`Collected::seal`] all lengths are positive and sum up to the announced
+//! Invariant: after [`CollectedBlocks::seal`] all lengths are positive and sum up to the announced
 //! payload. The partitions' block counts sum up to the number of blocks. Growth is bounded by the
 //! caller's limit, never by an announced count.
 
@@ -26,7 +26,7 @@ struct Partition {
 
 /// Partitions and block headers collected from one message.
 #[derive(Debug, Default)]
-pub(super) struct Collected {
+pub(super) struct CollectedBlocks {
     partitions: Vec<Partition>,
     blocks: Vec<BlockHeader>,
     payload_bytes: u64,
@@ -45,7 +45,7 @@ pub(super) struct Collected {
     bytes_left_in_block: u32,
 }
 
-impl Collected {
+impl CollectedBlocks {
     pub(super) fn is_streamed(&self) -> bool {
         self.streamed
     }

@@ -4,7 +4,7 @@
 //! bytes are in `collected`. Invariant: `take` only receives bytes that lie inside the innermost
 //! message.
 
-use super::collected::{Collected, Refusal};
+use super::collected::{CollectedBlocks, Refusal};
 use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT};
 use super::varint::Varint;
 use super::{Limits, Summary};
@@ -52,7 +52,7 @@ pub struct Decoder {
     block: BlockHeader,
     /// Length of the current block's field 5.
     block_data: Option<u32>,
-    collected: Collected,
+    collected: CollectedBlocks,
 }
 
 impl Decoder {
@@ -80,7 +80,7 @@ impl Decoder {
             entry_blocks: 0,
             block: BlockHeader::default(),
             block_data: None,
-            collected: Collected::default(),
+            collected: CollectedBlocks::default(),
         }
     }
 

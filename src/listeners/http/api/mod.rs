@@ -23,7 +23,7 @@ use crate::runtime::Aside;
 use crate::service::{SAMPLE_INTERVAL, Service};
 
 pub use model::Status;
-use model::{App, Apps, Gone};
+use model::{App, Apps, FinishedApp};
 
 /// Default and maximum number of listed applications.
 const APPS_DEFAULT: usize = 100;
@@ -143,7 +143,7 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
         weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
     });
     apps.truncate(limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
-    let gone = service.insight.gone_apps().iter().map(|gone| Gone::new(gone)).collect();
+    let gone = service.insight.gone_apps().iter().map(|gone| FinishedApp::new(gone)).collect();
     fresh(&Apps { count, apps, gone })
 }
 

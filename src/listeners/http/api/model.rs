@@ -264,7 +264,7 @@ pub struct Apps {
     /// The largest applications, by payload received.
     pub apps: Vec<App>,
     /// Finished applications, latest first.
-    pub gone: Vec<Gone>,
+    pub gone: Vec<FinishedApp>,
 }
 
 /// A known application.
@@ -304,12 +304,12 @@ impl App {
 
 /// A finished application. `/explain` has the details.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Gone {
+pub struct FinishedApp {
     /// Application id.
     pub app: String,
     /// User of the application.
     pub user: String,
-    /// How the application ended.
+    /// Outcome of the application.
     pub presence: Presence,
     /// Age when it ended.
     pub age_seconds: f64,
@@ -319,7 +319,7 @@ pub struct Gone {
     pub lost_blocks: u64,
 }
 
-impl Gone {
+impl FinishedApp {
     /// Creates the short form of an explanation.
     #[must_use]
     pub fn new(gone: &Explanation) -> Self {

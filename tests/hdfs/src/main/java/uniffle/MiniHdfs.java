@@ -25,15 +25,15 @@ import org.apache.hadoop.security.UserGroupInformation;
 /**
  * NameNode and DataNodes in one JVM. The first argument is the directory for their files, the others are settings
  * {@code key=value}. With {@code ha} among them there are two NameNodes of one nameservice, the first one active. Prints
- * {@code ready <port>…}, a port for each NameNode, once they serve; then every line of standard input is a command, and
- * every answer is a line {@code ok …} or {@code failed …}. Ends when standard input does.
+ * {@code ready <port>…}, a port for each NameNode, once they serve; then every line of standard input is a command, and every
+ * response is a line {@code ok …} or {@code failed …}. Ends with standard input.
  */
 public final class MiniHdfs {
   private final MiniDFSCluster cluster;
   private final Configuration conf;
   private final List<FSDataOutputStream> abandoned = new ArrayList<>();
   private MiniDFSCluster.DataNodeProperties stopped;
-  /** Index of the NameNode that commands are for. */
+  /** Index of the NameNode that receives commands. */
   private int active;
 
   private MiniHdfs(MiniDFSCluster cluster, Configuration conf) {
@@ -45,7 +45,7 @@ public final class MiniHdfs {
   public static void main(String[] args) throws Exception {
     Configuration conf = new Configuration();
     conf.set(MiniDFSCluster.HDFS_MINIDFS_BASEDIR, new File(args[0]).getAbsolutePath());
-    // A killed DataNode is noticed, and its port given up, in seconds.
+    // Detects a killed DataNode and releases its port within seconds.
     conf.setInt("dfs.namenode.heartbeat.recheck-interval", 500);
     conf.setInt("dfs.heartbeat.interval", 1);
     conf.setInt("dfs.namenode.fs-limits.min-block-size", 4096);
@@ -88,7 +88,7 @@ public final class MiniHdfs {
       String answer;
       try {
         answer = "ok " + hdfs.command(line.trim().split(" "));
-      } catch (Exception | LinkageError e) { // whatever it was, the test is told
+      } catch (Exception | LinkageError e) { // every failure is reported to the test
         e.printStackTrace();
         answer = "failed " + e.toString().replace('\n', ' ');
       }
@@ -114,7 +114,7 @@ public final class MiniHdfs {
         cluster.restartNameNode(0, true);
         return "";
       case "fail-over":
-        // The active one dies, and the other takes over what it knows from the shared edits.
+        // The active NameNode dies; the other takes over from the shared edits.
         cluster.shutdownNameNode(0);
         cluster.transitionToActive(1);
         active = 1;
@@ -135,7 +135,7 @@ public final class MiniHdfs {
         cluster.getFileSystem(active).setQuota(new Path(words[1]), Long.MAX_VALUE - 1, bytes(words[2]));
         return "";
       case "leave-open":
-        // As a writer does that dies amid an append: half a record, and a lease that nobody gives back.
+        // Like a writer killed during an append: half a record and an unreleased lease.
         FSDataOutputStream torn = cluster.getFileSystem(active).append(new Path(words[1]));
         torn.write(new byte[20]);
         torn.hflush();
@@ -155,7 +155,7 @@ public final class MiniHdfs {
     return value < 0 ? org.apache.hadoop.hdfs.protocol.HdfsConstants.QUOTA_RESET : value;
   }
 
-  /** Every file below a directory, as {@code path|length|owner}, separated by blanks. */
+  /** Lists every file below a directory as {@code path|length|owner}, separated by spaces. */
   private static String list(DistributedFileSystem fs, Path directory) throws IOException {
     StringBuilder text = new StringBuilder();
     try {
@@ -166,12 +166,12 @@ public final class MiniHdfs {
             .append(file.getOwner()).append(' ');
       }
     } catch (FileNotFoundException gone) {
-      // It is not there, or it or a directory in it was removed just now: what was seen before that.
+      // The directory, or one below it, does not exist or was just removed. Returns the files found before.
     }
     return text.toString().trim();
   }
 
-  /** Copies a local file as {@code hdfs dfs -put} does, so many times; the answer is the milliseconds it took. */
+  /** Copies a local file {@code times} times like {@code hdfs dfs -put}. Returns the duration in milliseconds. */
   private String put(File local, Path remote, int times) throws IOException {
     try (FileSystem fs = FileSystem.newInstance(URI.create("hdfs://127.0.0.1:" + cluster.getNameNodePort()), conf)) {
       long start = System.nanoTime();

@@ -14,21 +14,21 @@ import org.apache.spark.sql.catalyst.expressions.XXH64;
 import org.apache.spark.unsafe.Platform;
 
 /**
- * What a result is compared by: the number of rows and the sum and the exclusive or of their 64-bit hashes, which do
- * not depend on the order of rows, and on request whether the rows are in order of their first column.
+ * Digest of a result: the number of rows, and the sum and exclusive or of their 64-bit hashes, which are independent of
+ * the order of rows. On request it also checks that rows are sorted by their first column.
  *
- * <p>A lost, a repeated and a changed row all change it (the exclusive or alone would not see a pair of repeats).
+ * <p>A lost, repeated or changed row changes it. The exclusive or alone would miss a pair of duplicates.
  */
 final class Digest {
-  /** One row whose bytes and key are looked at and not kept. */
+  /** Access to the hash and the key of a row. */
   interface Rows<T> extends Serializable {
     long hash(T row);
 
-    /** The key by which the result is sorted, compared as unsigned bytes; null when no order is promised. */
+    /** Returns the sort key, compared as unsigned bytes, or null if no order is required. */
     byte[] key(T row);
   }
 
-  /** What one task found out about its partition. */
+  /** Digest of one partition, computed by its task. */
   private static final class Part implements Serializable {
     private static final long serialVersionUID = 1L;
     private final int partition;
@@ -86,12 +86,12 @@ final class Digest {
     this.xor = xor;
   }
 
-  /** Digest of a query's result, computed by the tasks that produce it: nothing is added to its plan. */
+  /** Returns the digest of a query's result. The query's own tasks compute it, so its plan is unchanged. */
   static Digest of(Dataset<Row> result) {
     return of(result.queryExecution().toRdd().toJavaRDD(), new UnsafeRows(false));
   }
 
-  /** The same, of a result that must be sorted by its first, binary, column. */
+  /** Like {@link #of(Dataset)}, for a result that must be sorted by its first, binary, column. */
   static Digest ofSorted(Dataset<Row> result) {
     return of(result.queryExecution().toRdd().toJavaRDD(), new UnsafeRows(true));
   }

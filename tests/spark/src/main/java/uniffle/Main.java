@@ -21,24 +21,24 @@ import org.apache.spark.sql.SparkSession;
  * Runs scenarios in Spark applications, one application after another in this JVM, and prints one JSON line for each
  * scenario and one for each application that has stopped.
  *
- * <p>A command is a list of words {@code key=value}:
+ * <p>A command is a list of arguments {@code key=value}:
  *
  * <ul>
  *   <li>{@code modes=vanilla,uniffle} the applications to run, in this order (default: both); {@code printed} is Uniffle
- *       with nothing but the settings in the command, which are those that a worker printed
+ *       with only the settings in the command, as printed by a worker
  *   <li>{@code scenarios=join,spill} (default: all but those for recordings, and {@code sized}, whose size is a setting)
  *   <li>{@code quorum=host:port} the coordinator, for mode uniffle
  *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
  *   <li>{@code storage=MEMORY_LOCALFILE}, the client's {@code spark.rss.storage.type}
  *   <li>{@code master=local[2]}, or {@code local-cluster[2,1,1024]}
- *   <li>{@code failures=allowed} tasks may fail and be tried again (default: a failed task is a failed scenario)
- *   <li>any {@code spark.…=…}: a setting of the application, last word wins
+ *   <li>{@code failures=allowed} failed tasks are retried (default: a failed task fails the scenario)
+ *   <li>any {@code spark.…=…}: a setting of the application; the last one wins
  * </ul>
  *
- * With arguments these are the one command, and the exit code says whether all was well. Without, commands are read
- * from standard input, one a line, until its end: between two applications the caller can look at the worker.
+ * Arguments of the program form one command, and the exit code is 0 on success. Without arguments, commands are read
+ * from standard input, one per line, so that the caller can inspect the worker between applications.
  *
- * <p>The digest of a scenario in mode vanilla is kept, and a later run of it in mode uniffle must have the same.
+ * <p>A run of a scenario in mode uniffle must have the digest of the preceding run in mode vanilla.
  */
 public final class Main {
   private static final ObjectMapper JSON = new ObjectMapper();

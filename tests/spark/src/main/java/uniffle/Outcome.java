@@ -3,7 +3,7 @@ package uniffle;
 import java.util.LinkedHashMap;
 import java.util.Map;
 
-/** What a scenario has to say of its result: a digest to compare, and what was wrong with it in itself. */
+/** Outcome of a scenario: a digest to compare, and the error of the scenario's own checks. */
 final class Outcome {
   final String digest;
   final Map<String, Object> notes = new LinkedHashMap<>();
@@ -13,7 +13,7 @@ final class Outcome {
     this.digest = digest;
   }
 
-  /** The first check that does not hold is the error. */
+  /** Records the first failed check as the error. */
   Outcome check(boolean holds, String otherwise) {
     if (!holds && error == null) {
       error = otherwise;

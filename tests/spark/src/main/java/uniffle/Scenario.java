@@ -36,8 +36,8 @@ import scala.reflect.ClassTag;
 import scala.reflect.ClassTag$;
 
 /**
- * The jobs themselves. Each makes its rows from row numbers and hashes of them, so that they are the same in every
- * run and in every mode, and none of them adds floating-point numbers, whose sums depend on the order of rows.
+ * The jobs. Rows are derived from row numbers and their hashes, so they are equal in every run and mode. No job adds
+ * floating-point numbers, whose sums depend on the order of rows.
  */
 enum Scenario {
   /** 10,000,000 rows of 100 random bytes in 64 map tasks, sorted into 64 partitions. */
@@ -48,7 +48,7 @@ enum Scenario {
     }
   },
 
-  /** A sort of pairs of the RDD API, which Kryo serialises: the other way through the client's writer. */
+  /** A sort of pairs of the RDD API, which Kryo serialises: the second path through the client's writer. */
   SORT_SMALL(Map.of()) {
     @Override
     Outcome run(SparkSession spark) {
@@ -117,8 +117,8 @@ enum Scenario {
   },
 
   /**
-   * A join in which two thirds of the rows have one key. AQE splits that partition by map tasks, so its reads name
-   * the task attempts they want (LOCAL_ORDER, expectedTaskIds). It is an error if nothing was split.
+   * A join in which two thirds of the rows have one key. AQE splits that partition by map tasks, so its reads filter
+   * by task attempt (LOCAL_ORDER, expectedTaskIds). It is an error if nothing was split.
    */
   SKEW_JOIN_AQE(Map.of(
       "spark.sql.adaptive.enabled", "true",
@@ -147,7 +147,7 @@ enum Scenario {
   },
 
   /**
-   * 4,000,000 rows of 100 random bytes dealt by hash to 32 partitions: about 440 MB on the wire, which is for a
+   * 4,000,000 rows of 100 random bytes dealt by hash to 32 partitions: about 440 MB on the wire, for a
    * worker with a quarter of that as memory.
    */
   SPILL(Map.of("spark.sql.adaptive.enabled", "false")) {
@@ -161,8 +161,8 @@ enum Scenario {
   },
 
   /**
-   * As above with as many rows as {@code spark.scenario.rows} says, 20,000 of them in a map task, dealt to 16 partitions,
-   * again and again for {@code spark.scenario.seconds} and at least once: for applications beside each other.
+   * As {@link #SPILL} with {@code spark.scenario.rows} rows, 20,000 per map task, dealt to 16 partitions. Repeated for
+   * {@code spark.scenario.seconds}, at least once: for concurrent applications.
    */
   SIZED(Map.of("spark.sql.adaptive.enabled", "false")) {
     @Override
@@ -183,7 +183,7 @@ enum Scenario {
     }
   },
 
-  /** As {@link #SPILL} with 1,500,000 rows in 48 map tasks, about 165 MB: for workers that are upgraded or killed meanwhile. */
+  /** As {@link #SPILL} with 1,500,000 rows in 48 map tasks, about 165 MB: for upgrades and kills during the job. */
   RESTARTS(Map.of("spark.sql.adaptive.enabled", "false")) {
     @Override
     Outcome run(SparkSession spark) {
@@ -194,8 +194,8 @@ enum Scenario {
   },
 
   /**
-   * 200,000 pairs from 4 map tasks, of which one partition is read; then, where the application was told so, a pause
-   * between the stages ({@link #pause}), and then all is read. Few enough bytes to stay in a worker's memory.
+   * 200,000 pairs from 4 map tasks. One partition is read, then the job pauses if configured ({@link #pause}), then all
+   * partitions are read. The data fits into a worker's memory.
    */
   PAUSED(Map.of()) {
     @Override
@@ -204,7 +204,7 @@ enum Scenario {
     }
   },
 
-  /** The same from a barrier stage of 2 tasks: such a map stage is computed again when this client fails to fetch. */
+  /** Like {@link #PAUSED}, from a barrier stage of 2 tasks, which is recomputed when this client fails to fetch. */
   PAUSED_BARRIER(Map.of()) {
     @Override
     Outcome run(SparkSession spark) {
@@ -216,7 +216,7 @@ enum Scenario {
     }
   },
 
-  /** An aggregation that is cached, read from the cache, and read from its shuffle again when the cache is dropped. */
+  /** A cached aggregation, read from the cache, then from its shuffle again after the cache is dropped. */
   CACHED_RDD(Map.of()) {
     @Override
     Outcome run(SparkSession spark) {
@@ -271,8 +271,8 @@ enum Scenario {
   },
 
   /**
-   * A million blocks of one record each: every one of 1,000 map tasks has one for each of 1,000 reducers. Vanilla
-   * Spark gets the same records in eight map tasks: a million reads of a few bytes from its files take a minute.
+   * A million blocks of one record each: 1,000 map tasks write one for each of 1,000 reducers. Vanilla Spark
+   * uses eight map tasks for the same records: a million small reads from its files would take a minute.
    */
   TINY_PARTITIONS(Map.of()) {
     @Override
@@ -305,7 +305,7 @@ enum Scenario {
     }
   },
 
-  /** A query of four shuffles as it was planned. */
+  /** A query of four shuffles with its static plan. */
   QUERY_AQE_OFF(Map.of(
       "spark.sql.adaptive.enabled", "false",
       "spark.sql.autoBroadcastJoinThreshold", "-1",
@@ -343,7 +343,7 @@ enum Scenario {
     }
   },
 
-  /** Few rows, for recordings: a skewed join whose reads name the task attempts they want. */
+  /** Few rows, for recordings: a skewed join whose reads filter by task attempt. */
   RECORDED_SKEW(Map.of(
       "spark.sql.adaptive.enabled", "true",
       "spark.sql.adaptive.skewJoin.skewedPartitionFactor", "1.2",
@@ -375,7 +375,7 @@ enum Scenario {
 
   abstract Outcome run(SparkSession spark);
 
-  /** 0 until {@code rows} in {@code tasks} partitions. */
+  /** Returns the numbers below {@code rows} in {@code tasks} partitions. */
   private static JavaRDD<Long> ids(SparkSession spark, long rows, long tasks) {
     return new JavaSparkContext(spark.sparkContext())
         .parallelize(LongStream.range(0, tasks).boxed().collect(Collectors.toList()), (int) tasks)
@@ -387,7 +387,7 @@ enum Scenario {
         .mapToPair(id -> new Tuple2<>(mix(id), "value " + id))
         .partitionBy(new HashPartitioner(8))
         .map(pair -> pair._1 + "=" + pair._2);
-    // Computes the map stage, which the jobs after it skip.
+    // Computes the map stage; later jobs skip it.
     int first = texts.take(1).size();
     pause(spark);
     Digest digest = Digest.of(texts, new Texts());
@@ -397,8 +397,8 @@ enum Scenario {
   }
 
   /**
-   * Where {@code spark.uniffle.pause} names a directory: makes {@code reached} in it and waits for {@code go}. The
-   * directory of a test that has failed is gone.
+   * If {@code spark.uniffle.pause} names a directory, creates {@code reached} in it and waits for {@code go}. The wait
+   * ends if the directory is deleted, as after a failed test.
    */
   private static void pause(SparkSession spark) {
     String name = spark.sparkContext().getConf().get("spark.uniffle.pause", "");
@@ -440,7 +440,7 @@ enum Scenario {
     return sorted.toString();
   }
 
-  /** Rows of a 10-byte key and a 90-byte value that no codec makes smaller. */
+  /** Rows of a 10-byte key and a 90-byte value that no codec can compress. */
   private static Dataset<Row> randomRows(SparkSession spark, long rows, int tasks) {
     return spark.range(0, rows, 1, tasks).select(
         expr(randomBytes(10, 10) + " AS key"), expr(randomBytes(20, 90) + " AS value"));
@@ -453,7 +453,7 @@ enum Scenario {
     return "substring(concat(" + words + "), 1, " + length + ")";
   }
 
-  /** A bijection of longs (the finaliser of SplitMix64), so that keys are distinct and in no order. */
+  /** A bijection of longs (the finaliser of SplitMix64), so that keys are distinct and unordered. */
   private static long mix(long value) {
     long z = value + 0x9e3779b97f4a7c15L;
     z = (z ^ (z >>> 30)) * 0xbf58476d1ce4e5b9L;
@@ -468,7 +468,7 @@ enum Scenario {
         .note("rows", digest.rows);
   }
 
-  /** In how many pieces AQE reads the partitions that it found skewed, in all shuffle reads of the final plan. */
+  /** Returns the number of pieces in which AQE reads skewed partitions, over all shuffle reads of the final plan. */
   private static long skewedPieces(SparkPlan plan) {
     if (plan instanceof AdaptiveSparkPlanExec) {
       return skewedPieces(((AdaptiveSparkPlanExec) plan).executedPlan());

@@ -4,8 +4,8 @@ import java.nio.ByteBuffer;
 import java.util.Random;
 
 /**
- * What is in a block: its id, then a window of random bytes that the id chooses. A block read back names itself, and
- * every byte of it is known.
+ * Content of a block: its id, then a window of random bytes chosen by the id. A block identifies itself, and all of
+ * its bytes can be verified.
  */
 final class Content {
   private static final int POOL_BYTES = 4 << 20;
@@ -28,7 +28,7 @@ final class Content {
     return block;
   }
 
-  /** The id of a block, all bytes of which were compared. */
+  /** Verifies every byte of a block and returns its id. */
   long check(ByteBuffer block, int length) {
     if (block.remaining() != length) {
       throw new IllegalStateException("a block of " + block.remaining() + " bytes, " + length + " were written");

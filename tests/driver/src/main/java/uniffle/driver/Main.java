@@ -8,17 +8,17 @@ import java.util.Map;
 import org.apache.uniffle.common.ShuffleServerInfo;
 
 /**
- * Writes shuffles through the published client library and reads them back with its composed reader, compares every
- * byte, and prints what the server process used for that: one JSON object per line, one for each round.
+ * Writes shuffles through the published client library, reads them back with its composed reader and compares every
+ * byte. Prints one JSON object per round with the resource usage of the server process.
  *
- * <p>Words are {@code key=value}:
+ * <p>Arguments are {@code key=value}:
  *
  * <ul>
  *   <li>{@code host=127.0.0.1 grpc=PORT tcp=PORT} the server; {@code tcp} is needed for GRPC_NETTY
  *   <li>{@code pid=PID} of the server on this machine
  *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
- *   <li>{@code rounds=3 bytes=3140000000 partitions=200 threads=4 block=14336 send=14680064 spread=8} the shape: how
- *       much is written in each round, and that a send of {@code send} bytes goes to {@code spread} partitions
+ *   <li>{@code rounds=3 bytes=3140000000 partitions=200 threads=4 block=14336 send=14680064 spread=8} data per
+ *       round and its shape; a send of {@code send} bytes goes to {@code spread} partitions
  *   <li>{@code wait=10000} longest pause in ms after NO_BUFFER ({@code rss.client.retry.interval.max}; Spark's default)
  * </ul>
  */
@@ -29,8 +29,8 @@ public final class Main {
   public static void main(String[] words) {
     try {
       run(options(words));
-      System.exit(0); // the client's pools have threads that are no daemons
-    } catch (Exception e) { // whatever the client throws
+      System.exit(0); // the client's pools have non-daemon threads
+    } catch (Exception e) { // the client may throw anything
       e.printStackTrace();
       System.err.println("driver: " + String.valueOf(e).replace('\n', ' '));
       System.exit(1);

@@ -2,11 +2,11 @@ package uniffle.driver;
 
 import java.util.Locale;
 
-/** What one half of a round took. */
+/** Time and resource usage of one half of a round. */
 final class Phase {
   /** A half of a round. */
   interface Work {
-    /** Whatever it throws ends the run. */
+    /** Any exception ends the run. */
     void run() throws Exception;
   }
 

@@ -4,12 +4,12 @@ import java.io.IOException;
 import java.nio.file.Files;
 import java.nio.file.Path;
 
-/** What a process of this machine has used since its start. */
+/** Resource usage of a local process since its start. */
 final class Process {
   /** {@code USER_HZ}: 100 on every Linux that runs a JVM. */
   private static final double TICKS_PER_SECOND = 100.0;
   private static final long LOOK_MS = 250;
-  /** Less than this share of a core is rest. */
+  /** CPU seconds per look below which a process counts as idle. */
   private static final double QUIET_SECONDS = 0.0125;
   private static final int LOOKS_MAX = 120;
 
@@ -19,14 +19,14 @@ final class Process {
     dir = Path.of("/proc", String.valueOf(pid));
   }
 
-  /** Of user and system. */
+  /** Returns user and system time. */
   double cpuSeconds() throws IOException {
     String stat = Files.readString(dir.resolve("stat"));
     String[] fields = stat.substring(stat.lastIndexOf(')') + 2).split(" ");
     return (Long.parseLong(fields[11]) + Long.parseLong(fields[12])) / TICKS_PER_SECOND;
   }
 
-  /** The same once it does nothing any more: a flush belongs to the write that caused it. */
+  /** Waits until the process is idle, because a flush belongs to the write that caused it, and returns its CPU time. */
   double cpuSecondsAtRest() throws IOException, InterruptedException {
     double last = cpuSeconds();
     for (int look = 0; look < LOOKS_MAX; look++) {

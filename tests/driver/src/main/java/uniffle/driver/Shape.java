@@ -2,7 +2,7 @@ package uniffle.driver;
 
 import java.util.Map;
 
-/** How much is written, in which pieces. All sends are of equal size, and tasks share them evenly. */
+/** Amount of data and its division into sends. All sends have equal size, and tasks share them evenly. */
 final class Shape {
   final int partitions;
   final int threads;
@@ -50,7 +50,7 @@ final class Shape {
     return blocks() * blockBytes;
   }
 
-  /** Partition number {@code n} of a send of a task. */
+  /** Returns partition number {@code n} of a send of a task. */
   int partition(int task, int send, int n) {
     long sends = (long) task * sendsPerTask + send;
     return (int) ((sends * spread + n) % partitions);

@@ -31,7 +31,7 @@ import org.apache.uniffle.shaded.org.roaringbitmap.longlong.Roaring64NavigableMa
 
 /**
  * An application that writes one shuffle after another and reads each back. Each thread is a map task, then a reader
- * of partitions. What must come back is what was written, not what the server says was written.
+ * of partitions. The blocks read are compared with the blocks written, not with the server's reports.
  */
 final class Shuffles implements AutoCloseable {
   private final String clientType;
@@ -84,7 +84,7 @@ final class Shuffles implements AutoCloseable {
         server, app, shuffle, ranges, new RemoteStorageInfo(""), ShuffleDataDistributionType.NORMAL, -1);
   }
 
-  /** The next shuffle begins. */
+  /** Unregisters the shuffle and begins the next one. */
   void unregister() {
     client.unregisterShuffle(app, shuffle);
     shuffle++;
@@ -180,7 +180,7 @@ final class Shuffles implements AutoCloseable {
     }
   }
 
-  /** What a thread does, given its number. */
+  /** Work of a thread, given its number. */
   private interface Task {
     void run(int number) throws Exception;
   }
