@@ -18,10 +18,10 @@ const OLD_LIST: &str = "uniffle-worker.peers";
 /// What `mkfs` leaves in a root; it does no harm.
 const LOST_AND_FOUND: &str = "lost+found";
 
-/// What is in a directory before it is claimed.
+/// Content of a directory before it is claimed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
-    /// Nothing, or it does not exist. A claim that was never written counts as nothing.
+    /// Empty or missing. A claim that was never written counts as empty.
     Nothing,
     /// Our claim, with its identity.
     Ours(Uuid),
@@ -33,7 +33,7 @@ pub(super) enum Content {
     Outdated,
 }
 
-/// What is wrong with a claim.
+/// Flaw of a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flaw {
     Missing,
@@ -73,16 +73,16 @@ pub(super) fn content_of(names: &[String], claim: Option<&[u8]>) -> Content {
     }
 }
 
-/// What is known of the identity of a directory without a claim.
+/// Identity of a directory without a claim, as far as it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Identity {
-    /// It is this one, and how that is known.
+    /// Certain, with the reason.
     Certain(Uuid, &'static str),
-    /// It is this one unless it was at another path before.
+    /// Certain unless the directory was at another path before.
     ByPath(Uuid),
-    /// It is one of these, by the paths where they were.
+    /// One of several, with their former paths.
     OneOf(Vec<(Uuid, String)>),
-    /// Nothing in the directory says it.
+    /// Not recorded in the directory.
     Unknown,
 }
 
@@ -115,7 +115,7 @@ pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Id
     }
 }
 
-/// Which file is wrong, what is certain, and what to do.
+/// Returns a message with the flawed file, the identity, and what to do.
 pub(super) fn told(root: &Path, flaw: Flaw, identity: &Identity) -> String {
     let file = root.join(MARKER);
     let what = format!("{} {}", file.display(), flaw.as_str());
@@ -141,7 +141,7 @@ pub(super) fn told(root: &Path, flaw: Flaw, identity: &Identity) -> String {
     }
 }
 
-/// The line for a shell that writes a claim.
+/// Returns a shell command that writes a claim.
 fn command(file: &Path, uuid: Uuid) -> String {
     let quoted = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
     let lines: Vec<String> = lines_of(uuid).iter().map(|line| quoted(line)).collect();

@@ -32,7 +32,7 @@ pub const VERSION: u16 = 1;
 pub const HEADER_BYTES: usize = 64;
 pub const ENTRY_BYTES: usize = 40;
 
-/// What a group says once.
+/// Header of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupHeader {
     /// Place among the shuffle's published batches.
@@ -57,7 +57,7 @@ pub struct GroupExtent<'a> {
     pub blocks: &'a [BlockMeta],
 }
 
-/// An encoded group, and where its extents' records stand in it.
+/// An encoded group, with the places of its extents' records.
 #[derive(Debug, Clone)]
 pub struct EncodedGroup {
     pub bytes: Bytes,
@@ -65,7 +65,7 @@ pub struct EncodedGroup {
     pub places: Vec<RecordsPlace>,
 }
 
-/// Where an extent's records stand in their group.
+/// Place of an extent's records in their group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordsPlace {
     /// Offset from the group's first byte.
@@ -77,7 +77,7 @@ pub struct RecordsPlace {
 /// A decoded group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IndexGroup {
-    /// What it says once.
+    /// Header of the group.
     pub header: GroupHeader,
     /// Its extents.
     pub entries: Vec<GroupEntry>,
@@ -93,13 +93,13 @@ pub struct GroupEntry {
     pub data_offset: u64,
     /// Bytes of data.
     pub length: u64,
-    /// Where its records stand in the group.
+    /// Place of its records in the group.
     pub place: RecordsPlace,
     /// Its records, offsets relative to the extent.
     pub records: Vec<IndexRecord>,
 }
 
-/// Why bytes are no group.
+/// Reason why bytes are not a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     /// The bytes end before the group does.
@@ -119,7 +119,7 @@ pub enum GroupError {
     Malformed(&'static str),
 }
 
-/// Bytes that `length` bytes of data occupy in a data log.
+/// Returns the bytes that `length` bytes of data occupy in a data log.
 pub fn occupied_bytes(length: u64) -> u64 {
     length.next_multiple_of(BLOCK_ALIGN as u64)
 }
@@ -276,7 +276,7 @@ fn decode_entry(entry: &[u8], group: &[u8], at: usize) -> Result<GroupEntry, Gro
     Ok(GroupEntry { partition, base, data_offset, length, place, records })
 }
 
-/// Checks that records lie one behind the other.
+/// Checks that records are contiguous.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RecordCheck {
     /// Bytes of the records accepted so far.
@@ -284,7 +284,7 @@ pub struct RecordCheck {
 }
 
 impl RecordCheck {
-    /// True when `record` begins where the one before ended and has bytes.
+    /// Returns whether `record` is not empty and begins at the end of the previous one.
     pub fn accept(&mut self, record: &IndexRecord) -> bool {
         let fits = record.length > 0 && u64::try_from(record.offset) == Ok(self.length);
         self.length = self.length.saturating_add(u64::from(record.length.unsigned_abs()));

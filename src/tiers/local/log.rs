@@ -15,7 +15,7 @@ use uniffle_io::{BLOCK_ALIGN, FileId, Lane};
 /// Maximum length of a log: extents store their offset as a 32-bit number of blocks.
 pub(super) const LOG_BYTES_MAX: u64 = (u32::MAX as u64) * BLOCK_ALIGN as u64;
 
-/// What a log holds.
+/// Content of a log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LogKind {
     /// Extents.

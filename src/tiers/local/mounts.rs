@@ -24,7 +24,7 @@ const LINES_MAX: usize = 1024;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Mounts(BTreeMap<String, PathBuf>);
 
-/// What the directories say together; later ones win.
+/// Merges the lists of the directories. Later ones win.
 pub(super) async fn recall(disks: impl Iterator<Item = &LocalDisk>, deadline: Duration) -> Mounts {
     let lists = disks.map(|disk| within(deadline, disk.io.read_small(Path::new(MOUNTS)))).collect::<Vec<_>>();
     let mut known = Mounts::default();
@@ -35,7 +35,7 @@ pub(super) async fn recall(disks: impl Iterator<Item = &LocalDisk>, deadline: Du
 }
 
 impl Mounts {
-    /// A line is the mount point, a tab and the directory.
+    /// Encodes one line per directory: the mount point, a tab and the directory.
     fn encode(&self) -> String {
         let plain = |text: &str| !text.contains(['\t', '\n']);
         let lines = self.0.iter().map(|(path, point)| (path, point.to_string_lossy()));
@@ -68,13 +68,13 @@ impl Mounts {
         Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text))
     }
 
-    /// Brings it up to date with what is there; what is known of other directories of the configuration stays.
+    /// Updates the mount points of the present directories. Those of other configured directories stay.
     pub(super) fn update<'a>(&mut self, configured: &[String], disks: impl Iterator<Item = &'a LocalDisk>) {
         self.0.retain(|path, _| configured.contains(path));
         self.0.extend(disks.map(|disk| (disk.label.clone(), disk.mount_point().to_owned())));
     }
 
-    /// Writes it down in every directory that does not say the same.
+    /// Writes the list to every directory whose list differs.
     pub(super) async fn remember(&self, disks: impl Iterator<Item = &LocalDisk>, deadline: Duration) {
         let (path, text) = (Path::new(MOUNTS), self.encode());
         let writes = disks.filter(|disk| disk.is_healthy()).map(async |disk: &LocalDisk| {

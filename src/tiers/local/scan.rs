@@ -57,7 +57,7 @@ impl FoundDirectory {
     }
 }
 
-/// What a disk holds.
+/// Content of a disk.
 #[derive(Debug, Default)]
 pub(super) struct DiskScan {
     pub(super) directories: Vec<FoundDirectory>,
@@ -217,7 +217,7 @@ async fn scan_directory(
     Some(found)
 }
 
-/// What a log held besides whole records.
+/// Bytes of a log that belong to no whole record.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Damage {
     /// Bytes that are part of no record, followed by records.
@@ -253,7 +253,7 @@ impl<'a> LogReader<'a> {
         Ok(Self { disk, deadline, file, size, start: 0, window, at: 0, damage })
     }
 
-    /// What was skipped; complete after the last record.
+    /// Returns the skipped bytes. Complete after the last record.
     pub(super) fn damage(&self) -> Damage {
         self.damage
     }

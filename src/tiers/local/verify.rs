@@ -1,7 +1,6 @@
-//! Checks the CRC-32 of every block that a data read covers wholly, while its bytes pass by.
+//! Verifies the CRC-32 of every block that a data read covers completely, while its bytes pass.
 //!
-//! Clients check too, but they can only say that something is wrong; here it is known which disk returned other bytes
-//! than were written.
+//! Clients verify too, but only the worker knows which disk returned wrong bytes.
 
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
@@ -15,44 +14,44 @@ use crate::tiers::block_checks::{BlockChecks, Check, Mark};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
-/// Of so many reads one is checked when sampling.
+/// With sampling, one of this number of reads is verified.
 pub(super) const SAMPLE: u64 = 16;
 
-/// Blocks known at a time. Of those that are smaller than some 32 bytes not all are checked.
+/// Maximum number of blocks loaded at a time. Blocks below about 32 bytes may be skipped.
 const CHECKS_MAX: usize = 1 << 16;
 
-/// Checks the blocks of one read as its bytes pass, in the order of the stream.
+/// Verifier of the blocks of one read, in the order of the stream.
 #[derive(Debug)]
 pub(super) struct Verifier {
     partition: PartitionId,
     extents: std::vec::IntoIter<Extent>,
-    /// Records of the first of them that are known already.
+    /// Number of records of the first extent that are loaded.
     known: u32,
     range: Range<u64>,
     checks: BlockChecks,
 }
 
 impl Verifier {
-    /// For a read of `range`, which `extents` cover, holes left out.
+    /// Creates the verifier of a read of `range`, which `extents` cover except for holes.
     pub(super) fn new(partition: PartitionId, extents: Vec<Extent>, range: Range<u64>) -> Self {
         let checks = BlockChecks::new(range.start);
         Self { partition, extents: extents.into_iter(), known: 0, range, checks }
     }
 
-    /// Remembers where it is.
+    /// Returns the current position.
     pub(super) fn mark(&mut self) -> Mark {
         self.checks.mark()
     }
 
-    /// Goes back to the last mark.
+    /// Returns to the last mark.
     pub(super) fn rewind(&mut self, mark: Mark) {
         self.checks.rewind(mark);
     }
 
-    /// Knows the checksums of the next `bytes` of the range from now on.
+    /// Loads the checksums of the next `bytes` bytes of the range.
     ///
     /// # Errors
-    /// The records of an extent cannot be read; where they stand.
+    /// The records of an extent cannot be read. With their log.
     pub(super) async fn prepare(
         &mut self,
         core: &Core,
@@ -72,13 +71,12 @@ impl Verifier {
         Ok(())
     }
 
-    /// The first block that ends in the next bytes of the range, which are [prepared](Self::prepare), and has others than
-    /// were written.
+    /// Returns the first block with a wrong checksum that ends in the next bytes, which are [prepared](Self::prepare).
     pub(super) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
         self.checks.check(bytes)
     }
 
-    /// Knows the blocks of an extent that begin before `until`, at most [`CHECKS_MAX`].
+    /// Loads the blocks of an extent that begin before `until`, at most [`CHECKS_MAX`].
     async fn load(
         &mut self,
         core: &Core,
@@ -88,7 +86,7 @@ impl Verifier {
     ) -> Result<(), (StoreError, Arc<Log>)> {
         let from = self.known;
         let cached = core.records.find(&shuffle.records_key(extent));
-        // What is cached has offsets in the stream.
+        // Cached records have offsets in the stream.
         let base = if cached.is_some() { 0 } else { extent.base };
         let mut take = |record: &IndexRecord| {
             let start = base + record.offset.unsigned_abs();

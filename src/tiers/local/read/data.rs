@@ -1,7 +1,7 @@
 //! Reads of a range of a partition's data.
 //!
-//! A read is a plan of pieces of logs. Large ones are read around the page cache, whole blocks and several in one go; small
-//! ones by way of it. What one go has brought is checked together and given piece by piece.
+//! A read is a plan of pieces of logs. Large pieces are read around the page cache, in whole blocks and several per call. Small
+//! ones are read through it. The result of one call is verified together and returned piece by piece.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -35,29 +35,29 @@ pub struct DataRead {
     stream: Stream,
     range: Range<u64>,
     pieces: Vec<Piece>,
-    /// Of these the next.
+    /// Index of the next piece.
     next: usize,
-    /// What is left of the one before.
+    /// Rest of the current piece.
     current: Option<Piece>,
-    /// Read and checked together with what was given last.
+    /// Chunks that were read and verified together with the last one.
     ready: VecDeque<Bytes>,
     verifier: Option<Verifier>,
 }
 
-/// The whole blocks in which the first bytes of a [`Piece`] lie.
+/// The whole disk blocks of the first bytes of a [`Piece`].
 struct Aligned {
-    /// Where they begin in the log.
+    /// Offset in the log.
     start: u64,
-    /// Bytes before the first that is wanted.
+    /// Bytes before the first requested one.
     skip: usize,
-    /// Bytes that are wanted.
+    /// Requested bytes.
     part: usize,
-    /// Bytes of all blocks. An extent fills its last block, so what is read beyond `part` is there.
+    /// Bytes of all blocks. An extent fills its last block, so bytes after `part` exist.
     blocks: usize,
 }
 
 impl Aligned {
-    /// As much of `piece` as has room in `room` bytes, a block at least.
+    /// Returns the blocks of `piece` that fit into `room` bytes, at least one.
     fn of(piece: &Piece, room: usize) -> Self {
         let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
         let skip = usize::try_from(piece.offset - start).unwrap_or(0);
@@ -75,7 +75,7 @@ impl fmt::Debug for DataRead {
 }
 
 impl Reader {
-    /// Whether the next data read is checked.
+    /// Returns whether the next data read is verified.
     fn verifies_next(&self) -> bool {
         match self.core.config.verify_reads {
             VerifyReads::Always => true,
@@ -86,7 +86,7 @@ impl Reader {
 }
 
 impl DataRead {
-    /// Whether part of the range is lost: zeros stand for it.
+    /// Returns whether part of the range is lost. Lost bytes are zeros.
     #[must_use]
     pub fn has_hole(&self) -> bool {
         let Stream { shuffle, partition, .. } = &self.stream;
@@ -104,7 +104,7 @@ impl DataRead {
         let invalid = || shuffle.error(StoreErrorKind::InvalidRange);
         let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
         let range = offset..end;
-        // A range may have hundreds of thousands of extents: they are gone through after the lock.
+        // A range may have hundreds of thousands of extents: they are visited without the lock.
         let found = shuffle.with_streams(|streams| {
             let partition = streams.get(partition).filter(|it| it.start <= offset && end <= it.bytes)?;
             Some(partition.extents.part(offset, end))
@@ -124,8 +124,8 @@ impl DataRead {
         Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
-    /// For who moves the bytes away: they are checked whatever the configuration says, and failed reads are
-    /// not counted. Of the readers one is told when there have been too many, and asks what is lost; nobody would ask here.
+    /// Converts it to a read of a migration: always verified, and failures are not counted. Only a client's read is told to find out
+    /// which blocks are lost.
     pub(in crate::tiers::local) fn for_moving(mut self) -> Self {
         let Stream { shuffle, partition, .. } = &self.stream;
         let extents = shuffle.part(*partition, &self.range);
@@ -134,16 +134,16 @@ impl DataRead {
         self
     }
 
-    /// Whether the last error shows that blocks are gone, or may be.
+    /// Returns whether the last error means that blocks are or may be lost.
     #[must_use]
     pub fn is_suspect(&self) -> bool {
         self.stream.is_suspect
     }
 
-    /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.
+    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of `buffers`.
     ///
     /// # Errors
-    /// What the disk says; a file that ends too early is `Corrupt`.
+    /// Errors of the disk. A truncated file is `Corrupt`.
     pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
         let len = self.stream.next_len(buffers.chunk_bytes())?;
         if self.ready.is_empty() && len > 0 {
@@ -158,8 +158,8 @@ impl DataRead {
         Ok(Some(chunk))
     }
 
-    /// Reads and checks the next bytes, at most `len` unless they are read around the page cache. A block with other bytes
-    /// than were written is read again before anything is concluded from it.
+    /// Reads and verifies the next bytes, at most `len` unless they are read around the page cache. A block with a wrong checksum is
+    /// read again first.
     async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
         if let Some(verifier) = &mut self.verifier {
             let Stream { core, shuffle, .. } = &self.stream;
@@ -190,7 +190,7 @@ impl DataRead {
         }
         match self.fetch_once(len, buffers).await? {
             None => Ok(()),
-            // Its first bytes may be with the client already.
+            // The client may have its first bytes already.
             Some(_) => {
                 let what = "a block was read with wrong bytes; nothing is lost";
                 Err(StoreError::io(self.stream.shuffle.key.to_string(), io::Error::other(what)))
@@ -198,7 +198,7 @@ impl DataRead {
         }
     }
 
-    /// A block has other bytes than were written, also when it is read again.
+    /// Handles a block with a wrong checksum: reads it again, and marks it as damaged if it is still wrong.
     fn found_damaged(&mut self, block: &Check) -> StoreError {
         let Stream { shuffle, partition, .. } = &self.stream;
         let error = self.damage.mark_damaged(shuffle, *partition, block);
@@ -206,7 +206,7 @@ impl DataRead {
         error
     }
 
-    /// The first block that has other bytes than were written, if there is one.
+    /// Returns the first block with a wrong checksum.
     async fn fetch_once(
         &mut self,
         len: usize,
@@ -234,20 +234,20 @@ impl DataRead {
         piece
     }
 
-    /// Whether a part is read around the page cache.
+    /// Returns whether a part is read around the page cache.
     fn goes_direct(&self, piece: &Piece) -> bool {
         let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
         piece.length.max(u64::from(piece.run)) >= DIRECT_BYTES_MIN
             && self.stream.log(*piece).is_some_and(direct)
     }
 
-    /// Room that the next read needs at most; 0 when there is none to come, and when its disk has no time for it.
+    /// Returns the maximum room of the next read, or 0 at the end and if its disk has no capacity.
     #[must_use]
     pub fn next_room(&self) -> usize {
         if !self.ready.is_empty() || self.stream.left == 0 {
             return 0;
         }
-        // What is read directly may begin and end with a part of a block.
+        // A direct read may begin and end within a block.
         let ends = 2 * BLOCK_ALIGN * (self.pieces.len() - self.next + 1);
         let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
         let room = left.saturating_add(ends).next_multiple_of(BLOCK_ALIGN).min(READ_CHUNK_BYTES_MAX);
@@ -255,8 +255,7 @@ impl DataRead {
         if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
     }
 
-    /// `piece`, and what follows as long as it fits and is read alike: as the whole blocks in which they lie, straight
-    /// from the device to one buffer.
+    /// Reads `piece` and following pieces that fit and are direct too, as whole blocks into one buffer.
     async fn read_aligned(
         &mut self,
         piece: Piece,
@@ -276,7 +275,7 @@ impl DataRead {
             if self.current.is_none() {
                 next = self.next_piece();
             }
-            // One that would be cut begins the next buffer.
+            // A piece that does not fit begins the next buffer.
             let fits = |piece: &Piece| Aligned::of(piece, usize::MAX).blocks <= room - filled;
             if next.is_some_and(|piece| !fits(&piece) || !self.goes_direct(&piece)) {
                 self.current = next.take();
@@ -287,7 +286,7 @@ impl DataRead {
         Ok(ranges.into_iter().map(|range| bytes.slice(range)).collect())
     }
 
-    /// At most `len` bytes from `piece` on, of as many pieces as it takes; ends before one that goes direct.
+    /// Reads at most `len` bytes from `piece` on, over several pieces. Ends before a direct one.
     async fn gather(
         &mut self,
         piece: Piece,
@@ -332,13 +331,13 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
     buffer
 }
 
-/// For a read of a range that `extents` hold.
+/// Creates the verifier of a read of a range in `extents`.
 fn verifier_of(partition: PartitionId, extents: &ExtentList, range: &Range<u64>) -> Verifier {
     let known = extents.touched(range.start, range.end).filter(|extent| !extent.is_lost());
     Verifier::new(partition, known.copied().collect(), range.clone())
 }
 
-/// Notes which pieces stand one behind the other in their log: together they are read as one that is longer.
+/// Finds pieces that are contiguous in their log: they are read as one longer piece.
 fn find_runs(pieces: &mut [Piece]) {
     if pieces.len() < 2 {
         return;

@@ -1,4 +1,4 @@
-//! Hints: ranges that a client says it will read next, given to the page cache.
+//! Hints: ranges that a client will read next, prefetched into the page cache.
 //!
 //! A hint is of use only for what is read by way of the page cache: short parts, and everything where `direct_io` is off.
 //! What is read around it would be brought twice, or need read memory for a reader that may never come.
@@ -25,13 +25,13 @@ use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
 use uniffle_wire::types::PartitionId;
 
-/// Bytes that one request's hints bring to the page cache: half of a client's usual read (14 MiB).
+/// Maximum bytes that the hints of one request prefetch: half of a client's usual read (14 MiB).
 pub(in crate::tiers::local) const HINTED_BYTES_MAX: u64 = 8 << 20;
 
-/// Extents that one request's hints are looked up in: a system call of some microseconds for each.
+/// Maximum extents of the hints of one request: each costs a system call of some microseconds.
 pub(in crate::tiers::local) const HINTED_EXTENTS_MAX: usize = 256;
 
-/// Parts of one log, and the place of their request at its disk.
+/// Parts of one log, and the permit of their request at its disk.
 struct Hinted {
     log: Arc<Log>,
     parts: Vec<Range<u64>>,
@@ -39,7 +39,7 @@ struct Hinted {
 }
 
 impl Reader {
-    /// Takes hints. Ranges that are not wholly published, and what goes beyond the bounds, are ignored.
+    /// Applies hints. Ranges that are not completely published or exceed the bounds are ignored.
     pub(in crate::tiers::local) fn hint(
         &self,
         shuffle: &Shuffle,
@@ -64,7 +64,7 @@ impl Reader {
         }
     }
 
-    /// What of the pieces is read by way of the page cache, where the disk has time for it.
+    /// Returns the pieces that are read through the page cache, on disks with capacity.
     fn by_log(&self, shuffle: &Shuffle, pieces: Vec<Piece>) -> Vec<Hinted> {
         let mut all: Vec<Hinted> = Vec::new();
         let mut left = HINTED_BYTES_MAX;
@@ -89,7 +89,7 @@ impl Reader {
     }
 }
 
-/// What `ranges` touch, holes left out.
+/// Returns the pieces in `ranges`, without holes.
 fn pieces<'a>(extents: &ExtentList, ranges: impl Iterator<Item = &'a Range<u64>>) -> Vec<Piece> {
     let all = ranges.flat_map(|Range { start, end }| {
         extents.touched(*start, *end).map(|extent| piece_of(extent, *start, *end))
@@ -102,7 +102,7 @@ async fn advise(core: &Core, hinted: Hinted) {
     let advised = within(core.config.read_timeout, async {
         core.files.reader(&hinted.log).await?.advise(hinted.parts).await
     });
-    // What is wrong is told by the read of these bytes, if it ever comes.
+    // A later read of these bytes reports the error.
     if advised.await.is_ok() {
         core.metrics.hints.inc();
         core.metrics.hinted_bytes.inc_by(bytes);

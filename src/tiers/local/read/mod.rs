@@ -1,8 +1,7 @@
 //! Reads of published extents, streamed in chunks.
 //!
-//! A read is a plan made from one snapshot; bytes are fetched as chunks are asked for. Never short: what cannot be
-//! read exactly is an error, and after an error a stream gives only errors. Index records are checked (order, sums,
-//! CRC) before they leave.
+//! A read is a plan made from one snapshot. Bytes are fetched when a chunk is requested. A read is never short: a failure is an
+//! error, and after an error a stream returns only errors. Index records are verified (order, sums, CRC) first.
 //!
 //! # Reference numbers
 //!
@@ -48,17 +47,17 @@ const fn whole_records(bytes: usize) -> usize {
     bytes / RECORD_BYTES * RECORD_BYTES
 }
 
-/// Shorter parts are read by way of the page cache.
+/// Minimum length of a part that is read around the page cache.
 const DIRECT_BYTES_MIN: u64 = 64 << 10;
 
-/// What all reads share.
+/// Shared state of all reads.
 #[derive(Debug)]
 pub(super) struct Reader {
     pub(super) core: Arc<Core>,
     pub(super) damage: Arc<Damage>,
-    /// Data reads so far, for sampling.
+    /// Number of data reads, for sampling.
     data_reads: AtomicU64,
-    /// What follows from hints.
+    /// Tasks of hints.
     pub(super) tasks: Tasks,
 }
 
@@ -77,11 +76,11 @@ pub struct IndexRead {
     pub data_length: u64,
     stream: Stream,
     extents: ExtentList,
-    /// Of these the next.
+    /// Index of the next extent.
     next: usize,
     /// The extent being read.
     current: Option<ExtentRecords>,
-    /// Filler records given of the next extent, of which nothing is known.
+    /// Number of filler records returned for the next extent, which is lost.
     fillers: u32,
 }
 
@@ -109,12 +108,12 @@ struct Step {
     range: std::ops::Range<usize>,
 }
 
-/// Where the bytes of a chunk come from.
+/// Sources of the bytes of a chunk.
 #[derive(Default)]
 struct Plan {
-    /// What is in memory, and where it goes.
+    /// Cached records, with their places in the buffer.
     copies: Vec<(usize, Bytes)>,
-    /// What is read and checked.
+    /// Records that are read and verified.
     steps: Vec<Step>,
     parts: PartsByLog,
 }
@@ -133,32 +132,32 @@ struct Piece {
 const _: () = assert!(size_of::<Piece>() == 24, "the run takes no room of its own");
 
 impl Piece {
-    /// Whether it begins where the extent of `before` ends in their log.
+    /// Returns whether it begins at the end of the extent of `before` in their log.
     fn is_behind(&self, before: &Self) -> bool {
         let end = occupied_bytes(before.offset + before.length);
         self.log != NO_LOG && self.log == before.log && self.offset == end
     }
 }
 
-/// The part of `extent` that lies in `offset..end`, which it touches.
+/// Returns the part of `extent` in `offset..end`, which it overlaps.
 fn piece_of(extent: &Extent, offset: u64, end: u64) -> Piece {
     let from = offset.max(extent.base) - extent.base;
     let to = end.min(extent.base + extent.length) - extent.base;
     Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from, run: 0 }
 }
 
-/// What both reads share.
+/// State of index and data reads.
 struct Stream {
     core: Arc<Core>,
     shuffle: Arc<Shuffle>,
     partition: PartitionId,
     left: u64,
     failed: bool,
-    /// Index of the disk whose bytes could not be had, or were others.
+    /// Index of the disk that failed or returned wrong bytes.
     culprit: OnceLock<usize>,
-    /// The last error shows that blocks are gone, or may be.
+    /// Whether the last error means that blocks are or may be lost.
     is_suspect: bool,
-    /// Somebody is served who is told what is lost.
+    /// Whether the read is for a client, which is told about lost blocks.
     is_readers: bool,
 }
 
@@ -188,18 +187,18 @@ impl Stream {
         let culprit = self.culprit.get();
         let is_one_too_many = culprit.is_some_and(|disk| shuffle.count_failed_read(partition, *disk, error));
         if is_one_too_many {
-            // Who reads may be nobody's reader: what is moved elsewhere is read, too.
+            // Reads of migrations are not for a client.
             self.core.hearer.tell(&shuffle.key, partition, &error.to_string());
         }
         self.is_suspect |= is_one_too_many;
     }
 
-    /// The log in which a piece lies; none of a hole.
+    /// Returns the log of a piece, or `None` for a hole.
     fn log(&self, piece: Piece) -> Option<Arc<Log>> {
         (piece.log != NO_LOG).then(|| self.shuffle.log_at(piece.log))
     }
 
-    /// Size of the next chunk, 0 at the end.
+    /// Returns the size of the next chunk, or 0 at the end.
     fn next_len(&self, max: usize) -> Result<usize, StoreError> {
         if self.failed {
             return Err(self.shuffle.error(StoreErrorKind::Corrupt));
@@ -246,7 +245,7 @@ impl Stream {
         let call = log.disk.call(self.core.config.read_timeout, async {
             let (target, result) = reading.await;
             match result {
-                // Its file is being cut back: nothing that the disk did.
+                // The file is being truncated for removal: the disk is not at fault.
                 Err(error) if self.shuffle.is_purged() || log.is_released() => Ok(Err(error)),
                 result => result.map(|()| Ok(target)),
             }
@@ -254,8 +253,7 @@ impl Stream {
         call.await?
     }
 
-    /// A buffer of `len` bytes whose parts are filled, in one call per log. A disk that hangs is refused, also when that turns out
-    /// while it is waited for.
+    /// Returns a buffer of `len` bytes with filled parts, with one call per log. Fails if a disk hangs, also during the wait.
     async fn read_all(
         &self,
         mode: Mode,
@@ -274,7 +272,7 @@ impl Stream {
         Ok(buffer)
     }
 
-    /// Whether a log's disk answers, and has room in its share for a read of `len` bytes now.
+    /// Returns whether a log's disk answers and has capacity for a read of `len` bytes now.
     fn is_free(&self, slot: u16, len: usize) -> bool {
         if slot == NO_LOG {
             return true;
@@ -284,7 +282,7 @@ impl Stream {
     }
 }
 
-/// What is to be read of several logs.
+/// Reads from several logs.
 #[derive(Default)]
 struct PartsByLog(SmallVec<[(u16, Vec<ReadPart>); 2]>);
 
@@ -300,14 +298,14 @@ impl PartsByLog {
     }
 }
 
-/// Whether a part goes on where `last` ends, in the log and in the buffer: both are one read.
+/// Returns whether a part continues `last` in the log and in the buffer: both are one read.
 fn goes_on(last: &ReadPart, part: &ReadPart) -> bool {
     last.range.end == part.range.start && last.offset + last.range.len() as u64 == part.offset
 }
 
 impl IndexRead {
     pub(super) fn new(reader: &Reader, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
-        // One look: the records and the stream's length belong together.
+        // One snapshot: the records and the stream's length belong together.
         let (extents, data_length, blocks) = shuffle.with_partition(partition, |found| {
             found.map_or((ExtentList::default(), 0, 0), |it| (it.extents.clone(), it.bytes, it.blocks))
         });
@@ -332,10 +330,10 @@ impl IndexRead {
         Some(self)
     }
 
-    /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.
+    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of `buffers`.
     ///
     /// # Errors
-    /// What the disk says, or `Corrupt` when the records are not what was written.
+    /// Errors of the disk, or `Corrupt` if the records fail verification.
     pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
         let len = self.stream.next_len(whole_records(buffers.chunk_bytes()))?;
         if len == 0 {
@@ -367,13 +365,13 @@ impl IndexRead {
         Ok(buffer.freeze(len))
     }
 
-    /// Whether the last error shows that blocks are gone, or may be.
+    /// Returns whether the last error means that blocks are or may be lost.
     #[must_use]
     pub fn is_suspect(&self) -> bool {
         self.stream.is_suspect
     }
 
-    /// Where the next `len` bytes come from. Takes no memory: their disks are asked first.
+    /// Returns the sources of the next `len` bytes. Allocates no buffer: the disks are asked first.
     fn plan(&mut self, len: usize) -> Plan {
         let mut plan = Plan::default();
         let mut filled = 0;
@@ -391,7 +389,7 @@ impl IndexRead {
                 self.next += 1;
                 ExtentRecords::new(*extent)
             });
-            // An extent that does not end in this chunk is its last, and `check` makes it the current one again.
+            // An extent that does not end in this chunk is the last one, and `check` makes it the current one again.
             let left = usize::try_from(records.left_bytes()).unwrap_or(usize::MAX);
             let range = filled..filled + left.min(len - filled);
             let offset = records.extent.index_offset + records.done_bytes;
@@ -402,7 +400,7 @@ impl IndexRead {
         plan
     }
 
-    /// Checks the next `bytes` of an extent's records and moves them to their place in the stream.
+    /// Verifies the next `bytes` of an extent's records, and converts their offsets to the stream.
     fn check(&mut self, mut current: ExtentRecords, bytes: &mut [u8]) -> Result<(), StoreError> {
         current.crc.update(bytes);
         let mut intact = records(bytes).all(|record| current.check.accept(&record));
@@ -428,7 +426,7 @@ impl IndexRead {
 }
 
 impl IndexRead {
-    /// Filler records, `room` bytes at most, when nothing is known of the next extent.
+    /// Returns up to `room` bytes of filler records if the next extent is lost.
     fn gap(&mut self, room: usize) -> Option<Bytes> {
         let gap = *self.extents.get(self.next).filter(|it| it.index_log == NO_LOG)?;
         let count = u32::try_from(room / RECORD_BYTES).ok()?.min(gap.blocks - self.fillers);
@@ -441,7 +439,7 @@ impl IndexRead {
         Some(numbers.flat_map(|number| gap_filler(&gap, number).encode()).collect())
     }
 
-    /// Room that the next chunk needs at most; 0 at the end, and when its disk has no time for it.
+    /// Returns the maximum room of the next chunk, or 0 at the end and if its disk has no capacity.
     #[must_use]
     pub fn next_room(&self) -> usize {
         let room = usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX);
@@ -449,7 +447,7 @@ impl IndexRead {
         if current.is_some_and(|extent| self.stream.is_free(extent.index_log, room)) { room } else { 0 }
     }
 
-    /// The next extent's records when they are in memory and have room.
+    /// Returns the next extent's records if they are cached and fit.
     fn cached(&mut self, room: usize) -> Option<Bytes> {
         let Stream { core, shuffle, .. } = &self.stream;
         let extent = self.extents.get(self.next)?;
@@ -465,7 +463,7 @@ impl IndexRead {
         Some(records)
     }
 
-    /// Keeps the checked records of a whole extent for the next reader.
+    /// Caches the verified records of a whole extent.
     fn keep(&self, extent: &Extent, records: &[u8]) {
         let Stream { core, shuffle, .. } = &self.stream;
         if !core.records.takes(records.len()) {
