@@ -131,7 +131,7 @@ async fn disk_quota_refuses_sends_and_flushes_accepted_blocks() {
     let (first, second) = (fixture.ticket(&key, 100_000).await, fixture.ticket(&key, 100_000).await);
     fixture.flush().await;
     let small = batch(0, &[block(0, 2, 0, 1000)]);
-    let expected = "quota.app_disk is 1048576, ";
+    let expected = "quota.app_disk is 1048576: ";
     // No ticket is granted, and an earlier ticket allows no send.
     let refused = fixture.client.push(&key, SendForm::Classic, &small).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError), "{refused}");

@@ -16,7 +16,7 @@ fn malformed_requests_get_a_specific_status() {
         (
             "/debug/pprof/profile?seconds=99999999999999999999",
             400,
-            "seconds=99999999999999999999: a whole number",
+            "seconds=99999999999999999999: must be an integer",
         ),
         ("/debug/pprof/profile?seconds=-1", 400, "seconds=-1:"),
         ("/debug/pprof/profile?frequency=1000000", 400, "frequency=1000000:"),
