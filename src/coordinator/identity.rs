@@ -143,8 +143,8 @@ fn configured_ip(advertised: Option<&Advertised>) -> Result<Option<(&'static str
     }
 }
 
-/// Refuses an address of this machine on which nothing listens. An address of another machine may be
-/// translated to this one, as for a Kubernetes Service.
+/// Refuses an address of this machine on which nothing listens. An address of another machine may
+/// be translated to this one, as for a Kubernetes Service.
 fn check_bound(
     (variable, ip): (&'static str, IpAddr),
     bind_address: IpAddr,

@@ -2,8 +2,8 @@
 //!
 //! Profilers belong to the process (one signal, one allocator), so workers in one process share
 //! them. A request while a profile is taken is refused as busy. A child process resolves names and
-//! renders (`child`); this process holds only addresses and the result, a few megabytes.
-//! Invariant: work on a profile or dump holds its [`ExclusivePermit`] until the work has ended, even if the
+//! renders (`child`); this process holds only addresses and the result, a few megabytes. Invariant:
+//! work on a profile or dump holds its [`ExclusivePermit`] until the work has ended, even if the
 //! client has gone. URLs and parameters of requests are in `http`.
 
 pub mod allocator;

@@ -56,7 +56,8 @@ impl Reader {
     }
 }
 
-/// Returns the problem of a value that [`Kind::read`] rejects with a description of the allowed ones.
+/// Returns the problem of a value that [`Kind::read`] rejects with a description of the allowed
+/// ones.
 fn invalid(key: &str, value: impl Display, allowed: &str) -> Problem {
     Problem::new(key, value, format!("must be {allowed}"))
 }

@@ -464,7 +464,8 @@ async fn restart_serves_memory_before_verification() {
     block_in_place(|| worker.stop());
 }
 
-/// The disks are not mounted at one start, and are at the next: nothing of the memory is lost meanwhile.
+/// A start refuses empty directories while memory holds blocks. Once the disks are mounted again,
+/// all blocks are served.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn empty_directories_are_refused_while_memory_has_blocks() {
     let (_directory, memory) = directory();

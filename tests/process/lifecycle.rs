@@ -193,8 +193,8 @@ async fn upgrade_to_unfit_configuration_is_refused() {
     block_in_place(|| worker.stop());
 }
 
-/// Starts a worker whose blocks cannot be flushed, and sends some. Files get no longer than 100 KiB, which is enough for
-/// metadata.
+/// Starts a worker whose blocks cannot be flushed, and sends some. The limit of 100 KiB per file is
+/// enough for metadata.
 async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
     let line = "ulimit -f 100; exec \"$@\"";
     let worker = Worker::start(&Setup {
@@ -210,7 +210,7 @@ async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
     (worker, client, written)
 }
 
-/// Fails unless one line names what was lost.
+/// Asserts that one log line names the lost blocks.
 fn assert_loss_is_logged(worker: &Worker) {
     let log = worker.log();
     let told: Vec<_> = log.lines().filter(|line| line.contains("lost at shutdown")).collect();

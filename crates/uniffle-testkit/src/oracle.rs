@@ -1,10 +1,10 @@
 //! The oracle: checks block by block that a worker keeps its promises to clients.
 //!
 //! [`ShuffleHistory`] records the responses to the clients of one shuffle. [`verify`] asks a worker
-//! ([`WorkerView`]) for the results and for every block, with task filters that avoid the lost blocks,
-//! and lists all contradictions. A worker that serves nothing and reports everything as lost breaks
-//! no rule of the protocol. Therefore the caller says which blocks must be present, and each one
-//! that is not served is listed ([`Verification::withheld`]).
+//! ([`WorkerView`]) for the results and for every block, with task filters that avoid the lost
+//! blocks, and lists all contradictions. A worker that serves nothing and reports everything as
+//! lost breaks no rule of the protocol. Therefore the caller says which blocks must be present, and
+//! each one that is not served is listed ([`Verification::withheld`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

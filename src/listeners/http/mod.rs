@@ -116,7 +116,7 @@ pub fn gathering_places() -> Aside {
 }
 
 metrics::table! {
-    /// What the listener counts.
+    /// Counters of the listener.
     #[derive(Clone)]
     pub struct HttpMetrics {
         connections: IntGauge = "http_connection_number", "Open connections of the HTTP listener";
