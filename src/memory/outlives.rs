@@ -162,18 +162,19 @@ impl Memory {
         self.kept.as_ref().is_some_and(|kept| kept.file.has_path()) && !self.backing_vanished()
     }
 
-    /// Looks whether the file that memory lies in was removed or replaced, as programs do that clean up after a logout. Logs
-    /// it once; it stays so.
+    /// Returns whether the file that memory lies in was removed, replaced or cut short, as by programs that clean up after a logout.
+    /// Logs it once; it stays so.
     pub fn backing_vanished(&self) -> bool {
         let Some(kept) = &self.kept else { return false };
         if kept.has_vanished.load(Ordering::Relaxed) {
             return true;
         }
-        let has_vanished = kept.file.has_vanished();
+        let was_cut = kept.file.was_cut();
+        let has_vanished = kept.file.has_vanished() || was_cut;
         if has_vanished && !kept.has_vanished.swap(true, Ordering::Relaxed) {
             tracing::error!(
-                path = %kept.file.path().unwrap_or(Path::new("")).display(),
-                "the file of memory_store.backing was removed or replaced; a kill would lose blocks in \
+                path = %kept.file.path().unwrap_or(Path::new("")).display(), was_cut,
+                "the file of memory_store.backing was removed, replaced or cut short; a kill would lose blocks in \
                  memory; upgrade (SIGUSR2) or restart the worker, which flushes them and creates a new file"
             );
         }
@@ -186,8 +187,8 @@ impl Memory {
         let kept = self.kept.as_ref().filter(|kept| kept.has_vanished.load(Ordering::Relaxed))?;
         let path = kept.file.path()?.display();
         Some(format!(
-            "a kill would lose blocks in memory: {path} (memory_store.backing) was removed or replaced; \
-             upgrade or restart the worker"
+            "a kill would lose blocks in memory: {path} (memory_store.backing) was removed, replaced or cut \
+             short; upgrade or restart the worker"
         ))
     }
 

@@ -189,6 +189,8 @@ impl From<Damage> for Refusal {
 pub(in crate::memory) struct Held {
     file: OwnedFd,
     path: Option<PathBuf>,
+    /// Length that the mapping needs; 0 before there is one.
+    bytes: u64,
 }
 
 impl Held {
@@ -206,6 +208,16 @@ impl Held {
             Ok(there) => (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino),
             Err(error) => matches!(error, Errno::NOENT | Errno::NOTDIR),
         }
+    }
+
+    /// Returns whether the file was cut short, and makes it as long again: the missing pages read as zeros then, while an access to
+    /// a page that is not in the file ends the process (SIGBUS).
+    pub(in crate::memory) fn was_cut(&self) -> bool {
+        let was_cut = self.bytes().is_ok_and(|bytes| bytes < self.bytes);
+        if was_cut && let Err(error) = rustix::fs::ftruncate(&self.file, self.bytes) {
+            tracing::error!(%error, "the file of memory_store.backing was cut short and cannot be extended; an access to a missing page ends the process");
+        }
+        was_cut
     }
 
     /// Whether it is found by its name.
@@ -249,7 +261,7 @@ impl Held {
             let ours = rustix::fs::fstat(&file)?;
             let same = |there: rustix::fs::Stat| (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino);
             if rustix::fs::stat(&path).is_ok_and(same) {
-                return Ok(Self { file, path: Some(path) });
+                return Ok(Self { file, path: Some(path), bytes: 0 });
             }
         }
         Err(Refusal::InUse)
@@ -266,7 +278,7 @@ impl Held {
         match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty()) {
             Ok(file) => {
                 lock(&file)?;
-                Ok(Some(Self { file, path: Some(path) }))
+                Ok(Some(Self { file, path: Some(path), bytes: 0 }))
             }
             Err(Errno::NOENT) => Ok(None),
             Err(error) => Err(error.into()),
@@ -280,13 +292,13 @@ impl Held {
 
     fn without_name() -> Result<Self, Refusal> {
         let file = rustix::fs::memfd_create("uniffle-worker-memory", MemfdFlags::CLOEXEC)?;
-        Ok(Self { file, path: None })
+        Ok(Self { file, path: None, bytes: 0 })
     }
 
     /// It has no lock: who has the descriptor was given it.
     pub(super) fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
         rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
-        Ok(Self { file, path: None })
+        Ok(Self { file, path: None, bytes: 0 })
     }
 
     pub(super) fn header(&self) -> Result<Option<Header>, Refusal> {
@@ -315,7 +327,7 @@ impl Held {
     }
 
     /// Makes it as long as a region of `geometry`; no page is taken.
-    fn grow(&self, geometry: Geometry) -> Result<(), Refusal> {
+    fn grow(&mut self, geometry: Geometry) -> Result<(), Refusal> {
         let (needs, has) = (geometry.bytes(), self.bytes()?);
         if needs > has {
             if self.path.is_some() {
@@ -324,6 +336,7 @@ impl Held {
             }
             rustix::fs::ftruncate(&self.file, needs)?;
         }
+        self.bytes = needs;
         Ok(())
     }
 }
@@ -372,7 +385,7 @@ pub(in crate::memory) fn open(
     owner: &Owner,
     (capacity_bytes, blocks): (u64, u64),
 ) -> Result<Option<Opened>, Refusal> {
-    let held = match (backing, inherited) {
+    let mut held = match (backing, inherited) {
         (Backing::Auto | Backing::Private, _) => return Ok(None),
         (Backing::Memfd, Some(file)) => Held::inherited(file)?,
         (Backing::Memfd, None) => Held::without_name()?,
@@ -413,7 +426,7 @@ pub(in crate::memory) fn check(
     let path = check_directory(directory)?;
     let file = match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
     {
-        Ok(file) => Held { file, path: None },
+        Ok(file) => Held { file, path: None, bytes: 0 },
         Err(Errno::NOENT) => {
             rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?;
             let of = rustix::fs::statvfs(directory)?;

@@ -295,3 +295,30 @@ fn removed_or_replaced_file_is_noticed() {
         drop(other);
     }
 }
+
+#[test]
+fn file_that_was_cut_short_is_noticed_and_made_whole() {
+    for left in [0, 4096, MIB] {
+        let directory = shm();
+        let memory = in_directory(directory.path(), |_, _| {}).unwrap();
+        restored(&memory, |_, _, _| false);
+        names::send_one(&memory, 0, 1);
+        let entry = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+        let bytes = std::fs::metadata(&entry).unwrap().len();
+        assert!(!memory.backing_vanished() && left < bytes);
+        std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(left).unwrap();
+        assert!(memory.backing_vanished() && !memory.outlives_process());
+        assert!(memory.backing_fault().is_some_and(|fault| fault.contains("cut short")));
+        // No page is missing, so that an access does not end the process. What comes later is intact.
+        assert_eq!(std::fs::metadata(&entry).unwrap().len(), bytes);
+        names::send_one(&memory, 1, 2);
+        let read = buffer(&memory, 1, 0).read(None, u64::MAX, None);
+        assert!(read.data.concat() == payload(2, 5000), "cut to {left}");
+        let damaged = buffer(&memory, 0, 0).read(None, u64::MAX, None);
+        assert_eq!(damaged.data.concat().len(), 5000);
+        drop((read, damaged));
+        (0..SHUFFLES).for_each(|shuffle| drop(memory.forget(&key(shuffle))));
+        assert_eq!(memory.used_bytes(), 0);
+        memory.let_go();
+    }
+}

@@ -4,7 +4,7 @@ use super::super::layout::NAME_WORDS;
 use super::super::places::CHUNK_BYTES;
 use super::*;
 
-fn send_one(memory: &Memory, shuffle: i32, id: i64) {
+pub(super) fn send_one(memory: &Memory, shuffle: i32, id: i64) {
     let mut funds = funds(memory, 100_000).unwrap();
     let buffer = buffer(memory, shuffle, 0);
     let mut fill = buffer.reserve(5000, &mut funds).unwrap();
@@ -102,15 +102,38 @@ fn purged_shuffle_gets_no_slot() {
     assert!(table(&memory).found_names().is_empty());
 }
 
-/// A process after one that had a block of shuffle 0 and one of shuffle 1, of which it knows the first.
-fn knows_the_first(file: &OwnedFd) -> Arc<Memory> {
+/// A process after one that had a block of shuffle 0 and one of shuffle 1, of which it knows the first. `keeps` is false in a mutation:
+/// what it does not know is freed.
+fn knows_the_first(file: &OwnedFd, keeps: bool) -> Arc<Memory> {
     let memory = open(Some(file.try_clone().unwrap()));
     memory.register(&key(0), Distribution::Normal);
     let heap = memory.heap().of(HeapKind::Partitions);
     assert_eq!(memory.restore(&key(0), |_| Box::new(|_| false), heap, |_, ids| ids.len()).len(), 1);
-    assert_eq!(memory.keep_for_later(|left| *left == key(1)), 1);
+    if keeps {
+        assert_eq!(memory.keep_for_later(|left| *left == key(1)), 1);
+    }
     memory.finish_restore();
     memory
+}
+
+/// A mutation must be noticed by what the checks of [`unknown_shuffle_is_kept_until_it_ends`] look at.
+#[test]
+fn start_that_frees_unknown_shuffles_is_noticed() {
+    for keeps in [false, true] {
+        let memory = open(None);
+        assert!(taken_over(&memory, 0..0).is_empty());
+        let file = memory.handed_over().unwrap().unwrap();
+        send_one(&memory, 0, 7);
+        send_one(&memory, 1, 8);
+        memory.let_go();
+        drop(memory);
+        let memory = knows_the_first(&file, keeps);
+        assert_eq!(rows_left(&memory), if keeps { 2 } else { 1 });
+        memory.let_go();
+        drop(memory);
+        let memory = open(Some(file));
+        assert_eq!(taken_over(&memory, 0..2).contains_key(&1), keeps);
+    }
 }
 
 #[test]
@@ -124,7 +147,7 @@ fn unknown_shuffle_is_kept_until_it_ends() {
     drop(memory);
     // Also where nothing else is in memory any more.
     for _ in 0..2 {
-        let memory = knows_the_first(&file);
+        let memory = knows_the_first(&file, true);
         assert!(memory.used_bytes() >= 10_000, "both are charged: {}", memory.used_bytes());
         assert_eq!(rows_left(&memory), 2);
         memory.let_go();
@@ -141,7 +164,7 @@ fn unknown_shuffle_is_kept_until_it_ends() {
         |memory| drop(memory.forget(&key(1))),
     ];
     for end in ends {
-        let memory = knows_the_first(&copy(&file));
+        let memory = knows_the_first(&copy(&file), true);
         end(&memory);
         assert_eq!(rows_left(&memory), 1, "that of the shuffle that is known");
         drop(memory.forget(&key(0)));
