@@ -9,7 +9,8 @@ use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{
-    CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode as Code,
+    CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, ShuffleServerHeartBeatRequest,
+    ShuffleServerId, StatusCode as Code,
 };
 use uniffle_worker::service::WorkerState;
 use uniffle_worker::tiers::LocalStore;
@@ -55,6 +56,39 @@ async fn decommission_can_be_cancelled() {
         let (_, answer) = fixture.call("/admin/cancel-decommission", "").await;
         assert_eq!(answer["state"], "unhealthy");
     }
+    fixture.finish().await;
+}
+
+#[tokio::test]
+async fn lost_node_is_removed_from_the_list_on_request() {
+    let fixture = AdminFixture::with("[embedded_coordinator]\nnode_timeout_sec = 2").await;
+    let channel = format!("http://{}", fixture.worker.addresses().grpc);
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
+    let server_id =
+        ShuffleServerId { id: "w-1".to_owned(), ip: "127.0.0.1".to_owned(), port: 1, ..Default::default() };
+    let heartbeat = ShuffleServerHeartBeatRequest { server_id: Some(server_id), ..Default::default() };
+    let answer = coordinator.heartbeat(heartbeat).await.unwrap().into_inner();
+    assert_eq!(answer.status, Code::Success as i32, "{}", answer.ret_msg);
+    let lost = async || {
+        let http = fixture.worker.addresses().http;
+        let view = reqwest::get(format!("http://{http}/api/v1/cluster")).await.unwrap().text().await.unwrap();
+        serde_json::from_str::<serde_json::Value>(&view).unwrap()["lost"].clone()
+    };
+    let began = Instant::now();
+    while lost().await != json!(["w-1"]) {
+        assert!(began.elapsed() < PATIENCE, "it sends no heartbeats: {}", lost().await);
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    let call = || fixture.call("/admin/coordinator/forget", r#"{"id": "w-1"}"#);
+    assert_eq!(call().await, (StatusCode::OK, json!({ "forgotten": "w-1" })));
+    // What the page shows may be a second old.
+    while lost().await != json!([]) {
+        assert!(began.elapsed() < 2 * PATIENCE, "it is removed: {}", lost().await);
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    let (status, answer) = call().await;
+    assert_eq!(status, StatusCode::NOT_FOUND, "{answer}");
+    drop(coordinator);
     fixture.finish().await;
 }
 
