@@ -81,9 +81,7 @@ impl Lifecycle {
     pub async fn restore(&self, mut recovered: Recovered) -> Restored {
         let mut restored = Restored::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
-        self.metrics.recovered_bytes.set(clamped(bytes));
-        self.metrics.recovered_blocks.set(clamped(blocks));
-        self.metrics.recovery_ms.set(clamped(took.as_millis()));
+        self.set_recovery_metrics(&recovered);
         self.losses.blame_missing_directories(&recovered.missing_disks);
         let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
         let (mut known, unread) = self.listen(&mut recovered.said, &mut unrestored).await;
@@ -97,14 +95,7 @@ impl Lifecycle {
             if let Some(present) = there.or_else(|| unrestored.present.remove(&key)) {
                 shuffle.present = present;
             }
-            let in_tier = shuffle.present.in_tier().count();
-            if in_tier > 0 {
-                tracing::warn!(
-                    shuffle = %key, partitions = in_tier,
-                    "the application's share of memory_store.heap_capacity is full; the block ids stay on \
-                     disk"
-                );
-            }
+            warn_of_ids_on_disk(&key, shuffle.present.in_tier().count());
             if shuffle.incomplete.is_none() {
                 shuffle.incomplete.clone_from(&unread);
             }
@@ -157,6 +148,12 @@ impl Lifecycle {
         restored.reported_blocks = self.apps.block_id_count();
         restored.tell((bytes, blocks), took);
         restored
+    }
+
+    fn set_recovery_metrics(&self, recovered: &Recovered) {
+        self.metrics.recovered_bytes.set(clamped(recovered.bytes));
+        self.metrics.recovered_blocks.set(clamped(recovered.blocks));
+        self.metrics.recovery_ms.set(clamped(recovered.took.as_millis()));
     }
 
     /// Looks at what an earlier process left in memory and no reader has asked for meanwhile, one partition after the other. It is
@@ -443,6 +440,15 @@ impl Lifecycle {
             admissions.extend(admission.map(|admit| (admit, tier.served().is_none())));
         }
         Ok(admissions)
+    }
+}
+
+fn warn_of_ids_on_disk(key: &ShuffleKey, partitions: usize) {
+    if partitions > 0 {
+        tracing::warn!(
+            shuffle = %key, partitions,
+            "the application's share of memory_store.heap_capacity is full; the block ids stay on disk"
+        );
     }
 }
 

@@ -221,7 +221,7 @@ mod tests {
             for unhealthy in [&[][..], std::slice::from_ref(&root)] {
                 let (memory, faults) = (MemoryDisk::new("/data1", None), Faults::default());
                 memory.write_small(Path::new(MARKER), marker_of(uuid).into_bytes()).await.unwrap();
-                faults.add(Rule::always(operation, fault.clone()));
+                faults.add(Rule::always(operation, fault));
                 let disks: [Arc<dyn Disk>; 1] = [Arc::new(FaultDisk::new(Arc::new(memory), faults))];
                 let by = HeldBy { unhealthy, identities: &identities };
                 let told = obstacles_on(&disks, Duration::from_secs(30), by).await.join("\n");
