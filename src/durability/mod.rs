@@ -12,7 +12,7 @@
 //! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
 //! | `history` | what one shuffle has said so far |
 //! | `generation` | begun anew where a copy fails or most is dead |
-//! | `hand_off` | or resumed, as the process before has handed it off |
+//! | `hand_off`, `resumable`, `resume` | or resumed: what the process before says; whether it may be (pure); that it is |
 //! | `take_over` | what an earlier process left in it |
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `ledger`, `loss` | which blocks of a partition are there or lost, by id (pure); why |
@@ -44,6 +44,8 @@ mod present;
 pub mod proof;
 mod read;
 mod record;
+mod resumable;
+mod resume;
 mod scratch;
 mod shuffle_ledger;
 mod take_over;

@@ -17,8 +17,9 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::frame::{self, Entry, Epoch, Frame, Gap};
-use super::hand_off::{HandOff, Resumable, resumable_copies};
+use super::hand_off::HandOff;
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
+use super::resumable::{Resumable, resumable_copies};
 use uniffle_io::{Disk, File, ReadTarget};
 
 /// Where the log can be read at a moment, by any of the sources; a generation that begins later removes them.

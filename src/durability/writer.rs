@@ -16,10 +16,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::Contents;
 use super::frame::{Encoder, Entry, Epoch};
-use super::hand_off::{HandOff, Resumable};
+use super::hand_off::HandOff;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
 use super::read::{Directory, MEMBERS, METADATA, Part, Places, Source, within};
+use super::resumable::Resumable;
 use crate::clock::Instant;
 use uniffle_io::{File, Vanished};
 use uniffle_wire::types::ShuffleKey;

@@ -1,0 +1,45 @@
+//! Resumes the metadata log that the process before handed off: nothing is written anew, and the first entry is appended at once.
+
+use std::collections::BTreeSet;
+
+use futures::future::join_all;
+
+use super::read::within;
+use super::writer::{Copy, Writer};
+use uniffle_io::{Lane, WriteOpen};
+
+impl Writer {
+    /// Opens the copies that the process before handed off, to append to them. Returns false if a generation has to begin.
+    pub(super) async fn resume(&mut self) -> bool {
+        let Some(resumable) = self.resumable.take() else { return false };
+        let directories: Vec<usize> = resumable.copies.iter().map(|(directory, _)| *directory).collect();
+        let all: BTreeSet<usize> = (0..self.directories.len()).collect();
+        // A disk that takes nothing any more has no part in the next generation.
+        let is_the_same = self.places(&BTreeSet::new()) == directories && self.usable_now() == all;
+        if self.is_blind || !is_the_same {
+            return false;
+        }
+        let opened = resumable.copies.iter().map(|(directory, path)| {
+            let how = WriteOpen { lane: Lane::Metadata, is_named: true, ..WriteOpen::default() };
+            within(self.deadlines.name, self.directories[*directory].io.open_write(path, how))
+        });
+        let opened = join_all(opened.collect::<Vec<_>>()).await;
+        let mut copies = Vec::new();
+        for ((directory, path), file) in resumable.copies.iter().zip(opened) {
+            match file {
+                Ok(file) => {
+                    let (directory, path) = (*directory, path.clone());
+                    copies.push(Copy { directory, generation: self.generation, path, file });
+                }
+                Err(error) => {
+                    self.blame(*directory, path, &error);
+                    return false;
+                }
+            }
+        }
+        (self.encoder, self.end) = (resumable.encoder, resumable.bytes);
+        self.opened(copies, all);
+        tracing::debug!(generation = self.generation, "metadata log resumed");
+        true
+    }
+}
