@@ -18,10 +18,10 @@ use uniffle_testkit::say;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::proto;
 
+use super::Siege;
 use super::attacks::{APP, Attack, Target, client, frame, repeat};
 use super::h2::Connection;
 use super::honest::Health;
-use super::{ALONE, Siege};
 
 /// Sizes of sends. Of each size as many are sent as get a ticket.
 const SIZES: [i32; 4] = [4_000_000, 500_000, 60_000, 8_000];
@@ -29,11 +29,21 @@ const SIZES: [i32; 4] = [4_000_000, 500_000, 60_000, 8_000];
 const SENDS: usize = 80;
 /// Leading bytes of a send that are sent at once.
 const FIRST_BYTES: usize = 4 << 10;
-/// Bytes of a send that are sent one at a time.
-const TRICKLED: usize = 50;
+/// Bytes of a send that are sent one at a time, for longer than any attack is made.
+const TRICKLED: usize = 600;
 const BETWEEN_BYTES: Duration = Duration::from_millis(100);
+/// How long a send stalls, likewise.
+const STALLED: Duration = Duration::from_secs(60);
+/// How long attacks are made: they hold the memory after a few seconds.
+const HELD: Duration = Duration::from_secs(20);
+/// After this time another application asks for memory.
+const LATE: Duration = Duration::from_secs(8);
+/// What it asks for: more than the attack leaves.
+const LATE_BYTES: i32 = 4_000_000;
 /// Applications of the attack that uses many.
 const APPS: usize = 64;
+/// An application that comes while an attack holds the memory.
+const LATE_APP: &str = "late";
 
 fn block(size: i32) -> Block {
     let length = u32::try_from(size).expect("not negative");
@@ -165,7 +175,7 @@ fn stalls(target: Target) -> BoxFuture<'static, io::Error> {
                     streams.push(stream);
                 }
             }
-            sleep(Duration::from_secs(10)).await;
+            sleep(STALLED).await;
             Ok(())
         })
         .await
@@ -196,10 +206,29 @@ fn unused_tickets_of_many_apps(target: Target) -> BoxFuture<'static, io::Error> 
     .boxed()
 }
 
-/// Runs `attack` beside the honest application, then upgrades.
+/// Waits for the first ticket of an application that comes while the attack holds the memory. Returns when it was granted.
+async fn first_ticket(target: Target) -> io::Result<Instant> {
+    sleep(LATE).await;
+    let client = client(target).await?;
+    client.register(&key(LATE_APP, 0), &[(0, 9)]).await.map_err(io::Error::other)?;
+    let asked = Instant::now();
+    while ticket(&client, LATE_APP, LATE_BYTES).await?.is_none() {
+        sleep(Duration::from_millis(100)).await;
+    }
+    say(&format!("adversary: the first ticket of another application after {:.1?}", asked.elapsed()));
+    Ok(Instant::now())
+}
+
+/// Runs `attack` beside the honest application and one that comes later, then upgrades.
 async fn upgrade_after(name: &'static str, attack: Attack) {
     let mut siege = Siege::start(name).await;
-    let outcome = siege.run(&[attack], ALONE).await;
+    let mut late = JoinSet::new();
+    late.spawn(first_ticket(siege.target()));
+    let attack_ends = Instant::now() + HELD;
+    let outcome = siege.run(&[attack], HELD).await;
+    let granted = late.join_next().await.expect("it runs").expect("no panic").expect("an answer");
+    assert!(granted < attack_ends, "{name}: another application got no memory before the attack ended");
+    siege.client.unregister_app(LATE_APP).await.expect("known");
     for number in 0..APPS {
         let _unknown = siege.client.unregister_app(&app(number)).await;
     }
@@ -218,7 +247,7 @@ async fn upgrade_during(name: &'static str, attack: Attack) {
     let mut siege = Siege::start(name).await;
     let mut attacking = JoinSet::new();
     attacking.spawn(attack(siege.target()));
-    let figures = siege.honest.work(&siege.client, Instant::now() + ALONE).await;
+    let figures = siege.honest.work(&siege.client, Instant::now() + LATE).await;
     block_in_place(|| {
         siege.worker.begin_upgrade();
         siege.worker.finish_upgrade();
