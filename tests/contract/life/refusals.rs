@@ -9,6 +9,7 @@ use rand::RngExt;
 use rand::seq::IndexedRandom;
 
 use uniffle_testkit::fault::{EFBIG, EIO, ENOSPC, Fault, Faults, Operation, Rule};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::tiers::{DiskCondition, DiskInfo, LocalConfig, StoreErrorKind};
 
 use super::Mutation;
@@ -68,13 +69,15 @@ impl History {
     pub(super) async fn end_on_full_disks(&mut self) {
         let Some((app, shuffle)) = self.known_key() else { return };
         self.heal_the_disks().await;
-        let is_of_it = |path: &PathBuf| path.starts_with(format!("apps/{app}"));
+        // Earlier registrations of the shuffle have ended, so their files may go.
+        let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle));
+        let incarnation = self.process().store().handle(&key).map(|handle| format!("{handle:?}"));
+        let name = incarnation.as_deref().and_then(|text| text.rsplit_once('/')).map(|(_, name)| name);
+        let directory = format!("apps/{app}/{}", name.unwrap_or_default().trim_end_matches(')'));
         let files = |history: &Self| -> BTreeSet<(usize, PathBuf)> {
             let all = history.disks.iter().enumerate();
             all.flat_map(|(index, disk)| disk.files().into_iter().map(move |path| (index, path)))
-                .filter(|(_, path)| {
-                    is_of_it(path) && path.to_string_lossy().contains(&format!("/{shuffle}."))
-                })
+                .filter(|(_, path)| name.is_some() && path.starts_with(&directory))
                 .collect()
         };
         for operation in [Operation::Write, Operation::OpenWrite] {
