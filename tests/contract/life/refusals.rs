@@ -45,6 +45,8 @@ impl History {
     /// Lets a write of one file fail because the file is too large. Its disk must not be blamed.
     pub(super) async fn exceed_file_size(&mut self) {
         self.heal_the_disks().await;
+        // Calls that failed before the disks were healed are counted first.
+        tokio::time::sleep(Duration::from_secs(1)).await;
         let index = self.rng.random_range(0..self.disks.len());
         let Some(before) = self.info_of(index) else { return };
         let name = *[".data", ".index", "log"].choose(&mut self.rng).expect("not empty");
