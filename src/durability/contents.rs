@@ -46,6 +46,8 @@ pub(super) struct Contents {
     /// Shuffles that are gone.
     pub(super) purged: Treemap,
     pub(super) incomplete: HashMap<u64, (Incarnation, Gap)>,
+    /// Shuffles whose records are acknowledged once the object store has them.
+    pub(super) moved: HashMap<u64, Incarnation>,
     pub(super) next_incarnation: u64,
 }
 
@@ -59,7 +61,10 @@ impl Contents {
         let Some(shuffle) = entry.shuffle() else { return };
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
         match entry {
-            Entry::Said(..) | Entry::Incomplete(..) if !self.is_purged(shuffle.number) => {
+            Entry::Said(..) | Entry::Incomplete(..) | Entry::Moved(_) if !self.is_purged(shuffle.number) => {
+                if let Entry::Moved(_) = entry {
+                    self.moved.insert(shuffle.number, shuffle.clone());
+                }
                 if let Entry::Incomplete(_, gap) = entry {
                     self.incomplete.insert(shuffle.number, (shuffle.clone(), gap.clone()));
                 }
@@ -70,7 +75,9 @@ impl Contents {
                 self.purge(shuffle.number);
                 self.dead_bytes += bytes;
             }
-            Entry::Epoch(_) | Entry::Said(..) | Entry::Incomplete(..) => self.dead_bytes += bytes,
+            Entry::Epoch(_) | Entry::Begun | Entry::Said(..) | Entry::Incomplete(..) | Entry::Moved(_) => {
+                self.dead_bytes += bytes;
+            }
         }
     }
 
@@ -104,9 +111,11 @@ impl Contents {
         }
     }
 
-    fn purge(&mut self, number: u64) {
+    /// Takes note that an incarnation is over.
+    pub(super) fn purge(&mut self, number: u64) {
         self.purged.add(number);
         self.replaced.remove(&number);
+        self.moved.remove(&number);
         let freed = self.living.0.lock().remove(&number).map_or(0, |living| living.all);
         self.living_bytes -= freed;
         self.dead_bytes += freed;
@@ -140,7 +149,12 @@ impl Replacing {
             Entry::Said(shuffle, record) if Record::is_registration(record) => {
                 self.0.get(&shuffle.number).is_some_and(|last| at < *last)
             }
-            Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Epoch(_) => false,
+            Entry::Said(..)
+            | Entry::Purged(_)
+            | Entry::Incomplete(..)
+            | Entry::Moved(_)
+            | Entry::Epoch(_)
+            | Entry::Begun => false,
         }
     }
 }

@@ -38,6 +38,8 @@ const EPOCH: u16 = 0;
 const SAID: u16 = 1;
 const PURGED: u16 = 2;
 const INCOMPLETE: u16 = 3;
+const MOVED: u16 = 4;
+const BEGUN: u16 = 5;
 
 /// One registration of a shuffle: its files have the number in their directory's name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -59,6 +61,11 @@ pub enum Entry {
     Purged(Incarnation),
     /// Something that the shuffle said may be missing.
     Incomplete(Incarnation, Gap),
+    /// Every record of the shuffle before this one is in the object store, and later ones are acknowledged once they are there.
+    Moved(Incarnation),
+    /// Ends the checkpoint that begins a generation in the object store. A generation without it counts for nothing. Behind the
+    /// checkpoint it says nothing.
+    Begun,
 }
 
 /// Why acknowledged records may be missing.
@@ -320,6 +327,8 @@ impl Entry {
             Self::Incomplete(shuffle, gap) => {
                 (INCOMPLETE, postcard::to_allocvec(&(shuffle.name(), gap)), Bytes::new())
             }
+            Self::Moved(shuffle) => (MOVED, postcard::to_allocvec(&shuffle.name()), Bytes::new()),
+            Self::Begun => (BEGUN, Ok(Vec::new()), Bytes::new()),
         };
         (kind, fields.expect("lists and texts of known length always have a form"), content)
     }
@@ -346,16 +355,25 @@ impl Entry {
                 whole(rest)?;
                 Some(Self::Incomplete(Incarnation::from_name(name)?, gap))
             }
+            MOVED => {
+                let (name, rest) = postcard::take_from_bytes(payload).ok()?;
+                whole(rest)?;
+                Some(Self::Moved(Incarnation::from_name(name)?))
+            }
+            BEGUN => whole(payload).map(|()| Self::Begun),
             _ => None,
         }
     }
 
-    /// The shuffle that it is about; none for an epoch.
+    /// Returns the shuffle of the entry; none for an epoch or the end of a checkpoint.
     #[must_use]
     pub fn shuffle(&self) -> Option<&Incarnation> {
         match self {
-            Self::Epoch(_) => None,
-            Self::Said(shuffle, _) | Self::Purged(shuffle) | Self::Incomplete(shuffle, _) => Some(shuffle),
+            Self::Epoch(_) | Self::Begun => None,
+            Self::Said(shuffle, _)
+            | Self::Purged(shuffle)
+            | Self::Incomplete(shuffle, _)
+            | Self::Moved(shuffle) => Some(shuffle),
         }
     }
 }
@@ -388,6 +406,8 @@ mod tests {
             Entry::Said(shuffle(3), Bytes::from_static(b"hello")),
             Entry::Purged(shuffle(3)),
             Entry::Incomplete(shuffle(4), gap),
+            Entry::Moved(shuffle(3)),
+            Entry::Begun,
         ];
         let (mut encoder, mut out) = (Encoder::new(9), BytesMut::new());
         for (batch, entry) in (0..).zip(&entries) {
@@ -403,13 +423,15 @@ mod tests {
         }
     }
 
-    const GOLDEN: [&str; 6] = [
+    const GOLDEN: [&str; 8] = [
         "55574d4c00010000000000000000000900000000000000000000004200000000000000002613ce0aac02010501010101",
         "01010101010101010101010101022f6101000101010101010101010101010101010101040101026e6f01020202020202",
         "0202020202020202020255574d4c00010001000000000000000900000000000000010000000b000000012613ce0a3871",
         "c4a1036170700e0368656c6c6f55574d4c000100020000000000000009000000000000000200000006000000023871c4",
         "a1453e4a2f036170700e0355574d4c00010003000000000000000900000000000000030000001a00000003453e4a2ffc",
         "254d88036170700e04026e6f0102020202020202020202020202020202",
+        "55574d4c00010004000000000000000900000000000000040000000600000004fc254d88b43bad13036170700e03",
+        "55574d4c00010005000000000000000900000000000000050000000000000005b43bad13749a6e41",
     ];
 
     fn any_entry() -> impl Strategy<Value = Entry> {
@@ -458,7 +480,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_do_not_panic(kind in 0u16..5, payload in prop::collection::vec(any::<u8>(), 0..60)) {
+        fn no_bytes_make_it_panic(kind in 0u16..7, payload in prop::collection::vec(any::<u8>(), 0..60)) {
             let _ = Entry::from_parts(kind, &payload);
         }
     }

@@ -191,6 +191,10 @@ impl Writer {
         for (shuffle, gap) in marks {
             self.put(&mut fill, &Entry::Incomplete(shuffle, gap), copies).await?;
         }
+        let moved: Vec<_> = self.contents.moved.values().cloned().collect();
+        for shuffle in moved {
+            self.put(&mut fill, &Entry::Moved(shuffle), copies).await?;
+        }
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let replacing = self.replacing(has_replaced, &source, &directories).await?;
         let mut reader = source.read(&directories, self.deadlines.name);
@@ -198,7 +202,8 @@ impl Writer {
             match reader.next().await {
                 Ok(Some(entry)) if replacing.replaces(&entry, at) => {}
                 Ok(Some(entry)) => {
-                    let entry = if source.parts.len() == 1 { entry } else { without_replacing(entry) };
+                    let is_one = source.parts.len() == 1 && source.shipped.is_none();
+                    let entry = if is_one { entry } else { without_replacing(entry) };
                     self.put_if_it_lives(&mut fill, &entry, copies).await?;
                 }
                 Ok(None) => break,
@@ -217,7 +222,7 @@ impl Writer {
         directories: &[Directory],
     ) -> Result<Replacing, Failed> {
         let mut replacing = Replacing::default();
-        if !has_replaced || source.parts.len() != 1 {
+        if !has_replaced || source.parts.len() != 1 || source.shipped.is_some() {
             return Ok(replacing);
         }
         let mut reader = source.read(directories, self.deadlines.name);
@@ -242,7 +247,12 @@ impl Writer {
                 self.put(fill, entry, copies).await
             }
             // Marks are written anew.
-            Entry::Said(..) | Entry::Incomplete(..) | Entry::Epoch(_) | Entry::Purged(_) => Ok(()),
+            Entry::Said(..)
+            | Entry::Incomplete(..)
+            | Entry::Moved(_)
+            | Entry::Epoch(_)
+            | Entry::Begun
+            | Entry::Purged(_) => Ok(()),
         }
     }
 
@@ -308,7 +318,11 @@ impl Writer {
 
     async fn commit(&mut self, epoch: Epoch, copies: Vec<Copy>, usable: BTreeSet<usize>) {
         tracing::debug!(generation = self.generation, copies = ?copies, "started the metadata log");
+        if let Some(shipper) = self.shipper.as_ref().filter(|_| epoch.id != self.epoch.id) {
+            shipper.add([Entry::Epoch(Box::new(epoch.clone()))]);
+        }
         self.epoch = epoch;
+        self.shipped = None;
         self.opened(copies, usable);
         let cleaning = self.usable.iter().map(|at| self.remove_earlier(*at));
         join_all(cleaning.collect::<Vec<_>>()).await;
@@ -388,7 +402,7 @@ impl Failed {
 fn without_replacing(entry: Entry) -> Entry {
     match entry {
         Entry::Said(shuffle, record) => Entry::Said(shuffle, Record::without_replacing(&record)),
-        Entry::Purged(_) | Entry::Incomplete(..) | Entry::Epoch(_) => entry,
+        Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => entry,
     }
 }
 

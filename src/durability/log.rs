@@ -3,7 +3,6 @@
 //! An entry is acknowledged once it is on the device in both copies, on two directories where two can be written. This is the
 //! handle; one task writes (`writer`).
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,10 +13,11 @@ use super::contents::LogShares;
 use super::frame::{Entry, Gap, Incarnation};
 use super::generation::COPIES;
 use super::hand_off::HandOff;
-use super::history::History;
 use super::read::{Directory, Survey};
+use super::ship::Shipper;
+use super::shipped::ShippedLog;
 use super::take_over::Found;
-use super::writer::{Deadlines, LogError, Request, Told, Writer};
+use super::writer::{Deadlines, LogError, Request, Snapshot, Told, Writer};
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
 
@@ -25,6 +25,15 @@ use uniffle_wire::types::ShuffleKey;
 const WAITING_MAX: usize = 4096;
 /// Records that wait to be taken over.
 const TOLD_MAX: usize = 64;
+
+/// The part of the log in an object store that is below the directories.
+#[derive(Debug, Clone)]
+pub struct LogInStore {
+    /// Log of earlier processes.
+    pub found: Arc<ShippedLog>,
+    /// Log of this process.
+    pub shipper: Shipper,
+}
 
 /// The log; clones share it. It ends with the last of them.
 #[derive(Debug, Clone)]
@@ -45,9 +54,12 @@ impl MetadataLog {
         directories: Vec<Directory>,
         survey: Survey,
         deadlines: Deadlines,
+        store: Option<LogInStore>,
         tasks: &Tasks,
     ) -> (Self, Found) {
-        let (mut writer, found) = Writer::on(directories, deadlines, &survey).await;
+        let (shipper, shipped) = store.map(|store| (store.shipper, store.found)).unzip();
+        let (mut writer, found) = Writer::on(directories, deadlines, &survey, shipped).await;
+        writer.shipper = shipper;
         if found.shuffles.is_empty() {
             writer.begin_first().await;
         }
@@ -85,11 +97,12 @@ impl MetadataLog {
         self.gap.clone()
     }
 
-    /// Appends what a shuffle said: when this returns `Ok` it outlives process and power. Goes on when it is dropped.
+    /// Appends a record of a shuffle: when this returns `Ok` it outlives process and power. Continues when it is dropped. Returns its
+    /// position on the way into the object store, if there is one.
     ///
     /// # Errors
     /// Too few directories can be written, or it is too long.
-    pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<(), LogError> {
+    pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<u64, LogError> {
         self.ask(Entry::Said(shuffle, said)).await
     }
 
@@ -97,7 +110,7 @@ impl MetadataLog {
     ///
     /// # Errors
     /// As [`MetadataLog::append`].
-    pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<(), LogError> {
+    pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<u64, LogError> {
         let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
         self.ask(Entry::Incomplete(shuffle, gap)).await
     }
@@ -106,7 +119,7 @@ impl MetadataLog {
     ///
     /// # Errors
     /// As [`MetadataLog::append`].
-    pub async fn purge(&self, shuffle: Incarnation) -> Result<(), LogError> {
+    pub async fn purge(&self, shuffle: Incarnation) -> Result<u64, LogError> {
         self.ask(Entry::Purged(shuffle)).await
     }
 
@@ -144,25 +157,32 @@ impl MetadataLog {
         COPIES as u64 * self.living.of(incarnation)
     }
 
-    /// What a shuffle has said so far, to be read while the log goes on.
+    /// Returns where the log can be read now, and what of it lives.
     ///
     /// # Errors
-    /// The log cannot be written now, so nobody knows.
-    pub async fn history(&self, shuffle: Incarnation) -> Result<History, LogError> {
+    /// The log cannot be written now.
+    pub(super) async fn snapshot(&self) -> Result<Snapshot, LogError> {
         let (done, answer) = oneshot::channel();
         let ended = || LogError::told("the worker ends");
-        self.requests.send(Request::Where(done)).await.map_err(|_| ended())?;
-        let places = answer.await.map_err(|_| ended())??;
-        Ok(History::new(shuffle, places))
+        self.requests.send(Request::Snapshot(done)).await.map_err(|_| ended())?;
+        answer.await.map_err(|_| ended())?
+    }
+
+    /// From now on the records of a shuffle are acknowledged once the object store has them. Returns the position of the entry.
+    ///
+    /// # Errors
+    /// As [`MetadataLog::append`].
+    pub async fn mark_moved(&self, shuffle: Incarnation) -> Result<u64, LogError> {
+        self.ask(Entry::Moved(shuffle)).await
     }
 
     /// What living shuffles said, to be read once.
     #[must_use]
     pub fn said(&self) -> Said {
-        Said { log: Some(self.clone()), told: None, others: None }
+        Said { log: Some(self.clone()), told: None }
     }
 
-    async fn ask(&self, entry: Entry) -> Result<(), LogError> {
+    async fn ask(&self, entry: Entry) -> Result<u64, LogError> {
         let (done, answer) = oneshot::channel();
         let ended = || LogError::told("the worker ends");
         self.requests.send(Request::Append(entry, done)).await.map_err(|_| ended())?;
@@ -177,24 +197,13 @@ pub struct Said {
     /// Until it is asked.
     log: Option<MetadataLog>,
     told: Option<mpsc::Receiver<Told>>,
-    /// Told after the end of this, of the shuffles that are wanted.
-    others: Option<(Box<Said>, Wanted)>,
 }
-
-/// Shuffles of which others tell, too.
-type Wanted = HashSet<ShuffleKey>;
 
 impl Said {
     /// What someone else tells who keeps records, one by one, with none at the end.
     #[must_use]
     pub fn of(told: mpsc::Receiver<Result<Option<(ShuffleKey, Bytes)>, LogError>>) -> Self {
-        Self { log: None, told: Some(told), others: None }
-    }
-
-    /// The same, and then what `others` tell of `wanted` shuffles.
-    #[must_use]
-    pub fn then(self, others: Self, wanted: HashSet<ShuffleKey>) -> Self {
-        Self { others: Some((Box::new(others), wanted)), ..self }
+        Self { log: None, told: Some(told) }
     }
 
     /// The next record; none at the end.
@@ -202,22 +211,6 @@ impl Said {
     /// # Errors
     /// The log cannot be read to its end.
     pub async fn next(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
-        if let Some(told) = self.next_own().await? {
-            return Ok(Some(told));
-        }
-        let Some((others, wanted)) = &mut self.others else { return Ok(None) };
-        loop {
-            match Box::pin(others.next()).await? {
-                Some((key, record)) if wanted.contains(&key) => return Ok(Some((key, record))),
-                Some(_) => {}
-                None => break,
-            }
-        }
-        self.others = None;
-        Ok(None)
-    }
-
-    async fn next_own(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
         if let Some(log) = self.log.take() {
             let (to, told) = mpsc::channel(TOLD_MAX);
             self.told = Some(told);

@@ -46,7 +46,7 @@ async fn open(disks: Vec<Arc<dyn Disk>>, tasks: &Tasks) -> (MetadataLog, Arc<dyn
     let directories: Vec<_> = disks.into_iter().map(directory).collect();
     let deadlines = Deadlines { write: Duration::from_secs(10), name: Duration::from_secs(30) };
     let survey = Survey::take(&directories, deadlines.name).await;
-    (MetadataLog::open(directories, survey, deadlines, tasks).await.0, health)
+    (MetadataLog::open(directories, survey, deadlines, None, tasks).await.0, health)
 }
 
 /// Reports per second of so many clients that report one after the other.

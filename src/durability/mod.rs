@@ -10,10 +10,10 @@
 //! | `read` | what the data directories have of it |
 //! | `log` | its handle |
 //! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
-//! | `history` | what one shuffle has said so far |
 //! | `generation` | begun anew where a copy fails or most is dead |
 //! | `hand_off`, `resumable`, `resume` | or resumed: what the process before says; whether it may be (pure); that it is |
 //! | `take_over` | what an earlier process left in it |
+//! | `objects`, `shipped`, `ship` | the log in an object store: names, as a start finds it, on its way there |
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `ledger`, `loss` | which blocks of a partition are there or lost, by id (pure); why |
 //! | `on_damage` | who hears of blocks that are gone |
@@ -28,7 +28,6 @@ mod contents;
 pub mod frame;
 mod generation;
 mod hand_off;
-mod history;
 mod id_chunk;
 mod id_run;
 mod id_set;
@@ -38,6 +37,7 @@ mod loss;
 mod mark;
 #[cfg(test)]
 mod measure;
+mod objects;
 mod on_damage;
 mod plain;
 mod present;
@@ -47,24 +47,28 @@ mod record;
 mod resumable;
 mod resume;
 mod scratch;
+mod ship;
+mod shipped;
 mod shuffle_ledger;
 mod take_over;
 mod writer;
 
 pub use self::frame::{Epoch, Incarnation, Member};
 pub use self::hand_off::HandOff;
-pub use self::history::{Heard, History, HistoryReader};
 pub use self::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
 pub use self::id_set::{IdSet, union};
 pub use self::ledger::{Ledger, Look, Phase, Verdict};
-pub use self::log::{MetadataLog, Said};
+pub use self::log::{LogInStore, MetadataLog, Said};
 pub use self::loss::{Blame, Entered, Loss, LostExtent, ranges};
+pub use self::objects::{LogObject, LogObjects, OBJECT_COPIES};
 pub use self::on_damage::{Hearer, OnDamage};
 pub use self::plain::plain_ids;
 pub use self::present::{HeldIds, PresentIds, SLICE_IDS, slices};
 pub use self::read::{Directory, Health, METADATA, Survey, newest_epoch};
 pub use self::record::{Record, RecordError, Registration, Report};
 pub use self::scratch::Scratch;
+pub use self::ship::{REFRESH, Shipper};
+pub use self::shipped::ShippedLog;
 pub use self::shuffle_ledger::ShuffleLedger;
 pub use self::take_over::{Found, FoundShuffle};
 pub use self::writer::{Deadlines, LogError};

@@ -122,6 +122,46 @@ impl Judgement {
     }
 }
 
+/// The log in an object store, which may lag behind that of the directories.
+#[derive(Debug, Clone, Copy)]
+pub struct StoreSeen<'a> {
+    /// The newest epoch that it knows.
+    pub epoch: &'a Epoch,
+    /// Why records of it may be missing.
+    pub gap: Option<&'a str>,
+}
+
+impl Judgement {
+    /// Returns whether the log in the store is needed beside these directories: they prove nothing alone, or other directories went on
+    /// with it.
+    #[must_use]
+    pub fn needs(&self, store: StoreSeen<'_>) -> bool {
+        self.is_fresh || self.gap.is_some() || !self.epoch.follows(store.epoch)
+    }
+
+    /// Returns the judgement with what the store adds to it. Empty directories know what the store proves. Directories that the store's
+    /// newest epoch does not lead to were left behind by others, which may have newer metadata if they have registered shuffles
+    /// (`has_strangers`).
+    #[must_use]
+    pub fn beside(mut self, store: StoreSeen<'_>, has_strangers: bool) -> Self {
+        let gap = if self.is_fresh {
+            store.gap.map(str::to_owned)
+        } else if self.epoch.follows(store.epoch) || !has_strangers {
+            None
+        } else {
+            Some(
+                "other data directories of this worker continued the log in the object store and may have newer metadata: \
+                 unregister the shuffle or run its application again"
+                    .to_owned(),
+            )
+        };
+        if self.gap.is_none() {
+            self.gap = gap.map(|reason| Gap { reason, until_back: Vec::new() });
+        }
+        self
+    }
+}
+
 /// Returns what the present directories and the record of the process before prove, by the rule above.
 #[must_use]
 pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> Judgement {

@@ -16,10 +16,11 @@ use futures::future::join_all;
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::frame::{self, Entry, Epoch, Frame, Gap};
+use super::frame::{self, Entry, Epoch, Frame, Gap, Incarnation};
 use super::hand_off::HandOff;
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
 use super::resumable::{Resumable, resumable_copies};
+use super::shipped::{ShippedLog, ShippedReader};
 use uniffle_io::{Disk, File, ReadTarget};
 
 /// Where the log can be read at a moment, by any of the sources; a generation that begins later removes them.
@@ -178,7 +179,7 @@ impl Survey {
                 file: None,
             }
         };
-        Source { parts: places.iter().map(part).collect() }
+        Source { parts: places.iter().map(part).collect(), shipped: None }
     }
 }
 
@@ -481,13 +482,24 @@ pub(super) struct Part {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Source {
     pub(super) parts: Vec<Part>,
+    /// The log in the object store, if it is needed, and the shuffles of which its records count, and not those of the parts.
+    pub(super) shipped: Option<(Arc<ShippedLog>, Treemap)>,
 }
 
 impl Source {
     /// All entries but the epochs, each once; in the order of the copy.
     pub(super) fn read<'a>(&self, directories: &'a [Directory], deadline: Duration) -> SourceReader<'a> {
         let parts = self.parts.clone().into_iter();
-        SourceReader { directories, deadline, parts, open: None, seen: HashMap::new(), entry_bytes: 0 }
+        let shipped = self.shipped.as_ref().map(|(log, from_it)| (log.reader(), from_it.clone()));
+        SourceReader {
+            directories,
+            deadline,
+            parts,
+            open: None,
+            seen: HashMap::new(),
+            shipped,
+            entry_bytes: 0,
+        }
     }
 }
 
@@ -515,6 +527,7 @@ pub(super) struct SourceReader<'a> {
     open: Option<(Part, CopyReader)>,
     /// Sequences by generation: its copies say the same.
     seen: HashMap<Written, Treemap>,
+    shipped: Option<(ShippedReader, Treemap)>,
     /// Of the entry that was read last.
     entry_bytes: u64,
 }
@@ -530,6 +543,31 @@ impl SourceReader<'_> {
     /// # Errors
     /// A copy of which a number of frames is wanted has less, or cannot be read.
     pub(super) async fn next(&mut self) -> io::Result<Option<Entry>> {
+        while let Some(entry) = self.next_of_parts().await? {
+            if !matches!(&entry, Entry::Said(shuffle, _) if self.is_shipped(shuffle)) {
+                return Ok(Some(entry));
+            }
+        }
+        loop {
+            let Some((reader, _)) = &mut self.shipped else { return Ok(None) };
+            let next = reader.next().await.map_err(|error| io::Error::new(error.kind, error.to_string()))?;
+            let Some((entry, bytes)) = next else { return Ok(None) };
+            self.entry_bytes = bytes;
+            match &entry {
+                Entry::Epoch(_) | Entry::Begun => {}
+                Entry::Said(shuffle, _) if !self.is_shipped(shuffle) => {}
+                Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) => {
+                    return Ok(Some(entry));
+                }
+            }
+        }
+    }
+
+    fn is_shipped(&self, shuffle: &Incarnation) -> bool {
+        self.shipped.as_ref().is_some_and(|(_, from_it)| from_it.contains(shuffle.number))
+    }
+
+    async fn next_of_parts(&mut self) -> io::Result<Option<Entry>> {
         loop {
             let Some((part, reader)) = &mut self.open else {
                 let Some(part) = self.parts.next() else { return Ok(None) };

@@ -2,7 +2,7 @@
 //!
 //! What they said is not held. It is told a record at a time, when this start has a generation of its own.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ use uuid::Uuid;
 use super::frame::{Entry, Gap, Incarnation, Member};
 use super::proof::Judgement;
 use super::read::{Directory, METADATA, Source, Survey};
+use super::shipped::ShippedLog;
 use super::writer::{Deadlines, LogError, Told, Writer};
 use uniffle_wire::types::ShuffleKey;
 
@@ -23,6 +24,8 @@ pub struct FoundShuffle {
     pub incarnation: u64,
     /// Why something that it said may be missing.
     pub incomplete: Option<String>,
+    /// Its records are acknowledged once the object store has them.
+    pub is_moved: bool,
 }
 
 /// What an earlier process left.
@@ -48,23 +51,19 @@ impl Writer {
         directories: Vec<Directory>,
         deadlines: Deadlines,
         survey: &Survey,
+        shipped: Option<Arc<ShippedLog>>,
     ) -> (Self, Found) {
         let mut judged = survey.judged();
         judged.generation = judged.generation.max(survey.generation);
-        if let Some(gap) = &judged.gap {
-            tracing::error!(
-                reason = gap.reason,
-                "acknowledged metadata may be incomplete; results of all recovered and unknown shuffles are \
-                 refused"
-            );
-        }
+        let shipped = shipped.filter(|log| log.says_anything() && judged.needs(log.seen()));
         let source = survey.source(&judged.sources, judged.gap.is_none());
         let unread = survey.unread();
         for reason in unread.values() {
             tracing::error!(reason, "excluding a data directory from the metadata log until it is readable");
         }
         let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
-        writer.resumable = survey.resumable(&judged);
+        writer.resumable = survey.resumable(&judged).filter(|_| shipped.is_none());
+        writer.shipped = shipped;
         let found = writer.take_over(&judged).await;
         (writer, found)
     }
@@ -79,11 +78,12 @@ impl Writer {
         if survey.unread().len() >= self.unread.len() || survey.is_fresh() {
             return;
         }
-        let (next, found) = Self::on(self.directories.clone(), self.deadlines, &survey).await;
+        let (next, found) =
+            Self::on(self.directories.clone(), self.deadlines, &survey, self.shipped.clone()).await;
         let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
         let (is_begun, was_tried) = (Arc::clone(&self.is_begun), self.was_tried.clone());
-        let living = self.contents.living.clone();
-        *self = Self { is_blind, generation, is_told: true, is_begun, was_tried, ..next };
+        let (living, shipper) = (self.contents.living.clone(), self.shipper.clone());
+        *self = Self { shipper, is_blind, generation, is_told: true, is_begun, was_tried, ..next };
         living.become_like(&self.contents.living);
         self.contents.living = living;
         tracing::warn!(
@@ -107,6 +107,23 @@ impl Writer {
                 }
             }
         };
+        let unread = match self.take_over_shipped(judged, &mut heard).await {
+            Ok(()) => unread,
+            Err(error) => unread.or(Some(Gap { reason: error.to_string(), until_back: Vec::new() })),
+        };
+        let judged = &match &self.shipped {
+            Some(log) => judged.clone().beside(log.seen(), self.has_strangers),
+            None => judged.clone(),
+        };
+        self.epoch.gap = self.epoch.gap.take().or_else(|| judged.gap.clone());
+        if let Some(gap) = &judged.gap {
+            tracing::error!(
+                reason = gap.reason,
+                "acknowledged metadata may be incomplete; results of all recovered and unknown shuffles are \
+                 refused"
+            );
+        }
+        let proven: HashSet<u64> = self.proven_by_store();
         self.epoch.gap = self.epoch.gap.take().or_else(|| unread.clone());
         let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
         for (incarnation, key) in heard.into_iter().filter(|(number, _)| !self.contents.is_purged(*number)) {
@@ -115,7 +132,12 @@ impl Writer {
         }
         let earlier = std::mem::take(&mut self.contents.incomplete);
         for (key, found) in &mut shuffles {
-            let gap = judged.carried(earlier.get(&found.incarnation).map(|(_, gap)| gap));
+            let earlier = earlier.get(&found.incarnation).map(|(_, gap)| gap);
+            found.is_moved = self.contents.moved.contains_key(&found.incarnation);
+            let gap = match proven.contains(&found.incarnation) {
+                true => earlier.cloned(),
+                false => judged.carried(earlier),
+            };
             if let Some(gap) = gap.or_else(|| unread.clone()) {
                 found.incomplete = Some(gap.reason.clone());
                 let shuffle = Incarnation { key: key.clone(), number: found.incarnation };
@@ -143,6 +165,48 @@ impl Writer {
         }
     }
 
+    /// Takes what the object store has beside the directories, if that is needed.
+    async fn take_over_shipped(
+        &mut self,
+        judged: &Judgement,
+        heard: &mut HashMap<u64, ShuffleKey>,
+    ) -> Result<(), LogError> {
+        let Some(log) = self.shipped.clone() else { return Ok(()) };
+        let here: HashSet<u64> = heard.keys().copied().collect();
+        let is_whole = log.gap().is_none();
+        let mut reader = log.reader();
+        while let Some((entry, bytes)) = reader.next().await? {
+            self.absorb((entry, bytes), heard);
+        }
+        let moved = |number: &u64| log.census.contents.moved.contains_key(number);
+        if judged.is_fresh && !is_whole {
+            // Data of any of them may have been moved.
+            let all = heard
+                .iter()
+                .map(|(number, key)| (*number, Incarnation { key: key.clone(), number: *number }));
+            self.contents.moved.extend(all);
+        } else if judged.is_fresh {
+            // Only disks that are gone have the data of a shuffle of which nothing was moved.
+            let lost: Vec<u64> = heard.keys().filter(|number| !moved(number)).copied().collect();
+            for number in lost {
+                self.contents.purge(number);
+                self.contents.incomplete.remove(&number);
+            }
+        }
+        let is_strange = |number: &u64| !here.contains(number) && !self.contents.is_purged(*number);
+        self.has_strangers = heard.keys().any(is_strange);
+        let counts = |number: &&u64| !here.contains(number) || (is_whole && moved(number));
+        let from_it: Treemap = heard.keys().filter(counts).copied().collect();
+        self.source.shipped = Some((log, from_it));
+        Ok(())
+    }
+
+    /// Returns the shuffles of which the object store has every acknowledged record.
+    fn proven_by_store(&self) -> HashSet<u64> {
+        let whole = self.shipped.as_ref().filter(|log| log.gap().is_none());
+        whole.map(|log| log.census.contents.moved.keys().copied().collect()).unwrap_or_default()
+    }
+
     /// Takes an entry, of so many bytes, of what an earlier process left, in any order.
     fn absorb(&mut self, (entry, bytes): (Entry, u64), heard: &mut HashMap<u64, ShuffleKey>) {
         self.contents.took(&entry, bytes);
@@ -151,7 +215,7 @@ impl Writer {
                 heard.entry(shuffle.number).or_insert(shuffle.key);
             }
             Entry::Purged(shuffle) => drop(heard.remove(&shuffle.number)),
-            Entry::Incomplete(..) | Entry::Epoch(_) => {}
+            Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => {}
         }
     }
 
@@ -201,7 +265,12 @@ impl Writer {
             Entry::Said(shuffle, content) if !self.contents.is_purged(shuffle.number) => {
                 to.send(Ok(Some((shuffle.key, content)))).await.is_ok()
             }
-            Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Epoch(_) => true,
+            Entry::Said(..)
+            | Entry::Purged(_)
+            | Entry::Incomplete(..)
+            | Entry::Moved(_)
+            | Entry::Epoch(_)
+            | Entry::Begun => true,
         }
     }
 }

@@ -11,16 +11,19 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use croaring::Treemap;
 use futures::future::join_all;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::Contents;
-use super::frame::{Encoder, Entry, Epoch};
+use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation};
 use super::hand_off::HandOff;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
 use super::read::{Directory, MEMBERS, METADATA, Part, Places, Source, within};
 use super::resumable::Resumable;
+use super::ship::Shipper;
+use super::shipped::ShippedLog;
 use crate::clock::Instant;
 use uniffle_io::{File, Vanished};
 use uniffle_wire::types::ShuffleKey;
@@ -60,6 +63,12 @@ impl LogError {
         Self { path: path.as_ref().to_path_buf(), kind: error.kind(), text: error.to_string() }
     }
 
+    /// Returns an error of the object store's part of the log.
+    #[must_use]
+    pub fn of(kind: io::ErrorKind, text: &str) -> Self {
+        Self { path: METADATA.into(), kind, text: text.to_owned() }
+    }
+
     /// Records cannot be had, for this reason.
     #[must_use]
     pub fn told(text: &str) -> Self {
@@ -71,17 +80,34 @@ impl LogError {
 pub(super) type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
 pub(super) enum Request {
-    Append(Entry, oneshot::Sender<Result<(), LogError>>),
+    /// Answered with the position of the entry on its way into the object store.
+    Append(Entry, oneshot::Sender<Result<u64, LogError>>),
     /// Look whether the copies are where they should be.
     Settle(oneshot::Sender<()>),
     /// This start could not see everything.
     Blind(oneshot::Sender<()>),
     /// Write nothing more, and say what is durable.
     Release(oneshot::Sender<Result<HandOff, LogError>>),
-    /// Where the log can be read now.
-    Where(oneshot::Sender<Result<Places, LogError>>),
+    /// Where the log can be read now, and what of it lives.
+    Snapshot(oneshot::Sender<Result<Snapshot, LogError>>),
     /// Tell what living shuffles said.
     Tell(mpsc::Sender<Told>),
+}
+
+/// The log at a moment.
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    pub(super) places: Places,
+    pub(super) epoch: Epoch,
+    pub(super) purged: Treemap,
+    pub(super) incomplete: Vec<(Incarnation, Gap)>,
+    pub(super) moved: Vec<Incarnation>,
+}
+
+impl From<io::Error> for LogError {
+    fn from(error: io::Error) -> Self {
+        Self::new(METADATA, &error)
+    }
 }
 
 /// A copy that is written.
@@ -121,6 +147,12 @@ pub(super) struct Writer {
     /// What the start found was told: it must not become something else before.
     pub(super) is_told: bool,
     pub(super) marks: Marks,
+    /// The log on its way into the object store, where there is one.
+    pub(super) shipper: Option<Shipper>,
+    /// The log that the object store has from earlier processes, until a generation has begun.
+    pub(super) shipped: Option<Arc<ShippedLog>>,
+    /// That log has living registrations that the directories do not have.
+    pub(super) has_strangers: bool,
     /// A generation was begun by this process, or gone on with.
     pub(super) is_begun: Arc<AtomicBool>,
     /// Whether this process has tried to begin one, be it in vain.
@@ -158,6 +190,9 @@ impl Writer {
             is_blind: false,
             is_told: false,
             marks: Marks::default(),
+            shipper: None,
+            shipped: None,
+            has_strangers: false,
             is_begun: Arc::default(),
             was_tried: watch::Sender::new(false),
         }
@@ -177,7 +212,7 @@ impl Writer {
                     }
                     Request::Settle(done) => settled.push(done),
                     Request::Tell(to) => listening.push(to),
-                    Request::Where(done) => looking.push(done),
+                    Request::Snapshot(done) => looking.push(done),
                     Request::Release(done) => releasing = Some(done),
                     Request::Blind(done) => {
                         self.is_blind = true;
@@ -190,8 +225,12 @@ impl Writer {
                 // The caller may be gone.
                 let _ = done.send(result);
             }
+            if !looking.is_empty() && !self.is_open {
+                // The reason is given below.
+                let _: Result<(), _> = self.open(&mut BTreeSet::new()).await;
+            }
             for done in looking {
-                let _ = done.send(self.readable());
+                let _ = done.send(self.snapshot());
             }
             for to in listening {
                 self.tell(&to).await;
@@ -226,13 +265,21 @@ impl Writer {
         if self.resume().await { Ok(()) } else { self.begin(excluded).await }
     }
 
-    /// Where all of the log can be read now.
-    fn readable(&self) -> Result<Places, LogError> {
+    /// Returns where all of the log can be read now, and what of it lives.
+    fn snapshot(&self) -> Result<Snapshot, LogError> {
         if !self.is_open {
             return Err(LogError::told("the metadata log is not writable"));
         }
         let sources = std::iter::once(&self.source).chain(&self.others).cloned().collect();
-        Ok(Places { sources, directories: self.directories.clone(), deadline: self.deadlines.name })
+        let (directories, deadline) = (self.directories.clone(), self.deadlines.name);
+        let Contents { purged, incomplete, moved, next_incarnation, .. } = &self.contents;
+        Ok(Snapshot {
+            places: Places { sources, directories, deadline },
+            epoch: Epoch { next_incarnation: *next_incarnation, ..self.epoch.clone() },
+            purged: purged.clone(),
+            incomplete: incomplete.values().cloned().collect(),
+            moved: moved.values().cloned().collect(),
+        })
     }
 
     /// Returns the record for a successor.
@@ -271,7 +318,7 @@ impl Writer {
     }
 
     /// Writes entries, on other directories when those that have the copies fail.
-    async fn append(&mut self, entries: &[Entry]) -> Vec<Result<(), LogError>> {
+    async fn append(&mut self, entries: &[Entry]) -> Vec<Result<u64, LogError>> {
         let (mut excluded, mut renewed) = (BTreeSet::new(), BTreeSet::new());
         if entries.is_empty() {
             return Vec::new();
@@ -311,7 +358,9 @@ impl Writer {
                 }
             }
             let too_long = || LogError::told("the record is too long");
-            return sizes.into_iter().map(|size| size.map(drop).ok_or_else(too_long)).collect();
+            let written = entries.iter().zip(&sizes).filter(|(_, size)| size.is_some());
+            let position = self.shipper.as_ref().map_or(0, |it| it.add(written.map(|it| it.0.clone())));
+            return sizes.into_iter().map(|size| size.map(|_| position).ok_or_else(too_long)).collect();
         }
     }
 
@@ -378,7 +427,8 @@ impl Writer {
         let source = |copy: &Copy| {
             let (directory, path, generation) = (copy.directory, copy.path.clone(), copy.generation);
             let (epoch, file) = (Some(epoch), Some(Arc::clone(&copy.file)));
-            Source { parts: vec![Part { directory, path, generation, epoch, frames, file }] }
+            let parts = vec![Part { directory, path, generation, epoch, frames, file }];
+            Source { parts, shipped: None }
         };
         self.others = self.copies.iter().skip(1).map(source).collect();
         self.source = self.copies.first().map(source).expect("a generation has a copy");

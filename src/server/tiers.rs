@@ -209,13 +209,20 @@ async fn start_object(
 /// Whether the store answers a worker of that name: a start without it ends.
 #[cfg(feature = "object")]
 pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow::Result<()> {
+    use crate::tiers::object::ObjectTier;
     use crate::tiers::object::client::Client;
     use crate::tiers::object::layout::part_of;
 
     let tasks = Tasks::new();
     let client =
         Client::open(&config.object, &tasks, &crate::metrics::registry()?).context("[object_store]")?;
-    let answer = client.probe(&part_of(server_id)).await;
+    let root = part_of(server_id);
+    let asked = async {
+        client.probe(&root).await?;
+        // An upgrade from a program with another layout is refused before it begins.
+        anyhow::Ok(ObjectTier::require_layout(&*client.store(), &root).await?)
+    };
+    let answer = asked.await;
     tasks.cancel();
     answer.with_context(|| client.url().to_string())
 }

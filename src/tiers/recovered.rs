@@ -17,6 +17,8 @@ pub struct RecoveredShuffle {
     pub key: ShuffleKey,
     /// Why records may be missing; none when it is proven that none are.
     pub incomplete: Option<String>,
+    /// Records of it are acknowledged once the object store has them.
+    pub is_moved: bool,
     /// Blocks that can be read.
     pub present: PresentIds,
     /// Extents that are known and cannot be read.

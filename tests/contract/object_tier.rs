@@ -210,8 +210,8 @@ async fn acknowledged_uploads_survive_any_fault() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn acknowledged_metadata_survives_any_fault() {
-    // A page, its copy, and the check of the claim.
+async fn acknowledged_records_survive_any_fault_of_a_log_write() {
+    // An object of the log and its copy, and the look at the claim.
     for (on, times) in [(On::Put, 1), (On::Put, 2), (On::Get, 1)] {
         let server = S3Server::start().await;
         let process = Process::with_both_shuffles(&server).await;
@@ -236,7 +236,10 @@ async fn acknowledged_metadata_survives_any_fault() {
         let process = Process::start(&server).await.unwrap();
         let mut recovered = process.tier.take_recovered();
         assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none()), "{recovered:?}");
-        assert_eq!(told(&mut recovered, AFFECTED).await, acknowledged, "{on:?} {times}");
+        // What was not acknowledged may be known, too.
+        let told = told(&mut recovered, AFFECTED).await;
+        let mut left = told.iter();
+        assert!(acknowledged.iter().all(|one| left.any(|it| it == one)), "{on:?} {times}: {told:?}");
         assert_reads(&process, AFFECTED, &[], "the next process").await;
         process.end().await;
     }
@@ -277,7 +280,7 @@ async fn faulty_starts_find_everything_or_fail() {
     process.write(AFFECTED, &written).await.unwrap();
     process.end().await;
     let mut ended = 0;
-    // Requests for the claim, pages, footers, tables and records.
+    // Reads of the claim, of the log, of footers, tables and records.
     let requests = [(On::List, 0), (On::Get, 0), (On::Get, 2), (On::Get, 5), (On::Get, 8), (On::Put, 0)];
     for (on, nth) in requests {
         let faults = if on == On::Get { faults_of_reads() } else { faults() };

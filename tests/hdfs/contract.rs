@@ -269,7 +269,9 @@ mod objects {
             let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
             let opened = ObjectTier::open(Arc::clone(store), settings, &extents, Tasks::new(), &registry);
             suite(&Subject::served(opened.await.unwrap())).await;
-            let left: Vec<_> = store.list(None).map_ok(|object| object.location).try_collect().await.unwrap();
+            let mut left: Vec<_> =
+                store.list(None).map_ok(|object| object.location).try_collect().await.unwrap();
+            left.retain(|path| !path.as_ref().contains("/!log/"));
             assert_eq!(left, [Path::from(claim_key("shuffle/worker"))]);
             assert_eq!(extents.used(), 0);
         }

@@ -19,7 +19,6 @@ use object_store::{
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use uniffle_worker::tiers::object::claim::CLAIM;
-use uniffle_worker::tiers::object::client::Unanswered;
 
 /// Calls of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -230,9 +229,6 @@ impl ObjectStore for FaultyObjects {
         }
         if matches!(fault, Fault::Late | Fault::Repeat) {
             self.0.late.lock().push((path.clone(), payload.clone()));
-            if let Some(unanswered) = Unanswered::of(&options.extensions) {
-                unanswered.set();
-            }
         }
         if fault == Fault::Late {
             return Err(refused());

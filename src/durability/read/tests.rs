@@ -48,7 +48,7 @@ async fn records_of_both_generations_are_read() {
         health: Arc::downgrade(&health),
     };
     let directories = [directory];
-    let source = Source { parts };
+    let source = Source { parts, shipped: None };
     let mut reader = source.read(&directories, Duration::from_secs(1));
     let mut read = Vec::new();
     while let Some(entry) = reader.next().await.unwrap() {

@@ -71,7 +71,7 @@ impl LocalStore {
             config,
         };
         let tasks = Tasks::new();
-        let (before, metadata) = Before::look(&core, &tasks).await;
+        let (before, metadata) = Before::look(&core, uploaded.log.clone(), &tasks).await;
         let store = Self::new(core, metadata, tasks);
         store.take_over(before, &uploaded).await;
         store.core.set_gauges();

@@ -148,7 +148,7 @@ impl LocalStore {
         if known.has_unread || !known.absent.is_empty() {
             shuffle.set_out_of_reach();
         }
-        let found = rebuild.finish(logged.and_then(|logged| logged.incomplete)).await;
+        let found = rebuild.finish(logged.unwrap_or_default()).await;
         self.shuffles.insert(key, shuffle);
         found
     }
@@ -404,7 +404,7 @@ impl<'a> Rebuild<'a> {
     }
 
     /// What was found, its bytes and its blocks.
-    async fn finish(mut self, incomplete: Option<String>) -> (RecoveredShuffle, u64, u64) {
+    async fn finish(mut self, logged: FoundShuffle) -> (RecoveredShuffle, u64, u64) {
         let highest = self.sequences.iter().max().copied();
         if has_gap(self.sequences.iter().copied()) {
             self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
@@ -443,7 +443,8 @@ impl<'a> Rebuild<'a> {
         self.remove_left_over().await;
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
-            incomplete,
+            incomplete: logged.incomplete,
+            is_moved: logged.is_moved,
             present: self.present,
             lost: self.lost,
             reason: self.incomplete.unwrap_or_default(),

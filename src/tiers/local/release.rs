@@ -17,16 +17,13 @@ use super::disk::LocalDisk;
 use super::extent::Extent;
 use super::log::{Log, LogKind};
 use super::read::{DataRead, Reader};
-use super::shuffle::{Restored, Shuffle};
+use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
-use super::streams::Partition;
-use super::take_over::failed_log;
 use super::walk::{TOGETHER_MAX, partitions_of, turn};
-use crate::durability::History;
 use crate::metrics::clamped;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
-use uniffle_wire::types::{PartitionId, ShuffleKey};
+use uniffle_wire::types::PartitionId;
 
 /// Bytes and blocks of a piece of a stream that is moved as one, unless one extent has more.
 const RUN_BYTES: u64 = 32 << 20;
@@ -112,15 +109,6 @@ impl LocalStore {
     ) -> Oldest {
         self.end_logs(&handle.shuffle, |_| true).await;
         oldest_of(&handle.shuffle, partitions, stops, |_| true).await
-    }
-
-    /// What a shuffle has said so far.
-    ///
-    /// # Errors
-    /// The metadata log cannot be written now.
-    pub async fn history(&self, handle: &ShuffleHandle) -> Result<History, StoreError> {
-        let history = self.metadata.history(handle.shuffle.incarnation()).await;
-        history.map_err(|error| failed_log(&error))
     }
 
     /// Bytes of a shuffle's files, by disk.
@@ -217,15 +205,6 @@ impl LocalStore {
             disk.made_room().await.map_err(|error| self.core.failed(&disk, &trash, error))?;
         }
         failed.map_or(Ok(bytes), Err)
-    }
-
-    /// Registers a shuffle of which the beginning lies elsewhere; its registration.
-    #[must_use]
-    pub fn adopt(&self, key: &ShuffleKey, ends: &HashMap<PartitionId, u64>) -> ShuffleHandle {
-        let handle = self.register(key);
-        let partitions = ends.iter().map(|(id, end)| (*id, Partition::beginning_at(*end))).collect();
-        handle.shuffle.restore(Restored { partitions, first_base: 0 });
-        handle
     }
 }
 

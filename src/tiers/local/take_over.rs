@@ -14,7 +14,9 @@ use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::uploaded::Uploaded;
 use crate::clock::timeout;
-use crate::durability::{Deadlines, Directory, Found, HandOff, Health, LogError, MetadataLog, Survey};
+use crate::durability::{
+    Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, Survey,
+};
 use crate::runtime::Tasks;
 use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
@@ -50,7 +52,7 @@ pub(super) struct Before {
 
 impl Before {
     /// Looks at the disks, and begins the metadata log.
-    pub(super) async fn look(core: &Core, tasks: &Tasks) -> (Self, MetadataLog) {
+    pub(super) async fn look(core: &Core, store: Option<LogInStore>, tasks: &Tasks) -> (Self, MetadataLog) {
         let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
         let scans = join_all(scans).await;
         let directories: Vec<Directory> = core.disks.iter().map(LocalDisk::directory).collect();
@@ -68,7 +70,7 @@ impl Before {
             }
         }
         let deadlines = Deadlines { write, name };
-        let (log, found) = MetadataLog::open(directories, survey, deadlines, tasks).await;
+        let (log, found) = MetadataLog::open(directories, survey, deadlines, store, tasks).await;
         for (uuid, path) in &found.absent {
             tracing::error!(path, id = %uuid, "a used data directory is missing");
         }
@@ -94,20 +96,52 @@ impl LocalStore {
         timeout(RELEASE_DEADLINE, self.metadata.release()).await.ok()?.ok()
     }
 
-    /// Writes down what a shuffle says: when this returns `Ok` it outlives process and power.
+    /// Writes a record of a shuffle to the metadata log: when this returns `Ok` it outlives process and power. Returns its position on
+    /// the way into the object store, if there is one.
     ///
     /// # Errors
     /// `Purged`; otherwise that too few directories can be written.
-    pub async fn append_metadata(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
-        append(&self.metadata, &handle.shuffle, Bytes::copy_from_slice(content)).await
+    pub async fn append_record(&self, handle: &ShuffleHandle, content: Bytes) -> Result<u64, StoreError> {
+        append(&self.metadata, &handle.shuffle, content).await
     }
 
-    /// Writes down that what the log has of a shuffle is not all that it said, for this start and later ones.
+    /// As [`LocalStore::append_record`].
     ///
     /// # Errors
-    /// As [`LocalStore::append_metadata`].
-    pub async fn mark_incomplete(&self, handle: &ShuffleHandle, reason: &str) -> Result<(), StoreError> {
+    /// As there.
+    #[cfg(test)]
+    pub async fn append_metadata(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
+        self.append_record(handle, Bytes::copy_from_slice(content)).await.map(drop)
+    }
+
+    /// Marks a shuffle incomplete for this start and later ones. Returns the position of the record.
+    ///
+    /// # Errors
+    /// As [`LocalStore::append_record`].
+    pub async fn mark_incomplete(&self, handle: &ShuffleHandle, reason: &str) -> Result<u64, StoreError> {
         mark_incomplete(&self.metadata, &handle.shuffle, reason).await
+    }
+
+    /// From now on records of a shuffle are acknowledged once the object store has them. Returns the position of the record.
+    ///
+    /// # Errors
+    /// As [`LocalStore::append_record`].
+    pub async fn mark_moved(&self, handle: &ShuffleHandle) -> Result<u64, StoreError> {
+        handle.shuffle.require_present()?;
+        let marked = self.metadata.mark_moved(handle.shuffle.incarnation()).await;
+        marked.map_err(|error| failed_log(&error))
+    }
+
+    /// Returns the metadata log.
+    #[must_use]
+    pub fn log(&self) -> MetadataLog {
+        self.metadata.clone()
+    }
+
+    /// Returns whether the log has begun on the device since the start.
+    #[must_use]
+    pub fn is_log_begun(&self) -> bool {
+        self.metadata.is_begun()
     }
 
     /// Writes down that the shuffles forgotten before the call are purged; of those for which that fails the files stay.
@@ -141,7 +175,7 @@ impl LocalStore {
 
     async fn note_purge(&self, shuffle: &Shuffle) {
         match self.metadata.purge(shuffle.incarnation()).await {
-            Ok(()) => shuffle.set_purge_noted(),
+            Ok(_) => shuffle.set_purge_noted(),
             Err(error) => {
                 tracing::warn!(
                     shuffle = %shuffle.key,
@@ -158,8 +192,8 @@ impl LocalStore {
     }
 }
 
-/// As [`LocalStore::append_metadata`].
-pub(super) async fn append(log: &MetadataLog, shuffle: &Shuffle, content: Bytes) -> Result<(), StoreError> {
+/// As [`LocalStore::append_record`].
+pub(super) async fn append(log: &MetadataLog, shuffle: &Shuffle, content: Bytes) -> Result<u64, StoreError> {
     shuffle.require_present()?;
     let appended = log.append(shuffle.incarnation(), content).await;
     shuffle.require_present()?;
@@ -171,7 +205,7 @@ pub(super) async fn mark_incomplete(
     log: &MetadataLog,
     shuffle: &Shuffle,
     reason: &str,
-) -> Result<(), StoreError> {
+) -> Result<u64, StoreError> {
     shuffle.require_present()?;
     let marked = log.mark_incomplete(shuffle.incarnation(), reason).await;
     marked.map_err(|error| failed_log(&error))

@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use futures::{FutureExt as _, TryFutureExt as _};
 use tokio::sync::watch;
 
 use super::read::{DataRead, IndexRead};
@@ -54,11 +54,11 @@ impl MetadataLog for ShuffleMetadata {
     }
 
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
-        take_over::append(&self.log, &self.shuffle, record).boxed()
+        take_over::append(&self.log, &self.shuffle, record).map_ok(drop).boxed()
     }
 
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
-        take_over::mark_incomplete(&self.log, &self.shuffle, reason).boxed()
+        take_over::mark_incomplete(&self.log, &self.shuffle, reason).map_ok(drop).boxed()
     }
 }
 

@@ -5,14 +5,14 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::durability::PresentIds;
+use crate::durability::{LogInStore, PresentIds};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Where the streams of a registration's partitions begin on the disks.
 #[derive(Debug, Clone, Default)]
 pub struct Prefixes {
-    /// The numbers by which disks knew the registration.
-    pub incarnations: Vec<u64>,
+    /// Number of the registration.
+    pub incarnation: u64,
     /// By partition.
     pub ends: HashMap<PartitionId, u64>,
     /// Blocks that are there. A file is deleted because of what is elsewhere only if each of its blocks is.
@@ -37,17 +37,19 @@ pub struct Uploaded {
     shuffles: HashMap<ShuffleKey, Prefixes>,
     /// No registration from now on has a lower number: registrations of several machines must not be taken for one.
     pub(super) incarnations_from: u64,
+    /// The part of the metadata log that is there.
+    pub(super) log: Option<LogInStore>,
 }
 
 impl Uploaded {
     /// Registrations begin at number `incarnations_from`.
     #[must_use]
-    pub fn new(shuffles: HashMap<ShuffleKey, Prefixes>, incarnations_from: u64) -> Self {
-        Self { shuffles, incarnations_from }
+    pub fn new(shuffles: HashMap<ShuffleKey, Prefixes>, incarnations_from: u64, log: LogInStore) -> Self {
+        Self { shuffles, incarnations_from, log: Some(log) }
     }
 
     /// Those of one registration.
     pub(super) fn of(&self, key: &ShuffleKey, incarnation: u64) -> Option<&Prefixes> {
-        self.shuffles.get(key).filter(|prefixes| prefixes.incarnations.contains(&incarnation))
+        self.shuffles.get(key).filter(|prefixes| prefixes.incarnation == incarnation)
     }
 }

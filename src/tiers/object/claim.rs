@@ -23,7 +23,11 @@ use crate::tiers::{StoreError, StoreErrorKind};
 /// Below the worker's prefix. No application has such a part of a key.
 pub const CLAIM: &str = "!claim";
 /// First line of a claim: format and version.
-const CLAIM_HEAD: &str = "uniffle-worker object store 1";
+const CLAIM_HEAD: &str = "uniffle-worker object store 2";
+/// First line of a claim of an earlier development build, whose metadata this program does not read.
+const EARLIER_HEAD: &str = "uniffle-worker object store 1\n";
+/// Begin of the line with the number of the worker's start.
+const START: &str = "start ";
 
 /// The key of the claim of the prefix `root`.
 #[must_use]
@@ -38,6 +42,8 @@ const DRAINED: &str = "drained\n";
 #[derive(Debug)]
 pub(super) struct Claim {
     key: String,
+    /// Number of this start of the worker, greater than those of earlier claims.
+    start: u32,
     /// Without the line that says that the worker is drained.
     text: String,
     /// Whether the claim in the store has that line; none after a write of unknown outcome.
@@ -56,6 +62,7 @@ enum Found {
 /// The claim of another process.
 struct Other {
     holder: String,
+    start: u32,
     version: UpdateVersion,
     is_drained: bool,
 }
@@ -67,14 +74,16 @@ impl Claim {
     /// The store's, or another process took it at the same moment.
     pub(super) async fn take(store: &dyn ObjectStore, root: &str) -> Result<Self, StoreError> {
         let (text, is_drained) = (text(), Mutex::new(Some(false)));
-        let claim = Self { key: claim_key(root), text, is_drained, lost: OnceLock::new() };
+        let mut claim = Self { key: claim_key(root), start: 1, text, is_drained, lost: OnceLock::new() };
         let mode = match claim.find(store).await? {
             Found::Another(other) => {
+                claim.start = other.start.saturating_add(1);
                 *claim.is_drained.lock() = Some(other.is_drained);
                 update(other.version)
             }
             Found::Nothing | Found::Ours { .. } => PutMode::Create,
         };
+        claim.text = format!("{}{START}{}\n", claim.text, claim.start);
         claim.put(store, mode, claim.is_drained()).await?;
         if !claim.has_conditions(store).await {
             tracing::warn!(
@@ -84,6 +93,21 @@ impl Claim {
             );
         }
         Ok(claim)
+    }
+
+    /// Returns an error if an earlier development build has written below the prefix. Writes nothing.
+    ///
+    /// # Errors
+    /// The store's, or `NotOurs`.
+    pub(super) async fn require_layout(store: &dyn ObjectStore, root: &str) -> Result<(), StoreError> {
+        let (text, is_drained) = (text(), Mutex::new(None));
+        let claim = Self { key: claim_key(root), start: 0, text, is_drained, lost: OnceLock::new() };
+        claim.find(store).await.map(drop)
+    }
+
+    /// Returns the number of this start of the worker.
+    pub(super) fn start(&self) -> u32 {
+        self.start
     }
 
     /// Whether the store refuses to create the claim, which is there, once more. True if it does not say.
@@ -174,12 +198,16 @@ impl Claim {
             Ok((answer.bytes().await?, version))
         };
         match got.await {
+            Ok((bytes, _)) if bytes.starts_with(EARLIER_HEAD.as_bytes()) => Err(earlier_layout(&self.key)),
             Ok((bytes, version)) => {
                 let text = bytes.strip_suffix(DRAINED.as_bytes());
                 let (text, is_drained) = (text.unwrap_or(&bytes), text.is_some());
                 match text == self.text.as_bytes() {
                     true => Ok(Found::Ours { version, is_drained }),
-                    false => Ok(Found::Another(Other { holder: holder_of(&bytes), version, is_drained })),
+                    false => {
+                        let (holder, start) = (holder_of(&bytes), start_of(&bytes));
+                        Ok(Found::Another(Other { holder, start, version, is_drained }))
+                    }
                 }
             }
             Err(Error::NotFound { .. }) => Ok(Found::Nothing),
@@ -204,6 +232,20 @@ impl Claim {
             Found::Another(_) | Found::Ours { .. } | Found::Nothing => Err(failed(&self.key, &error)),
         }
     }
+}
+
+/// Error of a prefix that an earlier development build has written to.
+pub(super) fn earlier_layout(key: &str) -> StoreError {
+    let what = "written by an earlier development build of uniffle-worker, whose metadata this one does not read: \
+                end its applications and delete the worker's objects, or use another object_store.url";
+    StoreError::remote(StoreErrorKind::NotOurs, key, what)
+}
+
+/// Returns the number of the start that a claim names.
+fn start_of(claim: &[u8]) -> u32 {
+    let text = String::from_utf8_lossy(claim);
+    let line = text.lines().find_map(|line| line.strip_prefix(START));
+    line.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
 /// Replaces that version, where the store gives versions.

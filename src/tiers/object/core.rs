@@ -83,6 +83,11 @@ impl Core {
         claimed
     }
 
+    /// [`Claim::start`].
+    pub(super) fn claim_start(&self) -> u32 {
+        self.claim.start()
+    }
+
     /// [`Claim::is_drained`].
     pub(super) fn is_drained(&self) -> bool {
         self.claim.is_drained()

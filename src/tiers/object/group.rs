@@ -53,16 +53,6 @@ pub(super) struct Running<'a, T> {
 }
 
 impl<T> Running<'_, T> {
-    /// All that wait, or none, in which case the task is to end.
-    pub(super) fn take_all_or_end(&mut self) -> Option<VecDeque<T>> {
-        let mut state = self.group.0.lock();
-        if state.waiting.is_empty() {
-            (state.has_task, self.has_ended) = (false, true);
-            return None;
-        }
-        Some(std::mem::take(&mut state.waiting))
-    }
-
     /// The next job, or none, in which case the task is to end.
     pub(super) fn take_or_end(&mut self) -> Option<T> {
         let mut state = self.group.0.lock();
@@ -98,8 +88,7 @@ mod tests {
         let mut running = group.running();
         assert_eq!((running.take_or_end(), group.take()), (Some(1), Some(2)));
         assert!(!group.add(3), "the task is still there");
-        assert_eq!(running.take_all_or_end(), Some(VecDeque::from([3])));
-        assert_eq!(running.take_all_or_end(), None);
+        assert_eq!((running.take_or_end(), running.take_or_end()), (Some(3), None));
         assert!(group.add(4), "and then it is not");
         drop(running);
         assert!(!group.add(5), "an ended task says nothing of the next");

@@ -11,7 +11,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::core::Core;
 use super::fetch;
-use super::layout::{Entry, FOOTER_BYTES, Footer, Name, object_key};
+use super::layout::{Entry, FOOTER_BYTES, Footer, segment_key};
 use super::streams::{Extent, Streams};
 use crate::budget::Charge;
 use crate::durability::PresentIds;
@@ -19,9 +19,9 @@ use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 
 /// Footers of a shuffle that are read at a time.
-const FOOTERS_AT_ONCE: usize = 32;
+const FOOTERS_AT_ONCE: usize = 64;
 /// Indexes of a shuffle that are read ahead.
-const INDEXES_AT_ONCE: usize = 16;
+const INDEXES_AT_ONCE: usize = 64;
 /// Bytes of indexes that are held at a time, of all shuffles.
 const INDEX_BYTES: u32 = 64 << 20;
 /// Bytes of an index that are read at a time.
@@ -117,7 +117,7 @@ impl<'a> Indexes<'a> {
     }
 
     fn key(self, number: u32) -> String {
-        object_key(self.prefix, Name::Segment(number))
+        segment_key(self.prefix, number)
     }
 
     /// The footer of a segment, or what is wrong with it. What was damaged on its way is whole the second time.
@@ -209,7 +209,7 @@ impl Data {
     }
 
     fn miss(&mut self, number: u32, what: &str) {
-        let key = object_key(&self.prefix, Name::Segment(number));
+        let key = segment_key(&self.prefix, number);
         tracing::error!(key, what, "cannot read a segment; its blocks are lost");
         if self.reason.is_empty() {
             self.reason = format!("object {key}: {what}");
@@ -230,7 +230,7 @@ impl Data {
                     self.blocks += u64::from(entry.blocks);
                 }
                 _ if self.reason.is_empty() => {
-                    let key = object_key(&self.prefix, Name::Segment(number));
+                    let key = segment_key(&self.prefix, number);
                     let what = if is_sound { "preceding data is missing" } else { "its index is corrupt" };
                     self.reason = format!("object {key}: {what}");
                 }

@@ -2,9 +2,8 @@
 //!
 //! ```text
 //! <prefix>/<worker>/!claim                                             which process writes there (`claim`)
+//! <prefix>/<worker>/!log/<generation>.<process>.<first>.<frames>.<copy> an object of the metadata log (`durability::objects`)
 //! <prefix>/<worker>/<application>/<shuffle>.<incarnation>/s0000000001   a segment
-//!                                                        /m0000000001   a page of metadata (`page`)
-//!                                                        /c0000000001   its copy
 //! ```
 //!
 //! Worker and application stand in keys with everything but `A-Za-z0-9._-` as `!` and two digits, so a key can be read
@@ -34,6 +33,7 @@
 
 use std::fmt::Write as _;
 
+use crate::durability::LogObject;
 use object_store::path::Path;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleId, ShuffleKey};
@@ -46,28 +46,6 @@ pub const VERSION: u16 = 1;
 pub const FOOTER_BYTES: usize = 64;
 /// Bytes of an entry.
 pub const ENTRY_BYTES: usize = 48;
-
-/// An object of a shuffle, by what its key says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Name {
-    /// A segment of data.
-    Segment(u32),
-    /// A page of metadata.
-    Page(u32),
-    /// The other copy of it.
-    Copy(u32),
-}
-
-impl Name {
-    /// Whether it is a page, or the copy of one.
-    #[must_use]
-    pub fn is_metadata(self) -> bool {
-        match self {
-            Self::Segment(_) => false,
-            Self::Page(_) | Self::Copy(_) => true,
-        }
-    }
-}
 
 /// One registration of a shuffle.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -123,40 +101,66 @@ pub fn shuffle_prefix(root: &str, shuffle: &Registered) -> String {
     format!("{}/{}.{incarnation}", app_prefix(root, &key.app), key.shuffle)
 }
 
-/// The key of an object below the prefix of its registration.
+/// Returns the key of a segment below the prefix of its registration.
 #[must_use]
-pub fn object_key(prefix: &str, name: Name) -> String {
-    match name {
-        Name::Segment(number) => format!("{prefix}/s{number:010}"),
-        Name::Page(number) => format!("{prefix}/m{number:010}"),
-        Name::Copy(number) => format!("{prefix}/c{number:010}"),
-    }
+pub fn segment_key(prefix: &str, number: u32) -> String {
+    format!("{prefix}/s{number:010}")
 }
 
-/// What an object below the worker's prefix is; none if the tier writes no such key.
+/// Part of the keys of the metadata log below the worker's prefix. No application has it.
+const LOG: &str = "!log";
+
+/// Returns the prefix of the metadata log.
 #[must_use]
-pub fn parse_key(root: &str, key: &str) -> Option<(Registered, Name)> {
+pub fn log_prefix(root: &str) -> String {
+    format!("{root}/{LOG}")
+}
+
+/// Returns the key of a copy of an object of the metadata log.
+#[must_use]
+pub fn log_key(root: &str, object: LogObject, copy: usize) -> String {
+    format!("{root}/{LOG}/{}", object.name(copy))
+}
+
+/// An object below the worker's prefix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Name {
+    /// A segment of a registration, by its number.
+    Segment(Registered, u32),
+    /// A copy of an object of the metadata log.
+    Log(LogObject, usize),
+}
+
+/// Returns what an object below the worker's prefix is; none if the tier writes no such key.
+#[must_use]
+pub fn parse_key(root: &str, key: &str) -> Option<Name> {
     let below = key.strip_prefix(root)?.strip_prefix('/')?;
+    if let Some(name) = below.strip_prefix(LOG).and_then(|name| name.strip_prefix('/')) {
+        return LogObject::parse(name).map(|(object, copy)| Name::Log(object, copy));
+    }
+    let (registered, name) = parse_registered(below)?;
+    let number = name.strip_prefix('s')?.parse().ok()?;
+    let is_ours = segment_key(&shuffle_prefix(root, &registered), number) == key;
+    is_ours.then_some(Name::Segment(registered, number))
+}
+
+/// Returns whether a key is of a page of metadata, as earlier development builds wrote them.
+#[must_use]
+pub fn is_page(root: &str, key: &str) -> bool {
+    let below = key.strip_prefix(root).and_then(|below| below.strip_prefix('/'));
+    let name = below.and_then(parse_registered).map(|(_, name)| name);
+    let digits = name.and_then(|name| name.strip_prefix(['m', 'c']));
+    digits.is_some_and(|digits| digits.len() == 10 && digits.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+fn parse_registered(below: &str) -> Option<(Registered, &str)> {
     let mut parts = below.split('/');
     let (app, shuffle, name) = (parts.next()?, parts.next()?, parts.next()?);
     let app = AppId::parse(&text_of(app)?).ok()?;
     let (shuffle, incarnation) = shuffle.split_once('.')?;
     let key = ShuffleKey::new(app, ShuffleId(shuffle.parse().ok()?));
     let registered = Registered { key, incarnation: incarnation.parse().ok()? };
-    let (kind, number) = name.split_at_checked(1)?;
-    let number = number.parse().ok()?;
-    let name = match kind {
-        "s" => Name::Segment(number),
-        "m" => Name::Page(number),
-        "c" => Name::Copy(number),
-        _ => return None,
-    };
-    let is_ours = object_key(&shuffle_prefix(root, &registered), name) == below_root(root, below);
-    (parts.next().is_none() && is_ours).then_some((registered, name))
-}
-
-fn below_root(root: &str, below: &str) -> String {
-    format!("{root}/{below}")
+    parts.next().is_none().then_some((registered, name))
 }
 
 /// What a footer says.
@@ -445,19 +449,23 @@ mod tests {
             let shuffle = registered(app, 4, 17);
             let prefix = shuffle_prefix("p/w-1", &shuffle);
             assert_eq!(prefix, format!("p/w-1/{part}/4.17"));
-            for name in [Name::Segment(12), Name::Page(1), Name::Copy(1)] {
-                assert_eq!(parse_key("p/w-1", &object_key(&prefix, name)), Some((shuffle.clone(), name)));
-            }
+            assert_eq!(parse_key("p/w-1", &segment_key(&prefix, 12)), Some(Name::Segment(shuffle, 12)));
+            assert!(is_page("p/w-1", &format!("{prefix}/m0000000001")));
+            assert!(!is_page("p/w-1", &format!("{prefix}/s0000000001")));
         }
-        assert_eq!(object_key("x", Name::Segment(12)), "x/s0000000012");
-        assert_eq!(object_key("x", Name::Page(7)), "x/m0000000007");
-        assert_eq!(object_key("x", Name::Copy(7)), "x/c0000000007");
+        assert_eq!(segment_key("x", 12), "x/s0000000012");
+        let object = LogObject { generation: 1 << 32, process: 2, first: 3, frames: 4 };
+        let key = log_key("p/w-1", object, 1);
+        assert_eq!(key, "p/w-1/!log/0000000100000000.00000002.000000000003.00000004.1");
+        assert_eq!(parse_key("p/w-1", &key), Some(Name::Log(object, 1)));
         let others = [
             "p/w-10/app/4.17/s0000000001",
             "p/w-1/app/4.17/s1",
             "p/w-1/app/4/s0000000001",
             "p/w-1/app",
             "p/w-1/app/4.17/x0000000001",
+            "p/w-1/app/4.17/m0000000001",
+            "p/w-1/!log/1",
             "p/w-1/a!2/4.17/s0000000001",
             "p/w-1/app/4.17/s0000000001/x",
             "p/w-1/a!20/4.17/s0000000001/",

@@ -8,7 +8,6 @@
 //! | file | does |
 //! | --- | --- |
 //! | `layout` | keys, and the format of a segment (pure) |
-//! | `page` | the format of registrations and reports (pure) |
 //! | `client` | requests to a store that speaks S3 |
 //! | `config`, `location` | how the store is reached, as it is configured |
 //! | `settings`, `metrics` | sizes; counters |
@@ -18,14 +17,13 @@
 //! | `streams`, `shuffle` | what is published; one registration |
 //! | `segment`, `lane` | a segment while it is filled; what waits for one |
 //! | `group` | jobs that are done together (pure) |
-//! | `upload`, `notes` | segments and pages on their way into the store |
+//! | `upload`, `log` | segments and the metadata log on their way into the store |
 //! | `intake` | what is moved here from local disks |
 //! | `cache` | chunks of segments on local disks |
 //! | `fetch`, `body`, `reads`, `turns` | ranges of objects, and what is answered; whether they are of the cache or of the store; whose turn it is |
 //! | `index_read`, `data_read`, `answer`, `verify` | reads of clients |
 //! | `purge`, `recover` | deletion by prefix; what an earlier process left |
 //! | `indexes` | which segments and blocks of a shuffle are there |
-//! | `earlier` | registrations that are over, of which pages may be left |
 //! | `workers` | what workers have below the URL, also those that are gone |
 //! | `tier` | the tier |
 //!
@@ -50,8 +48,6 @@ mod core;
 #[cfg(feature = "object")]
 mod data_read;
 #[cfg(feature = "object")]
-mod earlier;
-#[cfg(feature = "object")]
 mod fetch;
 #[cfg(feature = "object")]
 mod group;
@@ -66,13 +62,11 @@ mod lane;
 #[cfg(feature = "object")]
 pub mod layout;
 pub mod location;
+#[cfg(feature = "object")]
+mod log;
 #[cfg_attr(not(feature = "object"), expect(dead_code, reason = "it is described, and nothing counts"))]
 pub(crate) mod metrics;
 mod names;
-#[cfg(feature = "object")]
-mod notes;
-#[cfg(feature = "object")]
-pub mod page;
 #[cfg(feature = "object")]
 mod purge;
 #[cfg(feature = "object")]
@@ -102,10 +96,8 @@ mod workers;
 
 pub use self::config::{Credentials, ObjectConfig, Secret, UploadCheck};
 #[cfg(feature = "object")]
-pub use self::intake::{Bound, Uploads};
+pub use self::intake::Uploads;
 pub(super) use self::names::NAMES;
-#[cfg(feature = "object")]
-pub use self::page::Noted;
 #[cfg(feature = "object")]
 pub use self::segment::Moved;
 pub use self::settings::ObjectSettings;

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::RwLock;
@@ -10,9 +9,9 @@ use parking_lot::RwLock;
 use super::core::Core;
 use super::group::Group;
 use super::lane::{Job, Lane};
-use super::layout::{Name, Registered, object_key, shuffle_prefix};
-use super::notes::Notes;
+use super::layout::{Registered, segment_key, shuffle_prefix};
 use super::streams::{Extent, ExtentList, Stream, Streams};
+use crate::durability::Incarnation;
 use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::PartitionId;
@@ -24,8 +23,8 @@ pub(super) struct Shuffle {
     /// Of its objects' keys.
     pub(super) prefix: String,
     purged: AtomicBool,
-    /// A start may believe its pages.
-    believed: AtomicBool,
+    /// The store knows a record of it.
+    is_known: AtomicBool,
     streams: RwLock<Streams>,
     segments: AtomicU64,
     payload_bytes: AtomicU64,
@@ -34,37 +33,42 @@ pub(super) struct Shuffle {
     pub(super) queue: Group<Job>,
     /// Held while a segment is made: its bases follow those of the one before.
     pub(super) lane: tokio::sync::Mutex<Lane>,
-    /// Registrations and reports.
-    pub(super) notes: Arc<Notes>,
 }
 
 impl Shuffle {
     pub(super) fn new(core: &Core, name: Registered) -> Self {
-        Self::restored(core, name, (Streams::new(&core.extents), Lane::default()), (1, 0))
+        Self::restored(core, name, (Streams::new(&core.extents), Lane::default()))
     }
 
-    /// One that an earlier process left; `notes` are the number of its next page of metadata and of the record that begins it.
-    pub(super) fn restored(
-        core: &Core,
-        name: Registered,
-        (streams, lane): (Streams, Lane),
-        notes: (u32, u64),
-    ) -> Self {
+    /// Returns one that an earlier process left.
+    pub(super) fn restored(core: &Core, name: Registered, (streams, lane): (Streams, Lane)) -> Self {
         let prefix = shuffle_prefix(&core.settings.root, &name);
-        let notes = Notes::new(core, (prefix.clone(), name.incarnation), notes.0, notes.1);
         Self {
             prefix,
             name,
             purged: AtomicBool::new(false),
-            believed: AtomicBool::new(false),
+            is_known: AtomicBool::new(false),
             streams: RwLock::new(streams),
             segments: AtomicU64::new(0),
             payload_bytes: AtomicU64::new(0),
             stored_bytes: AtomicU64::new(0),
             queue: Group::default(),
             lane: tokio::sync::Mutex::new(lane),
-            notes: Arc::new(notes),
         }
+    }
+
+    /// Returns whether the store knows a record of it.
+    pub(super) fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_known(&self) {
+        self.is_known.store(true, Ordering::Release);
+    }
+
+    /// Returns the registration as the metadata log names it.
+    pub(super) fn incarnation(&self) -> Incarnation {
+        Incarnation { key: self.name.key.clone(), number: self.name.incarnation }
     }
 
     pub(super) fn error(&self, kind: StoreErrorKind) -> StoreError {
@@ -79,24 +83,8 @@ impl Shuffle {
         if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
     }
 
-    /// From now on a start may believe its pages, and not the log of local disks alone.
-    ///
-    /// # Errors
-    /// `Purged`: nothing more may be said of it.
-    pub(super) fn begin_to_be_believed(&self) -> Result<(), StoreError> {
-        // Who forgets it finds this, or this finds that it is forgotten.
-        let _streams = self.streams.read();
-        self.require_present()?;
-        self.believed.store(true, Ordering::Release);
-        Ok(())
-    }
-
-    pub(super) fn is_believed(&self) -> bool {
-        self.believed.load(Ordering::Acquire)
-    }
-
     pub(super) fn segment_key(&self, number: u32) -> String {
-        object_key(&self.prefix, Name::Segment(number))
+        segment_key(&self.prefix, number)
     }
 
     pub(super) fn records_key(&self, extent: &Extent) -> RecordsKey {

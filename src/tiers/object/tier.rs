@@ -1,8 +1,9 @@
 //! The object store as a [`Tier`] that is read through the worker.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -18,16 +19,15 @@ use super::cache::Cache;
 use super::claim::Claim;
 use super::core::Core;
 use super::data_read::{DataRead, plan};
-use super::earlier::{Earlier, Over};
 use super::index_read::IndexRead;
-use super::intake::{Bound, Uploads};
+use super::intake::Uploads;
 use super::lane::{Job, Making, Waiter};
 use super::layout::{Registered, part_of, path_of, shuffle_prefix};
+use super::log::{StoredLog, from_log};
 use super::metrics::Metrics;
 use super::names::NAMES;
-use super::page::Noted;
 use super::purge::Going;
-use super::recover::{mend, said, survey};
+use super::recover::{said, survey};
 use super::segment::{Prepared, making_bytes};
 use super::settings::ObjectSettings;
 use super::shuffle::Shuffle;
@@ -35,7 +35,8 @@ use super::streams::Streams;
 use super::workers::{self, Removed, WorkerObjects};
 use super::{purge, reads, upload};
 use crate::budget::Budget;
-use crate::clock::Instant;
+use crate::clock::{Instant, timeout_at};
+use crate::durability::{LogInStore, ShippedLog, Shipper};
 use crate::runtime::Tasks;
 use crate::tiers::numbers::numbers_from;
 use crate::tiers::{
@@ -53,15 +54,25 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 /// After so many of them it is looked at the claim.
 const PROBES_PER_CLAIM: u32 = 6;
 
+/// So long is waited until the store knows that an earlier registration is over: a client gives up after a minute.
+const ENDS_WAIT: Duration = Duration::from_secs(20);
+const ENDS_PAUSE: Duration = Duration::from_secs(1);
+
 /// The tier.
 #[derive(Debug)]
 pub struct ObjectTier {
     core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
-    earlier: Arc<Earlier>,
+    log: Shipper,
+    /// Positions of ends that the store may not know yet.
+    ends: Mutex<BTreeMap<ShuffleKey, u64>>,
+    /// The log is that of local disks.
+    is_below_disks: AtomicBool,
     next_incarnation: AtomicU64,
+    /// Why there may be shuffles that are not known.
+    gap: Option<Arc<str>>,
     recovered: Mutex<Recovered>,
-    bound: Mutex<Vec<Bound>>,
+    found: Mutex<Option<Arc<ShippedLog>>>,
 }
 
 impl ObjectTier {
@@ -83,29 +94,61 @@ impl ObjectTier {
         let claim = Claim::take(&*store, &settings.root).await?;
         let core = Arc::new(Core::open((store, claim), settings, metrics, extents.clone(), tasks).await);
         let survey = survey(&core).await?;
-        mend(&core, &survey.found);
-        let mut recovered = Recovered { said: said(&core, &survey.found), ..Recovered::default() };
-        let (shuffles, mut strays, mut bound) = (DashMap::new(), Vec::new(), Vec::new());
+        let start = core.claim_start().max(survey.log.last_start().saturating_add(1));
+        let objects = Arc::new(StoredLog(Arc::clone(&core)));
+        let log = Shipper::open(objects, &survey.log, start, &core.extents, &core.tasks);
+        let mut recovered = Recovered::default();
+        let (shuffles, mut strays) = (DashMap::new(), Vec::new());
         for found in survey.found {
             recovered.bytes += found.bytes;
             recovered.blocks += found.blocks;
             recovered.shuffles.push(found.told);
-            bound.push(found.bound);
             strays.extend(found.strays);
             shuffles.insert(found.shuffle.name.key.clone(), found.shuffle);
         }
         recovered.took = began.elapsed();
-        let next_incarnation = AtomicU64::new(numbers_from(survey.next_incarnation));
-        let earlier = Arc::new(Earlier::default());
-        clean_up((&core, &earlier), survey.abandoned, strays);
-        let (recovered, bound) = (Mutex::new(recovered), Mutex::new(bound));
-        Ok(Arc::new(Self { core, shuffles, earlier, next_incarnation, recovered, bound }))
+        clean_up(&core, survey.abandoned, strays);
+        Ok(Arc::new(Self {
+            core,
+            shuffles,
+            log,
+            ends: Mutex::default(),
+            is_below_disks: AtomicBool::new(false),
+            next_incarnation: AtomicU64::new(numbers_from(survey.next_incarnation)),
+            gap: survey.log.unknown_gap().map(Arc::from),
+            recovered: Mutex::new(recovered),
+            found: Mutex::new(Some(survey.log)),
+        }))
     }
 
-    /// What was found at the start, for those who have local disks too; empty from the second call on.
+    /// Returns an error if an earlier development build has written below the prefix `root`. Writes nothing.
+    ///
+    /// # Errors
+    /// `NotOurs`; the store does not answer or refuses.
+    pub async fn require_layout(store: &dyn ObjectStore, root: &str) -> Result<(), StoreError> {
+        Claim::require_layout(store, root).await
+    }
+
+    /// Takes what was found at the start, for local disks above the store: the log is theirs from now on.
+    pub fn take_found(&self) -> Option<(Recovered, LogInStore)> {
+        self.is_below_disks.store(true, Ordering::Release);
+        let found = self.found.lock().take()?;
+        let recovered = std::mem::take(&mut *self.recovered.lock());
+        Some((recovered, LogInStore { found, shipper: self.log.clone() }))
+    }
+
+    /// Returns the log on its way into the store.
     #[must_use]
-    pub fn take_bound(&self) -> Vec<Bound> {
-        std::mem::take(&mut *self.bound.lock())
+    pub fn log(&self) -> &Shipper {
+        &self.log
+    }
+
+    /// Waits until the store knows everything up to a position of the log.
+    ///
+    /// # Errors
+    /// It does not take it now.
+    pub async fn known(&self, position: u64) -> Result<(), StoreError> {
+        self.log.known(position).await.map_err(|error| from_log(&error, &self.core.settings.root))
     }
 
     /// Whether the process before left nothing on its local disks that is not here.
@@ -122,27 +165,70 @@ impl ObjectTier {
         self.core.set_drained(is_drained).await
     }
 
-    /// Registers a shuffle that is moved here; again is fine.
+    /// Registers a shuffle that is moved here, by its number on the disks; again is fine.
     ///
     /// # Errors
-    /// `Purged` when it is gone already.
-    pub fn begin(&self, key: &ShuffleKey) -> Result<Uploads, StoreError> {
-        self.register(key);
-        self.uploads(key).ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
+    /// `Purged` when another registration of it is here.
+    pub fn begin(&self, key: &ShuffleKey, incarnation: u64) -> Result<Uploads, StoreError> {
+        let name = Registered { key: key.clone(), incarnation };
+        self.next_incarnation.fetch_max(incarnation.saturating_add(1), Ordering::Relaxed);
+        let create = || Arc::new(Shuffle::new(&self.core, name));
+        self.shuffles.entry(key.clone()).or_insert_with(create);
+        let uploads = self.uploads(key).filter(|uploads| uploads.incarnation() == incarnation);
+        uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
+    }
+
+    /// Waits until the store knows that registrations of a shuffle, or of all of an application, are over which were forgotten before
+    /// the call. Mostly it does.
+    ///
+    /// # Errors
+    /// It does not take that in time, or another process has the prefix.
+    async fn ends_known(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), StoreError> {
+        let is_of = |it: &ShuffleKey| it.app == *app && key.is_none_or(|key| it == key);
+        let last =
+            self.ends.lock().iter().filter(|(it, _)| is_of(it)).map(|(it, at)| (*at, it.clone())).max();
+        let Some((position, last)) = last else { return Ok(()) };
+        self.end_known(position, &last).await?;
+        self.ends.lock().retain(|it, at| *at > position || !is_of(it));
+        Ok(())
+    }
+
+    /// Waits until the store knows of the end of a registration, which is in the log before `position`.
+    ///
+    /// # Errors
+    /// It does not take it in time, or another process has the prefix.
+    pub async fn end_known(&self, position: u64, key: &ShuffleKey) -> Result<(), StoreError> {
+        let deadline = Instant::now() + ENDS_WAIT;
+        loop {
+            let known = timeout_at(deadline, self.known(position)).await;
+            let silent = || {
+                StoreError::remote(
+                    StoreErrorKind::Unreachable,
+                    &self.core.settings.root,
+                    "it does not answer",
+                )
+            };
+            let Err(error) = known.unwrap_or_else(|_| Err(silent())) else { return Ok(()) };
+            if error.kind != StoreErrorKind::Unreachable || Instant::now() + ENDS_PAUSE >= deadline {
+                let what =
+                    "the object store does not know yet that an earlier registration of the shuffle is over";
+                return Err(StoreError::remote(error.kind, key.to_string(), format!("{what}: {error}")));
+            }
+            crate::clock::sleep(ENDS_PAUSE).await;
+        }
+    }
+
+    /// Notes that the store knows the end of a registration once it knows the log up to `position`.
+    fn note_end(&self, key: ShuffleKey, position: u64) {
+        let mut ends = self.ends.lock();
+        ends.retain(|_, at| !self.log.knows(*at));
+        ends.insert(key, position);
     }
 
     /// The present registration of a shuffle, if there is one.
     #[must_use]
     pub fn uploads(&self, key: &ShuffleKey) -> Option<Uploads> {
         Some(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? })
-    }
-
-    /// Waits until nothing here can be taken for what a later registration of a shuffle says, which is elsewhere. Mostly that is so.
-    ///
-    /// # Errors
-    /// The store does not delete in time what it has of an earlier one, or another process has the prefix.
-    pub async fn end_earlier(&self, key: &ShuffleKey) -> Result<(), StoreError> {
-        purge::end_earlier(&self.core, &self.earlier, key).await
     }
 
     /// Payload after which an object takes no more.
@@ -206,11 +292,18 @@ impl ObjectTier {
         self.shuffles.entry(key.clone()).or_insert_with(create);
     }
 
-    /// A shuffle is forgotten, and its pages may be believed until they are gone.
-    fn remember_over(&self, shuffle: &Shuffle) {
-        if shuffle.is_believed() {
-            let (name, notes) = (shuffle.name.clone(), Arc::clone(&shuffle.notes));
-            self.earlier.add(Over::new(name, shuffle.prefix.clone(), Some(notes), &self.core.extents));
+    /// Waits until the store knows the log up to here, for as long as it takes; false if nothing may be deleted there any more.
+    async fn end_is_known(&self) -> bool {
+        if !self.is_below_disks.load(Ordering::Acquire) {
+            self.log.begin();
+        }
+        let position = self.log.end_position();
+        loop {
+            match self.known(position).await {
+                Ok(()) => return true,
+                Err(_) if self.core.tasks.is_cancelled() || self.core.has_lost_claim() => return false,
+                Err(_) => crate::clock::sleep(ENDS_PAUSE).await,
+            }
         }
     }
 
@@ -237,24 +330,15 @@ impl ObjectTier {
     }
 }
 
-/// Deletes what a start has found that is no shuffle's: registrations, each with whether it has pages, and single objects.
-fn clean_up(
-    (core, earlier): (&Arc<Core>, &Arc<Earlier>),
-    abandoned: Vec<(Registered, bool)>,
-    strays: Vec<String>,
-) {
-    let mut going = Vec::new();
-    for (name, has_pages) in abandoned {
-        let prefix = shuffle_prefix(&core.settings.root, &name);
-        let over = Over::new(name, prefix.clone(), None, &core.extents);
-        let over = has_pages.then(|| earlier.add(over));
-        going.push(Going::all(prefix, over.into_iter().collect()));
-    }
-    going.extend(strays.into_iter().map(|key| Going::all(key, Vec::new())));
-    let (core, earlier) = (Arc::clone(core), Arc::clone(earlier));
+/// Deletes what a start has found that is no shuffle's: registrations, and single objects.
+fn clean_up(core: &Arc<Core>, abandoned: Vec<Registered>, strays: Vec<String>) {
+    let root = &core.settings.root;
+    let prefixes = abandoned.iter().map(|name| shuffle_prefix(root, name)).chain(strays);
+    let going: Vec<Going> = prefixes.map(Going::all).collect();
+    let core = Arc::clone(core);
     core.tasks.clone().spawn("object clean-up", async move {
         for going in going {
-            purge::delete(&core, &earlier, &going).await;
+            purge::delete(&core, &going).await;
         }
     });
 }
@@ -274,12 +358,11 @@ struct Handle {
     shuffle: Arc<Shuffle>,
 }
 
-impl Handle {
-    async fn note(&self, noted: Noted) -> Result<(), StoreError> {
-        // First: what is not answered may be there, and its end is durable once it is not.
-        self.shuffle.begin_to_be_believed()?;
-        self.shuffle.notes.append(&self.core, &noted).await
-    }
+/// The metadata log of a worker without disks, for one registration.
+#[derive(Debug)]
+struct ShuffleMetadata {
+    log: Shipper,
+    shuffle: Arc<Shuffle>,
 }
 
 impl TierShuffle for Handle {
@@ -309,13 +392,28 @@ impl TierShuffle for Handle {
     }
 }
 
-impl MetadataLog for Handle {
+impl MetadataLog for ShuffleMetadata {
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
-        self.note(Noted::Said(record)).boxed()
+        let append = async move {
+            self.shuffle.require_present()?;
+            let is_first = !self.shuffle.is_known();
+            let appended = self.log.append(self.shuffle.incarnation(), record, is_first).await;
+            // Its end may have been stored before it.
+            self.shuffle.require_present()?;
+            appended.map_err(|error| from_log(&error, self.shuffle.name.key.to_string()))?;
+            self.shuffle.set_known();
+            Ok(())
+        };
+        append.boxed()
     }
 
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.note(Noted::Incomplete(reason.to_owned())).boxed()
+        let mark = async move {
+            self.shuffle.require_present()?;
+            let marked = self.log.mark_incomplete(self.shuffle.incarnation(), reason).await;
+            marked.map_err(|error| from_log(&error, self.shuffle.name.key.to_string()))
+        };
+        mark.boxed()
     }
 }
 
@@ -347,7 +445,12 @@ impl Tier for ObjectTier {
     }
 
     fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
-        Some(Arc::new(Handle { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? }))
+        self.log.begin();
+        Some(Arc::new(ShuffleMetadata { log: self.log.clone(), shuffle: self.find(key).ok()? }))
+    }
+
+    fn metadata_gap(&self) -> Option<Arc<str>> {
+        self.gap.clone()
     }
 
     fn visit_present<'a>(
@@ -387,7 +490,12 @@ impl Tier for ObjectTier {
         let forgotten: Vec<_> = removed.map(|(_, shuffle)| shuffle).collect();
         let had: Vec<_> =
             forgotten.iter().map(|shuffle| (Arc::clone(shuffle), shuffle.forget(&self.core))).collect();
-        forgotten.iter().for_each(|shuffle| self.remember_over(shuffle));
+        if !self.is_below_disks.load(Ordering::Acquire) {
+            for shuffle in &forgotten {
+                let position = self.log.purge(shuffle.incarnation());
+                self.note_end(shuffle.name.key.clone(), position);
+            }
+        }
         let app = match why {
             Purge::App(_) => Some((app.clone(), before)),
             Purge::Shuffles if forgotten.is_empty() => return None,
@@ -395,10 +503,12 @@ impl Tier for ObjectTier {
         };
         // Counted from now on: a stop may follow at once.
         let counted = purge::Counted::new(Arc::clone(&self.core));
-        let (core, earlier) = (Arc::clone(&self.core), Arc::clone(&self.earlier));
         let purge = async move {
+            let core = Arc::clone(&self.core);
             leave_caches(&core, had).await;
-            purge::purge((core, earlier), forgotten, app).await;
+            if self.end_is_known().await {
+                purge::purge(core, forgotten, app).await;
+            }
             drop(counted);
         };
         Some(purge.boxed())
@@ -409,19 +519,12 @@ impl Tier for ObjectTier {
         app: &'a AppId,
         key: Option<&'a ShuffleKey>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        let ended = async move {
-            match key {
-                Some(key) => self.end_earlier(key).await,
-                None => purge::end_earlier_of(&self.core, &self.earlier, app).await,
-            }
-        };
-        ended.boxed()
+        self.ends_known(app, key).boxed()
     }
 
     fn leave(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
             shuffle.leave_caches(&self.core, shuffle.forget(&self.core));
-            self.remember_over(&shuffle);
         }
     }
 
@@ -441,7 +544,13 @@ impl Tier for ObjectTier {
     }
 
     fn take_recovered(&self) -> Recovered {
-        std::mem::take(&mut *self.recovered.lock())
+        let mut recovered = std::mem::take(&mut *self.recovered.lock());
+        if let Some(found) = self.found.lock().take() {
+            let living = self.shuffles.iter().map(|shuffle| shuffle.name.incarnation).collect();
+            recovered.said = said(&self.core, found, living);
+        }
+        self.log.begin();
+        recovered
     }
 
     fn drained(&self) -> Option<Drained> {

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::claim::claim_key;
 use super::core::Core;
-use super::layout::{parse_key, path_of, text_of};
+use super::layout::{Name, parse_key, path_of, text_of};
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// Objects that one call of [`remove`] deletes at most: a caller that waits hears of it within seconds.
@@ -58,11 +58,13 @@ pub(super) async fn list(core: &Core) -> Result<Vec<WorkerObjects>, StoreError> 
         let mut seen = HashSet::new();
         let mut listed = core.store.list(Some(&prefix));
         while let Some(object) = core.noted(root, listed.try_next().await)? {
-            let Some((registered, _)) = parse_key(root, object.location.as_ref()) else { continue };
+            let Some(name) = parse_key(root, object.location.as_ref()) else { continue };
             of_it.objects += 1;
             of_it.bytes += object.size;
             of_it.newest_unix_ms = of_it.newest_unix_ms.max(object.last_modified.timestamp_millis());
-            if seen.insert(registered.incarnation) {
+            if let Name::Segment(registered, _) = name
+                && seen.insert(registered.incarnation)
+            {
                 of_it.shuffles += 1;
             }
         }
@@ -73,7 +75,7 @@ pub(super) async fn list(core: &Core) -> Result<Vec<WorkerObjects>, StoreError> 
     Ok(workers)
 }
 
-/// Deletes objects of another worker, pages first, so that none of its shuffles looks whole meanwhile.
+/// Deletes objects of another worker, its metadata log first, so that none of its shuffles looks whole meanwhile.
 ///
 /// # Errors
 /// `InUse` for the own objects; the store's.
@@ -81,21 +83,21 @@ pub(super) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreErro
     if root == core.settings.root {
         return Err(StoreError::new(StoreErrorKind::InUse, root));
     }
-    let (mut pages, mut segments, mut is_more) = (Vec::new(), Vec::new(), false);
+    let (mut log, mut segments, mut is_more) = (Vec::new(), Vec::new(), false);
     let mut listed = core.store.list(Some(&path_of(root)));
     while let Some(object) = core.noted(root, listed.try_next().await)? {
-        let Some((_, name)) = parse_key(root, object.location.as_ref()) else { continue };
-        let those = if name.is_metadata() { &mut pages } else { &mut segments };
+        let Some(name) = parse_key(root, object.location.as_ref()) else { continue };
+        let those = if matches!(name, Name::Log(..)) { &mut log } else { &mut segments };
         match those.len() < REMOVED_AT_ONCE {
             true => those.push(object),
             false => is_more = true,
         }
     }
-    let left = REMOVED_AT_ONCE - pages.len();
+    let left = REMOVED_AT_ONCE - log.len();
     is_more |= segments.len() > left;
     segments.truncate(left);
     let mut removed = Removed { objects: 0, bytes: 0, is_gone: !is_more };
-    for those in [pages, segments] {
+    for those in [log, segments] {
         removed.objects += those.len() as u64;
         removed.bytes += those.iter().map(|object| object.size).sum::<u64>();
         let paths = futures::stream::iter(those).map(|object| Ok(object.location)).boxed();

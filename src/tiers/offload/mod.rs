@@ -4,29 +4,27 @@
 //! published it. Readers see one stream. What is moved is readable in the store before the disks forget it, and a start
 //! believes the store: what it has is neither looked for on the disks nor lost there.
 //!
-//! What a shuffle says (registrations, reports) is in the disks' metadata log. From its first move on it is in the store as
-//! well before it is acknowledged, all of it, so that a worker of the same name on an empty machine knows what there should be.
+//! The disks' metadata log is copied to the store in the background. From its first move on, a shuffle's records are in the store
+//! before they are acknowledged, so that a worker of the same name on an empty machine knows what there should be.
 //!
 //! | file | does |
 //! | --- | --- |
 //! | `tier` | both as one tier |
 //! | `open` | what an earlier process left in both, put together |
-//! | `relation` | how the two halves of a shuffle belong together (pure) |
 //! | `mover` | moves what the policy says; how far a drain is |
 //! | `policy` | whether something is moved, and what (pure) |
 //! | `pass` | one object's worth of a shuffle after the other |
-//! | `shuffle`, `history` | a registration in both; what it said before its first move |
+//! | `shuffle`, `log` | a registration in both; when its records are acknowledged |
 //! | `read` | a stream that lies in both |
 //! | `metrics` | counters |
 
-mod history;
+mod log;
 pub(crate) mod metrics;
 mod mover;
 mod open;
 mod pass;
 pub mod policy;
 mod read;
-mod relation;
 mod shuffle;
 #[cfg(test)]
 mod tests;

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::history::Again;
 use super::policy::{self, DiskView, ShuffleView, Wanted};
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
@@ -21,15 +20,13 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 impl OffloadTier {
     /// Looks what is to be moved, and moves it.
     pub(super) async fn keep_moving(&self) {
-        let mut again = Again::default();
         loop {
             let has_moved = match self.next() {
                 Some((wanted, shuffle)) if self.object.is_worth_trying() => self.run(wanted, &shuffle).await,
                 _ => false,
             };
-            let has_told = self.object.is_worth_trying() && self.tell_again(&mut again).await;
             self.tell_drained().await;
-            if !has_moved && !has_told {
+            if !has_moved {
                 tokio::select! {
                     () = sleep(LOOK_INTERVAL) => {}
                     () = self.wanted.notified() => {}
@@ -41,8 +38,7 @@ impl OffloadTier {
     /// What is to be moved now.
     pub(super) fn next(&self) -> Option<(Wanted, Arc<Shuffle>)> {
         let relieved = self.look_at_disks();
-        let movable = self.shuffles.iter().filter(|it| !it.is_disputed);
-        let shuffles: Vec<Arc<Shuffle>> = movable.map(|it| Arc::clone(&*it)).collect();
+        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
         let is_draining = self.is_draining.load(Ordering::Acquire);
         if !is_draining
             && !relieved.contains(&true)
@@ -76,7 +72,7 @@ impl OffloadTier {
             on_disks: self.local.occupied(&shuffle.local),
             movable_bytes: if is_stuck { 0 } else { bytes },
             cold_bytes: shuffle.cold_bytes.load(Ordering::Relaxed),
-            is_unknown: !shuffle.is_known_there.load(Ordering::Acquire),
+            is_unknown: !shuffle.is_known(),
         }
     }
 
@@ -99,7 +95,7 @@ impl OffloadTier {
     /// What a disk or the store says; what was moved before stays so.
     pub(super) async fn move_some(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> Result<bool, StoreError> {
         let _turn = self.turn.lock().await;
-        let is_new = !shuffle.is_known_there.load(Ordering::Acquire);
+        let is_new = !shuffle.is_known();
         let before = shuffle.local.usage().bytes;
         let is_cold = matches!(wanted, Wanted::Cold(_));
         let cold = is_cold.then(|| shuffle.take_cold());
@@ -145,15 +141,19 @@ impl OffloadTier {
     pub(super) fn how_far(&self) -> Drained {
         let mut left = self.left();
         let is_draining = self.is_draining.load(Ordering::Acquire);
-        // Also without a shuffle: the store may have pages of one that was not deleted yet.
-        let is_untold = left == Drained::default() && !self.object.is_drained();
+        // It may not know yet that a shuffle is over.
+        let log = self.object.log();
+        let is_behind = !log.is_begun() || !log.knows(log.end_position());
+        let is_untold = left == Drained::default() && (is_behind || !self.object.is_drained());
         left.shuffles_left += usize::from(is_draining && is_untold);
         left
     }
 
     /// Tells the store whether these disks have anything that it has not: another machine begins with empty ones only if not.
     pub(super) async fn tell_drained(&self) {
-        let is_drained = self.is_draining.load(Ordering::Acquire) && self.left() == Drained::default();
+        let log = self.object.log();
+        let is_draining = self.is_draining.load(Ordering::Acquire);
+        let is_drained = is_draining && self.left() == Drained::default() && log.knows(log.end_position());
         if !self.object.is_worth_trying() {
             return;
         }
@@ -168,8 +168,7 @@ impl OffloadTier {
         for shuffle in &shuffles {
             let TierUsage { bytes, .. } = shuffle.local.usage();
             let is_stuck = shuffle.is_stuck(bytes);
-            let is_unknown = !shuffle.is_known_there.load(Ordering::Acquire)
-                || shuffle.is_called_incomplete.load(Ordering::Acquire);
+            let is_unknown = !shuffle.is_known();
             // No other machine finds what a later start on this one may.
             let may_have_more = shuffle.local.is_partly_out_of_reach();
             drained.shuffles_left += usize::from(is_unknown || may_have_more || (bytes > 0 && !is_stuck));

@@ -5,108 +5,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use tokio::sync::{RwLock, RwLockReadGuard};
 
-use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
 use crate::tiers::local::Stops;
-use crate::tiers::object::{Noted, ObjectTier, Uploads};
-use crate::tiers::{
-    ExtentWrite, MetadataLog, ShuffleHandle, StoreError, StoreErrorKind, TierBatch, TierShuffle,
-};
+use crate::tiers::{ExtentWrite, ShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// A read that failed may succeed later: so long nothing is tried that stands behind.
 pub(super) const STOPS_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
-
-/// Bytes of records that may arrive while the history of a shuffle is copied. With more the copy is given up and tried again later:
-/// the store is slower than the shuffle's reports.
-const ARRIVED_BYTES_MAX: u64 = 8 << 20;
-
-/// How much the store has of the records of a shuffle.
-#[derive(Debug, Default)]
-pub(super) enum InStore {
-    /// Nothing that a start believes.
-    #[default]
-    Nothing,
-    /// Its history is being copied. New records are acknowledged without the store, and wait here for the copy.
-    Copying(Arc<Arrived>),
-    /// Everything. New records are acknowledged once the store has them, too.
-    Everything(Uploads),
-}
-
-/// Records that were acknowledged since the copy of a shuffle's history began.
-#[derive(Debug)]
-pub(super) struct Arrived(Mutex<Records>);
-
-#[derive(Debug)]
-struct Records {
-    noted: Vec<Noted>,
-    charge: Charge,
-    has_too_many: bool,
-}
-
-impl Arrived {
-    /// None yet. Those that arrive are charged to `memory`.
-    pub(super) fn new(memory: &Budget) -> Self {
-        Self(Mutex::new(Records { noted: Vec::new(), charge: memory.nothing(), has_too_many: false }))
-    }
-
-    fn add(&self, noted: Noted) {
-        let mut records = self.0.lock();
-        let bytes = match &noted {
-            Noted::Said(record) => record.len() as u64,
-            Noted::Incomplete(reason) => reason.len() as u64,
-            Noted::Local(_) => 0,
-        };
-        records.has_too_many |= records.charge.bytes() + bytes > ARRIVED_BYTES_MAX;
-        if records.has_too_many {
-            records.noted.clear();
-            drop(records.charge.split_up_to(u64::MAX));
-            return;
-        }
-        let charge = records.charge.budget().force_charge(bytes);
-        records.charge.merge(charge);
-        records.noted.push(noted);
-    }
-
-    /// Takes the records that arrived since the last call, with their charge.
-    ///
-    /// # Errors
-    /// There were too many of them to be kept.
-    pub(super) fn take(&self) -> Result<(Vec<Noted>, Charge), StoreError> {
-        let mut records = self.0.lock();
-        if records.has_too_many {
-            let what =
-                "reports arrive faster than the object store takes them; the move is tried again later";
-            return Err(StoreError::remote(StoreErrorKind::Unhealthy, "copy of the metadata", what));
-        }
-        let charge = records.charge.split_up_to(u64::MAX);
-        Ok((std::mem::take(&mut records.noted), charge))
-    }
-}
 
 /// Both halves of a registration, and where each partition is cut between them.
 #[derive(Debug)]
 pub(super) struct Shuffle {
     pub(super) key: ShuffleKey,
     pub(super) local: ShuffleHandle,
-    /// Held shared while a record is appended, exclusively while this changes.
-    pub(super) in_store: RwLock<InStore>,
-    /// The store has all its records.
-    pub(super) is_known_there: AtomicBool,
-    /// The store says that records of it may be missing, and the disks have proven that none is.
-    pub(super) is_called_incomplete: AtomicBool,
-    /// A start found it in both. What the process before said on the disks and could not say in the store was acknowledged to nobody,
-    /// and is known all the same.
-    was_in_both: bool,
-    /// The store has a registration of the same shuffle that these disks know nothing of. Neither is changed: nothing is moved, and results
-    /// are refused until the shuffle is unregistered.
-    pub(super) is_disputed: bool,
+    /// Records are acknowledged once the store has them.
+    is_moved: AtomicBool,
+    /// The store has all records since this process has begun.
+    is_known: AtomicBool,
     /// Partitions that are cold, with bytes of which some are on the disks.
     cold: Mutex<HashSet<PartitionId>>,
     pub(super) cold_bytes: AtomicU64,
@@ -117,16 +36,13 @@ pub(super) struct Shuffle {
 }
 
 impl Shuffle {
-    pub(super) fn new(key: ShuffleKey, local: ShuffleHandle, uploads: Option<Uploads>) -> Self {
-        let is_known_there = AtomicBool::new(uploads.is_some());
+    /// Returns a registration. If `is_moved`, an earlier process has moved data of it.
+    pub(super) fn new(key: ShuffleKey, local: ShuffleHandle, is_moved: bool) -> Self {
         Self {
             key,
             local,
-            in_store: RwLock::new(uploads.map_or(InStore::Nothing, InStore::Everything)),
-            is_known_there,
-            is_called_incomplete: AtomicBool::new(false),
-            was_in_both: false,
-            is_disputed: false,
+            is_moved: AtomicBool::new(is_moved),
+            is_known: AtomicBool::new(false),
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
@@ -134,15 +50,22 @@ impl Shuffle {
         }
     }
 
-    /// One that a start found in both, if that is so.
-    pub(super) fn found(key: ShuffleKey, local: ShuffleHandle, uploads: Option<Uploads>) -> Self {
-        let was_in_both = uploads.is_some();
-        Self { was_in_both, ..Self::new(key, local, uploads) }
+    /// Returns whether records are acknowledged once the store has them.
+    pub(super) fn is_moved(&self) -> bool {
+        self.is_moved.load(Ordering::SeqCst)
     }
 
-    /// One that a start found on the disks, while the store has another registration of it.
-    pub(super) fn disputed(key: ShuffleKey, local: ShuffleHandle) -> Self {
-        Self { is_disputed: true, ..Self::new(key, local, None) }
+    pub(super) fn set_moved(&self) {
+        self.is_moved.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns whether the store has all records since this process has begun.
+    pub(super) fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_known(&self) {
+        self.is_known.store(true, Ordering::Release);
     }
 
     /// What a partition has from this place of its stream on cannot be read, and is not moved for now.
@@ -241,53 +164,5 @@ impl TierShuffle for Handle {
             Ok(())
         };
         write.boxed()
-    }
-}
-
-/// What a registration says, for the disks and the store.
-pub(super) struct BothLogs {
-    pub(super) local: Arc<dyn MetadataLog>,
-    pub(super) object: Arc<ObjectTier>,
-    pub(super) shuffle: Arc<Shuffle>,
-}
-
-impl BothLogs {
-    /// Appends a record to the disks' log, by `append`, and hands it to the store as far as that has the shuffle's records. No record is
-    /// acknowledged while a start could believe an earlier registration that is over: where this one's disks are missing, it would take that
-    /// one's records for this one's.
-    async fn append_to_both(
-        &self,
-        noted: Noted,
-        append: BoxFuture<'_, Result<(), StoreError>>,
-    ) -> Result<(), StoreError> {
-        // A move that begins and fails makes such a registration: not between the two.
-        let in_store: RwLockReadGuard<'_, InStore> = self.shuffle.in_store.read().await;
-        if !self.shuffle.is_disputed {
-            self.object.end_earlier(&self.shuffle.key).await?;
-        }
-        append.await?;
-        match &*in_store {
-            InStore::Nothing => Ok(()),
-            InStore::Copying(arrived) => {
-                arrived.add(noted);
-                Ok(())
-            }
-            InStore::Everything(uploads) => uploads.note(&[noted]).await,
-        }
-    }
-}
-
-impl MetadataLog for BothLogs {
-    /// What is known of the disks alone is not: said again, it is written to both.
-    fn is_recovered_durable(&self) -> bool {
-        !self.shuffle.was_in_both && self.local.is_recovered_durable()
-    }
-
-    fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
-        self.append_to_both(Noted::Said(record.clone()), self.local.append(record)).boxed()
-    }
-
-    fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.append_to_both(Noted::Incomplete(reason.to_owned()), self.local.mark_incomplete(reason)).boxed()
     }
 }

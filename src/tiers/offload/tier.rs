@@ -11,10 +11,11 @@ use futures::future::{BoxFuture, join};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
+use super::log::{Ends, ShuffleLog, forget_end};
 use super::metrics::Metrics;
 use super::policy::Watermarks;
 use super::read::Both;
-use super::shuffle::{BothLogs, Handle, Shuffle};
+use super::shuffle::{Handle, Shuffle};
 use crate::budget::Budget;
 use crate::durability::{OnDamage, Scratch};
 use crate::runtime::Tasks;
@@ -47,6 +48,7 @@ pub struct OffloadTier {
     pub(super) memory: Budget,
     pub(super) tasks: Tasks,
     pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(super) ends: Arc<Ends>,
     pub(super) recovered: Mutex<Recovered>,
     pub(super) is_draining: AtomicBool,
     /// A drain has begun.
@@ -74,7 +76,7 @@ impl OffloadTier {
 
     fn register(&self, key: &ShuffleKey) {
         let local = self.local.register(key);
-        let create = || Arc::new(Shuffle::new(key.clone(), local, None));
+        let create = || Arc::new(Shuffle::new(key.clone(), local, false));
         self.shuffles.entry(key.clone()).or_insert_with(create);
     }
 }
@@ -108,9 +110,9 @@ impl Tier for OffloadTier {
     }
 
     fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
-        let shuffle = self.find(key)?;
-        let (local, object) = (self.local.metadata_log(key)?, Arc::clone(&self.object));
-        Some(Arc::new(BothLogs { local, object, shuffle }))
+        let (local, object) = (Arc::clone(&self.local), Arc::clone(&self.object));
+        let (ends, shuffle) = (Arc::clone(&self.ends), self.find(key)?);
+        Some(Arc::new(ShuffleLog { local, object, ends, shuffle }))
     }
 
     fn scratch(&self) -> Option<Arc<Scratch>> {
@@ -158,13 +160,28 @@ impl Tier for OffloadTier {
         keys: &[ShuffleKey],
         why: Purge,
     ) -> Option<BoxFuture<'static, ()>> {
-        for key in keys {
-            self.shuffles.remove(key);
-        }
+        let over: Vec<_> = {
+            let mut ends = self.ends.lock();
+            let removed = keys.iter().filter_map(|key| self.shuffles.remove(key));
+            let moved = removed.filter(|(_, shuffle)| shuffle.is_moved());
+            let over: Vec<_> = moved.map(|(key, shuffle)| (key, shuffle.local.incarnation())).collect();
+            ends.extend(over.iter().cloned());
+            over
+        };
         let local = Tier::forget(Arc::clone(&self.local), app, keys, why);
         let object = Arc::clone(&self.object).forget(app, keys, why);
         let none = || std::future::ready(()).boxed();
-        Some(join(local.unwrap_or_else(none), object.unwrap_or_else(none)).map(|_| ()).boxed())
+        let (local, object) = (local.unwrap_or_else(none), object.unwrap_or_else(none));
+        let forget = async move {
+            // Segments go once the store knows what the disks' log knows by then.
+            local.await;
+            object.await;
+            // Otherwise the next registration waits for it.
+            if !over.is_empty() && self.object.known(self.object.log().end_position()).await.is_ok() {
+                over.iter().for_each(|(key, incarnation)| forget_end(&self.ends, key, *incarnation));
+            }
+        };
+        Some(forget.boxed())
     }
 
     fn forgotten_durable<'a>(
@@ -172,16 +189,15 @@ impl Tier for OffloadTier {
         app: &'a AppId,
         key: Option<&'a ShuffleKey>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        let local = Tier::forgotten_durable(&*self.local, app, key);
-        let both = async move {
-            let (local, object) = join(local, self.object.forgotten_durable(app, key)).await;
-            local.and(object)
-        };
-        both.boxed()
+        Tier::forgotten_durable(&*self.local, app, key)
     }
 
     fn leave(&self, key: &ShuffleKey) {
-        self.shuffles.remove(key);
+        if let Some((_, shuffle)) = self.shuffles.remove(key)
+            && shuffle.is_moved()
+        {
+            self.ends.lock().insert(key.clone(), shuffle.local.incarnation());
+        }
         Tier::leave(&*self.local, key);
         self.object.leave(key);
     }

@@ -41,7 +41,7 @@ enum Storage {
     Objects,
     /// Disks, from which data is moved to an object store.
     Both,
-    /// Like `Both`, with damaged objects and metadata pages that are written late.
+    /// Like `Both`, with damaged objects and log objects that are written late.
     BothDamaged,
 }
 
@@ -57,8 +57,10 @@ enum Mutation {
     NoLastSync,
     /// A directory whose claim is unreadable is treated as new.
     NoUnclaimed,
-    /// Copies of metadata pages do not reach the object store.
+    /// Second copies of log objects do not reach the object store.
     NoCopies,
+    /// The position of the log in the object store advances without the records.
+    NoPosition,
     /// Deadlines include the time in which the process is paused.
     PausesCount,
     /// The end of a shuffle is acknowledged before it is logged.
@@ -240,8 +242,15 @@ fn files_removed_before_a_logged_end_fail_the_model() {
 }
 
 #[test]
-fn metadata_pages_without_copies_fail_the_model() {
+fn log_objects_without_copies_fail_the_model() {
     must_be_noticed(Storage::Objects, Mutation::NoCopies);
+}
+
+#[test]
+fn position_ahead_of_the_records_fails_the_model() {
+    for storage in [Storage::Objects, Storage::Both] {
+        must_be_noticed(storage, Mutation::NoPosition);
+    }
 }
 
 #[test]

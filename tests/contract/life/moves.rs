@@ -132,10 +132,11 @@ impl History {
     ) {
         let objects = store.objects().await;
         let names = objects.iter().filter_map(|(key, _)| parse_key(ROOT, key));
-        let moved: BTreeSet<ShuffleKey> = names
-            .filter(|(_, name)| matches!(name, Name::Segment(_)))
-            .map(|(shuffle, _)| shuffle.key)
-            .collect();
+        let key_of = |name| match name {
+            Name::Segment(shuffle, _) => Some(shuffle.key),
+            Name::Log(..) => None,
+        };
+        let moved: BTreeSet<ShuffleKey> = names.filter_map(key_of).collect();
         let here: BTreeSet<&ShuffleKey> = on_disks.iter().map(|(key, ..)| key).collect();
         let divided = moved.iter().filter(|key| here.contains(key)).count() as u64;
         self.tally.divided_shuffles += divided;
@@ -145,7 +146,7 @@ impl History {
     /// Deletes everything that was moved.
     pub(super) async fn remove_segments(&self, store: &FaultyObjects) {
         for (key, _) in store.objects().await {
-            let is_segment = matches!(parse_key(ROOT, &key), Some((_, Name::Segment(_))));
+            let is_segment = matches!(parse_key(ROOT, &key), Some(Name::Segment(..)));
             if is_segment {
                 store.remove(&key).await;
             }

@@ -1,8 +1,8 @@
 //! Simulated runs on an object store instead of disks.
 //!
 //! Requests fail, hang, or succeed without a response. Before a start, one object may be missing,
-//! damaged or outdated. A damaged segment may lose blocks of its shuffle. A damaged metadata page
-//! loses nothing, because it has a copy.
+//! damaged or outdated. A damaged segment may lose blocks of its shuffle. A damaged object of the metadata
+//! log loses nothing, because it has a copy.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,9 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
+use uniffle_worker::durability::OBJECT_COPIES;
 use uniffle_worker::tiers::StoreError;
-use uniffle_worker::tiers::object::layout::{
-    FOOTER_BYTES, Footer, Name, object_key, parse_key, shuffle_prefix,
-};
+use uniffle_worker::tiers::object::layout::{FOOTER_BYTES, Footer, Name, log_key, parse_key};
 
 use super::Mutation;
 use super::history::{APPS, History};
@@ -96,8 +95,8 @@ impl History {
         }
         let all: Vec<_> = now.iter().collect();
         let Some((key, bytes)) = all.choose(&mut self.rng).copied() else { return };
-        let (_, name) = parse_key(ROOT, key).expect("the worker's keys");
-        let damaged = self.damaged(name, bytes);
+        let name = parse_key(ROOT, key).expect("the worker's keys");
+        let damaged = self.damaged(&name, bytes);
         tracing::info!(target: "life", key, is_missing = damaged.is_none(), "object was damaged");
         match damaged {
             None => {
@@ -113,28 +112,28 @@ impl History {
     }
 
     /// Records which blocks may be lost after an object changed: those of a segment and its
-    /// successors. A page whose other copy never arrived looks like an acknowledged one.
+    /// successors. A log object whose other copy never arrived looks like an acknowledged one.
     fn excuse(&mut self, key: &str, now: &BTreeMap<String, Bytes>) {
-        let (shuffle, name) = parse_key(ROOT, key).expect("the worker's keys");
-        let other = match name {
-            Name::Segment(_) => {
+        match parse_key(ROOT, key).expect("the worker's keys") {
+            Name::Segment(shuffle, _) => {
                 let app = shuffle.key.app.as_str();
                 let app =
                     APPS.iter().copied().find(|known| *known == app).expect("an application of the model");
-                return self.lose_places_of((app, shuffle.key.shuffle.0));
+                self.lose_places_of((app, shuffle.key.shuffle.0));
             }
-            Name::Page(number) => Name::Copy(number),
-            Name::Copy(number) => Name::Page(number),
-        };
-        self.excused |= !now.contains_key(&object_key(&shuffle_prefix(ROOT, &shuffle), other));
+            Name::Log(object, copy) => {
+                let other = log_key(ROOT, object, (copy + 1) % OBJECT_COPIES);
+                self.excused |= now.contains_key(key) && !now.contains_key(&other);
+            }
+        }
     }
 
     /// Returns no bytes or other bytes. Of a segment only the index changes, because block bytes
     /// are verified when they are read.
-    fn damaged(&mut self, name: Name, bytes: &Bytes) -> Option<Bytes> {
+    fn damaged(&mut self, name: &Name, bytes: &Bytes) -> Option<Bytes> {
         let mut bytes = bytes.to_vec();
         let first = match (name, bytes.last_chunk::<FOOTER_BYTES>()) {
-            (Name::Segment(_), Some(footer)) => {
+            (Name::Segment(..), Some(footer)) => {
                 let footer = Footer::decode(footer, bytes.len() as u64);
                 footer.map_or(0, |footer| usize::try_from(footer.payload_bytes).expect("small"))
             }
@@ -161,20 +160,20 @@ impl History {
         let mut rng = StdRng::seed_from_u64(self.rng.random());
         let (mutation, is_late) = (self.mutation, self.damages_objects());
         store.set(move |call, path| {
-            let name = parse_key(ROOT, path.as_ref()).map(|(_, name)| name);
-            if let Some(fault) = of_mutation(mutation, call, name) {
+            let name = parse_key(ROOT, path.as_ref());
+            if let Some(fault) = of_mutation(mutation, call, name.as_ref()) {
                 return fault;
             }
             if rng.random_range(0..one_in) > 0 {
                 return Fault::None;
             }
-            let faults: &[Fault] = match (call, name) {
+            let faults: &[Fault] = match (call, &name) {
                 (Call::Get, _) if reads_fail => &[Fault::Refuse, Fault::Flip, Fault::Cut],
                 (Call::Get, _) => &[Fault::None],
-                (Call::Put, Some(name)) if name.is_metadata() && is_late => {
+                (Call::Put, Some(Name::Log(..))) if is_late => {
                     &[Fault::Refuse, Fault::LoseAnswer, Fault::Late, Fault::Repeat]
                 }
-                (Call::Put, Some(name)) if name.is_metadata() => &[Fault::Refuse, Fault::LoseAnswer],
+                (Call::Put, Some(Name::Log(..))) => &[Fault::Refuse, Fault::LoseAnswer],
                 (Call::Head | Call::List | Call::Delete | Call::Abort, _) => {
                     &[Fault::Refuse, Fault::LoseAnswer]
                 }
@@ -191,8 +190,8 @@ impl History {
         let mutation = self.mutation;
         store.heal();
         store.set(move |call, path| {
-            let name = parse_key(ROOT, path.as_ref()).map(|(_, name)| name);
-            of_mutation(mutation, call, name).unwrap_or(Fault::None)
+            let name = parse_key(ROOT, path.as_ref());
+            of_mutation(mutation, call, name.as_ref()).unwrap_or(Fault::None)
         });
     }
 
@@ -201,8 +200,8 @@ impl History {
         let mut rng = StdRng::seed_from_u64(self.rng.random());
         let mutation = self.mutation;
         store.set(move |call, path| {
-            let name = parse_key(ROOT, path.as_ref()).map(|(_, name)| name);
-            if let Some(fault) = of_mutation(mutation, call, name) {
+            let name = parse_key(ROOT, path.as_ref());
+            if let Some(fault) = of_mutation(mutation, call, name.as_ref()) {
                 return fault;
             }
             let ends = matches!(call, Call::Put | Call::Complete | Call::Part | Call::Begin);
@@ -211,15 +210,21 @@ impl History {
         });
     }
 
-    /// Asserts that the store is empty after everything was unregistered.
+    /// Asserts that the store has only the log after everything was unregistered.
     pub(super) async fn assert_empty(&self, store: &FaultyObjects) {
-        let left = store.objects().await;
+        let mut left = store.objects().await;
+        left.retain(|(key, _)| !matches!(parse_key(ROOT, key), Some(Name::Log(..))));
         assert!(left.is_empty(), "objects left: {left:?}");
     }
 }
 
 /// Returns the fault that a mutation causes.
-fn of_mutation(mutation: Mutation, call: Call, name: Option<Name>) -> Option<Fault> {
-    let is_copy = call == Call::Put && matches!(name, Some(Name::Copy(_)));
-    (mutation == Mutation::NoCopies && is_copy).then_some(Fault::Pretend)
+fn of_mutation(mutation: Mutation, call: Call, name: Option<&Name>) -> Option<Fault> {
+    let Some(Name::Log(_, copy)) = name.filter(|_| call == Call::Put) else { return None };
+    let is_pretended = match mutation {
+        Mutation::NoCopies => *copy > 0,
+        Mutation::NoPosition => true,
+        _ => false,
+    };
+    is_pretended.then_some(Fault::Pretend)
 }

@@ -6,8 +6,10 @@ use std::time::Duration;
 use rand::RngExt;
 
 use uniffle_testkit::fault::Faults;
-use uniffle_testkit::object_fault::{Call, Fault};
-use uniffle_worker::tiers::object::layout::parse_key;
+use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
+use uniffle_worker::durability::METADATA;
+use uniffle_worker::durability::frame::{self, Entry};
+use uniffle_worker::tiers::object::layout::{Name, parse_key};
 use uniffle_worker::tiers::{LocalConfig, StoreErrorKind};
 
 use super::Mutation;
@@ -79,17 +81,22 @@ impl History {
         self.is_unmounted = false;
     }
 
-    /// Lets the store hang while tasks of all shuffles report. Shuffles without objects do not
+    /// Returns the shuffles that the log on disks or in the store marks as moved.
+    async fn moved_shuffles(&self, store: &FaultyObjects) -> BTreeSet<(String, i32)> {
+        let objects = store.snapshot().await;
+        let in_store = objects.iter().filter(|(key, _)| matches!(parse_key(ROOT, key), Some(Name::Log(..))));
+        let on_disks = self.disks.iter().flat_map(|disk| disk.snapshot());
+        let on_disks = on_disks.filter(|(path, _)| path.starts_with(METADATA)).map(|(_, bytes)| bytes);
+        let in_store = in_store.map(|(_, bytes)| bytes.to_vec());
+        in_store.chain(on_disks).flat_map(|bytes| moved_in(&bytes)).collect()
+    }
+
+    /// Lets the store hang while tasks of all shuffles report. Shuffles without moved data do not
     /// wait.
     pub(super) async fn hang_the_store(&mut self) {
         let Some(store) = self.store().filter(|_| self.has_disks()) else { return };
         self.heal_the_disks().await;
-        let objects = store.objects().await;
-        let moved: BTreeSet<(String, i32)> = objects
-            .iter()
-            .filter_map(|(key, _)| parse_key(ROOT, key))
-            .map(|(name, _)| (name.key.app.as_str().to_owned(), name.key.shuffle.0))
-            .collect();
+        let moved = self.moved_shuffles(&store).await;
         store.set(|call, _| if call == Call::Get { Fault::None } else { Fault::Hold });
         // Moves begin in the meantime.
         tokio::time::sleep(Duration::from_secs(2)).await;
@@ -109,4 +116,17 @@ impl History {
         }
         self.heal_the_store(&store);
     }
+}
+
+/// Returns the shuffles that frames of a log mark as moved.
+fn moved_in(log: &[u8]) -> Vec<(String, i32)> {
+    let (mut rest, mut moved) = (log, Vec::new());
+    while let Ok(bytes) = frame::total_bytes(rest) {
+        let Ok(read) = frame::decode(rest) else { break };
+        if let Entry::Moved(shuffle) = read.entry {
+            moved.push((shuffle.key.app.as_str().to_owned(), shuffle.key.shuffle.0));
+        }
+        rest = &rest[bytes..];
+    }
+    moved
 }

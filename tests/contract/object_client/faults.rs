@@ -8,7 +8,7 @@ use object_store::{MultipartUpload as _, ObjectStore as _, ObjectStoreExt as _, 
 use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::s3::faults::{Fault, On};
 use uniffle_worker::tiers::ObjectConfig;
-use uniffle_worker::tiers::object::client::{Failure, Refusal, Unanswered, explain};
+use uniffle_worker::tiers::object::client::{Failure, Refusal, explain};
 
 use super::fixture::{Opened, content, open, soon};
 
@@ -240,30 +240,5 @@ async fn connections_are_reused() {
         read(&opened).await.unwrap();
     }
     assert_eq!(opened.metric("object_store_connections"), 1.0);
-    opened.end().await;
-}
-
-/// A writer learns whether the store may still execute an attempt after later requests.
-#[tokio::test]
-async fn write_reports_unanswered_attempts() {
-    let server = S3Server::start().await;
-    let (opened, page) = (open(&patient(&server)), Path::from("page"));
-    for (fault, is_unanswered) in [
-        (Fault::Hang, true),
-        (Fault::Close, true),
-        (Fault::Refuse(500, "InternalError"), true),
-        (Fault::Refuse(503, "SlowDown"), false),
-        // A response of a gateway, not of the store.
-        (Fault::RefuseEndlessly(503), true),
-    ] {
-        server.faults.plan(On::Put, 1, &fault);
-        let unanswered = Unanswered::default();
-        let put = opened.store.put_opts(&page, content(10).into(), unanswered.options());
-        soon(put).await.unwrap();
-        assert_eq!(unanswered.is_set(), is_unanswered, "{fault:?}");
-    }
-    let unanswered = Unanswered::default();
-    soon(opened.store.put_opts(&page, content(10).into(), unanswered.options())).await.unwrap();
-    assert!(!unanswered.is_set());
     opened.end().await;
 }

@@ -6,7 +6,7 @@ use futures::FutureExt as _;
 use futures::future::join_all;
 
 use super::*;
-use crate::durability::{self, HandOff, LogError};
+use crate::durability::{HandOff, LogError};
 use uniffle_testkit::fault::{EACCES, EIO, EMFILE, Fault, Operation, Rule};
 
 /// A shuffle that says something.
@@ -432,21 +432,6 @@ async fn records_are_read_from_the_other_copy_on_errors() {
         .for_each(|disk| disk.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log")));
     let error = hear_log(&store).await.unwrap_err();
     assert!(error.to_string().contains("Input/output error"), "{error}");
-}
-
-#[tokio::test]
-async fn reading_records_of_one_shuffle_yields() {
-    let disks = disks::<1>();
-    let store = store_on(&disks).await;
-    let (first, last) = (key("app", 1), key("app", 2));
-    for _ in 0..1000 {
-        say(&store, &first, b"said").await;
-    }
-    say(&store, &last, b"said").await;
-    let history = store.history(&store.register(&last)).await.unwrap();
-    let mut reader = history.read(0).unwrap();
-    assert!(reader.next().now_or_never().is_none());
-    assert_eq!(reader.next().await.unwrap(), Some(durability::Heard::Said(Bytes::from_static(b"said"))));
 }
 
 async fn hear_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {

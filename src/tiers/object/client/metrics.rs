@@ -65,14 +65,6 @@ impl Reason {
         }
     }
 
-    /// Whether the server may have the request and carry it out, or have done so.
-    pub(super) fn may_be_carried_out(self) -> bool {
-        match self {
-            Self::Timeout | Self::Cut | Self::Server | Self::Damaged => true,
-            Self::Connect | Self::Throttled | Self::Refused => false,
-        }
-    }
-
     /// Of an answer with `status`.
     pub(super) fn of(status: http::StatusCode) -> Option<Self> {
         match status.as_u16() {

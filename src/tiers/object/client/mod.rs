@@ -9,7 +9,6 @@
 //! | `service` | one attempt of a request: permit, connection, deadline, counts |
 //! | `answer` | its body: bounded, counted, timed |
 //! | `pool`, `connect`, `trust` | connections that are used again, new ones, whom they trust |
-//! | `unanswered` | whether an attempt was not answered |
 //! | `operation` | what a request asks, whether an answer fits (pure) |
 //! | `credentials` | keys out of a file that changes |
 //! | `failure` | what an error means and what helps (pure) |
@@ -31,7 +30,6 @@ mod pool;
 mod probe;
 mod service;
 mod trust;
-mod unanswered;
 mod uploads;
 
 pub use self::credentials::CredentialsError;
@@ -41,5 +39,4 @@ pub use self::open::{Client, check_files};
 pub use self::open_error::OpenError;
 pub use self::operation::{Mismatch, Operation};
 pub use self::probe::ProbeError;
-pub use self::unanswered::Unanswered;
 pub use self::uploads::Abandoned;

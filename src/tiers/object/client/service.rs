@@ -28,11 +28,7 @@ use super::connect::{Connector, Untrusted};
 use super::metrics::{Metrics, Reason};
 use super::operation::{Operation, expected_bytes};
 use super::pool::{Connection, Origin, Pool};
-use super::unanswered::Unanswered;
 use crate::clock::{Instant, timeout_at};
-
-/// In every answer of a store itself (Amazon S3 API Reference, "Common response headers").
-const REQUEST_ID: &str = "x-amz-request-id";
 
 /// Text of an error that is read; real ones have a few hundred bytes.
 const ERROR_BYTES_MAX: u64 = 64 << 10;
@@ -115,7 +111,6 @@ struct Asked {
     headers: HeaderMap,
     deadline: Instant,
     fingerprint: u64,
-    unanswered: Option<Unanswered>,
 }
 
 impl Shared {
@@ -137,9 +132,7 @@ impl Shared {
         let under_way = Request { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
 
         let deadline = begun + self.patience.request + moving(body_bytes);
-        let unanswered = Unanswered::of(request.extensions());
-        let asked =
-            Asked { operation, headers: request.headers().clone(), deadline, fingerprint, unanswered };
+        let asked = Asked { operation, headers: request.headers().clone(), deadline, fingerprint };
         let answered = match timeout_at(deadline, self.exchange(request)).await {
             Ok(answered) => answered,
             Err(_) => Err((Reason::Timeout, late())),
@@ -195,10 +188,6 @@ impl Shared {
         let (head, body) = answer.into_parts();
         if let Some(reason) = Reason::of(head.status) {
             self.failed(reason, asked);
-            // A gateway that refuses may have passed the request on.
-            if !head.headers.contains_key(REQUEST_ID) {
-                asked.unanswered.iter().for_each(Unanswered::set);
-            }
         }
         let is_data = asked.operation == Operation::Get && head.status.is_success();
         let (exact, bytes_max, is_cut) = if is_data {
@@ -221,9 +210,6 @@ impl Shared {
 
     fn failed(&self, reason: Reason, asked: &Asked) {
         self.metrics.failed(reason);
-        if let Some(unanswered) = asked.unanswered.as_ref().filter(|_| reason.may_be_carried_out()) {
-            unanswered.set();
-        }
         let mut failed = self.failed.lock();
         if failed.len() >= FAILED_MAX {
             failed.pop_front();

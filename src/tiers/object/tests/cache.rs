@@ -372,5 +372,6 @@ async fn close_extents_are_one_request_without_cache() {
     assert!(found <= 3, "{found}");
     let before = process.gets();
     assert_eq!(process.data(0, (0, 600)).await.unwrap().len(), 600);
-    assert_eq!(process.gets() - before, found, "one for each segment, however many extents");
+    let gets = process.gets() - before;
+    assert!((1..=found).contains(&gets), "{gets} requests for {found} segments, however many extents");
 }

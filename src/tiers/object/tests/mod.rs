@@ -97,3 +97,19 @@ fn key(shuffle: i32) -> ShuffleKey {
 async fn segments(store: &FaultyObjects) -> Vec<(String, u64)> {
     store.objects().await.into_iter().filter(|(key, _)| key.contains("/s0")).collect()
 }
+
+/// Objects of the metadata log.
+async fn log_objects(store: &FaultyObjects) -> Vec<String> {
+    store.objects().await.into_iter().map(|(key, _)| key).filter(|key| key.contains("/!log/")).collect()
+}
+
+/// Waits until the store has a number of segments.
+async fn until_segments(store: &FaultyObjects, wanted: usize) {
+    for _ in 0..1000 {
+        if segments(store).await.len() == wanted {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    panic!("{:?} instead of {wanted} segments", segments(store).await);
+}

@@ -96,11 +96,11 @@ async fn purge_waits_for_uploads_and_leaves_nothing() {
     };
     let (written, ()) = futures::join!(write, purge);
     assert_eq!(written.unwrap_err().kind, crate::tiers::StoreErrorKind::Purged);
-    let left = process.store.objects().await;
-    assert!(left.len() == 3 && left.iter().all(|(key, _)| key.contains("/40.")), "{left:?}");
+    let left = segments(&process.store).await;
+    assert!(left.len() == 1 && left.iter().all(|(key, _)| key.contains("/40.")), "{left:?}");
 
     process.purge(&key(40), Purge::App(Cause::Unregistered)).await;
-    assert_eq!(process.store.objects().await, []);
+    assert_eq!(segments(&process.store).await, []);
     assert_eq!((process.extents.used(), process.tier.state().used_bytes), (0, 0));
 }
 
@@ -114,7 +114,7 @@ async fn detached_shuffle_is_walked_after_removal() {
     }
     let charged = process.extents.used();
     let removal = Arc::clone(&process.tier).forget(&key(1).app, &[key(1)], Purge::Shuffles).unwrap();
-    assert!(charged > 0 && process.extents.used() == charged);
+    assert!(charged > 0 && process.extents.used() >= charged);
     assert_eq!(process.tier.state().used_bytes, 0);
     removal.await;
     assert_eq!(process.extents.used(), 0);
@@ -129,7 +129,7 @@ async fn later_objects_survive_the_purge_of_an_application() {
     let again = process.register_noted(&key(1)).await;
     again.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
     removal.await;
-    assert_eq!(process.store.objects().await.len(), 3, "a page, its copy and a segment");
+    assert_eq!(segments(&process.store).await.len(), 1);
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..3, 100));
 }
 
@@ -137,7 +137,7 @@ async fn later_objects_survive_the_purge_of_an_application() {
 async fn stop_waits_for_deletions_unless_the_store_is_silent() {
     let process = Process::start(&FaultyObjects::default()).await;
     for n in [1, 2] {
-        process.register_noted(&key(n)).await;
+        process.register_noted(&key(n)).await.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
     }
     process.store.set(|call, _| if call == Call::Delete { Fault::Hold } else { Fault::None });
     let deletion = |n| Arc::clone(&process.tier).forget(&key(n).app, &[key(n)], Purge::Shuffles).unwrap();
@@ -145,7 +145,7 @@ async fn stop_waits_for_deletions_unless_the_store_is_silent() {
     let waited = process.tier.end_deletions(std::time::Duration::from_secs(5));
     let begun = tokio::time::Instant::now();
     waited.await;
-    assert_eq!((begun.elapsed().as_secs(), process.store.objects().await.len()), (5, 4));
+    assert_eq!((begun.elapsed().as_secs(), segments(&process.store).await.len()), (5, 2));
 
     process.tasks.spawn("deletion", deletion(2));
     let let_go = async {
@@ -153,7 +153,7 @@ async fn stop_waits_for_deletions_unless_the_store_is_silent() {
         process.store.heal();
     };
     futures::join!(process.tier.end_deletions(std::time::Duration::from_secs(5)), let_go);
-    assert_eq!((begun.elapsed().as_secs(), process.store.objects().await), (6, vec![]));
+    assert_eq!((begun.elapsed().as_secs(), segments(&process.store).await), (6, vec![]));
     process.tier.end_deletions(std::time::Duration::from_secs(5)).await;
 }
 

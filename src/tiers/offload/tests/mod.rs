@@ -16,9 +16,9 @@ use uniffle_io::Disk;
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
+use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
-use super::history::Again;
 use super::policy::{Wanted, Watermarks};
 use super::{OffloadSettings, OffloadTier};
 use crate::budget::Budget;
@@ -136,14 +136,21 @@ impl Process {
         let mut failed = 0;
         for _ in 0..100 {
             let Some((wanted, shuffle)) = self.tier.next() else {
-                let mut again = Again::default();
-                while self.tier.tell_again(&mut again).await {}
+                self.until_known().await;
                 self.tier.tell_drained().await;
                 return failed;
             };
             failed += usize::from(self.tier.move_some(wanted, &shuffle).await.is_err());
         }
         panic!("there is no end of it");
+    }
+
+    /// Waits until the store knows the whole log.
+    async fn until_known(&self) {
+        let log = self.tier.object.log();
+        while !(log.is_begun() && log.knows(log.end_position())) {
+            self.tier.object.known(log.end_position()).await.unwrap();
+        }
     }
 
     async fn move_once(&self, key: &ShuffleKey) -> Result<bool, StoreError> {
@@ -153,7 +160,10 @@ impl Process {
 
     /// Blocks by id, read as a client does.
     async fn read(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
-        test_blocks::read(&*self.tier, key, partition).await
+        let mut blocks = test_blocks::read(&*self.tier, key, partition).await?;
+        // It stands for a gap.
+        blocks.remove(&FILLER_BLOCK_ID);
+        Ok(blocks)
     }
 
     async fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<(Vec<u8>, u64), StoreError> {

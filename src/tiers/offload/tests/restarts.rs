@@ -46,7 +46,7 @@ async fn start_merges_disks_and_store() {
     assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..44, 3000));
     process.purge(&moved).await;
     process.purge(&other).await;
-    assert_eq!((process.fixture.store.objects().await, process.fixture.data_files()), (vec![], 0));
+    assert_eq!((process.fixture.segments().await, process.fixture.data_files()), (0, 0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -241,90 +241,36 @@ async fn missing_segment_is_reported_lost() {
     assert_eq!(read[&21], content(21, 3000), "what is behind is served");
 }
 
-/// Who has the last word on whether a shuffle said more than is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Missing {
-    Nothing,
-    BeforeTheTakeOver,
-    AfterIt,
-    /// There is no take-over: it goes on where it was.
-    OnItsOwnDisks,
-}
-
 /// Results would be short, and nobody would notice.
 #[tokio::test(start_paused = true)]
-async fn reports_missing_in_the_store_stay_missing() {
-    for missing in [Missing::Nothing, Missing::BeforeTheTakeOver, Missing::AfterIt, Missing::OnItsOwnDisks] {
+async fn reports_lost_from_the_store_stay_missing_on_new_disks() {
+    for (is_lost, is_elsewhere) in [(false, true), (true, true), (true, false)] {
         let process = Fixture::new().start().await;
         let key = key(1);
         process.register(&key).await;
         fill(&process, &key, 0..10).await;
         process.move_all(&key).await.unwrap();
         for report in [b"a", b"b", b"c"] {
-            // A page of metadata ends with each.
-            process.say(&key, &report.repeat(70_000)).await.unwrap();
+            process.say(&key, report).await.unwrap();
         }
         let mut fixture = process.kill().await;
-        if missing != Missing::OnItsOwnDisks {
+        if is_elsewhere {
             fixture = fixture.on_an_empty_machine();
         }
-        if missing == Missing::AfterIt {
-            fixture = fixture.start().await.kill().await;
-        }
-        let pages = fixture.store.objects().await.into_iter().map(|(object, _)| object);
-        for page in
-            pages.filter(|object| object.ends_with("/m0000000003") || object.ends_with("/c0000000003"))
-        {
-            if missing != Missing::Nothing {
-                fixture.store.remove(&page).await;
-            }
+        if is_lost {
+            super::guards::lose_log_object(&fixture, 1).await;
         }
         for start in 0..3 {
             let process = fixture.start().await;
             let (recovered, said) = heard(&process).await;
             let (told, is_known) = (&recovered.shuffles[0], said[&key].len() == 4);
-            let is_all = matches!(missing, Missing::Nothing | Missing::OnItsOwnDisks);
-            assert_eq!(
-                (told.incomplete.is_none(), is_known),
-                (is_all, is_all),
-                "{missing:?} {start} {told:?}"
-            );
+            let is_all = !is_lost || !is_elsewhere;
+            let found = (told.incomplete.is_none(), is_known);
+            assert_eq!(found, (is_all, is_all), "{is_lost} {is_elsewhere} {start} {told:?}");
             assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
+            process.until_known().await;
             fixture = process.kill().await;
         }
-    }
-}
-
-/// What of it is there is served; nothing says that it is all.
-#[tokio::test(start_paused = true)]
-async fn missing_page_refuses_the_shuffle_without_deletion() {
-    for gone in ["1", "2"] {
-        let process = Fixture::new().start().await;
-        let key = key(1);
-        process.register(&key).await;
-        fill(&process, &key, 0..10).await;
-        process.move_all(&key).await.unwrap();
-        // A page ends with each; a report tells the registration again, as a later page of a registration does.
-        for report in [b"a", b"b"] {
-            process.say(&key, &report.repeat(70_000)).await.unwrap();
-        }
-        let registration =
-            Record::Registration(Registration { user: "ann".to_owned(), ..Registration::default() });
-        process.say(&key, &registration.encode()).await.unwrap();
-        let fixture = process.kill().await.on_an_empty_machine();
-        let before = fixture.store.objects().await.len();
-        for page in ["m", "c"].map(|kind| format!("/{kind}000000000{gone}")) {
-            let objects = fixture.store.objects().await.into_iter().map(|(object, _)| object);
-            let objects: Vec<_> = objects.filter(|object| object.ends_with(&page)).collect();
-            assert_eq!(objects.len(), 1, "{page}");
-            fixture.store.remove(&objects[0]).await;
-        }
-        let process = fixture.start().await;
-        let (recovered, _) = heard(&process).await;
-        assert_eq!(recovered.shuffles.len(), 1, "{gone}");
-        assert!(recovered.shuffles[0].incomplete.is_some(), "{gone}");
-        assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
-        assert!(process.kill().await.store.objects().await.len() >= before - 2, "nothing is deleted");
     }
 }
 
@@ -341,7 +287,10 @@ async fn resent_report_reaches_the_store() {
     process.fixture.store.set(|call, _| if call == Call::Put { Fault::Refuse } else { Fault::None });
     process.say(&moved, b"report").await.unwrap_err();
     let fixture = process.kill().await;
-    fixture.store.heal();
+    fixture.store.set(|call, path| {
+        let is_log = path.as_ref().contains("/!log/");
+        if call == Call::Put && is_log { Fault::Refuse } else { Fault::None }
+    });
 
     let process = fixture.start().await;
     let (_, said) = heard(&process).await;
@@ -349,7 +298,9 @@ async fn resent_report_reaches_the_store() {
     process.tier.recovered_durable().await;
     let needs_none = |key| process.tier.metadata_log(key).unwrap().is_recovered_durable();
     assert_eq!([&moved, &kept].map(needs_none), [false, true]);
+    process.fixture.store.heal();
     process.say(&moved, b"report").await.unwrap();
+    assert_eq!([&moved, &kept].map(needs_none), [true, true]);
 
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (_, said) = heard(&process).await;

@@ -1,0 +1,128 @@
+//! Objects of the metadata log in an object store: their names, and the frames in them.
+//!
+//! An object holds consecutive frames (`frame`) of one generation and is stored twice, under two names. Its name says which frames it
+//! holds, so a list shows whether one is missing. An object is never replaced by other bytes: a repeated request writes the same
+//! bytes under the same name. Not here: requests (`tiers::object`).
+
+use std::fmt;
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+
+use super::frame::{self, Frame};
+use super::writer::LogError;
+
+/// Copies of each object.
+pub const OBJECT_COPIES: usize = 2;
+
+/// Name of an object of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LogObject {
+    /// Generation of its frames: number of the worker's start, then number of the checkpoint within it.
+    pub generation: u64,
+    /// Random number of the process, for stores in which two can start at once.
+    pub process: u32,
+    /// Sequence of its first frame.
+    pub first: u64,
+    /// Number of frames.
+    pub frames: u32,
+}
+
+/// Objects of a worker's log in a store.
+pub trait LogObjects: fmt::Debug + Send + Sync {
+    /// Stores an object in all copies. When this returns `Ok`, no other process has taken over the log before.
+    fn put(&self, object: LogObject, bytes: Bytes) -> BoxFuture<'_, Result<(), LogError>>;
+
+    /// Returns a copy of an object, or none if it does not exist.
+    fn get(&self, object: LogObject, copy: usize) -> BoxFuture<'_, Result<Option<Bytes>, LogError>>;
+
+    /// Returns all objects with the number of the copy.
+    fn list(&self) -> BoxFuture<'_, Result<Vec<(LogObject, usize)>, LogError>>;
+
+    /// Deletes copies of objects. One that does not exist is no error.
+    fn delete(&self, objects: Vec<(LogObject, usize)>) -> BoxFuture<'_, Result<(), LogError>>;
+}
+
+impl LogObject {
+    /// Returns the name of a copy.
+    #[must_use]
+    pub fn name(&self, copy: usize) -> String {
+        let Self { generation, process, first, frames } = self;
+        format!("{generation:016x}.{process:08x}.{first:012x}.{frames:08x}.{copy}")
+    }
+
+    /// Returns the object of a name, and the number of the copy.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<(Self, usize)> {
+        let mut parts = name.split('.');
+        let mut number = || u64::from_str_radix(parts.next()?, 16).ok();
+        let (generation, process, first, frames) = (number()?, number()?, number()?, number()?);
+        let copy = usize::try_from(number()?).ok().filter(|copy| *copy < OBJECT_COPIES)?;
+        let (process, frames) = (u32::try_from(process).ok()?, u32::try_from(frames).ok()?);
+        let object = Self { generation, process, first, frames };
+        (object.name(copy) == name).then_some((object, copy))
+    }
+
+    /// Returns whether both belong to the same generation of the same process.
+    pub(super) fn is_beside(&self, other: &Self) -> bool {
+        (self.generation, self.process) == (other.generation, other.process)
+    }
+
+    /// Decodes the frames of the object with their bytes.
+    ///
+    /// # Errors
+    /// The reason in words: the bytes are not exactly the frames that the name announces.
+    pub(super) fn decode(&self, bytes: &Bytes) -> Result<Vec<(Frame, u64)>, String> {
+        let (mut frames, mut rest, mut previous) = (Vec::new(), &bytes[..], None);
+        while !rest.is_empty() {
+            let total = frame::total_bytes(rest).map_err(|error| error.to_string())?;
+            let frame = frame::decode(rest).map_err(|error| error.to_string())?;
+            let sequence = self.first + frames.len() as u64;
+            let follows = previous.is_none_or(|crc| crc == frame.previous);
+            if frame.generation != self.generation || frame.sequence != sequence || !follows {
+                return Err("a record belongs to another object".to_owned());
+            }
+            previous = Some(frame.crc);
+            frames.push((frame, total as u64));
+            rest = &rest[total..];
+        }
+        match frames.len() == self.frames as usize {
+            true => Ok(frames),
+            false => Err(format!("it has {} records instead of {}", frames.len(), self.frames)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::frame::{Encoder, Entry};
+    use super::*;
+    use bytes::BytesMut;
+
+    #[test]
+    fn object_name_is_read_back() {
+        let object = LogObject { generation: (7 << 32) | 1, process: 0xabc, first: 300, frames: 12 };
+        let name = object.name(1);
+        assert_eq!(name, "0000000700000001.00000abc.00000000012c.0000000c.1");
+        assert_eq!(LogObject::parse(&name), Some((object, 1)));
+        for other in
+            ["", "0000000700000001", "7.abc.12c.c.1", &name.replace(".1", ".2"), &format!("{name}.0")]
+        {
+            assert_eq!(LogObject::parse(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn object_cut_between_frames_is_damaged() {
+        let (mut encoder, mut out) = (Encoder::after(9, 4, 77), BytesMut::new());
+        assert!(encoder.encode(&Entry::Begun, 0, &mut out));
+        let one = out.len();
+        assert!(encoder.encode(&Entry::Begun, 0, &mut out));
+        let object = LogObject { generation: 9, process: 1, first: 4, frames: 2 };
+        let bytes = out.freeze();
+        assert_eq!(object.decode(&bytes).unwrap().len(), 2);
+        assert!(object.decode(&bytes.slice(..one)).is_err());
+        assert!(LogObject { first: 5, ..object }.decode(&bytes).is_err());
+        assert!(LogObject { generation: 8, ..object }.decode(&bytes).is_err());
+    }
+}

@@ -1,0 +1,723 @@
+//! The metadata log on its way into an object store.
+//!
+//! Entries are stored in order, as objects that are never changed (`objects`). Each has a position; the store knows an entry once the
+//! position that is known there has reached it. What cannot be stored now is stored later, under the same name. A start, a queue that has
+//! become too long, and every [`REFRESH`] begin a new generation with a checkpoint of all that lives; earlier ones are deleted then.
+//!
+//! Without local disks the store is the only holder of the log: entries that cannot be stored are dropped and their callers told.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
+use rand::RngExt as _;
+use tokio::sync::{Notify, oneshot};
+
+use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, PAYLOAD_BYTES_MAX};
+use super::log::MetadataLog;
+use super::objects::{LogObject, LogObjects};
+use super::shipped::{Census, Replacements, ShippedLog, ShippedReader, is_over};
+use super::writer::{LogError, Snapshot};
+use crate::budget::{Budget, Charge};
+use crate::clock::{Instant, sleep};
+use crate::runtime::Tasks;
+
+/// A new generation begins at least this often, so that a rule of the bucket that deletes objects by age spares the log.
+pub const REFRESH: Duration = Duration::from_secs(12 * 3600);
+/// Objects behind a checkpoint after which the next one begins: a start reads them a bounded number at a time.
+const OBJECTS_MAX: u64 = 1000;
+/// Bytes behind a checkpoint after which the next one begins, unless the checkpoint is larger.
+const BYTES_MAX: u64 = 64 << 20;
+/// Bytes of frames in an object; a longer entry has one of its own.
+const OBJECT_BYTES: usize = 1 << 20;
+/// Frames in an object.
+const OBJECT_FRAMES: usize = 4096;
+/// Bytes of entries that wait. With more, a checkpoint replaces them.
+const QUEUE_BYTES_MAX: u64 = 8 << 20;
+/// Bookkeeping of an entry that waits.
+const ENTRY_BYTES: u64 = 64;
+/// Entries that nobody waits for are stored together after this time.
+const TOGETHER: Duration = Duration::from_secs(1);
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(15);
+/// Pause until it is looked again whether an earlier generation is still read.
+const GARBAGE_PAUSE: Duration = Duration::from_secs(30);
+
+/// Holder of the log that a checkpoint is made of.
+#[derive(Debug)]
+enum Origin {
+    Disks(MetadataLog),
+    Store,
+}
+
+/// Handle of the log in the store; clones share it.
+#[derive(Debug, Clone)]
+pub struct Shipper(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Work for the task.
+    wake: Notify,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Entries that wait, with their positions.
+    queue: VecDeque<(u64, Entry)>,
+    charge: Charge,
+    has_overflowed: bool,
+    /// Position of the last entry.
+    end: u64,
+    /// Position up to which the store knows everything.
+    known: u64,
+    waiters: Vec<(u64, oneshot::Sender<Result<(), LogError>>)>,
+    is_begun: bool,
+    /// Nothing is stored any more.
+    ended: Option<LogError>,
+    begin: Option<oneshot::Sender<Origin>>,
+}
+
+impl State {
+    fn push(&mut self, entry: Entry) -> u64 {
+        let bytes = bytes_of(&entry);
+        self.end += 1;
+        let charge = self.charge.budget().force_charge(bytes);
+        self.charge.merge(charge);
+        self.queue.push_back((self.end, entry));
+        self.end
+    }
+
+    fn recharge(&mut self) {
+        let held = self.queue.iter().map(|(_, entry)| bytes_of(entry)).sum::<u64>();
+        drop(self.charge.split_up_to(self.charge.bytes().saturating_sub(held)));
+    }
+
+    fn clear(&mut self) {
+        self.queue.clear();
+        drop(self.charge.split_up_to(u64::MAX));
+    }
+
+    fn wait(&mut self, position: u64) -> oneshot::Receiver<Result<(), LogError>> {
+        let (done, waiting) = oneshot::channel();
+        if let Some(error) = &self.ended {
+            // The caller is here.
+            let _ = done.send(Err(error.clone()));
+        } else if self.is_begun && position <= self.known {
+            let _ = done.send(Ok(()));
+        } else {
+            self.waiters.push((position, done));
+        }
+        waiting
+    }
+
+    fn advance(&mut self, position: u64) {
+        self.known = self.known.max(position);
+        for (_, done) in self.waiters.extract_if(.., |(wanted, _)| *wanted <= position) {
+            // A caller may have gone away.
+            let _ = done.send(Ok(()));
+        }
+    }
+
+    fn fail(&mut self, error: &LogError) {
+        for (_, done) in self.waiters.drain(..) {
+            let _ = done.send(Err(error.clone()));
+        }
+    }
+}
+
+fn bytes_of(entry: &Entry) -> u64 {
+    let content = match entry {
+        Entry::Said(_, record) => record.len() as u64,
+        Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => 0,
+    };
+    ENTRY_BYTES + content
+}
+
+impl Shipper {
+    /// Opens the log for start number `start` of the worker, behind what was found. Nothing is stored before
+    /// [`begin_from_disks`](Self::begin_from_disks) or [`begin`](Self::begin).
+    #[must_use]
+    pub fn open(
+        objects: Arc<dyn LogObjects>,
+        found: &Arc<ShippedLog>,
+        start: u32,
+        memory: &Budget,
+        tasks: &Tasks,
+    ) -> Self {
+        let (begin, begun) = oneshot::channel();
+        let state = State {
+            queue: VecDeque::new(),
+            charge: memory.nothing(),
+            has_overflowed: false,
+            end: 0,
+            known: 0,
+            waiters: Vec::new(),
+            is_begun: false,
+            ended: None,
+            begin: Some(begin),
+        };
+        let shared = Arc::new(Shared { state: Mutex::new(state), wake: Notify::new() });
+        let (task_shared, memory, found) = (Arc::clone(&shared), memory.clone(), Arc::clone(found));
+        let (ending, cancelled) = (Self(Arc::clone(&shared)), tasks.cancelled());
+        tasks.spawn("object metadata", async move {
+            let shipping = async {
+                let Ok(origin) = begun.await else { return };
+                Task::new(task_shared, (objects, memory), (origin, found), start).run().await;
+            };
+            tokio::select! {
+                biased;
+                () = cancelled => {}
+                () = shipping => {}
+            }
+            ending.end(LogError::told("the worker ends"));
+        });
+        Self(shared)
+    }
+
+    /// Begins to store what the disks' log has.
+    pub fn begin_from_disks(&self, log: MetadataLog) {
+        self.begin_from(Origin::Disks(log));
+    }
+
+    /// Begins to store entries of a worker without disks. Repeated calls change nothing.
+    pub fn begin(&self) {
+        self.begin_from(Origin::Store);
+    }
+
+    fn begin_from(&self, origin: Origin) {
+        if let Some(begin) = self.0.state.lock().begin.take() {
+            // The task may have ended.
+            let _ = begin.send(origin);
+        }
+    }
+
+    /// Adds entries that are on the disks. Returns the position of the last.
+    pub(super) fn add(&self, entries: impl IntoIterator<Item = Entry>) -> u64 {
+        let mut state = self.0.state.lock();
+        if state.ended.is_some() {
+            return state.end;
+        }
+        for entry in entries {
+            state.push(entry);
+        }
+        if state.charge.bytes() > QUEUE_BYTES_MAX {
+            state.clear();
+            state.has_overflowed = true;
+        }
+        let end = state.end;
+        drop(state);
+        self.0.wake.notify_one();
+        end
+    }
+
+    /// Adds a record of a shuffle of a worker without disks, the first one if `is_first`, and waits until the store knows it.
+    ///
+    /// # Errors
+    /// The store does not take it, or it is too long.
+    pub async fn append(&self, shuffle: Incarnation, record: Bytes, is_first: bool) -> Result<(), LogError> {
+        if record.len() > PAYLOAD_BYTES_MAX / 2 {
+            return Err(LogError::of(io::ErrorKind::InvalidInput, "the record is too long"));
+        }
+        let moved = is_first.then(|| Entry::Moved(shuffle.clone()));
+        self.store(moved.into_iter().chain([Entry::Said(shuffle, record)])).await
+    }
+
+    /// Marks a shuffle of a worker without disks incomplete for `reason`, and waits until the store knows it.
+    ///
+    /// # Errors
+    /// The store does not take it.
+    pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<(), LogError> {
+        let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
+        self.store([Entry::Incomplete(shuffle, gap)]).await
+    }
+
+    async fn store(&self, entries: impl IntoIterator<Item = Entry>) -> Result<(), LogError> {
+        let waiting = {
+            let mut state = self.0.state.lock();
+            if state.ended.is_none() {
+                for entry in entries {
+                    state.push(entry);
+                }
+            }
+            let end = state.end;
+            state.wait(end)
+        };
+        self.0.wake.notify_one();
+        waiting.await.unwrap_or_else(|_| Err(LogError::told("the worker ends")))
+    }
+
+    /// Adds the end of a shuffle of a worker without disks. Returns its position.
+    pub fn purge(&self, shuffle: Incarnation) -> u64 {
+        self.add([Entry::Purged(shuffle)])
+    }
+
+    /// Adds an entry that says nothing, and returns its position. Once the store knows it, the store has taken something since.
+    pub fn add_mark(&self) -> u64 {
+        self.add([Entry::Begun])
+    }
+
+    /// Returns the position of the last entry.
+    #[must_use]
+    pub fn end_position(&self) -> u64 {
+        self.0.state.lock().end
+    }
+
+    /// Returns whether the store knows everything up to a position.
+    #[must_use]
+    pub fn knows(&self, position: u64) -> bool {
+        self.0.state.lock().known >= position
+    }
+
+    /// Returns whether this process has begun a generation in the store.
+    #[must_use]
+    pub fn is_begun(&self) -> bool {
+        self.0.state.lock().is_begun
+    }
+
+    /// Waits until the store knows everything up to a position, and a generation of this process has begun.
+    ///
+    /// # Errors
+    /// The next attempt to store it failed.
+    pub async fn known(&self, position: u64) -> Result<(), LogError> {
+        let waiting = {
+            let mut state = self.0.state.lock();
+            state.wait(position)
+        };
+        self.0.wake.notify_one();
+        waiting.await.unwrap_or_else(|_| Err(LogError::told("the worker ends")))
+    }
+
+    fn end(&self, error: LogError) {
+        let mut state = self.0.state.lock();
+        state.fail(&error);
+        state.clear();
+        state.ended.get_or_insert(error);
+    }
+}
+
+/// An object whose last request was not answered with success.
+#[derive(Debug)]
+struct Pending {
+    object: LogObject,
+    bytes: Bytes,
+    /// Position that the store knows with it.
+    position: u64,
+}
+
+/// Size of a part of a generation.
+#[derive(Debug, Default, Clone, Copy)]
+struct Size {
+    objects: u64,
+    bytes: u64,
+}
+
+struct Task {
+    shared: Arc<Shared>,
+    objects: Arc<dyn LogObjects>,
+    memory: Budget,
+    origin: Origin,
+    /// The log of earlier processes, until the first generation has begun.
+    found: Option<Arc<ShippedLog>>,
+    /// The same, for as long as somebody reads it.
+    read: Weak<ShippedLog>,
+    generation: u64,
+    process: u32,
+    encoder: Encoder,
+    /// What the present generation says; kept if the store is the only holder.
+    census: Census,
+    parts: Vec<LogObject>,
+    pending: Option<Pending>,
+    checkpoint: Size,
+    behind: Size,
+    begun_at: Option<Instant>,
+    attempts: usize,
+    has_garbage: bool,
+}
+
+impl Task {
+    fn new(
+        shared: Arc<Shared>,
+        (objects, memory): (Arc<dyn LogObjects>, Budget),
+        (origin, found): (Origin, Arc<ShippedLog>),
+        start: u32,
+    ) -> Self {
+        Self {
+            shared,
+            objects,
+            memory,
+            origin,
+            read: Arc::downgrade(&found),
+            found: Some(found),
+            generation: u64::from(start) << 32,
+            process: rand::rng().random(),
+            encoder: Encoder::new(0),
+            census: Census::default(),
+            parts: Vec::new(),
+            pending: None,
+            checkpoint: Size::default(),
+            behind: Size::default(),
+            begun_at: None,
+            attempts: 0,
+            has_garbage: false,
+        }
+    }
+
+    async fn run(mut self) {
+        if let Origin::Disks(log) = &self.origin {
+            // A start does not wait for it.
+            tokio::select! {
+                () = log.begun() => {}
+                () = self.waited_for() => {}
+            }
+        }
+        let mut pause = PAUSE_MIN;
+        loop {
+            match self.step().await {
+                Ok(()) => pause = PAUSE_MIN,
+                Err(error) => {
+                    let is_over = error.kind == io::ErrorKind::ResourceBusy;
+                    self.fail(error, is_over);
+                    if is_over {
+                        return;
+                    }
+                    self.rest(pause).await;
+                    pause = (pause * 2).min(PAUSE_MAX);
+                }
+            }
+        }
+    }
+
+    fn is_only_holder(&self) -> bool {
+        matches!(self.origin, Origin::Store)
+    }
+
+    fn fail(&self, error: LogError, is_over: bool) {
+        let mut state = self.shared.state.lock();
+        if !state.waiters.is_empty() {
+            tracing::warn!(%error, "the object store does not take registrations or reports; they are not acknowledged");
+        }
+        if self.is_only_holder() {
+            // Their callers are told now. An end is stored later.
+            state.queue.retain(|(_, entry)| matches!(entry, Entry::Purged(_)));
+            state.recharge();
+        }
+        state.fail(&error);
+        if is_over {
+            state.clear();
+            state.ended = Some(error);
+        }
+    }
+
+    /// Waits after a failure, until somebody waits for the store.
+    async fn rest(&self, pause: Duration) {
+        tokio::select! {
+            () = self.waited_for() => {}
+            () = sleep(pause) => {}
+        }
+    }
+
+    async fn waited_for(&self) {
+        while self.shared.state.lock().waiters.is_empty() {
+            self.shared.wake.notified().await;
+        }
+    }
+
+    async fn step(&mut self) -> Result<(), LogError> {
+        if self.is_only_holder() {
+            // Whether the store has it decides what the next generation is made of.
+            self.put_pending().await?;
+        }
+        if self.is_due() {
+            self.begin().await?;
+        }
+        if self.has_garbage && self.read.strong_count() == 0 {
+            self.delete_earlier().await;
+        }
+        self.put_pending().await?;
+        if self.wait().await {
+            self.take();
+            self.put_pending().await?;
+        }
+        Ok(())
+    }
+
+    fn is_due(&self) -> bool {
+        let is_long = self.behind.objects >= OBJECTS_MAX.max(8 * self.checkpoint.objects)
+            || self.behind.bytes > BYTES_MAX.max(2 * self.checkpoint.bytes);
+        let is_old = self.begun_at.is_none_or(|at| at.elapsed() >= REFRESH);
+        is_long || is_old || self.shared.state.lock().has_overflowed
+    }
+
+    /// Waits until there is something to be stored; false if there is something else to do.
+    async fn wait(&self) -> bool {
+        let mut together = None;
+        loop {
+            let woken = self.shared.wake.notified();
+            let until = {
+                let state = self.shared.state.lock();
+                let is_urgent = !state.waiters.is_empty() || self.is_only_holder();
+                if state.has_overflowed {
+                    return false;
+                }
+                match state.queue.is_empty() {
+                    true => None,
+                    false if is_urgent || state.charge.bytes() > OBJECT_BYTES as u64 => return true,
+                    false => Some(*together.get_or_insert_with(|| Instant::now() + TOGETHER)),
+                }
+            };
+            let refresh = self.begun_at.map_or(Duration::ZERO, |at| REFRESH.saturating_sub(at.elapsed()));
+            let idle = if self.has_garbage { GARBAGE_PAUSE } else { refresh };
+            let pause = until.map_or(idle, |until| until.saturating_duration_since(Instant::now()));
+            tokio::select! {
+                biased;
+                () = woken => {}
+                () = sleep(pause) => return until.is_some(),
+            }
+        }
+    }
+
+    /// Makes an object of entries that wait.
+    fn take(&mut self) {
+        let (first, mut out) = (self.encoder.count(), BytesMut::new());
+        let (mut position, mut frames, mut taken) = (0, 0, Vec::new());
+        {
+            let mut state = self.shared.state.lock();
+            while frames < OBJECT_FRAMES
+                && out.len() < OBJECT_BYTES
+                && let Some((at, entry)) = state.queue.pop_front()
+            {
+                let before = out.len();
+                if self.encoder.encode(&entry, 0, &mut out) {
+                    frames += 1;
+                    taken.push((entry, (out.len() - before) as u64));
+                }
+                position = at;
+            }
+            state.recharge();
+        }
+        if self.is_only_holder() {
+            taken.iter().for_each(|(entry, bytes)| self.census.take(entry, *bytes));
+        }
+        if frames > 0 {
+            self.pending = Some(Pending { object: self.object(first), bytes: out.freeze(), position });
+        }
+    }
+
+    /// The object of the frames since `first`.
+    fn object(&self, first: u64) -> LogObject {
+        let frames = u32::try_from(self.encoder.count() - first).unwrap_or(u32::MAX);
+        LogObject { generation: self.generation, process: self.process, first, frames }
+    }
+
+    /// Stores the object that is pending, by the same bytes and name each time.
+    async fn put_pending(&mut self) -> Result<(), LogError> {
+        let Some(pending) = &self.pending else { return Ok(()) };
+        let _charge = self.memory.force_charge(pending.bytes.len() as u64);
+        self.objects.put(pending.object, pending.bytes.clone()).await?;
+        self.behind.objects += 1;
+        self.behind.bytes += pending.bytes.len() as u64;
+        self.parts.push(pending.object);
+        self.shared.state.lock().advance(pending.position);
+        self.pending = None;
+        Ok(())
+    }
+
+    /// Begins a generation with a checkpoint of all that lives.
+    async fn begin(&mut self) -> Result<(), LogError> {
+        let before = std::mem::take(&mut self.parts);
+        let known = self.shared.state.lock().known;
+        self.generation += 1;
+        self.attempts += 1;
+        let mut writing = Checkpoint::of(self);
+        let written = match (&self.origin, &self.found) {
+            (Origin::Disks(log), _) => writing.from_disks(&self.shared, log, self.attempts).await,
+            (Origin::Store, Some(found)) => {
+                let damage = (found.gap(), found.unknown_gap());
+                writing.from_store(found.reader(), &found.census, damage).await.map(|()| known)
+            }
+            (Origin::Store, None) => {
+                let reader = ShippedReader::new(Arc::clone(&self.objects), &self.memory, before.clone());
+                writing.from_store(reader, &self.census, (None, None)).await.map(|()| known)
+            }
+        };
+        let position = match written {
+            Ok(position) => position,
+            Err(error) => {
+                self.parts = before;
+                return Err(error);
+            }
+        };
+        (self.encoder, self.parts, self.census) = (writing.encoder, writing.parts, writing.census);
+        (self.checkpoint, self.behind) = (writing.size, Size::default());
+        (self.found, self.pending, self.begun_at) = (None, None, Some(Instant::now()));
+        self.has_garbage = true;
+        let mut state = self.shared.state.lock();
+        state.is_begun = true;
+        state.advance(position);
+        Ok(())
+    }
+
+    /// Deletes earlier generations. What is not deleted now is deleted with the next.
+    async fn delete_earlier(&mut self) {
+        let deleting = async {
+            let mut all = self.objects.list().await?;
+            all.retain(|(object, _)| object.generation < self.generation);
+            if all.is_empty() { Ok(()) } else { self.objects.delete(all).await }
+        };
+        if let Err(error) = deleting.await {
+            tracing::warn!(%error, "earlier objects of the metadata log are not deleted yet");
+        }
+        self.has_garbage = false;
+    }
+}
+
+/// A checkpoint while it is written.
+struct Checkpoint {
+    objects: Arc<dyn LogObjects>,
+    memory: Budget,
+    generation: u64,
+    process: u32,
+    encoder: Encoder,
+    first: u64,
+    out: BytesMut,
+    parts: Vec<LogObject>,
+    size: Size,
+    /// What the checkpoint says.
+    census: Census,
+}
+
+impl Checkpoint {
+    fn of(task: &Task) -> Self {
+        Self {
+            objects: Arc::clone(&task.objects),
+            memory: task.memory.clone(),
+            generation: task.generation,
+            process: task.process,
+            encoder: Encoder::new(task.generation),
+            first: 0,
+            out: BytesMut::new(),
+            parts: Vec::new(),
+            size: Size::default(),
+            census: Census::default(),
+        }
+    }
+
+    /// Writes what the disks' log has. Returns the position that it covers.
+    async fn from_disks(
+        &mut self,
+        shared: &Shared,
+        log: &MetadataLog,
+        attempt: usize,
+    ) -> Result<u64, LogError> {
+        let covered = {
+            // What waits is on the disks already.
+            let mut state = shared.state.lock();
+            state.clear();
+            state.has_overflowed = false;
+            state.end
+        };
+        let written = self.copy_from(log, attempt).await;
+        if written.is_err() {
+            shared.state.lock().has_overflowed = true;
+        }
+        written.map(|()| covered)
+    }
+
+    async fn copy_from(&mut self, log: &MetadataLog, attempt: usize) -> Result<(), LogError> {
+        let snapshot = log.snapshot().await?;
+        let Snapshot { epoch, purged, incomplete, moved, places } = &snapshot;
+        self.put(&Entry::Epoch(Box::new(epoch.clone()))).await?;
+        for (shuffle, gap) in incomplete {
+            self.put(&Entry::Incomplete(shuffle.clone(), gap.clone())).await?;
+        }
+        for shuffle in moved {
+            self.put(&Entry::Moved(shuffle.clone())).await?;
+        }
+        let source = &places.sources[attempt % places.sources.len()];
+        let mut reader = source.read(&places.directories, places.deadline);
+        while let Some(entry) = reader.next().await? {
+            tokio::task::coop::consume_budget().await;
+            if matches!(entry, Entry::Said(..)) && !is_over(purged, &entry) {
+                self.put(&entry).await?;
+            }
+        }
+        self.end().await
+    }
+
+    /// Writes what lives of the log in the store. If something of it cannot be read, all its shuffles are incomplete from now on.
+    async fn from_store(
+        &mut self,
+        mut reader: ShippedReader,
+        census: &Census,
+        (gap, unknown_gap): (Option<&str>, Option<&str>),
+    ) -> Result<(), LogError> {
+        let contents = &census.contents;
+        let next_incarnation = contents.next_incarnation;
+        let epoch = |reason: Option<&str>| {
+            let gap = reason.map(|reason| Gap { reason: reason.to_owned(), until_back: Vec::new() });
+            Entry::Epoch(Box::new(Epoch { next_incarnation, gap, ..Epoch::default() }))
+        };
+        self.put(&epoch(unknown_gap)).await?;
+        let mut replacements: Replacements = census.replacements.clone();
+        while let Some((entry, _)) = reader.next().await? {
+            let lives = match &entry {
+                Entry::Said(..) | Entry::Incomplete(..) => true,
+                Entry::Moved(shuffle) => !self.census.contents.moved.contains_key(&shuffle.number),
+                Entry::Purged(_) | Entry::Epoch(_) | Entry::Begun => false,
+            };
+            if lives && !is_over(&contents.purged, &entry) && !replacements.replace(&entry) {
+                self.put(&entry).await?;
+            }
+        }
+        if let Some(reason) = gap.map(str::to_owned).or(reader.damage) {
+            self.put(&epoch(unknown_gap.or(Some(&reason)))).await?;
+            for (key, found) in self.census.shuffles() {
+                let gap = Gap { reason: reason.clone(), until_back: Vec::new() };
+                self.put(&Entry::Incomplete(Incarnation { key, number: found.incarnation }, gap)).await?;
+            }
+        }
+        self.end().await
+    }
+
+    async fn put(&mut self, entry: &Entry) -> Result<(), LogError> {
+        let before = self.out.len();
+        if !self.encoder.encode(entry, 0, &mut self.out) {
+            return Err(LogError::told("a record of the metadata log is too long for the object store"));
+        }
+        self.census.take(entry, (self.out.len() - before) as u64);
+        let frames = self.encoder.count() - self.first;
+        if self.out.len() >= OBJECT_BYTES || frames >= OBJECT_FRAMES as u64 {
+            self.flush().await?;
+        }
+        Ok(())
+    }
+
+    async fn end(&mut self) -> Result<(), LogError> {
+        self.put(&Entry::Begun).await?;
+        self.flush().await
+    }
+
+    async fn flush(&mut self) -> Result<(), LogError> {
+        let frames = u32::try_from(self.encoder.count() - self.first).unwrap_or(u32::MAX);
+        if frames == 0 {
+            return Ok(());
+        }
+        let (generation, process, first) = (self.generation, self.process, self.first);
+        let object = LogObject { generation, process, first, frames };
+        let bytes = self.out.split().freeze();
+        let _charge = self.memory.force_charge(bytes.len() as u64);
+        self.size.objects += 1;
+        self.size.bytes += bytes.len() as u64;
+        self.objects.put(object, bytes).await?;
+        self.first = self.encoder.count();
+        self.parts.push(object);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,173 @@
+//! The log over a store in memory.
+
+use std::collections::BTreeMap;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+use super::*;
+
+/// A store whose puts fail while `fails`, and which counts them.
+#[derive(Debug, Default)]
+struct MemoryObjects {
+    all: Mutex<BTreeMap<String, Bytes>>,
+    fails: Mutex<Option<io::ErrorKind>>,
+    puts: Mutex<usize>,
+}
+
+impl LogObjects for MemoryObjects {
+    fn put(&self, object: LogObject, bytes: Bytes) -> BoxFuture<'_, Result<(), LogError>> {
+        let put = async move {
+            *self.puts.lock() += 1;
+            if let Some(kind) = *self.fails.lock() {
+                return Err(LogError::of(kind, "the test wants it so"));
+            }
+            for copy in 0..2 {
+                let before = self.all.lock().insert(object.name(copy), bytes.clone());
+                assert!(before.is_none_or(|before| before == bytes), "{} is written over", object.name(copy));
+            }
+            Ok(())
+        };
+        put.boxed()
+    }
+
+    fn get(&self, object: LogObject, copy: usize) -> BoxFuture<'_, Result<Option<Bytes>, LogError>> {
+        async move { Ok(self.all.lock().get(&object.name(copy)).cloned()) }.boxed()
+    }
+
+    fn list(&self) -> BoxFuture<'_, Result<Vec<(LogObject, usize)>, LogError>> {
+        async move { Ok(self.all.lock().keys().filter_map(|name| LogObject::parse(name)).collect()) }.boxed()
+    }
+
+    fn delete(&self, objects: Vec<(LogObject, usize)>) -> BoxFuture<'_, Result<(), LogError>> {
+        let delete = async move {
+            for (object, copy) in objects {
+                self.all.lock().remove(&object.name(copy));
+            }
+            Ok(())
+        };
+        delete.boxed()
+    }
+}
+
+struct Log {
+    objects: Arc<MemoryObjects>,
+    shipper: Shipper,
+    tasks: Tasks,
+}
+
+impl Log {
+    async fn found(objects: &Arc<MemoryObjects>) -> Arc<ShippedLog> {
+        let listed = objects.list().await.unwrap();
+        let objects = Arc::clone(objects) as Arc<dyn LogObjects>;
+        ShippedLog::read(objects, &listed, &Budget::new(u64::MAX)).await.unwrap()
+    }
+
+    /// Start number `start` of the worker.
+    async fn open(objects: &Arc<MemoryObjects>, start: u32) -> Self {
+        let found = Self::found(objects).await;
+        let (tasks, memory) = (Tasks::new(), Budget::new(u64::MAX));
+        let shared = Arc::clone(objects) as Arc<dyn LogObjects>;
+        let shipper = Shipper::open(shared, &found, start, &memory, &tasks);
+        shipper.begin();
+        Self { objects: Arc::clone(objects), shipper, tasks }
+    }
+
+    async fn append(&self, number: u64, record: &'static [u8]) -> Result<(), LogError> {
+        self.shipper.append(shuffle(number), Bytes::from_static(record), true).await
+    }
+
+    async fn end(self) -> Arc<MemoryObjects> {
+        self.tasks.cancel();
+        self.tasks.close();
+        self.tasks.drained().await;
+        self.objects
+    }
+}
+
+fn shuffle(number: u64) -> Incarnation {
+    Incarnation { key: ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1)), number }
+}
+
+async fn records(found: &ShippedLog) -> Vec<Bytes> {
+    let all = found.shuffles().values().map(|it| it.incarnation).collect();
+    let (mut reader, mut records) = (found.records(&all), Vec::new());
+    while let Some((_, record)) = reader.next().await.unwrap() {
+        records.push(record);
+    }
+    records
+}
+
+#[tokio::test(start_paused = true)]
+async fn records_of_each_start_are_found_by_the_next() {
+    let mut objects = Arc::new(MemoryObjects::default());
+    for start in 1..5 {
+        let log = Log::open(&objects, start).await;
+        log.append(7, b"record").await.unwrap();
+        objects = log.end().await;
+        let found = Log::found(&objects).await;
+        assert_eq!((records(&found).await.len(), found.gap()), (start as usize, None));
+        assert_eq!(found.last_start(), start);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_record_is_not_acknowledged_and_later_ones_are() {
+    let log = Log::open(&Arc::default(), 1).await;
+    log.append(7, b"first").await.unwrap();
+    *log.objects.fails.lock() = Some(io::ErrorKind::TimedOut);
+    log.append(7, b"second").await.unwrap_err();
+    log.append(7, b"third").await.unwrap_err();
+    let end = log.shipper.purge(shuffle(6));
+    log.shipper.known(end).await.unwrap_err();
+    *log.objects.fails.lock() = None;
+    log.append(7, b"fourth").await.unwrap();
+    assert!(log.shipper.knows(end), "an end is stored later");
+    let found = Log::found(&log.end().await).await;
+    // The second was on its way; the third was dropped when its caller was told.
+    assert_eq!(records(&found).await, ["first", "second", "fourth"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn position_is_known_once_every_record_before_it_is() {
+    let log = Log::open(&Arc::default(), 1).await;
+    let early = log.shipper.known(0);
+    early.await.unwrap();
+    assert!(log.shipper.is_begun(), "a position is known in a generation of this process");
+    *log.objects.fails.lock() = Some(io::ErrorKind::TimedOut);
+    let end = log.shipper.purge(shuffle(1));
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(!log.shipper.knows(end));
+    *log.objects.fails.lock() = None;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(log.shipper.knows(end));
+}
+
+#[tokio::test(start_paused = true)]
+async fn log_is_bounded_and_rewritten_regularly() {
+    let log = Log::open(&Arc::default(), 1).await;
+    for number in 0..u64::from(OBJECTS_MAX as u32) + 100 {
+        log.append(number, b"registration").await.unwrap();
+        log.shipper.purge(shuffle(number));
+    }
+    let objects = log.objects.all.lock().len();
+    assert!(objects < 2 * OBJECTS_MAX as usize, "{objects} objects");
+    tokio::time::sleep(REFRESH + Duration::from_secs(60)).await;
+    assert_eq!(log.objects.all.lock().len(), 2, "a checkpoint of nothing, twice");
+    let puts = *log.objects.puts.lock();
+    tokio::time::sleep(REFRESH * 3).await;
+    assert_eq!(*log.objects.puts.lock(), puts + 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn process_that_lost_its_prefix_stores_nothing_more() {
+    let log = Log::open(&Arc::default(), 1).await;
+    log.append(7, b"first").await.unwrap();
+    *log.objects.fails.lock() = Some(io::ErrorKind::ResourceBusy);
+    log.append(7, b"second").await.unwrap_err();
+    *log.objects.fails.lock() = None;
+    let puts = *log.objects.puts.lock();
+    log.append(7, b"third").await.unwrap_err();
+    assert_eq!(*log.objects.puts.lock(), puts);
+}

@@ -1,0 +1,416 @@
+//! The metadata log as it is found in an object store.
+//!
+//! The newest generation with a whole checkpoint counts. Records are missing if objects of it are; a start then proves nothing by it.
+//! A generation whose checkpoint ends before its last record was interrupted and is skipped. Objects are read in order, a bounded number
+//! ahead, and their bytes are charged.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::stream::{self, BoxStream, StreamExt as _};
+
+use super::contents::Contents;
+use super::frame::{Entry, Epoch, Frame, Incarnation};
+use super::objects::{LogObject, LogObjects, OBJECT_COPIES};
+use super::proof::StoreSeen;
+use super::record::Record;
+use super::take_over::FoundShuffle;
+use super::writer::LogError;
+use crate::budget::{Budget, Charge};
+use uniffle_wire::types::ShuffleKey;
+
+/// Objects that are requested at a time.
+const AT_ONCE: usize = 16;
+
+/// The log in the store when this process starts.
+pub struct ShippedLog {
+    objects: Arc<dyn LogObjects>,
+    memory: Budget,
+    /// Objects that are read, in order.
+    parts: Vec<LogObject>,
+    /// The newest epoch of the disks that is known there; the default if there were no disks.
+    pub(super) epoch: Epoch,
+    /// Why records may be missing.
+    gap: Option<String>,
+    pub(super) census: Census,
+    /// The greatest generation of any object.
+    generation: u64,
+}
+
+impl fmt::Debug for ShippedLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ShippedLog")
+            .field("parts", &self.parts.len())
+            .field("gap", &self.gap)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Living shuffles of a log.
+#[derive(Debug, Default)]
+pub(super) struct Census {
+    pub(super) contents: Contents,
+    heard: HashMap<u64, ShuffleKey>,
+    pub(super) replacements: Replacements,
+}
+
+impl Census {
+    /// Takes an entry that has `bytes` bytes, in any order.
+    pub(super) fn take(&mut self, entry: &Entry, bytes: u64) {
+        self.contents.took(entry, bytes);
+        self.replacements.count(entry);
+        match entry {
+            Entry::Said(shuffle, _) => drop(self.heard.entry(shuffle.number).or_insert(shuffle.key.clone())),
+            Entry::Purged(shuffle) => drop(self.heard.remove(&shuffle.number)),
+            Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => {}
+        }
+    }
+
+    /// Returns the latest living registration of each shuffle.
+    pub(super) fn shuffles(&self) -> BTreeMap<ShuffleKey, FoundShuffle> {
+        let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
+        let lives = |number: &u64| !self.contents.is_purged(*number);
+        for (number, key) in self.heard.iter().filter(|(number, _)| lives(number)) {
+            let found = shuffles.entry(key.clone()).or_default();
+            found.incarnation = found.incarnation.max(*number);
+        }
+        for found in shuffles.values_mut() {
+            let gap = self.contents.incomplete.get(&found.incarnation);
+            found.incomplete = gap.map(|(_, gap)| gap.reason.clone());
+            found.is_moved = self.contents.moved.contains_key(&found.incarnation);
+        }
+        shuffles
+    }
+}
+
+/// Number of registrations of each shuffle that replace those before them.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Replacements(HashMap<u64, u32>);
+
+impl Replacements {
+    pub(super) fn count(&mut self, entry: &Entry) {
+        match entry {
+            Entry::Said(shuffle, record) if Record::replaces_registrations(record) => {
+                *self.0.entry(shuffle.number).or_default() += 1;
+            }
+            Entry::Purged(shuffle) => drop(self.0.remove(&shuffle.number)),
+            Entry::Said(..) | Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => {}
+        }
+    }
+
+    /// Returns whether a later registration replaces this entry. To be asked of each entry in order.
+    pub(super) fn replace(&mut self, entry: &Entry) -> bool {
+        let Entry::Said(shuffle, record) = entry else { return false };
+        let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
+            return false;
+        };
+        *left = left.saturating_sub(u32::from(Record::replaces_registrations(record)));
+        *left > 0
+    }
+}
+
+/// A generation as a list shows it.
+struct Generation {
+    parts: Vec<LogObject>,
+    /// Why objects in its middle are missing.
+    hole: Option<String>,
+}
+
+impl ShippedLog {
+    /// Reads the log of which the store has `listed` objects.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses.
+    pub async fn read(
+        objects: Arc<dyn LogObjects>,
+        listed: &[(LogObject, usize)],
+        memory: &Budget,
+    ) -> Result<Arc<Self>, LogError> {
+        let names: BTreeSet<LogObject> = listed.iter().map(|(object, _)| *object).collect();
+        let generation = names.last().map_or(0, |object| object.generation);
+        let mut log = Self {
+            objects,
+            memory: memory.clone(),
+            parts: Vec::new(),
+            epoch: Epoch::default(),
+            gap: None,
+            census: Census::default(),
+            generation,
+        };
+        let mut skipped = Vec::new();
+        for Generation { parts, hole } in generations(&names).into_iter().rev() {
+            let (mut census, mut epoch, mut is_begun) = (Census::default(), Epoch::default(), false);
+            let mut reader = log.reader_of(parts.clone());
+            while let Some((entry, bytes)) = reader.next().await? {
+                census.take(&entry, bytes);
+                match entry {
+                    Entry::Epoch(newest) => epoch = *newest,
+                    Entry::Begun => is_begun = true,
+                    Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Moved(_) => {}
+                }
+            }
+            let damage = hole.or(reader.damage);
+            log.gap = log.gap.take().or(damage.clone());
+            if is_begun {
+                (log.parts, log.epoch, log.census) = (parts, epoch, census);
+                // What a damaged later one has is read, too: nothing is proven by it.
+                log.add_skipped(skipped).await?;
+                log.keep_latest();
+                return Ok(Arc::new(log));
+            }
+            if damage.is_some() {
+                skipped.push(parts);
+            }
+        }
+        if !names.is_empty() {
+            let lost = || "the last checkpoint of the metadata log in the object store is lost".to_owned();
+            log.gap.get_or_insert_with(lost);
+            log.add_skipped(skipped).await?;
+            log.keep_latest();
+        }
+        Ok(Arc::new(log))
+    }
+
+    /// A registration that a later one of its shuffle has replaced is over.
+    fn keep_latest(&mut self) {
+        let kept: Treemap = self.census.shuffles().values().map(|found| found.incarnation).collect();
+        self.census.contents.keep(&kept);
+    }
+
+    async fn add_skipped(&mut self, skipped: Vec<Vec<LogObject>>) -> Result<(), LogError> {
+        for parts in skipped.into_iter().rev() {
+            let mut reader = self.reader_of(parts.clone());
+            while let Some((entry, bytes)) = reader.next().await? {
+                self.census.take(&entry, bytes);
+                if let Entry::Epoch(newest) = entry {
+                    self.epoch = *newest;
+                }
+            }
+            self.parts.extend(parts);
+        }
+        Ok(())
+    }
+
+    pub(super) fn seen(&self) -> StoreSeen<'_> {
+        StoreSeen { epoch: &self.epoch, gap: self.gap() }
+    }
+
+    /// Returns the living shuffles.
+    #[must_use]
+    pub fn shuffles(&self) -> BTreeMap<ShuffleKey, FoundShuffle> {
+        self.census.shuffles()
+    }
+
+    /// Returns whether a registration is over, or a later one of its shuffle is in the log.
+    #[must_use]
+    pub fn is_over(&self, shuffle: &Incarnation) -> bool {
+        let latest = self.census.shuffles().get(&shuffle.key).map_or(0, |found| found.incarnation);
+        latest > shuffle.number || self.census.contents.is_purged(shuffle.number)
+    }
+
+    /// Returns whether the log has records of a living registration.
+    #[must_use]
+    pub fn knows(&self, shuffle: &Incarnation) -> bool {
+        self.census.shuffles().get(&shuffle.key).is_some_and(|found| found.incarnation == shuffle.number)
+    }
+
+    /// Returns whether it has living shuffles, or may have had.
+    pub(super) fn says_anything(&self) -> bool {
+        self.gap.is_some() || !self.shuffles().is_empty()
+    }
+
+    /// Returns why records may be missing.
+    #[must_use]
+    pub fn gap(&self) -> Option<&str> {
+        self.gap.as_deref()
+    }
+
+    /// Returns whether registrations may be missing, also because of what an earlier start found.
+    #[must_use]
+    pub fn may_lack_registrations(&self) -> bool {
+        self.gap.is_some() || self.epoch.gap.is_some()
+    }
+
+    /// Returns why there may be shuffles that are not known, for this reason or one of an earlier start.
+    #[must_use]
+    pub fn unknown_gap(&self) -> Option<&str> {
+        let earlier = self.epoch.gap.as_ref().filter(|_| !self.shuffles().is_empty());
+        self.gap().or(earlier.map(|gap| gap.reason.as_str()))
+    }
+
+    /// Returns a number that is greater than any incarnation in the log.
+    #[must_use]
+    pub fn next_incarnation(&self) -> u64 {
+        self.census.contents.next_incarnation.max(self.epoch.next_incarnation)
+    }
+
+    /// Returns whether local disks have had records of the log.
+    #[must_use]
+    pub fn had_disks(&self) -> bool {
+        !self.epoch.members.is_empty()
+    }
+
+    /// Returns the number of the start that wrote the newest object.
+    #[must_use]
+    pub fn last_start(&self) -> u32 {
+        u32::try_from(self.generation >> 32).unwrap_or(u32::MAX)
+    }
+
+    /// Returns a reader of the records of registrations.
+    #[must_use]
+    pub fn records<'a>(&self, of: &'a Treemap) -> ShippedRecords<'a> {
+        ShippedRecords { reader: self.reader(), of }
+    }
+
+    /// Returns a reader of all entries.
+    pub(super) fn reader(&self) -> ShippedReader {
+        self.reader_of(self.parts.clone())
+    }
+
+    fn reader_of(&self, parts: Vec<LogObject>) -> ShippedReader {
+        ShippedReader::new(Arc::clone(&self.objects), &self.memory, parts)
+    }
+}
+
+/// Returns the generations of a list of objects, oldest first.
+fn generations(names: &BTreeSet<LogObject>) -> Vec<Generation> {
+    let mut all: Vec<Generation> = Vec::new();
+    for object in names {
+        let current = all.last().and_then(|generation| generation.parts.last());
+        let is_new = current.is_none_or(|last| !last.is_beside(object));
+        let expected = current.filter(|_| !is_new).map_or(0, |last| last.first + u64::from(last.frames));
+        if is_new {
+            all.push(Generation { parts: Vec::new(), hole: None });
+        }
+        let Some(generation) = all.last_mut() else { continue };
+        if object.first != expected {
+            let hole = || {
+                format!(
+                    "records {expected} to {} of the metadata log in the object store are missing",
+                    object.first.saturating_sub(1)
+                )
+            };
+            generation.hole.get_or_insert_with(hole);
+        }
+        generation.parts.push(*object);
+    }
+    all
+}
+
+/// Reads the records of some registrations in order.
+pub struct ShippedRecords<'a> {
+    reader: ShippedReader,
+    of: &'a Treemap,
+}
+
+impl fmt::Debug for ShippedRecords<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ShippedRecords").finish_non_exhaustive()
+    }
+}
+
+impl ShippedRecords<'_> {
+    /// Returns the next record with its shuffle; none at the end.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses.
+    pub async fn next(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
+        while let Some((entry, _)) = self.reader.next().await? {
+            if let Entry::Said(shuffle, record) = entry
+                && self.of.contains(shuffle.number)
+            {
+                return Ok(Some((shuffle.key, record)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+type Fetched = (LogObject, Result<Vec<(Frame, u64)>, String>, Charge);
+
+/// Reads entries of the log in order.
+pub(super) struct ShippedReader {
+    fetched: BoxStream<'static, Result<Fetched, LogError>>,
+    current: std::vec::IntoIter<(Frame, u64)>,
+    _charge: Option<Charge>,
+    /// The last object, and the checksum of its last frame.
+    last: Option<(LogObject, u32)>,
+    /// Why an object cannot be read.
+    pub(super) damage: Option<String>,
+}
+
+impl ShippedReader {
+    pub(super) fn new(objects: Arc<dyn LogObjects>, memory: &Budget, parts: Vec<LogObject>) -> Self {
+        let memory = memory.clone();
+        let fetches =
+            parts.into_iter().map(move |object| fetch(Arc::clone(&objects), memory.clone(), object));
+        Self {
+            fetched: stream::iter(fetches).buffered(AT_ONCE).boxed(),
+            current: Vec::new().into_iter(),
+            _charge: None,
+            last: None,
+            damage: None,
+        }
+    }
+
+    /// Returns the next entry with the bytes of its frame; none at the end.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses.
+    pub(super) async fn next(&mut self) -> Result<Option<(Entry, u64)>, LogError> {
+        loop {
+            if let Some((frame, bytes)) = self.current.next() {
+                return Ok(Some((frame.entry, bytes)));
+            }
+            // Thousands of records are in memory between two requests.
+            tokio::task::coop::consume_budget().await;
+            let Some(fetched) = self.fetched.next().await else { return Ok(None) };
+            let (object, frames, charge) = fetched?;
+            match frames {
+                Ok(frames) => self.enter(object, frames, charge),
+                Err(damage) => drop(self.damage.get_or_insert(damage)),
+            }
+        }
+    }
+
+    fn enter(&mut self, object: LogObject, frames: Vec<(Frame, u64)>, charge: Charge) {
+        let (first, last) = (frames.first(), frames.last());
+        let previous = first.map_or(0, |(frame, _)| frame.previous);
+        let follows = match self.last.filter(|(before, _)| before.is_beside(&object)) {
+            Some((before, crc)) => object.first != before.first + u64::from(before.frames) || previous == crc,
+            None => true,
+        };
+        if !follows {
+            let damage =
+                || format!("object {} of the metadata log does not follow the one before", object.name(0));
+            self.damage.get_or_insert_with(damage);
+        }
+        self.last = last.map(|(frame, _)| (object, frame.crc));
+        (self.current, self._charge) = (frames.into_iter(), Some(charge));
+    }
+}
+
+/// Reads one object: the first copy that is whole.
+async fn fetch(objects: Arc<dyn LogObjects>, memory: Budget, object: LogObject) -> Result<Fetched, LogError> {
+    let mut damage = format!("object {} of the metadata log is missing", object.name(0));
+    for copy in 0..OBJECT_COPIES {
+        let Some(bytes) = objects.get(object, copy).await? else { continue };
+        let charge = memory.force_charge(bytes.len() as u64);
+        match object.decode(&bytes) {
+            Ok(frames) => return Ok((object, Ok(frames), charge)),
+            Err(why) => {
+                damage = format!("object {} of the metadata log is damaged: {why}", object.name(copy));
+                tracing::error!("{damage}");
+            }
+        }
+    }
+    Ok((object, Err(damage), memory.nothing()))
+}
+
+/// Incarnations that are over.
+pub(super) fn is_over(purged: &Treemap, entry: &Entry) -> bool {
+    entry.shuffle().is_some_and(|shuffle| purged.contains(shuffle.number))
+}

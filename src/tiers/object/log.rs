@@ -1,0 +1,121 @@
+//! The metadata log's objects in the store (`durability::objects`): requests, and what their errors mean.
+
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join_all};
+use futures::stream::{self, StreamExt as _, TryStreamExt as _};
+use object_store::{Error, ObjectStore as _, ObjectStoreExt as _};
+
+use super::condition::failed;
+use super::core::Core;
+use super::layout::{Name, log_key, log_prefix, parse_key, path_of};
+use crate::durability::{LogError, LogObject, LogObjects, OBJECT_COPIES};
+use crate::tiers::{StoreError, StoreErrorKind};
+
+/// Objects below a worker's prefix.
+#[derive(Debug)]
+pub(super) struct StoredLog(pub(super) Arc<Core>);
+
+impl StoredLog {
+    async fn put_one(&self, object: LogObject, copy: usize, bytes: Bytes) -> Result<(), StoreError> {
+        let core = &self.0;
+        let key = log_key(&core.settings.root, object, copy);
+        let put = core.store.put(&path_of(&key), bytes.into()).await;
+        core.noted(&key, put)?;
+        core.metrics.pages.inc();
+        Ok(())
+    }
+
+    async fn put_all(&self, object: LogObject, bytes: Bytes) -> Result<(), StoreError> {
+        let core = &self.0;
+        if core.has_lost_claim() {
+            return core.require_claim().await;
+        }
+        let puts = (0..OBJECT_COPIES).map(|copy| self.put_one(object, copy, bytes.clone()));
+        join_all(puts.collect::<Vec<_>>()).await.into_iter().collect::<Result<Vec<()>, _>>()?;
+        core.require_claim().await
+    }
+
+    async fn get_one(&self, object: LogObject, copy: usize) -> Result<Option<Bytes>, StoreError> {
+        let core = &self.0;
+        let key = log_key(&core.settings.root, object, copy);
+        let answer = async { core.store.get(&path_of(&key)).await?.bytes().await };
+        match core.noted(&key, answer.await) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind == StoreErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn list_all(&self) -> Result<Vec<(LogObject, usize)>, StoreError> {
+        let (core, mut all) = (&self.0, Vec::new());
+        let prefix = log_prefix(&core.settings.root);
+        let mut listed = core.store.list(Some(&path_of(&prefix)));
+        while let Some(object) = core.noted(&prefix, listed.try_next().await)? {
+            match parse_key(&core.settings.root, object.location.as_ref()) {
+                Some(Name::Log(object, copy)) => all.push((object, copy)),
+                Some(Name::Segment(..)) | None => {}
+            }
+        }
+        Ok(all)
+    }
+
+    async fn delete_all(&self, objects: Vec<(LogObject, usize)>) -> Result<(), StoreError> {
+        let core = &self.0;
+        core.require_claim().await?;
+        let root = core.settings.root.clone();
+        let paths = objects.into_iter().map(move |(object, copy)| Ok(path_of(&log_key(&root, object, copy))));
+        let mut deleted = core.store.delete_stream(stream::iter(paths).boxed());
+        while let Some(answer) = deleted.next().await {
+            match answer {
+                Err(Error::NotFound { .. }) => {}
+                Ok(_) => {}
+                // What is not deleted is in nobody's way.
+                Err(error) => return Err(failed(&core.settings.root, &error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LogObjects for StoredLog {
+    fn put(&self, object: LogObject, bytes: Bytes) -> BoxFuture<'_, Result<(), LogError>> {
+        self.put_all(object, bytes).map(|put| put.map_err(|error| to_log(&error))).boxed()
+    }
+
+    fn get(&self, object: LogObject, copy: usize) -> BoxFuture<'_, Result<Option<Bytes>, LogError>> {
+        self.get_one(object, copy).map(|got| got.map_err(|error| to_log(&error))).boxed()
+    }
+
+    fn list(&self) -> BoxFuture<'_, Result<Vec<(LogObject, usize)>, LogError>> {
+        self.list_all().map(|listed| listed.map_err(|error| to_log(&error))).boxed()
+    }
+
+    fn delete(&self, objects: Vec<(LogObject, usize)>) -> BoxFuture<'_, Result<(), LogError>> {
+        self.delete_all(objects).map(|deleted| deleted.map_err(|error| to_log(&error))).boxed()
+    }
+}
+
+/// Kinds of errors that the log passes on.
+const KINDS: [(StoreErrorKind, io::ErrorKind); 5] = [
+    (StoreErrorKind::Unreachable, io::ErrorKind::TimedOut),
+    (StoreErrorKind::InUse, io::ErrorKind::ResourceBusy),
+    (StoreErrorKind::Denied, io::ErrorKind::PermissionDenied),
+    (StoreErrorKind::NoSpace, io::ErrorKind::StorageFull),
+    (StoreErrorKind::InvalidBatch, io::ErrorKind::InvalidInput),
+];
+
+fn to_log(error: &StoreError) -> LogError {
+    let kind = KINDS.iter().find(|(kind, _)| *kind == error.kind);
+    LogError::of(kind.map_or(io::ErrorKind::Other, |(_, kind)| *kind), &error.to_string())
+}
+
+/// Returns an error of the log as the tier's.
+pub(super) fn from_log(error: &LogError, of: impl AsRef<std::path::Path>) -> StoreError {
+    let kind = KINDS.iter().find(|(_, kind)| *kind == error.kind);
+    let kind = kind.map_or(StoreErrorKind::Unhealthy, |(kind, _)| *kind);
+    StoreError::remote(kind, of, error.to_string())
+}
