@@ -18,6 +18,17 @@ struct Living {
     registrations: u64,
 }
 
+/// A living shuffle, as a start finds it in the log.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FoundShuffle {
+    /// Incarnation.
+    pub incarnation: u64,
+    /// Reason why records may be missing.
+    pub incomplete: Option<String>,
+    /// Its records are acknowledged once the object store has them.
+    pub is_moved: bool,
+}
+
 /// Bytes of living shuffles in one copy of the log, by incarnation. Clones share them.
 #[derive(Debug, Default, Clone)]
 pub(super) struct LogShares(Arc<Mutex<HashMap<u64, Living>>>);

@@ -19,6 +19,8 @@ use serde::{Deserialize, Serialize};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uuid::Uuid;
 
+/// Directory of the log in a data directory.
+pub const METADATA: &str = "uniffle-worker.metadata";
 /// First bytes of a frame.
 pub const MAGIC: [u8; 4] = *b"UWML";
 /// First bytes of a mark.

@@ -16,11 +16,12 @@ use rand::RngExt as _;
 use uuid::Uuid;
 
 use super::contents::Replacing;
+use super::error::LogError;
 use super::frame::{Encoder, Entry, Epoch, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::proof::members_after;
 use super::read::{Directory, MEMBERS, METADATA, Source, copy_directory, copy_file, generation_of, within};
 use super::record::Record;
-use super::writer::{Copy, LogError, Writer};
+use super::writer::{Copy, Writer};
 use uniffle_io::{File, Lane, WriteOpen};
 
 /// Copies of the log.

@@ -7,17 +7,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
+use futures::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::LogShares;
+use super::error::LogError;
 use super::frame::{Entry, Gap, Incarnation};
 use super::generation::COPIES;
 use super::hand_off::HandOff;
-use super::read::{Directory, Survey};
-use super::ship::Shipper;
+use super::read::{Directory, Snapshot, Survey};
+use super::ship::{CheckpointSource, Shipper};
 use super::shipped::ShippedLog;
 use super::take_over::Found;
-use super::writer::{Deadlines, LogError, Request, Snapshot, Told, Writer};
+use super::writer::{Deadlines, Request, Told, Writer};
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
 
@@ -161,7 +163,12 @@ impl MetadataLog {
     ///
     /// # Errors
     /// The log cannot be written now.
-    pub(super) async fn snapshot(&self) -> Result<Snapshot, LogError> {
+    /// Begins to copy the log to an object store.
+    pub fn ship_by(&self, shipper: &Shipper) {
+        shipper.begin_from_disks(Arc::new(self.clone()));
+    }
+
+    async fn read_snapshot(&self) -> Result<Snapshot, LogError> {
         let (done, answer) = oneshot::channel();
         let ended = || LogError::told("the worker ends");
         self.requests.send(Request::Snapshot(done)).await.map_err(|_| ended())?;
@@ -223,5 +230,15 @@ impl Said {
             self.told = None;
         }
         next
+    }
+}
+
+impl CheckpointSource for MetadataLog {
+    fn begun(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.begun())
+    }
+
+    fn snapshot(&self) -> BoxFuture<'_, Result<Snapshot, LogError>> {
+        Box::pin(self.read_snapshot())
     }
 }

@@ -25,6 +25,7 @@
 //! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
 
 mod contents;
+mod error;
 pub mod frame;
 mod generation;
 mod hand_off;
@@ -53,6 +54,8 @@ mod shuffle_ledger;
 mod take_over;
 mod writer;
 
+pub use self::contents::FoundShuffle;
+pub use self::error::LogError;
 pub use self::frame::{Epoch, Incarnation, Member};
 pub use self::hand_off::HandOff;
 pub use self::id_run::{IdRun, RUN_WINDOW_BYTES, RunWriter, runs_to_merge};
@@ -70,5 +73,5 @@ pub use self::scratch::Scratch;
 pub use self::ship::{REFRESH, Shipper};
 pub use self::shipped::ShippedLog;
 pub use self::shuffle_ledger::ShuffleLedger;
-pub use self::take_over::{Found, FoundShuffle};
-pub use self::writer::{Deadlines, LogError};
+pub use self::take_over::Found;
+pub use self::writer::Deadlines;

@@ -9,8 +9,8 @@ use std::fmt;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 
+use super::error::LogError;
 use super::frame::{self, Frame};
-use super::writer::LogError;
 
 /// Copies of each object.
 pub const OBJECT_COPIES: usize = 2;

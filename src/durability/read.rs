@@ -16,6 +16,7 @@ use futures::future::join_all;
 use rustix::io::Errno;
 use uuid::Uuid;
 
+pub use super::frame::METADATA;
 use super::frame::{self, Entry, Epoch, Frame, Gap, Incarnation};
 use super::hand_off::HandOff;
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
@@ -31,8 +32,6 @@ pub(super) struct Places {
     pub(super) deadline: Duration,
 }
 
-/// Directory of the log in a data directory.
-pub const METADATA: &str = "uniffle-worker.metadata";
 /// The list of data directories.
 pub(super) const MEMBERS: &str = "members";
 /// The file of a copy, in a directory of its own, so that it gets its name and loses it at once.
@@ -476,6 +475,16 @@ pub(super) struct Part {
     pub(super) frames: u64,
     /// The open file, if this process writes it: it can be read when its name is gone.
     pub(super) file: Option<Arc<dyn File>>,
+}
+
+/// The log at a moment: where it can be read, and which of its shuffles live.
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    pub(super) places: Places,
+    pub(super) epoch: Epoch,
+    pub(super) purged: Treemap,
+    pub(super) incomplete: Vec<(Incarnation, Gap)>,
+    pub(super) moved: Vec<Incarnation>,
 }
 
 /// Where the present contents of the log can be read.

@@ -7,20 +7,22 @@
 //! Without local disks the store is the only holder of the log: entries that cannot be stored are dropped and their callers told.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::io;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use rand::RngExt as _;
 use tokio::sync::{Notify, oneshot};
 
+use super::error::LogError;
 use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, PAYLOAD_BYTES_MAX};
-use super::log::MetadataLog;
 use super::objects::{LogObject, LogObjects};
+use super::read::Snapshot;
 use super::shipped::{Census, Replacements, ShippedLog, ShippedReader, is_over};
-use super::writer::{LogError, Snapshot};
 use crate::budget::{Budget, Charge};
 use crate::clock::{Instant, sleep};
 use crate::runtime::Tasks;
@@ -46,10 +48,19 @@ const PAUSE_MAX: Duration = Duration::from_secs(15);
 /// Pause until it is looked again whether an earlier generation is still read.
 const GARBAGE_PAUSE: Duration = Duration::from_secs(30);
 
+/// The log on the disks, of which a checkpoint for the store is made.
+pub(super) trait CheckpointSource: fmt::Debug + Send + Sync {
+    /// Waits until the log has begun a generation on the disks, or has failed to.
+    fn begun(&self) -> BoxFuture<'_, ()>;
+
+    /// Returns where the log can be read now, and which of its shuffles live.
+    fn snapshot(&self) -> BoxFuture<'_, Result<Snapshot, LogError>>;
+}
+
 /// Holder of the log that a checkpoint is made of.
 #[derive(Debug)]
 enum Origin {
-    Disks(MetadataLog),
+    Disks(Arc<dyn CheckpointSource>),
     Store,
 }
 
@@ -139,7 +150,7 @@ fn bytes_of(entry: &Entry) -> u64 {
 
 impl Shipper {
     /// Opens the log for start number `start` of the worker, behind what was found. Nothing is stored before
-    /// [`begin_from_disks`](Self::begin_from_disks) or [`begin`](Self::begin).
+    /// [`begin`](Self::begin) or `MetadataLog::ship_by`.
     #[must_use]
     pub fn open(
         objects: Arc<dyn LogObjects>,
@@ -179,7 +190,7 @@ impl Shipper {
     }
 
     /// Begins to store what the disks' log has.
-    pub fn begin_from_disks(&self, log: MetadataLog) {
+    pub(super) fn begin_from_disks(&self, log: Arc<dyn CheckpointSource>) {
         self.begin_from(Origin::Disks(log));
     }
 
@@ -534,14 +545,14 @@ impl Task {
         self.attempts += 1;
         let mut writing = Checkpoint::of(self);
         let written = match (&self.origin, &self.found) {
-            (Origin::Disks(log), _) => writing.from_disks(&self.shared, log, self.attempts).await,
+            (Origin::Disks(log), _) => writing.copy_disks(&self.shared, &**log, self.attempts).await,
             (Origin::Store, Some(found)) => {
                 let damage = (found.gap(), found.unknown_gap());
-                writing.from_store(found.reader(), &found.census, damage).await.map(|()| known)
+                writing.copy_store(found.reader(), &found.census, damage).await.map(|()| known)
             }
             (Origin::Store, None) => {
                 let reader = ShippedReader::new(Arc::clone(&self.objects), &self.memory, before.clone());
-                writing.from_store(reader, &self.census, (None, None)).await.map(|()| known)
+                writing.copy_store(reader, &self.census, (None, None)).await.map(|()| known)
             }
         };
         let position = match written {
@@ -607,10 +618,10 @@ impl Checkpoint {
     }
 
     /// Writes what the disks' log has. Returns the position that it covers.
-    async fn from_disks(
+    async fn copy_disks(
         &mut self,
         shared: &Shared,
-        log: &MetadataLog,
+        log: &dyn CheckpointSource,
         attempt: usize,
     ) -> Result<u64, LogError> {
         let covered = {
@@ -627,7 +638,7 @@ impl Checkpoint {
         written.map(|()| covered)
     }
 
-    async fn copy_from(&mut self, log: &MetadataLog, attempt: usize) -> Result<(), LogError> {
+    async fn copy_from(&mut self, log: &dyn CheckpointSource, attempt: usize) -> Result<(), LogError> {
         let snapshot = log.snapshot().await?;
         let Snapshot { epoch, purged, incomplete, moved, places } = &snapshot;
         self.put(&Entry::Epoch(Box::new(epoch.clone()))).await?;
@@ -649,7 +660,7 @@ impl Checkpoint {
     }
 
     /// Writes what lives of the log in the store. If something of it cannot be read, all its shuffles are incomplete from now on.
-    async fn from_store(
+    async fn copy_store(
         &mut self,
         mut reader: ShippedReader,
         census: &Census,

@@ -12,13 +12,13 @@ use bytes::Bytes;
 use croaring::Treemap;
 use futures::stream::{self, BoxStream, StreamExt as _};
 
-use super::contents::Contents;
+use super::contents::{Contents, FoundShuffle};
+use super::error::LogError;
 use super::frame::{Entry, Epoch, Frame, Incarnation};
 use super::objects::{LogObject, LogObjects, OBJECT_COPIES};
 use super::proof::StoreSeen;
 use super::record::Record;
-use super::take_over::FoundShuffle;
-use super::writer::LogError;
+
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::ShuffleKey;
 

@@ -10,23 +10,14 @@ use croaring::Treemap;
 use tokio::sync::mpsc;
 use uuid::Uuid;
 
+use super::contents::FoundShuffle;
+use super::error::LogError;
 use super::frame::{Entry, Gap, Incarnation, Member};
 use super::proof::Judgement;
 use super::read::{Directory, METADATA, Source, Survey};
 use super::shipped::ShippedLog;
-use super::writer::{Deadlines, LogError, Told, Writer};
+use super::writer::{Deadlines, Told, Writer};
 use uniffle_wire::types::ShuffleKey;
-
-/// What was found of a shuffle.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct FoundShuffle {
-    /// Its incarnation.
-    pub incarnation: u64,
-    /// Why something that it said may be missing.
-    pub incomplete: Option<String>,
-    /// Its records are acknowledged once the object store has them.
-    pub is_moved: bool,
-}
 
 /// What an earlier process left.
 #[derive(Debug, Default)]

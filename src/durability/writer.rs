@@ -11,16 +11,16 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use croaring::Treemap;
 use futures::future::join_all;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::Contents;
-use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation};
+use super::error::LogError;
+use super::frame::{Encoder, Entry, Epoch};
 use super::hand_off::HandOff;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
-use super::read::{Directory, MEMBERS, METADATA, Part, Places, Source, within};
+use super::read::{Directory, MEMBERS, METADATA, Part, Places, Snapshot, Source, within};
 use super::resumable::Resumable;
 use super::ship::Shipper;
 use super::shipped::ShippedLog;
@@ -47,35 +47,6 @@ pub struct Deadlines {
     pub name: Duration,
 }
 
-/// Why nothing was written.
-#[derive(Debug, Clone, thiserror::Error)]
-#[error("{text}")]
-pub struct LogError {
-    /// Directory or file concerned.
-    pub path: PathBuf,
-    /// What kind of failure it was.
-    pub kind: io::ErrorKind,
-    text: String,
-}
-
-impl LogError {
-    pub(super) fn new(path: impl AsRef<Path>, error: &io::Error) -> Self {
-        Self { path: path.as_ref().to_path_buf(), kind: error.kind(), text: error.to_string() }
-    }
-
-    /// Returns an error of the object store's part of the log.
-    #[must_use]
-    pub fn of(kind: io::ErrorKind, text: &str) -> Self {
-        Self { path: METADATA.into(), kind, text: text.to_owned() }
-    }
-
-    /// Records cannot be had, for this reason.
-    #[must_use]
-    pub fn told(text: &str) -> Self {
-        Self { path: METADATA.into(), kind: io::ErrorKind::Other, text: text.to_owned() }
-    }
-}
-
 /// What is told of what shuffles said; none is the end.
 pub(super) type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
@@ -92,22 +63,6 @@ pub(super) enum Request {
     Snapshot(oneshot::Sender<Result<Snapshot, LogError>>),
     /// Tell what living shuffles said.
     Tell(mpsc::Sender<Told>),
-}
-
-/// The log at a moment.
-#[derive(Debug)]
-pub(super) struct Snapshot {
-    pub(super) places: Places,
-    pub(super) epoch: Epoch,
-    pub(super) purged: Treemap,
-    pub(super) incomplete: Vec<(Incarnation, Gap)>,
-    pub(super) moved: Vec<Incarnation>,
-}
-
-impl From<io::Error> for LogError {
-    fn from(error: io::Error) -> Self {
-        Self::new(METADATA, &error)
-    }
 }
 
 /// A copy that is written.

@@ -13,9 +13,8 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 
 use super::shuffle::Shuffle;
-use super::tier::OffloadTier;
-use crate::tiers::object::{ObjectTier, Uploads};
-use crate::tiers::{LocalStore, MetadataLog, StoreError, StoreErrorKind, Tier as _};
+use crate::tiers::object::ObjectTier;
+use crate::tiers::{LocalStore, MetadataLog, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
 /// Registrations with moved data that are over, by number, as long as the store may not know that.
@@ -71,43 +70,5 @@ impl MetadataLog for ShuffleLog {
             self.acknowledged(position).await
         };
         mark.boxed()
-    }
-}
-
-impl OffloadTier {
-    /// Makes sure that the store has all records of a shuffle, and will have later ones before they are acknowledged. One caller at a time.
-    ///
-    /// # Errors
-    /// `Purged`; the store does not take them, or the log cannot be written.
-    pub(super) async fn make_known(&self, shuffle: &Arc<Shuffle>) -> Result<Uploads, StoreError> {
-        if !self.is_present(shuffle) {
-            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
-        }
-        if !shuffle.is_known() {
-            // First without the records waiting: the store may hang.
-            self.object.known(self.object.log().add_mark()).await?;
-            self.set_moved(shuffle)?;
-            let position = self.local.mark_moved(&shuffle.local).await?;
-            self.object.known(position).await?;
-            shuffle.set_known();
-        }
-        let uploads = self.object.begin(&shuffle.key, shuffle.local.incarnation())?;
-        // What is forgotten is forgotten here first.
-        if !self.is_present(shuffle) {
-            self.object.leave(&shuffle.key);
-            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
-        }
-        Ok(uploads)
-    }
-
-    /// From now on records of a shuffle wait for the store: one whose position is given before is in the store with the next one.
-    fn set_moved(&self, shuffle: &Arc<Shuffle>) -> Result<(), StoreError> {
-        // Whoever forgets the shuffle finds this, or this finds that it is forgotten.
-        let _ends = self.ends.lock();
-        if !self.is_present(shuffle) {
-            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
-        }
-        shuffle.set_moved();
-        Ok(())
     }
 }

@@ -12,7 +12,8 @@ use super::tier::OffloadTier;
 use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::tiers::local::Oldest;
-use crate::tiers::{DiskInfo, Drained, StoreError, StoreErrorKind, TierUsage};
+use crate::tiers::object::Uploads;
+use crate::tiers::{DiskInfo, Drained, StoreError, StoreErrorKind, Tier as _, TierUsage};
 
 /// Between two looks while nothing is to be moved or the store is left alone.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -184,4 +185,42 @@ fn view_of(disk: &DiskInfo, is_relieved: bool) -> DiskView {
     let used = disk.total_bytes.saturating_sub(disk.free_bytes);
     let used_ratio = if disk.total_bytes == 0 { 0.0 } else { used as f64 / disk.total_bytes as f64 };
     DiskView { used_ratio, is_full: disk.is_full(), is_relieved }
+}
+
+impl OffloadTier {
+    /// Makes sure that the store has all records of a shuffle, and will have later ones before they are acknowledged. One caller at a time.
+    ///
+    /// # Errors
+    /// `Purged`; the store does not take them, or the log cannot be written.
+    pub(super) async fn make_known(&self, shuffle: &Arc<Shuffle>) -> Result<Uploads, StoreError> {
+        if !self.is_present(shuffle) {
+            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
+        }
+        if !shuffle.is_known() {
+            // First without the records waiting: the store may hang.
+            self.object.known(self.object.log().add_mark()).await?;
+            self.set_moved(shuffle)?;
+            let position = self.local.mark_moved(&shuffle.local).await?;
+            self.object.known(position).await?;
+            shuffle.set_known();
+        }
+        let uploads = self.object.begin(&shuffle.key, shuffle.local.incarnation())?;
+        // What is forgotten is forgotten here first.
+        if !self.is_present(shuffle) {
+            self.object.leave(&shuffle.key);
+            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
+        }
+        Ok(uploads)
+    }
+
+    /// From now on records of a shuffle wait for the store: one whose position is given before is in the store with the next one.
+    fn set_moved(&self, shuffle: &Arc<Shuffle>) -> Result<(), StoreError> {
+        // Whoever forgets the shuffle finds this, or this finds that it is forgotten.
+        let _ends = self.ends.lock();
+        if !self.is_present(shuffle) {
+            return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
+        }
+        shuffle.set_moved();
+        Ok(())
+    }
 }

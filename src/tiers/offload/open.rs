@@ -58,7 +58,7 @@ impl OffloadTier {
         let heap = heap.into();
         let memory = heap.extents.clone();
         let local = LocalStore::open_beside(config, disks, uploaded, heap, registry).await?;
-        object.log().begin_from_disks(local.log());
+        local.log().ship_by(object.log());
         let present: HashMap<_, _> =
             present.into_iter().map(|(key, it)| (key, Arc::unwrap_or_clone(it))).collect();
         give_back(&mut there, present);

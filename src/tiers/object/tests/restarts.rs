@@ -6,7 +6,7 @@ use tokio::task::JoinSet;
 use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
-use crate::tiers::Recovered;
+use crate::tiers::{ExtentWrite, Recovered};
 
 async fn told(recovered: &mut Recovered) -> Vec<(ShuffleKey, Bytes)> {
     let mut told = Vec::new();
@@ -82,6 +82,12 @@ async fn missing_segment_and_its_successors_are_reported_lost() {
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
 }
 
+async fn write_each(shuffle: Arc<dyn TierShuffle>, extents: Vec<ExtentWrite>) {
+    for extent in extents {
+        shuffle.write(vec![extent].into()).await.unwrap();
+    }
+}
+
 /// Listeners are closed until it has the answers.
 #[tokio::test(start_paused = true)]
 async fn rounds_of_a_start_do_not_grow_with_the_segments() {
@@ -92,11 +98,8 @@ async fn rounds_of_a_start_do_not_grow_with_the_segments() {
         let mut writing = JoinSet::new();
         for n in 0..SHUFFLES {
             let shuffle = process.register_noted(&key(n)).await;
-            writing.spawn(async move {
-                for id in 0..segments_each {
-                    shuffle.write(vec![extent(0, id..id + 1, 50)].into()).await.unwrap();
-                }
-            });
+            let extents = (0..segments_each).map(|id| extent(0, id..id + 1, 50));
+            writing.spawn(write_each(shuffle, extents.collect()));
         }
         writing.join_all().await;
         let store = process.kill().await;
