@@ -1,63 +1,69 @@
-//! What the process may hold beside its capacity, and which part of it each kind gets.
+//! Divides the memory that the process may hold beside its capacity among the kinds of use.
 //!
-//! The promise is resident memory of at most capacity × 1.05 + 200 MiB ([`promised`]), whatever clients do. Everything that
-//! is not a block has its place in [`divide`]; the defaults of the keys that bound a kind come from there, so that all kinds may
-//! be full at once. Setting such a key moves the bound: [`Parts::sum`] of what is configured is compared with the promise
-//! at the start. Pure.
+//! The promise is resident memory of at most capacity × 1.05 + 200 MiB ([`promised`]), whatever
+//! clients do. Everything except blocks gets its part from [`divide`], which also yields the
+//! defaults of the keys that bound a kind. All kinds may therefore be full at once. A configured
+//! key moves the bound: at the start [`Parts::sum`] of the configured values is compared with the
+//! promise. Pure functions.
 //!
-//! A connection's least is what it can make the worker hold before anything of it was looked at: HTTP/2 cannot begin a
-//! connection with a smaller window than 65,535 bytes. That is why the number of connections follows the memory.
+//! A connection's minimum is the memory it can occupy before the worker has looked at any of its
+//! data. HTTP/2 cannot open a connection with a window below 65,535 bytes, so the number of
+//! connections follows the memory.
 
 const MIB: u64 = 1 << 20;
 
-/// The promise's fixed part.
+/// Fixed part of the promise.
 const FIXED: u64 = 200 * MIB;
 
-/// The process without clients: code, runtime, the first threads, tables (lists of the first blocks in memory, index records,
-/// the embedded coordinator's), the allocator's own.
+/// The process without clients: code, runtime, first threads, tables and the allocator's own
+/// memory. Tables are the lists of the first blocks in memory, index records and those of the
+/// embedded coordinator.
 const BASE: u64 = 40 * MIB;
-/// Cores whose threads are in [`BASE`] ...
+/// Number of cores whose threads are included in [`BASE`].
 const CORES_IN_BASE: u64 = 16;
-/// ... and what the threads of one more core take: a stack each, the allocator's cache, a chunk to read into.
+/// Memory of one further core's threads: a stack each, the allocator's cache, a chunk to read into.
 const CORE: u64 = MIB / 2;
 
-/// The region has so much on top of the capacity, for what valid tickets need beyond their bytes; at most [`SLACK_MAX`].
+/// The region exceeds the capacity by this fraction, at most by [`SLACK_MAX`]. Valid tickets need
+/// the excess beyond their bytes.
 const SLACK_DIVISOR: u64 = 64;
 const SLACK_MAX: u64 = 64 * MIB;
 
-/// The heap grows by this part of the capacity.
+/// The heap grows by this fraction of the capacity.
 const HEAP_DIVISOR: u64 = 64;
 
-/// Of the smallest worker: heap, reads from disk, HTTP/2 windows, gRPC and TCP connections with their requests. Together with
-/// [`BASE`] they are [`FIXED`].
+/// Parts of the smallest worker: heap, reads from disk, HTTP/2 windows, gRPC and TCP connections
+/// with their requests. Together with [`BASE`] they add up to [`FIXED`].
 const SMALL: [u64; 5] = [68 * MIB, 40 * MIB, 20 * MIB, 20 * MIB, 12 * MIB];
-/// Eighths of what there is beyond, likewise ...
+/// Eighths of the remainder, in the order of [`SMALL`]. The heap grows by [`HEAP_DIVISOR`] instead.
 const GROWTH_EIGHTHS: [u64; 5] = [0, 1, 3, 3, 1];
-/// ... up to here; the heap grows by [`HEAP_DIVISOR`]. More than this is of no use.
+/// Largest growth of one part. More is of no use.
 const MOST: u64 = 512 * MIB;
 
-/// A window of a connection starts at this many bytes by the protocol (RFC 9113 §6.9.2) and cannot start lower.
+/// Initial window of a connection in bytes, as fixed by the protocol (RFC 9113 §6.9.2). It cannot
+/// be lower.
 pub const WINDOW_BYTES_MIN: u32 = 65_535;
 /// Requests in progress that every gRPC connection may have: a ticket, a send, a report and a read.
 pub const STREAMS_MIN: u32 = 4;
 
 /// A gRPC connection without a request: buffers of HTTP/2 and its task.
 const GRPC_CONNECTION: u64 = 40 << 10;
-/// ... and what TLS keeps of it.
+/// Additional TLS state of a gRPC connection.
 const TLS_CONNECTION: u64 = 48 << 10;
-/// A gRPC request in progress: its stream, its task, what is understood of it.
+/// A gRPC request in progress: its stream, its task and its decoded message.
 const GRPC_REQUEST: u64 = 10 << 10;
 /// A TCP connection without a request: two tasks and a queue.
 const TCP_CONNECTION: u64 = 16 << 10;
-/// A TCP request in progress: its reply, until it is written.
+/// A TCP request in progress: its reply until it is written.
 const TCP_REQUEST: u64 = 1 << 10;
-/// ... of which every connection may have so many.
+/// Requests in progress that every TCP connection may have.
 pub const TCP_REQUESTS_MIN: u32 = 8;
 
-/// Most connections that a default gives.
+/// Upper limits of the default numbers of connections.
 const GRPC_CONNECTIONS_MOST: u64 = 4096;
 const TCP_CONNECTIONS_MOST: u64 = 10_000;
-/// Three of four parts of windows and requests are for what every connection has at least, so that the last one has it too.
+/// Fraction of windows and requests that covers the minimum of every connection, as numerator and
+/// denominator.
 const LEAST_PART: (u64, u64) = (3, 4);
 
 /// Bytes by kind.
@@ -65,7 +71,7 @@ const LEAST_PART: (u64, u64) = (3, 4);
 pub struct Parts {
     /// The process without clients.
     pub base: u64,
-    /// What the region has beyond the capacity.
+    /// Excess of the region over the capacity.
     pub slack: u64,
     /// `memory_store.heap_capacity`
     pub heap: u64,
@@ -79,7 +85,7 @@ pub struct Parts {
     pub tcp: u64,
 }
 
-/// How many connections and requests fit.
+/// Limits on the numbers of connections and requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// gRPC connections.
@@ -92,19 +98,20 @@ pub struct Limits {
     pub tcp_requests: u64,
 }
 
-/// Bytes that the process may hold with `capacity` bytes of blocks.
+/// Returns the bytes that the process may hold with `capacity` bytes of blocks.
 #[must_use]
 pub fn promised(capacity: u64) -> u64 {
     capacity.saturating_add(capacity / 20).saturating_add(FIXED)
 }
 
-/// What the region has on top of `capacity`.
+/// Returns the excess of the region over `capacity`.
 #[must_use]
 pub fn slack(capacity: u64) -> u64 {
     (capacity / SLACK_DIVISOR).min(SLACK_MAX)
 }
 
-/// What may be held beside `capacity` bytes of blocks by a process with so many `cores`, by kind.
+/// Returns the bytes per kind that a process on `cores` cores may hold beside `capacity` bytes of
+/// blocks.
 #[must_use]
 pub fn divide(capacity: u64, cores: usize) -> Parts {
     let base = base(cores);
@@ -125,20 +132,21 @@ fn base(cores: usize) -> u64 {
     BASE + CORE * (cores as u64).saturating_sub(CORES_IN_BASE)
 }
 
-/// Of one gRPC connection, without its window.
+/// Returns the bytes of one gRPC connection without its window.
 fn of_grpc_connection(is_tls: bool) -> u64 {
     GRPC_CONNECTION + if is_tls { TLS_CONNECTION } else { 0 }
 }
 
 impl Parts {
-    /// All kinds together.
+    /// Returns the sum of all kinds.
     #[must_use]
     pub fn sum(&self) -> u64 {
         let Self { base, slack, heap, reads, windows, grpc, tcp } = *self;
         [base, slack, heap, reads, windows, grpc, tcp].iter().fold(0, |sum, part| sum.saturating_add(*part))
     }
 
-    /// How many connections and requests these parts are for; of gRPC and TCP, the number of connections may be given.
+    /// Returns the numbers of connections and requests that fit into these parts. `given` may set
+    /// the number of gRPC and of TCP connections.
     #[must_use]
     pub fn limits(&self, is_tls: bool, given: (Option<usize>, Option<usize>)) -> Limits {
         let least = |part: u64| part / LEAST_PART.1 * LEAST_PART.0;
@@ -159,7 +167,8 @@ impl Parts {
         }
     }
 
-    /// These parts with what is configured in their place: windows and requests are at least what all connections have.
+    /// Replaces the parts by configured values. Windows and requests cover at least the minimum of
+    /// all connections.
     #[must_use]
     pub fn with(self, heap: u64, reads: u64, windows: u64, limits: Limits, is_tls: bool) -> Self {
         let connections = limits.grpc_connections as u64;
@@ -180,11 +189,11 @@ impl Parts {
 /// Connections of one listener.
 #[derive(Debug, Clone, Copy)]
 struct Peers {
-    /// Bytes of one without a request.
+    /// Bytes of a connection without a request.
     connection: u64,
     /// Bytes of a request.
     request: u64,
-    /// Requests that each may have at least.
+    /// Minimum number of requests per connection.
     least: u32,
 }
 
@@ -193,7 +202,7 @@ impl Peers {
         self.connection + self.request * u64::from(self.least)
     }
 
-    /// Requests that `part` has room for beside so many connections.
+    /// Returns the number of requests that fit into `part` beside `connections` connections.
     fn requests(self, part: u64, connections: u64) -> u64 {
         let left = part.saturating_sub(connections.saturating_mul(self.connection));
         (left / self.request).max(connections.saturating_mul(u64::from(self.least)))

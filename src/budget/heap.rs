@@ -1,34 +1,40 @@
-//! The budget of the heap: what requests make the process hold beside the region and the read memory.
+//! The budget of the heap: memory that requests make the process hold beside the region and the
+//! read memory.
 //!
-//! Everything a client can make grow is charged here before it is held, by kind. Requests that are arriving wait for it
-//! (HTTP/2 windows and TCP reads are the back-pressure); what would be kept is refused with the kind's name.
+//! Everything a client can make grow is charged here by kind before it is held. Arriving requests
+//! wait for room; HTTP/2 windows and TCP reads are the back-pressure. State that would be stored is
+//! refused with an error that names its kind.
 //!
-//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has
-//! three quarters of it at most, so that requests can always be answered; what ends with its request leaves a sixteenth, so
-//! that a flood of requests refuses nobody what is kept. Of each of the kinds that are kept, and of blocks that are not
-//! committed, an application has as much as it leaves to others (`left`): half when it is alone, and the next one finds some.
+//! Invariants: all kinds together stay within the whole. State that outlives its request
+//! (registrations, ids, partitions) gets at most three quarters, so that requests can always be
+//! answered. State that ends with its request leaves a sixteenth free, so that a flood of requests
+//! does not block stored state. Of stored kinds and uncommitted blocks, an application may hold as
+//! much as it leaves to others (`left`): half if it is alone.
 
 use super::ledger::{Budget, Charge, NoCapacity};
 
-/// What heap is held for.
+/// Purpose of a heap charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeapKind {
-    /// Requests that are arriving or being answered: their bytes, and the messages made of them.
+    /// Requests that are arriving or being answered: their bytes and the messages decoded from
+    /// them.
     Requests,
-    /// Blocks of sends that are not committed, and lists of those in memory for which the region cedes nothing.
+    /// Blocks of uncommitted sends, and lists of blocks in memory for which the region cedes
+    /// nothing.
     Blocks,
-    /// Answers that are made or not taken yet: their heads, bitmaps of block ids.
+    /// Responses that are being built or not yet taken by the client: their heads, bitmaps of block
+    /// ids.
     Answers,
-    /// What registrations keep: applications, shuffles, ranges, properties.
+    /// State of registrations: applications, shuffles, ranges, properties.
     Registrations,
-    /// Block ids of finished task attempts, and those that a start found in the tiers.
+    /// Block ids of finished task attempts, and block ids that a start found in the tiers.
     ReportedIds,
     /// Partitions that were ever written to.
     Partitions,
 }
 
 impl HeapKind {
-    /// All of them.
+    /// All kinds, in the order of their discriminants.
     pub const ALL: [Self; 6] = [
         Self::Requests,
         Self::Blocks,
@@ -38,7 +44,7 @@ impl HeapKind {
         Self::Partitions,
     ];
 
-    /// As metrics, the status and errors call it.
+    /// Returns the name used in metrics, status and errors.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -51,17 +57,19 @@ impl HeapKind {
         }
     }
 
-    /// Sixteenths of the whole that it may have.
+    /// Returns the largest part of the whole in sixteenths.
     fn sixteenths(self) -> u64 {
         match self {
             Self::Requests | Self::Blocks | Self::Answers | Self::ReportedIds => 8,
-            // The finest of what is kept: of two large applications each has 100,000 with a heap of 128 MiB.
+            // The finest-grained stored kind: with a heap of 128 MiB, two large applications get
+            // 100,000 partitions each.
             Self::Partitions => 10,
             Self::Registrations => 4,
         }
     }
 
-    /// Whether it is refused when there is none, so that an application must leave some to others. Requests and answers wait.
+    /// Returns whether a charge of this kind is refused when the heap is full, so that an
+    /// application must leave some to others. Requests and answers wait instead.
     fn is_shared_out(self) -> bool {
         self == Self::Blocks || self.outlives_its_request()
     }
@@ -74,33 +82,33 @@ impl HeapKind {
     }
 }
 
-/// No heap for something.
+/// Error: the heap has no room for a charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("heap is full for {kind}: {asked} bytes requested, {free} free (see memory_store.heap_capacity)")]
 pub struct HeapFull {
-    /// What for.
+    /// Name of the kind.
     pub kind: &'static str,
-    /// What was asked for.
+    /// Requested bytes.
     pub asked: u64,
-    /// What was free.
+    /// Bytes that were free.
     pub free: u64,
 }
 
 impl HeapFull {
-    /// A refusal of a budget of `kind`.
+    /// Converts the refusal of a budget of `kind`.
     #[must_use]
     pub fn of(kind: HeapKind, refusal: NoCapacity) -> Self {
         Self { kind: kind.name(), asked: refusal.asked, free: refusal.free }
     }
 }
 
-/// Sixteenths of the whole for all that outlives its request.
+/// Sixteenths of the whole for all kinds that outlive their request.
 const KEPT_SIXTEENTHS: u64 = 12;
 
-/// Sixteenths that what ends with its request leaves of the whole.
+/// Sixteenths of the whole that the other kinds leave free.
 const LEFT_SIXTEENTHS: u64 = 1;
 
-/// What clients make the worker hold beside blocks. Clones share it.
+/// The heap that clients make the worker hold beside blocks. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Heap {
     whole: Budget,
@@ -108,15 +116,15 @@ pub struct Heap {
 }
 
 impl Heap {
-    /// A heap of `capacity_bytes`.
+    /// Creates a heap of `capacity_bytes`.
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
         Self::of_whole(Budget::new(capacity_bytes))
     }
 
-    /// As [`Heap::new`]; `return_freed` is called after each `step_bytes` that were charged, before they are held. The memory of
-    /// what was given back may be with the allocator still: when it returns that memory to the system then, no more than the heap
-    /// and a step is resident.
+    /// Creates a heap that calls `return_freed` after each `step_bytes` charged, before they are
+    /// held. The allocator may still keep memory of dropped charges. If `return_freed` returns it
+    /// to the system, at most the heap and one step are resident.
     #[must_use]
     pub fn returning(capacity_bytes: u64, step_bytes: u64, return_freed: fn()) -> Self {
         Self::of_whole(Budget::with_step(capacity_bytes, step_bytes, return_freed))
@@ -136,19 +144,20 @@ impl Heap {
         Self { whole, kinds }
     }
 
-    /// All kinds together.
+    /// Returns the budget of all kinds together.
     #[must_use]
     pub fn whole(&self) -> &Budget {
         &self.whole
     }
 
-    /// The budget of a kind.
+    /// Returns the budget of a kind.
     #[must_use]
     pub fn of(&self, kind: HeapKind) -> &Budget {
         &self.kinds[kind as usize]
     }
 
-    /// What one application may have of a kind: half, and of what is refused instead of waited for less the less is free.
+    /// Returns a budget for one application: half of the kind. Kinds that are refused instead of
+    /// waiting get less as less is free.
     #[must_use]
     pub fn of_one_app(&self, kind: HeapKind) -> Budget {
         let budget = self.of(kind);
@@ -204,7 +213,8 @@ mod tests {
         assert_eq!(heap.whole().used(), 0);
     }
 
-    /// The adversary suite found it twice: while requests filled the heap, an honest application's next id was refused.
+    /// Found twice by the adversary suite: requests filled the heap and an honest application's
+    /// next id was refused.
     #[test]
     fn full_requests_leave_application_shares_intact() {
         let heap = Heap::new(1600);

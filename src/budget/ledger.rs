@@ -1,12 +1,13 @@
-//! Capacity as a value with `Drop`: what is reserved, held or charged is a [`Charge`] that gives itself back.
+//! Capacity as a value with `Drop`: every reservation is a [`Charge`] that returns itself.
 //!
-//! This is not an allocator: a charge is a number, the memory behind it comes from elsewhere. There is no `inc`/`dec`
-//! pair anywhere else; when every charge has been dropped, [`Budget::used`] is zero. The same type counts blocks (a
-//! budget of blocks), mirrors sub-totals (a budget without a limit) and divides (a budget with a parent).
+//! This is not an allocator: a charge is a number, and its memory comes from elsewhere. No other
+//! code has an `inc`/`dec` pair. When every charge has been dropped, [`Budget::used`] is zero. The
+//! same type counts blocks (a budget of blocks), mirrors sub-totals (a budget without a limit) and
+//! divides (a budget with a parent).
 //!
-//! Invariant: a budget never holds more than its parent knows of. What a child is charged, every budget above it is
-//! charged too, all of them or none. A share ([`Budget::share`]), and a part with a margin ([`Budget::child_leaving`]), is granted
-//! nothing after which it would leave too little.
+//! Invariant: a charge of a child is also charged to every budget above it, to all of them or to
+//! none. A share ([`Budget::share`]) or a part with a margin ([`Budget::child_leaving`]) is refused
+//! a charge that would leave too little to others.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -16,27 +17,27 @@ use tokio::sync::Notify;
 
 use super::left;
 
-/// A refused charge: how much was asked, how much was free at that moment.
+/// A refused charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("capacity is full: {asked} requested, {free} free")]
 pub struct NoCapacity {
-    /// What was asked for.
+    /// Requested amount.
     pub asked: u64,
-    /// What was free.
+    /// Amount that was free at that moment.
     pub free: u64,
 }
 
-/// What a ledger leaves of its parent to others.
+/// Amount of the parent that a ledger leaves to others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leaves {
     Nothing,
-    /// As much as it has, or more (`left`).
+    /// As much as the ledger holds, or more (`left`).
     Share,
-    /// So many bytes, whatever its parent is used for.
+    /// A fixed number of bytes, whatever uses the parent.
     Bytes(u64),
 }
 
-/// What is done each time that so much more was charged.
+/// A callback that runs each time `bytes` more were charged.
 #[derive(Debug)]
 struct Step {
     bytes: u64,
@@ -45,7 +46,7 @@ struct Step {
 }
 
 impl Step {
-    /// In the call that charges: what is charged is not held yet.
+    /// Counts a charge. Called while charging, so the bytes are not held yet.
     fn count(&self, bytes: u64) {
         let before = self.charged.fetch_add(bytes, Ordering::Relaxed);
         if before / self.bytes != before.wrapping_add(bytes) / self.bytes {
@@ -62,7 +63,7 @@ struct Ledger {
     leaves: Leaves,
     step: Option<Step>,
     pressure: Notify,
-    /// Those that wait until something is given back; counted in the topmost ledger.
+    /// Number of waiters for returned charges, counted in the topmost ledger.
     waiting: AtomicUsize,
     freed: Notify,
 }
@@ -81,11 +82,13 @@ impl Ledger {
         }
     }
 
-    /// Adds `bytes`, up to `beyond` more than the capacity, or says what is free.
+    /// Adds `bytes`, up to `beyond` more than the capacity. Otherwise returns the free amount as
+    /// the error.
     fn take(&self, bytes: u64, beyond: u64) -> Result<(), u64> {
         let most = self.capacity.saturating_add(beyond);
-        // Acquire pairs with the Release in `give_back`: the thread that gets the amount of a dropped charge also sees
-        // that its memory went back to the allocator before. All of it in one order with `waiting`, see `charge`.
+        // Acquire pairs with the Release in `give_back`: a thread that takes the amount of a
+        // dropped charge also sees that its memory was returned to the allocator before. `SeqCst`
+        // orders it with `waiting`, see `charge`.
         let taken = self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |used| {
             used.checked_add(bytes).filter(|sum| *sum <= most)
         });
@@ -96,7 +99,8 @@ impl Ledger {
         self.capacity.saturating_sub(self.used.load(Ordering::Relaxed))
     }
 
-    /// What could be charged here now: by itself, and by what it must leave to others.
+    /// Returns the amount that this ledger allows now, given its own limit and the rest it must
+    /// leave to others.
     fn free(&self) -> u64 {
         let free = self.unused();
         match (&self.parent, self.leaves) {
@@ -109,7 +113,7 @@ impl Ledger {
         }
     }
 
-    /// Whether what is charged here leaves enough to others.
+    /// Returns whether the current charges leave enough to others.
     fn leaves_enough(&self) -> bool {
         match (&self.parent, self.leaves) {
             (Some(parent), Leaves::Share) => {
@@ -121,7 +125,7 @@ impl Ledger {
         }
     }
 
-    /// What could be charged here if nothing were.
+    /// Returns the amount that could be charged if the ledger were empty.
     fn most(&self) -> u64 {
         match (&self.parent, self.leaves) {
             (Some(parent), Leaves::Bytes(bytes)) => {
@@ -142,35 +146,36 @@ impl Ledger {
 pub struct Budget(Arc<Ledger>);
 
 impl Budget {
-    /// A budget of `capacity_bytes`, all of it free.
+    /// Creates a budget of `capacity_bytes`, all of it free.
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
         Self::below(None, capacity_bytes, Leaves::Nothing)
     }
 
-    /// As [`Budget::new`], and calls `then` each time that `step_bytes` more were charged, whatever was given back meanwhile:
-    /// after they were charged, before they are held.
+    /// Creates a budget that calls `then` each time another `step_bytes` were charged, regardless
+    /// of charges returned meanwhile. The call happens after the charge and before the bytes are
+    /// held.
     #[must_use]
     pub fn with_step(capacity_bytes: u64, step_bytes: u64, then: fn()) -> Self {
         let step = Step { bytes: step_bytes.max(1), charged: AtomicU64::new(0), then };
         Self(Arc::new(Ledger { step: Some(step), ..Ledger::new(None, capacity_bytes, Leaves::Nothing) }))
     }
 
-    /// A part of this budget: what it is charged, this one is charged too. The parts may together be more than the whole;
-    /// then the whole is what ends first.
+    /// Creates a part of this budget. Its charges are also charged to this budget. The parts may
+    /// add up to more than the whole; then the whole is the limit.
     #[must_use]
     pub fn child(&self, capacity_bytes: u64) -> Self {
         Self::below(Some(self.clone()), capacity_bytes, Leaves::Nothing)
     }
 
-    /// A part of this budget that leaves so many bytes of it to the other parts.
+    /// Creates a part of this budget that leaves `margin_bytes` of it to the other parts.
     #[must_use]
     pub fn child_leaving(&self, margin_bytes: u64, capacity_bytes: u64) -> Self {
         Self::below(Some(self.clone()), capacity_bytes, Leaves::Bytes(margin_bytes))
     }
 
-    /// A part of this budget that leaves enough of it to others: half of it at most, and less the less is free
-    /// (`left`).
+    /// Creates a part of this budget that leaves enough to others: at most half, and less as less
+    /// is free (`left`).
     #[must_use]
     pub fn share(&self) -> Self {
         Self::below(Some(self.clone()), self.capacity() / 2, Leaves::Share)
@@ -180,37 +185,38 @@ impl Budget {
         Self(Arc::new(Ledger::new(parent, capacity, leaves)))
     }
 
-    /// This ledger and those above it, to the topmost.
+    /// Iterates over this ledger and those above it, up to the topmost.
     fn path(&self) -> impl Iterator<Item = &Ledger> {
         std::iter::successors(Some(&*self.0), |ledger| ledger.parent.as_ref().map(|parent| &*parent.0))
     }
 
-    /// The whole amount.
+    /// Returns the whole amount.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.0.capacity
     }
 
-    /// What one could be charged if nobody else were: more it never gets.
+    /// Returns the largest charge that could ever be granted.
     #[must_use]
     pub fn most(&self) -> u64 {
         self.path().map(Ledger::most).min().unwrap_or(0)
     }
 
-    /// What is charged now; more than the capacity while something is overdrawn.
+    /// Returns the charged amount. It exceeds the capacity while the budget is overdrawn.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.0.used.load(Ordering::Relaxed)
     }
 
-    /// What could be charged now.
+    /// Returns the amount that could be charged now.
     #[must_use]
     pub fn free(&self) -> u64 {
         self.path().map(Ledger::free).min().unwrap_or(0)
     }
 
-    /// What could be charged if nothing but this and its like were charged to the whole: the topmost budget also has what comes
-    /// and goes by itself, and how much of that there is at a moment says nothing of who keeps too much.
+    /// Returns the amount that could be charged if the topmost budget held nothing but this kind of
+    /// state. The topmost budget also holds short-lived charges, whose current amount does not show
+    /// which application holds too much.
     fn kept_free(&self) -> u64 {
         let is_among = |ledger: &&Ledger| ledger.parent.is_some() || std::ptr::eq(*ledger, &*self.0);
         let free = |ledger: &Ledger| match ledger.leaves {
@@ -220,7 +226,8 @@ impl Budget {
         self.path().filter(is_among).map(free).min().unwrap_or(0)
     }
 
-    /// Charges `bytes`, or nothing. No bytes are never refused, not even of a budget that is overdrawn.
+    /// Charges `bytes`, or nothing. A charge of zero bytes is never refused, not even by an
+    /// overdrawn budget.
     ///
     /// # Errors
     /// [`NoCapacity`] when fewer are free, here or above.
@@ -228,10 +235,10 @@ impl Budget {
         self.try_charge_beyond(bytes, 0)
     }
 
-    /// As [`Budget::try_charge`], up to `beyond` more than there is.
+    /// Charges `bytes` like [`Budget::try_charge`], up to `beyond` more than the capacity.
     ///
     /// # Errors
-    /// [`NoCapacity`] likewise.
+    /// [`NoCapacity`] when fewer are free, here or above.
     pub fn try_charge_beyond(&self, bytes: u64, beyond: u64) -> Result<Charge, NoCapacity> {
         self.take(bytes, beyond)?;
         Ok(Charge { budget: self.clone(), bytes })
@@ -241,7 +248,8 @@ impl Budget {
         if bytes == 0 {
             return Ok(());
         }
-        // Before anything is taken: what one share is refused does not make another's free less even for a moment.
+        // Checked before anything is taken: a refusal of one share never reduces the free amount of
+        // another, not even for a moment.
         self.check_left(bytes)?;
         for (level, ledger) in self.path().enumerate() {
             if let Err(free) = ledger.take(bytes, beyond) {
@@ -249,7 +257,7 @@ impl Budget {
                 return Err(NoCapacity { asked: bytes, free });
             }
         }
-        // Others may have taken some in between.
+        // Others may have charged something in between.
         if !self.path().all(Ledger::leaves_enough) {
             self.give_back(bytes);
             return Err(NoCapacity { asked: bytes, free: self.free() });
@@ -269,10 +277,11 @@ impl Budget {
         leaving.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
     }
 
-    /// Charges `bytes` as soon as they are free. Those that wait are not in line: those that ask for less may be first.
+    /// Waits until `bytes` are free and charges them. There is no queue: smaller requests may be
+    /// served first.
     ///
     /// # Errors
-    /// [`NoCapacity`] at once when they never can be.
+    /// [`NoCapacity`] at once if they can never be granted.
     pub async fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
         let most = self.most();
         if most < bytes {
@@ -282,7 +291,8 @@ impl Budget {
             return Ok(charge);
         }
         let top = self.path().last().unwrap_or(&self.0);
-        // In the one order of all: either the look below sees what was given back, or the one that gives back sees this.
+        // Sequentially consistent: either the check below sees the returned charge, or the
+        // returning thread sees this waiter.
         let _waiting = Waiting::among(&top.waiting);
         loop {
             let mut freed = pin!(top.freed.notified());
@@ -294,7 +304,8 @@ impl Budget {
         }
     }
 
-    /// Calls `look`, and completes when something was given back since it was called, here or in any part of the whole.
+    /// Calls `look`, then waits until a charge made here or in any part of the whole is returned. A
+    /// return during `look` counts.
     pub async fn freed_after(&self, look: impl FnOnce()) {
         let top = self.path().last().unwrap_or(&self.0);
         let _waiting = Waiting::among(&top.waiting);
@@ -304,20 +315,21 @@ impl Budget {
         freed.await;
     }
 
-    /// Whether someone waits until something is given back, here or in any part of the whole.
+    /// Returns whether someone waits for a returned charge, here or in any part of the whole.
     #[must_use]
     pub fn is_waited_for(&self) -> bool {
         self.path().last().is_some_and(|top| top.waiting.load(Ordering::SeqCst) > 0)
     }
 
-    /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere.
+    /// Charges `bytes` even beyond the capacity. For amounts that are bounded elsewhere.
     pub fn force_charge(&self, bytes: u64) -> Charge {
         self.force(bytes);
         self.count(bytes);
         Charge { budget: self.clone(), bytes }
     }
 
-    /// The whole first: it knows of what a part holds at any moment.
+    /// Charges the whole before the part, so that the whole always includes the charges of its
+    /// parts.
     fn force(&self, bytes: u64) {
         if let Some(parent) = &self.0.parent {
             parent.force(bytes);
@@ -325,24 +337,25 @@ impl Budget {
         self.0.used.fetch_add(bytes, Ordering::SeqCst);
     }
 
-    /// A charge of nothing, to merge others into.
+    /// Returns an empty charge to merge others into.
     pub fn nothing(&self) -> Charge {
         Charge { budget: self.clone(), bytes: 0 }
     }
 
-    /// Whether no charge and no other handle of it exists.
+    /// Returns whether this is the only handle and no charge exists.
     #[must_use]
     pub fn is_unshared(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Notified by [`Budget::wake`], of this budget or of any part of it.
+    /// Returns the notification of [`Budget::wake`], shared by this budget and all parts of the
+    /// whole.
     #[must_use]
     pub fn pressure(&self) -> &Notify {
         &self.path().last().unwrap_or(&self.0).pressure
     }
 
-    /// Wakes those that wait for pressure: a charge was refused.
+    /// Reports pressure after a refused charge and wakes the task that waits for it.
     pub fn wake(&self) {
         self.pressure().notify_one();
     }
@@ -358,7 +371,7 @@ impl Budget {
     }
 }
 
-/// One that waits.
+/// Registration of one waiter.
 struct Waiting<'a>(&'a AtomicUsize);
 
 impl<'a> Waiting<'a> {
@@ -374,7 +387,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// A part of a [`Budget`] that is given back on drop.
+/// A part of a [`Budget`] that is returned on drop.
 #[derive(Debug)]
 #[must_use = "a dropped charge is given back at once"]
 pub struct Charge {
@@ -383,13 +396,13 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// How much it holds.
+    /// Returns the charged amount.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The budget it is of.
+    /// Returns the charged budget.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.budget
@@ -405,13 +418,13 @@ impl Charge {
         Ok(())
     }
 
-    /// Takes `bytes` out of this charge; `None` when it holds fewer.
+    /// Splits `bytes` off this charge. Returns `None` when it holds fewer.
     pub fn split(&mut self, bytes: u64) -> Option<Charge> {
         self.bytes = self.bytes.checked_sub(bytes)?;
         Some(Charge { budget: self.budget.clone(), bytes })
     }
 
-    /// Takes up to `bytes` out of this charge.
+    /// Splits up to `bytes` off this charge.
     pub fn split_up_to(&mut self, bytes: u64) -> Charge {
         let part = bytes.min(self.bytes);
         self.bytes -= part;

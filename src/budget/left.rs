@@ -1,30 +1,34 @@
-//! How much of something one application may have: as much as it leaves to others.
+//! Computes how much of a resource one application may hold: as much as it leaves to others.
 //!
-//! For what is held until its owner gives it back, and so cannot be divided again when another comes: registrations,
-//! reported ids, partitions. One that is alone may have half. Two that grow together get a third each and leave one, and
-//! so on: n equal ones get 1/(n+1). The last quarter is for those that have little: there an application may have a
-//! quarter of what it leaves, so that however many come one after another, each takes a fifth of what is there, and the
-//! next one still finds four fifths. Pure.
+//! For state that is held until its owner returns it and so cannot be redistributed: registrations,
+//! reported ids, partitions. A single application may hold half. Two that grow together get a third
+//! each and leave one, so n equal ones get 1/(n+1).
+//!
+//! The last quarter is reserved for applications that hold little. In it an application may hold a
+//! quarter of the rest it leaves. Each newcomer takes at most a fifth of the rest, and the next one
+//! finds four fifths. Pure functions.
 
-/// Of the whole, what is for those that have little.
+/// Fraction of the whole that is reserved for applications that hold little.
 const RESERVE_DIVISOR: u64 = 4;
-/// There, an application may have this part of what it leaves.
+/// In the reserve, an application may hold this fraction of the rest it leaves.
 const RESERVED_PART_DIVISOR: u64 = 4;
 
-/// Whether one that holds `held` of `capacity` leaves enough when `free` is left.
+/// Returns whether an application that holds `held` of `capacity` leaves enough when `free` is
+/// left.
 #[must_use]
 pub fn is_enough(capacity: u64, free: u64, held: u64) -> bool {
     let part = if free >= capacity / RESERVE_DIVISOR { free } else { free / RESERVED_PART_DIVISOR };
     held <= part
 }
 
-/// How much more one may have that holds `held` of `capacity`, when `free` is left.
+/// Returns how much more an application may take that holds `held` of `capacity`, when `free` is
+/// left.
 #[must_use]
 pub fn room(capacity: u64, free: u64, held: u64) -> u64 {
     let reserve = capacity / RESERVE_DIVISOR;
-    // It leaves what it has, and does not touch the reserve.
+    // It leaves as much as it holds and does not touch the reserve.
     let outside = (free.saturating_sub(held) / 2).min(free.saturating_sub(reserve));
-    // It leaves four times what it has.
+    // It leaves four times the amount it holds.
     let held_four_times = held.saturating_mul(RESERVED_PART_DIVISOR);
     let inside = free.saturating_sub(held_four_times) / (RESERVED_PART_DIVISOR + 1);
     outside.max(inside)

@@ -1,14 +1,16 @@
-//! Who waits for a part of a bounded amount that is held for long (read memory, local answers that wait for their socket), and
-//! who is next: of the applications that wait, the one that holds least by its weight.
+//! Wait queue for parts of a bounded amount that are held for long: read memory, and local
+//! responses that wait for their socket. The waiting application that holds least by its weight is
+//! served next.
 //!
-//! While no one waits, everyone gets what is free, but for the last eighth: it is for applications that hold nothing yet, so that a
-//! reader of another one begins at once, and goes on if it has one answer at a time, however long the others take for theirs. One
-//! that is alone takes of it until it holds half. Requests of one application are served in their order. The one that is next is
-//! waited for until there is room for it, or large requests would never be served.
+//! While nobody waits, everyone gets free capacity except the last eighth. The eighth is for
+//! applications that hold nothing yet: their reader starts at once and continues with one response
+//! at a time, however slow the others are. A single application may use the eighth until it holds
+//! half. Requests of one application are served in order. Capacity is collected for the next
+//! waiter, or large requests would never be served.
 //!
-//! What is asked for together with a [`ReadPermits`] is given when both are there: a read holds no part of a disk's share while it waits for
-//! memory, nor memory while it waits for a disk. One whose share is full is passed over, and with it those behind it that want of
-//! the same share.
+//! Memory and a [`ReadPermits`] permit are granted together. A read holds no disk share while it
+//! waits for memory, and no memory while it waits for a disk. A waiter whose share is full is
+//! skipped, and so are later waiters for the same share.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -21,25 +23,25 @@ use uniffle_io::{ReadPermit, ReadPermits};
 
 use uniffle_wire::types::AppId;
 
-/// Who waits is dropped only when its place is.
+/// A waiter is dropped only together with its `Place`.
 const PLACED: &str = "its place is held";
 
-/// Looks for the next one before it is left to the next that comes free.
+/// Attempts to serve the next waiter before leaving it to the next release.
 const LOOKS_MAX: usize = 4;
 
-/// Part of the whole that is kept for applications that hold nothing.
+/// Fraction of the whole that is reserved for applications that hold nothing.
 const NEWCOMERS_PART: u64 = 8;
 
-/// For whom a part is taken.
+/// The reader that a part is taken for.
 #[derive(Debug, Clone)]
 pub(crate) struct Reader {
-    /// None for the worker's own reads.
+    /// `None` for the worker's own reads.
     pub(crate) app: Option<AppId>,
     /// At least 1.
     pub(crate) weight: u32,
 }
 
-/// A bounded amount, with those that wait for parts of it.
+/// A bounded amount with a wait queue.
 #[derive(Debug)]
 pub(crate) struct Line(Mutex<State>);
 
@@ -48,15 +50,15 @@ struct State {
     capacity: u64,
     free: u64,
     readers: HashMap<Option<AppId>, Holding>,
-    /// Applications that hold something.
+    /// Number of applications that hold something.
     holders: usize,
     waiting: usize,
-    /// Of those that wait, not all only wait for the share of a [`ReadPermits`].
+    /// At least one waiter lacks bytes, not only a share of its [`ReadPermits`].
     is_short: bool,
     arrivals: u64,
 }
 
-/// One application.
+/// Holdings and waiters of one application.
 #[derive(Debug)]
 struct Holding {
     weight: u32,
@@ -71,7 +73,7 @@ struct Waiter {
     give: oneshot::Sender<Given>,
 }
 
-/// What is given, with the turn that was asked for.
+/// The granted bytes, with the read permit that was requested.
 pub(crate) type Given = (Permit, Option<ReadPermit>);
 
 impl fmt::Debug for Waiter {
@@ -80,7 +82,7 @@ impl fmt::Debug for Waiter {
     }
 }
 
-/// Bytes taken; back in line when dropped.
+/// Bytes taken from the line. They are returned on drop.
 #[derive(Debug)]
 pub(crate) struct Permit {
     line: Arc<Line>,
@@ -88,14 +90,14 @@ pub(crate) struct Permit {
     bytes: u64,
 }
 
-/// One that is served.
+/// A waiter that is being served.
 struct Next {
     app: Option<AppId>,
     waiter: Waiter,
     held: Option<ReadPermit>,
 }
 
-/// A place in the line; left when dropped.
+/// A place in the queue. Dropping it leaves the queue.
 struct Place {
     line: Arc<Line>,
     receiver: oneshot::Receiver<Given>,
@@ -108,18 +110,18 @@ impl Line {
         Arc::new(Self(Mutex::new(state)))
     }
 
-    /// `bytes` for `reader` if no one has to wait for them.
+    /// Takes `bytes` for `reader` if that does not bypass a waiter.
     pub(crate) fn try_take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Option<Permit> {
         let (permit, _) = self.try_take_with(reader, bytes, None)?;
         Some(permit)
     }
 
-    /// `bytes` for `reader` when it is its turn; at most half of the whole.
+    /// Waits for `bytes` for `reader`; at most half of the whole.
     pub(crate) async fn take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Permit {
         self.take_with(reader, bytes, None).await.0
     }
 
-    /// `bytes` for `reader`, and a turn, if no one has to wait for either.
+    /// Takes `bytes` for `reader`, and a permit of `turn`, if that does not bypass a waiter.
     pub(crate) fn try_take_with(
         self: &Arc<Self>,
         reader: &Reader,
@@ -130,7 +132,7 @@ impl Line {
         Some((self.permit(&reader.app, bytes), held))
     }
 
-    /// `bytes` for `reader`, and a turn, when both are there for it.
+    /// Waits until `bytes` and a permit of `turn` are available for `reader`, and takes both.
     pub(crate) async fn take_with(
         self: &Arc<Self>,
         reader: &Reader,
@@ -146,7 +148,8 @@ impl Line {
         self.serve();
         let Some(turn) = turn else { return (&mut place.receiver).await.expect(PLACED) };
         loop {
-            // What comes free of a share may be another one's, who is not told.
+            // A released share may be used outside this line, where a release does not serve this
+            // queue.
             tokio::select! {
                 biased;
                 given = &mut place.receiver => return given.expect(PLACED),
@@ -155,12 +158,12 @@ impl Line {
         }
     }
 
-    /// Whether someone waits for more than the share of a turn.
+    /// Returns whether someone waits for more than a share of a disk.
     pub(crate) fn is_waited_for(&self) -> bool {
         self.0.lock().is_short
     }
 
-    /// Whether someone waits, be it for the share of a turn.
+    /// Returns whether someone waits, even if only for a share of a disk.
     pub(crate) fn has_waiting(&self) -> bool {
         self.0.lock().waiting > 0
     }
@@ -169,25 +172,26 @@ impl Line {
         Permit { line: Arc::clone(self), app: app.clone(), bytes }
     }
 
-    /// Gives what is free to those whose turn it is.
+    /// Grants free capacity to the waiters that are next.
     fn serve(self: &Arc<Self>) {
         loop {
             let Some(Next { app, waiter, held }) = self.0.lock().next() else { return };
-            // Outside of the lock: what finds no receiver comes back by being dropped.
+            // Sent outside the lock: without a receiver, the dropped permit returns its bytes,
+            // which takes the lock.
             let _ = waiter.give.send((self.permit(&app, waiter.bytes), held));
         }
     }
 }
 
 impl State {
-    /// The turn, if there was one to take and everything was given.
+    /// Takes everything or nothing. Returns the permit if `turn` was given.
     fn take_at_once(
         &mut self,
         reader: &Reader,
         bytes: u64,
         turn: Option<&dyn ReadPermits>,
     ) -> Option<Option<ReadPermit>> {
-        // Those that wait for a share are ahead of others that want of it.
+        // Waiters for a share are ahead of newcomers that want the same share.
         if self.is_short || (turn.is_some() && self.waiting > 0) {
             return None;
         }
@@ -204,7 +208,8 @@ impl State {
         Some(held)
     }
 
-    /// What must be free for one that holds `held` to get `bytes` more.
+    /// Returns the capacity that must be free so that an application holding `held` gets `bytes`
+    /// more.
     fn needed(&self, app: &Option<AppId>, held: u64, bytes: u64) -> u64 {
         let is_newcomer = held == 0 || app.is_none();
         let is_alone = self.holders <= 1;
@@ -212,12 +217,13 @@ impl State {
         bytes + if is_kept { self.capacity / NEWCOMERS_PART } else { 0 }
     }
 
-    /// Whether one that holds `held` would have more than half with `bytes` more.
+    /// Returns whether an application holding `held` would exceed half of the whole with `bytes`
+    /// more.
     fn is_greedy(&self, held: u64, bytes: u64) -> bool {
         held + bytes > self.capacity / 2
     }
 
-    /// Enters `bytes` for a reader that is known.
+    /// Records `bytes` for a known reader.
     fn give(&mut self, app: &Option<AppId>, bytes: u64) {
         let Some(holding) = self.readers.get_mut(app) else { return };
         if app.is_some() && holding.held == 0 && bytes > 0 {
@@ -237,13 +243,13 @@ impl State {
     fn enter(&mut self, reader: &Reader, waiter: Waiter) {
         self.arrivals += 1;
         self.waiting += 1;
-        // Until it is known.
+        // Assumed until `next` has checked.
         self.is_short = true;
         let arrival = self.arrivals;
         self.holding(reader).waiting.push_back(Waiter { arrival, ..waiter });
     }
 
-    /// Takes what the next one waits for, if it is there.
+    /// Removes the next waiter from the queue and takes its request, if everything is available.
     fn next(&mut self) -> Option<Next> {
         self.is_short = false;
         if self.waiting == 0 {
@@ -255,11 +261,12 @@ impl State {
             self.waiting -= before - holding.waiting.len();
         }
         self.readers.retain(|_, holding| holding.held > 0 || !holding.waiting.is_empty());
-        // One that does not wait in this line may be quicker to a share: then it is full.
+        // A user of the share outside this line may be faster; then the share is full.
         (0..LOOKS_MAX).find_map(|_| self.take_next())
     }
 
-    /// Takes the one whose turn it is out of the line with what it waits for; none when there is not enough, or no longer.
+    /// Removes the next waiter from the queue and takes its request. Returns `None` if there is not
+    /// enough, or not any longer.
     fn take_next(&mut self) -> Option<Next> {
         let (app, at) = self.find()?;
         let holding = self.readers.get_mut(&app)?;
@@ -270,12 +277,13 @@ impl State {
         let waiter = holding.waiting.remove(at)?;
         self.give(&app, waiter.bytes);
         self.waiting -= 1;
-        // Until it is known: the others are looked at next.
+        // Assumed until the other waiters have been checked.
         self.is_short = self.waiting > 0;
         Some(Next { app, waiter, held })
     }
 
-    /// Whose turn it is, and which of those that wait for that application; none when there is not enough.
+    /// Returns the application that is next and the index of its waiter. Returns `None` if there is
+    /// not enough.
     fn find(&mut self) -> Option<(Option<AppId>, usize)> {
         let mut apps: Vec<_> = self
             .readers
@@ -296,7 +304,8 @@ impl State {
                 return Some((app.clone(), at));
             }
             self.is_short = true;
-            // One that has half and is to leave room for others is passed over; everyone else is waited for.
+            // An application that has half and must leave room for others is skipped. For any
+            // other, capacity is collected.
             if !(self.is_greedy(holding.held, bytes) && bytes <= self.free) {
                 return None;
             }
@@ -306,7 +315,8 @@ impl State {
 }
 
 impl Holding {
-    /// The first that waits and whose shares have room; `full` are those for which others wait, who are ahead of it.
+    /// Returns the first waiter whose shares have room. `full` contains the shares that earlier
+    /// waiters need.
     fn first_with_room(&self, full: &mut SmallVec<[usize; 8]>) -> Option<usize> {
         self.waiting.iter().position(|waiter| {
             let Some(turn) = &waiter.turn else { return true };
@@ -320,7 +330,7 @@ impl Holding {
     }
 }
 
-/// The less one holds by its weight, the sooner it is served.
+/// Returns the rank of an application: the less it holds by its weight, the sooner it is served.
 fn turn(held: u64, weight: u32) -> u64 {
     held / u64::from(weight.max(1))
 }

@@ -1,6 +1,8 @@
-//! Bounded amounts as values with `Drop`, the budget of the heap, how what the process may hold is divided, and whose turn it is.
+//! Bounded amounts as values with `Drop`, the budget of the heap, the division of the process's
+//! memory, and fair wait queues.
 //!
-//! Not here: any memory, and any decision about who gets it. Used by every layer, so it knows none.
+//! This module holds no memory and decides nothing about its use. Every layer uses it, so it knows
+//! none of them.
 
 pub mod allowance;
 pub mod heap;

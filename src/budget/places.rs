@@ -1,4 +1,5 @@
-//! A number of places for which applications wait in turns: one with a hundred requests is ahead of another by one of them.
+//! A number of permits with a fair wait queue: applications alternate, so one with a hundred
+//! requests precedes another by only one.
 
 use std::sync::Arc;
 
@@ -8,12 +9,12 @@ use tokio::sync::{Notify, oneshot};
 use super::rounds::Rounds;
 use uniffle_wire::types::AppId;
 
-/// How many places are free, and who waits for one.
+/// Free permits and their wait queue.
 #[derive(Debug)]
 pub struct Places {
     state: Mutex<State>,
     all: usize,
-    /// For who waits for more than places.
+    /// Notifies waiters that need more than permits of this queue.
     freed: Notify,
 }
 
@@ -26,11 +27,11 @@ struct State {
 #[derive(Debug)]
 struct Waiter {
     count: usize,
-    /// None once it was given.
+    /// `None` once it was granted.
     give: Option<oneshot::Sender<()>>,
 }
 
-/// Places that were taken; free again when this is dropped.
+/// Permits that were taken. They are free again on drop.
 #[derive(Debug)]
 #[must_use = "dropped places are free at once"]
 pub struct Taken {
@@ -38,7 +39,7 @@ pub struct Taken {
     count: usize,
 }
 
-/// One that waits; what was given to it and not taken is free again.
+/// A waiting request. On drop, a grant that was not received becomes free again.
 struct Wait<'a> {
     places: &'a Places,
     app: &'a AppId,
@@ -48,14 +49,14 @@ struct Wait<'a> {
 }
 
 impl Places {
-    /// So many, all of them free.
+    /// Creates `all` permits, all of them free.
     #[must_use]
     pub fn new(all: usize) -> Arc<Self> {
         let state = Mutex::new(State { free: all, waiting: Rounds::default() });
         Arc::new(Self { state, all, freed: Notify::new() })
     }
 
-    /// Waits for `count` places (or all there are) until it is the turn of `app`.
+    /// Waits for `count` permits (or all there are) until it is the turn of `app`.
     pub async fn take(self: &Arc<Self>, app: &AppId, count: usize) -> Taken {
         let count = self.counted(count);
         let mut wait = {
@@ -72,7 +73,7 @@ impl Places {
         Taken { places: Arc::clone(self), count }
     }
 
-    /// `count` places (or all there are) if no one has to wait for them.
+    /// Takes `count` permits (or all there are) if that does not bypass a waiter.
     #[must_use]
     pub fn try_take(self: &Arc<Self>, count: usize) -> Option<Taken> {
         let count = self.counted(count);
@@ -80,18 +81,19 @@ impl Places {
         is_given.then(|| Taken { places: Arc::clone(self), count })
     }
 
-    /// Whether `count` places (or all there are) could be taken now.
+    /// Returns whether `count` permits (or all there are) could be taken now.
     #[must_use]
     pub fn has_room(&self, count: usize) -> bool {
         self.state.lock().has_room(self.counted(count))
     }
 
-    /// Resolves when places came free that nobody waits for in [`Places::take`]; of several that wait for it one is told.
+    /// Waits until permits are free that no waiter in [`Places::take`] needs. One of several
+    /// callers is woken.
     pub(super) async fn freed(&self) {
         self.freed.notified().await;
     }
 
-    /// Gives `count` places back.
+    /// Returns `count` permits.
     fn give_back(&self, count: usize) {
         let mut state = self.state.lock();
         state.free += count;
@@ -103,7 +105,7 @@ impl Places {
         }
     }
 
-    /// All there are at most, but at least one: where there is none everyone waits.
+    /// Limits `count` to the total, but to at least one: without any permits, everyone waits.
     fn counted(&self, count: usize) -> usize {
         count.min(self.all).max(1)
     }
@@ -120,14 +122,15 @@ impl State {
         is_given
     }
 
-    /// Gives what is free to those whose turn it is; the next one is waited for, or large requests would never be served.
+    /// Grants free permits in turn. Permits are collected for the next waiter, or large requests
+    /// would never be served.
     fn serve(&mut self) {
         let Self { free, waiting } = self;
         waiting.serve_in_order(|_, Waiter { count, give }| {
             if *count > *free {
                 return false;
             }
-            // One that waits no more takes nothing.
+            // A cancelled waiter takes nothing.
             if give.take().is_some_and(|give| give.send(()).is_ok()) {
                 *free -= *count;
             }
@@ -146,7 +149,8 @@ impl Drop for Wait<'_> {
     fn drop(&mut self) {
         let mut state = self.places.state.lock();
         state.waiting.leave(self.app, self.number);
-        // Under the lock: it was given by now or never will be. What was awaited is not there any more.
+        // Checked under the lock: the grant has been sent already or never will be. A grant that
+        // was awaited is not received again.
         let unused = if self.given.try_recv().is_ok() { self.count } else { 0 };
         drop(state);
         self.places.give_back(unused);
@@ -199,7 +203,7 @@ mod tests {
         let other = other.now_or_never().expect("it is next");
         assert!(hogs[0].as_mut().now_or_never().is_none());
         drop(other);
-        // Served, and dropped before they were looked at.
+        // Granted, and dropped before they were polled.
         drop(hogs);
         let state = places.state.lock();
         assert_eq!((state.free, state.waiting.len()), (2, 0));

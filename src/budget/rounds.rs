@@ -1,15 +1,16 @@
-//! Whose turn it is among applications that wait: one request of each in turns, those of one in their order.
+//! Round-robin order of waiting requests: applications alternate, and requests of one application
+//! keep their order.
 //!
-//! A pure state machine; what is waited for, and how one is answered, is its owner's.
+//! A pure state machine. The owner defines the resource and how a request is answered.
 
 use std::collections::VecDeque;
 
 use uniffle_wire::types::AppId;
 
-/// The order in which requests wait; `W` is what they are answered by.
+/// A round-robin queue of requests. `W` is the owner's handle for answering a request.
 #[derive(Debug)]
 pub struct Rounds<W> {
-    /// In the order of their turns; none without a request.
+    /// Applications with at least one request, in the order of their turns.
     apps: VecDeque<OfApp<W>>,
     waiting: usize,
     arrivals: u64,
@@ -28,25 +29,25 @@ impl<W> Default for Rounds<W> {
 }
 
 impl<W> Rounds<W> {
-    /// Requests that wait.
+    /// Returns the number of waiting requests.
     #[must_use]
     pub fn len(&self) -> usize {
         self.waiting
     }
 
-    /// Whether no request waits.
+    /// Returns whether no request waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiting == 0
     }
 
-    /// Requests of `app` that wait.
+    /// Returns the number of waiting requests of `app`.
     #[must_use]
     pub fn of_app(&self, app: &AppId) -> usize {
         self.apps.iter().find(|it| it.app == *app).map_or(0, |it| it.requests.len())
     }
 
-    /// Puts a request behind the others of `app`; its number, by which it may leave.
+    /// Appends a request of `app`. Returns its number for [`Rounds::leave`].
     pub fn enter(&mut self, app: &AppId, request: W) -> u64 {
         let number = self.arrivals;
         self.arrivals += 1;
@@ -61,7 +62,7 @@ impl<W> Rounds<W> {
         number
     }
 
-    /// Takes a request out that waits no more; nothing happens if it was answered.
+    /// Removes a cancelled request. Does nothing if it was answered.
     pub fn leave(&mut self, app: &AppId, number: u64) {
         let Some(at) = self.apps.iter().position(|it| it.app == *app) else { return };
         let requests = &mut self.apps[at].requests;
@@ -73,8 +74,9 @@ impl<W> Rounds<W> {
         }
     }
 
-    /// Lets applications ask in turns; `ask` says whether the first request of one was answered. Ends when `refused_max` of
-    /// them in a row were not; the next round begins with the one after them.
+    /// Serves applications in turn. `ask` returns whether the first request of an application was
+    /// answered. Ends after `refused_max` refusals in a row; the next round begins with the
+    /// application after them.
     pub fn serve(&mut self, refused_max: usize, mut ask: impl FnMut(&AppId, &mut W) -> bool) {
         let mut refused = 0;
         while refused < self.apps.len().min(refused_max) {
@@ -84,12 +86,12 @@ impl<W> Rounds<W> {
         }
     }
 
-    /// The same, but the one that was not answered is waited for: it is the next again.
+    /// Serves applications in turn until a request is not answered. Its application stays first.
     pub fn serve_in_order(&mut self, mut ask: impl FnMut(&AppId, &mut W) -> bool) {
         while !self.apps.is_empty() && self.ask_next(&mut ask) {}
     }
 
-    /// Lets the next application ask; when it was answered it is the last from now on.
+    /// Serves the next application. If its request was answered, the application becomes the last.
     fn ask_next(&mut self, ask: &mut impl FnMut(&AppId, &mut W) -> bool) -> bool {
         let Some(next) = self.apps.front_mut() else { return false };
         let is_answered = next.requests.front_mut().is_some_and(|(_, request)| ask(&next.app, request));

@@ -1,4 +1,5 @@
-//! Parts of several shares that a read takes together with its memory: see [`uniffle_io::ReadPermits`].
+//! Parts of several shares that a read takes together with its memory, see
+//! [`uniffle_io::ReadPermits`].
 
 use std::sync::Arc;
 
@@ -10,10 +11,11 @@ use uniffle_wire::types::AppId;
 
 use super::places::{Places, Taken};
 
-/// A share counts its bytes in units of so many.
+/// Number of bytes in one unit of a share.
 pub const UNIT_BYTES: usize = 4096;
 
-/// `bytes` of each of some shares, or all of one that is smaller, for a read of an application.
+/// Permits for a read of one application: the same number of bytes of each share, or all of a
+/// smaller share.
 #[derive(Debug)]
 pub struct Turns {
     app: AppId,
@@ -23,7 +25,7 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// A share that is named twice counts once.
+    /// Creates permits of `bytes` bytes of each share. A repeated share counts once.
     pub fn new<'a>(app: &AppId, shares: impl IntoIterator<Item = &'a Arc<Places>>, bytes: usize) -> Self {
         let mut turns = Self {
             app: app.clone(),
@@ -41,7 +43,8 @@ impl Turns {
         turns
     }
 
-    /// What `waited_for` gave, and parts of all other shares; the number of one that is full, when one is.
+    /// Takes parts of all shares except that of `waited_for`, which is added. Returns the index of
+    /// a full share as the error.
     fn try_others(&self, waited_for: Option<(usize, Taken)>) -> Result<ReadPermit, usize> {
         let mut taken: SmallVec<[Taken; 2]> = SmallVec::new();
         let known = waited_for.as_ref().map(|(at, _)| *at);
@@ -63,7 +66,7 @@ impl ReadPermits for Turns {
         shares.find(|(share, _)| !share.has_room(self.count)).map(|(_, number)| *number)
     }
 
-    /// While one of the shares is waited for, nothing of the others is held.
+    /// Holds nothing of the other shares while it waits for one of them.
     fn take(&self) -> BoxFuture<'_, ReadPermit> {
         let taking = async move {
             let mut waited_for = if self.shares.is_empty() { None } else { Some(0) };

@@ -1,8 +1,10 @@
-//! Pages of memory that lies in a file are taken ahead of what is promised, and capacity for which there are none is withheld.
+//! Allocates pages of a file-backed region ahead of promises, and withholds capacity that has no
+//! pages.
 //!
-//! Invariant: as long as pages are taken in time, a ticket is granted for what has pages only. So a tmpfs that others fill is
-//! found full before senders are promised what is not there, and they are told NO_BUFFER. What was promised within the moment
-//! before is refused when it is sent, and sent again.
+//! Invariant: while pages are allocated in time, a ticket is granted only for memory that has
+//! pages. If others fill the tmpfs, senders get `NO_BUFFER` instead of a promise that cannot be
+//! kept. Promises of the last moment before that are refused at the send, and the client sends
+//! again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,19 +16,19 @@ use tokio::sync::Notify;
 use super::region::Region;
 use crate::budget::{Budget, Charge};
 
-/// Pages are taken so far ahead of what is promised.
+/// Pages are allocated this far ahead of promises.
 const AHEAD_BYTES: u64 = 64 << 20;
-/// Between looks that nobody asked for: after a refusal, and for what was promised without a ticket.
+/// Interval of checks without a notification: after a refusal, and for charges without a ticket.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Takes pages until they suffice for what may be promised next, and tells the budget what is withheld.
+/// Allocates pages for the next promises and charges withheld capacity to the budget.
 #[derive(Debug)]
 pub(super) struct Ahead {
     region: Arc<Region>,
     budget: Budget,
-    /// What cannot be promised, as it has no pages. Held while pages are taken.
+    /// Capacity that cannot be promised because it has no pages. Locked while pages are allocated.
     withheld: Mutex<Charge>,
-    /// Mirror of it.
+    /// Copy of the withheld bytes that is readable without the lock.
     withheld_bytes: AtomicU64,
     wanted: Notify,
 }
@@ -37,7 +39,7 @@ impl Ahead {
         Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
     }
 
-    /// A ticket was granted.
+    /// Notes that a ticket was granted.
     pub(super) fn note_promise(&self) {
         if !self.region.is_refused_pages() && self.lacks(AHEAD_BYTES / 2) {
             self.wanted.notify_one();
@@ -53,12 +55,13 @@ impl Ahead {
         self.region.ready_bytes() < self.wanted_bytes(ahead)
     }
 
-    /// Bytes of the capacity that cannot be used.
+    /// Returns the bytes of the capacity that cannot be used.
     pub(super) fn withheld_bytes(&self) -> u64 {
         self.withheld_bytes.load(Ordering::Relaxed)
     }
 
-    /// Takes what is wanted and settles what is withheld. Milliseconds for each 2 MiB: not on a runtime's thread.
+    /// Allocates the wanted pages and updates the withheld capacity. Takes milliseconds per 2 MiB:
+    /// not for a runtime's thread.
     pub(super) fn take(&self) {
         let mut withheld = self.withheld.lock();
         let before = withheld.bytes();
@@ -88,7 +91,7 @@ impl Ahead {
 }
 
 impl Ahead {
-    /// Takes pages ahead of what is promised, until it is dropped.
+    /// Allocates pages ahead of promises until it is dropped.
     pub(super) async fn run(self: Arc<Self>) {
         let mut every = tokio::time::interval(EVERY);
         loop {
@@ -188,7 +191,7 @@ mod tests {
         memory.ahead.as_ref().unwrap().take();
         assert_eq!(region.ready_bytes(), 6 * MIB, "whole blocks");
         assert_eq!(memory.withheld_bytes(), region.capacity_bytes() - 6 * MIB);
-        // Of 6 MiB 2 are what the region has beyond the capacity.
+        // The region exceeds the capacity by 2 MiB, so 4 of the 6 MiB are usable.
         assert!(is_no_buffer(send(&memory, 0..5, 1 << 20)));
         send(&memory, 0..3, 1 << 20).unwrap();
         assert!(is_no_buffer(send(&memory, 3..5, 1 << 20)));
@@ -199,7 +202,7 @@ mod tests {
         end(&memory);
     }
 
-    /// Nobody has taken pages ahead.
+    /// No pages were allocated ahead.
     #[test]
     fn send_without_pages_is_refused() {
         let memory = opened(None);
@@ -220,10 +223,10 @@ mod tests {
         send(&memory, 0..4000, 1).unwrap();
         memory.shared.supply.region.limit_pages(0);
         assert!(is_no_buffer(send(&memory, 4000..8000, 1)));
-        // As many as the chunk of the last one has places for.
+        // As many as the chunk of the last block has rows for.
         send(&memory, 4000..4032, 1).unwrap();
         drop(memory.forget(&ShuffleKey::new(app(), ShuffleId(0))));
-        // What they had was given back, and there is no more.
+        // Their rows were freed and are reused; there are no more.
         send(&memory, 0..4032, 1).unwrap();
         assert!(is_no_buffer(send(&memory, 4032..4033, 1)));
         end(&memory);
@@ -260,7 +263,7 @@ mod tests {
         ceded.discard();
         let file = memory.handed_over().unwrap().unwrap();
         memory.let_go();
-        // As at a kill: it does not get its pages again.
+        // As after a kill: the segment does not get its pages again.
         region.limit_pages(0);
         drop(ceded);
         drop(memory);
@@ -281,7 +284,7 @@ mod tests {
         end(&memory);
     }
 
-    /// What a successor finds free is much more than what it makes ready at once.
+    /// A successor finds much more free memory than it makes ready at once.
     #[test]
     fn deferred_pages_are_faulted_on_demand() {
         let memory = opened(None);
@@ -301,12 +304,12 @@ mod tests {
         memory.register(&key, Distribution::Normal);
         let heap = memory.heap().of(HeapKind::Partitions);
         memory.restore(&key, |_| Box::new(|_| false), heap, |_, _| ());
-        // A block behind all others, so that those before it were used.
+        // A block at the end of the region, so that the space before it counts as used.
         let region = &memory.shared.supply.region;
         region.claim(13 << 20, 1 << 20, memory.budget().try_charge(MIB).unwrap()).unwrap();
         assert_eq!(memory.finish_restore(), (1, 1));
         assert!(region.ready_bytes() < 8 * MIB, "{}", region.ready_bytes());
-        // Nobody has taken pages ahead.
+        // No pages were allocated ahead.
         send(&memory, 1..13, 1 << 20).unwrap();
         memory.ahead.as_ref().unwrap().take();
         end(&memory);

@@ -1,18 +1,19 @@
 //! Buddy bookkeeping: which 4 KiB to 2 MiB pieces of a region of 2 MiB blocks are free.
 //!
-//! Pure arithmetic: it never touches the memory it speaks of. Allocation takes the smallest piece that suffices, at
-//! the lowest address, out of blocks that were in use before, and opens a block never used only when there is no
-//! other way: pages that were never needed are never touched. Freeing merges with the buddy as far as it goes, so
-//! that a region that is given back whole is whole again.
+//! Pure arithmetic that never touches the memory itself. Allocation takes the smallest sufficient
+//! piece at the lowest address of blocks that were in use before. It opens an unused block only as
+//! a last resort, so that pages that were never needed are never touched. Freeing merges a piece
+//! with its buddies, so that a region with all pieces freed is whole again.
 //!
-//! A block's state is a heap-ordered tree in a bitmap of 1,024 bits (node 1 is the block, 2 and 3 its halves, …,
-//! 512..1024 its 4 KiB units); a set bit is a free piece whose parent is not free as a whole. That is 128 bytes for 2 MiB.
+//! A block's state is a heap-ordered tree in a bitmap of 1,024 bits: node 1 is the block, 2 and 3
+//! its halves, …, 512..1024 its 4 KiB units. A set bit is a free piece whose parent is not
+//! completely free. That is 128 bytes for 2 MiB.
 
 use std::ops::Range;
 
 /// The smallest piece.
 pub(super) const UNIT_BYTES: usize = 4 << 10;
-/// The largest piece, and the unit in which the region grows: one huge page.
+/// The largest piece and the growth unit of the region: one huge page.
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
 
 const ORDER_MAX: usize = 9;
@@ -25,18 +26,19 @@ pub(super) struct Buddy {
     blocks: Vec<[u64; WORDS]>,
     /// Per order: the blocks that have a free piece of exactly this order.
     having: [BlockSet; ORDERS],
-    /// Blocks from here on were never used; their bitmaps are still zero.
+    /// Number of the first block that was never used. From here on the bitmaps are still zero.
     fresh: usize,
-    /// Blocks from here on cannot be used yet.
+    /// Number of the first block that cannot be used yet.
     ready: usize,
     free_bytes: u64,
 }
 
 impl Buddy {
-    /// All of `blocks` free and never used.
+    /// Creates bookkeeping for `blocks` free blocks that were never used.
     pub(super) fn new(blocks: usize) -> Self {
         Self {
-            // Zeroed by the kernel, so that the table of a large region is not resident until it is needed.
+            // Zeroed by the kernel, so that the table of a large region is not resident until it is
+            // needed.
             blocks: vec![[0; WORDS]; blocks],
             having: std::array::from_fn(|_| BlockSet::new(blocks)),
             fresh: 0,
@@ -45,7 +47,8 @@ impl Buddy {
         }
     }
 
-    /// The same, but that none can be used before it is [made ready](Self::make_ready).
+    /// Creates bookkeeping in which no block can be used before it is [made
+    /// ready](Self::make_ready).
     pub(super) fn unready(blocks: usize) -> Self {
         Self { ready: 0, ..Self::new(blocks) }
     }
@@ -54,22 +57,22 @@ impl Buddy {
         self.free_bytes
     }
 
-    /// Bytes of the blocks that were ever used: what may be resident.
+    /// Returns the bytes of all blocks that were ever used. They may be resident.
     pub(super) fn touched_bytes(&self) -> u64 {
         (self.fresh * BLOCK_BYTES) as u64
     }
 
-    /// Blocks that can be used, of lower numbers than all others.
+    /// Returns the number of usable blocks. They have the lowest numbers.
     pub(super) fn ready(&self) -> usize {
         self.ready
     }
 
-    /// The first `blocks` can be used from now on.
+    /// Makes the first `blocks` blocks usable.
     pub(super) fn make_ready(&mut self, blocks: usize) {
         self.ready = blocks.clamp(self.ready, self.blocks.len());
     }
 
-    /// Takes a whole block that was never used, if there is one.
+    /// Takes a whole block that was never used, if there is one. Returns its offset.
     pub(super) fn take_fresh(&mut self) -> Option<usize> {
         let block = self.open_fresh()?;
         self.clear(block, 1, ORDER_MAX);
@@ -77,7 +80,7 @@ impl Buddy {
         Some(block * BLOCK_BYTES)
     }
 
-    /// Takes all that is free of a block that was in use: offsets and bytes.
+    /// Takes all free pieces of a block that was in use. Returns their offsets and lengths.
     pub(super) fn take_free(&mut self, block: usize) -> Vec<(usize, usize)> {
         let mut taken = Vec::new();
         for order in 0..ORDERS {
@@ -91,7 +94,8 @@ impl Buddy {
         taken
     }
 
-    /// What is free of blocks that were in use, in the order of its places, neighbours as one.
+    /// Returns the free ranges of blocks that were in use, in ascending order and with neighbours
+    /// merged.
     pub(super) fn free_ranges(&self) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for (block, words) in self.blocks[..self.fresh].iter().enumerate() {
@@ -117,7 +121,7 @@ impl Buddy {
         ranges
     }
 
-    /// The largest piece that [`Buddy::allocate`] would grant now.
+    /// Returns the size of the largest piece that [`Buddy::allocate`] would grant now.
     pub(super) fn largest_free(&self) -> usize {
         if self.fresh < self.ready {
             return BLOCK_BYTES;
@@ -126,7 +130,8 @@ impl Buddy {
         order.map_or(0, |order| UNIT_BYTES << order)
     }
 
-    /// Takes a piece of `bytes`, a power of two from 4 KiB to 2 MiB; its offset is a multiple of its size.
+    /// Takes a piece of `bytes`, a power of two from 4 KiB to 2 MiB. Its offset is a multiple of
+    /// its size.
     pub(super) fn allocate(&mut self, bytes: usize) -> Option<usize> {
         let order = order_of(bytes);
         let found = (order..ORDERS).find_map(|larger| Some((self.having[larger].first()?, larger)));
@@ -145,8 +150,8 @@ impl Buddy {
         Some(block * BLOCK_BYTES + (node - first_of_order) * bytes)
     }
 
-    /// Takes the piece of `bytes` at `offset`, opening the blocks before it, ready or not; false, and nothing done, if that is no place of
-    /// such a piece or not all of it is free.
+    /// Takes the piece of `bytes` at `offset` and opens the blocks before it, ready or not. Returns
+    /// false and changes nothing if no such piece can start there or part of it is in use.
     pub(super) fn take(&mut self, offset: usize, bytes: usize) -> bool {
         let is_size = bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes);
         let block = offset / BLOCK_BYTES;
@@ -168,7 +173,7 @@ impl Buddy {
         true
     }
 
-    /// Gives a piece back that [`Buddy::allocate`] returned for the same `bytes`.
+    /// Frees a piece that [`Buddy::allocate`] returned for the same `bytes`.
     pub(super) fn free(&mut self, offset: usize, bytes: usize) {
         let mut order = order_of(bytes);
         let block = offset / BLOCK_BYTES;
@@ -215,7 +220,8 @@ impl Buddy {
         }
     }
 
-    /// The lowest free node of `order`: its nodes are `2^depth..2^(depth+1)`, a part of word 0 or whole words.
+    /// Returns the lowest free node of `order`. The nodes of an order are `2^depth..2^(depth+1)`, a
+    /// part of word 0 or whole words.
     fn first_free(&self, block: usize, order: usize) -> Option<usize> {
         let words = &self.blocks[block];
         let first = 1usize << (ORDER_MAX - order);
@@ -237,7 +243,8 @@ fn order_of(bytes: usize) -> usize {
     (bytes / UNIT_BYTES).trailing_zeros() as usize
 }
 
-/// A set of block numbers with a quick minimum: a bitmap, a bitmap of its non-zero words, and so on up to one word.
+/// A set of block numbers with a fast minimum: a bitmap, a bitmap of its non-zero words, and so on
+/// up to one word.
 #[derive(Debug)]
 pub(super) struct BlockSet {
     levels: Vec<Vec<u64>>,
@@ -349,7 +356,7 @@ mod tests {
         assert_eq!(again, [all[130], all[4097], all[4999]]);
     }
 
-    /// The model: which units are taken, nothing else.
+    /// The model: a flag per unit that tells whether it is taken.
     struct Bitmap(Vec<bool>);
 
     impl Bitmap {

@@ -98,7 +98,7 @@ fn large_request_is_awaited_only_among_several_applications() {
     assert_eq!(held.len(), 14);
     held.truncate(8);
     let of_other = line.try_take(&other, 10).unwrap();
-    // 70 are free, of which 20 are kept.
+    // 70 are free, of which 20 are reserved.
     let mut large = waiting(&line, &other, 60);
     let mut small = waiting(&line, &one, 10);
     held.pop();
@@ -149,7 +149,7 @@ fn cancelled_waiter_blocks_nobody() {
     assert!(line.try_take(&b, 10).is_none(), "others wait");
     drop(large);
     assert!(is_served(&mut small).is_some());
-    // Served, and dropped before it was looked at.
+    // Granted, and dropped before it was polled.
     let unseen = waiting(&line, &a, 50);
     drop(held);
     drop(unseen);
@@ -215,7 +215,7 @@ fn large_read_is_not_starved_by_small_ones() {
     assert!(next.now_or_never().is_some());
 }
 
-/// Takes what was given. Twice: one may be served by another that is looked at after it.
+/// Collects the grants. It polls twice because a later poll may serve an earlier waiter.
 fn look(waiting: &mut Vec<Waiting>, given: &mut Vec<Given>) {
     for _ in 0..2 {
         waiting.retain_mut(|it| it.now_or_never().map(|it| given.push(it)).is_none());
@@ -223,7 +223,8 @@ fn look(waiting: &mut Vec<Waiting>, given: &mut Vec<Given>) {
 }
 
 proptest! {
-    /// Whatever is taken, given back or given up: nobody waits for what is free, and nothing is lost.
+    /// Whatever is taken, returned or cancelled: nobody waits for free capacity, and nothing is
+    /// lost.
     #[test]
     fn free_capacity_is_granted_at_once(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {
         let line = Line::new(80);

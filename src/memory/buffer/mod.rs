@@ -1,13 +1,16 @@
-//! One partition in memory: an active list that takes blocks, and the batches that are on their way out.
+//! One partition in memory: an active list that takes blocks, and the batches that are being
+//! flushed.
 //!
-//! The life of a block: reserved (room in the active chain, funded by a ticket) → written by its owner, outside any
-//! lock → committed (visible) → sealed into a batch (still visible) → released, once it is readable in the next tier.
-//! The buffer never waits: sealing rotates the chain and takes what is committed; a fill that is late commits into the
-//! new list as a *stray* that keeps its bytes in the old segments.
+//! A block is reserved (room in the active chain, funded by a ticket), written by its owner outside
+//! any lock, committed (visible), sealed into a batch (still visible), and released once it is
+//! readable in the next tier. The buffer never waits: sealing rotates the chain and takes the
+//! committed blocks. A late fill commits into the new list as a *stray* that keeps its bytes in the
+//! old segments.
 //!
-//! Invariants: the batches, oldest first, and then the active list, each in commit order, are the sequence that
-//! readers see; no id is in it twice. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
-//! A partition of which nothing is in memory keeps no list: what it has received, and the next chain's number.
+//! Invariants: readers see the batches, oldest first, and then the active list, each in commit
+//! order; no id occurs twice. The lock covers bookkeeping only: payload is copied, zeroed and freed
+//! outside. A partition without blocks in memory has no list, only its counters and the next chain
+//! number.
 
 mod restored;
 mod sealing;
@@ -41,35 +44,36 @@ use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use unverified::Unverified;
 pub(super) use unverified::Verification;
 
-/// Heap of a partition that was ever written to, while nothing of it is in memory: its buffer, its places in the tables here
-/// and in the local tier, its first extent. `d12_…` in `tests/contract` and `tests/process` measure it.
+/// Heap of a partition that was ever written to and has nothing in memory: its buffer, its entries
+/// in the tables here and in the local tier, and its first extent. `tests/contract` and
+/// `tests/process` measure it.
 pub(super) const PARTITION_BYTES: u64 = 256;
 
-/// What all buffers of one memory share.
+/// State shared by all buffers of one memory.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) supply: Supply,
     pub(super) budget: Budget,
-    /// Charged bytes of batches that are being flushed, for the total only.
+    /// Total of the charged bytes of batches that are being flushed.
     pub(super) in_flight: Budget,
-    /// Their blocks, likewise.
+    /// Total of the blocks of batches that are being flushed.
     pub(super) in_flight_blocks: Budget,
-    /// Seeded per process: block ids are the clients' to choose.
+    /// Seeded per process, because clients choose the block ids.
     pub(super) hasher: DefaultHashBuilder,
     pub(super) metrics: MemoryMetrics,
     pub(super) verification: Verification,
 }
 
-/// What a commit did.
+/// The result of a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Committed {
     /// Blocks that became visible.
     pub blocks: usize,
-    /// Their payload.
+    /// Payload bytes of these blocks.
     pub bytes: u64,
-    /// Blocks dropped because their id was there already.
+    /// Blocks dropped because their id was present already.
     pub duplicate_blocks: usize,
-    /// Their payload.
+    /// Payload bytes of the dropped blocks.
     pub duplicate_bytes: u64,
 }
 
@@ -87,55 +91,55 @@ impl AddAssign for Committed {
 pub struct Buffer {
     partition: PartitionId,
     shared: Arc<Shared>,
-    /// Its shuffle, for the next process; none in private memory.
+    /// Name of the shuffle for the next process. `None` in private memory.
     name: Option<Arc<ShuffleName>>,
-    /// Its application's.
+    /// Budget of the application.
     budget: Budget,
     state: Mutex<State>,
     active_bytes: AtomicU64,
     active_charged_bytes: AtomicU64,
     active_blocks: AtomicUsize,
-    /// The one counter that flushes do not touch: it only grows.
+    /// Unlike the other counters it only grows; flushes do not change it.
     received_bytes: AtomicU64,
     in_flight_bytes: AtomicU64,
     in_flight_batches: AtomicUsize,
     block_count: AtomicUsize,
-    /// [`PARTITION_BYTES`].
+    /// Charge of [`PARTITION_BYTES`].
     _charge: Charge,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// None while nothing of the partition is in memory.
+    /// `None` while the partition has nothing in memory.
     lists: Option<Box<Lists>>,
-    /// Numbers of chains are not used twice: a fill that is late must not take another chain for its own.
+    /// Chain numbers are never reused: a late fill must not mistake another chain for its own.
     next_chain: u64,
     evicted: bool,
     overdue: bool,
-    /// What an earlier process left, until it was looked at.
+    /// Recovered blocks of an earlier process until they are verified.
     unverified: Option<Arc<Unverified>>,
 }
 
-/// What of a partition is in memory.
+/// The in-memory contents of a partition.
 #[derive(Debug)]
 struct Lists {
     active: BlockList,
     batches: VecDeque<Arc<SealedBatch>>,
-    /// Set by a fill that was dropped: the active chain may hold segments in which nothing lives.
+    /// Set by a dropped fill: the active chain may hold segments without live data.
     aborted: Arc<AtomicBool>,
 }
 
 impl Lists {
-    /// Gives back segments in which everything was aborted.
+    /// Removes segments in which everything was aborted.
     fn drop_dead(&mut self) -> SmallVec<[Segment; 2]> {
-        // A look first: a swap for every block is dearer than the copy of a small one.
+        // A load first: a swap per block costs more than copying a small one.
         if self.aborted.load(Ordering::Relaxed) && self.aborted.swap(false, Ordering::Acquire) {
             return self.active.drop_dead();
         }
         SmallVec::new()
     }
 
-    /// Whether nothing is lost with it: no block, and no segment that a fill writes to.
+    /// Returns whether dropping it loses nothing: no block, and no segment that a fill writes to.
     fn is_empty(&self) -> bool {
         self.batches.is_empty() && self.active.is_empty() && self.active.chain.capacity() == 0
     }
@@ -171,21 +175,21 @@ impl Buffer {
         }
     }
 
-    /// The partition.
+    /// Returns the partition.
     #[must_use]
     pub fn partition(&self) -> PartitionId {
         self.partition
     }
 
-    /// Room for one block of `len` bytes, paid for by `funds`.
+    /// Reserves room for one block of `len` bytes, paid for by `funds`.
     ///
     /// # Errors
-    /// `TicketOverspent` beyond the bytes the ticket was for, `Evicted` after a purge. `NoCapacity` only when concurrent
-    /// sends and seals of this partition used up what the ticket paid for, and others the slack, or when the region has no
-    /// room to cede for a list; nothing is held then.
+    /// `TicketOverspent` beyond the bytes of the ticket, `Evicted` after a purge. `NoCapacity` if
+    /// concurrent sends and seals of this partition used up the ticket's excess and others the
+    /// slack, or if the region has no room to cede for a list. Nothing is held after an error.
     pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
         funds.spend(u64::from(len))?;
-        // Dropped after the lock: giving memory back takes the region's lock, and zeroing takes time.
+        // Dropped after the lock: freeing memory takes the region's lock, and zeroing takes time.
         let (dead, mut abandoned);
         let mut state = self.state.lock();
         if state.evicted {
@@ -200,8 +204,9 @@ impl Buffer {
             covered.inspect_err(|_| self.shared.budget.wake())?;
         }
         if !lists.active.chain.has_room_for(len) {
-            // A chain's offsets are at their end. Its blocks wait as a batch; a chain of fills only is let go of,
-            // the fills keep their segments and commit as strays.
+            // The chain's offsets are exhausted. If it has blocks, they wait as a batch. If it has
+            // only fills, the chain is abandoned; the fills keep their segments and commit as
+            // strays.
             if lists.active.is_empty() {
                 abandoned = Some(std::mem::replace(&mut lists.active, self.next_list(next_chain)));
             } else {
@@ -215,19 +220,20 @@ impl Buffer {
         fill
     }
 
-    /// Makes `blocks`, all fully written, visible at once. Blocks whose id is in memory already (a resend) are
-    /// dropped silently.
+    /// Makes `blocks`, all fully written, visible at once. Resent blocks, whose id is in memory
+    /// already, are dropped silently.
     ///
     /// # Errors
-    /// `Evicted` after a purge, `TooManyBlocks` at the limit, `NoCapacity` when the region has no room to cede for their records;
-    /// no block is visible and all memory is back then.
+    /// `Evicted` after a purge, `TooManyBlocks` at the limit, `NoCapacity` when the region has no
+    /// room to cede for their records. After an error no block is visible and all memory is freed.
     pub fn commit(
         &self,
         blocks: Vec<(BlockMeta, BlockFill)>,
         funds: &mut Reservation,
     ) -> Result<Committed, MemoryError> {
         for (meta, fill) in &blocks {
-            // Not from input: the service compared the lengths. Going on would show other blocks' bytes.
+            // Cannot come from input: the service compared the lengths. Continuing would show bytes
+            // of other blocks.
             assert!(
                 fill.remaining() == 0 && fill.len() == meta.length,
                 "commit of a block not fully written"
@@ -236,10 +242,10 @@ impl Buffer {
         let asked = blocks.len() as u64;
         let named = self.named();
         let asked_rows = if named.is_some() { count_rows(&blocks) } else { 0 };
-        // Charged before the blocks count and until they do not: see `Supply::overdraft`.
+        // Charged before the blocks count and until they no longer count, see `Supply::overdraft`.
         let bytes = metadata_bytes(asked, asked_rows);
         let mut paid = self.pay((asked, bytes), funds).inspect_err(|_| self.shared.budget.wake())?;
-        // Paid for before they are taken, and until they are given back.
+        // Rows are paid for before they are taken and until they are returned.
         let rows = named.map(|named| self.rows_of(named, asked_rows)).transpose();
         let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
         let mut done = Committed::default();
@@ -250,7 +256,7 @@ impl Buffer {
             return Err(MemoryError::Evicted);
         }
         if named.is_none() && self.named().is_some() {
-            // The shuffle got its name meanwhile: its blocks have rows from now on.
+            // The shuffle got its name meanwhile, so its blocks need rows now.
             drop(state);
             drop(paid);
             return self.commit(blocks, funds);
@@ -286,20 +292,21 @@ impl Buffer {
         self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         drop(state);
-        // Zeroing the duplicates' ranges and giving their charges back needs no lock.
+        // Zeroing the duplicates' ranges and returning their charges needs no lock.
         drop((duplicates, rows, unkept));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
 
-    /// Blocks behind `after` (`None` or an id that is gone: from the head), at least one, until `limit_bytes` are
-    /// reached; only those of `tasks`, if given. docs/protocol.md §3.4.
+    /// Reads blocks after `after`, at least one, until `limit_bytes` are reached. Starts at the
+    /// head if `after` is `None` or no longer present. Returns only blocks of `tasks`, if given.
+    /// See docs/protocol.md §3.4.
     #[must_use]
     pub fn read(&self, after: Option<BlockId>, limit_bytes: u64, tasks: Option<&Treemap>) -> MemoryRead {
         self.read_some(after, (limit_bytes, usize::MAX), tasks)
     }
 
-    /// As [`Buffer::read`], up to so many bytes or so many blocks.
+    /// Reads like [`Buffer::read`], with limits on the bytes and on the number of blocks.
     #[must_use]
     pub fn read_some(
         &self,
@@ -319,8 +326,9 @@ impl Buffer {
         found.into()
     }
 
-    /// Ids of all blocks that are there at one moment. A reader that goes on from its cursor may miss some: where that is released
-    /// before what is older, it begins at the head again.
+    /// Returns the ids of all blocks present at one moment. Reading with a cursor may miss some: if
+    /// the batch of the cursor is released before an older one, the next read starts at the head
+    /// again.
     #[must_use]
     pub fn ids(&self) -> Vec<u64> {
         let state = self.state.lock();
@@ -332,7 +340,7 @@ impl Buffer {
         sealed.chain(active).map(|BlockId(id)| id.unsigned_abs()).collect()
     }
 
-    /// Drops everything, for good.
+    /// Drops everything permanently.
     pub fn evict(&self) {
         let mut state = self.state.lock();
         state.evicted = true;
@@ -343,8 +351,8 @@ impl Buffer {
         drop(lists);
     }
 
-    /// Gives back segments in which everything was aborted. The flusher's scan calls it for all buffers, so that dead
-    /// sends do not hold memory in partitions that are no longer written to.
+    /// Frees segments in which everything was aborted. The flusher's scan calls it for all buffers,
+    /// so that dead sends do not hold memory in partitions without further writes.
     pub fn drop_dead(&self) {
         let mut state = self.state.lock();
         let dead = state.lists.as_mut().map(|lists| lists.drop_dead());
@@ -353,60 +361,62 @@ impl Buffer {
         drop((dead, emptied));
     }
 
-    /// Payload that is committed and not taken by a flush.
+    /// Returns the committed payload bytes that no flush has taken.
     #[must_use]
     pub fn active_bytes(&self) -> u64 {
         self.active_bytes.load(Ordering::Relaxed)
     }
 
-    /// What a flush of the above would give back to the budget: whole segments and metadata.
+    /// Returns the charge that a flush of the active bytes would free: whole segments and metadata.
     #[must_use]
     pub fn active_charged_bytes(&self) -> u64 {
         self.active_charged_bytes.load(Ordering::Relaxed)
     }
 
-    /// Payload that the partition has ever taken, flushed or not; resent blocks that were dropped do not count.
+    /// Returns the payload bytes that the partition has ever received, flushed or not. Dropped
+    /// duplicates do not count.
     #[must_use]
     pub fn received_bytes(&self) -> u64 {
         self.received_bytes.load(Ordering::Relaxed)
     }
 
-    /// Payload that is in memory, on its way to the next tier or not.
+    /// Returns the payload bytes in memory, being flushed or not.
     #[must_use]
     pub fn in_memory_bytes(&self) -> u64 {
         self.active_bytes() + self.in_flight_bytes()
     }
 
-    /// Blocks that are committed and not taken by a flush.
+    /// Returns the number of committed blocks that no flush has taken.
     #[must_use]
     pub fn active_blocks(&self) -> usize {
         self.active_blocks.load(Ordering::Relaxed)
     }
 
-    /// Payload of batches taken and not released.
+    /// Returns the payload bytes of batches that are being flushed.
     #[must_use]
     pub fn in_flight_bytes(&self) -> u64 {
         self.in_flight_bytes.load(Ordering::Relaxed)
     }
 
-    /// Batches taken and not released.
+    /// Returns the number of batches that are being flushed.
     #[must_use]
     pub fn in_flight_batches(&self) -> usize {
         self.in_flight_batches.load(Ordering::Relaxed)
     }
 
-    /// Blocks that readers see.
+    /// Returns the number of blocks that readers see.
     #[must_use]
     pub fn block_count(&self) -> usize {
         self.block_count.load(Ordering::Relaxed)
     }
 
-    /// The name of its shuffle for the next process; none in private memory, or while there is no place for it.
+    /// Returns the shuffle's name for the next process. `None` in private memory, or while the file
+    /// has no place for it.
     fn named(&self) -> Option<&Arc<Named>> {
         self.name.as_ref()?.get()
     }
 
-    /// Places for `count` rows.
+    /// Takes `count` free rows.
     fn rows_of(&self, named: &Named, count: usize) -> Result<FreeRows, MemoryError> {
         named.rows(count).map_err(|no_places| match no_places {
             NoPlaces::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
@@ -414,7 +424,8 @@ impl Buffer {
         })
     }
 
-    /// Makes rows for blocks that were committed before the shuffle had a name. Returns whether all have rows.
+    /// Creates rows for blocks that were committed before the shuffle had a name. Returns whether
+    /// all have rows.
     pub(in crate::memory) fn protect(&self) -> bool {
         let Some(named) = self.named() else { return false };
         let mut abandoned = None;
@@ -422,7 +433,7 @@ impl Buffer {
         let State { lists, next_chain, .. } = &mut *state;
         let Some(lists) = lists else { return true };
         if !lists.active.has_rows() {
-            // As in `reserve`: fills of a chain that is let go of commit as strays.
+            // As in `reserve`: fills of an abandoned chain commit as strays.
             if lists.active.is_empty() {
                 abandoned = Some(std::mem::replace(&mut lists.active, self.next_list(next_chain)));
             } else {
@@ -438,8 +449,8 @@ impl Buffer {
         batches.iter().all(|batch| batch.list().make_rows(named, self.partition, lists))
     }
 
-    /// What `blocks` blocks cost beside their bytes, charged to the capacity before they count and until they do not: see
-    /// `Supply::overdraft`.
+    /// Charges the cost of `blocks` blocks beside their payload. It is charged to the capacity
+    /// before they count and until they no longer count, see `Supply::overdraft`.
     fn pay(&self, (blocks, bytes): (u64, u64), funds: &mut Reservation) -> Result<Paid, MemoryError> {
         let capacity = funds.cover_metadata(bytes);
         let supply = &self.shared.supply;
@@ -449,7 +460,7 @@ impl Buffer {
         Ok(Paid { permits, lists, capacity })
     }
 
-    /// Its lists, made if it has none.
+    /// Returns the lists of the partition, created on demand.
     fn made<'a>(&self, lists: &'a mut Option<Box<Lists>>, next_chain: &mut u64) -> &'a mut Lists {
         lists.get_or_insert_with(|| {
             let (batches, aborted) = (VecDeque::new(), Arc::new(AtomicBool::new(false)));
@@ -468,7 +479,7 @@ impl Buffer {
         BlockList::new(chain, kept, self.shared.hasher.clone(), &self.shared.supply, &self.budget)
     }
 
-    /// The active list becomes the youngest batch, an empty one takes its place.
+    /// Turns the active list into the youngest batch and replaces it by an empty list.
     fn rotate(&self, lists: &mut Lists, next_chain: &mut u64) -> Arc<SealedBatch> {
         let list = std::mem::replace(&mut lists.active, self.next_list(next_chain));
         let batch = Arc::new(SealedBatch::new(self.partition, list));
@@ -476,7 +487,8 @@ impl Buffer {
         batch
     }
 
-    /// Stores the counters anew from the state, under its lock: sums, not increments, so that they cannot drift.
+    /// Recomputes the counters from the state, under its lock. They are sums, not increments, so
+    /// that they cannot drift.
     fn publish_counters(&self, state: &State) {
         let (mut active, mut flying, mut batches) = (0, 0, 0);
         let (mut active_blocks, mut flying_blocks, mut charged) = (0, 0, 0);
@@ -504,17 +516,17 @@ impl Buffer {
     }
 }
 
-/// Rows of `blocks`.
+/// Returns the number of rows that `blocks` need.
 fn count_rows(blocks: &[(BlockMeta, BlockFill)]) -> usize {
     blocks.iter().map(|(_, fill)| rows_of(fill.pieces())).sum()
 }
 
-/// What blocks with so many rows are charged beside their bytes.
+/// Returns the bytes charged for `blocks` blocks with `rows` rows beside their payload.
 fn metadata_bytes(blocks: u64, rows: usize) -> u64 {
     blocks * METADATA_BYTES + rows as u64 * ROW_BYTES
 }
 
-/// What was paid for `blocks` of the blocks.
+/// Splits off the payment for `blocks` of the blocks.
 fn split(paid: &mut Paid, (blocks, bytes): (u64, u64)) -> Paid {
     Paid {
         permits: paid.permits.split_up_to(blocks),

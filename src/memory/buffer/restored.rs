@@ -1,4 +1,5 @@
-//! What an earlier process left of a partition: shown, and compared with its checksums before it is served.
+//! Restores recovered blocks of an earlier process into a partition. They are visible at once and
+//! compared with their checksums before they are served.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,8 +13,8 @@ use super::{Buffer, Committed, State, metadata_bytes};
 use uniffle_wire::types::ShuffleKey;
 
 impl Buffer {
-    /// Shows what an earlier process left of the partition of `key`, before anything is written to it: as the oldest batch. Its
-    /// bytes are to be [verified](Buffer::verify) before they are served.
+    /// Shows recovered blocks of the partition of `key` as the oldest batch, before anything is
+    /// written to it. Their bytes must be [verified](Buffer::verify) before they are served.
     pub(in crate::memory) fn restore(&self, key: &ShuffleKey, left: Partition) -> Committed {
         let Partition { blocks, segments, kept, rows, last_chain } = left;
         let (count, supply) = (blocks.len() as u64, &self.shared.supply);
@@ -47,8 +48,7 @@ impl Buffer {
         restored
     }
 
-    /// Looks at what an earlier process left, unless that was done: what is damaged is not shown from then on. Milliseconds for
-    /// each few MiB.
+    /// Verifies recovered blocks once and hides damaged ones. Takes milliseconds per few MiB.
     pub fn verify(&self) {
         let Some(unverified) = self.state.lock().unverified.clone() else { return };
         let look = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
@@ -64,7 +64,7 @@ impl Buffer {
         say_damaged(key, self.partition, batch.list(), &damaged);
         let mut state = self.state.lock();
         batch.list().withhold(damaged);
-        // One of which nothing is left is nothing to flush.
+        // A batch without visible blocks has nothing to flush.
         let is_empty = batch.blocks() == 0 && !batch.is_claimed();
         let emptied = state.lists.as_mut().filter(|_| is_empty).and_then(|lists| {
             let at = lists.batches.iter().position(|held| std::ptr::eq(&**held, batch))?;

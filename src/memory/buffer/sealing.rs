@@ -1,4 +1,5 @@
-//! Batches on their way out of a buffer: what is committed is taken as one, and dropped once it is readable in the next tier.
+//! Sealing and release of batches: a seal takes all committed blocks as one batch, and a release
+//! drops it once it is readable in the next tier.
 
 use std::sync::Arc;
 
@@ -8,24 +9,25 @@ use super::super::list::BlockList;
 use super::super::sealed::{InFlight, SealedBatch};
 use super::{Buffer, State};
 
-/// A moment of a buffer: what was committed until then is in chains with lower numbers.
+/// A point in time of a buffer: blocks committed before it are in chains with lower numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mark(u64);
 
-/// What is in memory of blocks that were committed before a [`Mark`].
+/// State of the blocks that were committed before a [`Mark`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Before {
-    /// Nothing: it was flushed, or the shuffle is gone.
+    /// No such block is in memory: all were flushed, or the shuffle is gone.
     Nothing,
-    /// Some, and all of it is on its way.
+    /// Some are in memory, and all of them are being flushed.
     InFlight,
-    /// Some that no flush has taken.
+    /// Some are in memory that no flush has taken.
     Waiting,
 }
 
 impl Buffer {
-    /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer
-    /// whose list was closed, for its bytes or its blocks, gives its oldest batch not taken yet.
+    /// Takes the committed blocks as a batch to be flushed, or returns `None` if there are none.
+    /// Never waits for fills. If a list was closed at its limit of bytes or blocks, returns the
+    /// oldest batch that is not taken yet.
     pub fn seal(&self) -> Option<Arc<SealedBatch>> {
         self.seal_locked(&mut self.state.lock())
     }
@@ -49,8 +51,8 @@ impl Buffer {
         Some(batch)
     }
 
-    /// As [`Buffer::seal`], unless `batches_max` batches are in flight: then it is overdue, and the end of one of them is
-    /// to seal it.
+    /// Seals like [`Buffer::seal`] unless `batches_max` batches are in flight. Otherwise the buffer
+    /// becomes overdue and is sealed when one of them ends.
     pub fn seal_within(&self, batches_max: usize) -> Option<Arc<SealedBatch>> {
         let mut state = self.state.lock();
         let batches = state.lists.iter().flat_map(|lists| &lists.batches);
@@ -61,19 +63,21 @@ impl Buffer {
         None
     }
 
-    /// Whether it was to be sealed and had too many batches in flight, and still has blocks from then.
+    /// Returns whether a seal was postponed because too many batches were in flight, and blocks
+    /// from then are still present.
     #[must_use]
     pub fn is_overdue(&self) -> bool {
         self.state.lock().overdue
     }
 
-    /// The moment.
+    /// Returns a mark of this moment.
     #[must_use]
     pub fn mark(&self) -> Mark {
         Mark(self.state.lock().next_chain)
     }
 
-    /// What is left of `mark` and before. Blocks that came soon after may count as before.
+    /// Returns the state of the blocks from before `mark`. Blocks that came soon after it may count
+    /// as before.
     #[must_use]
     pub fn before(&self, mark: Mark) -> Before {
         let state = self.state.lock();
@@ -87,8 +91,8 @@ impl Buffer {
         if nothing_flies { Before::Nothing } else { Before::InFlight }
     }
 
-    /// Drops `batch` from what readers see: it is readable in the next tier. Its memory is free as soon as
-    /// neither the batch nor bytes of it are held.
+    /// Hides `batch`, which is now readable in the next tier, from readers. Its memory is freed as
+    /// soon as neither the batch nor bytes of it are held.
     pub fn release(&self, batch: &Arc<SealedBatch>) {
         let mut state = self.state.lock();
         let released = state.lists.as_mut().and_then(|lists| {

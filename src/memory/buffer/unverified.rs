@@ -1,11 +1,12 @@
-//! What an earlier process left in memory is compared with its checksums before it is served, once.
+//! Verifies recovered blocks of an earlier process once, before they are served.
 //!
-//! Stores of a process that dies are whole; a file in memory can still be written to by others, and memory has faults. A block
-//! that does not have the checksum that its sender gave is not shown, and its shuffle is told ([`super::super::Memory::on_damage`]).
-//! One of which the sender gave none (0) is taken as it is; what this process received was looked at when it came.
+//! Stores of a process that dies are complete, but others can write to a file in memory, and memory
+//! has faults. A block that does not match its sender's checksum is hidden, and a listener is
+//! notified ([`super::super::Memory::on_damage`]). Blocks without a checksum (0) are accepted.
+//! Blocks that this process received were checked on arrival.
 //!
-//! A core sums several GB/s, so it is not for a runtime's thread. Readers, the flusher and a look at everything after the start
-//! all ask (`Buffer::verify`); the first does it and the others wait.
+//! Checksums take CPU time, so this must not run on a runtime's thread. Readers, the flusher and a
+//! scan after the start all call `Buffer::verify`. The first caller verifies and the others wait.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -17,37 +18,37 @@ use super::super::sealed::SealedBatch;
 use crate::durability::Hearer;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Damaged blocks that the log names.
+/// Maximum number of damaged blocks that the log names.
 const NAMED_MAX: usize = 10;
 
-/// Why damaged blocks are lost.
+/// Reason reported for damaged blocks.
 pub(super) const DAMAGED: &str = "recovered blocks in memory are corrupt";
 
-/// Of all buffers of one memory.
+/// Verification state of all buffers of one memory.
 #[derive(Default)]
 pub(in crate::memory) struct Verification {
-    /// Buffers that have something that is not verified.
+    /// Number of buffers with unverified blocks.
     pub(in crate::memory) buffers: AtomicUsize,
-    /// Told of a partition of which something is damaged, before the rest is served.
+    /// Notified of a partition with damaged blocks before its other blocks are served.
     pub(in crate::memory) hearer: Hearer,
 }
 
-/// Of one buffer.
+/// Unverified blocks of one buffer.
 #[derive(Debug)]
 pub(super) struct Unverified {
     is_left: AtomicBool,
-    /// Held while it is looked at.
+    /// Locked during verification.
     batch: Mutex<Option<(ShuffleKey, Weak<SealedBatch>)>>,
 }
 
 impl Unverified {
-    /// `batch` is of an earlier process.
+    /// Registers `batch` of an earlier process as unverified.
     pub(super) fn of(key: ShuffleKey, batch: Weak<SealedBatch>, of_all: &Verification) -> Arc<Self> {
         of_all.buffers.fetch_add(1, Ordering::Relaxed);
         Arc::new(Self { is_left: AtomicBool::new(true), batch: Mutex::new(Some((key, batch))) })
     }
 
-    /// Calls `look` with what is not verified, if it is still there. Those that come meanwhile wait.
+    /// Calls `look` with the batch if it is unverified and still exists. Concurrent callers wait.
     pub(super) fn look_once(&self, of_all: &Verification, look: impl FnOnce(&ShuffleKey, &SealedBatch)) {
         if !self.is_left.load(Ordering::Acquire) {
             return;
@@ -60,7 +61,7 @@ impl Unverified {
         self.clear(of_all);
     }
 
-    /// Nobody is given anything any more, or all was looked at.
+    /// Marks the buffer as verified, also if it is evicted and serves nothing.
     pub(super) fn clear(&self, of_all: &Verification) {
         if self.is_left.swap(false, Ordering::Release) {
             of_all.buffers.fetch_sub(1, Ordering::Relaxed);
@@ -68,7 +69,7 @@ impl Unverified {
     }
 }
 
-/// Names the damaged blocks of `list` in the log.
+/// Logs the damaged blocks of `list`.
 pub(super) fn say_damaged(key: &ShuffleKey, partition: PartitionId, list: &BlockList, damaged: &[u32]) {
     let named = damaged.iter().take(NAMED_MAX);
     let first: Vec<i64> = named.map(|at| list.meta(*at as usize).block_id.0).collect();

@@ -1,8 +1,8 @@
-//! What partitions, lists and blocks take of the heap, against what they are charged.
+//! Heap use of partitions, lists and blocks, compared with their charges.
 
 use super::*;
 
-/// Bytes that this thread has allocated and not given back.
+/// Returns the bytes that this thread has allocated and not freed.
 #[cfg(feature = "jemalloc")]
 fn held_bytes() -> u64 {
     use tikv_jemalloc_ctl::thread::{allocatedp, deallocatedp};
@@ -28,7 +28,7 @@ fn empty_partition_costs_at_most_200_bytes() {
     let each = (held_bytes() - before) / COUNT;
     assert!((50..=200).contains(&each), "{each} bytes");
     assert_eq!(partitions(&memory).used(), COUNT * PARTITION_BYTES);
-    // Again: what a partition had does not stay behind.
+    // Again: memory of a partition does not accumulate.
     (0..COUNT).for_each(write_and_flush);
     assert_eq!((held_bytes() - before) / COUNT, each);
     drop((memory.forget(&key()), shuffle));
@@ -43,7 +43,8 @@ fn lists_and_blocks_use_at_most_their_charged_heap() {
     let shuffle = memory.register(&key(), Distribution::Normal);
     let before = held_bytes();
     for blocks in [1, 2, 5, 9] {
-        // Each partition gets a block in each of several sends; of those before, one list is sealed.
+        // Each partition gets a block in each of several sends. In the second round its list is
+        // sealed.
         for partition in 0..COUNT {
             let buffer =
                 shuffle.buffer(PartitionId(i32::try_from(partition).unwrap()), partitions(&memory)).unwrap();

@@ -1,4 +1,4 @@
-//! Which blocks are in memory at one moment.
+//! Snapshots of the block ids in memory.
 
 use super::*;
 
@@ -19,7 +19,7 @@ fn ids_of_all_blocks_are_known_before_any_release() {
     let second = buffer.seal().unwrap();
     put(&memory, &buffer, 4, 0, 10);
     assert_eq!(ids(), [1, 2, 3, 4]);
-    // A cursor in it begins at the head again, and would meet the first batch only.
+    // A reader whose cursor is in it starts at the head again and would find the first batch only.
     buffer.release(&second);
     assert_eq!(ids(), [1, 2, 4]);
     buffer.release(&first);

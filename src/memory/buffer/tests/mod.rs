@@ -1,4 +1,4 @@
-//! One behaviour per test; `model.rs` walks random interleavings, `stress.rs` threads.
+//! One behaviour per test. `model.rs` runs random interleavings, `stress.rs` uses threads.
 
 use bytes::Bytes;
 use prometheus::Registry;
@@ -55,7 +55,7 @@ fn funds(memory: &Memory, bytes: u64) -> Reservation {
     memory.tickets().redeem(&app(), ticket).unwrap()
 }
 
-/// The bytes of a block follow from its id, so that every reader can check them.
+/// Block contents are derived from the id, so that every reader can check them.
 fn payload(id: i64, len: usize) -> Vec<u8> {
     let seed = id.wrapping_mul(31).to_le_bytes()[0];
     (0..len).map(|at| seed.wrapping_add((at * 7 + at / 251).to_le_bytes()[0])).collect()
@@ -70,7 +70,7 @@ fn meta(id: i64, task: i64, len: usize) -> BlockMeta {
 fn fill(buffer: &Buffer, id: i64, task: i64, len: usize, funds: &mut Reservation) -> (BlockMeta, BlockFill) {
     let meta = meta(id, task, len);
     let mut fill = buffer.reserve(meta.length, funds).unwrap();
-    // In uneven steps, as frames come.
+    // In uneven steps, as frames arrive.
     for step in payload(id, len).chunks(1000) {
         assert_eq!(fill.write(step), step.len());
     }
@@ -88,7 +88,7 @@ fn joined(data: &[Bytes]) -> Vec<u8> {
     data.concat()
 }
 
-/// Ids of a read, its bytes checked.
+/// Checks the bytes of a read and returns its ids.
 fn ids(read: &MemoryRead) -> Vec<i64> {
     let data = joined(&read.data);
     assert_eq!(data.len() as u64, read.length);
@@ -106,7 +106,7 @@ fn check_blocks(blocks: &[BlockMeta], data: &[u8]) {
     assert!(rest.iter().all(|byte| *byte == 0), "only padding after the last block");
 }
 
-/// Ids of an extent, bytes and alignment checked.
+/// Checks bytes and alignment of an extent and returns its ids.
 fn extent_ids(extent: &SealedExtent) -> Vec<i64> {
     let total: u64 = extent.blocks.iter().map(|block| u64::from(block.length)).sum();
     match &extent.data {
@@ -131,7 +131,7 @@ fn is_aligned(extent: &SealedExtent) -> bool {
     matches!(extent.data, SealedData::Aligned(_))
 }
 
-/// Every counter is zero and the region in one piece.
+/// Asserts that every counter is zero and the region is whole.
 fn assert_empty(memory: &Memory) {
     assert_eq!((memory.used_bytes(), memory.pre_allocated_bytes()), (0, 0));
     assert_eq!((memory.in_flight_bytes(), memory.block_count()), (0, 0));
@@ -338,7 +338,7 @@ fn aborted_sends_release_their_segments() {
         block.write(&[7; 100_000]);
     }
     assert_eq!(memory.candidates().len(), 1, "the scan drops what is dead");
-    // The first segment still has the live block; the dead part in it stays until the flush.
+    // The first segment still has the live block; its dead part stays until the flush.
     assert_eq!(memory.used_bytes(), used);
     put(&memory, &buffer, 2, 0, 100);
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [1, 2]);

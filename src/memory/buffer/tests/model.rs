@@ -1,4 +1,4 @@
-//! The buffer against a model of plain vectors, under random interleavings of everything that can happen to it.
+//! Compares the buffer with a model of plain vectors under random interleavings of all operations.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::*;
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Reserve and write a block; the id may be one that was used before.
+    /// Reserve and write a block. The id may have been used before.
     Fill {
         id: i64,
         task: i64,
@@ -50,7 +50,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
-/// What must be visible: batches, oldest first, then the active blocks, as (id, task, length).
+/// Expected visible blocks: batches, oldest first, then the active ones.
 #[derive(Debug, Default)]
 struct Model {
     batches: Vec<Vec<BlockMeta>>,
@@ -92,7 +92,7 @@ struct Run {
 
 impl Run {
     fn new() -> Self {
-        // So small that segments shrink and overdrafts happen.
+        // Small enough that segments shrink and overdrafts happen.
         let memory = memory(48 * MIB);
         let buffer = buffer(&memory);
         let funds = funds(&memory, 47 * MIB);
@@ -182,7 +182,7 @@ impl Run {
         assert_eq!((got.blocks, got.is_end), self.model.read(after, limit, filter));
     }
 
-    /// A client's walk sees everything exactly once.
+    /// Checks that a client's walk sees every block exactly once.
     fn walk(&self, limit: u64) {
         let (mut cursor, mut seen) = (None, Vec::new());
         loop {
@@ -219,7 +219,8 @@ impl Run {
             buffer.release(&rest);
         }
         buffer.drop_dead();
-        // Nothing is left but what a chain without blocks keeps for the next one; a purge takes that, too.
+        // Only the segments that an empty chain keeps for later blocks are left; a purge frees them
+        // too.
         drop(memory.forget(&key()));
         assert_empty(&memory);
     }

@@ -1,20 +1,20 @@
-//! What a ticket promises is there, whatever other senders do.
+//! A valid ticket always finds its bytes, whatever other senders do.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// Its region has 64 KiB more.
+/// The region has 64 KiB more than this capacity.
 const CAPACITY_BYTES: u64 = (4 * MIB) / 65 * 64;
 const SHARED_PARTITIONS: i32 = 2;
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// An application whose sends share partitions begins one.
+    /// Starts a send of an application whose sends share partitions.
     Open {
         kib: u64,
     },
-    /// A block of such a send.
+    /// Adds a block to such a send.
     Fill {
         send: prop::sample::Index,
         partition: i32,
@@ -24,7 +24,7 @@ enum Step {
     Abort(prop::sample::Index),
     Seal(i32),
     Release(prop::sample::Index),
-    /// One send of another application, in a partition of its own.
+    /// One complete send of another application, in its own partition.
     Honest {
         kib: u64,
         len: u32,
@@ -105,7 +105,7 @@ impl Run {
             Step::Commit(at) if !self.sends.is_empty() => {
                 let Send { mut funds, blocks } = self.sends.swap_remove(at.index(self.sends.len()));
                 for (partition, block) in blocks {
-                    // Beyond the limit of blocks it is refused, which is as good as an abort.
+                    // Refused beyond the limit of blocks, which is equivalent to an abort.
                     let _ = self.shared[index(partition)].commit(vec![block], &mut funds);
                 }
             }
@@ -146,7 +146,7 @@ impl Run {
         }
     }
 
-    /// All that the ticket is for, in blocks of `len`.
+    /// Uses all bytes of the ticket, in blocks of `len`.
     fn honest(&mut self, bytes: u64, len: u32) {
         let Some(mut funds) = ticket(&self.memory, "honest", bytes, 1) else { return };
         self.honest += 1;
@@ -199,7 +199,7 @@ fn metadata_beyond_capacity_does_not_reduce_a_ticket() {
     drop(large);
 }
 
-/// No ticket has reserved the lists that its partitions get.
+/// The lists of a ticket's partitions are not reserved by the ticket.
 #[test]
 fn new_partition_lists_stay_bounded_under_full_tickets() {
     use crate::memory::ceded::FREE_BYTES;

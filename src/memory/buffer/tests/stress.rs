@@ -1,4 +1,4 @@
-//! Threads that send, flush, read and purge at once, in a memory that is too small for them.
+//! Threads that send, flush, read and purge concurrently in a memory that is too small for them.
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicI64;
@@ -14,10 +14,10 @@ const WRITERS: u64 = 4;
 const REQUESTS: u64 = 150;
 const PARTITIONS: i32 = 3;
 
-/// The flusher takes turns with everything else that the machine does.
+/// Generous, because the flusher competes with everything else on the machine.
 const TICKET_DEADLINE: Duration = Duration::from_secs(60);
 
-/// A ticket, waiting for the flusher.
+/// Returns a ticket and waits for the flusher if needed.
 fn wait_for_ticket(memory: &Memory, bytes: u64, partitions: usize) -> Reservation {
     let began = Instant::now();
     loop {
@@ -30,7 +30,8 @@ fn wait_for_ticket(memory: &Memory, bytes: u64, partitions: usize) -> Reservatio
     }
 }
 
-/// A writer that is still at work; others go on until the last is gone, however it ended.
+/// Counts a running writer. The other threads continue until the last writer ended, even by a
+/// panic.
 struct Writing<'a>(&'a AtomicU64);
 
 impl Drop for Writing<'_> {
@@ -39,8 +40,8 @@ impl Drop for Writing<'_> {
     }
 }
 
-/// Sends a request of random blocks; `None` if the shuffle was purged amid it. Ids that were acknowledged are
-/// returned with their partition.
+/// Sends a request of random blocks. Returns the acknowledged ids with their partitions, or `None`
+/// if the shuffle was purged meanwhile.
 fn send(memory: &Memory, random: &mut ChaCha8Rng, next: &AtomicI64) -> Option<Vec<(PartitionId, i64)>> {
     let lens: Vec<usize> = (0..random.random_range(1..20)).map(|_| block_len(random)).collect();
     let total: usize = lens.iter().sum();
@@ -94,7 +95,8 @@ fn flush(memory: &Memory, published: &Seen, distribution: Distribution) {
     }
 }
 
-/// Walks one partition like a client; everything acknowledged before must be in the walk or published after it.
+/// Walks one partition like a client. Every block acknowledged before must be in the walk or
+/// published after it.
 fn read(memory: &Memory, partition: PartitionId, acknowledged: &Seen, published: &Seen) {
     let before: Vec<_> = acknowledged.lock().iter().filter(|(of, _)| *of == partition).copied().collect();
     let Some(buffer) = memory.shuffle(&key()).and_then(|shuffle| shuffle.existing(partition)) else { return };
