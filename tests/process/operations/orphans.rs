@@ -43,8 +43,8 @@ async fn only_objects_of_departed_workers_are_removed() {
 
     let files = server.files();
     object(&files, "10.0.0.1-1/app/1.5/s0000000001", 3);
-    object(&files, "10.0.0.1-1/app/1.5/m0000000001", 3);
-    object(&files, "10.0.0.1-1/app/1.5/c0000000001", 3);
+    let log = [0, 1].map(|copy| format!("!log/0000000100000001.0000abcd.000000000000.00000002.{copy}"));
+    log.iter().for_each(|name| object(&files, &format!("10.0.0.1-1/{name}"), 3));
     object(&files, "10.0.0.1-1/!claim", 3);
     object(&files, "10.0.0.1-1/notes.txt", 3);
     object(&files, "10.0.0.2-1/app/1.5/s0000000001", 3);
@@ -62,7 +62,9 @@ async fn only_objects_of_departed_workers_are_removed() {
     };
     let all: Vec<_> = listed["workers"].as_array().unwrap().iter().map(of).collect();
     let unknown = |id: &str| (id.to_owned(), "unknown".to_owned());
-    assert_eq!(all, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
+    let (own, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, state)| state == "own");
+    assert_eq!(own.len(), 1, "the log of this worker");
+    assert_eq!(others, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
     assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&3.into(), &300.into()));
     assert!(ctl(&["--remove"]).await.failed(2).contains("--live"), "the live workers are unknown");
 
@@ -70,7 +72,7 @@ async fn only_objects_of_departed_workers_are_removed() {
         serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.succeeded()).unwrap();
     assert_eq!(removed["removed"].as_array().unwrap().len(), 1, "{removed}");
     assert_eq!(removed["removed"][0]["objects"], 3, "{removed}");
-    for key in ["app/1.5/s0000000001", "app/1.5/m0000000001", "app/1.5/c0000000001", "!claim"] {
+    for key in ["app/1.5/s0000000001", &log[0], &log[1], "!claim"] {
         assert!(!has(&files, &format!("10.0.0.1-1/{key}")), "{key} is left");
     }
     assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "it is alive");
