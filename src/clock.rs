@@ -1,11 +1,12 @@
-//! The time in which this process ran, and the timers that measure by it.
+//! A clock of the time in which this process ran, and timers based on it.
 //!
-//! `CLOCK_MONOTONIC` continues while the process is stopped, swapped out, or its virtual machine is paused. Deadlines held
-//! against others (applications, nodes, tickets, connections, disks, stores) must not: in that time nobody was heard.
-//! [`run`] ticks every [`TICK`], and between two ticks the clock advances by [`STEP_MAX`] at most, also for whoever reads
-//! it before the first tick after a pause. Without [`run`] it is tokio's clock.
+//! `CLOCK_MONOTONIC` continues while the process is stopped or swapped out, or its virtual machine
+//! is paused. Deadlines of peers (applications, nodes, tickets, connections, disks, stores) must
+//! not: the process could not hear them during a pause. [`run`] ticks every [`TICK`], and the clock
+//! advances by at most [`STEP_MAX`] between two ticks. Without [`run`] it equals tokio's clock.
 //!
-//! Invariant: it never runs ahead of tokio's clock. Not here: dates (`SystemTime`) and periodic work (`tokio::time::interval`).
+//! Invariant: it never runs ahead of tokio's clock. Dates (`SystemTime`) and periodic work
+//! (`tokio::time::interval`) do not use it.
 
 use std::cell::Cell;
 use std::fmt;
@@ -25,26 +26,27 @@ use tokio::time::{self, MissedTickBehavior};
 /// Interval at which [`run`] ticks.
 pub const TICK: Duration = Duration::from_millis(100);
 
-/// Most that the clock advances between two ticks: one tick that is as late as it takes.
+/// Maximum advance between two ticks. Allows one tick to be late by a whole [`TICK`].
 pub const STEP_MAX: Duration = Duration::from_millis(200);
 
-/// A shorter pause is only counted: a busy machine makes those.
+/// Shorter pauses are counted but not logged: a busy machine causes them.
 const LOGGED_MIN: Duration = Duration::from_secs(1);
 
-/// Pauses within this time after a line in the log are summed up in the next one.
+/// Minimum time between log lines. Pauses in between are summed up in the next one.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// `limit_ns` of a clock that nobody ticks.
+/// Value of `limit_ns` while nothing ticks the clock.
 const NO_LIMIT: u64 = u64::MAX;
 
-/// One clock.
+/// State of one clock.
 #[derive(Debug)]
 struct Clock {
-    /// When it first ticked. Later ticks and readings count from here.
+    /// Time of the first tick, origin of all later ticks and readings.
     epoch: OnceLock<time::Instant>,
     /// Sum of all pauses.
     skipped_ns: AtomicU64,
-    /// Latest reading before the next tick, since the epoch and without pauses; [`NO_LIMIT`] while nobody ticks.
+    /// Upper bound of readings before the next tick, since the epoch and without pauses.
+    /// [`NO_LIMIT`] while nothing ticks.
     limit_ns: AtomicU64,
 }
 
@@ -52,7 +54,7 @@ struct Clock {
 static PROCESS: Clock = Clock::new();
 
 thread_local! {
-    /// The clock of this thread, where it has one of its own.
+    /// The clock of this thread, if it has its own.
     static OF_THREAD: Cell<Option<&'static Clock>> = const { Cell::new(None) };
 }
 
@@ -66,7 +68,8 @@ impl Clock {
     }
 
     fn now(&self) -> time::Instant {
-        // The limit first: who sees a tick's limit sees the pause that it found, too.
+        // The limit is read first: a reader of a tick's limit must also see the pause found by that
+        // tick.
         let limit = self.limit_ns.load(Ordering::Acquire);
         let skipped = Duration::from_nanos(self.skipped_ns.load(Ordering::Acquire));
         let now = time::Instant::now() - skipped;
@@ -88,7 +91,7 @@ impl Clock {
     }
 }
 
-/// Ticks the clock until it is dropped, and logs each pause.
+/// Ticks the clock until dropped, and logs pauses.
 pub async fn run() {
     let clock = current();
     let _ticking = Ticking(clock);
@@ -114,7 +117,7 @@ pub async fn run() {
     }
 }
 
-/// A clock that is ticked, until this is dropped.
+/// Marks a clock as ticked until dropped.
 struct Ticking(&'static Clock);
 
 impl Drop for Ticking {
@@ -124,21 +127,22 @@ impl Drop for Ticking {
     }
 }
 
-/// Time in which the process did not run, since [`run`] was first started.
+/// Returns the total time in which the process did not run, since [`run`] first started.
 #[must_use]
 pub fn paused() -> Duration {
     Duration::from_nanos(current().skipped_ns.load(Ordering::Relaxed))
 }
 
-/// Gives the calling thread a clock of its own until the guard is dropped, so that a test can pause a process that shares
-/// its own with other tests: with [`run`] in a task, one `tokio::time::advance` is one pause.
+/// Gives the calling thread its own clock until the guard is dropped. A test can then pause it
+/// without other tests of the process: with [`run`] in a task, one `tokio::time::advance` is one
+/// pause.
 #[doc(hidden)]
 #[must_use]
 pub fn of_this_thread() -> OwnClock {
     OwnClock(OF_THREAD.replace(Some(Box::leak(Box::new(Clock::new())))))
 }
 
-/// Takes the clock of a thread away again.
+/// Guard that restores the previous clock of the thread.
 #[derive(Debug)]
 pub struct OwnClock(Option<&'static Clock>);
 
@@ -148,7 +152,7 @@ impl Drop for OwnClock {
     }
 }
 
-/// A reading of the clock. Takes the place of [`tokio::time::Instant`], which does not compare with it.
+/// A reading of the clock. Replaces [`tokio::time::Instant`] and is not comparable with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Instant(time::Instant);
 
@@ -165,25 +169,25 @@ impl Instant {
         Self::now().duration_since(self)
     }
 
-    /// Returns the time since `earlier`, zero if that is later.
+    /// Returns the time since `earlier`, or zero if `earlier` is later.
     #[must_use]
     pub fn duration_since(self, earlier: Self) -> Duration {
         self.0.saturating_duration_since(earlier.0)
     }
 
-    /// As [`Instant::duration_since`].
+    /// Same as [`Instant::duration_since`].
     #[must_use]
     pub fn saturating_duration_since(self, earlier: Self) -> Duration {
         self.duration_since(earlier)
     }
 
-    /// Returns the reading `duration` before this one, if there can be one.
+    /// Returns the reading `duration` before this one, if it is representable.
     #[must_use]
     pub fn checked_sub(self, duration: Duration) -> Option<Self> {
         self.0.checked_sub(duration).map(Self)
     }
 
-    /// When tokio's clock shows this reading if there is no further pause.
+    /// Returns the time on tokio's clock at which this reading is reached without a further pause.
     fn due(self) -> time::Instant {
         time::Instant::now() + self.duration_since(Self::now())
     }
@@ -235,7 +239,7 @@ impl Sub for Instant {
 }
 
 pin_project! {
-    /// As [`tokio::time::Sleep`], by this clock.
+    /// Same as [`tokio::time::Sleep`], based on this clock.
     #[derive(Debug)]
     pub struct Sleep {
         deadline: Instant,
@@ -254,17 +258,17 @@ pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep { deadline, timer: time::sleep_until(deadline.due()) }
 }
 
-/// Thirty years: what is beyond would overflow.
+/// Thirty years. Longer durations would overflow.
 const FAR: Duration = Duration::from_secs(30 * 365 * 86_400);
 
 impl Sleep {
-    /// When it ends.
+    /// Returns the time at which the sleep ends.
     #[must_use]
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// Moves its end to `deadline`.
+    /// Moves the end to `deadline`.
     pub fn reset(self: Pin<&mut Self>, deadline: Instant) {
         let this = self.project();
         *this.deadline = deadline;
@@ -282,14 +286,14 @@ impl Future for Sleep {
             if Instant::now() >= *this.deadline {
                 return Poll::Ready(());
             }
-            // There was a pause: what it took is still to come.
+            // There was a pause: wait for the remaining time.
             this.timer.as_mut().reset(this.deadline.due());
         }
     }
 }
 
 pin_project! {
-    /// As [`tokio::time::Timeout`], by this clock.
+    /// Same as [`tokio::time::Timeout`], based on this clock.
     #[derive(Debug)]
     pub struct Timeout<F> {
         #[pin]
@@ -299,7 +303,7 @@ pin_project! {
     }
 }
 
-/// The time of a [`Timeout`] is over.
+/// Error of a [`Timeout`] that expired.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Elapsed(());
 
@@ -317,7 +321,7 @@ impl From<Elapsed> for io::Error {
     }
 }
 
-/// Waits for `future`, for `duration` of this process's time at most.
+/// Waits for `future`, for at most `duration` of this process's time.
 pub fn timeout<F: Future>(duration: Duration, future: F) -> Timeout<F> {
     Timeout { future, sleep: sleep(duration) }
 }
@@ -336,7 +340,7 @@ impl<F: Future> Future for Timeout<F> {
         if let Poll::Ready(output) = this.future.poll(context) {
             return Poll::Ready(Ok(output));
         }
-        // A future that uses up the task's budget each time must not keep its own deadline away.
+        // A future that uses up the task's budget each time must not suppress its own deadline.
         let is_over = match had_budget && !coop::has_budget_remaining() {
             true => Pin::new(&mut coop::unconstrained(this.sleep)).poll(context),
             false => this.sleep.poll(context),
@@ -345,7 +349,7 @@ impl<F: Future> Future for Timeout<F> {
     }
 }
 
-/// Nanoseconds, for 584 years.
+/// Converts to nanoseconds, capped at 584 years.
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -354,7 +358,8 @@ fn nanos(duration: Duration) -> u64 {
 pub(crate) mod testing {
     use super::{of_this_thread, run};
 
-    /// Runs `test` on a clock of its own that is ticked: in there `tokio::time::advance` pauses the process.
+    /// Runs `test` on a clock of its own that is ticked: in there `tokio::time::advance` pauses the
+    /// process.
     pub(crate) async fn ticked<T>(test: impl Future<Output = T>) -> T {
         let _own = of_this_thread();
         let ticks = run();

@@ -2,22 +2,24 @@
 //!
 //! | layer | modules | does |
 //! | --- | --- | --- |
-//! | composition | [`server`], [`config`] | builds every part from the configuration, ordered shutdown |
+//! | composition | [`server`], [`config`] | builds all parts from the configuration, ordered shutdown |
 //! | listeners | [`listeners`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
-//! | flush | [`flush`] | memory → tiers, at its own pace |
+//! | flush | [`flush`] | moves data from memory to the tiers, at its own pace |
 //! | state | [`app`], [`memory`], [`tiers`] | siblings that do not know each other |
 //! | durability | [`durability`] | the metadata log, and whether it is complete |
-//! | words | [`budget`], [`clock`], [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`schema`] | used everywhere |
+//! | shared | [`budget`], [`clock`], [`profile`], [`runtime`], [`telemetry`] | used everywhere |
+//! | shared | [`metrics`], [`proto`], [`schema`] | used everywhere |
 //!
-//! Imports point down this table only; `tests/static_checks/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
-//! are crates below all of it.
+//! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
+//! (`uniffle-wire`) and disks (`uniffle-io`) are crates below all layers.
 //!
-//! *One send*: the listener reads the header → [`service`] refuses cheaply (state, app, ticket) → per block the listener asks
-//! for room in the partition's chain and puts the bytes there → commit publishes the blocks' metadata → reply.
+//! *A send*: the listener reads the header. [`service`] refuses cheaply (state, app, ticket). For
+//! each block the listener reserves room in the partition's chain and copies the bytes there. The
+//! commit publishes the blocks' metadata, then the listener replies.
 //!
-//! *One read*: memory (in-flight batches in order, then the active chain) → local index → local data. A block is
-//! visible in memory until its index record is readable in the next tier.
+//! *A read*: memory (in-flight batches in order, then the active chain), then the local index, then
+//! local data. A block is visible in memory until its index record is readable in the next tier.
 
 pub mod server;
 

@@ -1,13 +1,15 @@
-//! The command line, the allocator and the runtime; everything else is in the library.
+//! Command line, allocator and runtime of the binary. Everything else is in the library.
 //!
-//! As `uniffle-worker ctl` it is the operator's client instead (`uniffle_ctl`, which documents the exit codes of that).
+//! `uniffle-worker ctl` is the operator's client (`uniffle_ctl` documents its exit codes).
 //!
-//! Exit codes: 0 after an orderly stop, 3 when a stop lost acknowledged data, 1 when the worker could not start or run, 2
-//! when the command line or the configuration is wrong. What went wrong is on stderr, in one line or one line per problem. SIGTERM and SIGINT stop the
-//! worker, SIGUSR2 upgrades it in place (`server::run`), SIGHUP reads the configuration again.
+//! Exit codes: 0 after an orderly stop, 1 if the worker could not start or run, 2 if the command
+//! line or the configuration is wrong, and 3 if a stop lost acknowledged data. Errors are printed
+//! on stderr, one line per problem. SIGTERM and SIGINT stop the worker, SIGUSR2 upgrades it in
+//! place (`server::run`), and SIGHUP reloads the configuration.
 //!
-//! jemalloc is tuned at its build by `JEMALLOC_SYS_WITH_MALLOC_CONF` in `.cargo/config.toml`, because exporting
-//! a `malloc_conf` symbol from here would be `unsafe`; `MALLOC_CONF` in the environment still overrides it.
+//! jemalloc is tuned at build time by `JEMALLOC_SYS_WITH_MALLOC_CONF` in `.cargo/config.toml`,
+//! because exporting a `malloc_conf` symbol would be `unsafe`. `MALLOC_CONF` in the environment
+//! overrides it.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -57,7 +59,7 @@ struct CommandLine {
     other: Option<Other>,
 }
 
-/// What this program is beside a worker.
+/// Subcommands besides running a worker.
 #[derive(Debug, Subcommand)]
 #[command(disable_help_subcommand = true)]
 enum Other {
@@ -90,7 +92,7 @@ const LOST: u8 = 3;
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
 
 fn main() -> ExitCode {
-    // No subcommand to clap, which would tell of it in completions: only a worker starts it.
+    // Not a clap subcommand, which completions would show: only a worker starts it.
     if std::env::args_os().nth(1).is_some_and(|first| first == profile::SUBCOMMAND) {
         return name_functions();
     }
@@ -118,7 +120,7 @@ fn main() -> ExitCode {
     if let Err(error) = fitted {
         return fail(1, &error.to_string());
     }
-    // While this is the only thread: it takes variables out of the environment.
+    // Called while this is the only thread, since it removes environment variables.
     let inherited = Inherited::from_env(&env);
     match run(&config, Origin { env, machine }, inherited) {
         Ok(code) => code,
@@ -126,7 +128,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// For the profile of a worker, or, when addresses of the log of a panic follow, for a person.
+/// Names functions for the profile of a worker. With addresses from a panic's log as arguments,
+/// prints the names.
 fn name_functions() -> ExitCode {
     let addresses: Vec<OsString> = std::env::args_os().skip(2).collect();
     if !addresses.is_empty() {
@@ -181,15 +184,16 @@ fn import(file: &Path) -> ExitCode {
     }
 }
 
-/// What is text of it.
+/// Returns the environment variables that are valid UTF-8.
 fn environment() -> HashMap<String, String> {
     let text =
         |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// jemalloc reads its options before `main` from `MALLOC_CONF`. The name that is documented for the first Rust server
-/// and for riffle, whose jemalloc has a prefix, is `_RJEM_MALLOC_CONF`: with that the process replaces itself once.
+/// Restarts the process once to apply `_RJEM_MALLOC_CONF`. jemalloc reads only `MALLOC_CONF`,
+/// before `main`. The prefixed name is documented for riffle and the first Rust server, whose
+/// jemalloc has a prefix.
 fn take_jemalloc_options() -> std::io::Result<()> {
     let Some(options) = std::env::var_os("_RJEM_MALLOC_CONF") else { return Ok(()) };
     if !cfg!(feature = "jemalloc") || std::env::var_os("MALLOC_CONF").is_some() {
@@ -203,20 +207,21 @@ fn take_jemalloc_options() -> std::io::Result<()> {
     Err(again.args(arguments).env("MALLOC_CONF", options).exec())
 }
 
-/// Raises the soft limits of this process and fits the configuration to what the system lets it have.
+/// Raises the soft limits of this process and fits the configuration to the system's limits.
 fn fit(config: &mut Config, env: &HashMap<String, String>) -> Result<(), LimitsTooLow> {
     config::raise_soft_limits();
     let system = SystemLimits::read();
     config.fit(&system)?;
     if env.contains_key(server::UPGRADE_FROM) {
-        // A rehearsal runs beside the threads of the worker that asks.
+        // A rehearsal runs beside the threads of the running worker.
         return Ok(());
     }
     probe_threads(config.threads_min())
         .map_err(|few| LimitsTooLow::threads(config, &system, few.started, &few.error))
 }
 
-/// The configuration is valid; and where a running worker asks, this program can take over from it in place.
+/// Reports whether the configuration is valid. For a running worker that asks, also whether this
+/// program can take over from it in place.
 fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
     if let Err(error) = server::check_files(config) {
         return fail(2, &format!("{error:#}"));
@@ -229,18 +234,18 @@ fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
     print(format!("the configuration{source} is valid\n{}{verdict}", notes(config)).as_bytes())
 }
 
-/// What the running worker waits for, or what keeps this program from taking over.
+/// Returns the lines that the running worker expects, or the obstacles to an upgrade.
 fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
     let rehearsed = runtime.block_on(server::rehearse(config, facts));
-    // A disk that hangs is not waited for.
+    // Does not wait for a hung disk.
     runtime.shutdown_background();
     rehearsed.map_err(|problems| format!("upgrade is not possible:\n  {}", problems.join("\n  ")))
 }
 
-/// Runs the worker, and after an upgrade the next one: as another program in this process or, if that cannot be executed, as
-/// a new worker of this program.
+/// Runs the worker, and after an upgrade the next one. The next one is another program in this
+/// process or, if that cannot be executed, a new worker of this program.
 fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<ExitCode> {
     let telemetry = telemetry::init(&config.log)?;
     if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
@@ -270,7 +275,8 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
             export.iter_mut().filter(|_| matches!(ended, Ok(Ended::Upgrade { .. }))).for_each(Export::hurry);
             drop(export);
         }
-        // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
+        // After an orderly stop only hung disk calls can be left, and the process does not wait for
+        // them.
         runtime.shutdown_background();
         let (successor, sockets) = match ended? {
             Ended::Upgrade { successor, sockets } => (successor, sockets),
@@ -285,9 +291,10 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
     }
 }
 
-/// Runs the server until it fails or a signal ends it. A second signal to stop gives up on the ordered stop.
+/// Runs the server until it fails or a signal ends it. A second stop signal abandons the orderly
+/// stop.
 async fn serve(config: &Config, environment: Environment, inherited: Inherited) -> anyhow::Result<Ended> {
-    // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
+    // Installed before anything is opened, so that a signal during start-up also stops in order.
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
     let successor = Successor::of_this_process().context("cannot determine the path of this program")?;
@@ -298,13 +305,14 @@ async fn serve(config: &Config, environment: Environment, inherited: Inherited) 
     loop {
         let signal = tokio::select! {
             ended = &mut server => return match ended {
-                // Memory that the successor was to take over may go with the process.
+                // Memory intended for the successor may be lost with the process.
                 Ok(Ended::Upgrade { .. }) if is_stopping => Ok(Ended::Stopped { has_lost: forced_stop.end() }),
                 ended => ended,
             },
             signal = signals.next() => signal,
         };
-        // Fails if the server has ended, which the next turn shows, or while a few commands are queued already.
+        // Fails if the server has ended, which the next iteration reports, or while several
+        // commands are queued.
         let _ = match signal {
             "SIGUSR2" | "SIGHUP" if is_stopping => continue,
             "SIGHUP" => commands.try_send(Command::Reload),
@@ -326,7 +334,7 @@ fn notes(config: &Config) -> String {
     config.warnings.iter().map(|warning| format!("note: {warning}\n")).collect()
 }
 
-/// Writes to stdout; a reader that went away is no failure (`println!` would panic).
+/// Writes to stdout. A closed reader is no failure (`println!` would panic).
 fn print(text: &[u8]) -> ExitCode {
     let mut stdout = std::io::stdout().lock();
     let _ = stdout.write_all(text).and_then(|()| stdout.flush());
@@ -338,7 +346,7 @@ fn fail(code: u8, text: &str) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// On stderr.
+/// Writes a line to stderr.
 fn tell(text: &str) {
     telemetry::print(std::io::stderr(), &format!("uniffle-worker: {text}\n"));
 }

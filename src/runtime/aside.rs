@@ -1,9 +1,12 @@
-//! Work that may be too long for a runtime thread, on blocking threads, a bounded number at once.
+//! A bounded pool for work that is too long for a runtime thread.
 //!
-//! Work on a blocking thread ends by itself: a caller that goes does not take it along, and what it holds is charged to nobody by
-//! then. So there are places, which the work has and not its caller. Invariant: however many callers come and go, no more work runs
-//! than there are places, and none waits for a thread that others need. Who waits for a place holds what is charged to it, and gives
-//! both up when it goes.
+//! Work on a blocking thread cannot be cancelled: it continues after its caller is dropped, when
+//! the caller's memory charges are already released. The permit therefore belongs to the work, not
+//! to the caller.
+//!
+//! Invariant: no more work runs than there are permits, however many callers come and go, and none
+//! waits for a thread that others need. A caller that waits for a permit keeps its charges, and
+//! releases both when dropped.
 
 use std::num::NonZero;
 use std::sync::Arc;
@@ -11,32 +14,32 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinError, spawn_blocking};
 
-/// Places of one listener or service. Clones share them.
+/// Permits of one listener or service. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Aside(Arc<Semaphore>);
 
 impl Aside {
-    /// So many at once.
+    /// Creates a pool that runs at most `places` works at once.
     #[must_use]
     pub fn new(places: usize) -> Self {
         Self(Arc::new(Semaphore::new(places)))
     }
 
-    /// As many as there are cores, from 2 to 8: more would not be done any sooner.
+    /// Creates a pool of one permit per core, from 2 to 8. More would not finish any sooner.
     #[must_use]
     pub fn of_cores() -> Self {
         Self::new(std::thread::available_parallelism().map_or(2, NonZero::get).clamp(2, 8))
     }
 
-    /// Does `work` when there is a place.
+    /// Runs `work` on a blocking thread once a permit is free.
     ///
     /// # Errors
-    /// It panicked, or the runtime ends.
+    /// If `work` panicked, or the runtime is shutting down.
     pub async fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
-        // It is never closed.
+        // Cannot fail: the semaphore is never closed.
         let place = Arc::clone(&self.0).acquire_owned().await;
         let work = move || {
             let _place = place;

@@ -1,4 +1,4 @@
-//! What the asynchronous runtime does, read from its own counters when metrics are gathered.
+//! Metrics of the asynchronous runtime, read from its own counters at each scrape.
 
 use std::collections::HashMap;
 
@@ -34,7 +34,7 @@ metrics::table! {
     }
 }
 
-/// Metrics of the runtime that the worker was started in. Threads that belong to the TCP listener are not in them.
+/// Metrics of the runtime that started the worker. Threads of the TCP listener are not included.
 #[derive(Debug)]
 pub struct RuntimeMetrics {
     handle: Handle,
@@ -45,10 +45,10 @@ pub struct RuntimeMetrics {
 }
 
 impl RuntimeMetrics {
-    /// Metrics of the current runtime and of `tasks`.
+    /// Registers metrics of the current runtime and of `tasks`.
     ///
     /// # Errors
-    /// A name that is taken in `registry`.
+    /// If a name is already registered in `registry`.
     pub fn new(tasks: Tasks, registry: &Registry) -> prometheus::Result<Self> {
         Ok(Self {
             handle: Handle::current(),
@@ -68,7 +68,7 @@ impl RuntimeMetrics {
         .concat()
     }
 
-    /// Brings them up to date.
+    /// Updates all metrics.
     pub fn refresh(&self) {
         let mut counts: HashMap<&str, i64> = HashMap::new();
         for task in self.tasks.list() {
@@ -103,7 +103,7 @@ impl RuntimeMetrics {
     }
 }
 
-/// Brings `counter` to `total`, which never falls.
+/// Raises `counter` to `total`, which never decreases.
 fn advance(counter: &Counter, total: f64) {
     counter.inc_by((total - counter.get()).max(0.0));
 }

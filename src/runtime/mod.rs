@@ -1,9 +1,11 @@
-//! Tasks with an owner: everything that is spawned is counted, named and ends on cancel.
+//! Tasks with an owner: every spawned task is counted, has a name, and ends on cancel.
 //!
-//! [`Tasks`] pairs a `TaskTracker` with two `CancellationToken`s: one asks for work to be finished, one to stop at once.
-//! There is no global: the composition root makes one and hands clones down, so that two workers can live in one process
-//! and a test can assert that no task is left. A task that panics ends alone (`telemetry` counts and logs it); what must
-//! go on is spawned with [`Tasks::spawn_again`].
+//! [`Tasks`] pairs a `TaskTracker` with two `CancellationToken`s: one requests a graceful end, the
+//! other an immediate stop. There is no global: the composition root creates a group and hands out
+//! clones. Two workers can thus live in one process, and a test can assert that no task is left.
+//!
+//! A task that panics ends alone (`telemetry` counts and logs it). Tasks that must survive a panic
+//! use [`Tasks::spawn_again`].
 
 mod aside;
 pub(crate) mod metrics;
@@ -35,7 +37,7 @@ pub use self::names::RunningTask;
 pub use self::probe::{TooFewThreads, probe_threads};
 pub(crate) use self::turn::Turn;
 
-/// Between the panic of a task that must go on and its next begin.
+/// Pause between the panic of an essential task and its restart.
 const PAUSE_AFTER_PANIC: Duration = Duration::from_secs(1);
 
 /// A group of tasks that is cancelled and awaited together. Clones share the group.
@@ -48,34 +50,36 @@ pub struct Tasks {
 }
 
 impl Tasks {
-    /// An empty group.
+    /// Creates an empty group.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A group whose tasks count here too, but which can be cancelled on its own.
+    /// Creates a group whose tasks also count here, but which can be cancelled on its own.
     pub fn child(&self) -> Self {
         let (close, cancel) = (self.close.child_token(), self.cancel.child_token());
         Self { tracker: self.tracker.clone(), close, cancel, names: self.names.clone() }
     }
 
-    /// A group to be cancelled and awaited on its own, whose tasks are listed with this one's by [`Tasks::list`].
+    /// Creates a group that is cancelled and awaited on its own. [`Tasks::list`] includes its
+    /// tasks.
     pub fn sibling(&self) -> Self {
         Self { names: self.names.clone(), ..Self::default() }
     }
 
-    /// What runs now, in this group, its children, its parents and its siblings.
+    /// Returns the running tasks of this group, its children, parents and siblings.
     pub fn list(&self) -> Vec<RunningTask> {
         self.names.list()
     }
 
-    /// The longest poll of tasks by their names, in CPU time and since the start, of the same groups; those of less
-    /// than a millisecond are not in it.
+    /// Returns the longest poll since the start in CPU time, by task name, for the same groups.
+    /// Polls under one millisecond are not included.
     pub fn longest_polls(&self) -> Vec<(&'static str, Duration)> {
         self.names.longest_polls()
     }
 
-    /// Spawns `future` on the current runtime. It must end by itself soon after [`Tasks::cancelled`].
+    /// Spawns `future` on the current runtime. It must end by itself soon after
+    /// [`Tasks::cancelled`].
     #[expect(clippy::disallowed_methods, reason = "the one place that may spawn")]
     pub fn spawn<F>(&self, name: &'static str, future: F)
     where
@@ -85,7 +89,7 @@ impl Tasks {
         drop(tokio::spawn(self.tracker.track_future(self.names.named(name, future))));
     }
 
-    /// As [`Tasks::spawn`], on the runtime behind `handle`.
+    /// Spawns as [`Tasks::spawn`], on the runtime behind `handle`.
     pub fn spawn_on<F>(&self, handle: &Handle, name: &'static str, future: F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -94,8 +98,8 @@ impl Tasks {
         drop(handle.spawn(self.tracker.track_future(self.names.named(name, future))));
     }
 
-    /// Spawns what `make` makes, and again if it panics: for loops that the worker cannot do without. The pause keeps a
-    /// loop that panics at once from filling the log.
+    /// Spawns the future from `make`, and again if it panics: for loops that the worker cannot do
+    /// without. The pause keeps a loop that panics at once from filling the log.
     pub fn spawn_again<F>(&self, name: &'static str, make: impl Fn() -> F + Send + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -114,7 +118,8 @@ impl Tasks {
         });
     }
 
-    /// As [`Tasks::spawn`]; a panic cancels the whole group, for one of several tasks that wait for each other.
+    /// Spawns as [`Tasks::spawn`]. A panic cancels the whole group, for tasks that wait for each
+    /// other.
     pub fn spawn_linked<F>(&self, name: &'static str, future: F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -128,17 +133,18 @@ impl Tasks {
         });
     }
 
-    /// Resolves on [`Tasks::close`] or [`Tasks::cancel`]: take nothing new and finish what has begun, or stop.
+    /// Resolves on [`Tasks::close`] or [`Tasks::cancel`]. After a close, accept nothing new and
+    /// finish running work; after a cancel, stop.
     pub fn closing(&self) -> WaitForCancellationFutureOwned {
         self.close.clone().cancelled_owned()
     }
 
-    /// Whether [`Tasks::close`] or [`Tasks::cancel`] was called.
+    /// Returns whether [`Tasks::close`] or [`Tasks::cancel`] was called.
     pub fn is_closing(&self) -> bool {
         self.close.is_cancelled()
     }
 
-    /// Asks all tasks of the group to finish what they have begun; returns at once.
+    /// Asks all tasks of the group to finish their current work. Returns at once.
     pub fn close(&self) {
         self.close.cancel();
     }
@@ -148,68 +154,70 @@ impl Tasks {
         self.cancel.clone().cancelled_owned()
     }
 
-    /// Whether [`Tasks::cancel`] was called.
+    /// Returns whether [`Tasks::cancel`] was called.
     pub fn is_cancelled(&self) -> bool {
         self.cancel.is_cancelled()
     }
 
-    /// Asks all tasks of the group to stop; returns at once.
+    /// Asks all tasks of the group to stop. Returns at once.
     pub fn cancel(&self) {
         self.close.cancel();
         self.cancel.cancel();
     }
 
-    /// Counts as a task that has not ended until it is dropped: for work on a thread, which the group is to wait for.
+    /// Returns a token that counts as a running task until dropped, for thread work that the group
+    /// must await.
     pub fn token(&self) -> TaskTrackerToken {
         self.tracker.token()
     }
 
-    /// Tasks that have not ended, of this group and of all its children and parents.
+    /// Returns the number of running tasks of this group, its children and parents.
     pub fn running(&self) -> usize {
         self.tracker.len()
     }
 
-    /// Waits until every task of the tracker has ended (call [`Tasks::close`] or [`Tasks::cancel`] first).
+    /// Waits until every task of the tracker has ended. Call [`Tasks::close`] or [`Tasks::cancel`]
+    /// first.
     pub async fn drained(&self) {
         self.tracker.close();
         self.tracker.wait().await;
     }
 }
 
-/// Connections that a listener leaves to the process's successor instead of closing them: nothing of a request is read or
-/// owed on them. Clones share the place.
+/// Connections that a listener leaves to the process's successor instead of closing them. They have
+/// no partly read request and no pending response. Clones share the list.
 #[derive(Debug, Clone, Default)]
 pub struct Handover {
-    /// `None`: there is no successor.
+    /// `None` without a successor.
     kept: Arc<Mutex<Option<Vec<TcpStream>>>>,
 }
 
 impl Handover {
-    /// From here on connections are kept.
+    /// Keeps connections from now on.
     pub fn begin(&self) {
         self.kept.lock().get_or_insert_default();
     }
 
-    /// Whether there is a successor.
+    /// Returns whether there is a successor.
     pub fn has_begun(&self) -> bool {
         self.kept.lock().is_some()
     }
 
-    /// Keeps `stream` for the successor; without one it is closed.
+    /// Keeps `stream` for the successor, or closes it without one.
     pub fn keep(&self, stream: tokio::net::TcpStream) {
         if let (Some(kept), Ok(stream)) = (&mut *self.kept.lock(), stream.into_std()) {
             kept.push(stream);
         }
     }
 
-    /// What was kept; what comes later is closed.
+    /// Returns the connections. Later ones are closed.
     pub fn take(&self) -> Vec<TcpStream> {
         self.kept.lock().take().unwrap_or_default()
     }
 }
 
-/// Threads with a runtime of their own each: what is placed on one stays there, so that its sockets, its chunk and its
-/// timers are touched by one core only, and no work is stolen and no thread woken for it.
+/// Threads with one runtime each. A connection stays on its thread, so only one core touches its
+/// sockets, chunks and timers. No work is stolen, and no other thread is woken.
 #[derive(Debug)]
 pub struct Cores {
     cores: Vec<Core>,
@@ -218,20 +226,20 @@ pub struct Cores {
 #[derive(Debug)]
 struct Core {
     handle: Handle,
-    /// As many clones as there is placed on it.
+    /// Number of clones is the load of the core plus one.
     load: Arc<()>,
 }
 
-/// Counts on a core until it is dropped.
+/// Counts as load of a core until dropped.
 #[derive(Debug)]
 pub struct CorePlace(#[expect(dead_code, reason = "counted by its clones")] Arc<()>);
 
 impl Cores {
-    /// Starts `count` threads, at least one. They end when `tasks` was cancelled and none of its tasks is left; each
-    /// may start up to `blocking_threads` for blocking calls.
+    /// Starts `count` threads, at least one. They end once `tasks` is cancelled and drained. Each
+    /// may start up to `blocking_threads` threads for blocking calls.
     ///
     /// # Errors
-    /// When a thread or its poller cannot be made.
+    /// If a thread or its poller cannot be created.
     pub fn start(
         count: usize,
         blocking_threads: usize,
@@ -242,7 +250,8 @@ impl Cores {
             let tasks = tasks.clone();
             let (told, begun) = std::sync::mpsc::sync_channel(1);
             thread::Builder::new().name(name.to_owned()).spawn(move || {
-                // Made here: a thread that cannot be started would drop a runtime among the tasks of another one.
+                // Built on the new thread: if that cannot start, a runtime would be dropped within
+                // another one.
                 let runtime = Builder::new_current_thread()
                     .enable_all()
                     .max_blocking_threads(blocking_threads)
@@ -259,7 +268,7 @@ impl Cores {
                     tasks.cancelled().await;
                     tasks.drained().await;
                 });
-                // A disk call that hangs keeps its own thread, not this one.
+                // A hung disk call must not block this thread.
                 runtime.shutdown_background();
             })?;
             let ended = |_| io::Error::other("a thread for connections ended as it began");
@@ -269,7 +278,7 @@ impl Cores {
         Ok(Self { cores: (0..count.max(1)).map(core).collect::<io::Result<_>>()? })
     }
 
-    /// The core with the least on it, and a place there.
+    /// Returns the core with the least load, and a place on it.
     pub fn place(&self) -> (&Handle, CorePlace) {
         let least = self.cores.iter().min_by_key(|core| Arc::strong_count(&core.load));
         let core = least.expect("there is at least one");

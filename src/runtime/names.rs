@@ -1,7 +1,8 @@
-//! Which tasks run: name and age by the runtime's task id, so that a dump of stacks can say whose they are.
+//! Lists running tasks with name and age by the runtime's task id, so that stack dumps can name
+//! them.
 //!
-//! One insertion and one removal in a sharded map per task, about 0.2 µs; a call costs a hundred times that. Each poll
-//! is timed ([`Polls`]), which costs two looks at the clock.
+//! Each task costs one insertion and one removal in a sharded map, far less than a call. Each poll
+//! is timed ([`Polls`]) with two clock readings.
 
 use std::fmt;
 use std::future::Future;
@@ -20,15 +21,15 @@ use crate::clock::Instant;
 /// A task that has been polled and has not ended.
 #[derive(Debug, Clone, Copy)]
 pub struct RunningTask {
-    /// The runtime's id.
+    /// Id assigned by the runtime.
     pub id: Id,
-    /// The name it was spawned with.
+    /// Name given at the spawn.
     pub name: &'static str,
-    /// Since its first poll.
+    /// Time since its first poll.
     pub age: Duration,
 }
 
-/// The running tasks of some groups. Clones share them.
+/// Running tasks of related groups. Clones share them.
 #[derive(Clone, Default)]
 pub(super) struct Names {
     running: Arc<DashMap<Id, (&'static str, Instant)>>,
@@ -55,7 +56,7 @@ impl Names {
         self.polls.longest()
     }
 
-    /// `future`, listed under `name` from its first poll until it is dropped.
+    /// Wraps `future`, which is listed under `name` from its first poll until it is dropped.
     pub(super) fn named<F: Future>(&self, name: &'static str, future: F) -> Named<F> {
         Named { future, name, names: self.clone(), listed: None }
     }
@@ -87,7 +88,7 @@ impl<F: Future> Future for Named<F> {
     }
 }
 
-/// An entry, taken out on drop.
+/// An entry of the list, removed on drop.
 struct Listed {
     names: Names,
     id: Id,

@@ -1,16 +1,14 @@
-//! The longest poll of each kind of task: while a task is polled, nothing else runs on its thread, be it a request, a
-//! heartbeat or a health check, so no request may make one long (docs/architecture.md).
+//! Records the longest poll of each kind of task. A poll blocks everything else on its thread, so
+//! no request may cause a long one (docs/architecture.md).
 //!
-//! What counts is the CPU time of the thread (`CLOCK_THREAD_CPUTIME_ID`), not the wall clock's: on a machine with more
-//! to do than cores a thread waits in the middle of a poll for longer than the poll takes, and that says nothing about
-//! the poll. So a bound on it can be asserted on any machine. What a poll waits for without using the CPU (a lock, a
-//! page from a disk) is not in it: that is in the histogram of polls that tests have of their runtimes
-//! (tests/contract/grpc/bounds.rs).
+//! Polls are measured in CPU time of the thread (`CLOCK_THREAD_CPUTIME_ID`). On an overloaded
+//! machine a thread may be preempted in the middle of a poll, which says nothing about the poll.
+//! Tests can therefore assert a bound on any machine. Waits without CPU use (a lock, a page from a
+//! disk) are not included; the poll histogram of tests/contract/grpc/bounds.rs covers those.
 //!
-//! Reading that clock is a system call of some 0.2 µs, the wall clock's a tenth of that. So the thread's CPU time is
-//! noted once in a [`NOTE_INTERVAL`] at most, when a poll begins, and read again only after a poll that took longer than
-//! [`RESOLUTION`]. What is told is thereby too much by one [`NOTE_INTERVAL`] at most, and never more than what the wall
-//! clock says: a poll that is told to be short was.
+//! CPU time is a costly system call. It is read at most once per [`NOTE_INTERVAL`] at the begin of
+//! a poll, and again only after a poll longer than [`RESOLUTION`]. The result is too high by at
+//! most one [`NOTE_INTERVAL`], and never exceeds the wall-clock time.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -20,14 +18,15 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 
-/// Shorter polls are not looked at.
+/// Shorter polls are ignored.
 const RESOLUTION: Duration = Duration::from_millis(1);
 
-/// With one of a millisecond, 9 % of the system calls of a worker that serves from memory over gRPC were these.
+/// Long enough to keep the share of these system calls small.
 const NOTE_INTERVAL: Duration = Duration::from_millis(16);
 
 thread_local! {
-    /// What the thread's clocks were when a poll began, not longer than [`NOTE_INTERVAL`] before the latest one did.
+    /// Clock readings at the begin of a poll, at most [`NOTE_INTERVAL`] before the latest poll
+    /// began.
     static NOTED: Cell<Clocks> = const { Cell::new(Clocks { wall: Duration::ZERO, cpu: Duration::ZERO }) };
 }
 
@@ -37,12 +36,12 @@ struct Clocks {
     cpu: Duration,
 }
 
-/// The longest poll by the task's name, since the start. Clones share it.
+/// The longest poll since the start, by task name. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Polls(Arc<Mutex<HashMap<&'static str, Duration>>>);
 
 impl Polls {
-    /// Calls `poll`, in which no other task is polled.
+    /// Calls and times `poll`. No other task is polled within it.
     pub(super) fn timed<T>(&self, name: &'static str, poll: impl FnOnce() -> T) -> T {
         let began = now(ClockId::Monotonic);
         let noted = NOTED.get();
@@ -64,7 +63,7 @@ impl Polls {
         *longest = took.max(*longest);
     }
 
-    /// Those of a millisecond and more.
+    /// Returns the longest poll by task name, for names with a poll of at least a millisecond.
     pub(super) fn longest(&self) -> Vec<(&'static str, Duration)> {
         self.0.lock().iter().map(|(name, took)| (*name, *took)).collect()
     }

@@ -1,6 +1,7 @@
-//! Whether the system lets this process have the threads that it needs.
+//! Checks that the system allows this process the threads that it needs.
 //!
-//! tokio panics or hangs when a thread of a runtime cannot be started, so this is found out before there is one.
+//! tokio panics or hangs if a thread of a runtime cannot be started. The check therefore runs
+//! before any runtime exists.
 
 use std::io;
 use std::sync::Arc;
@@ -8,22 +9,22 @@ use std::thread::Builder;
 
 use parking_lot::RwLock;
 
-/// They only wait.
+/// Small, since the threads only wait.
 const STACK_BYTES: usize = 64 << 10;
 
 /// Not all threads could be started.
 #[derive(Debug)]
 pub struct TooFewThreads {
-    /// Threads that were.
+    /// Number of threads started.
     pub started: usize,
-    /// Why there are no more.
+    /// Error of the next thread.
     pub error: io::Error,
 }
 
-/// Starts `count` threads at once, and ends them.
+/// Starts `count` threads at the same time, and ends them.
 ///
 /// # Errors
-/// How many could be started, if not all.
+/// The number of threads started, if not all.
 pub fn probe_threads(count: usize) -> Result<(), TooFewThreads> {
     let gate = Arc::new(RwLock::new(()));
     let closed = gate.write();
@@ -36,7 +37,7 @@ pub fn probe_threads(count: usize) -> Result<(), TooFewThreads> {
         Ok(())
     });
     drop(closed);
-    // They do not panic.
+    // These threads never panic.
     threads.into_iter().for_each(|thread| drop(thread.join()));
     probed
 }

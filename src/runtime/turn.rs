@@ -1,24 +1,25 @@
-//! How long one connection works before others get its thread.
+//! Cooperative poll budget of a connection.
 //!
-//! What a message costs depends on what is in it and not on its bytes alone: one of thousands of small partitions takes longer than
-//! one of large blocks. So time is counted, of work alone.
+//! The cost of a message depends on its content and not only on its size. A message with thousands
+//! of small partitions takes longer than one with large blocks. The budget is therefore work time,
+//! without waits.
 
 use std::time::Duration;
 
-/// What one poll may work, and whatever is begun when it is over.
+/// Work time of one poll. Work that starts before the limit runs to its end.
 const TURN: Duration = Duration::from_millis(1);
 
-/// The work of one connection since others had the thread.
+/// Work of one connection since its task last yielded.
 #[derive(Debug, Default)]
 pub(crate) struct Turn(Duration);
 
 impl Turn {
-    /// Counts some.
+    /// Adds `work` to the budget used.
     pub(crate) fn count(&mut self, work: Duration) {
         self.0 += work;
     }
 
-    /// Whether others are to have the thread now; then another turn begins.
+    /// Returns whether the task must yield now. If so, a new budget begins.
     pub(crate) fn is_over(&mut self) -> bool {
         let is_over = self.0 >= TURN;
         if is_over {

@@ -1,4 +1,4 @@
-//! The calls of the administration that need more than the service, and its token.
+//! Administration calls that need more than the service, and the token for them.
 
 use anyhow::Context as _;
 
@@ -28,7 +28,7 @@ impl Control for Reloader {
     }
 }
 
-/// The token that callers must show, if there is one.
+/// Returns the token required from callers, if one is configured.
 pub(super) fn token(config: &Config) -> anyhow::Result<Option<Token>> {
     let Some(path) = &config.admin.token_file else { return Ok(config.admin.token.clone()) };
     let read =

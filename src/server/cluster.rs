@@ -1,5 +1,7 @@
-//! What the embedded coordinator knows, as `/api/v1/cluster` tells it: a translation, made once a second at most however
-//! many ask. And what all its workers say of an application: they are asked, for two who want to know at a time.
+//! Cluster-wide answers of the embedded coordinator.
+//!
+//! `/api/v1/cluster` is rendered at most once per second, however many clients poll it.
+//! Explanations of an application query all workers, at most [`EXPLAINING_MAX`] at a time.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -21,17 +23,19 @@ use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 
 use super::tls::Others;
 
-/// How old the text may be.
+/// Maximum age of the rendered text.
 const AGE_MAX: Duration = Duration::from_secs(1);
 
-/// Explanations that are put together at a time, each of some answers of 128 KiB; who asks beyond it waits.
+/// Maximum number of explanations built at a time, each from several answers of 128 KiB. Further
+/// requests wait.
 const EXPLAINING_MAX: usize = 2;
 
-/// Those that wait, too. With 8 s for each at most, the last is answered within the 30 s that a call has, and those that wait leave the listener
-/// its connections, by which the workers ask one another.
+/// Maximum number of explanation requests, including waiting ones. Each takes at most 8 s, so the
+/// last one is answered within the 30 s of a call. The bound leaves the listener connections for
+/// the workers' own queries to one another.
 const ASKING_MAX: usize = 6;
 
-/// The latest text.
+/// The latest rendered page, and limits of explanations.
 #[derive(Debug)]
 pub(super) struct ClusterPage {
     coordinator: EmbeddedCoordinator,
@@ -47,7 +51,8 @@ impl ClusterPage {
         Self { coordinator, latest: Mutex::default(), explaining, asking, others }
     }
 
-    /// What all workers say of an application; those that tell of it in their heartbeats are asked first.
+    /// Asks all workers about an application. Workers that report it in their heartbeats are asked
+    /// first.
     pub(super) fn explain(&self, app: &str) -> Everywhere {
         let (coordinator, places) = (self.coordinator.clone(), Arc::clone(&self.explaining));
         let (app, others) = (app.to_owned(), self.others.clone());
@@ -70,22 +75,22 @@ impl ClusterPage {
         .boxed()
     }
 
-    /// JSON, up to a second old.
+    /// Returns the cluster as JSON, at most one second old.
     pub(super) fn text(&self) -> Bytes {
-        // Held meanwhile: of several who find it old, one makes it.
+        // Locked during the rendering, so that concurrent callers render once.
         let mut latest = self.latest.lock();
         if let Some((_, text)) = latest.as_ref().filter(|(made, _)| made.elapsed() < AGE_MAX) {
             return text.clone();
         }
         let cluster = cluster(self.coordinator.cluster());
-        // Fails for maps with other keys than texts only.
+        // Fails only for maps whose keys are not strings.
         let text = Bytes::from(serde_json::to_vec(&cluster).unwrap_or_default());
         *latest = Some((Instant::now(), text.clone()));
         text
     }
 }
 
-/// The call of the administration that concerns the coordinator of this worker.
+/// Returns the administration routes of the embedded coordinator.
 pub(super) fn admin_routes(coordinator: Option<EmbeddedCoordinator>) -> Router {
     lost_nodes::routes(move |id| match &coordinator {
         None => Err("this worker has no coordinator (embedded_coordinator.enable)".to_owned()),
@@ -101,7 +106,8 @@ fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::Worker> {
     let worker = |KnownNode { node, .. }: KnownNode| uniffle_ctl::Worker {
         id: node.server.id,
         host: node.server.ip,
-        // One that does not tell it is asked at a port where nobody answers, and so is named.
+        // A worker without an HTTP port is asked at port 0: the query fails, and the error names
+        // the worker.
         port: u16::try_from(node.server.jetty_port).unwrap_or(0),
     };
     nodes.into_iter().map(worker).collect()
@@ -183,7 +189,8 @@ mod tests {
 
     use super::*;
 
-    /// A hundred that waited held all connections of the listener, also those by which workers ask one another.
+    /// A hundred that waited held all connections of the listener, also those by which workers ask
+    /// one another.
     #[tokio::test]
     async fn excess_explanations_are_refused() {
         let coordinator =

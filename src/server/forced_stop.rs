@@ -8,11 +8,11 @@ use super::memory_backing::Outlives;
 use crate::memory::Memory;
 use crate::service::Service;
 
-/// Handle by which the process cuts the stop of its worker short. Clones share it.
+/// Handle that lets the process cut the worker's stop short. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct ForcedStop(Arc<Mutex<Running>>);
 
-/// The worker that runs in the process. It is not kept alive.
+/// The worker running in the process. The handle does not keep it alive.
 #[derive(Debug, Default)]
 struct Running {
     service: Weak<Service>,
@@ -20,13 +20,13 @@ struct Running {
 }
 
 impl ForcedStop {
-    /// Makes this handle's worker the one with `service` and `memory`.
+    /// Attaches the handle to the worker with `service` and `memory`.
     pub(super) fn watch(&self, service: &Arc<Service>, memory: &Arc<Memory>) {
         *self.0.lock() = Running { service: Arc::downgrade(service), memory: Arc::downgrade(memory) };
     }
 
-    /// Acknowledges no further send and logs what was not flushed. Returns whether acknowledged blocks are lost with the
-    /// process.
+    /// Refuses all further sends and logs unflushed blocks. Returns whether acknowledged blocks are
+    /// lost with the process.
     #[must_use]
     pub fn end(&self) -> bool {
         let (service, memory) = {

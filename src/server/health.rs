@@ -1,8 +1,9 @@
-//! Watches what changes the worker's state, and tells the coordinators at once; also when the last application goes.
+//! Watches the worker's state and notifies the coordinators at once when it changes, or when the
+//! last application ends.
 //!
-//! An essential tier that complains (too few disks that take batches), or all tiers at once, make the worker UNHEALTHY
-//! until that is over. Everything else that changes the state (an operator's decommissioning, the last app that leaves)
-//! happens in `service`; here it is only noticed.
+//! The worker is UNHEALTHY while an essential tier complains (too few writable disks) or all tiers
+//! do. Every other change of state happens in `service`, such as decommissioning by an operator.
+//! This module only observes it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +14,12 @@ use crate::clock::sleep;
 use crate::service::{Service, WorkerState};
 use crate::tiers::{DiskCondition, DiskInfo, TierRole, Tiers};
 
-/// Between two looks at tiers that do not tell when their state changes.
+/// Poll interval for tiers that do not notify of changes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 use super::settings::RuntimeSettings;
 
-/// What the watch looks at.
+/// The sources of state changes.
 #[derive(Debug)]
 pub(super) struct Watch {
     pub(super) service: Arc<Service>,
@@ -26,7 +27,8 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Runs until `stop`; calls `announce` after each change of the state, and when the last application has gone.
+    /// Runs until `stop`. Calls `announce` after each change of the state, and when the last
+    /// application has ended.
     pub(super) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
         let tiers = self.service.tiers().clone();
         let mut changes: Vec<_> = tiers.iter().filter_map(|tier| tier.state_changes()).collect();
@@ -77,7 +79,7 @@ impl Watch {
     }
 }
 
-/// Returns why the tiers make the worker unhealthy: the primary one complains, or all of them do.
+/// Returns why the tiers make the worker unhealthy: the primary tier complains, or all tiers do.
 fn complaint(tiers: &Tiers) -> Option<&'static str> {
     let complaints = || tiers.iter().map(|tier| (tier.capability().role, tier.state().complaint));
     let primary = complaints().find_map(|(role, complaint)| complaint.filter(|_| role == TierRole::Primary));
@@ -85,7 +87,7 @@ fn complaint(tiers: &Tiers) -> Option<&'static str> {
     primary.or_else(|| all()?.first().copied())
 }
 
-/// Why clients should not be sent here; `None` when they may.
+/// Returns why clients should not be sent here, or `None` if the worker is ready.
 pub(super) fn not_ready(service: &Service) -> Option<String> {
     if service.status().is_stopping() {
         return Some("stopping".to_owned());
@@ -95,14 +97,14 @@ pub(super) fn not_ready(service: &Service) -> Option<String> {
         WorkerState::Active => without_disks(),
         WorkerState::Unhealthy => {
             let why = without_disks().or_else(|| complaint(service.tiers()).map(str::to_owned));
-            // It recovers with the next look.
+            // No cause is left: the next poll makes the worker active again.
             Some(why.map_or_else(|| "unhealthy".to_owned(), |why| format!("unhealthy: {why}")))
         }
         WorkerState::Decommissioning | WorkerState::Decommissioned => Some("decommissioning".to_owned()),
     }
 }
 
-/// What may be lost although the worker is ready.
+/// Returns the risks of data loss of a worker that is ready.
 pub(super) fn risks(service: &Service) -> Vec<String> {
     let shuffles = service.memory().unprotected_shuffles();
     let unprotected = (shuffles > 0).then(|| {
@@ -114,8 +116,9 @@ pub(super) fn risks(service: &Service) -> Vec<String> {
     unprotected.into_iter().chain(service.memory().backing_fault()).collect()
 }
 
-/// Why nothing can be written to `disks`; `None` when there are none, or one takes writes. Whatever the heartbeat says
-/// (`healthy_check_min_disks` = 0): the metadata log needs one, without which registrations and reports are refused.
+/// Returns why no disk of `disks` takes writes. Returns `None` if there are no disks, or one takes
+/// writes. Independent of `healthy_check_min_disks`: without a writable disk for the metadata log,
+/// registrations and reports are refused.
 fn without_disks(disks: &[DiskInfo]) -> Option<String> {
     if disks.is_empty() || disks.iter().any(|disk| disk.condition == DiskCondition::Healthy) {
         return None;

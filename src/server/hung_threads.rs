@@ -1,7 +1,8 @@
-//! Threads that hang in the kernel, such as one that waits for a disk that does not answer.
+//! Detects threads that hang in the kernel, for example on a disk that does not answer.
 //!
-//! `exec` first waits for every other thread of the process to end, and a thread in an uninterruptible call does not end, not
-//! even by SIGKILL: nobody would serve meanwhile. So a worker refuses an upgrade while it has such a thread.
+//! `exec` first waits for every other thread of the process. A thread in an uninterruptible call
+//! does not end, even on SIGKILL, and nobody would serve meanwhile. A worker therefore refuses an
+//! upgrade while it has such a thread.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,14 +10,14 @@ use std::time::Duration;
 
 use crate::clock::sleep;
 
-/// A call that takes so long is taken for one that never ends. Slow disks answer within seconds.
+/// A call of this duration is considered hung. Slow disks answer within seconds.
 const HANGS_AFTER: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Waits until no thread of this process sleeps in an uninterruptible call that it sleeps in now.
+/// Waits until every thread has left the uninterruptible call that it is in now.
 ///
 /// # Errors
-/// How many still do after [`HANGS_AFTER`].
+/// The number of threads still in their calls after [`HANGS_AFTER`].
 pub(super) async fn awake() -> Result<(), usize> {
     let mut asleep = sleeping(Path::new("/proc/self/task"));
     for _ in 0..HANGS_AFTER.as_millis() / LOOK.as_millis() {
@@ -30,7 +31,8 @@ pub(super) async fn awake() -> Result<(), usize> {
     if asleep.is_empty() { Ok(()) } else { Err(asleep.len()) }
 }
 
-/// Threads in an uninterruptible call, and which of their calls that is. None where the kernel does not say.
+/// Returns the threads in an uninterruptible call, each with its sleep counter. Empty if the kernel
+/// does not report it.
 fn sleeping(tasks: &Path) -> BTreeMap<String, u64> {
     let threads = std::fs::read_dir(tasks).into_iter().flatten().flatten();
     let asleep = threads.filter_map(|thread| {
@@ -40,7 +42,8 @@ fn sleeping(tasks: &Path) -> BTreeMap<String, u64> {
     asleep.collect()
 }
 
-/// How often a thread that is in an uninterruptible sleep has gone to sleep: the number changes when it wakes.
+/// Returns the number of voluntary sleeps of a thread in an uninterruptible call. The number
+/// changes when the thread wakes.
 fn uninterruptible(status: &str) -> Option<u64> {
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     let sleeps = field("State:")?.starts_with('D');

@@ -1,10 +1,11 @@
-//! What becomes of what is in memory when the process ends without a flush, and that no start gives up what another one left.
+//! Protects blocks that an earlier process left in memory.
 //!
-//! Each data directory has a note that says in which directory of a tmpfs memory lies ([`note`]). A start whose configuration
-//! names another backing reads it before anything is opened: what an earlier process has left there, or in a memfd that was passed on, is
-//! refused by name while there are blocks in it ([`refuse_left`]). To change the backing is an ordinary upgrade, or a stop in order and a start.
+//! Each data directory has a note with the tmpfs directory of the memory file ([`note`]). A start
+//! with another backing reads the note before it opens anything. If blocks remain in the old file
+//! or in an inherited memfd, the start fails with an error that names the place ([`refuse_left`]).
+//! The backing is changed by an upgrade, or by a clean stop and a start.
 //!
-//! Not here: what a memory with another size, layout or owner is refused with (`memory::persistent::file`).
+//! A memory file of another size, layout or owner is refused in `memory::persistent::file`.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -23,28 +24,30 @@ use crate::config::Config;
 use crate::durability::METADATA;
 use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner, describe_huge_pages};
 
-/// The note, beside the metadata log. Without a dot: what has one is the log's.
+/// Name of the note beside the metadata log. Names with a dot belong to the log.
 const NOTE: &str = "memory";
-/// A disk that does not answer says nothing; what it would say the others say too.
+/// Time limit per disk. The other disks have the same note, so a disk that does not answer is
+/// skipped.
 const NOTE_DEADLINE: Duration = Duration::from_secs(2);
-/// Shuffles that are named in the log.
+/// Maximum number of shuffles listed in the log.
 const NAMED_MAX: usize = 10;
 
-/// Where what is in memory is after a process that ended without a flush.
+/// Location of the memory contents after a process that ended without a flush.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outlives {
-    /// In a file with a name: the next process finds it.
+    /// In a named file, which the next process finds.
     Named,
-    /// In the descriptor store of the service manager, which says that it has one (systemd, since 254).
+    /// In the descriptor store of the service manager, which announced that it has one (systemd,
+    /// since 254).
     Stored,
-    /// There, if it has one: it is told, and does not say.
+    /// In the service manager's descriptor store, if it has one. The manager does not announce it.
     PerhapsStored,
-    /// Nowhere.
+    /// Lost with the process.
     Nothing,
 }
 
 impl Outlives {
-    /// Of `memory`, by the environment of this process.
+    /// Determines the location for `memory` from the environment of this process.
     pub(super) fn of(memory: &Memory) -> Self {
         let store = std::env::var("FDSTORE").ok().and_then(|kept| kept.parse::<u64>().ok());
         let has_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
@@ -59,7 +62,7 @@ impl Outlives {
         }
     }
 
-    /// What the log of a start says of memory in a file.
+    /// Returns the description for the log of a start.
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Named => "the next process recovers blocks in memory, however this one ends",
@@ -78,7 +81,7 @@ impl Outlives {
         }
     }
 
-    /// Says what becomes of what was not flushed. Returns whether it is lost.
+    /// Logs what happens to unflushed blocks. Returns whether they are lost.
     pub(super) fn name_losses(self, unflushed: &[InMemory]) -> bool {
         if unflushed.is_empty() {
             return false;
@@ -120,7 +123,7 @@ impl Outlives {
     }
 }
 
-/// Notes in every data directory where memory lies, as far as that is not noted there.
+/// Records the location of the memory file in every data directory, where it is not recorded yet.
 pub(super) async fn note(config: &Config) {
     let directory = match &config.memory.backing {
         Backing::Directory(directory) => Some(directory.clone()),
@@ -167,7 +170,8 @@ pub(super) fn beside_log<'a>(config: &'a Config, name: &'a str) -> impl Iterator
     paths.map(move |path| path.join(METADATA).join(name))
 }
 
-/// Runs `operation` on a blocking thread. A disk that does not answer within two seconds is an error.
+/// Runs `operation` on a blocking thread. A disk that does not answer within two seconds is an
+/// error.
 pub(super) async fn within<T: Send + 'static>(
     operation: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
@@ -178,7 +182,7 @@ pub(super) async fn within<T: Send + 'static>(
     }
 }
 
-/// Directories that are noted, but for that of `config`.
+/// Returns the recorded directories, except the one that `config` names.
 async fn noted(config: &Config) -> BTreeSet<PathBuf> {
     let reads = beside_log(config, NOTE).map(|path| within(move || read_note(&path)));
     let read = join_all(reads.collect::<Vec<_>>()).await;
@@ -189,11 +193,12 @@ async fn noted(config: &Config) -> BTreeSet<PathBuf> {
     noted
 }
 
-/// Looks for what an earlier process left where the configuration does not have its memory: `passed`, a memfd that is not used, and what
-/// is noted in the data directories. A file of which nothing is left is deleted.
+/// Refuses a start whose backing differs from where an earlier process left blocks. Checks
+/// `passed`, an inherited memfd that is not used, and the directories recorded in the data
+/// directories. Deletes files without blocks.
 ///
 /// # Errors
-/// There are blocks in it, which a start would give up, or there may be.
+/// If a file has blocks that a start would give up, or cannot be read.
 pub(super) async fn refuse_left(
     config: &Config,
     server_id: &str,
@@ -254,7 +259,8 @@ pub(super) async fn refuse_left(
     Ok(())
 }
 
-/// Maps the memory, or takes over what an earlier process left in it (`left`, if that was passed on).
+/// Maps the memory. Recovers the contents that an earlier process left there, from `left` if a
+/// memfd was inherited.
 pub(super) async fn open(
     config: &Config,
     server_id: &str,
@@ -283,7 +289,8 @@ pub(super) async fn open(
     Ok(memory)
 }
 
-/// Looks whether the next process would find the file that memory lies in, as often as disks are probed.
+/// Polls at the disks' probe interval whether the memory file still exists under its name. Returns
+/// once it has vanished.
 pub(super) async fn look_at_backing(memory: Arc<Memory>, interval: Duration) {
     loop {
         crate::clock::sleep(interval).await;

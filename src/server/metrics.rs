@@ -1,4 +1,4 @@
-//! All metrics of a worker, as `docs/metrics.md` lists them.
+//! The list of all metrics of a worker, source of `docs/metrics.md`.
 
 use crate::coordinator::{embedded, heartbeat};
 use crate::flush::metrics::FlushMetrics;
@@ -18,7 +18,8 @@ use crate::tiers::{hdfs, local, object};
 use super::reload::ReloadMetrics;
 use super::upgrade::UpgradeMetrics;
 
-/// What every module declares, module by module. `{…}` in a name stands for what is known at run time only.
+/// Returns the metric descriptions of all modules. A `{…}` in a name is a part known only at run
+/// time.
 pub fn metric_descriptions() -> Vec<Description> {
     [
         ServiceMetrics::described(),

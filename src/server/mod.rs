@@ -1,8 +1,10 @@
-//! The composition root: builds every part from the [`Config`], hands out handles, stops in order.
+//! The composition root: builds every part from the [`Config`] and stops the parts in order.
 //!
-//! Start: bind the listeners or take inherited ones (`sockets`), build the tiers bottom-up, take over what an earlier
-//! process left, open the listeners, and only then tell a coordinator. Until the listeners open connects wait in the backlog.
-//! How it ends is in `stop`, what a process does around it in `run`, and who may come next in `successor` and `upgrade`.
+//! A start binds the listeners or takes inherited ones (`sockets`), then builds the tiers
+//! bottom-up. It recovers the state of an earlier process and opens the listeners. Only then does
+//! it announce the worker to coordinators. Connects wait in the backlog until the listeners open.
+//!
+//! `stop` ends a worker, `run` wraps one in a process, and `successor` and `upgrade` replace it.
 
 mod admin;
 mod cluster;
@@ -90,9 +92,11 @@ pub struct Worker {
     started_ms: i64,
     listeners: Tasks,
     background: Tasks,
-    /// What speaks HTTP: listeners, and what pushes metrics. It has seconds to end, for which no caller for data is to wait.
+    /// HTTP tasks: the listeners and the metrics pusher. They take seconds to end, and data clients
+    /// must not wait for that.
     http: Tasks,
-    /// The listeners once more, so that they outlive the listeners' own for a successor.
+    /// Duplicates of the listeners for a successor. They stay open after the listener tasks have
+    /// ended.
     held: Inherited,
     grpc_handover: Handover,
     tcp_handover: Handover,
@@ -100,29 +104,31 @@ pub struct Worker {
     upgrades: UpgradeMetrics,
 }
 
-/// What a worker is given of the process that it runs in. The default is a worker among others.
+/// The parts of the surrounding process that a worker uses. The default suits one worker among
+/// several in a process.
 #[derive(Debug, Clone, Default)]
 pub struct Environment {
-    /// The log filter, if it is this worker's to change.
+    /// The log filter, if this worker may change it.
     pub log: Option<LogFilter>,
-    /// What the configuration came from, if it is to be read again.
+    /// The origin of the configuration, if it can be reloaded.
     pub origin: Option<Origin>,
-    /// Handle for a stop that is not waited for.
+    /// Handle for a stop that does not wait.
     pub forced_stop: ForcedStop,
-    /// Tiers beside those that the configuration names; they come after them.
+    /// Further tiers, placed after the configured ones.
     pub tiers: Vec<Arc<dyn Tier>>,
 }
 
 impl Worker {
-    /// Starts a worker; it runs in the current runtime until [`Worker::stop`].
+    /// Starts a worker, which runs in the current runtime until [`Worker::stop`].
     ///
     /// # Errors
-    /// A port in use, a data directory that is not ours or in use, memory that cannot be mapped.
+    /// A port in use, a data directory that is foreign or in use, or memory that cannot be mapped.
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
         Self::start_in(Environment::default(), Inherited::default(), config).await
     }
 
-    /// As [`Worker::start`], as a part of `environment`, on the sockets of a predecessor as far as there are any.
+    /// Starts a worker as a part of `environment`. It uses the sockets of its predecessor where
+    /// `inherited` has any.
     ///
     /// # Errors
     /// See [`Worker::start`].
@@ -132,7 +138,7 @@ impl Worker {
         config: &Config,
     ) -> anyhow::Result<Self> {
         let precheck = if inherited.gap_began_ms.is_some() { Precheck::Done } else { Precheck::Asked };
-        // Before anything else, so that a port in use is the first thing to be told.
+        // Before any slow step, so that a port in use is the first error reported.
         let tls = Tls::load(config)?;
         let (hand_off, left_memory) = (inherited.hand_off.take(), inherited.memory.take());
         let was_passed = left_memory.is_some();
@@ -151,7 +157,8 @@ impl Worker {
         let memory = memory_backing::open(config, &server_id, left_memory, &registry).await?;
         let beside = Beside { server_id, precheck, hand_off, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
-        // Before the first block is acknowledged, and when the directories are this worker's.
+        // Before the first block is acknowledged, and after this worker has claimed the
+        // directories.
         memory_backing::note(config).await;
         let state = RuntimeState::read(config).await;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
@@ -258,56 +265,56 @@ impl Worker {
         self.background.spawn_again("state writer", writer);
     }
 
-    /// Reads the configuration again, whole or not at all; the outcome is in the log.
+    /// Reads the configuration again and applies all of it or nothing. The outcome is logged.
     ///
     /// # Errors
-    /// Everything that is wrong with it.
+    /// Every problem of the configuration.
     pub async fn reload(&self, trigger: &'static str) -> Result<Reloaded, String> {
         self.reloader.reload_aside(trigger).await
     }
 
-    /// Where the listeners are.
+    /// Returns the bound addresses of the listeners.
     #[must_use]
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }
 
-    /// The address told to clients.
+    /// Returns the address advertised to clients.
     #[must_use]
     pub fn ip(&self) -> IpAddr {
         self.ip
     }
 
-    /// By what name coordinators and remote stores know it.
+    /// Returns the id by which coordinators and remote stores know this worker.
     fn server_id(&self) -> String {
         server_id(self.ip, &self.addresses)
     }
 
-    /// The service behind the listeners.
+    /// Returns the service behind the listeners.
     #[must_use]
     pub fn service(&self) -> &Arc<Service> {
         &self.service
     }
 
-    /// The memory tier.
+    /// Returns the memory tier.
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// The applications.
+    /// Returns the registry of applications.
     #[must_use]
     pub fn apps(&self) -> &Arc<AppRegistry> {
         &self.apps
     }
 
-    /// Who fills the tiers below memory, where there are any.
+    /// Returns the flusher, if there are tiers below memory.
     #[must_use]
     pub fn flusher(&self) -> Option<&Arc<Flusher>> {
         self.service.flusher()
     }
 
-    /// The registry of metrics.
+    /// Returns the metric registry.
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.registry
@@ -318,7 +325,7 @@ impl Worker {
     }
 }
 
-/// Returns the coordinator of this process, if it is to have one.
+/// Creates the embedded coordinator if the configuration enables it.
 fn embedded_coordinator(
     config: &Config,
     heap: &Heap,
@@ -329,7 +336,8 @@ fn embedded_coordinator(
     Ok(made.transpose()?)
 }
 
-/// Applies the settings that an earlier process was given at run time. Returns the writer of later ones.
+/// Applies the settings made at run time in an earlier process. Returns the writer that saves later
+/// changes.
 fn resume(
     config: &Config,
     state: RuntimeState,
@@ -351,7 +359,8 @@ fn resume(
     StateWriter::new(config, state, (service, live, embedded))
 }
 
-/// The sockets and the file that memory lies in, once more. The service manager keeps that file, too, which it may have passed on.
+/// Duplicates the listeners and the memory file for a successor. Also hands the memory file to the
+/// service manager, which may have passed it in.
 fn for_a_successor(sockets: &Sockets, memory: &Memory, was_passed: bool) -> anyhow::Result<Inherited> {
     let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
     held.memory = memory.handed_over().context("cannot duplicate the descriptor of the memory file")?;
@@ -359,7 +368,7 @@ fn for_a_successor(sockets: &Sockets, memory: &Memory, was_passed: bool) -> anyh
     Ok(held)
 }
 
-/// Takes over what an earlier process left; when this returns, it is on the device.
+/// Recovers the state of an earlier process. When this returns, the recovered state is durable.
 async fn restore(service: &Service, memory: &Memory) {
     for tier in service.tiers().iter() {
         service.lifecycle.restore(tier.take_recovered()).await;
@@ -378,11 +387,11 @@ fn finish_restore(memory: &Memory) {
     }
 }
 
-/// Reads the files that `config` names and checks the announced address, as a start will.
+/// Reads the files that `config` names and checks the advertised address, as a start does.
 ///
 /// # Errors
-/// A certificate, key or token that cannot be used, with its key of the configuration, or an address
-/// on which nothing listens.
+/// A certificate, key or token that cannot be used, with its configuration key, or an address on
+/// which nothing listens.
 pub fn check_files(config: &Config) -> anyhow::Result<()> {
     identity::check(config.worker.advertised.as_ref(), config.worker.bind_address)?;
     Tls::load(config)?;
@@ -394,14 +403,15 @@ pub fn check_files(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the address that coordinators and clients are told.
+/// Returns the address advertised to coordinators and clients.
 async fn advertised_ip(config: &Config) -> anyhow::Result<IpAddr> {
     let worker = &config.worker;
     let ip = identity::resolve(worker.advertised.as_ref(), worker.bind_address).await;
     ip.context("no address to announce to coordinators and clients")
 }
 
-/// By this id coordinators and clients know the worker, and its remote files begin with it.
+/// Returns the id by which coordinators and clients know the worker. It prefixes the worker's
+/// remote files.
 fn server_id(ip: IpAddr, addresses: &Addresses) -> String {
     identity::server_id(ip, addresses.grpc.port(), addresses.tcp.map(|address| address.port()))
 }

@@ -1,8 +1,9 @@
-//! What the service manager is told (`sd_notify`). Without `NOTIFY_SOCKET` in the environment nothing is said.
+//! Notifications to the service manager (`sd_notify`). Without `NOTIFY_SOCKET` in the environment
+//! nothing is sent.
 //!
-//! `Type=notify-reload` with `ReloadSignal=SIGUSR2` makes `systemctl reload` an upgrade in place. With
-//! `FileDescriptorStoreMax=` the manager keeps the listeners over a crash, so that connects wait for the next process, and a
-//! memory without a name.
+//! `Type=notify-reload` with `ReloadSignal=SIGUSR2` makes `systemctl reload` an upgrade in place.
+//! With `FileDescriptorStoreMax=` the manager keeps the listeners and an unnamed memory file after
+//! a crash. Connects then wait for the next process.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::time::Duration;
@@ -11,22 +12,24 @@ use sd_notify::{NotifyState, notify, notify_with_fds};
 
 use super::sockets::{self, Inherited};
 
-/// What the manager has of the memory, before the first block is acknowledged: `memory`, or none if there is none that a next
-/// process could use. One that the manager gave (`is_inherited`) is never taken out of its store, whatever instruction this
-/// process dies at.
+/// Stores `memory` in the manager before the first block is acknowledged. `None` means that a next
+/// process could not use it.
+///
+/// A file that came from the manager (`is_inherited`) is never removed from its store, so it
+/// survives a crash at any moment.
 pub(super) fn keep_memory(memory: Option<BorrowedFd<'_>>, is_inherited: bool) {
     let name = || NotifyState::FdName(sockets::MEMORY);
     if !is_inherited {
-        // Another one may be there from before, whose pages would stay.
+        // Another file may be left from an earlier process, and its pages would stay allocated.
         said(notify(&[NotifyState::FdStoreRemove, name()]));
     }
     if let Some(memory) = memory {
-        // The same file once more is one file to the manager.
+        // The manager recognizes a second copy of the same file.
         said(notify_with_fds(&[NotifyState::FdStore, name()], &[memory]));
     }
 }
 
-/// All listeners accept. Also leaves the listeners in the manager's store.
+/// Reports that all listeners accept. Also stores the listeners in the manager.
 pub(super) fn ready(held: &Inherited) {
     for (name, listener) in sockets::listeners(held) {
         let stored = notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(name)], &[listener.as_fd()]);
@@ -35,14 +38,14 @@ pub(super) fn ready(held: &Inherited) {
     said(notify(&[NotifyState::Ready, NotifyState::Status("serving")]));
 }
 
-/// A successor takes over soon and says [`ready`].
+/// Reports that a successor takes over soon and will call [`ready`].
 pub(super) fn reloading() {
     let state = NotifyState::monotonic_usec_now()
         .and_then(|now| notify(&[NotifyState::Reloading, now, NotifyState::Status("upgrade in place")]));
     said(state);
 }
 
-/// The worker stops, and needs up to `time` for it.
+/// Reports that the worker stops and needs up to `time`.
 pub(super) fn stopping(time: Duration) {
     let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
     said(notify(&[NotifyState::Stopping, NotifyState::ExtendTimeoutUsec(micros)]));

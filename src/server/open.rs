@@ -29,7 +29,7 @@ use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::Aside;
 
 impl Worker {
-    /// Opens all listeners; only then a coordinator is told.
+    /// Opens all listeners, then announces the worker to coordinators.
     pub(super) fn open_listeners(
         &self,
         config: &Config,
@@ -82,7 +82,8 @@ impl Worker {
         self.announce(config, source)
     }
 
-    /// Pages, the API and metrics. Not with the other listeners: the last flush is to be seen too.
+    /// Opens pages, the API and metrics. They are in a task group of their own, so that the last
+    /// flush stays observable.
     fn open_http(
         &self,
         config: &Config,
@@ -119,7 +120,7 @@ impl Worker {
         Ok(())
     }
 
-    /// The gauge of its open connections.
+    /// Opens the raw TCP listener. Returns the gauge of its open connections.
     fn open_tcp(
         &self,
         config: &Config,
@@ -132,7 +133,7 @@ impl Worker {
         TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)
     }
 
-    /// What a report says whatever happens.
+    /// Returns the part of a heartbeat report that never changes.
     fn report(&self) -> NodeReport {
         let netty_port = self.addresses.tcp.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
@@ -145,7 +146,8 @@ impl Worker {
         fixed
     }
 
-    /// The listeners are open: from now on coordinators hear of this worker, and at once of every change of its state.
+    /// Starts the heartbeats once the listeners are open, and sends one at once after every change
+    /// of state.
     fn announce(&self, config: &Config, source: ReportSource) -> anyhow::Result<()> {
         let (embedded, state) = (self.embedded.clone(), Arc::clone(&self.state));
         let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };

@@ -1,8 +1,8 @@
-//! Reaps children that nobody waits for: orphans, where the worker is process 1 of a container or a subreaper, and children of the
-//! program that this process was before an upgrade.
+//! Reaps children without a waiter: orphans, where the worker is process 1 of a container or a
+//! subreaper, and children of the program before an upgrade.
 //!
-//! A child of this program is awaited by whoever started it, as soon as it ends. So one that has ended and is still there
-//! after [`PATIENCE`] is nobody's. Without this each would stay a zombie for as long as the worker lives.
+//! The code that starts a child awaits it as soon as it ends. A zombie older than [`PATIENCE`]
+//! therefore has no waiter. Without this module it would remain for the worker's lifetime.
 
 use std::collections::HashSet;
 
@@ -15,16 +15,16 @@ use tokio::time::Duration;
 
 use crate::clock::{sleep, timeout};
 
-/// Time for whoever started a child to take its exit status.
+/// Time for the parent code to take a child's exit status.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Time between two looks at most.
+/// Maximum time between two scans.
 const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A child that has ended, by its id and the time of its start: ids come again.
+/// An ended child, identified by process id and start time since ids are reused.
 type Zombie = (i32, u64);
 
-/// Reaps for as long as it is polled. Looks when a child ends.
+/// Reaps while polled. Scans when a child ends.
 pub(super) async fn run() {
     let mut ended = match signal(SignalKind::child()) {
         Ok(ended) => ended,
@@ -33,11 +33,11 @@ pub(super) async fn run() {
     let mut seen = HashSet::new();
     loop {
         if seen.is_empty() {
-            // The first look is at once: some may have ended before the signal was listened for.
+            // The first scan is immediate: some may have ended before the handler was installed.
             seen = look(HashSet::new()).await;
         }
         if seen.is_empty() {
-            // The list of children may lack one while others end.
+            // The list of children may miss one while others end.
             let _ = timeout(LOOK_INTERVAL, ended.recv()).await;
             continue;
         }
@@ -46,7 +46,7 @@ pub(super) async fn run() {
     }
 }
 
-/// Reaps children that have ended and were among `seen`. Returns the others that have ended.
+/// Reaps zombies that were already in `seen`. Returns the other zombies.
 async fn look(seen: HashSet<Zombie>) -> HashSet<Zombie> {
     let looked = tokio::task::spawn_blocking(move || {
         let (nobodys, young): (Vec<_>, HashSet<_>) =
@@ -72,7 +72,7 @@ fn reap(child: i32) {
     }
 }
 
-/// Children of this process that have ended and were not waited for.
+/// Returns ended children of this process that were not waited for.
 fn zombies() -> HashSet<Zombie> {
     let children = children().unwrap_or_else(|_| every_process());
     let own = i32::try_from(std::process::id()).unwrap_or_default();
@@ -83,13 +83,13 @@ fn zombies() -> HashSet<Zombie> {
     children.into_iter().filter_map(ended).collect()
 }
 
-/// Of all threads, where the kernel was built to tell.
+/// Returns the children of all threads, if the kernel was built with that list.
 fn children() -> ProcResult<Vec<i32>> {
     let mut all = Vec::new();
     for task in Process::myself()?.tasks()? {
         match task.and_then(|task| task.children()) {
             Ok(children) => all.extend(children.into_iter().filter_map(|child| i32::try_from(child).ok())),
-            // The kernel does not tell, or the thread has just ended.
+            // The kernel lacks the list, or the thread has just ended.
             Err(error @ ProcError::NotFound(_)) if all.is_empty() => return Err(error),
             Err(_) => {}
         }

@@ -1,11 +1,12 @@
-//! What a successor proves in a process of its own before the running worker lets go (`--check` with [`UPGRADE_FROM`] in the
-//! environment): that it can read its files, bind what is new, map its memory, claim its data directories, log in to
-//! HDFS and use it.
+//! Rehearsal of a successor in a process of its own, while the running worker still serves
+//! (`--check` with [`UPGRADE_FROM`] in the environment).
 //!
-//! Nothing is taken: sockets and mappings last for a moment, locks of the running worker are left alone. What a rehearsal
-//! cannot see is what changes after it; the successor does not repeat what asks a remote system.
+//! It proves that the successor can read its files, bind new ports, map its memory, claim its data
+//! directories and use remote stores. It takes nothing: sockets and mappings are closed at once,
+//! and locks of the running worker are left alone. The successor does not repeat checks of remote
+//! systems.
 //!
-//! The verdict is a line on stdout and not the exit code alone: a process of which a thread hangs in the kernel cannot end.
+//! The verdict is a line on stdout, since a process with a thread hung in the kernel cannot exit.
 //!
 //! [`UPGRADE_FROM`]: super::UPGRADE_FROM
 
@@ -21,16 +22,18 @@ use super::tiers::{Precheck, ask_object_store, start_hdfs};
 use super::upgrade::Facts;
 use super::{advertised_ip, check_files, sockets};
 
-/// The line that says that nothing stands against the upgrade.
+/// Output line that says that nothing prevents the upgrade.
 pub const REHEARSED: &str = "rehearsed: the running worker may let go";
-/// Before it, where the successor takes over what is in memory, so that nothing has to be flushed.
+/// Line printed before [`REHEARSED`] if the successor takes over the memory contents, so that no
+/// flush is needed.
 pub(super) const TAKES_MEMORY: &str = "takes over the memory";
 
-/// What the worker that wrote `facts` is told by this program with `config`, which may follow it. Needs tokio's timers
-/// and blocking threads, some of which may hang when it returns.
+/// Checks whether this program with `config` may follow the worker that wrote `facts`. Returns the
+/// lines for that worker. Needs tokio's timers and blocking threads, some of which may hang when it
+/// returns.
 ///
 /// # Errors
-/// What keeps it from following, one line each.
+/// The obstacles, one line each.
 pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String>> {
     let facts = Facts::parse(facts).map_err(|error| vec![error])?;
     let mut problems = facts.problems(config);
@@ -66,7 +69,8 @@ fn map_memory(config: &Config) -> anyhow::Result<()> {
         .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
 }
 
-/// What the running worker has itself is handed over, or gone by then.
+/// Checks the memory that the successor cannot inherit. Memory of the running worker is handed
+/// over, or released by then.
 async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let section = &config.memory;
     if section.backing.is_private() {
@@ -83,7 +87,8 @@ async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
 }
 
-/// As the same worker that runs: by its server id remote files are told apart.
+/// Logs in under the identity of the running worker, whose server id distinguishes its remote
+/// files.
 async fn log_in(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let ip = advertised_ip(config).await?;
     let (grpc, tcp) = facts.data_ports();

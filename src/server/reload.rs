@@ -1,10 +1,12 @@
-//! A configuration that is read again while the worker runs.
+//! Reloads the configuration while the worker runs.
 //!
-//! The file is taken whole or not at all: what is wrong with it is logged with all reasons, and everything stays as it
-//! is. Keys that can change are brought into the running configuration ([`Config::renewed`]), which must be a valid one
-//! with the keys that cannot, and handed to the parts; the others are named, they wait for the next start.
-//! Certificates are read again each time. What an operator has changed by a call stays until the file's own value of it
-//! changes.
+//! A file is applied as a whole or not at all. All errors are logged, and the old configuration
+//! then remains. Changed keys are merged into the running configuration ([`Config::renewed`]),
+//! which must stay valid, and handed to the parts. Keys that need a restart are listed in a
+//! warning.
+//!
+//! Certificates are read again on each reload. A value that an operator set by a call remains until
+//! the file's own value changes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -24,28 +26,28 @@ use crate::tiers::LocalStore;
 use super::settings::RuntimeSettings;
 use super::tls::Tls;
 
-/// How often the file is looked at.
+/// Interval at which the file is polled.
 const WATCH_INTERVAL: Duration = Duration::from_secs(2);
 
-/// What a configuration depends on beside its file.
+/// Inputs of a configuration besides its file.
 #[derive(Debug, Clone)]
 pub struct Origin {
-    /// The environment of the process.
+    /// Environment of the process.
     pub env: HashMap<String, String>,
-    /// The machine.
+    /// Detected properties of the machine.
     pub machine: Machine,
 }
 
-/// Which keys a reload has found different.
+/// Keys that a reload found changed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Reloaded {
-    /// In effect now.
+    /// Keys in effect now.
     pub changed: Vec<String>,
-    /// In effect after the next start.
+    /// Keys in effect after the next start.
     pub waiting: Vec<String>,
 }
 
-/// Reads the configuration again and hands what has changed to the parts.
+/// Reloads the configuration and hands changes to the parts.
 #[derive(Debug)]
 pub(super) struct Reloader {
     origin: Option<Origin>,
@@ -63,7 +65,7 @@ metrics::table! {
     }
 }
 
-/// A configuration that is about to run.
+/// A validated configuration, ready to apply.
 struct Next {
     config: Config,
     tls: Tls,
@@ -88,15 +90,15 @@ impl Reloader {
         Ok(Self { origin, running: Mutex::new(config.clone()), service, live, tls, reloads })
     }
 
-    /// The configuration in effect, key by key, without secrets.
+    /// Returns the configuration in effect by key, without secrets.
     pub(super) fn entries(&self) -> BTreeMap<&'static str, String> {
         self.running.lock().shown_entries()
     }
 
-    /// Reads the file again. `trigger` is for the log. Blocks on files.
+    /// Reloads the file. `trigger` is logged. Blocks on file I/O.
     ///
     /// # Errors
-    /// Everything that is wrong with the file, or that there is none; nothing has changed then.
+    /// Every error of the file, or that there is no file. Nothing has changed then.
     pub(super) fn read_again(&self, trigger: &str) -> Result<Reloaded, String> {
         let mut running = self.running.lock();
         let outcome = self.read(running.source.as_deref()).and_then(|new| self.prepare(&running, &new));
@@ -137,7 +139,7 @@ impl Reloader {
         outcome
     }
 
-    /// As [`Reloader::read_again`], on a thread that may block.
+    /// Calls [`Reloader::read_again`] on a blocking thread.
     pub(super) async fn reload_aside(self: &Arc<Self>, trigger: &'static str) -> Result<Reloaded, String> {
         let reloader = Arc::clone(self);
         let outcome = tokio::task::spawn_blocking(move || reloader.read_again(trigger)).await;
@@ -154,7 +156,7 @@ impl Reloader {
         Config::load(Some(path), env, machine).map_err(|error| error.to_string())
     }
 
-    /// Everything that can fail.
+    /// Performs all steps that can fail.
     fn prepare(&self, running: &Config, new: &Config) -> Result<Next, String> {
         let config = running.renewed(new);
         let Origin { env, machine } = self.origin()?;
@@ -168,8 +170,9 @@ impl Reloader {
         Ok(Next { config, tls, changed, waiting, warnings })
     }
 
-    /// Whether the files are other than what runs, or wrong. They may have changed between the start and the first look,
-    /// or the worker has begun again after an upgrade that failed.
+    /// Returns whether the files differ from the running configuration, or are invalid. They may
+    /// have changed between the start and the first poll, or the worker has resumed after a failed
+    /// upgrade.
     fn is_behind(&self) -> bool {
         let running = self.running.lock();
         let next = self.read(running.source.as_deref()).and_then(|new| self.prepare(&running, &new));
@@ -178,8 +181,8 @@ impl Reloader {
         })
     }
 
-    /// Hands what has changed to the parts. The tags and the log filter only when the file's own have: an operator may
-    /// have set others meanwhile.
+    /// Hands the changes to the parts. Tags and log filter are applied only if the file's own value
+    /// changed, since an operator may have set others.
     fn apply(&self, config: &Config, changed: &[String]) {
         let has_changed = |prefix: &str| changed.iter().any(|key| key.starts_with(prefix));
         if has_changed("tags") {
@@ -208,7 +211,7 @@ impl Reloader {
         }
     }
 
-    /// Reads the file again whenever it or a file of `[tls]` has changed, until `stop`.
+    /// Reloads whenever the configuration or a file of `[tls]` has changed, until `stop`.
     pub(super) async fn watch(self: Arc<Self>, stop: impl Future<Output = ()>) {
         if self.watched().is_empty() || self.origin.is_none() {
             return;
@@ -228,8 +231,8 @@ impl Reloader {
             for path in self.watched() {
                 now.push(Mark::of(&path).await);
             }
-            // A file that is being written is left alone until it has rested for one look. One that is away for a
-            // moment, as some editors do it, is no change.
+            // A file is read once it has been unchanged for one poll interval. A file missing for a
+            // moment, as with some editors, is no change.
             let has_rested = now == seen && now.first().is_some_and(Option::is_some);
             seen.clone_from(&now);
             if !has_rested || taken.as_ref() == Some(&now) {
@@ -246,7 +249,7 @@ impl Reloader {
         }
     }
 
-    /// The configuration first; nothing without one.
+    /// Returns the watched files, the configuration first. Empty without a configuration file.
     fn watched(&self) -> Vec<PathBuf> {
         let running = self.running.lock();
         let Some(source) = &running.source else { return Vec::new() };
@@ -256,7 +259,7 @@ impl Reloader {
     }
 }
 
-/// By what a file is recognised as the same.
+/// Fingerprint that detects changes of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Mark {
     modified: Option<SystemTime>,
@@ -272,7 +275,7 @@ impl Mark {
     }
 }
 
-/// Keys whose values differ.
+/// Returns the keys whose values differ.
 fn different(left: &Config, right: &Config) -> Vec<String> {
     let (left, right) = (left.entries(), right.entries());
     let keys: BTreeSet<&str> = left.keys().chain(right.keys()).copied().collect();

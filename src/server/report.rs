@@ -1,4 +1,4 @@
-//! A [`NodeSnapshot`](super::snapshot::NodeSnapshot) as a heartbeat tells it.
+//! Renders a [`NodeSnapshot`](super::snapshot::NodeSnapshot) as a heartbeat report.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use uniffle_io::Media;
 
 use super::snapshot::{Inspector, NodeSnapshot};
 
-/// Reports with the figures of the moment that they are made.
+/// Returns a source of reports. Each report has the current figures.
 pub(super) fn source(node: Arc<Inspector>) -> ReportSource {
     ReportSource::new(move || {
         let mut report = node.fixed.clone();
@@ -42,7 +42,7 @@ fn node_status(state: WorkerState) -> ServerStatus {
     }
 }
 
-/// By mount point, as coordinators keep it. Speeds are 0, as the Java server sends them.
+/// Returns the storage by mount point, as coordinators key it. Speeds are 0, as in the Java server.
 fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
     let info = |mount: &MountUsage| {
         let mount_point = mount.point.display().to_string();
@@ -73,7 +73,7 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
     mounts.iter().map(info).collect()
 }
 
-/// What the coordinator's dashboard shows of a server, by the names of Java's metrics.
+/// Returns the figures on the coordinator's dashboard, under the names of Java's metrics.
 fn display_metrics(snapshot: &NodeSnapshot) -> HashMap<String, String> {
     let partitions: u64 = snapshot.apps.iter().map(|app| app.partitions).sum();
     let shown = [
@@ -85,7 +85,8 @@ fn display_metrics(snapshot: &NodeSnapshot) -> HashMap<String, String> {
     shown.map(|(name, value)| (name.to_owned(), value.to_string())).into()
 }
 
-/// Applications that a heartbeat tells of, the largest first: it is for dashboards, and must stay small.
+/// Maximum number of applications in a heartbeat, largest first. They are for dashboards, and the
+/// report must stay small.
 const REPORTED_APPS_MAX: usize = 1_000;
 
 fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {

@@ -1,4 +1,4 @@
-//! A worker as a process: started, told to stop or to be upgraded, and what follows.
+//! Runs a worker as a process: start, commands, stop and upgrade.
 
 use std::path::Path;
 use std::time::Duration;
@@ -20,36 +20,39 @@ use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
 use crate::tiers::local::claimable::HUNG_REMEDY;
 use crate::tiers::{DiskCondition, DiskInfo, LocalStore};
 
-/// What a running worker is told.
+/// A command to a running worker.
 #[derive(Debug, Clone)]
 pub enum Command {
-    /// Flush, drain, end.
+    /// Flush, drain and end.
     Stop,
-    /// The same, and leave the sockets to a successor, unless that cannot work: then nothing happens.
+    /// Stop and leave the sockets to a successor. If an upgrade is not possible, nothing happens.
     Upgrade(Successor),
-    /// Read the configuration again.
+    /// Reload the configuration.
     Reload,
 }
 
 /// How a worker ended.
 #[derive(Debug)]
 pub enum Ended {
-    /// It was stopped, or is decommissioned.
+    /// It was stopped, or was decommissioned.
     Stopped {
-        /// Whether acknowledged blocks are lost, since no tier took them in time.
+        /// Acknowledged blocks are lost, since no tier took them in time.
         has_lost: bool,
     },
     /// It waits for its successor: [`Successor::exec`].
     Upgrade {
-        /// Who.
+        /// The next program.
         successor: Successor,
         /// Its sockets.
         sockets: Box<Inherited>,
     },
 }
 
-/// Runs a worker until `commands` ends it. Prints the banner, tells the service manager and writes the ready file
-/// (`WORKER_READY_FILE`: one line of JSON with the bound ports, for the process that started the worker with port 0).
+/// Runs a worker until `commands` ends it. Prints the banner, notifies the service manager and
+/// writes the ready file.
+///
+/// The ready file (`WORKER_READY_FILE`) is one line of JSON with the bound ports, for a parent that
+/// starts the worker with port 0.
 ///
 /// # Errors
 /// See [`Worker::start`].
@@ -59,12 +62,12 @@ pub async fn run(
     inherited: Inherited,
     commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
-    // Around the worker: a start and a stop have deadlines and children, too.
+    // Outside the worker: its start and stop also need deadlines and child processes.
     let process = Tasks::new();
     process.spawn("clock", until(process.cancelled(), clock::run()));
     process.spawn("reaper", until(process.cancelled(), reap::run()));
     let ended = run_worker(config, environment, inherited, commands).await;
-    // What comes after has no task that ticks the clock.
+    // Later code has no task that ticks the clock.
     process.cancel();
     process.drained().await;
     ended
@@ -100,7 +103,7 @@ async fn run_worker(
         let successor = match told {
             Some(Command::Upgrade(successor)) => successor,
             Some(Command::Reload) => {
-                // What is wrong has been logged.
+                // Errors have been logged.
                 let _ = worker.reload("signal").await;
                 continue;
             }
@@ -134,7 +137,7 @@ async fn hand_over(worker: Worker, successor: Successor, memory: LeftMemory) -> 
     }
     let mut sockets = Inherited { until_exec: Some(stopped.memory), ..stopped.sockets };
     if memory == LeftMemory::Empty {
-        // What it makes anew has another lifetime, and the size that it is configured with.
+        // The successor creates a new region, with another lifetime and its configured size.
         sockets.memory = None;
     }
     if let Some(store) = store {
@@ -155,14 +158,14 @@ async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>
     }
 }
 
-/// What comes of a request to upgrade.
+/// Outcome of an upgrade request.
 enum Prepared {
     HandOver(LeftMemory),
     GoOn,
     Stop,
 }
 
-/// Everything that can still be taken back.
+/// Performs all steps of an upgrade that can be undone.
 async fn prepare(
     worker: &Worker,
     successor: &Successor,
@@ -196,8 +199,9 @@ async fn prepare(
     }
 }
 
-/// The successor proves that it can take over, while this worker serves as ever; then memory is emptied, or prepared to be
-/// passed on. Nothing waits for a disk that hangs: it refuses the upgrade.
+/// Has the successor prove that it can take over, while this worker serves as before. Then empties
+/// memory, or prepares to hand it over. Nothing waits for a disk that hangs: it refuses the
+/// upgrade.
 async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> Result<LeftMemory, Refusal> {
     let facts = Facts::of(config, (worker.addresses(), &worker.server_id()), &disks_of(worker));
     if !facts.has_journal() {
@@ -215,7 +219,7 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
         rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })
     };
     let ((), takes_memory) = tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
-    // A file that the successor would not find is flushed.
+    // Memory whose file the successor would not find is flushed.
     let is_passed_on = takes_memory && worker.memory().is_kept() && !worker.memory().backing_vanished();
     if is_passed_on {
         if !worker.prepare_to_pass_on().await {
@@ -224,11 +228,11 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
         }
     } else {
         tracing::info!("upgrade: rehearsal succeeded; flushing");
-        // Deletions that are left are the successor's.
+        // Unfinished deletions are left to the successor.
         let (emptied, ()) = tokio::join!(worker.prepare_to_hand_over(), worker.end_deletions());
         emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
     }
-    // A disk may have begun to hang meanwhile.
+    // A disk may have started to hang in the meantime.
     require_no_hung_thread(worker).await?;
     if is_passed_on {
         tracing::info!("upgrade: rehearsal succeeded; handing over memory");
@@ -241,13 +245,14 @@ fn disks_of(worker: &Worker) -> Vec<DiskInfo> {
     worker.service().tiers().iter().flat_map(|tier| tier.state().disks).collect()
 }
 
-/// Refuses an upgrade while a thread hangs in the kernel: `exec` would wait for it, and nobody would serve meanwhile.
+/// Refuses an upgrade while a thread hangs in the kernel: `exec` would wait for it, and nobody
+/// would serve.
 async fn require_no_hung_thread(worker: &Worker) -> Result<(), Refusal> {
     let refused = |threads| Refusal { by: RefusedBy::Hang, why: hung(threads, &disks_of(worker)) };
     hung_threads::awake().await.map_err(refused)
 }
 
-/// Describes what hangs and what to do about it.
+/// Describes the hang and its remedy.
 fn hung(threads: usize, disks: &[DiskInfo]) -> String {
     let paths = |of: fn(&DiskInfo) -> bool| {
         let paths = disks.iter().filter(|disk| of(disk)).map(|disk| disk.path.display().to_string());
@@ -303,7 +308,8 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
     Ok(())
 }
 
-/// Whole or not at all: written beside and renamed, so that a reader never sees half a line.
+/// Writes the ready file under a temporary name and renames it, so that a reader never sees a
+/// partial line.
 fn write_ready_file(path: &Path, addresses: Addresses, upgrade_gap_ms: Option<u64>) -> std::io::Result<()> {
     let line = serde_json::json!({
         "grpc_port": addresses.grpc.port(),

@@ -1,11 +1,12 @@
-//! Settings made at run time that outlive the process: decommissioning, tags, and the applications that the embedded
-//! coordinator knows.
+//! Settings made at run time that outlive the process: decommissioning, tags, and the applications
+//! known to the embedded coordinator.
 //!
-//! They are one JSON file beside each copy of the metadata log, rewritten as a whole after a change. A start takes the
-//! latest one that it can read. An upgrade and a kill keep everything. An orderly stop keeps everything but the
-//! decommissioning: it completes one, as the `preStop` of a pod begins one, and the next start takes shuffles again.
+//! They are one JSON file beside each copy of the metadata log, rewritten as a whole after a
+//! change. A start reads the newest readable copy. An upgrade and a kill keep everything. An
+//! orderly stop keeps everything but the decommissioning: the stop completes it, and the next start
+//! accepts shuffles again.
 //!
-//! Not here: registrations and reports, which the metadata log has.
+//! Registrations and reports are not stored here but in the metadata log.
 
 use std::fs;
 use std::io::{self, Read as _};
@@ -26,21 +27,21 @@ use crate::service::Service;
 use super::memory_backing::{beside_log, within};
 use super::settings::{RuntimeSettings, Tags};
 
-/// The file, beside the metadata log.
+/// Name of the file beside the metadata log.
 const FILE: &str = "state";
-/// Largest file read: a full table of applications takes less than half of it.
+/// Largest file read. A full table of applications takes less than half of it.
 const FILE_BYTES_MAX: u64 = 8 << 20;
 /// Interval at which changes of the applications are saved.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The file's content.
+/// Content of the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RuntimeState {
-    /// Increases with each file written: of several files the one with the greatest is the latest.
+    /// Increases with each file written. The file with the greatest number is the newest.
     sequence: u64,
-    /// Decommissioning was asked for.
+    /// Decommissioning was requested.
     pub(super) decommission: bool,
-    /// Tags set by a call, with those of the configuration file at that time.
+    /// Tags set by a call, together with the configured tags at that time.
     tags: Option<SavedTags>,
     /// Applications of the embedded coordinator.
     pub(super) apps: Vec<SavedApp>,
@@ -53,7 +54,7 @@ struct SavedTags {
 }
 
 impl RuntimeState {
-    /// Reads the latest file of all data directories.
+    /// Reads the newest file of all data directories.
     pub(super) async fn read(config: &Config) -> Self {
         let reads = beside_log(config, FILE).map(|path| async move {
             let shown = path.display().to_string();
@@ -67,7 +68,7 @@ impl RuntimeState {
         read.into_iter().flatten().max_by_key(|state| state.sequence).unwrap_or_default()
     }
 
-    /// Returns the tags that a call had set, unless the configuration file has other ones now than at that time.
+    /// Returns the tags set by a call, or `None` if the configured tags have changed since.
     pub(super) fn tags(&self, configured: &[String]) -> Option<Vec<String>> {
         let saved = self.tags.as_ref()?;
         (saved.configured == configured).then(|| saved.current.clone())
@@ -92,7 +93,7 @@ fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     fs::rename(beside, path)
 }
 
-/// Writes the file after changes.
+/// Saves the settings to the file after changes.
 #[derive(Debug)]
 pub(super) struct StateWriter {
     service: Arc<Service>,
@@ -100,12 +101,12 @@ pub(super) struct StateWriter {
     embedded: Option<EmbeddedCoordinator>,
     paths: Vec<PathBuf>,
     changed: Notify,
-    /// The worker ends in order.
+    /// The worker is stopping in order.
     is_stopping: AtomicBool,
     latest: Mutex<Latest>,
 }
 
-/// What was written last.
+/// The state most recently written.
 #[derive(Debug, Default)]
 struct Latest {
     state: RuntimeState,
@@ -113,7 +114,7 @@ struct Latest {
 }
 
 impl StateWriter {
-    /// Continues from `state`, which was read at the start.
+    /// Creates a writer that continues from `state`, which was read at the start.
     pub(super) fn new(
         config: &Config,
         state: RuntimeState,
@@ -132,12 +133,12 @@ impl StateWriter {
         }
     }
 
-    /// Has the file written now, because the state or the tags have changed.
+    /// Requests a write of the file, because the state or the tags have changed.
     pub(super) fn notify(&self) {
         self.changed.notify_one();
     }
 
-    /// Writes the file after each change, until it is dropped.
+    /// Writes the file after each change, until dropped.
     pub(super) async fn run(self: Arc<Self>) {
         let mut ticks = tokio::time::interval(SAVE_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -150,7 +151,7 @@ impl StateWriter {
         }
     }
 
-    /// Writes the file of a worker that ends in order: its decommissioning is complete.
+    /// Writes the file for an orderly stop, which completes a decommissioning.
     pub(super) async fn save_for_stop(&self) {
         self.is_stopping.store(true, Ordering::Release);
         self.save().await;

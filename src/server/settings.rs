@@ -1,4 +1,4 @@
-//! What can be changed while the worker runs: tags, log filter, and the pace of heartbeats.
+//! Settings that can change while the worker runs: tags, log filter, and the heartbeat interval.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use crate::config::Config;
 use crate::coordinator::heartbeat::Heartbeats;
 use crate::telemetry::LogFilter;
 
-/// What can be changed while the worker runs, shared by those who change it and those who use it.
+/// Settings that can change while the worker runs, shared by their writers and readers.
 #[derive(Debug)]
 pub(super) struct RuntimeSettings {
     tags: RwLock<Tags>,
-    /// The coordinators are to hear of a change now.
+    /// Wakes the watch that sends a heartbeat after a change.
     changed: Notify,
     log: Option<LogFilter>,
     pace: OnceLock<Pace>,
@@ -23,13 +23,13 @@ pub(super) struct RuntimeSettings {
 /// The worker's own tags, beside those of its listeners.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Tags {
-    /// In effect.
+    /// Tags in effect.
     pub(super) current: Vec<String>,
-    /// In the configuration file. They differ from the current ones after a call replaced those.
+    /// Tags of the configuration file. They differ from `current` after a call has replaced those.
     pub(super) configured: Vec<String>,
 }
 
-/// Who sends heartbeats, at least one of the two.
+/// The senders of heartbeats. At least one is set.
 #[derive(Debug)]
 pub(super) struct Pace {
     /// To the own coordinator.
@@ -50,17 +50,17 @@ impl RuntimeSettings {
         }
     }
 
-    /// The heartbeats have begun; called once.
+    /// Registers the started heartbeats. Called once.
     pub(super) fn beating(&self, pace: Pace) {
         let _ = self.pace.set(pace); // the first ones stay
     }
 
-    /// The heartbeats to a quorum, if there is one.
+    /// Returns the heartbeats to a quorum, if there is one.
     pub(super) fn heartbeats(&self) -> Option<&Heartbeats> {
         self.pace.get()?.quorum.as_ref()
     }
 
-    /// Heartbeats are so far apart from now on.
+    /// Sets the interval of all heartbeats.
     pub(super) fn set_heartbeat_interval(&self, interval: Duration) {
         let Some(Pace { embedded, quorum }) = self.pace.get() else { return };
         if let Some(pace) = embedded {
@@ -93,7 +93,7 @@ impl RuntimeSettings {
         self.changed.notify_one();
     }
 
-    /// Resolves when the coordinators are to be told; for one waiter.
+    /// Waits until the coordinators must be notified. Supports one waiter.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }

@@ -1,16 +1,17 @@
-//! The signals that a worker's process listens to.
+//! Signals handled by a worker process.
 
 use nix::sys::signal::SigSet;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Blocks SIGUSR2, whose default action would end a process that has not installed its handler yet. The mask and a
-/// pending signal survive `exec`, so that a signal between two programs of an upgrade is not lost either.
+/// Blocks SIGUSR2, whose default action would end a process without a handler. The mask and a
+/// pending signal survive `exec`, so a signal sent between two programs of an upgrade is not lost.
 pub fn hold_upgrade_signal() {
-    // Fails for an invalid set only.
+    // Fails only for an invalid set.
     let _ = upgrade_signal().thread_block();
 }
 
-/// The opposite, on this thread alone: the runtime's threads inherited the mask, so it is this one that takes it.
+/// Unblocks SIGUSR2 on this thread alone. The runtime's threads have inherited the mask, so this
+/// thread receives the signal.
 pub fn take_upgrade_signal() {
     let _ = upgrade_signal().thread_unblock();
 }
@@ -19,22 +20,23 @@ fn upgrade_signal() -> SigSet {
     SigSet::from_iter([nix::sys::signal::Signal::SIGUSR2])
 }
 
-/// The signals that end the worker, or this program of it, or have it read its configuration.
+/// Signals that stop or upgrade the worker, or reload its configuration.
 #[derive(Debug)]
 pub struct Signals {
     terminate: Signal,
     interrupt: Signal,
     upgrade: Signal,
     reload: Signal,
-    /// Not waited for. With a handler a write beyond RLIMIT_FSIZE fails instead of ending the process.
+    /// Never awaited. With a handler installed, a write beyond RLIMIT_FSIZE fails instead of ending
+    /// the process.
     _file_size: Signal,
 }
 
 impl Signals {
-    /// Listens from here on; needs a runtime.
+    /// Installs the handlers. Needs a runtime.
     ///
     /// # Errors
-    /// The kernel's.
+    /// If the kernel refuses a handler.
     pub fn listen() -> std::io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
@@ -45,7 +47,7 @@ impl Signals {
         })
     }
 
-    /// The name of the next one.
+    /// Waits for the next signal and returns its name.
     pub async fn next(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",

@@ -1,8 +1,9 @@
-//! The worker at one moment, taken in one place: a [`NodeSnapshot`] is what heartbeats, the status page, the API and the
-//! gauges tell.
+//! Snapshot of the worker's figures. Heartbeats, the status page, the API and the gauges all render
+//! a [`NodeSnapshot`].
 //!
-//! A heartbeat and a scrape take a new one, which the status page and the API then show for up to [`AGE_MAX`]: anyone may
-//! poll these, and taking one walks all partitions. Who the worker is and whether it is ready is never old.
+//! A heartbeat and a scrape take a new snapshot. The status page and the API reuse it for up to
+//! [`AGE_MAX`], since anyone may poll them and a snapshot walks all partitions. Identity and
+//! readiness are always current.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,10 +34,10 @@ use super::health;
 use super::reload::Reloader;
 use super::settings::RuntimeSettings;
 
-/// How old figures are that the status page and the API show.
+/// Maximum age of the figures on the status page and in the API.
 const AGE_MAX: Duration = Duration::from_secs(1);
 
-/// The worker at one moment.
+/// The worker's figures at one moment.
 #[derive(Debug)]
 pub(super) struct NodeSnapshot {
     taken: Instant,
@@ -55,7 +56,7 @@ pub(super) struct NodeSnapshot {
     process: Process,
 }
 
-/// The parts that know the figures, and the latest snapshot of them.
+/// The sources of the figures, and the latest snapshot.
 #[derive(Debug)]
 pub(super) struct Inspector {
     pub(super) fixed: NodeReport,
@@ -66,18 +67,18 @@ pub(super) struct Inspector {
     pub(super) gauges: ProcessGauges,
     pub(super) connections: OpenConnections,
     pub(super) latest: Mutex<Option<Arc<NodeSnapshot>>>,
-    /// What the own coordinator knows, if there is one.
+    /// Page of the embedded coordinator, if there is one.
     pub(super) cluster: Option<ClusterPage>,
 }
 
-/// Metrics of the process that are read when they are asked for.
+/// Process metrics that are sampled when scraped.
 #[derive(Debug)]
 pub(super) struct ProcessGauges {
     pub(super) runtime: RuntimeMetrics,
     pub(super) allocator: AllocatorMetrics,
 }
 
-/// Connections open now, by listener.
+/// Open connections, by listener.
 #[derive(Debug)]
 pub(super) struct OpenConnections {
     pub(super) grpc: IntGauge,
@@ -163,9 +164,9 @@ impl http::Node for Inspector {
 }
 
 impl Inspector {
-    /// The latest snapshot, or a new one when that is older than `age_max`.
+    /// Returns the latest snapshot, or a new one if it is older than `age_max`.
     pub(super) fn snapshot(&self, age_max: Duration) -> Arc<NodeSnapshot> {
-        // Held meanwhile: of several who find it old, one takes it.
+        // Locked while a snapshot is taken, so that concurrent callers take one.
         let mut latest = self.latest.lock();
         if let Some(snapshot) = latest.as_ref().filter(|snapshot| snapshot.taken.elapsed() < age_max) {
             return Arc::clone(snapshot);
@@ -247,7 +248,7 @@ impl Inspector {
 
     fn memory(&self) -> Memory {
         let memory = self.service.memory();
-        // Without a tier below nothing is ever spilled.
+        // Without a tier below memory nothing is ever spilled.
         let limits = self.service.flusher().map(|flusher| flusher.limits());
         let (high_watermark, low_watermark) =
             limits.map_or((1.0, 1.0), |limits| (limits.high_watermark, limits.low_watermark));
@@ -340,7 +341,7 @@ fn disk(info: &DiskInfo) -> Disk {
     }
 }
 
-/// What the kernel says of this process; 0 for what it does not.
+/// Reads the figures of this process from procfs. An unavailable figure is 0.
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
 fn process() -> Process {
     let own = procfs::process::Process::myself();

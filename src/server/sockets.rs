@@ -1,12 +1,12 @@
-//! The sockets that a worker listens on: bound, or inherited from the process that listened before.
+//! The listening sockets of a worker, bound or inherited from an earlier process.
 //!
-//! They come in by systemd's convention (`LISTEN_FDS`, `LISTEN_FDNAMES`): from a socket unit, from the service manager's
-//! descriptor store after a crash, or from the worker's own predecessor, which had this process before it (`successor`).
-//! So connects wait in the backlog while none is accepted, and none is refused. A predecessor also leaves connections on
-//! which nothing is under way.
+//! They are inherited by systemd's convention (`LISTEN_FDS`, `LISTEN_FDNAMES`) from a socket unit,
+//! from the service manager's descriptor store after a crash, or from the worker's predecessor in
+//! this process (`successor`). Connects wait in the backlog meanwhile, and none is refused. A
+//! predecessor also leaves idle connections.
 //!
-//! A listener is told by its name (`grpc`, `urpc`, `http`, `admin`), else by its port. The configuration's port wins: a listener
-//! on another one is closed, with a warning.
+//! A listener is identified by its name (`grpc`, `urpc`, `http`, `admin`), otherwise by its port. A
+//! listener on a port that is not configured is closed with a warning.
 
 use std::collections::HashMap;
 use std::io;
@@ -23,10 +23,11 @@ use crate::config::Config;
 use crate::durability::HandOff;
 use crate::memory::{Memory, take_passed};
 
-/// Connects that wait while none is accepted; the kernel has its own limit (`net.core.somaxconn`, 4096).
+/// Maximum number of connects waiting in the backlog. The kernel has its own limit
+/// (`net.core.somaxconn`, 4096).
 const BACKLOG: i32 = 4096;
 
-/// Where the listeners are, as bound.
+/// Bound addresses of the listeners.
 #[derive(Debug, Clone, Copy)]
 pub struct Addresses {
     /// gRPC, and the embedded coordinator where there is one.
@@ -52,25 +53,25 @@ const TICKETS: &str = "tickets";
 const GRPC_CONNECTION: &str = "g";
 const TCP_CONNECTION: &str = "u";
 
-/// Sockets from before.
+/// Descriptors and facts inherited from an earlier process.
 #[derive(Debug, Default)]
 pub struct Inherited {
     pub(super) listeners: Vec<(String, TcpListener)>,
-    /// gRPC connections that have said nothing yet.
+    /// gRPC connections that have sent nothing yet.
     pub(super) grpc_connections: Vec<TcpStream>,
     /// Raw TCP connections between two requests.
     pub(super) tcp_connections: Vec<TcpStream>,
-    /// When the predecessor stopped to accept, in ms since 1970.
+    /// When the predecessor stopped accepting, in ms since 1970.
     pub(super) gap_began_ms: Option<u64>,
-    /// They come from this very program: the successor that it had made way for could not be executed.
+    /// Returned to this same program, because the successor could not be executed.
     pub(super) is_returned: bool,
-    /// How the process before left the metadata log.
+    /// State of the metadata log at the end of the previous process.
     pub(super) hand_off: Option<HandOff>,
-    /// The file without a name that memory lies in.
+    /// The unnamed file that backs the memory.
     pub(super) memory: Option<OwnedFd>,
-    /// What the process before has promised (`tickets`).
+    /// Tickets granted by the previous process (`tickets`).
     pub(super) tickets: Option<OwnedFd>,
-    /// Memory that was let go of, where this process becomes the next one: it ends with it, at once.
+    /// Released memory, in a process about to `exec`: the kernel unmaps it at once.
     pub(super) until_exec: Option<Arc<Memory>>,
 }
 
@@ -79,28 +80,28 @@ pub(super) const GAP_BEGAN: &str = "WORKER_UPGRADE_BEGAN_MS";
 /// Carries [`Inherited::hand_off`], as JSON.
 pub(super) const HAND_OFF: &str = "WORKER_HAND_OFF";
 
-/// For [`Inherited::gap_began_ms`].
+/// Returns the current time for [`Inherited::gap_began_ms`].
 pub(super) fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl Inherited {
-    /// Takes what `LISTEN_FDS` of `env` passes to this process. Call it once and before there are threads, since it
-    /// removes the variables from the environment.
+    /// Takes the descriptors that `LISTEN_FDS` of `env` passes to this process. Must be called once
+    /// and before any thread exists, since it removes the variables from the environment.
     #[must_use]
     pub fn from_env(env: &HashMap<String, String>) -> Self {
         let names: Vec<&str> =
             env.get("LISTEN_FDNAMES").map(|names| names.split(':').collect()).unwrap_or_default();
         let mut passed = ListenFd::from_env();
-        // Without a listener to take over, the variable is of an earlier start.
+        // Without a listener to take over, the variable comes from an earlier start.
         let gap_began_ms = env.get(GAP_BEGAN).and_then(|text| text.parse().ok());
         let gap_began_ms = gap_began_ms.filter(|began| *began > 0 && passed.len() > 0);
         let hand_off = env.get(HAND_OFF).filter(|_| gap_began_ms.is_some());
         let hand_off = hand_off.and_then(|text| serde_json::from_str(text).ok());
         let mut inherited = Self { gap_began_ms, hand_off, ..Self::default() };
         for index in 0..passed.len() {
-            // What is no TCP socket is not ours to close.
+            // A descriptor that is not a TCP socket is not ours to close.
             let name = names.get(index).copied().unwrap_or_default();
             if name == MEMORY {
                 inherited.memory = take_passed(&mut passed, index);
@@ -124,7 +125,7 @@ impl Inherited {
         }
     }
 
-    /// Everything, with the names that [`Inherited::from_env`] understands.
+    /// Returns all descriptors, with the names that [`Inherited::from_env`] understands.
     pub(super) fn into_named(self) -> Vec<(String, OwnedFd)> {
         let listeners = self.listeners.into_iter().map(|(name, listener)| (name, listener.into()));
         let named = |name: &'static str| move |stream: TcpStream| (name.to_owned(), stream.into());
@@ -138,7 +139,7 @@ impl Inherited {
             .collect()
     }
 
-    /// The reverse.
+    /// Builds the value from the result of [`Inherited::into_named`].
     pub(super) fn from_named(named: Vec<(String, OwnedFd)>) -> Self {
         let mut inherited = Self::default();
         for (name, descriptor) in named {
@@ -151,7 +152,7 @@ impl Inherited {
         inherited
     }
 
-    /// The listener called `name`, else one without a known name on `port`.
+    /// Returns the listener named `name`, otherwise one without a known name on `port`.
     fn take(&mut self, name: &str, port: u16) -> Option<TcpListener> {
         let of_port =
             |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.port() == port);
@@ -179,7 +180,7 @@ pub(super) struct Sockets {
 }
 
 impl Sockets {
-    /// Takes what `config` wants from `inherited` and binds the rest.
+    /// Takes the listeners that `config` asks for from `inherited`, and binds the rest.
     pub(super) fn open(config: &Config, mut inherited: Inherited) -> anyhow::Result<Self> {
         let mut open = |(name, address): (&str, SocketAddr)| {
             inherited.take(name, address.port()).map_or_else(|| bind(name, address), Ok)
@@ -196,7 +197,7 @@ impl Sockets {
         Ok(Self { grpc, http, tcp, admin, grpc_connections, tcp_connections })
     }
 
-    /// Where they listen.
+    /// Returns the bound addresses.
     pub(super) fn addresses(&self) -> anyhow::Result<Addresses> {
         let of = |listener: &TcpListener| listener.local_addr().context("a listener has no address");
         Ok(Addresses {
@@ -207,7 +208,7 @@ impl Sockets {
         })
     }
 
-    /// The same listeners once more: they listen as long as either lives.
+    /// Duplicates the listeners. A port listens until both are dropped.
     pub(super) fn duplicate(&self) -> io::Result<Inherited> {
         let mut listeners = Vec::new();
         let named = [
@@ -246,8 +247,8 @@ impl Wanted {
     }
 }
 
-/// Binds for a moment what `config` asks for and `is_open` does not have, by name and port. What cannot be had, one line
-/// each.
+/// Binds new listeners of `config` for a moment. Skips those for which `is_open` returns true.
+/// Returns the errors, one line each.
 pub(super) fn unavailable(config: &Config, is_open: impl Fn(&str, u16) -> bool) -> Vec<String> {
     let Wanted { grpc, http, tcp, admin } = Wanted::by(config);
     let wanted = [Some(grpc), Some(http), tcp, admin].into_iter().flatten();
@@ -255,12 +256,12 @@ pub(super) fn unavailable(config: &Config, is_open: impl Fn(&str, u16) -> bool) 
     new.filter_map(|(name, address)| bind(name, address).err()).map(|error| format!("{error:#}")).collect()
 }
 
-/// The descriptors of the listeners, by name, for the service manager's store.
+/// Returns the listeners with their names, for the service manager's store.
 pub(super) fn listeners(inherited: &Inherited) -> impl Iterator<Item = (&str, &TcpListener)> {
     inherited.listeners.iter().map(|(name, listener)| (name.as_str(), listener))
 }
 
-/// For tokio.
+/// Converts a listener for tokio.
 pub(super) fn accepting(listener: TcpListener) -> io::Result<tokio::net::TcpListener> {
     listener.set_nonblocking(true)?;
     tokio::net::TcpListener::from_std(listener)
@@ -269,10 +270,10 @@ pub(super) fn accepting(listener: TcpListener) -> io::Result<tokio::net::TcpList
 fn bind(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
     let bound = || {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking().cloexec(), None)?;
-        // A restart must not wait for the connections of before to time out.
+        // A restart must not wait until earlier connections time out.
         socket.set_reuse_address(true)?;
         if matches!(address.ip(), IpAddr::V6(any) if any.is_unspecified()) {
-            // Whatever the system's default: clients of both families connect.
+            // Clients of both families must be able to connect, whatever the system's default.
             socket.set_only_v6(false)?;
         }
         socket.bind(&address.into())?;

@@ -1,17 +1,15 @@
-//! How a worker ends, with or without a successor.
+//! Ends a worker, with or without a successor.
 //!
-//! Tickets are refused with NO_BUFFER, for which every client waits, and memory is brought to the disks while reads and
-//! the sends that hold tickets go on. Then the listeners close: gRPC connections get a GOAWAY, calls that have begun are
-//! answered, and raw TCP connections end between two requests; with a successor they are kept for it. What came in
-//! meanwhile is flushed: the last flush tries every disk, whatever its watermark or an earlier refusal says. What could not
-//! be flushed is told in one line and by the exit code, and found lost by the next start. Last, without a successor,
-//! the disks are synced.
+//! A stop refuses tickets with NO_BUFFER, which clients retry, and flushes memory while reads and
+//! sends with tickets continue. Then the listeners close: gRPC connections get a GOAWAY, running
+//! calls are answered, and raw TCP connections end between two requests. A last flush tries every
+//! disk, whatever its watermark. Blocks that remain are logged, reported by the exit code, and
+//! found lost by the next start. Without a successor the disks are synced last.
 //!
-//! A worker lets go for a successor only when its memory is empty and no send can be acknowledged any more, which can
-//! still be taken back; from there on nothing can be lost by it. Where the successor takes over what is in memory, no call
-//! is refused: what is being written is waited for while everything goes on, then the listeners close, sends that had begun are
-//! acknowledged, and all others wait in their sockets for the successor. What speaks HTTP ends before the listeners close for a
-//! successor: it has seconds for that, in which data is served. Removals from disks cease then.
+//! With a successor, everything can be undone until memory is empty and no send can be
+//! acknowledged. If the successor takes over the memory contents, no call is refused: writes in
+//! progress finish, running sends are acknowledged, and other requests wait in their sockets. HTTP
+//! tasks and disk deletions end before the listeners close.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,66 +25,67 @@ use super::memory_backing::Outlives;
 use super::sockets::{Inherited, now_ms};
 use super::{Worker, tickets};
 
-/// How long what has begun on connections may take to end after the listeners were told to close.
+/// Time for running requests to end after the listeners were closed.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
-/// What a task may take to see that it was cancelled.
+/// Time for a task to notice its cancellation.
 const CANCEL_DEADLINE: Duration = Duration::from_secs(15);
-/// How long a part of a removal may take, which takes milliseconds where the disk does not hang.
+/// Time for one step of a deletion, which takes milliseconds unless the disk hangs.
 const PART_DEADLINE: Duration = Duration::from_secs(2);
-/// Time for what came in while the listeners closed, if the flush before has used up all of its own.
+/// Minimum time for the last flush, even if the first one used up its own.
 const LAST_FLUSH: Duration = Duration::from_secs(5);
-/// A client that has a ticket sends at once; one that does not is not waited for any longer.
+/// Time to wait for outstanding tickets. A client with a ticket normally sends at once.
 const TICKET_PATIENCE: Duration = Duration::from_secs(2);
-/// Time for bringing what was written to the devices: the machine is often switched off next.
+/// Time for syncing the disks: the machine is often switched off next.
 const SYNC_DEADLINE: Duration = Duration::from_secs(10);
-/// Time for deletions of what applications that have gone leave in a remote store: what is left is the next start's.
+/// Time for remote deletions of ended applications. The next start continues with the rest.
 const DELETION_DEADLINE: Duration = Duration::from_secs(5);
-/// Between two looks at what is waited for.
+/// Poll interval of conditions awaited here.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// How an ordered stop ended.
+/// Outcome of an orderly stop.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ending {
-    /// Tasks that had to be left behind.
+    /// Number of tasks abandoned.
     pub(super) tasks_left: usize,
-    /// Whether acknowledged blocks are lost with the process.
+    /// Acknowledged blocks are lost with the process.
     pub(super) has_lost: bool,
 }
 
-/// What a worker leaves behind.
+/// State left by a stopped worker.
 #[derive(Debug)]
 pub struct Stopped {
-    /// Tasks that had to be left behind (a disk call that hangs); 0 is the rule.
+    /// Number of tasks abandoned, as for a disk call that hangs. Normally 0.
     pub tasks_left: usize,
-    /// What could not be flushed: empty is the rule.
+    /// Shuffles with unflushed blocks. Normally empty.
     pub unflushed: Vec<InMemory>,
-    /// Whether that is lost with the process.
+    /// The unflushed blocks are lost with the process.
     pub has_lost: bool,
-    /// Bytes that were flushed after it let go; 0 is the rule with a successor, for which clients wait meanwhile.
+    /// Bytes flushed after the listeners closed. Normally 0 with a successor, since clients wait
+    /// during that flush.
     pub flushed_bytes: u64,
-    /// Listeners that still listen, and connections: for a successor.
+    /// Open listeners and connections for a successor.
     pub sockets: Inherited,
-    /// What is let go of: to drop it takes milliseconds, which a process that becomes another one saves.
+    /// The released memory. Dropping it takes milliseconds, which a process about to `exec` saves.
     pub(super) memory: Arc<Memory>,
 }
 
 impl Worker {
-    /// Stops in order and waits until no task is left. Returns how many tasks had to be left behind.
+    /// Stops in order and waits for all tasks. Returns the number of tasks abandoned.
     pub async fn stop(self) -> usize {
         self.stop_in_order().await.tasks_left
     }
 
-    /// The same. Returns what is left behind and what is lost.
+    /// Stops in order. Returns the abandoned tasks and whether blocks are lost.
     pub(super) async fn stop_in_order(mut self) -> Ending {
         self.service.status().stop(Stopping::ForGood);
         self.state.save_for_stop().await;
-        // An upgrade may have been under way.
+        // An upgrade may have paused the flusher.
         if let Some(flusher) = self.service.flusher() {
             flusher.go_on();
         }
         let deadline = Instant::now() + self.flush_timeout;
         self.flush_until(deadline).await;
-        // Connects are refused from here on: none would ever be accepted.
+        // Connects are refused from here on, since none would be accepted.
         self.held = Inherited::default();
         let service = Arc::clone(&self.service);
         self.end_deletions().await;
@@ -95,16 +94,16 @@ impl Worker {
         Ending { tasks_left: stopped.tasks_left, has_lost: stopped.has_lost }
     }
 
-    /// Waits for what is being deleted in remote stores.
+    /// Waits for deletions in remote stores.
     pub(super) async fn end_deletions(&self) {
         join_all(self.service.tiers().iter().map(|tier| tier.end_deletions(DELETION_DEADLINE))).await;
     }
 
-    /// Refuses tickets and flushes, then refuses sends and flushes the rest: afterwards memory is empty and stays so. If it
-    /// is not in time, [`Worker::go_on`].
+    /// Refuses tickets and flushes, then refuses sends and flushes the rest. Afterwards memory is
+    /// empty and stays so. After a failure, [`Worker::go_on`] resumes service.
     ///
     /// # Errors
-    /// What is left in memory.
+    /// The shuffles still in memory.
     pub(super) async fn prepare_to_hand_over(&self) -> Result<(), Vec<InMemory>> {
         self.service.status().stop(Stopping::ForSuccessor);
         let deadline = Instant::now() + self.flush_timeout;
@@ -118,8 +117,9 @@ impl Worker {
         if left.is_empty() { Ok(()) } else { Err(left) }
     }
 
-    /// Waits for what is being written to the tiers, while everything else goes on, and begins nothing more: memory can be
-    /// passed on as it is. False if that takes too long.
+    /// Starts no further writes to the tiers and waits for running ones, while everything else
+    /// continues. Afterwards memory can be handed over as it is. Returns false if that takes too
+    /// long.
     pub(super) async fn prepare_to_pass_on(&self) -> bool {
         let rests = match self.service.flusher() {
             Some(flusher) => flusher.rest(Instant::now() + self.flush_timeout).await,
@@ -131,13 +131,13 @@ impl Worker {
         rests
     }
 
-    /// Without it the end takes longer.
+    /// Unlinks pages ahead of the end, which would otherwise take longer.
     async fn unlink_pages(&self) {
         let memory = Arc::clone(&self.memory);
         let _unlinked = tokio::task::spawn_blocking(move || memory.unlink_pages()).await;
     }
 
-    /// It did not come to a handover: tickets and sends are taken as before.
+    /// Resumes tickets and sends after a handover that did not happen.
     pub(super) fn go_on(&self) {
         self.service.go_on();
         if let Some(flusher) = self.service.flusher() {
@@ -145,12 +145,12 @@ impl Worker {
         }
     }
 
-    /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before, or
-    /// [`Worker::prepare_to_pass_on`] where it takes over `memory`.
+    /// Stops and leaves the sockets to a successor. Must follow [`Worker::prepare_to_hand_over`],
+    /// or [`Worker::prepare_to_pass_on`] if the successor takes over `memory`.
     pub(super) async fn hand_over(self, memory: LeftMemory) -> Stopped {
         tokio::join!(self.end_http(), self.cease_removals(), self.state.save());
         if memory == LeftMemory::PassedOn {
-            // Meanwhile data was served, out of pages and into them.
+            // Requests served since the first call have touched pages again.
             self.unlink_pages().await;
         }
         let gap_began_ms = Some(now_ms());
@@ -164,7 +164,7 @@ impl Worker {
         stopped
     }
 
-    /// What is left in the trash of local disks is the successor's to remove.
+    /// Stops deletions on local disks. The successor empties the trash.
     async fn cease_removals(&self) {
         let Some(local) = self.service.tiers().find::<LocalStore>() else { return };
         if timeout(PART_DEADLINE, local.cease_removals()).await.is_err() {
@@ -172,7 +172,8 @@ impl Worker {
         }
     }
 
-    /// Ends what speaks HTTP. What has begun there, be it half a request, has its time; what comes waits for the successor.
+    /// Ends the HTTP tasks. Requests that have begun, even partly received ones, get time to
+    /// finish. New ones wait for the successor.
     async fn end_http(&self) {
         self.http.cancel();
         if timeout(CANCEL_DEADLINE, self.http.drained()).await.is_err() {
@@ -180,7 +181,8 @@ impl Worker {
         }
     }
 
-    /// Flushes until memory is empty and no more sends are expected, at the latest until `deadline`.
+    /// Flushes until memory is empty and no more sends are expected, at most until `deadline`.
+    /// Returns the shuffles still in memory.
     async fn flush_until(&self, deadline: Instant) -> Vec<InMemory> {
         let tickets = async {
             while self.memory.tickets().count() > 0 {
@@ -211,7 +213,7 @@ impl Worker {
         }
         match memory {
             LeftMemory::Empty => self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await,
-            // Sends that had begun are answered. One that was not in time is never acknowledged.
+            // Sends that had begun are answered by now. A late one is never acknowledged.
             LeftMemory::PassedOn => self.service.ingest.refuse_sends(),
         }
         self.background.cancel();
@@ -240,12 +242,12 @@ impl Worker {
     }
 }
 
-/// What becomes of what is in memory at the end.
+/// Treatment of the memory contents at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeftMemory {
-    /// It is flushed.
+    /// Flush them.
     Empty,
-    /// A successor takes it over.
+    /// Leave them to a successor.
     PassedOn,
 }
 

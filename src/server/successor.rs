@@ -1,9 +1,12 @@
-//! The process that takes over: the same command line, executed in this very process once it has rehearsed that in
-//! another one (`rehearsal`).
+//! Starts the next program of an upgrade in place.
 //!
-//! `exec` keeps the process id, the children's place under their service manager and every descriptor that is not closed
-//! on exec; the sockets are passed as systemd passes them (`sockets`). The binary is looked up by the name that this
-//! process was started with, so that a package upgrade or a switched symbolic link is what runs next.
+//! The successor has the same command line. It first rehearses in a child process (`rehearsal`),
+//! and is then executed in this process. `exec` keeps the process id, the place under the service
+//! manager and every descriptor without close-on-exec. Sockets are passed as systemd passes them
+//! (`sockets`).
+//!
+//! The binary is looked up under the name this process was started with. A package upgrade or a
+//! switched symbolic link therefore selects the next program.
 
 use std::ffi::OsString;
 use std::io;
@@ -22,16 +25,17 @@ use super::rehearsal::{REHEARSED, TAKES_MEMORY};
 use super::sockets::{GAP_BEGAN, HAND_OFF, Inherited};
 use crate::durability::HandOff;
 
-/// What a rehearsal may take: disks and remote stores are given up after 30 s and 60 s, and meanwhile this worker serves.
+/// Time limit of a rehearsal. It gives up on disks after 30 s and on remote stores after 60 s;
+/// meanwhile this worker serves.
 const REHEARSAL_DEADLINE: Duration = Duration::from_secs(150);
-/// What is heard of a rehearsal's complaints, and of its other lines.
+/// Maximum number of bytes read from each output stream of a rehearsal.
 const COMPLAINTS_BYTES_MAX: u64 = 64 << 10;
-/// Descriptors for the successor are looked for from here up, behind those that every process has.
+/// Lowest descriptor number for a successor, above the standard descriptors.
 const FIRST_DESCRIPTOR: RawFd = 16;
-/// Much more than descriptors can be open.
+/// Upper bound of descriptor numbers, far above any limit of open descriptors.
 const DESCRIPTORS_MAX: RawFd = 1 << 24;
 
-/// How the next process is started.
+/// The command line of the next process.
 #[derive(Debug, Clone)]
 pub struct Successor {
     program: PathBuf,
@@ -39,24 +43,28 @@ pub struct Successor {
 }
 
 impl Successor {
-    /// What this process was started as. Call it before the directory changes.
+    /// Returns the command line of this process. Must be called before the working directory
+    /// changes.
     ///
     /// # Errors
-    /// When the executable cannot be found out.
+    /// If the path of the executable cannot be determined.
     pub fn of_this_process() -> io::Result<Self> {
         let mut arguments = std::env::args_os();
         let called = PathBuf::from(arguments.next().unwrap_or_default());
-        // A bare name was looked up in PATH; what it was found as is good enough.
+        // A bare name was looked up in PATH. The resolved path is good enough.
         let is_path = called.components().count() > 1;
         let program = if is_path { std::path::absolute(called)? } else { std::env::current_exe()? };
         Ok(Self { program, arguments: arguments.collect() })
     }
 
-    /// Has the new binary prove in a process of its own that it can take over. The variable `facts` describes this process to
-    /// it. The exit code counts for a binary that only knows `--check`. Returns whether it takes over what is in memory.
+    /// Runs the new binary with `--check` in a child process, to prove that it can take over.
+    ///
+    /// The environment variable `facts` describes this process to it. For a binary that only knows
+    /// `--check` the exit code decides. Returns whether the successor takes over the memory
+    /// contents.
     ///
     /// # Errors
-    /// The complaints of the new binary.
+    /// The error output of the new binary.
     pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<bool> {
         let program = self.program.display();
         let mut child = tokio::process::Command::new(&self.program)
@@ -96,7 +104,8 @@ impl Successor {
         }
     }
 
-    /// Becomes the next process; returns only if that fails, with the sockets.
+    /// Replaces this process by the next program. Returns only on failure, with the error and the
+    /// sockets.
     pub fn exec(&self, mut sockets: Inherited) -> (io::Error, Inherited) {
         let (gap_began_ms, hand_off) = (sockets.gap_began_ms, sockets.hand_off.take());
         let until_exec = sockets.until_exec.take();
@@ -105,13 +114,14 @@ impl Successor {
             Ok((mut next, _copies)) => next.env("LISTEN_PID", std::process::id().to_string()).exec(),
             Err(error) => error,
         };
-        // It is not executed: another worker of this program maps the memory.
+        // Exec failed: the next worker of this program maps the memory again.
         drop(until_exec);
         let back = Inherited::from_named(named);
         (error, Inherited { gap_began_ms, is_returned: true, hand_off, ..back })
     }
 
-    /// The next process with copies of these descriptors, which are open until they are dropped.
+    /// Builds the command of the next process. Also returns copies of the descriptors, which must
+    /// stay open until exec.
     fn passing(
         &self,
         named: &[(String, OwnedFd)],
@@ -139,19 +149,19 @@ impl Successor {
     }
 }
 
-/// What came of a rehearsal.
+/// Outcome of a rehearsal.
 enum Verdict {
-    /// Nothing stands against the upgrade.
+    /// Nothing prevents the upgrade.
     Rehearsed {
-        /// The successor takes over what is in memory as it is.
+        /// The successor takes over the memory contents without a flush.
         takes_memory: bool,
     },
-    /// It ended without a word.
+    /// The child ended without printing a verdict.
     Ended(ExitStatus),
 }
 
-/// Resolves when the rehearsal says that nothing stands against the upgrade; without that it never does. Returns whether the
-/// successor takes over what is in memory.
+/// Resolves when the rehearsal prints that nothing prevents the upgrade, otherwise never. Returns
+/// whether the successor takes over the memory contents.
 async fn verdict(stdout: ChildStdout) -> bool {
     let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
     let mut takes_memory = false;
@@ -164,7 +174,7 @@ async fn verdict(stdout: ChildStdout) -> bool {
     std::future::pending().await
 }
 
-/// Copies of `descriptors` with numbers that follow each other, as the convention wants them.
+/// Duplicates `descriptors` to consecutive numbers, as the `LISTEN_FDS` convention requires.
 fn in_a_row(descriptors: &[&OwnedFd]) -> io::Result<Vec<OwnedFd>> {
     let mut first = FIRST_DESCRIPTOR;
     while first < DESCRIPTORS_MAX {
@@ -174,7 +184,7 @@ fn in_a_row(descriptors: &[&OwnedFd]) -> io::Result<Vec<OwnedFd>> {
             let copy = fcntl_dupfd_cloexec(descriptor, wanted)?;
             let follows = copies.is_empty() || copy.as_raw_fd() == wanted;
             if !follows {
-                // Another descriptor is in between: continue behind it.
+                // Another descriptor is in between: retry above it.
                 copies.clear();
                 first = copy.as_raw_fd();
                 break;

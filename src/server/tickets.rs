@@ -1,7 +1,9 @@
-//! Tickets that were granted before an upgrade, for the successor: clients hold them, and send with them as soon as it accepts.
+//! Hands tickets granted before an upgrade over to the successor, since clients send with them as
+//! soon as it accepts.
 //!
-//! They lie as JSON in a file without a name. A successor that does not know it closes it, and one that cannot read it goes on
-//! without: a send with a ticket that is unknown fails, and its client asks for another.
+//! They are JSON in an unnamed file. A successor that does not know the file closes it, and one
+//! that cannot read it continues without. A send with an unknown ticket fails, and its client asks
+//! for another one.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};
@@ -11,7 +13,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::memory::{Memory, Outstanding};
 
-/// The tickets of `memory`; none if there are none.
+/// Writes the outstanding tickets of `memory` to a file. Returns `None` if there are none.
 pub(super) fn passed_on(memory: &Memory) -> Option<OwnedFd> {
     let outstanding = memory.tickets().outstanding();
     if outstanding.is_empty() {
@@ -26,7 +28,7 @@ pub(super) fn passed_on(memory: &Memory) -> Option<OwnedFd> {
     written().inspect_err(|error| tracing::warn!(%error, "cannot hand over tickets")).ok()
 }
 
-/// Grants them again.
+/// Grants the inherited tickets again.
 pub(super) fn take_over(memory: &Memory, passed: OwnedFd) {
     let mut text = Vec::new();
     let read = File::from(passed).read_to_end(&mut text);

@@ -1,4 +1,4 @@
-//! The list of tiers below memory, as the store type asks for them.
+//! Builds the tiers below memory for the configured store type.
 
 use std::sync::Arc;
 
@@ -15,26 +15,26 @@ use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, TierHeap, Tiers};
 
-/// What the tiers get beside the configuration.
+/// Inputs of the tiers besides the configuration.
 pub(super) struct Beside {
-    /// As coordinators are told; names remote files.
+    /// The id reported to coordinators. It names remote files.
     pub(super) server_id: String,
     pub(super) precheck: Precheck,
-    /// How the process before left the metadata log.
+    /// State of the metadata log at the end of the previous process.
     pub(super) hand_off: Option<HandOff>,
-    /// Tiers that come after the configured ones.
+    /// Further tiers, placed after the configured ones.
     pub(super) others: Vec<Arc<dyn Tier>>,
 }
 
-/// Whether remote paths are tried out, where the configuration asks for that.
+/// Whether to check remote paths, where the configuration asks for that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Precheck {
     Asked,
-    /// They were just now, by the rehearsal of this start, whose predecessor is gone already.
+    /// The rehearsal of this start has just checked them, and the predecessor has already ended.
     Done,
 }
 
-/// Starts the tiers and what fills them; none for store type MEMORY.
+/// Starts the tiers and the flusher. Returns `None` for store type MEMORY.
 pub(super) async fn start(
     config: &Config,
     beside: Beside,
@@ -68,12 +68,13 @@ pub(super) async fn start(
     Ok(Some(flusher))
 }
 
-/// What tiers hold in the heap is charged to.
+/// Returns the budgets charged for heap memory of the tiers.
 fn heap_of(memory: &Memory) -> TierHeap {
     TierHeap { extents: memory.extents().clone(), heap: Some(memory.heap().clone()) }
 }
 
-/// Memory that an earlier process left has blocks of shuffles that its data directories know.
+/// Returns the configuration of the local tier. If an earlier process left blocks in memory, the
+/// data directories must know their shuffles.
 fn local_config(config: &Config, hand_off: Option<HandOff>, memory: &Memory) -> LocalConfig {
     let read_memory_bytes = config.memory.read_capacity_bytes;
     let left = memory.left_shuffles();
@@ -142,7 +143,7 @@ pub(super) async fn start_hdfs(
     anyhow::bail!("store_type: this build has no HDFS (feature `hdfs`)")
 }
 
-/// Who asks an object store, and what it has beside it.
+/// Identity and recovery state of the worker in an object store.
 #[cfg_attr(not(feature = "object"), expect(dead_code, reason = "refused before they are looked at"))]
 struct Place<'a> {
     server_id: &'a str,
@@ -150,7 +151,8 @@ struct Place<'a> {
     hand_off: Option<HandOff>,
 }
 
-/// A worker of the same name goes on where one that is gone has ended, on whatever machine.
+/// Starts the object tier. A worker with the id of an ended one continues with its objects, on any
+/// machine.
 #[cfg(feature = "object")]
 async fn start_object(
     config: &Config,
@@ -184,7 +186,7 @@ async fn start_object(
     let (store, extents) = (client.store(), memory.extents());
     let opened = ObjectTier::open(store, settings, extents, tasks.clone(), registry).await;
     let object = opened.with_context(|| client.url().to_string())?;
-    // Once the claim is taken: before, they may be those of a process that goes on.
+    // After the claim: before it, the uploads may belong to a process that still runs.
     match client.abort_uploads(&prefix, began).await {
         Ok(0) => {}
         Ok(uploads) => tracing::info!(uploads, "aborted unfinished uploads of an earlier process"),
@@ -206,7 +208,7 @@ async fn start_object(
     Ok(opened.context("localfile_store.data_paths, object_store.url")?)
 }
 
-/// Whether the store answers a worker of that name: a start without it ends.
+/// Checks that the store accepts a worker with this id. A start without access to the store fails.
 #[cfg(feature = "object")]
 pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow::Result<()> {
     use crate::tiers::object::ObjectTier;
@@ -219,7 +221,7 @@ pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow
     let root = part_of(server_id);
     let asked = async {
         client.probe(&root).await?;
-        // An upgrade from a program with another layout is refused before it begins.
+        // Refuses an upgrade from a program with another layout before it begins.
         anyhow::Ok(ObjectTier::require_layout(&*client.store(), &root).await?)
     };
     let answer = asked.await;
@@ -232,7 +234,8 @@ pub(super) async fn ask_object_store(_: &Config, _: &str) -> anyhow::Result<()> 
     anyhow::bail!("store_type: this build has no object storage (feature `object`)")
 }
 
-/// Objects that are made of a shuffle before it is looked again which is next; a shuffle's file on a disk has as much.
+/// Number of segments moved per shuffle in one pass before the next shuffle is chosen. A data log
+/// on a disk holds as much.
 #[cfg(feature = "object")]
 const PASS_OBJECTS: u64 = 4;
 
@@ -246,7 +249,7 @@ async fn start_object(
     anyhow::bail!("store_type: this build has no object storage (feature `object`)")
 }
 
-/// The calls of the administration that concern single tiers.
+/// Returns the administration routes of single tiers.
 #[cfg(feature = "object")]
 pub(super) fn admin_routes(tiers: &Tiers) -> Router {
     use crate::listeners::http::admin::orphans;

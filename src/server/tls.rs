@@ -1,4 +1,4 @@
-//! What encrypts each listener and what other workers are asked with, and the same again when the files have changed.
+//! TLS of each listener and of queries to other workers, with reload of changed files.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use crate::config::Config;
 use crate::listeners::tls::{TlsAcceptor, TlsListener};
 use crate::schema::files;
 
-/// `None` where nothing does. Clones share the acceptors, and what others are asked with.
+/// TLS acceptors by listener; `None` means plaintext. Clones share the acceptors and the trust for
+/// queries.
 #[derive(Debug, Clone)]
 pub(super) struct Tls {
     pub(super) grpc: Option<TlsAcceptor>,
@@ -20,7 +21,8 @@ pub(super) struct Tls {
     pub(super) others: Others,
 }
 
-/// What other workers are asked with over TLS; without an authority they are asked in the clear. Clones share it.
+/// Trust for TLS queries to other workers. Without a CA file the queries are in plaintext. Clones
+/// share it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Others(Arc<RwLock<Option<Trust>>>);
 
@@ -36,12 +38,12 @@ impl Others {
         Ok(Self(Arc::new(RwLock::new(trust.map_err(anyhow::Error::msg)?))))
     }
 
-    /// As the files were read last.
+    /// Returns the trust from the most recent load.
     pub(super) fn trust(&self) -> Option<Trust> {
         self.0.read().clone()
     }
 
-    /// Keys of the files in which `other` found other certificates.
+    /// Returns the keys of the files whose certificates differ in `other`.
     fn different(&self, other: &Self) -> impl Iterator<Item = &'static str> + use<> {
         let (has_other_authorities, has_other_certificate) = match (self.trust(), other.trust()) {
             (None, None) => (false, false),
@@ -67,13 +69,15 @@ impl Tls {
         })
     }
 
-    /// New connections are made with what `other` has, of the same listeners and to others.
+    /// Uses the certificates of `other` for new connections, of the same listeners and to other
+    /// workers.
     pub(super) fn renew(&self, other: &Self) {
         self.pairs(other).for_each(|(mine, new)| mine.renew(new));
         *self.others.0.write() = other.others.trust();
     }
 
-    /// Keys of the files in which `other` found other certificates, at the same listeners.
+    /// Returns the keys of the files whose certificates differ in `other`, for listeners that both
+    /// have.
     pub(super) fn different(&self, other: &Self) -> BTreeSet<&'static str> {
         let of_listeners = self.pairs(other).flat_map(|(mine, new)| mine.different(new));
         of_listeners.chain(self.others.different(&other.others)).collect()

@@ -1,8 +1,9 @@
-//! Whether the running worker may be followed by a successor without clients noticing, and what is told of it.
+//! Decides whether a successor may follow the running worker without clients noticing.
 //!
-//! The running worker tells the successor's rehearsal what it is ([`Facts`], in the environment), and that says what does
-//! not fit: only it knows how it reads its configuration. What an upgrade in place cannot change: the ports, which are known
-//! to clients and part of the server's id, and where data of running jobs is: directories, and the place in an object store.
+//! The running worker passes its [`Facts`] to the successor's rehearsal in the environment. The
+//! successor reports the differences, since only it knows how it reads its configuration. An
+//! upgrade in place cannot change the ports, which clients use and the server id contains. Nor can
+//! it move data of running jobs: directories, and the location in an object store.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -33,27 +34,27 @@ metrics::table! {
     }
 }
 
-/// Why an upgrade does not happen. The running worker goes on, and nothing is lost.
+/// Reason for refusing an upgrade. The running worker continues, and nothing is lost.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Refusal {
-    /// A value of the metric's label.
+    /// Value of the metric's label.
     pub(super) by: RefusedBy,
-    /// For the log.
+    /// Text for the log.
     pub(super) why: String,
 }
 
-/// What stands against an upgrade.
+/// Category of an obstacle to an upgrade.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RefusedBy {
-    /// Nothing that this worker was told would outlive the process.
+    /// No tier would preserve registrations and reports beyond the process.
     Tiers,
-    /// The successor found in a process of its own that it could not take over.
+    /// The successor's rehearsal found that it could not take over.
     Rehearsal,
-    /// A thread hangs in the kernel, for which `exec` would wait.
+    /// A thread hangs in the kernel, and `exec` would wait for it.
     Hang,
-    /// Memory could not be emptied.
+    /// Memory could not be flushed.
     Flush,
-    /// The successor could not be executed after all.
+    /// Executing the successor failed.
     Exec,
 }
 
@@ -71,8 +72,8 @@ impl RefusedBy {
     }
 }
 
-/// What clients and files know of the running worker. A successor of another version reads it: fields are only added, with
-/// a default.
+/// Facts of the running worker that clients and files rely on. A successor of another version reads
+/// them: fields are only added, with a default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Facts {
     grpc_port: u16,
@@ -81,31 +82,32 @@ pub(super) struct Facts {
     bind_address: IpAddr,
     /// Empty without a local tier.
     data_paths: Vec<PathBuf>,
-    /// Directories among them that it does without.
+    /// Directories in `data_paths` that do not work.
     #[serde(default)]
     unhealthy: Vec<PathBuf>,
-    /// Identities of the directories that it has claimed.
+    /// Identities of the claimed directories.
     #[serde(default)]
     identities: BTreeMap<PathBuf, [u8; 16]>,
-    /// Ports of all its listeners; empty from a worker before 0.2.
+    /// Ports of all listeners. Empty from a worker before 0.2.
     #[serde(default)]
     ports: Vec<u16>,
-    /// What kind of memory it has that a successor can take over.
+    /// Kind of memory that a successor can take over.
     #[serde(default)]
     memory: Option<String>,
-    /// Where its objects are; none without an object store, and from a worker that does not say.
+    /// Location of the objects. `None` without an object store, and from a worker that does not
+    /// report it.
     #[serde(default)]
     objects: Option<String>,
 }
 
-/// Where a worker called `server_id` has its objects, if it is configured to have any.
+/// Returns the location of the objects of worker `server_id`, if an object store is configured.
 fn objects(config: &Config, server_id: &str) -> Option<String> {
     let url = config.object.url.as_ref().filter(|_| config.worker.store_type.has_object())?;
     Some(format!("{url}, as {server_id}"))
 }
 
 impl Facts {
-    /// What a worker is now that runs with `config`, listens at `addresses`, is known as `server_id` and has `disks`.
+    /// Returns the facts of a worker with `config`, `addresses`, `server_id` and `disks`.
     pub(super) fn of(config: &Config, (addresses, server_id): (Addresses, &str), disks: &[DiskInfo]) -> Self {
         let ports = [Some(addresses.grpc), Some(addresses.http), addresses.tcp, addresses.admin];
         let data_paths = match config.worker.store_type.has_local() {
@@ -127,22 +129,24 @@ impl Facts {
         }
     }
 
-    /// Whether it has its memory there, whatever its size.
+    /// Returns whether the worker's memory has the backing `backing`, of any size.
     pub(super) fn has_memory_at(&self, backing: &Backing) -> bool {
         self.memory.as_ref().is_some_and(|memory| memory.contains(&format!(" {backing} ")))
     }
 
-    /// Whether a successor with `config` has memory of the same kind, and no less.
+    /// Returns whether a successor with `config` has memory of the same kind and at least the same
+    /// size.
     pub(super) fn leaves_memory_to(&self, config: &Config) -> bool {
         self.memory.as_ref().is_some_and(|memory| config.memory.can_follow(memory))
     }
 
-    /// Whether what it is told outlives it: in the metadata log of its disks, or in pages of its object store.
+    /// Returns whether registrations and reports outlive the process: in the metadata log of its
+    /// disks, or in pages of its object store.
     pub(super) fn has_journal(&self) -> bool {
         !self.data_paths.is_empty() || self.objects.is_some()
     }
 
-    /// Whether a worker with `config` that is known as `server_id` looks for objects where this one has them.
+    /// Checks that a worker `server_id` with `config` uses the object location of this worker.
     pub(super) fn leaves_objects_to(&self, config: &Config, server_id: &str) -> Result<(), String> {
         let looks = objects(config, server_id);
         match &self.objects {
@@ -154,42 +158,42 @@ impl Facts {
         }
     }
 
-    /// For another process.
+    /// Serializes the facts for another process.
     pub(super) fn to_text(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// The reverse.
+    /// Parses the result of [`Facts::to_text`].
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         serde_json::from_str(text).map_err(|error| format!("cannot read {UPGRADE_FROM}: {error}"))
     }
 
-    /// Whether the listener `name` is open on `port`, and so is inherited.
+    /// Returns whether the listener `name` is open on `port` and is inherited.
     pub(super) fn has_listener(&self, name: &str, port: u16) -> bool {
         if self.ports.is_empty() {
-            // It does not say whether it has an administration.
+            // Such a worker does not report whether it has an administration listener.
             return name == ADMIN
                 || [Some(self.grpc_port), Some(self.http_port), self.urpc_port].contains(&Some(port));
         }
         self.ports.contains(&port)
     }
 
-    /// Its data directories.
+    /// Returns the data directories held by this worker.
     pub(super) fn held(&self) -> HeldBy<'_> {
         HeldBy { unhealthy: &self.unhealthy, identities: &self.identities }
     }
 
-    /// The server's id is made of these.
+    /// Returns the ports in the server id.
     pub(super) fn data_ports(&self) -> (u16, Option<u16>) {
         (self.grpc_port, self.urpc_port)
     }
 
-    /// What of `config` cannot be taken over in place, one line each.
+    /// Returns the settings of `config` that an upgrade in place cannot change, one line each.
     pub(super) fn problems(&self, config: &Config) -> Vec<String> {
         let mut problems = Vec::new();
         let mut port = |key: &str, wanted: Option<u16>, running: Option<u16>| {
             let same = wanted == running || (wanted == Some(0) && running.is_some());
-            // A listener that is new can be opened; one that clients use can neither move nor close.
+            // A new listener can be opened. A listener that clients use can neither move nor close.
             if !same && let Some(running) = running {
                 let wanted = wanted.map_or("off".to_owned(), |port| port.to_string());
                 problems.push(format!(
