@@ -1,18 +1,19 @@
-//! Heap for the lists of blocks in memory, and the room that the region cedes for it.
+//! Reserve of region memory that offsets the heap of block lists.
 //!
-//! Blocks in memory have records, ids and chains on the heap. What they take is charged to their application's part of the
-//! capacity, but the region stays resident once it was full; so the region cedes pieces as large as the lists are. A ceded
-//! piece has no pages and is given to no chain until it comes back. While all of the region is promised, lists borrow of the
-//! heap budget instead (kind `unfinished_blocks`), since a ticket does not reserve what its lists take.
+//! Blocks in memory have records, ids and chains on the heap. Their heap is charged to the
+//! application's part of the capacity, but a region that was full once stays resident. The region
+//! therefore cedes pieces of the same size as the lists. A ceded piece has no pages and belongs to
+//! no chain until it is returned. A ticket does not reserve memory for its lists, so lists borrow
+//! from the heap budget (kind `unfinished_blocks`) while the whole region is promised.
 //!
-//! What tiers remember of the blocks that left memory, their lists of extents, counts here too ([`super::Memory::extents`]). It cannot
-//! be refused, because the blocks are on disk already. It need not be: for some 50 bytes of an extent a batch gives back its list
-//! ([`super::list::LIST_BYTES`]), its records and its segments, of a page at least. So what is charged in all does not grow by it, and
-//! what lists of extents take from the region as long as their shuffles live is room for new blocks, not the bound.
+//! Lists of extents, which tiers keep for blocks that left memory, count here too
+//! ([`super::Memory::extents`]). They cannot be refused, because the blocks are on disk already.
+//! The total charge does not grow by them: for each extent a batch frees its list
+//! ([`super::list::LIST_BYTES`]), its records and at least a page of segments.
 //!
-//! Invariant: what the lists are charged is at most [`FREE_BYTES`], what is ceded and what is borrowed, but for single lists
-//! and segments that were not asked for; the next that is asked for pays for those too. So the resident region and the lists together
-//! stay within the region, [`FREE_BYTES`] and the heap.
+//! Invariant: lists are charged at most [`FREE_BYTES`] plus the ceded and the borrowed bytes.
+//! Single lists and segments may exceed this until the next checked request pays for them. The
+//! resident region and the lists together thus stay within the region, [`FREE_BYTES`] and the heap.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,32 +23,32 @@ use parking_lot::Mutex;
 use super::region::{Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment};
 use crate::budget::{Budget, Charge, NoCapacity};
 
-/// Lists for which nothing is ceded: part of the process without clients (`budget::allowance`). At least one piece, so that no
-/// more is ever ceded than lists are charged.
+/// List bytes that need no ceded memory: part of the process without clients (`budget::allowance`).
+/// At least one piece, so that ceded bytes never exceed the charge of the lists.
 pub(super) const FREE_BYTES: u64 = 2 << 20;
 
-/// What stays ceded beyond the need, so that a piece does not come and go with every flush.
+/// Surplus that stays ceded, so that a piece is not moved back and forth with every flush.
 pub(super) const SPARE_BYTES: u64 = FREE_BYTES;
 
-/// Borrowed at once.
+/// Step in which the heap budget is borrowed.
 const BORROWED_AT_ONCE: u64 = 64 << 10;
 
 const _: () = assert!(FREE_BYTES >= SEGMENT_BYTES_MAX as u64);
 
-/// What lists are charged, and what is ceded for them.
+/// The charges of lists and the memory ceded for them.
 #[derive(Debug)]
 pub(super) struct Ceded {
     region: Arc<Region>,
-    /// The capacity, of which blocks, tickets and lists are charged.
+    /// The capacity, to which blocks, tickets and lists are charged.
     budget: Budget,
-    /// The part of it that lists of extents have.
+    /// The part of the capacity that lists of extents use.
     extents: Budget,
     /// Totals without a limit.
     charged: Budget,
     ceded: Budget,
-    /// A part of the heap.
+    /// A part of the heap budget.
     borrowed: Budget,
-    /// The region gives nothing yet ([`Ceded::wait`]).
+    /// Set while the region must not cede anything ([`Ceded::wait`]).
     waits: AtomicBool,
     held: Mutex<Held>,
 }
@@ -67,52 +68,53 @@ impl Ceded {
         Self { region, budget, extents, charged: total(), ceded: total(), borrowed, waits, held }
     }
 
-    /// From now on lists are not covered: what is free in the region may be what an earlier process left and nobody has claimed
-    /// yet, and a ceded piece loses its pages.
+    /// Stops covering lists. Free space in the region may hold recovered blocks that are not
+    /// claimed yet, and a ceded piece loses its pages.
     pub(super) fn wait(&self) {
         self.waits.store(true, Ordering::Relaxed);
     }
 
-    /// All is claimed: what was charged meanwhile is covered, as far as there is room now.
+    /// Resumes covering lists after all recovered blocks are claimed, and covers earlier charges as
+    /// far as there is room.
     pub(super) fn go_on(&self) {
         self.waits.store(false, Ordering::Relaxed);
-        // The next list that is asked for pays for what has no room.
+        // The next checked list pays for the part without room.
         let _ = self.cover(0);
     }
 
-    /// What lists of extents are charged to.
+    /// Returns the budget of lists of extents.
     pub(super) fn extents(&self) -> &Budget {
         &self.extents
     }
 
-    /// What all lists are charged, of blocks and of extents.
+    /// Returns the charge of all lists, of blocks and of extents.
     pub(super) fn charged_bytes(&self) -> u64 {
         self.charged.used() + self.extents.used()
     }
 
-    /// What the region does without for them.
+    /// Returns the bytes that the region has ceded.
     pub(super) fn ceded_bytes(&self) -> u64 {
         self.ceded.used()
     }
 
-    /// A charge of nothing, to merge others into.
+    /// Returns an empty charge to merge others into.
     pub(super) fn nothing(&self) -> Charge {
         self.charged.nothing()
     }
 
-    /// Charges `bytes` whether there is room for them or not. They were charged to the capacity before.
+    /// Charges `bytes` regardless of room. They must be charged to the capacity already.
     pub(super) fn force(&self, bytes: u64) -> Charge {
         self.charged.force_charge(bytes)
     }
 
-    /// Charges `bytes` that were charged to the capacity before, if there is room for them.
+    /// Charges `bytes` if there is room for them. They must be charged to the capacity already.
     pub(super) fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
         let charge = self.force(bytes);
         self.cover(0)?;
         Ok(charge)
     }
 
-    /// Makes room for what is charged and for `more` bytes.
+    /// Makes room for all charges and for `more` bytes.
     pub(super) fn cover(&self, more: u64) -> Result<(), NoCapacity> {
         if self.waits.load(Ordering::Relaxed) || self.lacking(more) == 0 {
             return Ok(());
@@ -137,18 +139,19 @@ impl Ceded {
         (self.charged_bytes() + more).saturating_sub(self.paid_bytes())
     }
 
-    /// Lists for which there is room.
+    /// Returns the list bytes for which there is room.
     fn paid_bytes(&self) -> u64 {
         FREE_BYTES + self.ceded_bytes() + self.borrowed.used()
     }
 
-    /// What the region has beyond all that was promised: what is charged and not for lists, and what is ceded.
+    /// Returns the bytes of the region beyond all promises, which are charges other than those of
+    /// lists, and beyond ceded pieces.
     fn room(&self) -> u64 {
         let has = self.region.capacity_bytes() + self.charged_bytes();
         has.saturating_sub(self.budget.used() + self.ceded_bytes())
     }
 
-    /// The largest piece of at most `at_most` bytes.
+    /// Takes the largest free piece of at most `at_most` bytes.
     fn piece(&self, at_most: usize) -> Option<Segment> {
         let mut bytes = at_most;
         while bytes >= SEGMENT_BYTES_MIN {
@@ -162,7 +165,7 @@ impl Ceded {
         None
     }
 
-    /// The heap gets back what the region has room for by now.
+    /// Replaces borrowed heap by pieces of the region as far as it has room.
     fn repay(&self, held: &mut Held) {
         while held.borrowed.bytes() >= SEGMENT_BYTES_MIN as u64 {
             let at_most = usize::try_from(held.borrowed.bytes()).unwrap_or(usize::MAX).min(SEGMENT_BYTES_MAX);
@@ -173,7 +176,8 @@ impl Ceded {
         }
     }
 
-    /// Gives back what is ceded beyond the need and `spare` bytes; whether it was anything.
+    /// Returns ceded pieces beyond the need and `spare` bytes to the region. Returns whether there
+    /// were any.
     pub(super) fn give_back(&self, spare: u64) -> bool {
         if self.paid_bytes() == FREE_BYTES {
             return false;
@@ -224,7 +228,8 @@ mod tests {
         assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (0, 8 * MIB));
     }
 
-    /// The flusher looks for candidates, and with it covers lists, while blocks of an earlier process are still looked for.
+    /// The flusher's scan covers lists while blocks of an earlier process are still being
+    /// recovered.
     #[test]
     fn region_with_unclaimed_blocks_lends_nothing() {
         let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
@@ -233,7 +238,7 @@ mod tests {
         let charged = lists.force(4 * MIB);
         lists.cover(0).unwrap();
         assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (0, 8 * MIB));
-        // A block that is claimed meanwhile is where it was.
+        // A block that is claimed meanwhile is still in its place.
         let claimed = lists.region.claim(0, 2 << 20, budget.try_charge(2 * MIB).unwrap()).unwrap();
         lists.go_on();
         assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (2 * MIB, 4 * MIB));
@@ -247,7 +252,7 @@ mod tests {
         let paid = budget.try_charge(4 * MIB).unwrap();
         let first = lists.charge(4 * MIB).unwrap();
         assert_eq!(lists.ceded_bytes(), 2 * MIB);
-        // More than was paid for: as if it were beyond the capacity.
+        // More than was paid for, like a charge beyond the capacity.
         let over = budget.force_charge(3 * MIB);
         let second = lists.charge(3 * MIB).unwrap();
         assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (4 * MIB, MIB), "the heap helps out");
@@ -261,7 +266,7 @@ mod tests {
     }
 
     proptest! {
-        /// The bound of README: what chains use of the region and what lists take.
+        /// The bound of the README: segments of chains and bytes of lists.
         #[test]
         fn chains_and_lists_stay_within_the_region(
             steps in prop::collection::vec((0u8..5, 1u64..3 * MIB, any::<prop::sample::Index>()), 1..120),
@@ -276,7 +281,7 @@ mod tests {
                         let paid = budget.force_charge(bytes);
                         held.extend(lists.charge(bytes).map(|charge| (charge, paid)));
                     }
-                    // A segment, as chains take theirs.
+                    // A segment, allocated like a chain's.
                     2 | 3 => {
                         let size = (bytes >> 1).next_power_of_two().clamp(4096, 2 * MIB);
                         let beyond = (lists.region.capacity_bytes() + lists.charged_bytes())
@@ -287,7 +292,7 @@ mod tests {
                                 lists.give_back(0);
                                 lists.region.allocate(size, charge)
                             });
-                            // It may be there in pieces.
+                            // The free bytes may be fragmented.
                             prop_assert!(promised.is_ok() || lists.region.free_bytes() >= size as u64);
                             segments.extend(promised);
                         }
@@ -309,7 +314,7 @@ mod tests {
             prop_assert_eq!(lists.region.free_bytes(), lists.region.capacity_bytes());
         }
 
-        /// The gap that README had: lists of extents cannot be refused, and their number has no limit.
+        /// Lists of extents cannot be refused, and their number has no limit.
         #[test]
         fn extent_lists_are_charged_within_the_limit(
             steps in prop::collection::vec((0u8..6, 1u64..3 * MIB, any::<prop::sample::Index>()), 1..200),
@@ -330,7 +335,8 @@ mod tests {
                             segments.extend(lists.region.allocate(usize::try_from(size).unwrap(), charge));
                         }
                     }
-                    // A batch is published: its extents are charged, and then what it had is gone.
+                    // A batch is published: its extents are charged, and then its own memory is
+                    // freed.
                     3 | 4 if !batches.is_empty() && !segments.is_empty() => {
                         let batch = batches.swap_remove(at.index(batches.len()));
                         let segment = segments.swap_remove(at.index(segments.len()));

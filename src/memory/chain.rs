@@ -1,8 +1,8 @@
 //! A partition's segments in the order in which they were filled, and room for blocks at their end.
 //!
-//! A chain knows offsets and bytes, not blocks. Segments grow with the chain, so that 20,000 small partitions do not
-//! waste the region; when memory is short, smaller ones are taken. An offset, once given, stays: segments in which
-//! everything died are dropped out of the middle, which leaves a gap that no block points into.
+//! A chain knows offsets and bytes, not blocks. Segments grow with the chain, so that 20,000 small
+//! partitions do not waste the region. When memory is short, smaller segments are taken. Offsets
+//! never change: dropping dead segments from the middle leaves a gap that no block points into.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,28 +15,28 @@ use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment,
 use super::reservation::Reservation;
 use crate::budget::Budget;
 
-/// Growth by doubling ends here; larger segments only when a block needs them.
+/// Growth by doubling ends here. Segments are larger only when a block needs them.
 const SEGMENT_BYTES_GROWN: u64 = 1 << 20;
 
-/// Bytes a chain may hold, so that offsets fit `u32` (`u32::MAX` itself marks a stray).
+/// Maximum bytes of a chain, so that offsets fit `u32`. `u32::MAX` itself marks a stray.
 pub(super) const CHAIN_BYTES_MAX: u64 = u32::MAX as u64 - 1;
 
-/// Where segments come from.
+/// Source of segments.
 ///
-/// Invariant: what is free in the region is at least what tickets and their sends still hold, so that they find it.
+/// Invariant: the free bytes of the region cover the bytes that tickets and their sends still hold.
 #[derive(Debug)]
 pub(super) struct Supply {
     pub(super) region: Arc<Region>,
-    /// Blocks in memory, a budget of blocks rather than bytes.
+    /// Blocks in memory: a budget of blocks rather than bytes.
     pub(super) blocks: Budget,
-    /// What the lists of blocks take, and what the region cedes for it.
+    /// Charges of block lists and the memory ceded for them.
     pub(super) lists: Arc<Ceded>,
 }
 
 impl Supply {
-    /// By how much `budget` may be overdrawn for segments: by the room that the region has on top of it, and by what is
-    /// charged for lists, which are not in the region, as far as nothing is ceded for them. Lists count only after they were
-    /// charged, and as long as they are; so this is never too much.
+    /// Returns by how much `budget` may be overdrawn for segments: by the region's excess over it,
+    /// and by list charges that no ceded memory offsets, since lists are not in the region. Lists
+    /// exist only while they are charged, so the result is never too large.
     fn overdraft(&self, budget: &Budget) -> u64 {
         let has = self.region.capacity_bytes() + self.lists.charged_bytes();
         has.saturating_sub(budget.capacity() + self.lists.ceded_bytes())
@@ -55,10 +55,10 @@ impl Placed {
     }
 }
 
-/// Segments, filled one after the other.
+/// Segments that are filled one after the other.
 #[derive(Debug)]
 pub(super) struct Chain {
-    /// Tells a fill whether the chain it was reserved in is still the active one.
+    /// Compared by a fill to find out whether its chain is still the active one.
     id: u64,
     placed: Vec<Placed>,
     used: u64,
@@ -71,7 +71,8 @@ impl Chain {
         Self { id, placed: Vec::new(), used: 0, capacity: 0, aligned_end: false }
     }
 
-    /// Segments that an earlier process filled, in this order. Nothing more fits in.
+    /// Creates a chain of segments that an earlier process filled, in this order. It has no room
+    /// for more.
     pub(super) fn restored(id: u64, segments: Vec<Segment>) -> Self {
         let mut chain = Self::new(id);
         for segment in segments {
@@ -88,17 +89,17 @@ impl Chain {
         self.id
     }
 
-    /// Segments that it has.
+    /// Returns the number of segments.
     pub(super) fn segments(&self) -> usize {
         self.placed.len()
     }
 
-    /// Bytes handed out, the dead ones included.
+    /// Returns the bytes handed out, including dead ones.
     pub(super) fn used(&self) -> u64 {
         self.used
     }
 
-    /// Bytes of the segments it holds: what is charged for it.
+    /// Returns the bytes of all segments, which are charged for the chain.
     pub(super) fn capacity(&self) -> u64 {
         self.capacity
     }
@@ -107,8 +108,8 @@ impl Chain {
         self.used + u64::from(len) <= CHAIN_BYTES_MAX
     }
 
-    /// Room for one block at the end. All segments are found before any room is taken, so that a refusal leaves no
-    /// dead range.
+    /// Reserves room for one block at the end. All segments are allocated before any room is taken,
+    /// so that a refusal leaves no dead range.
     pub(super) fn reserve(
         &mut self,
         len: u32,
@@ -131,7 +132,7 @@ impl Chain {
         for segment in grown {
             self.capacity += segment.capacity() as u64;
             if self.placed.is_empty() {
-                // Of many small partitions most have one.
+                // Exact, because most of many small partitions have one segment.
                 self.placed.reserve_exact(1);
             }
             self.placed.push(Placed { start: self.used, segment });
@@ -156,7 +157,7 @@ impl Chain {
         *missing -= part;
     }
 
-    /// Segments for at least `missing` bytes.
+    /// Allocates segments for at least `missing` bytes.
     fn grow(
         &self,
         mut missing: u64,
@@ -165,7 +166,7 @@ impl Chain {
     ) -> Result<SmallVec<[Segment; 2]>, MemoryError> {
         let mut segments = SmallVec::new();
         let mut capacity = self.capacity;
-        // Once a size was not to be had, do not ask for it again for the same block.
+        // After a size was unavailable, do not ask for it again for the same block.
         let mut at_most = SEGMENT_BYTES_MAX as u64;
         while missing > 0 {
             let wanted = next_segment_bytes(missing, capacity).min(at_most);
@@ -181,7 +182,7 @@ impl Chain {
         Ok(segments)
     }
 
-    /// Notes a block's bytes as frozen, so that they can be read.
+    /// Marks a block's bytes as frozen, so that they can be read.
     pub(super) fn absorb(&mut self, offset: u32, slices: impl IntoIterator<Item = Slice>) {
         let at = self.position(u64::from(offset));
         for (placed, slice) in self.placed[at..].iter_mut().zip(slices) {
@@ -189,7 +190,7 @@ impl Chain {
         }
     }
 
-    /// Shows the pieces of a committed block to `show`, as (segment's number, start, end).
+    /// Passes the pieces of a committed block to `show` as (segment number, start, end).
     pub(super) fn pieces(&self, offset: u32, len: u32, mut show: impl FnMut(usize, usize, usize)) {
         let mut at = self.position(u64::from(offset));
         let mut from = u64::from(offset);
@@ -205,12 +206,13 @@ impl Chain {
         }
     }
 
-    /// A committed range of one segment.
+    /// Returns a committed range of one segment.
     pub(super) fn slice(&self, segment: usize, start: usize, end: usize) -> Slice {
         self.placed[segment].segment.slice(start..end).expect("only ranges of committed blocks are read")
     }
 
-    /// Zeroes the tail up to a page, so that [`Chain::whole`] can be written as it is. No room is given after this.
+    /// Zeroes the tail up to a page boundary, so that [`Chain::whole`] can be written unchanged.
+    /// The chain gives no room after this.
     pub(super) fn pad_end(&mut self) {
         self.aligned_end = true;
         if let Some(last) = self.placed.last_mut() {
@@ -218,12 +220,13 @@ impl Chain {
         }
     }
 
-    /// All segments up to their cursors, if every byte is frozen.
+    /// Returns all segments up to their cursors, if every byte is frozen.
     pub(super) fn whole(&self) -> Option<Vec<Slice>> {
         self.placed.iter().map(|placed| placed.segment.readable()).collect()
     }
 
-    /// Drops the segments in which everything died (aborted sends); the last one too, its room is cheap to replace.
+    /// Removes dead segments of aborted sends, even the last one, since its room is cheap to
+    /// replace.
     pub(super) fn drop_dead(&mut self) -> SmallVec<[Segment; 2]> {
         let mut dead = SmallVec::new();
         for placed in self.placed.extract_if(.., |placed| placed.segment.is_dead()) {
@@ -236,7 +239,8 @@ impl Chain {
         dead
     }
 
-    /// The segment that holds `offset`; for the end of a chain, the one after the last.
+    /// Returns the index of the segment that holds `offset`. For the end of the chain, returns the
+    /// last segment.
     fn position(&self, offset: u64) -> usize {
         if let Some(last) = self.placed.last()
             && last.start <= offset
@@ -247,19 +251,21 @@ impl Chain {
     }
 }
 
-/// As large as the chain already is, so that it doubles, and large enough for what is missing, within bounds.
+/// Returns the size of the next segment: the chain's capacity, so that it doubles, and enough for
+/// `missing`, within bounds.
 fn next_segment_bytes(missing: u64, capacity: u64) -> u64 {
     if missing >= SEGMENT_BYTES_MAX as u64 {
         return SEGMENT_BYTES_MAX as u64;
     }
     let bytes = missing.max(capacity).clamp(SEGMENT_BYTES_MIN as u64, SEGMENT_BYTES_GROWN);
-    // Doubling is by the power of two below: a chain of 24 KiB goes on with 16, not with 32.
+    // Rounded down to a power of two: a chain of 24 KiB continues with 16 KiB, not 32 KiB.
     let doubled = 1 << bytes.ilog2();
     if doubled < missing.min(SEGMENT_BYTES_GROWN) { doubled * 2 } else { doubled }
 }
 
-/// A segment of `wanted` bytes, or of the largest smaller size that can be paid for and is free. What is missing is
-/// covered by the ticket; the rest of the segment is taken only while the budget has it to spare.
+/// Allocates a segment of `wanted` bytes, or of the largest smaller size that is funded and free.
+/// The ticket covers the missing bytes. The rest of the segment is taken only if the budget has
+/// spare room.
 fn allocate(
     missing: u64,
     wanted: u64,
@@ -282,15 +288,15 @@ fn allocate(
             }
             bytes /= 2;
         }
-        // What was ceded and is not needed any more is promised too.
+        // Unneeded ceded memory is promised too.
         if !supply.lists.give_back(0) {
             return Err(MemoryError::NoCapacity { asked: missing, free: funds.budget().free() });
         }
     }
 }
 
-/// Room for one block, to be written by its owner alone. Dropped without commit, what was
-/// written is zeroed and the range is dead: it can never be read.
+/// Room for one block, written by its owner alone. If dropped without a commit, written bytes are
+/// zeroed and the range is dead: it can never be read.
 #[derive(Debug)]
 pub struct BlockFill {
     chain: u64,
@@ -304,22 +310,22 @@ pub struct BlockFill {
 }
 
 impl BlockFill {
-    /// Bytes of the block.
+    /// Returns the length of the block in bytes.
     pub fn len(&self) -> u32 {
         self.len
     }
 
-    /// True for a block of no bytes.
+    /// Returns true for a block of no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes not written yet.
+    /// Returns the number of bytes not written yet.
     pub fn remaining(&self) -> usize {
         self.parts[self.next..].iter().map(Fill::remaining).sum()
     }
 
-    /// Appends as much of `bytes` as there is room for and says how much that was.
+    /// Appends as much of `bytes` as there is room for. Returns the number of bytes appended.
     pub fn write(&mut self, bytes: &[u8]) -> usize {
         let mut taken = 0;
         while taken < bytes.len() && self.next < self.parts.len() {
@@ -336,7 +342,7 @@ impl BlockFill {
         self.chain
     }
 
-    /// Segments that it lies in.
+    /// Returns the number of segments that hold parts of the block.
     pub(super) fn pieces(&self) -> usize {
         self.parts.len()
     }
@@ -345,7 +351,7 @@ impl BlockFill {
         self.offset
     }
 
-    /// The block's bytes, frozen.
+    /// Freezes the block and returns its bytes.
     pub(super) fn freeze(mut self) -> SmallVec<[Slice; 2]> {
         self.settled = true;
         std::mem::take(&mut self.parts).into_iter().map(Fill::freeze).collect()
@@ -355,7 +361,7 @@ impl BlockFill {
 impl Drop for BlockFill {
     fn drop(&mut self) {
         if !self.settled {
-            // The parts first: a thread that sees the flag must find them gone.
+            // The parts first: a thread that sees the flag must find them dropped.
             self.parts.clear();
             self.aborted.store(true, Ordering::Release);
         }

@@ -1,10 +1,13 @@
-//! Which applications hold memory and which wait for it; who gets the next ticket is decided here, by [`super::fair`].
+//! Applications that hold or wait for memory, and the grant of the next ticket by the rules of
+//! [`super::fair`].
 //!
-//! As long as no one waits, every request that fits is granted. From the first refusal on until all that waited have what
-//! they asked for (or have not come back for [`WAIT_MAX`]), shares count: an application over its share gets no new ticket,
-//! what comes free is kept for those below theirs, in the order in which they began to wait, tickets that were not used for a
-//! while are taken back, and sends whose bytes come too slowly must end ([`Claims::must_yield`]). Nothing here locks or waits;
-//! the lock is [`super::ticket`]'s.
+//! While nobody waits, every request that fits is granted. Shares count from the first refusal
+//! until all waiters have been served or have not asked again for [`WAIT_MAX`]. An application over
+//! its share then gets no new ticket. Freed memory is kept for applications below their share, in
+//! the order in which they began to wait. Tickets that stay unused are revoked, and sends whose
+//! bytes arrive too slowly must end ([`Claims::must_yield`]).
+//!
+//! Nothing here locks or waits; the lock is in [`super::ticket`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -16,48 +19,52 @@ use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
 use uniffle_wire::types::{AppId, TicketId};
 
-/// Clients that were refused come back after 2 to 10 s (docs/protocol.md §2.4); after so long one has given up.
+/// Refused clients ask again after 2 to 10 s (docs/protocol.md §2.4). After this time a client has
+/// given up.
 const WAIT_MAX: Duration = Duration::from_secs(12);
 
-/// A client sends as soon as it has its ticket: one that was not used for so long is hoarded, or its client is in trouble.
-/// Taken back it costs the client a repeated send, as one that expired.
+/// A client sends as soon as it has its ticket. A ticket unused for this long is hoarded, or its
+/// client is in trouble. If it is revoked, the client has to repeat the send, as after an expiry.
 const IDLE_MAX: Duration = Duration::from_millis(500);
 
-/// The same for an application within its share.
+/// The same limit for an application within its share.
 const IDLE_MAX_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
-/// A slow send of an application over its share ends once a request of another application has waited this long ...
+/// A slow send of an application over its share ends once a request of another application has
+/// waited this long.
 pub(super) const SLOW_SEND_PATIENCE: Duration = Duration::from_millis(500);
-/// ... and one of an application within its share after this time.
+/// The same limit for an application within its share.
 pub(super) const SLOW_SEND_PATIENCE_WITHIN_SHARE: Duration = Duration::from_secs(5);
 
-/// The level is computed anew at least so often while someone waits ...
+/// Maximum age of the level while someone waits.
 const LEVEL_AGE_MAX: Duration = Duration::from_millis(10);
-/// ... and for so few applications whenever another begins or ends to wait.
+/// Up to this number of applications, the level is also recomputed when one begins or stops
+/// waiting.
 const CLAIMANTS_AT_ONCE: usize = 128;
 
-/// Requests remembered of one application that waits; clients have a handful of tasks per executor.
+/// Maximum number of waiting requests remembered per application. Clients have a handful of tasks
+/// per executor.
 const REQUESTS_MAX: usize = 256;
 
-/// What a request asks for. A client that was refused asks for exactly the same again.
+/// The amounts of a request. A refused client asks for exactly the same again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ask {
-    /// Bytes to be reserved.
+    /// Bytes to reserve.
     pub(super) bytes: u64,
-    /// Partitions named.
+    /// Number of partitions named.
     pub(super) partitions: usize,
 }
 
-/// How an application stands in the division of the memory.
+/// Position of an application in the division of the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Standing {
-    /// How much it counts.
+    /// Weight of the application.
     pub weight: u32,
-    /// Bytes it holds: tickets, blocks, batches in flight.
+    /// Bytes that it holds: tickets, blocks, batches in flight.
     pub held: u64,
     /// Bytes that it was refused and still waits for.
     pub waited: u64,
-    /// Most bytes it may hold now; none while there is enough for all.
+    /// Largest number of bytes it may hold now. `None` while there is enough for all.
     pub share: Option<u64>,
 }
 
@@ -65,35 +72,37 @@ pub struct Standing {
 #[derive(Debug)]
 pub(super) struct Claims {
     root: Budget,
-    /// The part of it that is divided among no one: lists of extents.
+    /// Share of the budget excluded from fair sharing (lists of extents).
     extents: Budget,
     holders: HashMap<AppId, Holder>,
     waiting: HashMap<AppId, Waiting>,
     level: Level,
     leveled: Instant,
     is_stale: bool,
-    /// As of the last look: bytes claimed by applications below their shares, and the two of them that have waited longest.
+    /// Values of the last `look`: bytes claimed by applications below their shares, and the two of
+    /// them that have waited longest.
     claimed: u64,
     owed: [Option<(Instant, AppId)>; 2],
-    /// Tickets taken back so far.
+    /// Number of tickets revoked so far.
     taken_back: u64,
 }
 
-/// What one application holds. It exists from its first use until nothing of it is left, so that there is one budget of an
-/// application at a time, even if it unregisters and comes back while a reader holds memory of it.
+/// Holdings of one application. It exists from its first use until nothing is held any longer. An
+/// application thus has one budget at a time, even if it unregisters and returns while a reader
+/// holds its memory.
 #[derive(Debug)]
 pub(super) struct Holder {
     pub(super) budget: Budget,
     pub(super) weight: u32,
-    /// By their ids, which grow: the oldest is the first.
+    /// Tickets by id. Ids grow, so the first is the oldest.
     pub(super) tickets: BTreeMap<TicketId, Ticket>,
 }
 
-/// A ticket that was granted and neither redeemed nor expired.
+/// A granted ticket that is neither redeemed nor expired.
 #[derive(Debug)]
 pub(super) struct Ticket {
     pub(super) reservation: Reservation,
-    /// Counts it.
+    /// Charge of one ticket against the limit on tickets.
     pub(super) _count: Charge,
 }
 
@@ -103,19 +112,19 @@ impl Holder {
         oldest.is_some_and(|(_, ticket)| now.duration_since(ticket.reservation.granted()) >= idle_max)
     }
 
-    /// Whether one of its tickets may be taken back for another application.
+    /// Returns whether one of its tickets may be revoked for another application.
     fn has_revocable_ticket(&self, now: Instant, level: Level) -> bool {
         let idle_max = if self.excess(level) > 0 { IDLE_MAX } else { IDLE_MAX_WITHIN_SHARE };
         self.has_idle_ticket(now, idle_max)
     }
 
-    /// Bytes above its share.
+    /// Returns the bytes above its share.
     fn excess(&self, level: Level) -> u64 {
         self.budget.used().saturating_sub(level.share(self.weight))
     }
 }
 
-/// Requests of one application that were refused, the oldest first.
+/// Refused requests of one application, the oldest first.
 #[derive(Debug, Default)]
 struct Waiting(Vec<Waiter>);
 
@@ -177,10 +186,11 @@ impl Claims {
         self.is_stale |= std::mem::replace(&mut self.holder(app).weight, weight) != weight;
     }
 
-    /// Reserves what `ask` says for `app`, or notes that it waits.
+    /// Reserves memory for `ask` of `app`, or records that it waits.
     ///
     /// # Errors
-    /// `NoCapacity`, or `OverShare` for an application that is to wait until others have theirs.
+    /// `NoCapacity`, or `OverShare` for an application that must wait until others have their
+    /// shares.
     pub(super) fn charge(&mut self, app: &AppId, ask: Ask, now: Instant) -> Result<Charge, MemoryError> {
         let budget = self.holder(app).budget.clone();
         if self.waiting.is_empty()
@@ -207,7 +217,8 @@ impl Claims {
         Ok(charge)
     }
 
-    /// Drops an idle ticket of the application that has the most of them, if it has more than `app`.
+    /// Revokes an idle ticket of the application with the most tickets, if it has more than `app`.
+    /// Returns whether it did.
     pub(super) fn take_back_one(&mut self, app: &AppId, now: Instant) -> bool {
         let of_app = self.holders.get(app).map_or(0, |holder| holder.tickets.len());
         let most = self.holders.values_mut().max_by_key(|holder| holder.tickets.len());
@@ -222,14 +233,15 @@ impl Claims {
         self.taken_back
     }
 
-    /// `app` goes: it waits no more, and its tickets are given back.
+    /// Removes the waiting requests and the tickets of `app`. Returns the tickets.
     #[must_use = "tickets are dropped outside of the lock"]
     pub(super) fn forget(&mut self, app: &AppId) -> BTreeMap<TicketId, Ticket> {
         self.is_stale |= self.waiting.remove(app).is_some();
         self.find(app).map(|holder| std::mem::take(&mut holder.tickets)).unwrap_or_default()
     }
 
-    /// Takes out what was granted before `granted_before`, and forgets applications of which nothing is left.
+    /// Removes and returns tickets granted up to `granted_before`, and forgets applications that
+    /// hold nothing and do not wait.
     #[must_use = "tickets are dropped outside of the lock"]
     pub(super) fn expire(&mut self, granted_before: Instant) -> Vec<Ticket> {
         let mut expired = Vec::new();
@@ -252,8 +264,8 @@ impl Claims {
         !self.waiting.is_empty()
     }
 
-    /// Whether a slow send of `app` must end: another application that is owed memory has waited for it long enough, and less
-    /// is free than is claimed.
+    /// Returns whether a slow send of `app` must end: another application that is owed memory has
+    /// waited long enough, and fewer bytes are free than claimed.
     pub(super) fn must_yield(&mut self, app: &AppId, now: Instant) -> bool {
         if self.waiting.is_empty() {
             return false;
@@ -266,7 +278,7 @@ impl Claims {
         has_waited && self.root.free() < self.claimed
     }
 
-    /// Bytes to be kept free for those below their shares.
+    /// Returns the bytes to keep free for applications below their shares.
     pub(super) fn claimed_bytes(&mut self, now: Instant) -> u64 {
         self.look(now);
         let claims = self.waiting.iter().map(|(app, waiting)| self.claim_of(app, waiting));
@@ -326,7 +338,7 @@ impl Claims {
         }
     }
 
-    /// Brings the level up to date, without those that have given up.
+    /// Updates the level and drops waiters that have given up.
     fn look(&mut self, now: Instant) {
         let is_due = now.duration_since(self.leveled) >= LEVEL_AGE_MAX;
         let is_cheap = self.holders.len() <= CLAIMANTS_AT_ONCE;
@@ -368,7 +380,8 @@ impl Claims {
         (self.claimed, self.owed) = (claimed, [named(oldest), named(second)]);
     }
 
-    /// Drops idle tickets of other applications, of those furthest over their shares first, until `needed` bytes are free.
+    /// Revokes idle tickets of other applications, those furthest over their shares first, until
+    /// `needed` bytes are free.
     fn take_back(&mut self, app: &AppId, needed: u64, now: Instant) {
         let (root, level) = (&self.root, self.level);
         while root.free() < needed {

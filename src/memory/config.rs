@@ -1,4 +1,4 @@
-//! How much memory there is, where it lies and how it is promised.
+//! Configuration of the memory store: capacity, backing and promises.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::budget::allowance::{divide, slack};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size, word};
 use crate::schema::{section, words};
 
-/// Least capacity: room for a handful of the largest segments.
+/// Minimum capacity: room for a handful of the largest segments.
 const CAPACITY_BYTES_MIN: u64 = 16 << 20;
 
 words! {
@@ -91,8 +91,8 @@ section! {
     }
 }
 
-/// 40 % of the memory, from 256 MiB to 16 GiB, in whole 2 MiB blocks. A small machine gets less than the lower bound
-/// rather than more than half of its memory.
+/// Returns 40 % of the memory, from 256 MiB to 16 GiB, in whole 2 MiB blocks. On a small machine
+/// the result may be below 256 MiB, so that it does not exceed half of the memory.
 fn default_capacity_bytes(memory_bytes: u64) -> u64 {
     const LEAST: u64 = 256 << 20;
     const MOST: u64 = 16 << 30;
@@ -103,13 +103,13 @@ fn default_capacity_bytes(memory_bytes: u64) -> u64 {
 }
 
 impl MemoryConfig {
-    /// Whether read buffers get huge pages.
+    /// Returns whether read buffers get huge pages.
     #[must_use]
     pub fn has_huge_read_pages(&self) -> bool {
         self.huge_pages != HugePages::Off
     }
 
-    /// Whether blocks get huge pages where the machine has them.
+    /// Returns whether blocks get huge pages where the machine has them.
     #[must_use]
     pub fn has_huge_block_pages(&self) -> bool {
         match self.huge_pages {
@@ -119,7 +119,8 @@ impl MemoryConfig {
         }
     }
 
-    /// What a successor is told of its memory, to know whether it can take it over; none where nothing can be.
+    /// Returns a description of the memory from which a successor decides whether it can take it
+    /// over. `None` for private memory.
     #[must_use]
     pub fn kept_as(&self) -> Option<String> {
         let (bytes, blocks) = region_size(self);
@@ -127,7 +128,8 @@ impl MemoryConfig {
         (!self.backing.is_private()).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
     }
 
-    /// Whether it can take over the memory of a worker that said this of itself: of the same kind and no larger.
+    /// Returns whether this configuration can take over memory described by `kept_as`: of the same
+    /// kind and no larger.
     #[must_use]
     pub fn can_follow(&self, kept_as: &str) -> bool {
         let parts = |text: &str| {
@@ -141,7 +143,7 @@ impl MemoryConfig {
     }
 }
 
-/// Bytes of segments and number of blocks.
+/// Returns the bytes of segments and the number of blocks.
 pub(super) fn region_size(config: &MemoryConfig) -> (u64, u64) {
     let capacity = config.capacity_bytes;
     (capacity.saturating_add(slack(capacity)), blocks_max(config))

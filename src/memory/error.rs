@@ -1,4 +1,4 @@
-//! Why memory was not given. Each variant exists because `service` answers it differently.
+//! Errors of this module. Each variant exists because `service` answers it differently.
 
 use crate::budget::{HeapFull, NoCapacity};
 
@@ -8,47 +8,48 @@ pub enum MemoryError {
     /// Full for now; asking again later may help.
     #[error("memory is full: {asked} bytes requested, {free} free")]
     NoCapacity {
-        /// What was asked for.
+        /// Requested bytes.
         asked: u64,
-        /// What was free.
+        /// Free bytes.
         free: u64,
     },
-    /// Others wait, and it is their turn; asking again later helps.
+    /// Others wait and are served first; asking again later helps.
     #[error(
         "memory is full for {asked} bytes: the application uses {held} bytes, its fair share is {share} \
          while others wait"
     )]
     OverShare {
-        /// What was asked for.
+        /// Requested bytes.
         asked: u64,
-        /// What the application holds.
+        /// Bytes that the application holds.
         held: u64,
-        /// What it may hold.
+        /// Bytes that the application may hold.
         share: u64,
     },
-    /// More than there will ever be; asking again does not help.
+    /// Larger than any possible ticket; asking again does not help.
     #[error("request of {asked} bytes exceeds the largest possible ticket, {max} bytes")]
     TooLarge {
-        /// What was asked for.
+        /// Requested bytes.
         asked: u64,
-        /// The largest grant.
+        /// Bytes of the largest possible ticket.
         max: u64,
     },
-    /// No such ticket, or of another application, or expired, or spent.
+    /// The ticket is unknown, expired, spent, or of another application.
     #[error("unknown, expired or spent ticket")]
     UnknownTicket,
-    /// More payload than the ticket was for.
+    /// The payload exceeds the ticket.
     #[error("block of {asked} bytes exceeds the remaining {left} bytes of the ticket")]
     TicketOverspent {
         /// Bytes of the block.
         asked: u64,
-        /// Bytes left.
+        /// Bytes left of the ticket.
         left: u64,
     },
-    /// The bytes of a send came too slowly while others waited for its memory; sending again later helps.
+    /// The bytes of a send arrived too slowly while others waited for its memory; sending again
+    /// later helps.
     #[error("send aborted: slower than {bytes_per_sec} bytes/s while others wait for memory; retry")]
     TooSlow {
-        /// The least rate.
+        /// Minimum rate.
         bytes_per_sec: u64,
     },
     /// The shuffle was purged meanwhile.
@@ -57,10 +58,10 @@ pub enum MemoryError {
     /// The limit on blocks in memory is reached; a flush helps.
     #[error("too many blocks in memory, the limit is {max}")]
     TooManyBlocks {
-        /// The limit.
+        /// Maximum number of blocks.
         max: u64,
     },
-    /// No heap for a partition that is new.
+    /// The heap has no room for a new partition.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
 }

@@ -1,17 +1,18 @@
-//! Who may have how much when there is not enough for all: weighted max-min, as pure functions of values.
+//! Weighted max-min fair shares of scarce memory, as pure functions of values.
 //!
-//! A claimant that wants less than its share gets what it wants; the rest is divided among the others by their weights.
-//! So the division is one number: the [`Level`] of memory per unit of weight, under which everyone may fill up. It is a
-//! bound only while more is wanted than there is; otherwise all are satisfied and there is none.
+//! A claimant that wants less than its share gets its demand. The rest is divided among the others
+//! by their weights. The division is therefore one number: the [`Level`] of memory per unit of
+//! weight, up to which each claimant may fill. The level is a bound only while the total demand
+//! exceeds the capacity.
 
 use std::cmp::Ordering;
 
-/// One that wants memory.
+/// An application that wants memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claimant {
-    /// How much it counts; at least 1.
+    /// Weight, at least 1.
     pub weight: u32,
-    /// What it holds and what it waits for.
+    /// Held and awaited bytes.
     pub demand: u64,
 }
 
@@ -23,22 +24,22 @@ pub struct Level {
 }
 
 impl Level {
-    /// There is enough for all.
+    /// Level without a bound: there is enough for all.
     pub const ENOUGH: Self = Self { bytes: u64::MAX, weight: 0 };
 
-    /// What one of `weight` may have at most.
+    /// Returns the largest amount for a claimant of `weight`.
     pub fn share(&self, weight: u32) -> u64 {
         if self.weight == 0 { u64::MAX } else { part(self.bytes, weight, self.weight) }
     }
 }
 
-/// `bytes × weight / all`, rounded down.
+/// Returns `bytes × weight / all`, rounded down.
 fn part(bytes: u64, weight: u32, all: u64) -> u64 {
     let product = u128::from(bytes) * u128::from(weight);
     product.checked_div(u128::from(all)).map_or(0, |part| u64::try_from(part).unwrap_or(u64::MAX))
 }
 
-/// The level at which `capacity` is divided among `claimants`. O(n log n).
+/// Returns the level at which `capacity` is divided among `claimants`. O(n log n).
 pub fn level(capacity: u64, claimants: &[Claimant]) -> Level {
     let mut by_need = claimants.to_vec();
     by_need.sort_unstable_by(by_demand_per_weight);
@@ -62,21 +63,24 @@ fn by_demand_per_weight(a: &Claimant, b: &Claimant) -> Ordering {
 /// A request at one moment, while others wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// What is asked for.
+    /// Requested bytes.
     pub asked: u64,
-    /// What its application holds.
+    /// Bytes that its application holds.
     pub held: u64,
-    /// The application's share.
+    /// Share of the application.
     pub share: u64,
-    /// What applications below their share have waited for longer than this one.
+    /// Bytes claimed by applications below their share that have waited longer than this one.
     pub ahead: u64,
 }
 
 impl Request {
-    /// How much must be free for the request to be granted; none for an application that has its share. Within its share
-    /// an application needs what it asks for: the shares together are no more than there is. With one request it may go
-    /// beyond (requests can be larger than shares), if those that have waited for longer still find what they wait for. So
-    /// the one that has waited longest always gets on.
+    /// Returns how many bytes must be free to grant the request, or `None` for an application that
+    /// has its share.
+    ///
+    /// Within its share an application needs only the requested bytes, because the shares together
+    /// never exceed the capacity. Requests can be larger than shares. One request may therefore
+    /// exceed the share if longer waiters still find their claims. The longest waiter always makes
+    /// progress.
     pub fn room_needed(&self) -> Option<u64> {
         let Self { asked, held, share, ahead } = *self;
         let is_within = held.saturating_add(asked) <= share;
@@ -85,13 +89,13 @@ impl Request {
     }
 }
 
-/// Whether an application is owed memory. One that holds nothing always is.
+/// Returns whether an application is owed memory. An application that holds nothing always is.
 pub fn is_below_share(held: u64, share: u64) -> bool {
     held == 0 || held < share
 }
 
-/// What is kept free for an application that waits for `waited`, the oldest of its requests being for `oldest`: up to its
-/// share, and at least that one request.
+/// Returns the bytes to keep free for an application that waits for `waited` bytes: up to its
+/// share, and at least its oldest request of `oldest` bytes.
 pub fn claim(held: u64, share: u64, waited: u64, oldest: u64) -> u64 {
     if is_below_share(held, share) { waited.min(share.saturating_sub(held).max(oldest)) } else { 0 }
 }
@@ -156,12 +160,14 @@ mod tests {
             let wanted: u64 = claimants.iter().map(|it| it.demand).sum();
             let sum: u64 = given.iter().sum();
             prop_assert!(sum <= capacity);
-            // Nothing is left while an application wants it, but for less than a byte each of rounding.
+            // Nothing is left while an application wants it, except for less than a byte each of
+            // rounding.
             prop_assert!(sum + claimants.len() as u64 >= capacity.min(wanted));
             for (it, share) in claimants.iter().zip(&given) {
                 let fair = part(capacity, it.weight, weights);
                 prop_assert!(*share >= it.demand.min(fair), "at least its weighted share");
-                // Who gets less than it wants has no less by weight than any other.
+                // An application that gets less than its demand has no less by weight than any
+                // other.
                 if *share < it.demand {
                     for (other, theirs) in claimants.iter().zip(&given) {
                         prop_assert!((share + 1) * u64::from(other.weight) >= theirs * u64::from(it.weight));

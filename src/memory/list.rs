@@ -1,9 +1,10 @@
-//! Committed blocks of one generation of a partition: records in commit order, their ids, and the chain below them.
+//! Committed blocks of one generation of a partition: records in commit order, their ids, and the
+//! chain with their bytes.
 //!
-//! A list is first active (blocks are appended) and then sealed (it never changes again). Sealing drops nothing and
-//! releasing drops it whole, ids included. A record is 32 bytes and an id 5 to 12; records grow by quarters, so that the 64
-//! bytes charged per block pay for both. The list itself and what it has of segments is charged by [`LIST_BYTES`] and
-//! [`SEGMENT_HEAP_BYTES`].
+//! A list is first active (blocks are appended) and then sealed (it never changes again). Sealing
+//! drops nothing, and releasing drops the whole list with its ids. A record has 32 bytes and an id
+//! 5 to 12. Records grow by quarters, so that the 64 bytes charged per block cover both.
+//! [`LIST_BYTES`] and [`SEGMENT_HEAP_BYTES`] cover the list itself and its segments.
 
 use std::hash::BuildHasher;
 use std::sync::{Arc, OnceLock};
@@ -20,22 +21,23 @@ use super::region::{Segment, Slice};
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
 
-/// Heap of a list with blocks, as a batch too, of its partition's part that is there with lists only, and of one segment.
-/// `d12_…` measures it.
+/// Heap of a list with blocks, also as a batch, of its partition's part that exists only with
+/// lists, and of one segment. `buffer/tests/heap.rs` checks it.
 pub(super) const LIST_BYTES: u64 = 896;
-/// Heap of a further segment, with the room that lists of them grow by.
+/// Heap of a further segment, including spare room of growing vectors.
 pub(super) const SEGMENT_HEAP_BYTES: u64 = 192;
-/// Heap of a stray beside its record, likewise.
+/// Heap of a stray beside its record, including spare room.
 pub(super) const STRAY_BYTES: u64 = 2 * size_of::<(u32, SmallVec<[Slice; 2]>)>() as u64;
 
-/// A list with so many blocks is closed and waits as a batch, so that no batch is made of many more: what is flushed together is copied
-/// and sorted together. Of blocks of 2 KiB that is 64 MiB, so it is small blocks that it is for. One send may bring more.
+/// A list with this number of blocks is closed and waits as a batch. It limits the work of copying
+/// and sorting one batch. It matters for small blocks only: with blocks of 2 KiB it is 64 MiB. One
+/// send may exceed it.
 pub(super) const LIST_BLOCKS_MAX: usize = 32 << 10;
 
-/// Offset of a stray: its bytes are in no range of this list's chain.
+/// Offset of a stray, whose bytes are not in this list's chain.
 const STRAY: u32 = u32::MAX;
 
-/// [`BlockMeta`] and an offset, flat, so that the latter fits where the former has padding.
+/// [`BlockMeta`] and an offset, flat, so that the offset fits into the padding.
 #[derive(Debug, Clone, Copy)]
 struct Record {
     block_id: BlockId,
@@ -58,45 +60,47 @@ impl Record {
     }
 }
 
-// The charge of 64 bytes counts on it.
+// The charge of 64 bytes per block relies on it.
 const _: () = assert!(size_of::<Record>() <= 32);
 
-/// Blocks and where their bytes are.
+/// Blocks and the positions of their bytes.
 #[derive(Debug)]
 pub(super) struct BlockList {
-    /// The rows of its blocks in a region that outlives the process; none in private memory. The first field, since it is
-    /// dropped first: rows go before the segments that they point into.
+    /// The rows of its blocks in a region that outlives the process, unset in private memory. The
+    /// first field, because it must be dropped first: rows go before the segments that they point
+    /// into.
     rows: OnceLock<Box<Rows>>,
     records: Vec<Record>,
     ids: HashTable<u32>,
     hasher: DefaultHashBuilder,
     pub(super) chain: Chain,
-    /// Blocks committed after their chain was sealed, by ascending record: they keep their slices themselves.
+    /// Blocks committed after their chain was sealed, by ascending record. They hold their slices
+    /// themselves.
     strays: Vec<(u32, SmallVec<[Slice; 2]>)>,
     bytes: u64,
-    /// Numbers of blocks that an earlier process left and that are damaged, ascending.
+    /// Ascending record numbers of damaged recovered blocks, which are hidden.
     withheld: OnceLock<Box<[u32]>>,
-    /// Segments that are paid for; the first with the list itself, when it gets one.
+    /// Number of segments that are paid for. The first is paid together with the list itself.
     paid_segments: usize,
     paid: Paid,
 }
 
-/// The rows of a list's blocks, and what is charged for those that were made later than the blocks.
+/// The rows of a list's blocks, with the charges of rows that were created later than the blocks.
 #[derive(Debug)]
 struct Rows {
     kept: Kept,
     _late: Option<(Charge, Charge)>,
 }
 
-/// What blocks and their list are charged. Given back in this order: blocks and lists count no longer than their bytes are
-/// charged to the capacity.
+/// Charges of blocks and their list. Dropped in this order: blocks and lists count no longer than
+/// their bytes are charged to the capacity.
 #[derive(Debug)]
 pub(super) struct Paid {
-    /// A count of blocks, against the global limit.
+    /// Number of blocks, charged to the global limit.
     pub(super) permits: Charge,
     /// Bytes of the heap for lists.
     pub(super) lists: Charge,
-    /// The same bytes of the application's capacity.
+    /// The same bytes in the application's capacity.
     pub(super) capacity: Charge,
 }
 
@@ -141,12 +145,13 @@ impl BlockList {
         self.records.is_empty()
     }
 
-    /// Payload of all blocks.
+    /// Returns the payload bytes of all blocks.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// What dropping it gives back to the budget (strays excepted, whose segments others may share).
+    /// Returns the charge that dropping the list frees. Strays are excluded, because their segments
+    /// may be shared.
     pub(super) fn charged_bytes(&self) -> u64 {
         self.chain.capacity() + self.paid.capacity.bytes()
     }
@@ -159,18 +164,18 @@ impl BlockList {
         self.records[at].task_attempt_id
     }
 
-    /// Where a block stands.
+    /// Returns the record number of a block.
     pub(super) fn find(&self, id: BlockId) -> Option<usize> {
         let same = |at: &u32| self.records[*at as usize].block_id == id;
         self.ids.find(self.hasher.hash_one(id), same).map(|at| *at as usize)
     }
 
-    /// Whether a block stands there and is shown.
+    /// Returns whether the block is in the list and visible.
     pub(super) fn shows(&self, id: BlockId) -> bool {
         self.find(id).is_some_and(|at| !self.is_withheld(at))
     }
 
-    /// Numbers of the blocks that do not have the checksums that their senders gave.
+    /// Returns the record numbers of blocks that do not match their senders' checksums.
     pub(super) fn damaged(&self) -> Vec<u32> {
         let is_damaged = |at: &u32| {
             let mut gather = Gather::default();
@@ -183,7 +188,7 @@ impl BlockList {
         (0..self.next_record()).filter(is_damaged).collect()
     }
 
-    /// Does not show these blocks any more, nor finds the next process them. Once.
+    /// Hides these blocks from readers and from the next process. Called at most once.
     pub(super) fn withhold(&self, numbers: Vec<u32>) {
         let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
         self.rows.get().iter().for_each(|rows| rows.kept.withhold(&ids));
@@ -191,31 +196,31 @@ impl BlockList {
         debug_assert!(is_first, "a list is looked at once");
     }
 
-    /// Whether block `at` is not shown.
+    /// Returns whether block `at` is hidden.
     pub(super) fn is_withheld(&self, at: usize) -> bool {
         let is_among = |numbers: &[u32]| u32::try_from(at).is_ok_and(|at| numbers.binary_search(&at).is_ok());
         self.withheld.get().is_some_and(|numbers| is_among(numbers))
     }
 
-    /// Ids of the blocks that are shown.
+    /// Returns the ids of the visible blocks.
     pub(super) fn shown_ids(&self) -> impl Iterator<Item = BlockId> {
         let numbered = self.records.iter().enumerate();
         numbered.filter(|(at, _)| !self.is_withheld(*at)).map(|(_, record)| record.block_id)
     }
 
-    /// Blocks that are shown.
+    /// Returns the number of visible blocks.
     pub(super) fn shown(&self) -> usize {
         self.records.len() - self.withheld.get().map_or(0, |numbers| numbers.len())
     }
 
-    /// Their payload.
+    /// Returns the payload bytes of the visible blocks.
     pub(super) fn shown_bytes(&self) -> u64 {
         let withheld = self.withheld.get().into_iter().flatten();
         self.bytes - withheld.map(|at| u64::from(self.records[*at as usize].length)).sum::<u64>()
     }
 
-    /// Appends a block that is not in the list yet, and whose fill is fully written; in `rows` it is there for the next
-    /// process, too.
+    /// Appends a block that is not in the list yet and whose fill is fully written. With `rows` the
+    /// next process can recover it.
     pub(super) fn push(&mut self, meta: BlockMeta, fill: BlockFill, rows: Option<&mut FreeRows>) {
         let at = self.next_record();
         let in_chain = fill.chain() == self.chain.id();
@@ -233,18 +238,19 @@ impl BlockList {
         self.enter(meta, offset);
     }
 
-    /// The place of block `at` in its partition: readers continue behind a block, and chains are numbered in the order in which
-    /// they are read.
+    /// Returns the position of block `at` in its partition. Readers continue behind a block, and
+    /// chain numbers follow the read order.
     fn order(&self, at: u32) -> u64 {
         self.chain.id() << 32 | u64::from(at)
     }
 
-    /// Whether its blocks have rows.
+    /// Returns whether its blocks have rows.
     pub(super) fn has_rows(&self) -> bool {
         self.rows.get().is_some()
     }
 
-    /// Makes rows for the blocks of a sealed list that has none. Returns whether there were places for them.
+    /// Creates rows for the blocks of a sealed list without rows. Returns whether there was room
+    /// for them.
     pub(super) fn make_rows(&self, named: &Arc<Named>, partition: PartitionId, lists: &Ceded) -> bool {
         let slices = |at: u32| {
             let mut gather = Gather::default();
@@ -263,19 +269,19 @@ impl BlockList {
         self.rows.set(Box::new(Rows { kept, _late: Some((of_lists, of_capacity)) })).is_ok()
     }
 
-    /// Room for so many blocks more.
+    /// Reserves room for `blocks` further blocks.
     pub(super) fn reserve(&mut self, blocks: usize) {
         self.records.reserve_exact(blocks);
         let Self { ids, records, hasher, .. } = self;
         ids.reserve(blocks, |at| hasher.hash_one(records[*at as usize].block_id));
     }
 
-    /// Appends a block that an earlier process committed, whose row is in `kept` and whose bytes are in the chain.
+    /// Appends a recovered block whose row is in `kept` and whose bytes are in the chain.
     pub(super) fn restore(&mut self, meta: BlockMeta, offset: u32) {
         self.enter(meta, offset);
     }
 
-    /// The same of one that keeps its slices itself.
+    /// Appends a recovered block that holds its slices itself.
     pub(super) fn restore_stray(&mut self, meta: BlockMeta, slices: SmallVec<[Slice; 2]>) {
         self.strays.push((self.next_record(), slices));
         self.enter(meta, STRAY);
@@ -297,19 +303,20 @@ impl BlockList {
         ids.insert_unique(hasher.hash_one(meta.block_id), at, hash_of);
     }
 
-    /// Takes over what was charged for blocks just pushed, and pays for `strays` of them that keep their slices.
+    /// Adds the charges of blocks that were just pushed, and pays for `strays` of them that hold
+    /// their slices.
     pub(super) fn charge(&mut self, paid: Paid, strays: usize, lists: &Ceded) {
         self.paid.merge(paid);
         self.pay(strays as u64 * STRAY_BYTES, lists);
     }
 
-    /// Whether the list itself is paid for.
+    /// Returns whether the list itself is paid for.
     pub(super) fn is_paid(&self) -> bool {
         self.paid_segments > 0
     }
 
-    /// Pays for the list itself and for segments that are new. Each was refused before if there was no room for it, and what
-    /// is of the list is small beside it.
+    /// Pays for the list itself and for new segments. The segments were checked against the
+    /// capacity when they were allocated, and the list's heap is small compared with them.
     pub(super) fn pay_for_segments(&mut self, lists: &Ceded) {
         let segments = self.chain.segments().max(1);
         if segments > self.paid_segments {
@@ -319,7 +326,7 @@ impl BlockList {
         }
     }
 
-    /// Takes out segments in which everything died.
+    /// Removes and returns dead segments.
     pub(super) fn drop_dead(&mut self) -> SmallVec<[Segment; 2]> {
         let dead = self.chain.drop_dead();
         let segments = self.chain.segments().max(usize::from(!self.is_empty()));
@@ -340,20 +347,21 @@ impl BlockList {
         }
     }
 
-    /// Blocks that were late.
+    /// Returns the number of late blocks.
     pub(super) fn strays(&self) -> usize {
         self.strays.len()
     }
 
-    /// True when the chain holds these blocks and nothing else: no dead range, no stray, no fill outstanding.
+    /// Returns whether the chain holds exactly these blocks: no dead range, no stray, no
+    /// outstanding fill.
     pub(super) fn is_linear(&self) -> bool {
         self.strays.is_empty() && self.bytes == self.chain.used()
     }
 
-    /// The records by their place in the chain; only for a linear list.
+    /// Returns the blocks in chain order. Valid only for a linear list.
     pub(super) fn by_offset(&self) -> Vec<BlockMeta> {
         let mut records = self.records.clone();
-        // Nearly sorted: runs of one request stand in commit order. Stable, for blocks of no bytes.
+        // Nearly sorted: runs of one request are in commit order. Stable, for blocks of no bytes.
         records.sort_by_key(|record| record.offset);
         records.iter().map(Record::meta).collect()
     }
@@ -373,13 +381,13 @@ impl BlockList {
     }
 }
 
-/// Heap of a list with so many segments; nothing of one that has none yet.
+/// Returns the heap of a list with `segments` segments, zero without segments.
 fn heap_bytes(segments: usize) -> u64 {
     let further = segments.saturating_sub(1) as u64;
     if segments == 0 { 0 } else { LIST_BYTES + further * SEGMENT_HEAP_BYTES }
 }
 
-/// Collects the bytes of blocks in order; neighbours in one segment become one slice.
+/// Collects the bytes of blocks in order and merges neighbours in one segment into one slice.
 #[derive(Debug, Default)]
 pub(super) struct Gather<'a> {
     pending: Option<(&'a Chain, usize, usize, usize)>,

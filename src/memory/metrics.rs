@@ -1,4 +1,5 @@
-//! What this module tells a scraper: live values as gauges, refreshed for each scrape, and a few counters.
+//! Metrics of the memory store: gauges with live values, refreshed for each scrape, and a few
+//! counters.
 
 use prometheus::{IntCounter, IntGauge, IntGaugeVec};
 
