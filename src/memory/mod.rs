@@ -1,24 +1,12 @@
-//! Shuffle data in memory: one bounded region, tickets that promise parts of it, and a buffer per partition.
+//! Shuffle data in memory: one bounded region, tickets that promise parts of it, and a buffer per
+//! partition.
 //!
-//! Not here: when to flush ([`crate::flush`]), where to ([`crate::tiers`]), who may send ([`crate::service`]).
+//! Other modules decide when to flush ([`crate::flush`]), where to ([`crate::tiers`]), and who may
+//! send ([`crate::service`]).
 //!
-//! | file | holds |
-//! | --- | --- |
-//! | [`region`], `buddy` | the mapping, its segments; which of them are free |
-//! | [`ticket`], `reservation` | capacity promised by `requireBuffer`, and what is left of it |
-//! | [`fair`], [`claims`] | who may have how much when there is not enough for all; who holds and who waits |
-//! | `shuffle` | the buffers of one shuffle |
-//! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
-//! | `persistent` | what of it outlives the process, where it is to |
-//! | `outlives` | that, from the start that restores it to the end that leaves it |
-//! | `ahead` | pages for it, taken before they are needed |
-//! | `ceded` | heap for the lists of blocks, with room of the region |
-//! | `parts` | work of a start, divided among threads |
-//! | `config` | how much there is |
-//! | [`pool`] | buffers for reads from disk |
-//!
-//! Bounded by construction: resident memory is at most the region, and nothing enters it without a charge. After all
-//! shuffles are purged and all readers gone, every counter is zero and the region is whole again.
+//! Invariant: resident memory is at most the region, and nothing enters it without a charge. After
+//! all shuffles are purged and all readers are gone, every counter is zero and the region is whole
+//! again.
 
 pub mod buffer;
 pub mod chain;
@@ -93,8 +81,8 @@ use uniffle_wire::types::{AppId, BlockId, Distribution, ShuffleKey};
 use crate::metrics::clamped;
 use crate::profile::allocator::return_freed;
 
-/// Bytes that the allocator may keep of what was freed of the heap, and steps of charges in which that is looked at. Both are
-/// in the base of `budget::allowance`.
+/// Freed heap bytes that the allocator may keep, and the step of charges after which they are
+/// returned. Both are in the base of `budget::allowance`.
 const FREED_BYTES_MAX: u64 = 8 << 20;
 
 /// All shuffle data in memory.
@@ -107,28 +95,29 @@ pub struct Memory {
     read_pool: ReadPool,
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
     kept: Option<KeptMemory>,
-    /// Of memory in a file.
+    /// Allocates pages ahead of promises. Only for memory in a file.
     ahead: Option<Arc<Ahead>>,
 }
 
-/// Whether a tier has a block of a partition ([`Memory::restore`]).
+/// Tells whether a tier has a block of a partition ([`Memory::restore`]).
 pub type IsElsewhere<'a> = Box<dyn Fn(BlockId) -> bool + 'a>;
 
 /// Memory that outlives the process.
 #[derive(Debug)]
 struct KeptMemory {
     table: Arc<Table>,
-    /// Until the start is over.
+    /// Recovered blocks until the start is complete.
     leftover: Mutex<Search>,
-    /// What an earlier process left of shuffles that only a later start may know, until they are registered or end.
+    /// Recovered blocks of shuffles that only a later start may know. They are kept until the
+    /// shuffles are registered or end.
     for_later: Mutex<HashMap<ShuffleKey, LeftShuffle>>,
     file: Held,
-    /// The file is not found by its path any more.
+    /// The path no longer leads to the file.
     has_vanished: AtomicBool,
 }
 
 impl Memory {
-    /// Maps private memory, whatever the configured backing. Pages that are never used cost nothing.
+    /// Maps private memory, whatever the configured backing. Unused pages cost nothing.
     ///
     /// # Errors
     /// When memory cannot be mapped or a metric's name is taken.
@@ -136,11 +125,12 @@ impl Memory {
         Self::in_region(config, None, registry)
     }
 
-    /// Maps the memory of the configured backing: `inherited`, if a process before handed over such a file, or as one left
-    /// it. What is in it becomes visible by [`Memory::restore`]; [`Memory::finish_restore`] ends that.
+    /// Maps memory of the configured backing: `inherited`, if an earlier process handed over a
+    /// file, otherwise an existing or a new one. [`Memory::restore`] makes recovered blocks
+    /// visible, and [`Memory::finish_restore`] ends the recovery.
     ///
     /// # Errors
-    /// As [`Memory::new`], and a region that is not this worker's to take, by name.
+    /// Errors of [`Memory::new`], or the reason why the worker may not take the region.
     pub fn open(
         config: &MemoryConfig,
         owner: &Owner,
@@ -163,7 +153,7 @@ impl Memory {
             None => Region::new(region_size(config).0)?,
         };
         region.advise_huge_pages(config.has_huge_block_pages());
-        // One that has grown has the table of before.
+        // A region that has grown keeps its previous block table.
         let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
         let blocks = Budget::new(blocks_max(config).min(rows_max));
         let kept = opened.map(|(table, file)| KeptMemory {
@@ -209,44 +199,44 @@ impl Memory {
         }))
     }
 
-    /// What everything here is charged to.
+    /// Returns the budget that all shuffle data is charged to.
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.shared.budget
     }
 
-    /// What is held beside blocks and reads is charged to.
+    /// Returns the heap budget for everything except blocks and reads.
     #[must_use]
     pub fn heap(&self) -> &Heap {
         &self.heap
     }
 
-    /// What tiers remember of blocks that left memory is charged to this part of the capacity, whether there is room or not: see
-    /// `ceded`.
+    /// Returns the part of the capacity for extent lists of blocks that left memory. Charged even
+    /// without room, see `ceded`.
     #[must_use]
     pub fn extents(&self) -> &Budget {
         self.shared.supply.lists.extents()
     }
 
-    /// The region cedes what lists of extents have grown by. What it has no room for now it cedes later.
+    /// Makes the region cede the growth of extent lists. Bytes without room now are ceded later.
     pub fn cover_extents(&self) {
         let _ = self.shared.supply.lists.cover(0);
     }
 
-    /// Bytes of blocks in answers that are not taken: half of the capacity at most. They stay where they are, flushed or
-    /// not, until the reader has them.
+    /// Returns the budget of block bytes in responses that clients have not taken: at most half of
+    /// the capacity. These bytes stay in memory, flushed or not, until the reader has them.
     #[must_use]
     pub fn answered(&self) -> &Budget {
         &self.answered
     }
 
-    /// The tickets.
+    /// Returns the tickets.
     #[must_use]
     pub fn tickets(&self) -> &Tickets {
         &self.tickets
     }
 
-    /// Drops tickets whose time ran out at `now` and counts them.
+    /// Drops the tickets that expired at `now`. Returns their number.
     pub fn expire_tickets(&self, now: Instant) -> usize {
         let expired = self.tickets.expire(now);
         self.shared.metrics.evicted_tickets.inc_by(expired as u64);
@@ -254,19 +244,19 @@ impl Memory {
         expired
     }
 
-    /// Buffers for reads from disk.
+    /// Returns the buffers for reads from disk.
     #[must_use]
     pub fn read_pool(&self) -> &ReadPool {
         &self.read_pool
     }
 
-    /// The same for reads of `app`.
+    /// Returns the buffers for reads of `app` from disk.
     #[must_use]
     pub fn read_pool_of(&self, app: &AppId) -> ReadPool {
         self.read_pool.of(app, self.tickets.weight_of(app))
     }
 
-    /// The buffers of a shuffle, made if there are none. Registering again changes nothing.
+    /// Returns the buffers of a shuffle, created on demand. Registering again changes nothing.
     pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
         let budget = self.tickets.budget_of(&key.app);
         let fresh = || {
@@ -277,21 +267,24 @@ impl Memory {
         Arc::clone(&self.shuffles.entry(key.clone()).or_insert_with(fresh))
     }
 
-    /// Its name for the next process: the one that it had in the process before, if there is that.
+    /// Returns the shuffle's name for the next process. Reuses the name that an earlier process
+    /// gave it.
     fn name_of(&self, key: &ShuffleKey) -> Option<Arc<ShuffleName>> {
         let KeptMemory { table, leftover, .. } = self.kept.as_ref()?;
         let left = leftover.lock().found().and_then(|left| left.name(key));
         Some(ShuffleName::new(table, key, left.or_else(|| table.name(key))))
     }
 
-    /// Shuffles with blocks in memory that are lost if the process is killed, although memory outlives it: there was no place for
-    /// the shuffle in the file when it was registered.
+    /// Returns the number of shuffles whose blocks in memory are lost if the process is killed,
+    /// although the memory outlives it. The file had no place for these shuffles when they were
+    /// registered.
     #[must_use]
     pub fn unprotected_shuffles(&self) -> u64 {
         self.kept.as_ref().map_or(0, |kept| kept.table.unprotected())
     }
 
-    /// Tries again to find places for these. May take milliseconds for each shuffle: not on a runtime's thread.
+    /// Tries again to find places for unprotected shuffles. May take milliseconds per shuffle: not
+    /// for a runtime's thread.
     pub fn protect_shuffles(&self) {
         let lack =
             |shuffle: &Arc<ShuffleBuffers>| shuffle.name.as_ref().is_some_and(|name| name.is_partial());
@@ -300,30 +293,31 @@ impl Memory {
         lacking.iter().for_each(|shuffle| shuffle.protect());
     }
 
-    /// Partitions that were ever written to, of all shuffles that are known.
+    /// Returns the number of partitions of known shuffles that were ever written to.
     #[must_use]
     pub fn partitions(&self) -> u64 {
         self.heap().of(HeapKind::Partitions).used() / PARTITION_BYTES
     }
 
-    /// The buffers of a registered shuffle.
+    /// Returns the buffers of a registered shuffle.
     #[must_use]
     pub fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<ShuffleBuffers>> {
         self.shuffles.get(key).map(|buffers| Arc::clone(&buffers))
     }
 
-    /// Forgets a shuffle at once; its buffers are evicted when the returned value is dropped, and sends under way find them
-    /// so.
+    /// Forgets a shuffle at once. Its buffers are evicted when the returned value is dropped; sends
+    /// in progress then fail with `Evicted`.
     pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
         self.drop_left_for_later(|left| left == key);
         let (_, buffers) = self.shuffles.remove(key)?;
-        // Before the shuffle can be registered again: its blocks must not be found as those of its successor.
+        // Before the shuffle can be registered again: its blocks must not be recovered as those of
+        // its successor.
         buffers.name.iter().for_each(|name| name.disown());
         Some(Evicted(buffers))
     }
 
-    /// Takes pages ahead of what is promised, and places for shuffles that have none, until it is dropped. Returns at once in
-    /// private memory.
+    /// Allocates pages ahead of promises, and places for unprotected shuffles, until the memory is
+    /// dropped. Returns at once for private memory.
     pub async fn run_ahead(self: Arc<Self>) {
         let (ahead, memory) = (self.ahead.clone(), Arc::downgrade(&self));
         drop(self);
@@ -339,12 +333,12 @@ impl Memory {
         }
     }
 
-    /// Starts a thread of the lowest priority that takes the pages of block memory that was never used. It
-    /// ends when it has all of them, is refused one, or the memory is dropped.
+    /// Starts a thread of the lowest priority that allocates the pages of unused block memory. It
+    /// ends when all are allocated, when one is refused, or when the memory is dropped.
     pub fn prefault(self: &Arc<Self>) {
         let memory = Arc::downgrade(self);
         let take = move || {
-            // Of this thread. Without it the pages are taken at the usual priority.
+            // Applies to this thread. If it fails, the pages are allocated at the usual priority.
             let _ = rustix::process::setpriority_process(None, 19);
             while let Some(memory) = memory.upgrade() {
                 match memory.shared.supply.region.prefault_block() {
@@ -368,24 +362,25 @@ impl Memory {
         }
     }
 
-    /// Bytes of the capacity that cannot be used, since the file that they would lie in gets no pages.
+    /// Returns the bytes of the capacity that cannot be used because the file gets no pages for
+    /// them.
     #[must_use]
     pub fn withheld_bytes(&self) -> u64 {
         self.ahead.as_ref().map_or(0, |ahead| ahead.withheld_bytes())
     }
 
-    /// All buffers with something to flush. Gives back dead segments of the others in passing, and what is ceded for lists
-    /// that are gone.
+    /// Returns all buffers with something to flush. Also frees dead segments of the others, and
+    /// ceded memory of dropped lists.
     #[must_use]
     pub fn candidates(&self) -> Vec<Candidate> {
         self.cover_extents();
         self.shared.supply.lists.give_back(SPARE_BYTES);
-        // Two steps, so that no lock of the map is held while buffers are asked.
+        // Two steps, so that no lock of the map is held while buffers are queried.
         let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
         shuffles.iter().flat_map(|shuffle| shuffle.candidates()).collect()
     }
 
-    /// What is in memory, the shuffle with the most bytes first.
+    /// Returns the shuffles in memory, the one with the most bytes first.
     #[must_use]
     pub fn contents(&self) -> Vec<InMemory> {
         let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
@@ -394,56 +389,56 @@ impl Memory {
         contents
     }
 
-    /// Notified when a request was refused for want of bytes or blocks. The watermarks are the flusher's own affair:
-    /// it looks after every commit.
+    /// Returns the notification of requests refused for lack of bytes or blocks. The flusher checks
+    /// its watermarks itself after every commit.
     #[must_use]
     pub fn pressure(&self) -> &Notify {
         self.shared.budget.pressure()
     }
 
-    /// Bytes for shuffle data in all.
+    /// Returns the capacity for shuffle data in bytes.
     #[must_use]
     pub fn capacity_bytes(&self) -> u64 {
         self.shared.budget.capacity()
     }
 
-    /// Bytes reserved or stored, metadata and batches in flight included.
+    /// Returns the bytes reserved or stored, including metadata and batches in flight.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.shared.budget.used()
     }
 
-    /// Bytes reserved and not stored yet.
+    /// Returns the bytes reserved and not stored yet.
     #[must_use]
     pub fn pre_allocated_bytes(&self) -> u64 {
         self.tickets.pre_allocated_bytes()
     }
 
-    /// Charged bytes of batches taken by the flusher and still alive.
+    /// Returns the charged bytes of batches that the flusher took and that still exist.
     #[must_use]
     pub fn in_flight_bytes(&self) -> u64 {
         self.shared.in_flight.used()
     }
 
-    /// Blocks of batches taken by the flusher and still alive.
+    /// Returns the number of blocks of batches that the flusher took and that still exist.
     #[must_use]
     pub fn in_flight_blocks(&self) -> u64 {
         self.shared.in_flight_blocks.used()
     }
 
-    /// Blocks in memory.
+    /// Returns the number of blocks in memory.
     #[must_use]
     pub fn block_count(&self) -> u64 {
         self.shared.supply.blocks.used()
     }
 
-    /// Largest number of blocks in memory.
+    /// Returns the maximum number of blocks in memory.
     #[must_use]
     pub fn blocks_max(&self) -> u64 {
         self.shared.supply.blocks.capacity()
     }
 
-    /// Writes the live values into the gauges; the scraper calls it before it gathers.
+    /// Writes the live values into the gauges. Called before each scrape.
     pub fn refresh_metrics(&self) {
         let metrics = &self.shared.metrics;
         let (used, reserved) = (self.used_bytes(), self.pre_allocated_bytes());
@@ -479,7 +474,8 @@ impl Memory {
 }
 
 impl Drop for Memory {
-    /// Blocks that are dropped with it are not gone from a region that outlives it.
+    /// Releases the table, so that dropping the blocks does not remove them from a region that
+    /// outlives the process.
     fn drop(&mut self) {
         if let Some(kept) = &self.kept {
             kept.table.let_go();

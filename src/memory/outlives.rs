@@ -1,4 +1,8 @@
-//! Memory that outlives the process: what an earlier one left is restored, and what is here is left to the next.
+//! Recovery of memory that outlives the process, and its release to the next process.
+//!
+//! A start opens the memory, restores registered shuffles, keeps the rest for later or frees it,
+//! and finishes the recovery. An end releases the memory to the successor. The file itself is in
+//! `persistent`.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,26 +22,29 @@ use crate::budget::Budget;
 use crate::durability::OnDamage;
 
 impl Memory {
-    /// Whether [`Memory::open`] would succeed now; nothing is made or touched.
+    /// Checks whether [`Memory::open`] would succeed now. Creates and touches nothing.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why it would fail.
     pub fn check(config: &MemoryConfig, owner: &Owner) -> Result<(), Refusal> {
         file::check(&config.backing, owner, region_size(config))
     }
 
-    /// Whether [`Memory::open`] would succeed where a running worker has its memory, once that is empty.
+    /// Checks whether [`Memory::open`] would succeed in place of a running worker's memory, once
+    /// that is empty.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why it would fail.
     pub fn check_room(config: &MemoryConfig) -> Result<(), Refusal> {
         file::check_room(&config.backing, region_size(config))
     }
 
-    /// Shows what an earlier process left of a shuffle that is registered again and not written to yet, but for blocks that are in
-    /// a tier (what `elsewhere` of their partition says). What `made` makes of the ids of what is there now, in the order in which they
-    /// are read. Partitions are charged to `heap` beyond what there is: their blocks were acknowledged. Blocks for a while, on more
-    /// cores than this one.
+    /// Restores recovered blocks of a shuffle that is registered again and not written to yet.
+    /// Blocks for which `elsewhere` of their partition returns true are in a tier and are skipped.
+    ///
+    /// Returns the result of `made` for each partition. `made` receives the ids of the restored
+    /// blocks in read order. Partitions are charged to `heap` even beyond its capacity, because
+    /// their blocks were acknowledged. Blocks the caller, and uses several cores.
     pub fn restore<'a, T: Send>(
         &self,
         key: &ShuffleKey,
@@ -75,44 +82,49 @@ impl Memory {
             taken.filter_map(|(partition, _)| restore_one(*partition)).collect::<Vec<_>>()
         };
         let threads = threads_for(partitions.iter().map(|(_, rows)| rows).sum());
-        // One that panics has shown what it has shown; the start fails as it would on this thread.
+        // After a panic, partitions that were restored stay visible. The start fails as it would on
+        // this thread.
         on_threads(threads, restore_some).into_iter().flatten().collect()
     }
 
-    /// `on_damage` is told of each partition of which blocks that an earlier process left are damaged, when that is found out and
-    /// before the others are served; of what was found out earlier, now. The first one only.
+    /// Sets the listener for partitions with damaged recovered blocks. It is notified when damage
+    /// is found and before the other blocks are served. Earlier findings are reported now. Only the
+    /// first call has an effect.
     pub fn on_damage(&self, on_damage: OnDamage) {
         self.shared.verification.hearer.set(on_damage);
     }
 
-    /// Whether an earlier process left something that is not verified: until then what serves it is not for a
-    /// runtime's thread.
+    /// Returns whether recovered blocks are unverified. Until they are verified, serving them must
+    /// not happen on a runtime's thread.
     #[must_use]
     pub fn has_unverified(&self) -> bool {
         self.shared.verification.buffers.load(Ordering::Relaxed) > 0
     }
 
-    /// Buffers of all shuffles, for a look at what an earlier process left ([`Buffer::verify`]) that no reader has asked for yet.
+    /// Returns the buffers of all shuffles, to verify recovered blocks ([`Buffer::verify`]) that no
+    /// reader has requested yet.
     #[must_use]
     pub fn buffers(&self) -> Vec<Arc<Buffer>> {
         let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
         shuffles.iter().flat_map(|shuffle| shuffle.all()).collect()
     }
 
-    /// Whether an earlier process may have left something that is to be restored.
+    /// Returns whether an earlier process may have left blocks to recover.
     #[must_use]
     pub fn has_leftover(&self) -> bool {
         self.kept.as_ref().is_some_and(|kept| kept.table.was_used())
     }
 
-    /// Shuffles that an earlier process left in a region that outlives it. To be asked before any is registered.
+    /// Returns the number of shuffles that an earlier process left. Must be called before any
+    /// shuffle is registered.
     #[must_use]
     pub fn left_shuffles(&self) -> usize {
         self.kept.as_ref().map_or(0, |kept| kept.table.found_names().len())
     }
 
-    /// Keeps what an earlier process left of shuffles that are not registered and that a later start may know (`is_left`). It is charged
-    /// and stays in the region until its shuffle is registered or its application ends. Returns how many blocks that are.
+    /// Keeps recovered blocks of unregistered shuffles that a later start may know (`is_left`).
+    /// They are charged and stay in the region until their shuffle is registered or its application
+    /// ends. Returns the number of blocks.
     pub fn keep_for_later(&self, is_left: impl Fn(&ShuffleKey) -> bool) -> usize {
         let Some(kept) = &self.kept else { return 0 };
         let Some(leftover) = kept.leftover.lock().found() else { return 0 };
@@ -123,7 +135,7 @@ impl Memory {
         blocks
     }
 
-    /// Frees what is kept for a later start of these shuffles.
+    /// Frees the blocks kept for a later start of these shuffles.
     pub(super) fn drop_left_for_later(&self, is_over: impl Fn(&ShuffleKey) -> bool) {
         let Some(kept) = &self.kept else { return };
         let mut for_later = kept.for_later.lock();
@@ -132,14 +144,15 @@ impl Memory {
         }
     }
 
-    /// Frees what is kept for a later start of an application, which has ended.
+    /// Frees the blocks kept for a later start of an application that has ended.
     pub fn forget_app(&self, app: &AppId) {
         self.tickets().forget_app(app);
         self.drop_left_for_later(|key| key.app == *app);
     }
 
-    /// The start is over: what was neither restored nor [kept](Memory::keep_for_later) is free. Blocks that an earlier process left, and
-    /// those of them restored.
+    /// Ends the recovery and frees blocks that were neither restored nor
+    /// [kept](Memory::keep_for_later). Returns the number of blocks that an earlier process left
+    /// and the number restored.
     pub fn finish_restore(&self) -> (u64, u64) {
         let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().end());
         let Some(left) = left else { return (0, 0) };
@@ -150,20 +163,20 @@ impl Memory {
         (found, self.block_count())
     }
 
-    /// Whether a successor can take over what is in memory.
+    /// Returns whether a successor can take over the memory.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.kept.is_some()
     }
 
-    /// Whether the next process finds what is in memory by itself.
+    /// Returns whether the next process finds the memory by its path.
     #[must_use]
     pub fn outlives_process(&self) -> bool {
         self.kept.as_ref().is_some_and(|kept| kept.file.has_path()) && !self.backing_vanished()
     }
 
-    /// Returns whether the file that memory lies in was removed, replaced or cut short, as by programs that clean up after a logout.
-    /// Logs it once; it stays so.
+    /// Returns whether the file of the memory was removed, replaced or truncated, for example by
+    /// programs that clean up after a logout. Logs it once, and the result stays true.
     pub fn backing_vanished(&self) -> bool {
         let Some(kept) = &self.kept else { return false };
         if kept.has_vanished.load(Ordering::Relaxed) {
@@ -181,7 +194,8 @@ impl Memory {
         has_vanished
     }
 
-    /// Why a kill loses what is in memory although it lies in a file, as far as that was noticed.
+    /// Returns the reason why a kill loses blocks although the memory is in a file, if this was
+    /// noticed.
     #[must_use]
     pub fn backing_fault(&self) -> Option<String> {
         let kept = self.kept.as_ref().filter(|kept| kept.has_vanished.load(Ordering::Relaxed))?;
@@ -192,16 +206,16 @@ impl Memory {
         ))
     }
 
-    /// Does what the end of this process would have to do for its pages, while it goes on; blocks for a while. Pages that are
-    /// touched later come back one by one.
+    /// Unmaps the pages now, so that the end of this process does not have to. Blocks for a while.
+    /// Pages that are touched later are mapped again one by one.
     pub fn unlink_pages(&self) {
         if self.is_kept() {
             self.shared.supply.region.unlink_pages();
         }
     }
 
-    /// From now on memory is the next process's: what is dropped here stays there, and nothing more is committed. If nothing
-    /// is in it, nothing is left of it.
+    /// Releases the memory to the next process: dropping blocks no longer removes them, and nothing
+    /// more is committed. An empty file is deleted.
     pub fn let_go(&self) {
         let Some(KeptMemory { table, file, for_later, .. }) = &self.kept else { return };
         table.let_go();
@@ -216,7 +230,7 @@ impl Memory {
         }
     }
 
-    /// The file without a name that it lies in, once more, for a successor.
+    /// Returns a duplicate of the unnamed file for a successor.
     ///
     /// # Errors
     /// When it cannot be duplicated.

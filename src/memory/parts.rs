@@ -1,21 +1,22 @@
-//! Work of a start, divided among threads.
+//! Division of start-up work among threads.
 
 use std::num::NonZero;
 use std::panic::resume_unwind;
 use std::thread;
 
-/// Items that are worth a thread more.
+/// Number of items that justify a further thread.
 const ITEMS_PER_THREAD: usize = if cfg!(test) { 64 } else { 1 << 14 };
-/// Threads at most: what they share is not worth more.
+/// Maximum number of threads. Contention makes more of them useless.
 const THREADS_MAX: usize = 8;
 
-/// How many threads share so many rows of a table, or pages.
+/// Returns the number of threads for `items` table rows or pages.
 pub(super) fn threads_for(items: usize) -> usize {
     let cores = thread::available_parallelism().map_or(1, NonZero::get);
     (items / ITEMS_PER_THREAD).clamp(1, cores.min(THREADS_MAX))
 }
 
-/// What `work` makes on each of so many threads, this one among them. Its panic is that of the caller.
+/// Runs `work` on `threads` threads, including this one, and returns all results. A panic is
+/// propagated to the caller.
 pub(super) fn on_threads<R: Send>(threads: usize, work: impl Fn() -> R + Sync) -> Vec<R> {
     let work = &work;
     thread::scope(|scope| {
@@ -28,7 +29,8 @@ pub(super) fn on_threads<R: Send>(threads: usize, work: impl Fn() -> R + Sync) -
     })
 }
 
-/// What `work` makes of each of `threads` parts of `all`, in their order. Its panic is that of the caller.
+/// Runs `work` on each of up to `threads` parts of `all` and returns the results in order. A panic
+/// is propagated to the caller.
 pub(super) fn in_parts<T: Sync, R: Send>(
     all: &[T],
     threads: usize,

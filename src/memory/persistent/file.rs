@@ -1,7 +1,9 @@
-//! The file that a region lies in: made or found, locked, and judged by its header before anything of it is used.
+//! The file of a region: created or found, locked, and checked by its header before any of it is
+//! used.
 //!
-//! A larger capacity than before grows it, with all that is in it. Refused by name, never guessed: a smaller one, another layout version, node or start of the machine, a file that another process
-//! holds, one that is not in memory. What is refused is not touched.
+//! A larger capacity grows the file and keeps its contents. Refused with an error that states the
+//! reason: a smaller capacity, another layout version, node or boot of the machine, a file that
+//! another process holds, a file outside memory. A refused file is not touched.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -17,34 +19,34 @@ use super::super::region::Region;
 use super::layout::{Damage, Geometry, HEADER_WORDS, Header, NODE_BYTES_MAX};
 use super::table::Table;
 
-/// The file in the directory that `memory_store.backing` names.
+/// Name of the file in the directory of `memory_store.backing`.
 const FILE: &str = "uniffle-worker.memory";
-/// Attempts at a file that its owner deletes meanwhile.
+/// Attempts at opening a file that its owner deletes concurrently.
 const OPEN_TRIES: usize = 10;
 /// Unit of `st_blocks`.
 const STAT_BLOCK_BYTES: u64 = 512;
 /// `f_type` of tmpfs (`linux/magic.h`).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// Where blocks in memory lie.
+/// Storage of blocks in memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Backing {
-    /// The best that there is here: see [`Backing::settled`]. As long as nobody has settled it, private.
+    /// The best choice for this machine, see [`Backing::settled`]. Private until it is settled.
     #[default]
     Auto,
-    /// In memory of the process, gone with it.
+    /// Private memory that ends with the process.
     Private,
-    /// In a file without a name, which is handed to a successor.
+    /// An unnamed file that is handed over to a successor.
     Memfd,
-    /// In a file in this directory of a tmpfs.
+    /// A file in this directory of a tmpfs.
     Directory(PathBuf),
 }
 
 impl Backing {
-    /// From the configuration.
+    /// Parses the configured value.
     ///
     /// # Errors
-    /// What is allowed.
+    /// A list of the allowed values.
     pub fn parse(text: &str) -> Result<Self, String> {
         match text {
             "auto" => Ok(Self::Auto),
@@ -58,9 +60,10 @@ impl Backing {
         }
     }
 
-    /// What `auto` is here; others are what they are. A file without a name, where the service manager keeps it over a crash and the
-    /// metadata log knows its shuffles (`has_log`). Private memory elsewhere: nobody would have the file after a kill. A directory is an
-    /// operator's to name: what is left there is memory that somebody has to give back.
+    /// Resolves `auto` and returns other values unchanged. The result is an unnamed file if the
+    /// service manager keeps it after a crash and the metadata log knows its shuffles (`has_log`).
+    /// Otherwise it is private memory, because nobody would have the file after a kill. A directory
+    /// must be configured explicitly: somebody has to free memory left there.
     #[must_use]
     pub fn settled(&self, is_kept_by_manager: bool, has_log: bool) -> Self {
         match self {
@@ -70,7 +73,7 @@ impl Backing {
         }
     }
 
-    /// Gone with the process.
+    /// Returns whether the memory ends with the process.
     #[must_use]
     pub fn is_private(&self) -> bool {
         matches!(self, Self::Auto | Self::Private)
@@ -88,20 +91,20 @@ impl fmt::Display for Backing {
     }
 }
 
-/// Whose memory it is.
+/// Owner of a memory file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Owner {
-    /// The server's id, as clients and coordinators know it.
+    /// Id of the server, known to clients and coordinators.
     pub node: String,
-    /// The machine's start.
+    /// Id of the machine's boot.
     pub boot: u128,
 }
 
 impl Owner {
-    /// This start of the machine.
+    /// Returns an owner for the current boot of the machine.
     ///
     /// # Errors
-    /// When the kernel does not say which that is.
+    /// When the boot id cannot be read.
     pub fn now(node: impl Into<String>) -> io::Result<Self> {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
         let boot = u128::from_str_radix(&text.trim().replace('-', ""), 16).map_err(io::Error::other)?;
@@ -111,60 +114,60 @@ impl Owner {
     }
 }
 
-/// Why a region is not used.
+/// Reasons for refusing a region.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// It would not outlive the process, or be slow.
+    /// The file would not be in memory and be slow.
     #[error("not on a tmpfs; memory would be written to a disk")]
     NoTmpfs,
-    /// Another worker runs with it.
+    /// Another worker uses it.
     #[error("locked by another process; every worker needs its own directory")]
     InUse,
     /// The tmpfs is smaller than the region.
     #[error("tmpfs has room for {has} bytes, {needs} are needed; mount it with size={needs} or more")]
     NoRoom {
-        /// Bytes of pages that it lacks.
+        /// Bytes of missing pages.
         needs: u64,
-        /// Free bytes, and those of the file.
+        /// Free bytes of the tmpfs.
         has: u64,
     },
-    /// Its tmpfs is full.
+    /// The tmpfs is full.
     #[error("cannot allocate pages for the block table ({0}); free space in the tmpfs")]
     NoPages(#[source] io::Error),
-    /// Not a header of this version.
+    /// The header is not of this version.
     #[error("{0}; {REMEDY}")]
     Damaged(Damage),
-    /// The configuration asks for less.
+    /// The configured capacity is smaller.
     #[error(
         "memory file has room for {found} bytes, memory_store.capacity requires {wanted}; start with the \
          previous capacity and stop the worker cleanly, or {REMEDY}"
     )]
     Size {
-        /// Bytes of segments that it has.
+        /// Bytes of segments in the file.
         found: u64,
-        /// Bytes of segments asked for.
+        /// Requested bytes of segments.
         wanted: u64,
     },
-    /// It is shorter than it says.
+    /// The file is shorter than its header states.
     #[error("memory file was truncated to {has} of {needs} bytes; {REMEDY}")]
     Short {
         /// Bytes of the file.
         has: u64,
-        /// Bytes by its header.
+        /// Bytes according to its header.
         needs: u64,
     },
-    /// Another worker's.
+    /// The file belongs to another worker.
     #[error("memory file belongs to worker {found}, this is {wanted}; {REMEDY}")]
     Node {
-        /// Who made it.
+        /// Node that created it.
         found: String,
-        /// Who wants it.
+        /// Node that wants it.
         wanted: String,
     },
-    /// The machine was started since.
+    /// The machine was rebooted since the file was written.
     #[error("memory file is older than the last boot of the machine, so it is a copy; {REMEDY}")]
     Boot,
-    /// The kernel's.
+    /// An error of the kernel.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -177,30 +180,32 @@ impl From<Errno> for Refusal {
     }
 }
 
-/// Damage as the public error shows it.
+/// Converts damage for the public error.
 impl From<Damage> for Refusal {
     fn from(damage: Damage) -> Self {
         Self::Damaged(damage)
     }
 }
 
-/// A file that is ours as long as this lives.
+/// A file that belongs to this process while this value exists.
 #[derive(Debug)]
 pub(in crate::memory) struct Held {
     file: OwnedFd,
     path: Option<PathBuf>,
-    /// Length that the mapping needs; 0 before there is one.
+    /// Length that the mapping needs. 0 before there is a mapping.
     bytes: u64,
 }
 
 impl Held {
-    /// Takes the file out of its directory; its memory is back when nobody has it mapped. Another file in its place stays.
+    /// Deletes the file from its directory. The memory is freed when nobody has it mapped. A
+    /// replacement at the same path is kept.
     pub(in crate::memory) fn remove(&self) -> io::Result<()> {
         let path = self.path.as_ref().filter(|_| !self.has_vanished());
         path.map_or(Ok(()), std::fs::remove_file)
     }
 
-    /// Whether it has a path, and that does not lead to it any more: the next process would not find it.
+    /// Returns whether it has a path that no longer leads to it. The next process would not find
+    /// it.
     pub(in crate::memory) fn has_vanished(&self) -> bool {
         let Some(path) = &self.path else { return false };
         let Ok(ours) = rustix::fs::fstat(&self.file) else { return false };
@@ -210,8 +215,8 @@ impl Held {
         }
     }
 
-    /// Returns whether the file was cut short, and makes it as long again: the missing pages read as zeros then, while an access to
-    /// a page that is not in the file ends the process (SIGBUS).
+    /// Returns whether the file was truncated, and restores its length. Missing pages then read as
+    /// zeros; without this, accessing them would end the process (SIGBUS).
     pub(in crate::memory) fn was_cut(&self) -> bool {
         let was_cut = self.bytes().is_ok_and(|bytes| bytes < self.bytes);
         if was_cut && let Err(error) = rustix::fs::ftruncate(&self.file, self.bytes) {
@@ -220,12 +225,12 @@ impl Held {
         was_cut
     }
 
-    /// Whether it is found by its name.
+    /// Returns whether the file has a path.
     pub(in crate::memory) fn has_path(&self) -> bool {
         self.path.is_some()
     }
 
-    /// Another process may have it, though it is mapped here still.
+    /// Unlocks the file for another process, although it is still mapped here.
     pub(in crate::memory) fn unlock(&self) -> io::Result<()> {
         match self.path {
             Some(_) => Ok(rustix::fs::flock(&self.file, FlockOperation::NonBlockingUnlock)?),
@@ -233,7 +238,7 @@ impl Held {
         }
     }
 
-    /// One without a name once more, for a successor.
+    /// Duplicates an unnamed file for a successor. Returns `None` for a file with a path.
     pub(in crate::memory) fn duplicate(&self) -> io::Result<Option<OwnedFd>> {
         self.path.is_none().then(|| self.file.try_clone()).transpose()
     }
@@ -257,7 +262,7 @@ impl Held {
         for _ in 0..OPEN_TRIES {
             let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
             lock(&file)?;
-            // Its owner may have deleted it before it let go.
+            // Its owner may have deleted it before unlocking it.
             let ours = rustix::fs::fstat(&file)?;
             let same = |there: rustix::fs::Stat| (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino);
             if rustix::fs::stat(&path).is_ok_and(same) {
@@ -267,7 +272,7 @@ impl Held {
         Err(Refusal::InUse)
     }
 
-    /// The file in `directory`, if there is one.
+    /// Opens and locks the file in `directory`, if there is one.
     pub(super) fn existing(directory: &Path) -> Result<Option<Self>, Refusal> {
         let path = match check_directory(directory) {
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -285,7 +290,7 @@ impl Held {
         }
     }
 
-    /// Where it is found by its name.
+    /// Returns the path of the file, if it has one.
     pub(in crate::memory) fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
@@ -295,7 +300,7 @@ impl Held {
         Ok(Self { file, path: None, bytes: 0 })
     }
 
-    /// It has no lock: who has the descriptor was given it.
+    /// Wraps an inherited descriptor. It needs no lock: a process has it only if it was given it.
     pub(super) fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
         rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
         Ok(Self { file, path: None, bytes: 0 })
@@ -326,7 +331,7 @@ impl Held {
         Ok(blocks * STAT_BLOCK_BYTES)
     }
 
-    /// Makes it as long as a region of `geometry`; no page is taken.
+    /// Extends the file to the length of a region of `geometry`. Allocates no page.
     fn grow(&mut self, geometry: Geometry) -> Result<(), Refusal> {
         let (needs, has) = (geometry.bytes(), self.bytes()?);
         if needs > has {
@@ -348,9 +353,11 @@ fn lock(file: &OwnedFd) -> Result<(), Refusal> {
     }
 }
 
-/// The region to go on with, when one that says `found` of itself is there: as large as is `wanted`, with the table that it has.
+/// Returns the geometry for continuing with a region whose header is `found`: as large as `wanted`,
+/// with its existing table.
 ///
-/// Its header says how large it was at first. It grows with its file, so that no store makes another of it.
+/// The header states only the initial size. The region grows with its file, so that no store
+/// changes the header.
 fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, Refusal> {
     if found.boot != wanted.boot {
         return Err(Refusal::Boot);
@@ -375,10 +382,10 @@ impl AsFd for Held {
     }
 }
 
-/// A region in a file, which is locked as long as both live.
+/// A region in a file, which is locked while both exist.
 pub(in crate::memory) type Opened = (Arc<Table>, Held);
 
-/// The region of `backing`, none for private memory: as an earlier process left it, or new.
+/// Opens the region of `backing`, existing or new. Returns `None` for private memory.
 pub(in crate::memory) fn open(
     backing: &Backing,
     inherited: Option<OwnedFd>,
@@ -411,7 +418,7 @@ pub(in crate::memory) fn open(
     Ok(Some((table, held)))
 }
 
-/// Whether a worker could be started with `backing`, and take over what is there.
+/// Checks whether a worker could start with `backing` and take over an existing file.
 pub(in crate::memory) fn check(
     backing: &Backing,
     owner: &Owner,
@@ -443,7 +450,7 @@ pub(in crate::memory) fn check(
     if needs.bytes() == bytes { Ok(()) } else { room(&rustix::fs::statvfs(directory)?, lacks) }
 }
 
-/// The file in a directory that is one of a tmpfs.
+/// Returns the path of the file in `directory`, which must be in a tmpfs.
 fn check_directory(directory: &Path) -> Result<PathBuf, Refusal> {
     if is_of_tmpfs(directory)? { Ok(directory.join(OsStr::new(FILE))) } else { Err(Refusal::NoTmpfs) }
 }
@@ -455,15 +462,15 @@ fn is_of_tmpfs(directory: &Path) -> Result<bool, Errno> {
     Ok(is_tmpfs)
 }
 
-/// The directory of a tmpfs that `directory` is missing in: one that was made there is gone when the machine starts again, and a worker
-/// that did not start then would wait for somebody to make it.
+/// Returns the parent of a missing `directory` if the parent is in a tmpfs. A directory in a tmpfs
+/// is gone after a reboot, and a worker that refused to start would wait for somebody to create it.
 fn tmpfs_without(directory: &Path) -> Option<&Path> {
     let is_missing = rustix::fs::statfs(directory).is_err_and(|error| error == Errno::NOENT);
     let parent = directory.parent().filter(|_| is_missing)?;
     is_of_tmpfs(parent).is_ok_and(|is_tmpfs| is_tmpfs).then_some(parent)
 }
 
-/// Whether the region of a running worker, which it deletes before it ends, could be followed by one of another size.
+/// Checks whether a region of another size fits after a running worker deleted its own.
 pub(in crate::memory) fn check_room(
     backing: &Backing,
     (capacity_bytes, blocks): (u64, u64),
@@ -475,7 +482,7 @@ pub(in crate::memory) fn check_room(
     room(&rustix::fs::statvfs(directory)?, geometry.resident_bytes().saturating_sub(freed))
 }
 
-/// Whether a file of `needs` bytes finds room; one without a limit says that it has 0 blocks in all.
+/// Checks whether a file of `needs` bytes fits. A tmpfs without a limit reports 0 blocks in total.
 fn room(of: &StatVfs, needs: u64) -> Result<(), Refusal> {
     let has = of.f_bavail.saturating_mul(of.f_frsize);
     if of.f_blocks > 0 && has < needs { Err(Refusal::NoRoom { needs, has }) } else { Ok(()) }

@@ -26,12 +26,13 @@ pub fn describe(config: &MemoryConfig) -> String {
     }
 }
 
-/// The region advises huge pages, so any setting but a refusal gives them.
+/// Returns whether a setting gives huge pages. The region advises them, so anything but a refusal
+/// does.
 fn is_given(setting: &str) -> bool {
     !matches!(setting, "never" | "deny" | "")
 }
 
-/// Of `always [madvise] never`, what is in brackets.
+/// Returns the word in brackets, for example `madvise` of `always [madvise] never`.
 fn chosen(settings: &str) -> &str {
     settings.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map_or("", |(chosen, _)| chosen)
 }
@@ -44,7 +45,7 @@ fn of_setting(path: &str, settings: &str) -> Result<String, String> {
     }
 }
 
-/// A mount has an option of its own, which the machine's setting can only forbid or force.
+/// Evaluates the option of a mount. The machine's setting can only forbid or force it.
 fn of_mount(directory: &Path, settings: &str, mounts: &str) -> Result<String, String> {
     match chosen(settings) {
         "" => return Err(format!("the kernel lacks {SHMEM}")),
@@ -58,8 +59,8 @@ fn of_mount(directory: &Path, settings: &str, mounts: &str) -> Result<String, St
     }
 }
 
-/// The option `huge` of the mount that `directory` is in, by `/proc/self/mountinfo` (proc(5)): of those around it the innermost,
-/// and of several at one place the last.
+/// Returns the option `huge` of the mount of `directory` from `/proc/self/mountinfo` (proc(5)). The
+/// innermost mount counts, and of several at one path the last.
 fn option_of<'a>(directory: &Path, mounts: &'a str) -> Option<&'a str> {
     let mounts = mounts.lines().filter_map(|line| {
         let (mount, of_file_system) = line.split_once(" - ")?;

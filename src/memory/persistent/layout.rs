@@ -1,16 +1,18 @@
-//! The layout of memory that outlives its process, version 2. Pure: words in, meaning out.
+//! The layout of memory that outlives its process, version 2. Pure conversions between words and
+//! values.
 //!
-//! All numbers are 64-bit words in the machine's byte order. A region of capacity `C` (with slack, in whole 2 MiB blocks):
+//! All numbers are 64-bit words in the machine's byte order. A region of capacity `C` (with slack,
+//! in whole 2 MiB blocks):
 //!
-//! | at | words | what |
+//! | at | words | content |
 //! | --- | --- | --- |
-//! | 0 | 512 | header: [`Header`], then how many names and rows were ever used |
-//! | 4 KiB | 32 × names | applications' shuffles: [`Name`]; holes where none is |
-//! | behind | 8 × rows | one per block, and one for every three further pieces of it: [`Row`], [`Pieces`]; likewise |
+//! | 0 | 512 | header: [`Header`], then the numbers of names and rows that were ever used |
+//! | 4 KiB | 32 × names | shuffles of applications: [`Name`]; free places are holes |
+//! | behind | 8 × rows | one per block, and one per three further pieces: [`Row`], [`Pieces`]; with holes too |
 //! | next multiple of 2 MiB | C / 8 | segments |
 //!
-//! The first word of a name or row is its *commit*: a tag and a checksum of the other words and of its number, stored last.
-//! Zero, and anything that fails the check, is a free place.
+//! The first word of a name or row is its *commit*: a tag and a checksum of the other words and of
+//! its number, stored last. A place with zero or an invalid commit is free.
 
 use std::fmt;
 
@@ -18,40 +20,40 @@ use uniffle_wire::types::{
     APP_ID_BYTES_MAX, AppId, BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId,
 };
 
-/// First word of a region of ours: `UNIFFLE` and a zero.
+/// First word of a memory file: `UNIFFLE` and a zero.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"UNIFFLE\0");
-/// Of the layout. The first had the same words, but its programs did not know that a file grows beyond what its header says and that
-/// its rows have holes between them.
+/// Version of the layout. Version 1 had the same words, but its programs did not expect a file
+/// longer than its header states, nor holes between rows.
 pub(in crate::memory) const VERSION: u64 = 2;
 
-/// Words of the header: a page.
+/// Words of the header: one page.
 pub(super) const HEADER_WORDS: usize = 512;
 /// Words of a name.
 pub(super) const NAME_WORDS: usize = 32;
-/// Words of a row: a cache line.
+/// Words of a row: one cache line.
 pub(super) const ROW_WORDS: usize = 8;
 /// Bytes of a row.
 pub(in crate::memory) const ROW_BYTES: u64 = 8 * ROW_WORDS as u64;
 
-/// Words of the header that are checked, the check itself behind them.
+/// Words of the header covered by the checksum, which follows them.
 const CHECKED_WORDS: usize = 47;
 const NODE_AT: usize = 8;
-/// Bytes of a node id at most.
+/// Maximum bytes of a node id.
 pub(super) const NODE_BYTES_MAX: usize = 8 * (CHECKED_WORDS - NODE_AT);
-/// How many names were ever used. Grows before one beyond it is.
+/// Word with the number of names ever used. It grows before a name beyond it is used.
 pub(super) const FRESH_NAMES_AT: usize = 48;
-/// The same of rows.
+/// Word with the number of rows ever used. It grows before a row beyond it is used.
 pub(super) const FRESH_ROWS_AT: usize = 49;
 
-/// Shuffles at once. Those beyond are kept as in private memory.
+/// Maximum number of shuffles at a time. Blocks of further shuffles do not survive the process.
 const NAMES: u32 = 1 << 16;
-/// No further row.
+/// Marks the absence of a further row.
 pub(super) const NO_ROW: u32 = u32::MAX;
 /// Pieces of a block in one further row.
 pub(super) const PIECES_PER_ROW: usize = 3;
 
-/// Pages of the front for which segments do not give up theirs: the header, the first names and rows, and what is ceded for rows
-/// by so much later.
+/// Resident bytes of the front that are not offset by ceded segments: the header, the first names
+/// and rows, and rows whose pages are ceded with a delay.
 const FRONT_RESIDENT_BYTES: u64 = 4 << 20;
 
 const BLOCK_BYTES: u64 = 2 << 20;
@@ -59,71 +61,72 @@ const UNIT_BYTES: u64 = 4 << 10;
 
 const _: () = assert!(APP_ID_BYTES_MAX <= 8 * (NAME_WORDS - 2));
 
-/// How many there are of each part.
+/// Sizes of the parts of a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::memory) struct Geometry {
-    /// Bytes of segments: whole blocks.
+    /// Bytes of segments, in whole blocks.
     pub(super) data_bytes: u64,
     pub(super) names: u32,
     pub(super) rows: u32,
 }
 
 impl Geometry {
-    /// For `blocks` blocks in `data_bytes`: every further piece of a block begins a segment.
+    /// Returns the geometry for `blocks` blocks in `data_bytes`. Every further piece of a block
+    /// begins a segment, which bounds the number of rows.
     pub(in crate::memory) fn of(data_bytes: u64, blocks: u64) -> Self {
         let rows = blocks.saturating_add(data_bytes / UNIT_BYTES).min(u64::from(NO_ROW - 1));
         Self { data_bytes, names: NAMES, rows: u32::try_from(rows).unwrap_or(NO_ROW - 1) }
     }
 
-    /// Its first word.
+    /// Returns the first word of a name.
     pub(super) fn name_at(self, name: u32) -> usize {
         HEADER_WORDS + name as usize * NAME_WORDS
     }
 
-    /// Its first word.
+    /// Returns the first word of a row.
     pub(super) fn row_at(self, row: u32) -> usize {
         self.name_at(self.names) + row as usize * ROW_WORDS
     }
 
-    /// Bytes before the segments.
+    /// Returns the bytes before the segments.
     pub(in crate::memory) fn front_bytes(self) -> u64 {
         (8 * self.row_at(self.rows) as u64).next_multiple_of(BLOCK_BYTES)
     }
 
-    /// Bytes of the file, most of the front without pages.
+    /// Returns the bytes of the file. Most of the front has no pages.
     pub(super) fn bytes(self) -> u64 {
         self.front_bytes().saturating_add(self.data_bytes)
     }
 
-    /// Bytes of pages that it takes at most. What rows take more the segments do without.
+    /// Returns the maximum bytes of allocated pages. Segments cede the pages of further rows.
     pub(super) fn resident_bytes(self) -> u64 {
         self.data_bytes.saturating_add(FRONT_RESIDENT_BYTES)
     }
 }
 
-/// What a region says of itself.
+/// The header of a region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) geometry: Geometry,
-    /// Of the machine's start during which it was made.
+    /// Id of the machine's boot in which the region was created.
     pub(super) boot: u128,
-    /// Who made it.
+    /// Node that created it.
     pub(super) node: String,
 }
 
-/// What is wrong with a header.
+/// Reasons why a header is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// Not of this program.
+    /// Not written by this program.
     Foreign,
-    /// Of another version.
+    /// Written by another version.
     Version(u64),
-    /// Its checksum is wrong.
+    /// The checksum is wrong.
     Checksum,
 }
 
 impl Header {
-    /// Its words, in the order of their places. The magic is to be stored last.
+    /// Encodes the header. The magic word must be stored last.
     pub(super) fn encode(&self) -> [u64; CHECKED_WORDS + 1] {
         let Geometry { data_bytes, names, rows } = self.geometry;
         let mut words = [0; CHECKED_WORDS + 1];
@@ -137,7 +140,7 @@ impl Header {
         words
     }
 
-    /// The reverse; none for a region that was not made to its end.
+    /// Decodes a header. Returns `None` for a region whose creation was not completed.
     pub(super) fn decode(words: &[u64]) -> Result<Option<Self>, Damage> {
         let Some((head, rest)) = words.split_at_checked(CHECKED_WORDS) else { return Ok(None) };
         match (head[0], head[1]) {
@@ -160,14 +163,14 @@ impl Header {
     }
 }
 
-/// A shuffle to which rows belong.
+/// A shuffle that rows belong to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Name(pub(super) ShuffleKey);
 
 const NAME_TAG: u32 = 0x4e41_4d45;
 
 impl Name {
-    /// Its words as number `at`, the commit first.
+    /// Encodes the name as number `at`, the commit first.
     pub(super) fn encode(&self, at: u32) -> [u64; NAME_WORDS] {
         let app = self.0.app.as_str();
         let mut words = [0; NAME_WORDS];
@@ -177,7 +180,7 @@ impl Name {
         words
     }
 
-    /// The reverse.
+    /// Decodes the name with number `at`.
     pub(super) fn decode(words: &[u64; NAME_WORDS], at: u32) -> Option<Self> {
         let rest = committed(NAME_TAG, words, at)?;
         let (shuffle, len) = halves(rest[0]);
@@ -190,21 +193,22 @@ impl Name {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Row {
     pub(super) meta: BlockMeta,
-    /// Number of its shuffle's name.
+    /// Number of the shuffle's name.
     pub(super) name: u32,
     pub(super) partition: i32,
-    /// Blocks of a partition are read in this order.
+    /// Read position within the partition.
     pub(super) order: u64,
-    /// Where its first piece begins in the segments; that piece has all bytes that the others have not.
+    /// Offset of the first piece in the segments. That piece has all bytes that the other pieces do
+    /// not have.
     pub(super) offset: u64,
-    /// The row with its other pieces, or [`NO_ROW`].
+    /// Number of the row with the other pieces, or [`NO_ROW`].
     pub(super) next: u32,
 }
 
 const ROW_TAG: u32 = 0x424c_4f43;
 
 impl Row {
-    /// Its words as number `at`, the commit first.
+    /// Encodes the row as number `at`, the commit first.
     pub(super) fn encode(&self, at: u32) -> [u64; ROW_WORDS] {
         let BlockMeta { block_id, task_attempt_id, length, uncompressed_length, crc } = self.meta;
         let mut words = [
@@ -221,14 +225,15 @@ impl Row {
         words
     }
 
-    /// The shuffle's name and the partition of a row, as they are written: whether it is whole is not asked. `word` gives its words.
+    /// Returns the name number and the partition of a row without checking its commit. `word`
+    /// returns its words.
     #[inline]
     pub(super) fn owner(word: impl Fn(usize) -> u64) -> Option<(u32, i32)> {
         let is_block = halves(word(0)).1 == ROW_TAG;
         is_block.then(|| (halves(word(6)).1, halves(word(7)).0.cast_signed()))
     }
 
-    /// The reverse.
+    /// Decodes the row with number `at`.
     #[inline]
     pub(super) fn decode(words: &[u64; ROW_WORDS], at: u32) -> Option<Self> {
         let rest = committed(ROW_TAG, words, at)?;
@@ -247,7 +252,7 @@ impl Row {
     }
 }
 
-/// A contiguous part of a block: offset in the segments and bytes.
+/// A contiguous part of a block, as an offset in the segments and a length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::memory) struct Extent {
     pub(in crate::memory) offset: u64,
@@ -257,16 +262,16 @@ pub(in crate::memory) struct Extent {
 /// Further pieces of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pieces {
-    /// As many as have bytes.
+    /// The pieces. Unused ones have no bytes.
     pub(super) pieces: [Extent; PIECES_PER_ROW],
-    /// As in [`Row`].
+    /// Number of the next row with pieces, or [`NO_ROW`].
     pub(super) next: u32,
 }
 
 const PIECES_TAG: u32 = 0x5049_4543;
 
 impl Pieces {
-    /// Its words as number `at`, the commit first.
+    /// Encodes the pieces as number `at`, the commit first.
     pub(super) fn encode(&self, at: u32) -> [u64; ROW_WORDS] {
         let mut words = [0; ROW_WORDS];
         words[1] = self.next.into();
@@ -278,7 +283,7 @@ impl Pieces {
         words
     }
 
-    /// The reverse.
+    /// Decodes the pieces with number `at`.
     pub(super) fn decode(words: &[u64; ROW_WORDS], at: u32) -> Option<Self> {
         let rest = committed(PIECES_TAG, words, at)?;
         let mut pieces = [Extent { offset: 0, len: 0 }; PIECES_PER_ROW];
@@ -300,8 +305,8 @@ fn committed<const WORDS: usize>(tag: u32, words: &[u64; WORDS], at: u32) -> Opt
     (*commit == commit_word(tag, rest, at)).then_some(rest)
 }
 
-/// Tells stored words from others; a few nanoseconds for a row, where a CRC takes as many tens. Nothing is torn within a
-/// word, and no word is seen before those that were stored before it: it is for files of another origin.
+/// A checksum that detects foreign words and is much cheaper than a CRC. Words are never torn, and
+/// no word is visible before earlier stores, so it guards only against files of another origin.
 #[inline]
 fn checksum(words: &[u64], seed: u32) -> u32 {
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;

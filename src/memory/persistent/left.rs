@@ -1,5 +1,5 @@
-//! What an earlier process left in memory that the configuration does not name any more: counted, so that it is not given up without a
-//! word.
+//! Blocks that an earlier process left in memory that the configuration no longer names. They are
+//! counted, so that they are not dropped silently.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -8,27 +8,27 @@ use super::super::region::Region;
 use super::file::{Held, Owner, Refusal};
 use super::table::Table;
 
-/// What is in a file of `owner`, which is its own as long as this lives.
+/// The contents of a memory file of `owner`, held by this process while this value exists.
 #[derive(Debug)]
 pub struct LeftMemory {
     file: Held,
-    /// Committed blocks of its shuffles.
+    /// Number of committed blocks of its shuffles.
     pub blocks: u64,
 }
 
 impl LeftMemory {
-    /// In `directory`; none if nothing of `owner` is there.
+    /// Opens the file in `directory`. Returns `None` if there is none of `owner`.
     ///
     /// # Errors
-    /// Another process holds it, or it cannot be looked at.
+    /// Another process holds it, or it cannot be read.
     pub fn in_directory(directory: &Path, owner: &Owner) -> Result<Option<Self>, Refusal> {
         Held::existing(directory)?.map_or(Ok(None), |file| Self::of(file, owner))
     }
 
-    /// In a file without a name that was passed on.
+    /// Opens an unnamed file that was handed over.
     ///
     /// # Errors
-    /// As above.
+    /// Another process holds it, or it cannot be read.
     pub fn passed(file: OwnedFd, owner: &Owner) -> Result<Option<Self>, Refusal> {
         Self::of(Held::inherited(file)?, owner)
     }
@@ -51,16 +51,16 @@ impl LeftMemory {
         Ok(Some(Self { file, blocks }))
     }
 
-    /// Its file, if it has a name.
+    /// Returns the path of the file, if it has one.
     #[must_use]
     pub fn path(&self) -> Option<PathBuf> {
         self.file.path().map(Path::to_path_buf)
     }
 
-    /// Deletes it.
+    /// Deletes the file.
     ///
     /// # Errors
-    /// The file system's.
+    /// The error of the file system.
     pub fn delete(self) -> std::io::Result<()> {
         self.file.remove()
     }

@@ -1,45 +1,40 @@
-//! Memory that outlives the process: a region in a file in memory, with what the next process needs to read it.
+//! Memory that outlives the process: a region in a file in memory, with a table from which the next
+//! process recovers its blocks.
 //!
-//! Not here: registrations and reports, which are in the metadata log, and what a start does with both (`service::restore`).
+//! Registrations and reports are in the metadata log, and `service::restore` combines both at a
+//! start.
 //!
-//! | file | holds |
-//! | --- | --- |
-//! | [`layout`] | header, names and rows as words; pure |
-//! | [`table`], [`names`], [`rows`] | the front of the region: commits, and what takes them back |
-//! | `places` | which places of it are free, and which have pages; pure |
-//! | [`file`] | the file: opened, locked, judged, or refused by name |
-//! | [`left`] | what is in a file that the configuration does not name any more |
-//! | [`passed`] | the file, from the process before |
-//! | [`huge`] | whether it is in huge pages, as a word at the start |
-//! | [`restore`] | what an earlier process left, as lists of blocks |
+//! # Layout
 //!
-//! # The layout, and why
+//! One *row* of 64 bytes describes a block completely: id, task, lengths, checksum, shuffle,
+//! partition, read position and offsets of its bytes. Rows are in a separate table, because a
+//! sealed chain is written to disk unchanged (`docs/architecture.md` §2.2). Rows point directly to
+//! bytes, so nothing else must be consistent. Segments, chains, lists and free pieces are rebuilt
+//! from the rows.
 //!
-//! One *row* of 64 bytes per block says everything: id, task, lengths, checksum, shuffle, partition, place in the order of
-//! its partition, and where its bytes lie. It stands in a table of its own and not beside the payload, since a sealed chain is
-//! written to disk as it lies (`docs/architecture.md` §2.2). Rows point straight to bytes, so nothing else has to be
-//! consistent: segments, chains, lists and the free pieces of the region are made anew from the rows.
+//! After the death of a process, all its stores up to some instruction are present in program
+//! order. No log and no flush is needed. These invariants hold at every store, and `tests.rs`
+//! checks every store of random histories:
 //!
-//! After the death of a process all its stores up to some instruction are there, in program order: no log and no flush is
-//! needed. What must hold at every store is only this, and `tests.rs` looks at every store of random histories:
+//! 1. *The bytes of a committed row are final.* The order is bytes, words of the row, commit word.
+//! 2. *Bytes have no other user while a row points to them.* A list clears its rows before it frees
+//! its segments. 3. *Places have no other user while they are committed.* They are cleared, then
+//! freed. A name is freed with its last row. 4. *A purged shuffle is gone at once.* Its name is
+//! cleared before the shuffle can be registered again.
 //!
-//! 1. *A committed row's bytes are final.* Bytes are written, then the words of the row, then its commit word.
-//! 2. *Bytes are nobody else's while a row points to them.* A list clears its rows before it gives back its segments.
-//! 3. *Places are nobody else's while they are committed*: cleared, then free. A name is free when its last row is.
-//! 4. *A purged shuffle is gone at once*: its name is cleared before the shuffle can be registered again.
-//!
-//! A send is answered after all its blocks are committed. One that was not answered may be there in part; it is sent again and
-//! its blocks are dropped by their ids. A batch whose tier has it, but whose rows are still there, is found in that tier's index
-//! and taken from there (`restore`). Tickets and unfinished sends have no rows, so their segments are free.
-//!
-//! Order matters to readers: they go on behind the last block that they have. So a row has the number of its chain and its
-//! place in the list, by which a restored partition is sorted.
+//! A send is acknowledged after all its blocks are committed. Part of an unacknowledged send may be
+//! present; it is sent again, and its blocks are deduplicated by their ids. If a published batch
+//! still has rows, recovery finds its blocks in the tier's index and uses that copy (`restore`).
+//! Tickets and unfinished sends have no rows, so their segments are free. A row contains its chain
+//! number and list position, by which a restored partition is sorted: readers continue behind the
+//! last block that they have.
 //!
 //! # Costs
 //!
-//! A commit is 64 bytes beside the payload: one cache line, no lock beyond the one that takes places for a whole run. Rows
-//! are charged as lists are, so the region cedes as much. Their pages come in chunks of 64 KiB and go when no row of a chunk is
-//! left; what a chunk has beyond its rows is charged likewise. Private memory has none of this.
+//! A commit writes one cache line beside the payload and takes one lock per run of places. Rows are
+//! charged like lists, so the region cedes the same amount. Row pages are allocated in chunks of 64
+//! KiB and freed with the last row of a chunk. The unused rest of a chunk is charged too. Private
+//! memory has none of this.
 
 pub(super) mod file;
 pub(super) mod huge;

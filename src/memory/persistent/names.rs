@@ -1,4 +1,4 @@
-//! Names: shuffles to which rows belong, in the front of a region.
+//! Names: shuffles that rows belong to, in the front of a region.
 
 use std::sync::{Arc, OnceLock};
 
@@ -8,14 +8,15 @@ use super::layout::{NAME_WORDS, Name};
 use super::table::Table;
 use uniffle_wire::types::ShuffleKey;
 
-/// A shuffle's place among the names; its rows refer to it. Given up when the last of them is gone.
+/// A shuffle's place among the names, to which its rows refer. It is freed with the last of them.
 #[derive(Debug)]
 pub(in crate::memory) struct Named {
     pub(super) table: Arc<Table>,
     pub(super) at: u32,
 }
 
-/// A registered shuffle's way to its name, which may be found only later: there may be too many names, or no pages for more.
+/// Access of a registered shuffle to its name. The name may be assigned later, if there are too
+/// many names or no pages for more.
 #[derive(Debug)]
 pub(in crate::memory) struct ShuffleName {
     table: Arc<Table>,
@@ -27,15 +28,15 @@ pub(in crate::memory) struct ShuffleName {
 /// Whether the next process finds the blocks of a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Protection {
-    /// It has no name, or blocks from the time before it had one have no rows.
+    /// The shuffle has no name, or blocks that are older than the name have no rows.
     Partial,
     Whole,
-    /// It must not find any.
+    /// The next process must not find any block.
     Purged,
 }
 
 impl ShuffleName {
-    /// Of the shuffle `key`, which has the name `named` if there is a place for it.
+    /// Creates the access of shuffle `key`. `named` is its name, if there was a place for one.
     pub(in crate::memory) fn new(
         table: &Arc<Table>,
         key: &ShuffleKey,
@@ -52,19 +53,19 @@ impl ShuffleName {
         })
     }
 
-    /// The name, if the shuffle has one.
+    /// Returns the name, if the shuffle has one.
     pub(in crate::memory) fn get(&self) -> Option<&Arc<Named>> {
         self.named.get()
     }
 
-    /// Whether blocks of the shuffle are lost with this process.
+    /// Returns whether blocks of the shuffle are lost with this process.
     pub(in crate::memory) fn is_partial(&self) -> bool {
         *self.state.lock() == Protection::Partial
     }
 
     /// Takes a name unless the shuffle has one or is purged. Returns whether it has one.
     pub(in crate::memory) fn take(&self) -> bool {
-        // Held, so that a shuffle that is being purged gets none.
+        // Locked until the end, so that a shuffle that is being purged gets no name.
         let state = self.state.lock();
         if *state == Protection::Partial && self.named.get().is_none() {
             self.table.name(&self.key).into_iter().for_each(|named| drop(self.named.set(named)));
@@ -72,12 +73,12 @@ impl ShuffleName {
         self.named.get().is_some()
     }
 
-    /// All blocks of the shuffle have rows.
+    /// Records that all blocks of the shuffle have rows.
     pub(in crate::memory) fn set_whole(&self) {
         self.leave_partial(Protection::Whole);
     }
 
-    /// The shuffle is purged: the next process finds nothing of it.
+    /// Purges the shuffle: the next process finds nothing of it.
     pub(in crate::memory) fn disown(&self) {
         self.leave_partial(Protection::Purged);
         self.named.get().iter().for_each(|named| named.disown());
@@ -101,7 +102,7 @@ impl Drop for ShuffleName {
 }
 
 impl Table {
-    /// A name for `key`; none while there are too many.
+    /// Takes a name for `key`. Returns `None` while there are too many.
     pub(in crate::memory) fn name(self: &Arc<Self>, key: &ShuffleKey) -> Option<Arc<Named>> {
         let at = self.take(&self.names, &mut self.names.lock()).ok()?;
         let named = Arc::new(Named { table: Arc::clone(self), at });
@@ -109,12 +110,12 @@ impl Table {
         Some(named)
     }
 
-    /// The same name as an earlier process had.
+    /// Returns the existing name with number `at` of an earlier process.
     pub(super) fn named(self: &Arc<Self>, at: u32) -> Arc<Named> {
         Arc::new(Named { table: Arc::clone(self), at })
     }
 
-    /// Shuffles that an earlier process had, with the numbers of their names.
+    /// Returns the shuffles of an earlier process with the numbers of their names.
     pub(in crate::memory) fn found_names(&self) -> Vec<(u32, ShuffleKey)> {
         let name = |at| Name::decode(&self.words::<NAME_WORDS>(self.names.word_of(at)), at);
         let places = self.names.to_be_read();
@@ -123,7 +124,7 @@ impl Table {
 }
 
 impl Named {
-    /// The shuffle is purged: its rows count no longer, whatever becomes of this process.
+    /// Clears the name of a purged shuffle. Its rows are then invalid, even if this process dies.
     pub(in crate::memory) fn disown(&self) {
         if !self.table.is_let_go() {
             self.table.clear(self.table.names.word_of(self.at));

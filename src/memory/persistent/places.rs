@@ -1,28 +1,31 @@
-//! Which places of a table are free, and which chunks of them have pages. Pure: it never touches the table.
+//! Slot allocator of a table: tracks free places and the chunks of places that have pages. Pure: it
+//! never touches the table.
 //!
-//! A chunk gets pages when its first place is needed, and gives them back when all its places are free again; the lowest
-//! places are taken first, so that few chunks are in use. Invariant: a place is taken or free only in a chunk with pages, and
-//! of chunks in which nothing is taken at most [`IDLE_CHUNKS`] have them.
+//! A chunk gets pages when its first place is needed, and loses them when all its places are free
+//! again. The lowest places are taken first, so that few chunks are in use. Invariant: places are
+//! taken or free only in chunks with pages. At most [`IDLE_CHUNKS`] unused chunks keep their pages.
 
 use super::super::buddy::BlockSet;
 
-/// Of a table that is taken and given back at once: whole pages. Tests have many chunks.
+/// Bytes of a table that get and lose pages together: whole pages. Smaller in tests, to have many
+/// chunks.
 pub(super) const CHUNK_BYTES: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };
-/// Chunks of each table for which nothing is charged: a part of the process without clients (`budget::allowance`).
+/// Chunks of each table that are not charged: a part of the process without clients
+/// (`budget::allowance`).
 pub(super) const FREE_CHUNKS: u64 = if cfg!(test) { 1 } else { 4 };
-/// Chunks with pages in which nothing is taken, so that they do not come and go with every flush.
+/// Unused chunks that keep their pages, so that pages are not allocated and freed with every flush.
 pub(super) const IDLE_CHUNKS: usize = if cfg!(test) { 0 } else { 2 };
 
 /// Free places by chunk, lowest first.
 #[derive(Debug)]
 pub(super) struct Places {
-    /// Free ones, in chunks with pages.
+    /// Free places in chunks with pages.
     free: BlockSet,
-    /// How many are taken in each chunk that was ever used; none in one without pages.
+    /// Number of taken places in each chunk that was ever used. `None` for a chunk without pages.
     chunks: Vec<Option<u32>>,
-    /// Those of them without pages.
+    /// Used chunks without pages.
     without: BlockSet,
-    /// Those with pages and nothing taken.
+    /// Chunks with pages and no taken place.
     idle: BlockSet,
     idle_chunks: usize,
     resident_chunks: u64,
@@ -32,8 +35,8 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Of `max` places of `place_bytes`, of which an earlier process used the first `mark` at most, in chunks that have pages as
-    /// `has_pages` says: all places of those count as taken.
+    /// Creates an allocator of `max` places of `place_bytes`. An earlier process used at most the
+    /// first `mark` places. All places of its chunks for which `has_pages` is true count as taken.
     pub(super) fn new(place_bytes: u64, max: u32, mark: u32, has_pages: impl Fn(u32) -> bool) -> Self {
         let per_chunk = u32::try_from(CHUNK_BYTES / place_bytes).unwrap_or(1);
         let chunks_max = max.div_ceil(per_chunk) as usize;
@@ -62,7 +65,7 @@ impl Places {
         places
     }
 
-    /// Places of `chunk`, from its first on.
+    /// Returns the places of `chunk`.
     pub(super) fn of_chunk(&self, chunk: u32) -> std::ops::Range<u32> {
         let start = chunk * self.per_chunk;
         start..start.saturating_add(self.per_chunk).min(self.max)
@@ -77,31 +80,31 @@ impl Places {
         (place / self.per_chunk) as usize
     }
 
-    /// Places that were ever used are below it.
+    /// Returns the bound below which all places are that were ever used.
     pub(super) fn mark(&self) -> u32 {
         let chunks = u32::try_from(self.chunks.len()).unwrap_or(u32::MAX);
         chunks.saturating_mul(self.per_chunk).min(self.max)
     }
 
-    /// Whether its page is there.
+    /// Returns whether the chunk of `place` has pages.
     pub(super) fn has_pages(&self, place: u32) -> bool {
         place < self.max && self.chunks.get(self.chunk_of(place)).is_some_and(Option::is_some)
     }
 
-    /// Chunks with pages.
+    /// Returns the chunks with pages.
     pub(super) fn with_pages(&self) -> Vec<u32> {
         let chunks = (0u32..).zip(&self.chunks);
         chunks.filter(|(_, taken)| taken.is_some()).map(|(chunk, _)| chunk).collect()
     }
 
-    /// With so many chunks more: bytes of pages beyond those for which nothing is charged, and beyond `paid_each` for each place
-    /// that is taken.
+    /// Returns the bytes of pages, with `more_chunks` further chunks, that are neither in the free
+    /// chunks nor covered by `paid_each` bytes per taken place.
     pub(super) fn unpaid_bytes(&self, more_chunks: u64, paid_each: u64) -> u64 {
         let resident = (self.resident_chunks + more_chunks).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
         resident.saturating_sub(self.taken * paid_each)
     }
 
-    /// The lowest free place of chunks with pages.
+    /// Takes the lowest free place of chunks with pages.
     pub(super) fn take(&mut self) -> Option<u32> {
         let place = u32::try_from(self.free.first()?).ok()?;
         self.free.remove(place as usize);
@@ -117,13 +120,13 @@ impl Places {
         Some(place)
     }
 
-    /// The chunk to get pages when nothing is free; none when all have them.
+    /// Returns the chunk that gets pages next. `None` when all have pages.
     pub(super) fn next_chunk(&self) -> Option<u32> {
         let next = self.without.first().unwrap_or(self.chunks.len());
         u32::try_from(next).ok().filter(|chunk| chunk * self.per_chunk < self.max)
     }
 
-    /// [`Places::next_chunk`] has pages now, of zeroes.
+    /// Records that `chunk`, returned by [`Places::next_chunk`], now has zeroed pages.
     pub(super) fn open(&mut self, chunk: u32) {
         let at = chunk as usize;
         match self.chunks.get_mut(at) {
@@ -139,7 +142,7 @@ impl Places {
         self.of_chunk(chunk).for_each(|place| self.free.insert(place as usize));
     }
 
-    /// A place that was taken and is zero is free.
+    /// Frees a taken place that has been zeroed.
     pub(super) fn put(&mut self, place: u32) {
         let chunk = self.chunk_of(place);
         let Some(Some(taken)) = self.chunks.get_mut(chunk) else {
@@ -156,7 +159,7 @@ impl Places {
         self.free.insert(place as usize);
     }
 
-    /// A chunk that has pages and needs none any more: from now on it has none.
+    /// Marks one unneeded chunk as without pages and returns it.
     pub(super) fn close_one(&mut self) -> Option<u32> {
         self.idle_chunks.checked_sub(IDLE_CHUNKS + 1)?;
         let chunk = self.idle.last()?;
