@@ -1,4 +1,5 @@
-//! Steps of an append to the logs of a shuffle: choosing the disk, reserving a range, one write call, one sync.
+//! Steps of an append to the logs of a shuffle: choosing the disk, reserving a range, one write
+//! call, one sync.
 
 use std::io;
 use std::path::Path;
@@ -30,7 +31,7 @@ pub(super) struct Writer {
     pub(super) tasks: Tasks,
 }
 
-/// Whether an error was already counted against its disk.
+/// When an error is counted against its disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Counts {
     Now,
@@ -51,8 +52,8 @@ impl Writer {
         Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
     }
 
-    /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have been freed. The final flush also
-    /// tries full disks.
+    /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have
+    /// been freed. The final flush also tries full disks.
     pub(super) async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
         let disks = &self.core.disks;
         let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
@@ -122,7 +123,8 @@ impl Writer {
         let deadline = core.config.name_timeout;
         let mut made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
         if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            // A purge of the application's earlier registration may just have removed its empty directory.
+            // A purge of the application's earlier registration may just have removed its empty
+            // directory.
             made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
         }
         if let Err(error) = made {
@@ -149,7 +151,8 @@ impl Writer {
         opened.map_err(|error| self.failed_log(log, error, Counts::Now))
     }
 
-    /// Closes a log after an error, and counts the error against the disk unless that was done already.
+    /// Closes a log after an error, and counts the error against the disk unless that was done
+    /// already.
     fn failed_log(&self, log: &Log, error: io::Error, counts: Counts) -> StoreError {
         log.close();
         if Vanished::of(&error) == Some(Vanished::File) {
@@ -195,7 +198,8 @@ impl Writer {
         }
     }
 
-    /// Waits until everything that the caller has written to a log is on the device, if that is configured.
+    /// Waits until everything that the caller has written to a log is on the device, if that is
+    /// configured.
     ///
     /// # Errors
     /// A sync failed or took too long: the log is closed.
@@ -216,13 +220,15 @@ impl Writer {
         })
     }
 
-    /// Waits until the names of the files in a shuffle's directory are on the device, if that is configured.
+    /// Waits until the names of the files in a shuffle's directory are on the device, if that is
+    /// configured.
     async fn make_names_durable(&self, disk: &LocalDisk, directory: &Path) -> io::Result<()> {
         if self.core.config.sync == SyncWrites::Off {
             return Ok(());
         }
         let below_apps = directory.ancestors().take_while(|path| path.starts_with(APPS));
-        // Including the name of `APPS`: another program may have removed it since the claim.
+        // Includes the root, which holds the name of `APPS`: another program may have removed it
+        // since the claim.
         for path in below_apps.chain([Path::new("")]) {
             within(self.core.config.name_timeout, disk.io.sync_dir(path)).await?;
         }

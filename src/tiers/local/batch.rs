@@ -1,4 +1,5 @@
-//! Writing a batch: the disks are tried until one takes the data, then its index group is published.
+//! Writing a batch: the disks are tried until one takes the data, then its index group is
+//! published.
 
 use std::sync::Arc;
 
@@ -16,19 +17,21 @@ pub struct Published {
     pub sequence: u64,
     /// Index of the disk with the data.
     pub disk: usize,
-    /// Extents.
+    /// Number of extents.
     pub extents: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: usize,
     /// Payload bytes.
     pub bytes: u64,
 }
 
 impl Writer {
-    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk fails, the next one is tried.
+    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk
+    /// fails, the next one is tried.
     ///
     /// # Errors
-    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or `InvalidBatch`.
+    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
+    /// `InvalidBatch`.
     pub(super) async fn write(
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
@@ -68,7 +71,7 @@ impl Writer {
                 Err(error) => {
                     shuffle.require_present()?;
                     self.core.metrics.write_exceptions.inc();
-                    // The log is closed now: the same disk is tried with a new file.
+                    // The log is closed now, so the same disk is tried with a new file.
                     if wants_new_file(&error) && !renewed.contains(&index) {
                         self.lose_vanished(shuffle);
                         renewed.push(index);

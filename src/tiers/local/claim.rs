@@ -1,9 +1,10 @@
-//! Data directories are claimed by a marker file and a lock.
+//! Claims the data directories with a marker file and a lock.
 //!
-//! What a directory holds decides ([`content`]): one that is someone else's, or ours without a claim that can be read, is refused.
-//! Those with our marker come first, because they know where the others were ([`mounts`]): an empty directory is claimed
-//! unless it stands where a mount point should be. A directory on a read-only file system is claimed without a change to
-//! it: what is there is served.
+//! The content of a directory decides ([`content`]). A directory of another program is refused, and
+//! so is one of ours without a readable claim. Directories with our marker are claimed first,
+//! because they record the mount points of the others ([`mounts`]). An empty directory is claimed
+//! unless a mount point is expected there. A directory on a read-only file system is claimed
+//! without changing it, and its data is served.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -24,7 +25,7 @@ use crate::durability::newest_epoch;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::{Disk, Location, Media, Mount};
 
-/// Directories that are being claimed, by their places in the configuration.
+/// Directories that are being claimed, by their positions in the configuration.
 struct Claims<'a> {
     config: &'a LocalConfig,
     changes: &'a Arc<watch::Sender<()>>,
@@ -32,11 +33,11 @@ struct Claims<'a> {
     last_error: Option<StoreError>,
 }
 
-/// Claims the directories that can be used, in their order. Every change of a disk's condition is told through `changes`. A
-/// start that is refused leaves no claim where there was none.
+/// Claims the usable directories, in the order of the configuration. Every change of a disk's
+/// condition is sent to `changes`. A refused start leaves no new claims behind.
 ///
 /// # Errors
-/// One that [`is_refused`], for any directory; any failure when no disk is left.
+/// An error of any directory that [`is_refused`], or the last failure if no disk is left.
 pub(super) async fn claim_all(
     disks: Vec<Arc<dyn Disk>>,
     config: &LocalConfig,
@@ -51,16 +52,16 @@ pub(super) async fn claim_all(
     Ok(claims.claimed.into_values().collect())
 }
 
-/// The data directories before they are claimed.
+/// Result of examining the data directories before they are claimed.
 pub(super) struct Examination {
-    /// By directory.
+    /// Content per directory.
     pub(super) contents: Vec<Result<Content, StoreError>>,
-    /// Errors with which a start ends.
+    /// Errors that prevent a start.
     pub(super) refusals: Vec<StoreError>,
 }
 
-/// Examines the directories without changing them: for a claim, and for a rehearsal of one. `in_use` has the identities of the
-/// directories that a running worker has claimed.
+/// Examines the directories without changing them, for a claim or a rehearsal of one. `in_use` has
+/// the identities of the directories that a running worker has claimed.
 pub(super) async fn examine(
     disks: &[Arc<dyn Disk>],
     deadline: Duration,
@@ -104,7 +105,7 @@ async fn refuse_same_places(
     let places = disks.map(async |disk| (disk.root(), within(deadline, disk.location()).await));
     let mut known: HashMap<Location, &Path> = HashMap::new();
     for (root, place) in join_all(places.collect::<Vec<_>>()).await {
-        // One that does not answer is left out later.
+        // A directory that does not answer is left out later.
         let Ok(place) = place else { continue };
         if let Some(other) = known.insert(place, root) {
             let text = format!(
@@ -129,7 +130,7 @@ impl Claims<'_> {
         for ((place, disk), content) in disks.into_iter().enumerate().zip(contents) {
             match content {
                 Ok(Content::Ours(_)) => ours.push((place, disk)),
-                // Refused otherwise.
+                // All other contents were refused by `examine`.
                 Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) => {
                     empty.push((place, disk));
                 }
@@ -147,7 +148,7 @@ impl Claims<'_> {
         self.take_empty(empty, &paths).await
     }
 
-    /// Claims empty directories that are where they should be, and writes down where all are.
+    /// Claims empty directories that are where they should be, and records the mount points of all.
     async fn take_empty(
         &mut self,
         empty: Vec<(usize, Arc<dyn Disk>)>,
@@ -194,7 +195,7 @@ impl Claims<'_> {
         refused
     }
 
-    /// Goes on without a directory, unless the configuration must be wrong.
+    /// Continues without a directory, unless its error means that the configuration is wrong.
     fn leave_out(&mut self, error: StoreError) -> Result<(), StoreError> {
         if is_refused(&error) {
             return Err(error);
@@ -205,7 +206,7 @@ impl Claims<'_> {
     }
 }
 
-/// Whether a start ends with it, instead of going on without the directory.
+/// Returns whether an error prevents the start. Other errors only exclude the directory.
 fn is_refused(error: &StoreError) -> bool {
     matches!(
         error.kind,
@@ -217,8 +218,8 @@ fn is_refused(error: &StoreError) -> bool {
     )
 }
 
-/// Refuses two directories with one identity: one is a copy of the other, or both are the same. Whatever one says of itself
-/// would be taken for what the other says.
+/// Refuses two directories with one identity: one is a copy of the other, or both are the same. The
+/// statements of one would be attributed to the other.
 fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     let mut known: BTreeMap<Uuid, &Path> = BTreeMap::new();
     for (root, uuid) in identities {
@@ -233,7 +234,8 @@ fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Returns the identity of a directory without a claim, as far as its content shows it. It is none of `others`.
+/// Returns the identity of a directory without a claim, as far as its content reveals it. The
+/// identities in `others` are excluded.
 async fn identity_of(io: &dyn Disk, others: &[Uuid], deadline: Duration) -> Identity {
     let epoch = newest_epoch(io, deadline).await;
     content::identity(&io.root().display().to_string(), epoch.as_ref(), others)
@@ -244,8 +246,8 @@ fn unclaimed_error(root: &Path, flaw: Flaw, identity: &Identity) -> StoreError {
     StoreError::remote(StoreErrorKind::Unclaimed, root, content::told(root, flaw, identity))
 }
 
-/// Refuses a start from empty directories only, the first of which is `disk`, if their data is known elsewhere. They are not
-/// claimed: a claim would make them look used at the next start.
+/// Refuses a start from empty directories only if there are records of earlier data. `disk` is the
+/// first directory. They are not claimed: a claim would make them look used at the next start.
 fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let Some(who) = config.had_data.as_ref().filter(|_| config.recovery && config.require_mounted.is_none())
     else {
@@ -258,7 +260,7 @@ fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), Store
     Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text))
 }
 
-/// An empty directory on the root file system may be one whose disk is not mounted.
+/// Refuses an empty directory on the root file system whose disk may not be mounted.
 async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let is_on_root = |mount: Mount| mount.point == Path::new("/");
     if !within(config.name_timeout, disk.mount()).await.is_ok_and(is_on_root) {
@@ -277,7 +279,7 @@ async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), S
     Ok(())
 }
 
-/// Looks into a directory, which is not changed.
+/// Returns the content of a directory without changing it.
 pub(super) async fn look(io: &dyn Disk, deadline: Duration) -> Result<Content, StoreError> {
     let failed = |error| StoreError::io(io.root(), error);
     let names = match within(deadline, io.list(Path::new(""))).await {
@@ -325,15 +327,15 @@ async fn claim(
         disk.discard_everything().await.map_err(failed)?;
     }
     if config.sync == SyncWrites::Group {
-        // What an earlier process wrote is only in the page cache yet, and it is to be believed.
+        // Data of an earlier process may only be in the page cache, and recovery relies on it.
         within(config.write_timeout, disk.io.sync_all()).await.map_err(failed)?;
     }
     disk.measure().await.map_err(failed)?;
     Ok(disk)
 }
 
-/// Returns the identity in the marker of a directory. It is read under the lock: another process may have changed it. An empty
-/// directory gets a marker.
+/// Returns the identity in the marker of a directory. The marker is read under the lock, because
+/// another process may have changed it. An empty directory gets a marker.
 async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
     let failed = |error| StoreError::io(root, error);
     match look(io, deadline).await? {
@@ -342,7 +344,7 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
             let uuid = Uuid::new_v4();
             let text = marker_of(uuid);
             within(deadline, io.write_small(Path::new(MARKER), text.into_bytes())).await.map_err(failed)?;
-            // Without its marker a directory with data in it would be refused.
+            // Without its marker, a directory with data would be refused.
             within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
             Ok(uuid)
         }

@@ -1,8 +1,8 @@
-//! Checks for a successor whether it could claim the data directories, without claiming them: the running worker holds their
-//! locks until it hands over.
+//! Checks whether a successor could claim the data directories, without claiming them: the running
+//! worker holds their locks until it hands over.
 //!
-//! A directory that does not answer is an obstacle: a thread that hangs in it keeps the running process from becoming its
-//! successor. Nothing is left behind but new directories themselves, empty.
+//! An unresponsive directory is an obstacle: a thread that hangs in it keeps the running process
+//! from becoming its successor. The check leaves nothing behind except new, empty data directories.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,14 +21,15 @@ use super::marker::MARKER;
 use crate::tiers::StoreError;
 use uniffle_io::Disk;
 
-/// What to do about a data directory that does not answer.
+/// Remedy for an unresponsive data directory.
 pub const HUNG_REMEDY: &str =
     "decommission the worker, wait until its applications have ended, then restart it";
 
 /// The data directories of the running worker.
 #[derive(Debug, Clone, Copy)]
 pub struct HeldBy<'a> {
-    /// Directories of its configuration that it does without: read-only, detached, hung, broken, or never claimed.
+    /// Configured directories that the worker does not use: read-only, detached, hung, broken, or
+    /// never claimed.
     pub unhealthy: &'a [PathBuf],
     /// Identities of the directories that it has claimed.
     pub identities: &'a BTreeMap<PathBuf, [u8; 16]>,
@@ -44,10 +45,11 @@ impl HeldBy<'_> {
     }
 }
 
-/// Why a directory cannot be used.
+/// Reason why a directory cannot be used.
 struct Obstacle {
     why: String,
-    /// The successor could not start, or not be executed. Other obstacles only keep it from using the directory.
+    /// True if the successor could not start. Other obstacles only keep it from using the
+    /// directory.
     is_fatal: bool,
 }
 
@@ -75,14 +77,15 @@ impl From<StoreError> for Obstacle {
     }
 }
 
-/// Returns what keeps a successor from using the directories of `config`, one line each. A directory that the running worker does
-/// without is an obstacle only if the successor could not start with it.
+/// Returns the reasons why a successor could not use the directories of `config`, one line each. A
+/// directory that the running worker does not use is an obstacle only if the successor could not
+/// start with it.
 pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
     obstacles_on(&config.real_disks(), config.name_timeout, held).await
 }
 
 async fn obstacles_on(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<'_>) -> Vec<String> {
-    // First: directories that `try_out` creates would be seen.
+    // Runs first, because it would see directories that `try_out` creates.
     let Examination { contents, refusals } = claim::examine(disks, deadline, held.identities).await;
     let replaced = disks.iter().zip(&contents).filter_map(|(disk, content)| match content {
         Ok(Content::Ours(now)) => replaced(disk.root(), *now, held),
@@ -99,7 +102,7 @@ async fn obstacles_on(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<
     all.map(|why| format!("localfile_store.data_paths: {why}")).collect()
 }
 
-/// Returns an error if a directory is another one than the running worker has at this path.
+/// Returns an error if the directory at this path is not the one that the running worker uses.
 fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
     let uuid = Uuid::from_bytes(*held.identities.get(root)?);
     (now != uuid).then(|| {
@@ -111,7 +114,7 @@ fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
     })
 }
 
-/// Tries whether a directory could be claimed, unless its content is refused.
+/// Checks whether a directory could be claimed, unless its content is refused.
 async fn try_out(
     disk: &dyn Disk,
     content: Result<Content, StoreError>,
@@ -121,7 +124,7 @@ async fn try_out(
     let (is_claimed, is_unhealthy) = (held.is_claimed(disk.root()), held.is_unhealthy(disk.root()));
     match content? {
         Content::Foreign | Content::Outdated | Content::Unclaimed(_) => return Ok(()),
-        // It may not be mounted, or an empty one is in its place.
+        // The disk may not be mounted, or an empty one may have replaced it.
         Content::Nothing if is_unhealthy => return Ok(()),
         Content::Nothing if is_claimed => {
             return Err(Obstacle {
@@ -133,10 +136,10 @@ async fn try_out(
         Content::Ours(_) if !is_claimed => require_unlocked(disk, deadline).await?,
         Content::Ours(_) => {}
     }
-    // A directory needs an inode and a block as a file does, and cannot be left half written.
+    // A directory needs an inode and a block like a file, and cannot be left half written.
     let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
     match within(deadline, disk.create_dir_all(&trial)).await {
-        // It is served without a change to it.
+        // A read-only directory is served without changing it.
         Err(error) if is_claimed && error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(()),
         made => {
             made?;
@@ -206,7 +209,8 @@ mod tests {
         assert!(told[0].contains("is damaged, and the identity of the directory is unknown"), "{told:?}");
     }
 
-    /// A failing directory that the running worker does without is no obstacle. One that hangs always is.
+    /// A failing directory that the running worker does without is no obstacle. One that hangs
+    /// always is.
     #[tokio::test(start_paused = true)]
     async fn directory_that_hangs_is_an_obstacle_with_its_remedy() {
         let uuid = Uuid::from_u128(1);
@@ -232,7 +236,8 @@ mod tests {
         }
     }
 
-    /// Directories with these identities, what they are configured with, and what a worker that runs on the first two has.
+    /// Directories with these identities, what they are configured with, and what a worker that
+    /// runs on the first two has.
     struct Copied {
         dir: tempfile::TempDir,
         identities: BTreeMap<PathBuf, [u8; 16]>,
@@ -256,7 +261,8 @@ mod tests {
             std::fs::write(self.dir.path().join(name).join(MARKER), content).unwrap();
         }
 
-        /// Returns the obstacles for a successor on `names`. The running worker does without `unhealthy`.
+        /// Returns the obstacles for a successor on `names`. The running worker does without
+        /// `unhealthy`.
         async fn told(&self, names: &[&str], unhealthy: &[&str]) -> String {
             let paths = |names: &[&str]| names.iter().map(|name| self.dir.path().join(name)).collect();
             let (paths, unhealthy): (Vec<PathBuf>, Vec<PathBuf>) = (paths(names), paths(unhealthy));

@@ -1,4 +1,4 @@
-//! How the local tier works: its section of the configuration.
+//! Configuration of the local tier.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,7 +35,8 @@ words! {
     }
 }
 
-/// The cache of index records by default; part of the process without clients (`budget::allowance`).
+/// Default size of the cache of index records. Counted as process memory without clients
+/// (`budget::allowance`).
 pub const INDEX_CACHE_BYTES: u64 = 16 * MIB;
 
 section! {
@@ -152,11 +153,11 @@ impl Word for Engine {
     }
 }
 
-/// Most staging buffers that are chosen by default: 64 MiB outside the memory region.
+/// Maximum number of staging buffers chosen by default: 64 MiB outside the memory region.
 const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
 
 impl LocalConfig {
-    /// The real disks of [`LocalConfig::paths`].
+    /// Creates the real disks of [`LocalConfig::paths`].
     pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
         let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
         let disk = |path: &PathBuf| {
@@ -166,7 +167,8 @@ impl LocalConfig {
         self.paths.iter().map(disk).collect()
     }
 
-    /// Threads that the disks have beside those of the runtime: with io_uring one each.
+    /// Returns the number of threads of the disks in addition to the runtime: one per disk with
+    /// io_uring.
     pub fn own_threads(&self) -> usize {
         match self.engine {
             Engine::Blocking => 0,
@@ -174,8 +176,8 @@ impl LocalConfig {
         }
     }
 
-    /// Memory that reads of one of `disks` may hold at a time: what is useful to it at most, and so much that the others can
-    /// go on when all of it is stuck.
+    /// Returns the memory that reads of one of `disks` disks may hold. It is at most the amount
+    /// useful to one disk. It leaves enough for the other disks if all of it is stuck.
     pub(super) fn read_share_bytes(&self, disks: usize) -> usize {
         let useful = self.read_concurrency_per_disk.saturating_mul(READ_CHUNK_BYTES_MAX);
         let share = self.read_memory_bytes / (disks as u64 + 1);

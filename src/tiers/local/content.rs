@@ -1,9 +1,9 @@
-//! What a data directory holds before it is claimed: nothing, what is ours, what is someone else's, or what is ours without
-//! a claim that can be read. Pure: no I/O.
+//! Classifies the content of a data directory before it is claimed. Pure: no I/O.
 //!
-//! Only nothing at all makes a directory a new one. A claim that is missing, empty or damaged while something of ours lies
-//! beside it is no reason to give the directory another identity: its blocks would be told as lost, and what it says of the metadata
-//! log would be said by nobody. Then a start is refused, with what is certain of its identity.
+//! Only an empty directory becomes a new one. A directory with our files but with a missing, empty
+//! or damaged claim does not get another identity. Otherwise its blocks would be reported as lost,
+//! and its statements about the metadata log would be missing. Such a start is refused, with an
+//! error that says how certain its identity is.
 
 use std::path::Path;
 
@@ -13,9 +13,9 @@ use super::marker::{MARKER, lines_of, uuid_of};
 use super::mounts::MOUNTS;
 use crate::durability::{Epoch, METADATA};
 
-/// A file in every directory that 0.1.0 wrote, which had no metadata log.
+/// File in every directory written by 0.1.0, which had no metadata log.
 const OLD_LIST: &str = "uniffle-worker.peers";
-/// What `mkfs` leaves in a root; it does no harm.
+/// Directory that `mkfs` creates in a root. It is ignored.
 const LOST_AND_FOUND: &str = "lost+found";
 
 /// Content of a directory before it is claimed.
@@ -23,17 +23,17 @@ const LOST_AND_FOUND: &str = "lost+found";
 pub(super) enum Content {
     /// Empty or missing. A claim that was never written counts as empty.
     Nothing,
-    /// Our claim, with its identity.
+    /// Has our claim with this identity.
     Ours(Uuid),
-    /// Files, and none that only we make.
+    /// Has files, none of which only this program creates.
     Foreign,
-    /// Ours, and its claim says nothing.
+    /// Has our files, but no usable claim.
     Unclaimed(Flaw),
-    /// Written by 0.1.0, in a format that is not read any more.
+    /// Written by 0.1.0, in a format that is no longer supported.
     Outdated,
 }
 
-/// Flaw of a claim.
+/// Reason why a claim is unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flaw {
     Missing,
@@ -51,7 +51,7 @@ impl Flaw {
     }
 }
 
-/// By the names in it, and by its claim where there is one.
+/// Classifies a directory from the names in it and its claim, if it exists.
 pub(super) fn content_of(names: &[String], claim: Option<&[u8]>) -> Content {
     let is_other = |name: &&String| *name != MARKER && *name != LOST_AND_FOUND;
     let has_others = names.iter().any(|name| is_other(&name));
@@ -62,7 +62,7 @@ pub(super) fn content_of(names: &[String], claim: Option<&[u8]>) -> Content {
     match claim {
         Some(claim) => match uuid_of(claim) {
             Some(uuid) => Content::Ours(uuid),
-            // It is written and synced before anything else is made.
+            // The claim is written and synced before any other file, so no data can exist.
             None if claim.is_empty() && !has_others => Content::Nothing,
             None if claim.is_empty() => Content::Unclaimed(Flaw::Empty),
             None => Content::Unclaimed(Flaw::Damaged),
@@ -73,21 +73,22 @@ pub(super) fn content_of(names: &[String], claim: Option<&[u8]>) -> Content {
     }
 }
 
-/// Identity of a directory without a claim, as far as it is known.
+/// Identity of a directory without a claim, as far as it can be determined.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Identity {
-    /// Certain, with the reason.
+    /// The identity is certain, with the reason.
     Certain(Uuid, &'static str),
-    /// Certain unless the directory was at another path before.
+    /// The identity is certain unless the directory was at another path before.
     ByPath(Uuid),
-    /// One of several, with their former paths.
+    /// The identity is one of several, listed with their former paths.
     OneOf(Vec<(Uuid, String)>),
-    /// Not recorded in the directory.
+    /// The identity is not recorded in the directory.
     Unknown,
 }
 
 impl Identity {
-    /// Returns `uuid`, which a running worker uses, unless the content of the directory contradicts it.
+    /// Returns `uuid`, which a running worker uses, unless the content of the directory contradicts
+    /// it.
     pub(super) fn or_in_use(self, uuid: Uuid) -> Self {
         match self {
             Self::Certain(another, _) if another != uuid => self,
@@ -98,8 +99,8 @@ impl Identity {
     }
 }
 
-/// By the newest epoch that the directory knows: it is one of the members that were together then, and none of `others`, whose
-/// claims are read.
+/// Derives the identity from the newest epoch recorded in the directory. It is one of the voters of
+/// that epoch, and none of `others`, whose claims are readable.
 pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Identity {
     let Some(epoch) = epoch else { return Identity::Unknown };
     let here = epoch.voters().into_iter().filter(|member| !member.may_go_alone);
@@ -216,7 +217,8 @@ mod tests {
         assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(left));
         assert_eq!(of("/a", &members[..1], &[uuid(1)]), Identity::Unknown, "a copy of one that is here");
         assert_eq!(identity("/a", None, &[]), Identity::Unknown);
-        // Replaced before by an empty one at its path, or away when the list was written: it is neither of these.
+        // Replaced before by an empty one at its path, or away when the list was written: it is
+        // neither of these.
         (members[0].votes, members[2].may_go_alone) = (false, true);
         members.push(Member::new(uuid(4), "/a"));
         assert_eq!(by(of("/a", &members, &[uuid(2)])), Some((4, true)));

@@ -1,9 +1,10 @@
 //! Damaged blocks and unreadable extents.
 //!
-//! A block with a wrong checksum is read again, alone and around the page cache. If it is wrong again, the block is marked as
-//! damaged, and the rest of its extent stays. After the third [failed read](super::failures) of a partition on a disk, all its
-//! extents there are tried three times within half a second, and unreadable ones become holes. Blocks in holes can be sent
-//! again. Whether a block is lost is decided by `service`.
+//! A block with a wrong checksum is read again, alone and around the page cache. If it is wrong
+//! again, the block is marked as damaged, and the rest of its extent stays. After the third [failed
+//! read](super::failures) of a partition on a disk, all its extents there are tried three times
+//! within half a second, and unreadable ones become holes. Blocks in holes can be sent again.
+//! Whether a block is lost is decided by `service`.
 
 use std::io;
 use std::ops::ControlFlow;
@@ -52,7 +53,7 @@ impl Damage {
         Arc::new(Self { core, turns: Semaphore::new(PROBED_AT_ONCE) })
     }
 
-    /// Returns whether a block with a wrong checksum is right when the device is asked again.
+    /// Returns whether a block with a wrong checksum is correct when read again from the device.
     pub(super) async fn is_sound(
         &self,
         shuffle: &Shuffle,
@@ -70,7 +71,8 @@ impl Damage {
         Ok(crc == block.crc || self.recorded_crc(shuffle, &extent, block).await == Some(crc))
     }
 
-    /// Returns the checksum of a block from its index record on disk, or `None` if it cannot be read.
+    /// Returns the checksum of a block from its index record on disk, or `None` if it cannot be
+    /// read.
     async fn recorded_crc(&self, shuffle: &Shuffle, extent: &Extent, block: &Check) -> Option<u32> {
         let mut crc = None;
         let find = |record: &IndexRecord| {
@@ -83,7 +85,8 @@ impl Damage {
         visited.ok().and(crc)
     }
 
-    /// Marks a block that was wrong twice as damaged, so that it can be sent again. Counts against its disk.
+    /// Marks a block that was wrong twice as damaged, so that it can be sent again. Counts against
+    /// its disk.
     pub(super) fn mark_damaged(
         &self,
         shuffle: &Shuffle,
@@ -112,7 +115,8 @@ impl Damage {
         Some(extent)
     }
 
-    /// Tries all extents of a partition on a disk. Returns the unreadable ones, and the error of one.
+    /// Tries all extents of a partition on a disk. Returns the unreadable ones, and the error of
+    /// one.
     pub(super) async fn probe_extents(
         &self,
         shuffle: &Shuffle,

@@ -1,5 +1,5 @@
-//! Damaged blocks: their disk returned wrong bytes twice. Readers of the index get filler records in their place. The other
-//! blocks of their extents are served.
+//! Damaged blocks: their disk returned wrong bytes twice. Readers of the index get filler records
+//! in their place. The other blocks of their extents are served.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -13,9 +13,9 @@ use uniffle_wire::types::PartitionId;
 /// Damaged blocks of one shuffle.
 #[derive(Debug, Default)]
 pub(super) struct DamagedBlocks {
-    /// Whether there is any: readers skip the lock otherwise.
+    /// True if the shuffle has damaged blocks. Otherwise readers skip the lock.
     any: AtomicBool,
-    /// Ends of the blocks in the partition's stream, by their starts.
+    /// Ends of the damaged blocks in the partition's stream, by their starts.
     blocks: RwLock<HashMap<PartitionId, BTreeMap<u64, u64>>>,
 }
 
@@ -26,7 +26,7 @@ impl DamagedBlocks {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Returns whether one of them overlaps a range of the stream.
+    /// Returns whether a damaged block overlaps a range of the stream.
     pub(super) fn touches(&self, partition: PartitionId, range: &Range<u64>) -> bool {
         self.any.load(Ordering::Acquire)
             && self.blocks.read().get(&partition).is_some_and(|blocks| {
@@ -35,7 +35,8 @@ impl DamagedBlocks {
             })
     }
 
-    /// Replaces their records in `records`, whose offsets are relative to the stream.
+    /// Replaces the records of damaged blocks in `records`, whose offsets are relative to the
+    /// stream.
     pub(super) fn mask(&self, partition: PartitionId, records: &mut [u8]) {
         if !self.any.load(Ordering::Acquire) {
             return;
@@ -51,7 +52,7 @@ impl DamagedBlocks {
     }
 }
 
-/// Returns a record of bytes that belong to no block.
+/// Returns a record for bytes that belong to no block.
 pub(super) fn filler(offset: i64, length: i32) -> IndexRecord {
     IndexRecord {
         offset,

@@ -1,7 +1,7 @@
 //! One data directory: its space and its health.
 //!
-//! A full disk is healthy: its data is served, and it takes batches again below the low watermark. An unhealthy disk is avoided
-//! until a probe has written and read back random bytes.
+//! A full disk is healthy: its data is served, and it takes batches again below the low watermark.
+//! An unhealthy disk is avoided until a probe has written and read back random bytes.
 
 use std::future::Future;
 use std::io;
@@ -34,7 +34,7 @@ pub(super) const APPS: &str = "apps";
 pub(super) const TRASH: &str = "trash";
 /// Directory of the probe's files.
 const PROBE: &str = "probe";
-/// Bytes of a probe of a disk that refused a write: a disk with less space counts as full.
+/// Size of the probe of a disk that refused a write. A disk with less space counts as full.
 const ROOM_PROBE_BYTES: usize = 1 << 20;
 
 /// A claimed data directory.
@@ -51,7 +51,7 @@ pub(super) struct LocalDisk {
     pub(super) uuid: Uuid,
     /// The root as text, for labels.
     pub(super) label: String,
-    /// Whether an earlier process had claimed it. Set by the claim.
+    /// True if an earlier process had claimed the directory. Set by the claim.
     pub(super) was_used: bool,
     state: Mutex<State>,
     in_flight_bytes: AtomicU64,
@@ -60,16 +60,16 @@ pub(super) struct LocalDisk {
     completed_calls: AtomicU64,
     /// Held by the deletion in progress.
     pub(super) removals: Semaphore,
-    /// Cancelled when this process must not delete any more.
+    /// Cancelled when this process must stop deleting.
     pub(super) removals_cease: CancellationToken,
-    /// Files of an earlier process could not be read back, so unknown files must not be swept.
+    /// True if files of an earlier process could not be read, so unknown files must not be swept.
     has_unread: AtomicBool,
     mount: Mount,
     changes: Arc<watch::Sender<()>>,
-    /// High and low.
+    /// High and low watermark.
     watermarks: Mutex<(f64, f64)>,
     deadline: Duration,
-    /// What keeps it ours.
+    /// Lock of the claim, which keeps other processes out.
     lock: Mutex<Box<dyn DiskLock>>,
 }
 
@@ -137,7 +137,8 @@ impl LocalDisk {
         Ok(())
     }
 
-    /// Moves content of an earlier process into the trash, which is emptied later, so that a start is quick.
+    /// Moves content of an earlier process into the trash, which is emptied later, so that a start
+    /// is quick.
     pub(super) async fn discard_everything(&self) -> io::Result<()> {
         self.discard(Path::new(METADATA)).await?;
         if within(self.deadline, self.io.list(Path::new(APPS))).await?.is_empty() {
@@ -158,7 +159,7 @@ impl LocalDisk {
         }
     }
 
-    /// Returns its mount point.
+    /// Returns the mount point of the directory.
     pub(super) fn mount_point(&self) -> &Path {
         &self.mount.point
     }
@@ -223,8 +224,8 @@ impl LocalDisk {
         Ok(())
     }
 
-    /// Applies a failed operation. Errors that do not concern the disk (no descriptors or memory left, a missing name) do not count
-    /// against it.
+    /// Applies a failed operation. Errors that do not concern the disk (no descriptors or memory
+    /// left, a missing name) do not count against it.
     pub(super) fn note(&self, error: &io::Error) {
         let (before, verdict, why_full) = self.update(|state| {
             let (before, verdict) = (state.health.condition(), state.health.note(error));
@@ -266,7 +267,8 @@ impl LocalDisk {
         }
     }
 
-    /// Like [`LocalDisk::note`], after a measurement of the space, so that the message about a full disk is accurate.
+    /// Like [`LocalDisk::note`], after a measurement of the space, so that the message about a full
+    /// disk is accurate.
     pub(super) async fn note_measured(&self, error: &io::Error) {
         if judge(error) == Verdict::Full {
             // If the measurement fails, the message has the earlier figures.
@@ -290,8 +292,9 @@ impl LocalDisk {
         self.completed_calls.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Runs a call that transfers bytes, with its deadline. A failure counts against the disk. A missed deadline does not if other
-    /// calls completed meanwhile: then the call only waited in the queue of a busy device.
+    /// Runs a call that transfers bytes, with its deadline. A failure counts against the disk. A
+    /// missed deadline does not if other calls completed meanwhile: then the call only waited in
+    /// the queue of a busy device.
     pub(super) async fn call<T>(
         &self,
         deadline: Duration,
@@ -313,14 +316,15 @@ impl LocalDisk {
         }
     }
 
-    /// Records the speed of a batch that was written since `began`, while `in_flight_bytes` shared the disk.
+    /// Records the speed of a batch that was written since `began`, while `in_flight_bytes` shared
+    /// the disk.
     pub(super) fn wrote(&self, in_flight_bytes: u64, began: Instant) {
         let now = Instant::now();
         self.state.lock().paces.record(in_flight_bytes, now.duration_since(began), now);
     }
 
-    /// Verifies that the path still leads to this directory: it may have been unmounted, moved or replaced. Writes the claim again if
-    /// another program removed it.
+    /// Verifies that the path still leads to this directory: it may have been unmounted, moved or
+    /// replaced. Writes the claim again if another program removed it.
     ///
     /// # Errors
     /// The path leads elsewhere. A failed read of it is no error.
@@ -365,8 +369,8 @@ impl LocalDisk {
         self.make_directories().await
     }
 
-    /// Writes random bytes, reads them back and compares. Success makes the disk healthy. A failure is applied like any other, so "no
-    /// space" means full, not unhealthy.
+    /// Writes random bytes, reads them back and compares. Success makes the disk healthy. A failure
+    /// is applied like any other, so "no space" means full, not unhealthy.
     ///
     /// The write goes around the page cache if possible, so that the read asks the device.
     pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
@@ -386,7 +390,7 @@ impl LocalDisk {
         self.io.create_dir_all(directory).await?;
         let path = directory.join(Uuid::new_v4().to_string());
         let compared = self.write_and_compare(&path, bytes, direct).await;
-        // Also what a full disk took of it.
+        // Also removes the part that a full disk accepted.
         let removed = self.io.remove_dir_all(directory).await;
         compared.and(removed)
     }
@@ -422,7 +426,7 @@ impl LocalDisk {
         }
     }
 
-    /// Returns whether it takes batches, and why not.
+    /// Returns whether the disk takes batches, and why not.
     pub(super) fn condition(&self) -> DiskCondition {
         self.state.lock().health.condition()
     }

@@ -1,8 +1,10 @@
-//! Failed reads by partition and disk. A failed read may succeed later, so failures are only counted.
+//! Failed reads by partition and disk. A failed read may succeed later, so failures are only
+//! counted.
 //!
-//! Clients with default settings try a task four times within a second. After three failures the extents are verified, so that
-//! the fourth attempt is told which blocks are lost. Errors that do not concern stored bytes (no descriptors, a deadline) are
-//! not counted, nor are reads of migrations, which no client waits for.
+//! Clients with default settings try a task four times within a second. After three failures the
+//! extents are verified, so that the fourth attempt learns which blocks are lost. Errors that do
+//! not concern stored bytes (no descriptors, a deadline) are not counted. Reads of migrations are
+//! not counted either, because no client waits for them.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -30,7 +32,8 @@ struct Failures {
 }
 
 impl FailedReads {
-    /// Counts a failure if its error means that stored bytes cannot be read. Returns true once, at the limit.
+    /// Counts a failure if its error means that stored bytes cannot be read. Returns true once, at
+    /// the limit.
     pub(super) fn count_damage(&self, partition: PartitionId, disk: usize, error: &StoreError) -> bool {
         is_damage(error) && self.count(partition, disk, Instant::now())
     }

@@ -1,6 +1,6 @@
-//! Reads outside of any stream: the index records of an extent, a range of a data log.
+//! Reads outside of any stream: the index records of an extent, or a range of a data log.
 //!
-//! For rare paths: nothing is cached, and the memory is not charged to the budget for reads.
+//! For rare paths only: nothing is cached, and the memory is not charged to the budget for reads.
 
 use std::io;
 use std::ops::{ControlFlow, Range};
@@ -20,9 +20,9 @@ use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 const VISITED_BYTES: usize = (256 << 10) / RECORD_BYTES * RECORD_BYTES;
 
 impl Core {
-    /// Calls `show` with the index records of an extent, beginning with record `from`, until it breaks. Their offsets are relative
-    /// to the extent. Few are read at a time. If `from` is 0, their checksum is verified at the end: they are valid only if this
-    /// returns `Ok`.
+    /// Calls `show` with the index records of an extent, from record `from` on, until it breaks.
+    /// Their offsets are relative to the extent, and they are read in small parts. If `from` is 0,
+    /// the checksum is verified at the end: the records are valid only if this returns `Ok`.
     pub(super) async fn visit_records(
         &self,
         shuffle: &Shuffle,
@@ -55,7 +55,8 @@ impl Core {
         Ok(())
     }
 
-    /// Reads a range of a data log around the page cache, in whole disk blocks: an extent fills its last one.
+    /// Reads a range of a data log, bypassing the page cache. Reads whole disk blocks, because an
+    /// extent fills its last block.
     pub(super) async fn read_again(
         &self,
         (shuffle, log): (&Shuffle, &Log),
@@ -83,7 +84,8 @@ impl Core {
         Ok(())
     }
 
-    /// Returns the error of a failed read. It counts against the disk unless the file is being removed.
+    /// Returns the error of a failed read. It counts against the disk unless the file is being
+    /// removed.
     fn read_failed(&self, shuffle: &Shuffle, log: &Log, error: io::Error) -> StoreError {
         match shuffle.is_purged() || log.is_released() {
             true => StoreError::io(log.full_path(), error),

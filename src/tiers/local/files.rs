@@ -1,7 +1,7 @@
 //! The bounded cache of open descriptors.
 //!
-//! A worker may have far more logs than it may have descriptors. An evicted file is opened again when needed; calls
-//! under way keep it open until they end.
+//! A worker may have far more logs than it may have descriptors. An evicted file is opened again
+//! when needed; calls under way keep it open until they end.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -92,7 +92,8 @@ impl Files {
         Ok(file)
     }
 
-    /// Closes the descriptors of a log, including those being opened: a deleted file occupies space while it is open.
+    /// Closes the descriptors of a log, including those being opened: a deleted file occupies space
+    /// while it is open.
     pub(super) fn forget(&self, log: &Log) {
         let mut open = self.open.lock();
         log.forgotten.store(true, Ordering::Relaxed);
@@ -105,7 +106,7 @@ impl Files {
     pub(super) fn close_idle(&self, idle: Duration) {
         let mut closed = Vec::new();
         let mut open = self.open.lock();
-        // The order of the cache is that of the last use.
+        // The order of the cache is the order of last use.
         while open.peek_lru().is_some_and(|(_, file)| file.used.elapsed() >= idle) {
             closed.extend(open.pop_lru());
         }
@@ -133,14 +134,15 @@ impl Files {
         }
     }
 
-    /// Returns whether a log is written, and read in large parts, around the page cache: directly written data is not cached, and a
-    /// single read does not pay for caching it. Index groups are small and unaligned, and go through the cache.
+    /// Returns whether a log is written, and read in large parts, around the page cache: directly
+    /// written data is not cached, and a single read does not pay for caching it. Index groups are
+    /// small and unaligned, and go through the cache.
     pub(super) fn is_direct(&self, log: &Log) -> bool {
         self.direct && log.kind == LogKind::Data
     }
 
-    /// Returns whether a successful call on a log proves that its device answers. A call through the page cache does not, unless all
-    /// calls go there.
+    /// Returns whether a successful call on a log proves that its device answers. A call through
+    /// the page cache does not, unless all calls go there.
     pub(super) fn proves_progress(&self, log: &Log, mode: Mode) -> bool {
         !self.direct || (self.is_direct(log) && matches!(mode, Mode::ReadDirect | Mode::Write))
     }

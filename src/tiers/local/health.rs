@@ -1,7 +1,9 @@
-//! Health of a disk, derived from errors: full, read-only, detached, hung or broken. A pure state machine; `disk` does the I/O.
+//! Health of a disk, derived from errors: full, read-only, detached, hung or broken. A pure state
+//! machine; `disk` does the I/O.
 //!
-//! A full disk is healthy: its data is served, and it takes batches again when there is space. Fullness has two watermarks. A
-//! disk that refused a write for lack of space is full until a probe can write. An unhealthy disk must pass a probe too.
+//! A full disk is healthy: its data is served, and it takes batches again when there is space.
+//! Fullness has two watermarks. A disk that refused a write for lack of space is full until a probe
+//! can write. An unhealthy disk must pass a probe too.
 
 use std::io;
 
@@ -14,9 +16,11 @@ use uniffle_io::{Space, Vanished};
 /// Meaning of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Not about the disk: the process lacks descriptors or memory, a name is gone, a task was dropped.
+    /// Not about the disk: the process lacks descriptors or memory, a name is gone, a task was
+    /// dropped.
     NotTheDisk,
-    /// The file cannot be written, and a new one may work: it was removed or replaced, or is too large.
+    /// The file cannot be written, and a new one may work: it was removed or replaced, or is too
+    /// large.
     TheFile,
     /// No space (or quota) left.
     Full,
@@ -58,7 +62,8 @@ pub fn judge(error: &io::Error) -> Verdict {
         io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof | io::ErrorKind::WriteZero => {
             Verdict::Broken
         }
-        // Our own errors: a missing name, a wrong argument, a task that ended with the runtime.
+        // These are our own errors: a missing name, a wrong argument, a task that ended with the
+        // runtime.
         _ => Verdict::NotTheDisk,
     }
 }
@@ -109,7 +114,7 @@ impl Health {
         self.fault.as_ref().map(|fault| fault.text.as_str())
     }
 
-    /// Returns whether it is full, healthy or not.
+    /// Returns whether the disk is full. It may also be unhealthy.
     pub(super) fn is_full(&self) -> bool {
         self.above_watermark || self.refusal.is_some()
     }
@@ -119,7 +124,8 @@ impl Health {
         self.refusal.is_some()
     }
 
-    /// Returns why it is full and what to do, with the figures of `space`; none if it is not full.
+    /// Returns why the disk is full and what to do, with the figures of `space`. Returns `None` if
+    /// it is not full.
     pub(super) fn why_full(&self, space: &Space) -> Option<String> {
         let Space { total_bytes, free_bytes, total_inodes, free_inodes, .. } = *space;
         let bytes = format!("{free_bytes} of {total_bytes} bytes are free");
@@ -145,7 +151,7 @@ impl Health {
         Some(text)
     }
 
-    /// Returns the number of errors counted against it.
+    /// Returns the number of errors counted against the disk.
     pub(super) fn failures(&self) -> u64 {
         self.failures
     }

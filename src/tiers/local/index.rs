@@ -1,4 +1,5 @@
-//! The index group: the durable record of one published batch. FROZEN as version 1 (see the golden test).
+//! The index group: the durable record of one published batch. FROZEN as version 1 (see the golden
+//! test).
 //!
 //! An index log is a sequence of groups. Everything is big-endian:
 //!
@@ -14,10 +15,10 @@
 //! then the records      40 bytes each (docs/protocol.md §5.2), in entry order, offsets relative to the extent
 //! ```
 //!
-//! Blocks lie in an extent one behind the other, so a record's offset is the sum of the lengths before it: [`decode`]
-//! and the reader check that. The bases are promises to clients and so they stand here: recovery restores the same
-//! ones. A group may appear twice (in two index logs, after an append whose outcome was not known) with the same
-//! sequence and the same bytes. Pure: no I/O.
+//! The blocks of an extent are contiguous, so a record's offset is the sum of the lengths before it.
+//! [`decode`] and the reader check that. The bases are promises to clients, so the group stores them
+//! and recovery restores them. A group may appear in two index logs, after an append with an unknown
+//! outcome. Both have the same sequence and the same bytes. Pure: no I/O.
 
 use bytes::Bytes;
 use uuid::Uuid;
@@ -26,7 +27,7 @@ use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::{BlockMeta, PartitionId};
 
-/// First bytes of a group.
+/// Magic bytes of a group.
 pub const MAGIC: [u8; 4] = *b"UWIG";
 pub const VERSION: u16 = 1;
 pub const HEADER_BYTES: usize = 64;
@@ -35,7 +36,7 @@ pub const ENTRY_BYTES: usize = 40;
 /// Header of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupHeader {
-    /// Place among the shuffle's published batches.
+    /// Position among the shuffle's published batches.
     pub sequence: u64,
     /// Incarnation of the shuffle, as in its directory's name.
     pub incarnation: u64,
@@ -49,11 +50,11 @@ pub struct GroupHeader {
 #[derive(Debug, Clone, Copy)]
 pub struct GroupExtent<'a> {
     pub partition: PartitionId,
-    /// Where it begins in the partition's stream.
+    /// Offset of the extent in the partition's stream.
     pub base: u64,
-    /// Where it begins in the data log.
+    /// Offset of the extent in the data log.
     pub data_offset: u64,
-    /// Its blocks, in order.
+    /// Blocks of the extent, in order.
     pub blocks: &'a [BlockMeta],
 }
 
@@ -61,7 +62,7 @@ pub struct GroupExtent<'a> {
 #[derive(Debug, Clone)]
 pub struct EncodedGroup {
     pub bytes: Bytes,
-    /// Per extent, in order.
+    /// Place of the records per extent, in order.
     pub places: Vec<RecordsPlace>,
 }
 
@@ -79,7 +80,7 @@ pub struct RecordsPlace {
 pub struct IndexGroup {
     /// Header of the group.
     pub header: GroupHeader,
-    /// Its extents.
+    /// Extents of the group.
     pub entries: Vec<GroupEntry>,
 }
 
@@ -87,15 +88,15 @@ pub struct IndexGroup {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupEntry {
     pub partition: PartitionId,
-    /// Where it begins in the partition's stream.
+    /// Offset of the extent in the partition's stream.
     pub base: u64,
-    /// Where it begins in the data log.
+    /// Offset of the extent in the data log.
     pub data_offset: u64,
-    /// Bytes of data.
+    /// Length of the data in bytes.
     pub length: u64,
-    /// Place of its records in the group.
+    /// Place of the records in the group.
     pub place: RecordsPlace,
-    /// Its records, offsets relative to the extent.
+    /// Records of the extent, with offsets relative to it.
     pub records: Vec<IndexRecord>,
 }
 
@@ -105,13 +106,13 @@ pub enum GroupError {
     /// The bytes end before the group does.
     #[error("index group is truncated")]
     Incomplete,
-    /// It does not begin like a group.
+    /// The bytes do not begin with the magic.
     #[error("not an index group")]
     Magic,
-    /// A later program wrote it.
+    /// A later program version wrote the group.
     #[error("index group has version {0}, this program supports {VERSION}")]
     Version(u16),
-    /// A checksum does not fit.
+    /// A checksum does not match.
     #[error("checksum of the index group's {0} does not match")]
     Checksum(&'static str),
     /// A field contradicts another.
@@ -124,7 +125,7 @@ pub fn occupied_bytes(length: u64) -> u64 {
     length.next_multiple_of(BLOCK_ALIGN as u64)
 }
 
-/// Encodes a group. The caller has checked that blocks have bytes and that counts fit (`u32`).
+/// Encodes a group. The caller has checked that no block is empty and that counts fit `u32`.
 pub fn encode(header: &GroupHeader, extents: &[GroupExtent<'_>]) -> EncodedGroup {
     let blocks: usize = extents.iter().map(|extent| extent.blocks.len()).sum();
     let head_bytes = HEADER_BYTES + extents.len() * ENTRY_BYTES;
@@ -162,10 +163,11 @@ pub fn encode(header: &GroupHeader, extents: &[GroupExtent<'_>]) -> EncodedGroup
     EncodedGroup { bytes: bytes.into(), places }
 }
 
-/// Bytes of header and entry table of the group whose header begins `bytes`, by its own unchecked word.
+/// Returns the size of the header and entry table of the group that begins `bytes`, as its
+/// unchecked header states.
 ///
 /// # Errors
-/// [`GroupError`] when no group begins here.
+/// A [`GroupError`] if no group begins here.
 pub fn head_bytes(bytes: &[u8]) -> Result<usize, GroupError> {
     let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(GroupError::Incomplete)?;
     if header[0..4] != MAGIC {
@@ -176,10 +178,10 @@ pub fn head_bytes(bytes: &[u8]) -> Result<usize, GroupError> {
     table.ok_or(GroupError::Malformed("entry count"))
 }
 
-/// Bytes of the whole group that begins with `head`, whose checksum fits.
+/// Returns the size of the whole group that begins with `head`, after verifying the checksum.
 ///
 /// # Errors
-/// [`GroupError`] when it does not.
+/// A [`GroupError`] if the head is incomplete or its checksum does not match.
 pub fn total_bytes(head: &[u8]) -> Result<u64, GroupError> {
     let head = head.get(..head_bytes(head)?).ok_or(GroupError::Incomplete)?;
     let word = |at: usize| head[at..].first_chunk().copied().map(u32::from_be_bytes);
@@ -189,11 +191,11 @@ pub fn total_bytes(head: &[u8]) -> Result<u64, GroupError> {
     head[8..].first_chunk().copied().map(u64::from_be_bytes).ok_or(GroupError::Incomplete)
 }
 
-/// Decodes the group at the start of `bytes`; also returns how many bytes it has. Whatever the bytes are, nothing is
-/// allocated that they do not pay for.
+/// Decodes the group at the start of `bytes`. Returns the group and its size in bytes. Allocations
+/// are bounded by the length of `bytes`, whatever their content.
 ///
 /// # Errors
-/// [`GroupError`]; `Incomplete` when more bytes could make a group of it.
+/// A [`GroupError`]. `Incomplete` means that further bytes could complete the group.
 pub fn decode(bytes: &[u8]) -> Result<(IndexGroup, usize), GroupError> {
     let fixed = bytes.first_chunk::<HEADER_BYTES>().ok_or(GroupError::Incomplete)?;
     if fixed[0..4] != MAGIC {
@@ -241,7 +243,7 @@ pub fn decode(bytes: &[u8]) -> Result<(IndexGroup, usize), GroupError> {
     Ok((IndexGroup { header: GroupHeader { sequence, incarnation, disk, file_number }, entries }, at))
 }
 
-/// Decodes one entry whose records begin at `at` of the whole group.
+/// Decodes one entry whose records begin at offset `at` of the whole group.
 fn decode_entry(entry: &[u8], group: &[u8], at: usize) -> Result<GroupEntry, GroupError> {
     let mut fields = Fields(entry);
     let partition = PartitionId(i32::from_be_bytes(fields.take()));
@@ -292,7 +294,7 @@ impl RecordCheck {
     }
 }
 
-/// CRC of the header without its own field, and of the entry table.
+/// Returns the CRC of the header, except its CRC field, and of the entry table.
 fn head_crc(head: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&head[..HEADER_BYTES - 4]);
@@ -300,12 +302,12 @@ fn head_crc(head: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// A count that the caller of [`encode`] has bounded.
+/// Converts a count that the caller of [`encode`] has bounded.
 fn count(value: usize) -> u32 {
     u32::try_from(value).expect("a batch is checked for its counts before it is written")
 }
 
-/// Takes fixed fields off a slice whose size covers them all.
+/// Reader of fixed-size fields from a slice that covers them all.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -336,7 +338,8 @@ mod tests {
     const HEADER: GroupHeader =
         GroupHeader { sequence: 7, incarnation: 3, disk: Uuid::from_u128(0x0102_0304), file_number: 9 };
 
-    /// The format is a promise to every later version: these bytes must not change while the version is 1.
+    /// The format is a promise to every later version: these bytes must not change while the
+    /// version is 1.
     #[test]
     fn version_1_is_frozen() {
         let blocks = [block(3, 5), block(4, 6)];

@@ -1,7 +1,8 @@
 //! A data or index log: one append-only file of one shuffle on one disk.
 //!
-//! A reserved range is never returned. A log that saw an error or a timeout is closed for writing forever, so a late write can
-//! only land on a range of its own. One `fdatasync` of a log serves all callers that wait for it.
+//! A reserved range is never returned. After an error or a timeout a log is closed for writing
+//! permanently, so a late write can only reach its own range. One `fdatasync` of a log serves all
+//! callers that wait for it.
 
 use std::io;
 use std::ops::Deref;
@@ -46,7 +47,7 @@ impl LogKind {
     }
 }
 
-/// One file.
+/// One file of a shuffle.
 #[derive(Debug)]
 pub(super) struct Log {
     /// Unique in the process: key of cached descriptors.
@@ -63,20 +64,20 @@ pub(super) struct Log {
     closed: AtomicBool,
     /// Number of reserved ranges that are not published yet.
     uses: AtomicU32,
-    /// No extent is left in it.
+    /// True if no extent is left in the file.
     released: AtomicBool,
-    /// The file is being removed, or is gone.
+    /// True if the file is being removed or is gone.
     removed: AtomicBool,
-    /// The file was created, or found by a start.
+    /// True if the file was created, or found by a start.
     exists: AtomicBool,
     /// Identity of the file that was created.
     file: OnceLock<FileId>,
-    /// Another program removed, replaced or truncated the file ...
+    /// True if another program removed, replaced or truncated the file.
     vanished: AtomicBool,
-    /// ... and its extents are being marked as lost.
+    /// True if extents of the vanished file are being marked as lost.
     loss_begun: AtomicBool,
     pub(super) syncs: GroupCommit,
-    /// Its descriptors must not be cached. Guarded by the lock of the cache.
+    /// True if its descriptors must not be cached. Guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
 }
 
@@ -151,7 +152,8 @@ impl Log {
         self.vanished.load(Ordering::SeqCst)
     }
 
-    /// Returns whether the caller must mark the extents of a vanished file as lost. True once.
+    /// Returns whether the caller must mark the extents of a vanished file as lost. Returns true
+    /// once.
     pub(super) fn begin_loss(&self) -> bool {
         self.has_vanished() && !self.loss_begun.swap(true, Ordering::AcqRel)
     }
@@ -161,12 +163,14 @@ impl Log {
         self.next.load(Ordering::Relaxed)
     }
 
-    /// Returns whether no write to it is possible and no range of it waits to be published. This is permanent.
+    /// Returns whether no write to it is possible and no range of it waits to be published. This is
+    /// permanent.
     pub(super) fn is_settled(&self) -> bool {
         !self.is_open() && self.uses.load(Ordering::Acquire) == 0
     }
 
-    /// Marks the file for removal. A reader that still uses it finds the same bytes in the object store.
+    /// Marks the file for removal. A reader that still uses it finds the same bytes in the object
+    /// store.
     pub(super) fn release(&self) {
         self.released.store(true, Ordering::Release);
     }
@@ -186,7 +190,8 @@ impl Log {
         self.removed.load(Ordering::Acquire)
     }
 
-    /// Reserves a range of `bytes` bytes. Returns its offset, or `None` if the log is closed or would exceed `limit`.
+    /// Reserves a range of `bytes` bytes. Returns its offset, or `None` if the log is closed or
+    /// would exceed `limit`.
     pub(super) fn reserve(&self, bytes: u64, limit: u64) -> Option<u64> {
         let fits = |next: u64| {
             next.checked_add(bytes).filter(|end| *end <= LOG_BYTES_MAX && (next == 0 || *end <= limit))
@@ -272,12 +277,13 @@ impl Drop for LogUse {
 
 /// Group commit of a log.
 ///
-/// A caller takes a number and waits for the sync in progress. The next sync covers all numbers that were taken before it began.
-/// After a failed sync all later ones are refused: it is unknown what is on the device, because Linux marks the pages clean and
-/// lets the next sync succeed. A cancelled sync counts as failed.
+/// A caller takes a number and waits for the sync in progress. The next sync covers all numbers
+/// that were taken before it began. After a failed sync all later ones are refused: it is unknown
+/// what is on the device, because Linux marks the pages clean and lets the next sync succeed. A
+/// cancelled sync counts as failed.
 #[derive(Debug, Default)]
 pub(super) struct GroupCommit {
-    /// Writes that have ended.
+    /// Number of writes that have ended.
     written: AtomicU64,
     state: tokio::sync::Mutex<SyncState>,
 }
@@ -286,12 +292,13 @@ pub(super) struct GroupCommit {
 struct SyncState {
     /// Number of writes that are on the device.
     durable: u64,
-    /// A sync failed, or is in progress.
+    /// True if a sync failed or is in progress.
     unverified: bool,
 }
 
 impl GroupCommit {
-    /// Waits until everything that the caller has written is on the device. Runs `sync` unless the sync of another caller covers it.
+    /// Waits until everything that the caller has written is on the device. Runs `sync` unless the
+    /// sync of another caller covers it.
     ///
     /// # Errors
     /// This or an earlier sync failed: the log must not be written any more.
@@ -305,7 +312,7 @@ impl GroupCommit {
             return Err(io::Error::other("an earlier sync of this file failed"));
         }
         let covered = self.written.load(Ordering::Acquire);
-        // Until `sync` has ended: the caller may be cancelled.
+        // Stays set until `sync` has ended, because the caller may be cancelled.
         state.unverified = true;
         sync.await?;
         (state.durable, state.unverified) = (covered, false);

@@ -1,26 +1,27 @@
-//! The file by which a data directory is known. Pure: no I/O.
+//! The marker file that identifies a data directory. Pure: no I/O.
 
 use uuid::Uuid;
 
-/// The file that makes a directory ours and that the owner keeps locked.
+/// Name of the file that makes a directory ours. The owner keeps it locked.
 pub const MARKER: &str = "uniffle-worker.claim";
 /// First line of the marker: format and version.
 const MARKER_HEAD: &str = "uniffle-worker local store 1";
-/// Before the checksum of the lines above it.
+/// Prefix of the checksum of the lines above it.
 const CHECKSUM: &str = "crc32 ";
 
-/// Head, identity, and a checksum of both: a directory must not become another one by a flipped bit.
+/// Returns the head, the identity, and a checksum of both. The checksum prevents a flipped bit from
+/// changing the identity.
 pub(super) fn lines_of(uuid: Uuid) -> [String; 3] {
     let checksum = crc32fast::hash(format!("{MARKER_HEAD}\n{uuid}\n").as_bytes());
     [MARKER_HEAD.to_owned(), uuid.to_string(), format!("{CHECKSUM}{checksum:08x}")]
 }
 
-/// Those lines, each with its end.
+/// Returns the content of the marker file.
 pub(super) fn marker_of(uuid: Uuid) -> String {
     lines_of(uuid).map(|line| line + "\n").concat()
 }
 
-/// Returns the identity in a marker of ours.
+/// Returns the identity in a marker of ours, or `None` if the content is not valid.
 pub(super) fn uuid_of(marker: &[u8]) -> Option<Uuid> {
     let text = std::str::from_utf8(marker).ok()?;
     let line = text.lines().nth(1).filter(|_| text.lines().next() == Some(MARKER_HEAD))?;

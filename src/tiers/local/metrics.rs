@@ -1,5 +1,5 @@
-//! The local tier's metrics. Names are Java's where Java has them (`ShuffleServerMetrics`), riffle's for the disk
-//! operations, so that existing dashboards fill.
+//! The local tier's metrics. Names are Java's (`ShuffleServerMetrics`) where they exist, and
+//! riffle's for disk operations, so that existing dashboards work.
 
 use prometheus::{
     Gauge, GaugeVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
@@ -10,10 +10,10 @@ use crate::metrics;
 /// Label value under which Java counts all disks together.
 pub(super) const ALL_DISKS: &str = "ALL";
 
-/// Seconds of disk calls: 0.5 ms to 131 s.
+/// Buckets for the duration of disk calls: 0.5 ms to 131 s.
 const CALL_BUCKETS: &[f64] = &metrics::exponential::<10>(0.0005, 4.0);
 
-/// Bytes of extents: 4 KiB to 1 GiB.
+/// Buckets for the size of extents: 4 KiB to 1 GiB.
 const EXTENT_BUCKETS: &[f64] = &metrics::exponential::<10>(4096.0, 4.0);
 
 metrics::table! {

@@ -1,9 +1,9 @@
-//! On which mount point every data directory was, as far as the others know: a directory that is empty because its disk is
-//! not mounted must not be taken for a new one, and fill the disk below it.
+//! Records the mount point of every data directory. An empty directory whose disk is not mounted
+//! must not be taken for a new one, because writes would fill the disk below it.
 //!
-//! Every directory has the list in a small file, a line for each directory of the configuration. It is only ever used to
-//! leave an empty directory out, so a list that cannot be read or written costs a log line. A new disk in the place of an
-//! old one is on the same mount point and is taken.
+//! Every directory has the list in a small file, with one line per configured directory. It is only
+//! used to exclude empty directories, so a list that cannot be read or written only causes a log
+//! line. A replacement disk has the same mount point, so it is accepted.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,16 +15,16 @@ use super::disk::{LocalDisk, within};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::Disk;
 
-/// The file's name.
+/// Name of the file.
 pub(super) const MOUNTS: &str = "uniffle-worker.mounts";
-/// More lines are not believed.
+/// Maximum number of lines. Further lines are ignored.
 const LINES_MAX: usize = 1024;
 
 /// Mount points by data directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Mounts(BTreeMap<String, PathBuf>);
 
-/// Merges the lists of the directories. Later ones win.
+/// Merges the lists of the directories. Later lists take precedence.
 pub(super) async fn recall(disks: impl Iterator<Item = &LocalDisk>, deadline: Duration) -> Mounts {
     let lists = disks.map(|disk| within(deadline, disk.io.read_small(Path::new(MOUNTS)))).collect::<Vec<_>>();
     let mut known = Mounts::default();
@@ -68,7 +68,8 @@ impl Mounts {
         Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text))
     }
 
-    /// Updates the mount points of the present directories. Those of other configured directories stay.
+    /// Updates the mount points of the present directories. Those of other configured directories
+    /// are unchanged.
     pub(super) fn update<'a>(&mut self, configured: &[String], disks: impl Iterator<Item = &'a LocalDisk>) {
         self.0.retain(|path, _| configured.contains(path));
         self.0.extend(disks.map(|disk| (disk.label.clone(), disk.mount_point().to_owned())));

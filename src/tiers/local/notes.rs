@@ -1,7 +1,8 @@
 //! Purges that are not in the metadata log yet.
 //!
-//! They are logged in rounds, one at a time. A round covers all purges that are pending when it begins. A caller that arrives
-//! during a round waits for the next one, which any waiting caller runs for all.
+//! They are logged in rounds, one at a time. A round covers all purges that are pending when it
+//! begins. A caller that arrives during a round waits for the next round, which any waiting caller
+//! runs for all.
 
 use std::sync::Arc;
 
@@ -54,8 +55,9 @@ impl PurgeNotes {
         self.pending.lock().shuffles.is_empty()
     }
 
-    /// Waits for a round that covers all purges pending now. Runs it with `note`, unless another caller's round covers them. `note`
-    /// marks the shuffles whose purge it logged. The others stay for the next round.
+    /// Waits for a round that covers all purges pending now. Runs it with `note`, unless another
+    /// caller's round covers them. `note` marks the shuffles whose purge it logged. The others stay
+    /// for the next round.
     pub(super) async fn cover<F>(&self, note: impl FnOnce(Vec<Arc<Shuffle>>) -> F)
     where
         F: Future<Output = ()>,
@@ -72,10 +74,11 @@ impl PurgeNotes {
         *ended = round;
     }
 
-    /// Returns the number of a new round and its shuffles. They stay on the list until the round has ended: it may be cancelled.
+    /// Returns the number of a new round and its shuffles. They stay on the list until the round
+    /// has ended, because it may be cancelled.
     fn begin(&self) -> (u64, Vec<Arc<Shuffle>>) {
         let mut pending = self.pending.lock();
-        // Of a cancelled round.
+        // Removes purges that a cancelled round has logged.
         pending.forget_noted();
         pending.begun += 1;
         (pending.begun, pending.shuffles.clone())

@@ -1,4 +1,4 @@
-//! How the store begins: directories are claimed, and what an earlier process left in them is taken over.
+//! Opens the store: claims the directories and takes over the data of an earlier process.
 
 use std::io;
 use std::sync::Arc;
@@ -22,12 +22,14 @@ use crate::tiers::{StoreError, TierHeap};
 use uniffle_io::Disk;
 
 impl LocalStore {
-    /// Claims the disks and takes over what an earlier process left there ([`LocalStore::take_recovered`]), or discards it
-    /// (deleted later, by [`LocalStore::maintain`]). A directory that does not answer is left out as long as another one
-    /// does. Lists of published extents are charged to `heap` whether there is room for them or not, block ids only if there is.
+    /// Claims the disks and recovers the data of an earlier process
+    /// ([`LocalStore::take_recovered`]), or discards it (deleted later, by
+    /// [`LocalStore::maintain`]). A directory that does not answer is left out as long as another
+    /// one does. Lists of published extents are charged to `heap` even without room for them. Block
+    /// ids are charged only if there is room.
     ///
     /// # Errors
-    /// `NotOurs` or `InUse` for any directory; any failure when no disk is left.
+    /// `NotOurs` or `InUse` for any directory, or any failure if no disk is left.
     pub async fn open(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
@@ -37,10 +39,10 @@ impl LocalStore {
         Self::open_beside(config, disks, Uploaded::default(), heap, registry).await
     }
 
-    /// The same where the beginnings of streams lie elsewhere.
+    /// Like [`LocalStore::open`], for streams whose beginnings are in another tier (`uploaded`).
     ///
     /// # Errors
-    /// As [`LocalStore::open`].
+    /// See [`LocalStore::open`].
     pub async fn open_beside(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,

@@ -14,20 +14,21 @@ const HALF_LIFE: Duration = Duration::from_secs(10);
 /// Average seconds per MiB, and the remaining weight of that average.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pace {
-    /// Seconds per MiB, on average.
+    /// Average seconds per MiB.
     pub seconds_per_mib: f64,
-    /// 1 = just measured, half of it after [`HALF_LIFE`].
+    /// Remaining weight: 1 just after a measurement, and half of that after [`HALF_LIFE`].
     pub belief: f64,
 }
 
-/// The average of one disk.
+/// Average write speed of one disk.
 #[derive(Debug, Default)]
 pub(super) struct Paces {
     latest: Option<(f64, Instant)>,
 }
 
 impl Paces {
-    /// Records a batch that took `elapsed` while `in_flight_bytes`, including its own, shared the disk.
+    /// Records a batch that took `elapsed` while `in_flight_bytes`, including its own, shared the
+    /// disk.
     #[expect(clippy::cast_precision_loss, reason = "an average")]
     pub(super) fn record(&mut self, in_flight_bytes: u64, elapsed: Duration, now: Instant) {
         let mib = in_flight_bytes.saturating_add(BATCH_BYTES) as f64 / f64::from(1 << 20);

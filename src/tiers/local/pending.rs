@@ -1,6 +1,8 @@
-//! State under the publish lock of a shuffle: the next sequence, and the index group that is not appended yet.
+//! State under the publish lock of a shuffle: the next sequence, and the index group that is not
+//! appended yet.
 //!
-//! Pure: no I/O. Extents get their bases when their group is created, and their place in an index log when it is appended.
+//! Pure: no I/O. Extents get their bases when their group is created, and their place in an index
+//! log when it is appended.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,7 +27,7 @@ pub(super) struct PublishState {
 #[derive(Debug)]
 pub(super) struct PendingGroup {
     pub(super) group: EncodedGroup,
-    /// Complete except for the place of their records.
+    /// Extents, complete except for the place of their records.
     extents: Vec<(PartitionId, Extent)>,
     /// Disk of the data, and the preferred disk of the group.
     pub(super) disk: Arc<LocalDisk>,
@@ -43,7 +45,8 @@ impl PublishState {
 }
 
 impl PendingGroup {
-    /// Creates the group of `writes`, whose data is at `offset` of `data`. Streams continue at `stream_bytes`.
+    /// Creates the group of `writes`, whose data is at `offset` of `data`. Streams continue at
+    /// `stream_bytes`.
     pub(super) fn new(
         (incarnation, sequence): (u64, u64),
         (data, mut offset): (&LogUse, u64),

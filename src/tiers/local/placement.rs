@@ -14,11 +14,12 @@ const SECONDS_PER_MIB_MIN: f64 = 0.001;
 /// State of a disk that placement uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Answers and stores data.
+    /// True if the disk answers and stores data.
     pub healthy: bool,
-    /// Above its high watermark (and not yet below the low one), or it said so.
+    /// True if the disk is above its high watermark and not yet below the low one, or refused a
+    /// write.
     pub full: bool,
-    /// Bytes that fit.
+    /// Free space in bytes.
     pub free_bytes: u64,
     /// Bytes being written now.
     pub in_flight_bytes: u64,
@@ -31,7 +32,8 @@ impl Candidate {
         self.healthy && !self.full && self.free_bytes >= bytes.max(1)
     }
 
-    /// Returns the weight of its load: [`WEIGHT`] times its slowness relative to `fastest`, as far as the measurement is recent.
+    /// Returns the weight of the disk's load: [`WEIGHT`] times its slowness relative to `fastest`.
+    /// An old measurement counts less.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -47,12 +49,13 @@ impl Candidate {
     }
 }
 
-/// Returns the disk with the least weighted load per free space among those that can take `bytes`, or `None`. `excluded` disks
-/// were tried before.
+/// Returns the disk with the least weighted load per free space among those that have room for
+/// `bytes` bytes, or `None`. `excluded` disks were tried before.
 ///
-/// Load is weighted by the recent slowness of a disk, so that a slow disk gets about what it can sustain, and divided by free
-/// space, so that unequal disks fill at the same time. The batch itself counts as load, so an idle disk is chosen at once. A
-/// measurement loses weight with time: a slow disk is tried again.
+/// Load is weighted by the recent slowness of a disk, so that a slow disk gets about as much as it
+/// can sustain. It is divided by free space, so that unequal disks fill at the same time. The batch
+/// itself counts as load, so an idle disk is chosen at once. A measurement loses weight with time,
+/// so a slow disk is tried again.
 pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Option<usize> {
     let able: Vec<(usize, &Candidate)> = candidates
         .iter()
@@ -74,7 +77,8 @@ pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Optio
         .map(|(index, _)| *index)
 }
 
-/// Returns any healthy disk, the one with the most free bytes first. It may be full: the write shows that.
+/// Returns any healthy disk, the one with the most free bytes first. It may be full: the write
+/// shows that.
 pub fn choose_any(candidates: &[Candidate], excluded: &[usize]) -> Option<usize> {
     let able = candidates.iter().enumerate().filter(|(index, it)| it.healthy && !excluded.contains(index));
     able.max_by_key(|(_, it)| it.free_bytes).map(|(index, _)| index)
@@ -159,7 +163,8 @@ mod tests {
         batches: u32,
     }
 
-    /// `writers` that write one batch after the other for `seconds`; returns how many batches each disk got.
+    /// `writers` that write one batch after the other for `seconds`; returns how many batches each
+    /// disk got.
     fn simulate(disks: &mut [Disk], writers: usize, batch: u64, start: Instant, seconds: u64) -> Vec<u32> {
         let mut free_at = vec![start; writers];
         disks.iter_mut().for_each(|disk| disk.batches = 0);
@@ -184,7 +189,8 @@ mod tests {
             let in_flight = candidates[chosen].in_flight_bytes + batch;
             disk.queue.push((end, batch));
             disk.batches += 1;
-            // Told at the beginning: a simplification that only makes the average quicker by one batch.
+            // Told at the beginning: a simplification that only makes the average quicker by one
+            // batch.
             disk.paces.record(in_flight, end - now, now);
             free_at[writer] = end;
         }
@@ -195,8 +201,8 @@ mod tests {
     }
 
     proptest! {
-        /// The slow disk gets its share of what both can carry or less, is asked again and again all the same, and gets
-        /// half of everything once it is as fast as the other.
+        /// The slow disk gets its share of what both can carry or less, is asked again and again
+        /// all the same, and gets half of everything once it is as fast as the other.
         #[test]
         fn slower_disk_gets_a_smaller_share_until_it_recovers(
             slower in 4f64..40.0, writers in 2usize..20, batch_mib in 4u64..64, first: bool,

@@ -1,9 +1,12 @@
-//! Publishing: under one lock per shuffle, extents get their base and become visible.
+//! Publishing: under one lock per shuffle, extents get their bases and become visible.
 //!
-//! Bases are promises to clients, so a group is appended to an index log before its extents are visible. A group whose append
-//! failed stays pending: the same bytes (same sequence and bases) are appended to another index log before any later group.
-//! This also holds if the writer was cancelled, because the outcome of its append is unknown. So blocks may be published
-//! although their writer saw an error and wrote them again: clients drop duplicates by id, and no block is missing.
+//! Bases are promises to clients, so a group is appended to an index log before its extents are
+//! visible. A group whose append failed stays pending. The same bytes (same sequence and bases) are
+//! appended to another index log before any later group. This also holds if the writer was
+//! cancelled, because the outcome of its append is unknown.
+//!
+//! Blocks may therefore be published although their writer saw an error and wrote them again.
+//! Clients drop duplicates by id, and no block is missing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +26,8 @@ use uniffle_io::Vanished;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;
 
-/// Age after which a data file is verified before its index group is published: another program may have removed it.
+/// Age after which a data file is verified before its index group is published: another program may
+/// have removed it.
 const VERIFIED_AFTER: Duration = Duration::from_millis(100);
 
 impl Writer {
@@ -65,7 +69,8 @@ impl Writer {
             self.verify(pending.data()).await;
         }
         let extents = pending.placed(&log, offset);
-        // Before they are visible: a purge removes the records of visible extents only.
+        // Cached before the extents are visible, because a purge removes the records of visible
+        // extents only.
         self.keep_records(shuffle, pending, &extents);
         if let Err(error) = shuffle.apply(&extents) {
             self.core.records.forget(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
@@ -75,7 +80,7 @@ impl Writer {
             self.core.metrics.extent_bytes.observe(extent_bytes(extent));
         }
         self.core.metrics.extents.add(clamped(extents.len()));
-        // Checked once they are visible: if a file vanishes later, its loss covers them.
+        // Checked once the extents are visible: if a file vanishes later, its loss covers them.
         let vanished = [&*log, pending.data()].into_iter().find(|log| log.has_vanished());
         let vanished = vanished.map(|log| {
             self.damage.lose_extents(shuffle, log, &extents);

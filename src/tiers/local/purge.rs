@@ -1,8 +1,8 @@
 //! Purges and periodic maintenance.
 //!
-//! A purge marks the shuffle, is written to the metadata log, waits until none of its files is being created, renames its
-//! directories into the trash and deletes them there. A removal that fails or is cancelled stays queued, and
-//! [`LocalStore::maintain_once`] retries it.
+//! A purge marks the shuffle, is written to the metadata log, waits until none of its files is
+//! being created, renames its directories into the trash and deletes them there. A removal that
+//! fails or is cancelled stays queued, and [`LocalStore::maintain_once`] retries it.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -28,8 +28,8 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 use crate::metrics::clamped;
 
 impl LocalStore {
-    /// Purges a shuffle, if it is known, and removes its files. From the first poll on it is unknown: writes in progress end with
-    /// `Purged` and leave no file.
+    /// Purges a shuffle, if it is known, and removes its files. The shuffle is unknown from the
+    /// first poll on. Writes in progress end with `Purged` and leave no file.
     pub async fn purge(&self, key: &ShuffleKey) {
         if let Some(detached) = self.forget_shuffle(key) {
             drop_blocking(vec![detached]).await;
@@ -37,7 +37,8 @@ impl LocalStore {
         }
     }
 
-    /// Purges all shuffles of an application, and removes their files and the application's empty directories.
+    /// Purges all shuffles of an application, and removes their files and the application's empty
+    /// directories.
     pub async fn purge_app(&self, app: &AppId) {
         let keys: Vec<_> =
             self.shuffles.iter().filter(|it| it.key().app == *app).map(|it| it.key().clone()).collect();
@@ -45,22 +46,22 @@ impl LocalStore {
         self.remove_files(app).await;
     }
 
-    /// Stops removals before a hand-over: starts no further part, and waits for those in progress. The purges are logged, so the
-    /// successor removes the rest.
+    /// Stops removals before a hand-over: starts no further part, and waits for those in progress.
+    /// The purges are logged, so the successor removes the rest.
     pub async fn cease_removals(&self) {
         join_all(self.core.disks.iter().map(|disk| disk.cease_removals())).await;
     }
 
-    /// [`LocalStore::run_deletes`] of all disks.
+    /// Runs [`LocalStore::run_deletes`] on all disks.
     async fn run_pending_deletes(&self, app: Option<&AppId>) {
         self.note_purges().await;
         join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk, app)).collect::<Vec<_>>()).await;
     }
 
-    /// Works off the deletion queue of a disk, and removes the directory of `app` if it is empty, unless enough workers do that
-    /// already. A failed removal stays queued.
+    /// Processes the deletion queue of a disk, and removes the directory of `app` if it is empty.
+    /// Returns at once if enough workers already do that. A failed removal stays queued.
     async fn run_deletes(&self, disk: &LocalDisk, app: Option<&AppId>) {
-        // A purge that is not ready yet works off the queue itself later.
+        // A purge that is not ready yet processes the queue itself later.
         let is_ready =
             |shuffle: &Shuffle| shuffle.forgotten_bytes(disk).is_some() && shuffle.purge_is_noted();
         let Some(mut work) = self.deletions[disk.index].begin(app) else { return };
@@ -69,7 +70,7 @@ impl LocalStore {
                 if disk.removals_cease.is_cancelled() {
                     return;
                 }
-                // Removals on an unhealthy disk hang: they wait for a successful probe.
+                // Removals on an unhealthy disk hang, so they wait for a successful probe.
                 let is_removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
                 if is_removed {
                     self.core.metrics.deleted_bytes.inc_by(shuffle.forgotten_bytes(disk).unwrap_or(0));
@@ -103,8 +104,8 @@ impl LocalStore {
 
     async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
         let started = Instant::now();
-        // Waits for files that are being created (each step has a deadline); no further one is. Removals on other disks do not wait
-        // for this one.
+        // Waits for files that are being created. Each step has a deadline, and no further step
+        // begins. Removals on other disks do not wait for this one.
         drop(shuffle.gate.write().await);
         if let Some(trash) = disk.discard(&shuffle.directory).await? {
             disk.delete(&trash, self.core.config.purge_timeout).await?;
@@ -115,24 +116,26 @@ impl LocalStore {
         Ok(())
     }
 
-    /// Removes the directory of an application. A sweep removes that of an unhealthy disk.
+    /// Removes the directory of an application. On an unhealthy disk a later sweep removes it.
     async fn remove_app_directory(&self, disk: &LocalDisk, app: &AppId) {
         if !disk.is_healthy() {
             return;
         }
         let directory = Path::new(APPS).join(app.as_str());
         let removal = disk.io.remove_dir(&directory);
-        // It may be absent, or not empty because the application registered again.
+        // The directory may be absent, or not empty because the application registered again.
         let removed = within(self.core.config.name_timeout, removal).await;
         if let Some(error) = removed.err().filter(|error| error.kind() == io::ErrorKind::TimedOut) {
             disk.note(&error);
         }
     }
 
-    /// Purges a shuffle without removing its files: [`LocalStore::remove_files`] does that once the returned value is dropped.
-    /// Synchronous, so that the caller can remove the shuffle elsewhere in the same step, and a cancelled purge is atomic.
+    /// Purges a shuffle without removing its files: [`LocalStore::remove_files`] does that once the
+    /// returned value is dropped. Synchronous, so that the caller can remove the shuffle elsewhere
+    /// in the same step, and a cancelled purge is atomic.
     pub fn forget_shuffle(&self, key: &ShuffleKey) -> Option<DetachedShuffle> {
-        // Added while the shuffle is still known: a sweep lists known shuffles first, and must find it in one of the two.
+        // Added while the shuffle is still known. A sweep lists known shuffles first, and must find
+        // it in one of the two.
         let pending = |_: &ShuffleKey, shuffle: &Arc<Shuffle>| {
             self.pending_purges.add(Arc::clone(shuffle));
             true
@@ -145,10 +148,10 @@ impl LocalStore {
         Some(detached)
     }
 
-    /// Drops a shuffle from memory. Its files stay for a later process.
+    /// Drops a shuffle from memory. Its files remain for a later process.
     pub fn leave(&self, key: &ShuffleKey) {
         let Some(shuffle) = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle)) else { return };
-        // Before it is unknown: a sweep lists known shuffles first.
+        // Inserted while the shuffle is still known, because a sweep lists known shuffles first.
         self.left.lock().insert(shuffle.incarnation);
         self.shuffles.remove(key);
         drop(DetachedShuffle::new(&self.core, shuffle));
@@ -159,7 +162,8 @@ impl LocalStore {
         self.run_pending_deletes(Some(app)).await;
     }
 
-    /// Measures space, retries removals, closes idle descriptors, and sets the gauges. Disks do not wait for each other.
+    /// Measures space, retries removals, closes idle descriptors, and sets the gauges. Disks do not
+    /// wait for each other.
     pub async fn maintain_once(&self) {
         join_all(self.core.disks.iter().map(|disk| self.measure(disk)).collect::<Vec<_>>()).await;
         self.metadata.settle().await;
@@ -168,7 +172,7 @@ impl LocalStore {
     }
 
     async fn measure(&self, disk: &LocalDisk) {
-        // The probe asks a disk that hangs.
+        // A disk that hangs is asked by the probe.
         if disk.condition() != DiskCondition::Hung && disk.require_attached().await.is_err() {
             return;
         }
@@ -181,7 +185,8 @@ impl LocalStore {
         }
     }
 
-    /// Empties the trash, and removes queued shuffles and empty data logs. Takes as long as the file system needs.
+    /// Empties the trash, and removes queued shuffles and empty data logs. Takes as long as the
+    /// file system needs.
     async fn clean(&self, disk: &LocalDisk) {
         if disk.removals_cease.is_cancelled() {
             return;
@@ -213,7 +218,8 @@ impl LocalStore {
         self.core.set_gauges();
     }
 
-    /// Writes and reads back random bytes on every disk. An unhealthy disk that succeeds takes batches again.
+    /// Writes and reads back random bytes on every disk. An unhealthy disk that succeeds takes
+    /// batches again.
     pub async fn probe(&self) {
         join_all(self.core.disks.iter().map(|disk| self.probe_disk(disk)).collect::<Vec<_>>()).await;
         self.core.set_gauges();
@@ -225,8 +231,8 @@ impl LocalStore {
         }
     }
 
-    /// Verifies that all files of shuffles exist, and removes directories that belong to no shuffle: a call that hung during a
-    /// purge may have created them afterwards.
+    /// Verifies that all files of shuffles exist, and removes directories that belong to no
+    /// shuffle: a call that hung during a purge may have created them afterwards.
     pub async fn sweep(&self) {
         join_all(self.core.disks.iter().map(|disk| self.sweep_sound(disk)).collect::<Vec<_>>()).await;
     }
@@ -254,7 +260,8 @@ impl LocalStore {
         let shuffles: Vec<_> = self.shuffles.iter().map(|shuffle| Arc::clone(&*shuffle)).collect();
         for shuffle in shuffles.iter().filter(|shuffle| shuffle.found(disk).is_some()) {
             let must_exist = |log: &Arc<Log>| log.disk.index == disk.index && log.must_exist();
-            // Taken before the directory is listed, so that files created meanwhile are not missed.
+            // Collected before the directory is listed, so that files created meanwhile are not
+            // missed.
             let mut missing: Vec<_> = shuffle.logs().into_iter().filter(must_exist).collect();
             if missing.is_empty() {
                 continue;
@@ -291,8 +298,9 @@ impl LocalStore {
                 found.extend(incarnation.map(|incarnation| (incarnation, app.join(name))));
             }
         }
-        // Listed first, looked up second: a directory is created only for a registered shuffle, so one without a shuffle now never
-        // has one again. Files left for a later process stay. Files of a purged shuffle stay until the purge is logged: until then a
+        // Directories are listed before shuffles are looked up. A directory is created only for a
+        // registered shuffle, so one without a shuffle now never has one again. Files left for a
+        // later process stay. Files of a purged shuffle stay until the purge is logged. Otherwise a
         // start would miss the files of a shuffle that it knows.
         let mut alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
         alive.extend(self.pending_purges.incarnations());
@@ -312,7 +320,8 @@ impl LocalStore {
         Ok(())
     }
 
-    /// Watches and cleans every disk at its intervals, until `stop`. Disks do not wait for each other, nor probes for deletions.
+    /// Watches and cleans every disk at its intervals, until `stop`. Disks do not wait for each
+    /// other, and probes do not wait for deletions.
     pub async fn maintain(self: Arc<Self>, stop: impl Future<Output = ()> + Send) {
         let watching = self.core.disks.iter().map(|disk| self.keep_watching(disk));
         let cleaning = self.core.disks.iter().map(|disk| self.keep_cleaning(disk));
@@ -327,7 +336,8 @@ impl LocalStore {
         }
     }
 
-    /// Returns the shorter of the two intervals, so that probes are in time even if they are more frequent than measurements.
+    /// Returns the shorter of the two intervals, so that probes are in time even if they are more
+    /// frequent than measurements.
     fn pause(&self) -> Duration {
         let config = &self.core.config;
         config.space_interval.min(config.probe_interval)

@@ -1,11 +1,12 @@
-//! What an earlier process left on the disks becomes the store's state again, with the same bases.
+//! Rebuilds the state of the store from the files of an earlier process, with the same bases.
 //!
-//! Groups are united over all disks. Where a group or the data of an extent is gone, the stream keeps a hole
-//! of the same length, so that every other offset stays what clients were promised. When the end of a stream may be
-//! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin behind a gap. Whose
-//! blocks are missing is for the caller to find out: it knows what was reported.
+//! Index groups of all disks are merged. If a group or the data of an extent is missing, the stream
+//! keeps a hole of the same length, so that all other offsets remain as promised to clients. If the
+//! end of a stream may be missing (a disk is absent or does not answer, a sequence number is
+//! missing), new extents begin after a gap.
 //!
-//! Nothing is written but renames into the trash: directories of earlier incarnations.
+//! The caller determines which blocks are missing, because it knows the reports. Recovery only
+//! writes renames into the trash, of directories of earlier incarnations.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
@@ -37,31 +38,32 @@ use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
-/// Bytes left free at the end of a stream whose end may be missing.
+/// Size of the gap at the end of a stream whose end may be missing.
 const TAIL_GAP_BYTES: u64 = 256 << 20;
-/// Numbers are counted from a multiple of this on: from the next one where some may be in use on a disk that is not
-/// there, so that a gap in one such epoch still says that something is missing.
+/// Numbers are counted from a multiple of this. If a missing disk may have numbers in use, counting
+/// continues at the next multiple. A gap inside one such epoch therefore still means that something
+/// is missing.
 const EPOCH: u64 = 1 << 32;
-/// Shuffles rebuilt at a time.
+/// Number of shuffles rebuilt concurrently.
 const REBUILDS: usize = 8;
-/// Reasons kept per shuffle in words; blocks are always counted.
+/// Maximum number of reasons stored as text per shuffle. Blocks are always counted.
 const REASONS_MAX: usize = 64;
 
-/// What the metadata log knows of the disks.
+/// State of the disks according to the metadata log.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// Directories that are not here and may have files.
+    /// Directories that are missing and may have files.
     pub(super) absent: Vec<(Uuid, String)>,
-    /// Starts before that could not see everything.
+    /// Number of earlier starts that could not see everything.
     pub(super) blind_starts: u32,
-    /// Why there may be shuffles that are not known, if this start found that out.
+    /// Reason why unknown shuffles may exist, if this start found it.
     pub(super) gap: Option<String>,
-    /// Some directory that is here could not be listed.
+    /// True if a present directory could not be listed.
     pub(super) has_unread: bool,
 }
 
 impl LocalStore {
-    /// Rebuilds the shuffles that are on the disks or in the log.
+    /// Rebuilds the shuffles found on the disks or in the log.
     pub(super) async fn recover(&self, scans: Vec<DiskScan>, found: Found, uploaded: &Uploaded) -> Recovered {
         let started = Instant::now();
         let core = &self.core;
@@ -76,10 +78,10 @@ impl LocalStore {
         for (disk, scan) in core.disks.iter().zip(scans) {
             incomplete |= scan.has_unread;
             highest_incarnation = highest_incarnation.max(scan.highest_stray);
-            // While something is missing, what is not known may belong to it.
+            // While something is missing, unknown files may belong to it.
             disk.note_unread(scan.has_unread || !absent.is_empty() || known.gap.is_some());
             for path in scan.empty_apps {
-                // An app that comes back makes its directory again.
+                // An application that returns creates its directory again.
                 let _ = disk.io.remove_dir(&path).await;
             }
             for directory in scan.directories {
@@ -88,7 +90,8 @@ impl LocalStore {
             }
         }
         let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
-        // Two starts that do not see each other count the same: their shuffles must not be taken for one.
+        // Two starts that do not see each other count from the same number. Their shuffles must not
+        // be mistaken for each other.
         let apart = if incomplete { rand::rng().random_range(0..EPOCH / 2) } else { 0 };
         let next = first.saturating_add(apart).max(uploaded.incarnations_from);
         self.next_incarnation.store(next, Ordering::Relaxed);
@@ -122,7 +125,7 @@ impl LocalStore {
         };
         let (present, others): (Vec<_>, Vec<_>) =
             directories.into_iter().partition(|found| found.incarnation == incarnation);
-        // What is not proven to be over may be asked for by a later start.
+        // A later start may need directories whose shuffle is not known to have ended.
         let over = others.into_iter().filter(|_| known.gap.is_none() && known.absent.is_empty());
         for found in over {
             if let Err(error) = found.disk.discard(&found.path).await {
@@ -138,7 +141,7 @@ impl LocalStore {
         let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
         rebuild.elsewhere = uploaded.of(&key, incarnation).cloned();
         if logged.is_none() && rebuild.incomplete.is_none() {
-            // It may have been registered all the same.
+            // A shuffle that is not in the log may still have been registered.
             rebuild.incomplete.clone_from(&known.gap);
         }
         for found in &present {
@@ -154,33 +157,34 @@ impl LocalStore {
     }
 }
 
-/// A data log that extents name.
+/// A data log that extents refer to.
 #[derive(Debug)]
 struct Source {
     disk: Arc<LocalDisk>,
     bytes: u64,
-    /// Once an extent names it.
+    /// Set once an extent refers to it.
     log: Option<Arc<Log>>,
 }
 
-/// One shuffle while it is put together.
+/// A shuffle that is being rebuilt.
 struct Rebuild<'a> {
     core: &'a Core,
     shuffle: &'a Arc<Shuffle>,
     known: &'a Known,
     sources: HashMap<(Uuid, u32), Source>,
     sequences: HashSet<u64>,
-    /// The first number of a file that no group names, by disk.
+    /// The first file number, by disk, that no group refers to.
     unnamed: HashMap<Uuid, u32>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: PresentIds,
     lost: Vec<LostExtent>,
     reasons: HashMap<String, Arc<str>>,
-    /// Why some of it may be unknown.
+    /// Reason why part of the shuffle may be unknown.
     incomplete: Option<String>,
-    /// What of it lies elsewhere.
+    /// Prefixes of its streams that are in another tier.
     elsewhere: Option<Prefixes>,
-    /// Data logs with blocks that stand where another store has others: they are not served, and stay.
+    /// Data logs with blocks at offsets where another tier has different ones. They are not served,
+    /// and their files stay.
     only_here: HashSet<(Uuid, u32)>,
 }
 
@@ -220,15 +224,16 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    /// Notes what is on which disk. Files of which everything lay elsewhere are gone and the groups that name them are not: no file
-    /// gets the number of such a one, or a later start would take its bytes for theirs.
+    /// Notes the files found on each disk. Groups may refer to files that were removed because
+    /// their content is in another tier. New files do not reuse such numbers: a later start would
+    /// take their bytes for the removed ones.
     fn note_found(&self, directories: &[FoundDirectory]) {
         let unnamed = |disk: &LocalDisk| self.unnamed.get(&disk.uuid).copied();
         for found in directories {
             let next = found.next_number().max(unnamed(&found.disk).unwrap_or(0));
             self.shuffle.found_on(&found.disk, next, found.bytes());
         }
-        // The directory may have gone with its last file.
+        // The directory may have been removed with its last file.
         for disk in &self.core.disks {
             if let Some(next) = unnamed(disk) {
                 self.shuffle.found_on(disk, next, 0);
@@ -306,7 +311,8 @@ impl<'a> Rebuild<'a> {
                     let blocks = records.map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
                     let reason = self.reason(source);
                     self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
-                    // Without its records: a reader would take the hole for a block that was sent again.
+                    // The hole has no records: a reader would take it for a block that was sent
+                    // again.
                     Extent::gap(entry.base, entry.length)
                 }
             };
@@ -315,19 +321,20 @@ impl<'a> Rebuild<'a> {
         Ok(())
     }
 
-    /// Whether each block of an extent is elsewhere, or its file is gone.
+    /// Returns whether every block of an extent is in another tier, or its file is gone.
     fn is_elsewhere(&self, source: (Uuid, u32), entry: &GroupEntry) -> bool {
         let has =
             |id: i64| self.elsewhere.as_ref().is_some_and(|it| it.has(entry.partition, id.unsigned_abs()));
         !self.sources.contains_key(&source) || entry.records.iter().all(|record| has(record.block_id))
     }
 
-    /// Where a partition's stream begins on the disks.
+    /// Returns the beginning of a partition's stream on the disks.
     fn start_of(&self, partition: PartitionId) -> u64 {
         self.elsewhere.as_ref().map_or(0, |elsewhere| elsewhere.end(partition))
     }
 
-    /// Removes data logs of which everything lies elsewhere, unless something is missing that may have a part in them.
+    /// Removes data logs whose content is entirely in another tier, unless missing state may refer
+    /// to them.
     async fn remove_left_over(&self) {
         if self.elsewhere.is_none() || self.incomplete.is_some() {
             return;
@@ -357,7 +364,7 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    /// Slot of a data log that has `end` bytes.
+    /// Returns the slot of a data log with at least `end` bytes, or `None` if there is no such log.
     fn data_log(&mut self, source: (Uuid, u32), end: u64) -> Result<Option<u16>, StoreError> {
         let Some(found) = self.sources.get_mut(&source).filter(|found| end <= found.bytes) else {
             return Ok(None);
@@ -370,7 +377,7 @@ impl<'a> Rebuild<'a> {
         Ok(Some(found.log.insert(log).slot))
     }
 
-    /// Why data cannot be read, in words.
+    /// Returns the reason why data cannot be read, as text.
     fn reason(&mut self, (disk, number): (Uuid, u32)) -> Arc<str> {
         let place = self.core.disks.iter().find(|it| it.uuid == disk);
         let text = match (place, self.sources.contains_key(&(disk, number))) {
@@ -403,7 +410,7 @@ impl<'a> Rebuild<'a> {
         self.incomplete.get_or_insert_with(|| format!("cannot read {}", path.display()));
     }
 
-    /// What was found, its bytes and its blocks.
+    /// Finishes the shuffle. Returns it with its bytes and its blocks.
     async fn finish(mut self, logged: FoundShuffle) -> (RecoveredShuffle, u64, u64) {
         let highest = self.sequences.iter().max().copied();
         if has_gap(self.sequences.iter().copied()) {
@@ -412,7 +419,7 @@ impl<'a> Rebuild<'a> {
         let gap = self.incomplete.is_some();
         let epoch = gap.then_some(self.known.blind_starts);
         let next_sequence = next_number(highest, epoch);
-        // Streams of which nothing is known may have been begun in any epoch before.
+        // Streams without known extents may have begun in any earlier epoch.
         let first_base = epoch.map_or(0, |epoch| (u64::from(epoch) + 1).saturating_mul(TAIL_GAP_BYTES));
         let mut partitions = Partitions::new();
         let mut overlapped = Vec::new();
@@ -452,7 +459,7 @@ impl<'a> Rebuild<'a> {
         (recovered, bytes, blocks)
     }
 
-    /// Which blocks are there when some extents of a partition were left out.
+    /// Counts the present blocks of a partition again, after some of its extents were left out.
     async fn reread_present(&mut self, id: PartitionId, partition: &Partition) {
         self.present.clear(id);
         for extent in partition.extents.iter().filter(|extent| !extent.is_lost()) {
@@ -469,7 +476,7 @@ impl<'a> Rebuild<'a> {
     }
 }
 
-/// Takes a log into a shuffle's table: to be read, never to be written.
+/// Adds a log to a shuffle's table, for reading only.
 fn adopt_log(
     core: &Core,
     shuffle: &Shuffle,
@@ -482,13 +489,14 @@ fn adopt_log(
     Ok(log)
 }
 
-/// The number after `highest`. When some may be in use elsewhere, the first of the epoch after `epoch`: nobody else has it.
+/// Returns the number after `highest`. If some numbers may be in use elsewhere, returns the first
+/// one of the epoch after `epoch`, which is unused.
 fn next_number(highest: Option<u64>, epoch: Option<u32>) -> u64 {
     let next = highest.map_or(0, |highest| highest + 1);
     epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * EPOCH))
 }
 
-/// Whether a number is missing in an epoch.
+/// Returns whether a number is missing in an epoch.
 fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
     let mut epochs: HashMap<u64, (u64, u64)> = HashMap::new();
     for number in numbers {

@@ -1,9 +1,11 @@
-//! Giving up what lies elsewhere by now: prefixes of streams, and the data logs in which nothing is left.
+//! Releases data that has moved to another tier: prefixes of streams, and the data logs without
+//! remaining extents.
 //!
-//! Who moves data away asks what is oldest ([`LocalStore::oldest`]), reads it ([`Moving`]), and once it is safe elsewhere
-//! releases it ([`LocalStore::release`]). Index logs stay until the shuffle is purged: a later start needs the sequence of
-//! all groups to know that none is missing, and they are small. A reader that still has extents of a removed log is told
-//! `NotFound`, and finds the same bytes where they lie now.
+//! A migration asks for the oldest data ([`LocalStore::oldest`]) and reads it ([`Moving`]). Once it
+//! is safe in the other tier, the migration releases it ([`LocalStore::release`]). Index logs stay
+//! until the shuffle is purged. A later start needs the sequence of all groups to verify that none
+//! is missing, and index logs are small. A reader that still has extents of a removed log gets
+//! `NotFound`, and finds the same bytes in the other tier.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::{ControlFlow, Range};
@@ -25,31 +27,31 @@ use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::PartitionId;
 
-/// Bytes and blocks of a piece of a stream that is moved as one, unless one extent has more.
+/// Maximum bytes and blocks of a run, unless its first extent has more.
 const RUN_BYTES: u64 = 32 << 20;
 const RUN_BLOCKS: u64 = 32 << 10;
 
-/// A piece of a partition's stream: whole extents one behind the other.
+/// A run of contiguous extents of a partition's stream, which are moved together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
-    /// The partition.
+    /// Partition of the run.
     pub partition: PartitionId,
-    /// Its place in the stream.
+    /// Range of the run in the stream.
     pub range: Range<u64>,
-    /// Blocks in it.
+    /// Number of blocks in the run.
     pub blocks: u32,
 }
 
-/// What is to be moved next of a shuffle.
+/// The oldest data of a shuffle, which is to be moved next.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Oldest {
-    /// Until where, by partition and in its order.
+    /// Ends of the data to move, by partition and in its order.
     pub ends: Vec<(PartitionId, u64)>,
-    /// Bytes up to there.
+    /// Number of bytes up to these ends.
     pub bytes: u64,
 }
 
-/// Places in the streams of partitions: what ends behind is not moved.
+/// Limits in the streams of partitions: extents that end after them are not moved.
 pub type Stops = HashMap<PartitionId, u64>;
 
 /// Reads runs of one registration.
@@ -61,19 +63,20 @@ pub struct Moving {
 }
 
 impl ShuffleHandle {
-    /// What it has on the disks.
+    /// Returns the usage of the disks.
     #[must_use]
     pub fn usage(&self) -> TierUsage {
         self.shuffle.usage()
     }
 
-    /// Whether there may be more of it, in a directory that was not here at the start or could not be read.
+    /// Returns whether further data may be in a directory that was missing at the start or could
+    /// not be read.
     #[must_use]
     pub fn is_partly_out_of_reach(&self) -> bool {
         self.shuffle.is_partly_out_of_reach()
     }
 
-    /// Tells registrations of a shuffle apart.
+    /// Returns the incarnation, which distinguishes registrations of a shuffle.
     #[must_use]
     pub fn incarnation(&self) -> u64 {
         self.shuffle.incarnation
@@ -81,9 +84,10 @@ impl ShuffleHandle {
 }
 
 impl LocalStore {
-    /// What of a shuffle is to be moved next: of every partition the stream up to its last extent in the oldest data logs,
-    /// which have `bytes_max` together or one of which has more. A stream ends before what is lost, and at `stops`. Nothing is
-    /// written to these logs any more.
+    /// Returns the data of a shuffle to be moved next. It covers every partition's stream up to its
+    /// last extent in the oldest data logs. These logs have at most `bytes_max` bytes together,
+    /// unless the first has more. A stream ends before a lost extent, and at `stops`. The logs are
+    /// closed for writing.
     pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64, stops: &Stops) -> Oldest {
         let shuffle = &handle.shuffle;
         let chosen = shuffle.with_streams(|streams| {
@@ -100,7 +104,7 @@ impl LocalStore {
         oldest_of(shuffle, partitions, stops, |extent| chosen.contains(&extent.data_log)).await
     }
 
-    /// All that some partitions have; as [`LocalStore::oldest`].
+    /// Returns all data of some partitions, with the same limits as [`LocalStore::oldest`].
     pub async fn all_of(
         &self,
         handle: &ShuffleHandle,
@@ -111,14 +115,14 @@ impl LocalStore {
         oldest_of(&handle.shuffle, partitions, stops, |_| true).await
     }
 
-    /// Bytes of a shuffle's files, by disk.
+    /// Returns the bytes of a shuffle's files, by disk.
     #[must_use]
     pub fn occupied(&self, handle: &ShuffleHandle) -> Vec<u64> {
         let bytes = |disk| handle.shuffle.found(disk).map_or(0, |here| here.occupied.bytes());
         self.core.disks.iter().map(|disk| bytes(disk)).collect()
     }
 
-    /// What is written from now on goes to new files instead of these.
+    /// Closes the current data logs that match, so that later batches go to new files.
     pub(super) async fn end_logs(&self, shuffle: &Shuffle, is_one: impl Fn(&Log) -> bool + Send) {
         for disk in &self.core.disks {
             let Some(here) = shuffle.found(disk) else { continue };
@@ -129,18 +133,19 @@ impl LocalStore {
         }
     }
 
-    /// Reads of a shuffle that is moved.
+    /// Creates the reader for the migration of a shuffle.
     #[must_use]
     pub fn moving(&self, handle: &ShuffleHandle) -> Moving {
         let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&handle.shuffle));
         Moving { reader: Reader::new(&core), core, shuffle }
     }
 
-    /// Forgets what of a shuffle ends at or before these places of its streams, which lies elsewhere, and removes the files
-    /// in which nothing is left. Bytes of the files.
+    /// Releases the extents of a shuffle that end at or before `ends`, because they are in another
+    /// tier. Removes the files without remaining extents. Returns the bytes of these files.
     ///
     /// # Errors
-    /// Of a file that was not removed; a later call, the maintenance or the next start does that.
+    /// The error of a file that was not removed. A later call, the maintenance or the next start
+    /// removes it.
     pub async fn release(
         &self,
         handle: &ShuffleHandle,
@@ -164,17 +169,17 @@ impl LocalStore {
     }
 
     async fn remove_empty_logs(&self, shuffle: &Shuffle) -> Result<u64, StoreError> {
-        // Looked at in this order: what a settled log has is visible.
+        // Checked in this order: all extents of a settled log are visible.
         let settled: Vec<_> = shuffle.logs().into_iter().filter(|log| is_removable(log)).collect();
-        // What is a hole now may be there for a later start.
+        // A log with a hole may be readable at a later start, so it stays.
         let is_left = |log: &Arc<Log>| shuffle.with_streams(|it| it.is_left(log.slot));
         let empty: Vec<_> = settled.into_iter().filter(is_left).collect();
-        // If this is dropped before it is done, the maintenance does it.
+        // If this future is dropped, the maintenance removes the logs.
         empty.iter().for_each(|log| log.release());
         self.remove_logs(shuffle, empty).await
     }
 
-    /// Removes from a disk the files that were to be removed before and were not.
+    /// Removes the released files of a disk whose removal did not finish earlier.
     pub(super) async fn remove_left_logs(&self, disk: &LocalDisk) -> Result<(), StoreError> {
         let shuffles: Vec<_> = self.shuffles.iter().map(|shuffle| Arc::clone(&*shuffle)).collect();
         let mut failed = None;
@@ -199,7 +204,7 @@ impl LocalStore {
             }
         }
         for (disk, trash) in trashed {
-            // What is not deleted now goes with the next look at the trash.
+            // Files that are not deleted now are deleted when the trash is emptied.
             let deleted = disk.delete(&trash, self.core.config.purge_timeout).await;
             deleted.map_err(|error| self.core.failed(&disk, &trash, error))?;
             disk.made_room().await.map_err(|error| self.core.failed(&disk, &trash, error))?;
@@ -208,20 +213,20 @@ impl LocalStore {
     }
 }
 
-/// A file that is not in its place any more; nothing where another removes it.
+/// A file that was moved into the trash. Empty if another caller removes it.
 #[derive(Debug, Default)]
 pub(super) struct Removed {
     bytes: u64,
-    /// Where it is, if it was there.
+    /// Path in the trash, if the file existed.
     trash: Option<PathBuf>,
 }
 
-/// Whether a log's file may be removed once no extent is in it.
+/// Returns whether a log's file may be removed once it has no extents.
 fn is_removable(log: &Log) -> bool {
     log.kind == LogKind::Data && log.is_settled() && !log.is_removed()
 }
 
-/// Of some partitions, one after the other, the place behind the last extent that is wanted and can be moved.
+/// Returns, for each partition, the end of its last wanted extent that can be moved.
 async fn oldest_of(
     shuffle: &Shuffle,
     mut partitions: Vec<PartitionId>,
@@ -257,8 +262,8 @@ async fn oldest_of(
 }
 
 impl Core {
-    /// Moves the file of a data log in which nothing is left into the trash. Straight: a disk that is relieved may have no
-    /// room for a directory.
+    /// Moves the file of a data log without extents directly into the trash. A disk that is short
+    /// of space may have no room for another directory.
     pub(super) async fn remove_log(&self, shuffle: &Shuffle, log: &Log) -> Result<Removed, StoreError> {
         log.release();
         let Some(removal) = log.begin_removal() else { return Ok(Removed::default()) };
@@ -275,7 +280,8 @@ impl Core {
 }
 
 impl Moving {
-    /// The next run of a partition from `base` on, where an extent begins, until `end` at most; none at the end.
+    /// Returns the next run of a partition. It begins at `base`, where an extent begins, and ends
+    /// at or before `end`. Returns `None` at the end.
     #[must_use]
     pub fn next_run(&self, partition: PartitionId, base: u64, end: u64) -> Option<Run> {
         let extents = self.shuffle.part(partition, &(base..end.min(base.saturating_add(RUN_BYTES))));
@@ -293,10 +299,10 @@ impl Moving {
         Some(Run { partition, range: base..until, blocks })
     }
 
-    /// The index records of a run, with offsets in it.
+    /// Returns the index records of a run, with offsets relative to it.
     ///
     /// # Errors
-    /// What the disk says, that they are not what was written, or `Purged`.
+    /// An error of the disk, `Corrupt` records, or `Purged`.
     pub async fn records(&self, run: &Run) -> Result<Bytes, StoreError> {
         let mut all = Vec::with_capacity(run.blocks as usize * RECORD_BYTES);
         let extents = self.shuffle.part(run.partition, &run.range);
@@ -318,10 +324,11 @@ impl Moving {
         Ok(all.into())
     }
 
-    /// The bytes of a run, every block of them checked. That they cannot be read counts for no reader.
+    /// Returns a reader of the data of a run, which verifies every block. Its failures are not
+    /// counted as failed reads.
     ///
     /// # Errors
-    /// `InvalidRange` when it is not there any more.
+    /// `InvalidRange` if the run is not completely on the disks any longer.
     pub fn data(&self, run: &Run) -> Result<DataRead, StoreError> {
         let invalid = || self.shuffle.error(StoreErrorKind::InvalidRange);
         let length = u32::try_from(run.range.end - run.range.start).map_err(|_| invalid())?;
@@ -333,7 +340,7 @@ impl Moving {
         Ok(read.for_moving())
     }
 
-    /// Where a partition's stream begins on the disks.
+    /// Returns the beginning of a partition's stream on the disks.
     #[must_use]
     pub fn start(&self, partition: PartitionId) -> u64 {
         self.shuffle.with_partition(partition, |found| found.map_or(0, |it| it.start))

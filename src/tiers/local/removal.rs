@@ -1,10 +1,13 @@
 //! Removal of shuffles from the disks without delaying writers.
 //!
-//! A shuffle is detached from readers and writers first; then its directories wait in the deletion queue of each disk. A file
-//! system may take seconds to free a large log, above all if mounted with `discard`, and writes to the device wait meanwhile. So
-//! a directory is deleted in parts, one at a time per disk. While batches are written to the disk, a pause follows each part that
-//! is longer than the part took, unless the disk is short of space. A worker that hands over starts no further part: its
-//! successor empties the trash.
+//! A shuffle is first detached from readers and writers. Then its directories wait in the deletion
+//! queue of each disk. A file system may take seconds to free a large log, above all if mounted
+//! with `discard`, and writes to the device wait meanwhile. Directories are therefore deleted in
+//! parts, one at a time per disk.
+//!
+//! While batches are written to the disk, each part is followed by a longer pause, unless the disk
+//! is short of space. A worker that hands over starts no further part: its successor empties the
+//! trash.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -32,14 +35,16 @@ const PAUSE_MIN: Duration = Duration::from_millis(10);
 /// Maximum pause.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
-/// Maximum number of workers of one queue. With two, a queue makes progress while one worker waits for a file of a shuffle that
-/// is being created on another disk. A disk that hangs blocks no more than these.
+/// Maximum number of workers of one queue. With two, a queue makes progress while one worker waits
+/// for a file of a shuffle that is being created on another disk. A disk that hangs blocks no more
+/// than these.
 const WORKERS_MAX: usize = 2;
 
-/// A purged shuffle: not readable or writable any more. Dropping it removes its extents from gauges and caches.
+/// A purged shuffle that is no longer readable or writable. Dropping it removes its extents from
+/// gauges and caches.
 ///
-/// A shuffle is detached under a lock that registrations wait for, and may have hundreds of thousands of extents. They are
-/// visited when this is dropped. Its files are not removed before.
+/// A shuffle is detached under a lock that registrations wait for, and may have hundreds of
+/// thousands of extents. They are visited when this is dropped. Its files are not removed before.
 #[derive(Debug)]
 #[must_use = "dropped under a lock it delays registrations"]
 pub struct DetachedShuffle {
@@ -100,7 +105,8 @@ impl DeletionQueue {
         self.0.lock().shuffles.push_back(shuffle);
     }
 
-    /// Adds `app` and starts a worker. Returns `None` if enough workers run: they continue until no entry is ready.
+    /// Adds `app` and starts a worker. Returns `None` if enough workers run: they continue until no
+    /// entry is ready.
     pub(super) fn begin(&self, app: Option<&AppId>) -> Option<DeletionWorker<'_>> {
         let mut queued = self.0.lock();
         queued.apps.extend(app.cloned());
@@ -113,8 +119,8 @@ impl DeletionQueue {
     }
 }
 
-/// A worker of a deletion queue. When dropped, it returns its remaining shuffles to the queue. A cancelled purge so leaves at most
-/// empty directories of applications, which a sweep finds.
+/// A worker of a deletion queue. When dropped, it returns its remaining shuffles to the queue. A
+/// cancelled purge therefore leaves at most empty directories of applications, which a sweep finds.
 #[derive(Debug)]
 pub(super) struct DeletionWorker<'a> {
     queue: &'a DeletionQueue,
@@ -125,8 +131,8 @@ pub(super) struct DeletionWorker<'a> {
 }
 
 impl DeletionWorker<'_> {
-    /// Takes all queued shuffles that are ready, for [`DeletionWorker::next`]. Returns the queued applications, or `None` if nothing
-    /// is left to do: the worker has ended.
+    /// Takes all queued shuffles that are ready, for [`DeletionWorker::next`]. Returns the queued
+    /// applications, or `None` if there is nothing left to do and the worker has ended.
     pub(super) fn take(&mut self, is_ready: impl Fn(&Shuffle) -> bool) -> Option<HashSet<AppId>> {
         let mut queued = self.queue.0.lock();
         queued.shuffles.retain(|shuffle| {
@@ -137,7 +143,8 @@ impl DeletionWorker<'_> {
             !takes
         });
         if self.left.is_empty() && queued.apps.is_empty() {
-            // Under the lock: whoever found enough workers relies on one that looks again.
+            // Decremented under the lock: a caller that found enough workers relies on one that
+            // checks again.
             queued.workers -= usize::from(std::mem::take(&mut self.is_counted));
             return None;
         }
@@ -166,8 +173,8 @@ impl Drop for DeletionWorker<'_> {
 }
 
 impl LocalDisk {
-    /// Deletes a directory or file in the trash, if it exists. `deadline` applies to each part. If dropped, the rest stays in the
-    /// trash.
+    /// Deletes a directory or file in the trash, if it exists. `deadline` applies to each part. If
+    /// dropped, the rest stays in the trash.
     ///
     /// # Errors
     /// `Interrupted` once removals cease: the rest stays in the trash too.
@@ -193,7 +200,7 @@ impl LocalDisk {
     /// Stops removals from starting further parts, and waits for the part in progress.
     pub(super) async fn cease_removals(&self) {
         self.removals_cease.cancel();
-        // No other removal waits for its turn now.
+        // No other removal waits for a permit now.
         drop(self.removals.acquire().await);
     }
 

@@ -1,7 +1,8 @@
-//! Reading back what is on a disk: directories, files with their sizes, and logs record by record.
+//! Reads the content of a disk: directories, files with their sizes, and logs record by record.
 //!
-//! Nothing is believed: a record counts when its checksums fit, whatever lies between two records is skipped. A crash
-//! leaves a torn record at the end of a log, a write that never came leaves a hole in it.
+//! Nothing is trusted: a record counts only if its checksums match, and bytes between two records
+//! are skipped. A crash leaves a torn record at the end of a log. A write that never completed
+//! leaves a hole in it.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use crate::tiers::DiskCondition;
 use uniffle_io::{File, ReadTarget};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-/// Bytes read at a time.
+/// Number of bytes read at a time.
 const WINDOW_BYTES: u64 = 4 << 20;
 
 /// A file of a shuffle.
@@ -38,7 +39,7 @@ pub(super) struct FoundDirectory {
     pub(super) incarnation: u64,
     pub(super) path: PathBuf,
     pub(super) files: Vec<FoundFile>,
-    /// Some of it could not be read.
+    /// True if part of it could not be read.
     pub(super) has_unread: bool,
 }
 
@@ -51,7 +52,7 @@ impl FoundDirectory {
         self.files.iter().map(|file| file.bytes).sum()
     }
 
-    /// The least number that no file has.
+    /// Returns the lowest number above those of all files.
     pub(super) fn next_number(&self) -> u32 {
         self.files.iter().map(|file| file.number.saturating_add(1)).max().unwrap_or(0)
     }
@@ -61,16 +62,18 @@ impl FoundDirectory {
 #[derive(Debug, Default)]
 pub(super) struct DiskScan {
     pub(super) directories: Vec<FoundDirectory>,
-    /// Directories of apps in which there is nothing.
+    /// Directories of applications without entries.
     pub(super) empty_apps: Vec<PathBuf>,
-    /// The highest incarnation in the name of something that is no directory: no directory can be made by that name.
+    /// The highest incarnation in the name of an entry that is not a directory. No directory can be
+    /// created with that name.
     pub(super) highest_stray: u64,
-    /// Some of it could not be read.
+    /// True if part of the disk could not be read.
     pub(super) has_unread: bool,
 }
 
 impl DiskScan {
-    /// Takes what has the name of an incarnation's directory; none is something else.
+    /// Adds an entry with the name of an incarnation's directory. `None` means that it is not a
+    /// directory.
     fn take(&mut self, found: Option<FoundDirectory>, incarnation: u64) {
         match found {
             Some(found) => {
@@ -82,21 +85,21 @@ impl DiskScan {
     }
 }
 
-/// Key and incarnation of a shuffle's directory.
+/// Parses the name of a shuffle's directory. Returns its key and incarnation.
 fn parse_name(app: &AppId, name: &str) -> Option<(ShuffleKey, u64)> {
     let (shuffle, incarnation) = name.split_once('.')?;
     let shuffle = ShuffleId(shuffle.parse().ok()?);
     Some((ShuffleKey::new(app.clone(), shuffle), incarnation.parse().ok()?))
 }
 
-/// Parses kind and number of a log's file name.
+/// Parses the kind and number in a log's file name.
 fn parse_file(name: &str) -> Option<(LogKind, u32)> {
     let (number, extension) = name.split_once('.')?;
     Some((LogKind::of(extension)?, number.parse().ok()?))
 }
 
-/// An operation of a disk, within its deadline; a failure is noted against the disk. One that hung is not asked again, one
-/// that failed is: what it does give back is served.
+/// Runs an operation of a disk within its deadline. A failure is counted against the disk. A disk
+/// that hung is not asked again. A disk that failed is, because its readable data is served.
 async fn ask<T>(
     disk: &LocalDisk,
     deadline: Duration,
@@ -112,7 +115,8 @@ async fn ask<T>(
     result
 }
 
-/// What is in a directory; none, told once, where something else has its name: that is nobody's, and says nothing of the disk.
+/// Lists a directory. Returns `None` if the entry is not a directory: it is not ours, and says
+/// nothing about the disk.
 async fn list(disk: &LocalDisk, deadline: Duration, path: &Path) -> io::Result<Option<Vec<String>>> {
     let listing = async {
         match disk.io.list(path).await {
@@ -131,7 +135,7 @@ async fn list(disk: &LocalDisk, deadline: Duration, path: &Path) -> io::Result<O
     Ok(names)
 }
 
-/// Lists a disk. What cannot be read is named in the log and left out.
+/// Lists the content of a disk. Unreadable entries are logged and left out.
 pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     let deadline = core.config.name_timeout;
     let mut scan = DiskScan::default();
@@ -175,7 +179,7 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     scan
 }
 
-/// A shuffle's directory; none where something else has its name.
+/// Reads a shuffle's directory. Returns `None` if the entry is not a directory.
 async fn scan_directory(
     core: &Core,
     disk: &Arc<LocalDisk>,
@@ -209,7 +213,7 @@ async fn scan_directory(
                 "cannot read a shuffle's directory or file"
             );
             found.has_unread = true;
-            // Its number is taken all the same.
+            // The file's number is in use even if its size is unknown.
             0
         });
         found.files.push(FoundFile { kind, number, bytes });
@@ -220,9 +224,9 @@ async fn scan_directory(
 /// Bytes of a log that belong to no whole record.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Damage {
-    /// Bytes that are part of no record, followed by records.
+    /// Number of bytes that belong to no record and are followed by records.
     pub(super) holes_bytes: u64,
-    /// Bytes at the end that are part of no record.
+    /// Number of bytes at the end that belong to no record.
     pub(super) tail_bytes: u64,
 }
 
@@ -232,10 +236,10 @@ pub(super) struct LogReader<'a> {
     deadline: Duration,
     file: Arc<dyn File>,
     size: u64,
-    /// Where `window` begins.
+    /// Offset of `window` in the log.
     start: u64,
     window: Bytes,
-    /// Where the next record is looked for.
+    /// Offset at which the next record is searched.
     at: u64,
     damage: Damage,
 }
@@ -244,7 +248,8 @@ impl<'a> LogReader<'a> {
     pub(super) async fn open(core: &Core, disk: &'a LocalDisk, path: &Path, size: u64) -> io::Result<Self> {
         let opening = match core.config.sync {
             SyncWrites::Off => disk.io.open_read(path),
-            // What the device has: after a failed sync the page cache may have more, which power loss takes.
+            // Reads from the device. After a failed sync the page cache may have bytes that a power
+            // loss removes.
             SyncWrites::Group => disk.io.open_read_direct(path),
         };
         let file = ask(disk, core.config.name_timeout, opening).await?;
@@ -258,7 +263,7 @@ impl<'a> LogReader<'a> {
         self.damage
     }
 
-    /// The next whole group and where it begins; `None` at the end.
+    /// Returns the next whole group and its offset, or `None` at the end.
     pub(super) async fn next_group(&mut self) -> io::Result<Option<(u64, IndexGroup)>> {
         while self.find(index::MAGIC).await? {
             if let Some(group) = self.try_group().await? {
@@ -292,7 +297,7 @@ impl<'a> LogReader<'a> {
         self.damage.tail_bytes += bytes;
     }
 
-    /// Moves to the next place where a record may begin; false when there is none.
+    /// Moves to the next possible beginning of a record. Returns false if there is none.
     async fn find(&mut self, magic: [u8; 4]) -> io::Result<bool> {
         loop {
             if self.bytes(magic.len() as u64).await?.is_none() {
@@ -303,18 +308,18 @@ impl<'a> LogReader<'a> {
             match window.windows(magic.len()).position(|bytes| bytes == magic) {
                 Some(0) => return Ok(true),
                 Some(skipped) => self.skip(skipped as u64),
-                // What is left over may be the beginning of one.
+                // The remaining bytes may be the beginning of a record.
                 None => self.skip((window.len() + 1 - magic.len()) as u64),
             }
         }
     }
 
-    /// Where in the window the next record is looked for.
+    /// Returns the search position as an offset in the window.
     fn offset(&self) -> io::Result<usize> {
         usize::try_from(self.at - self.start).map_err(io::Error::other)
     }
 
-    /// The next `len` bytes, or `None` when the log ends before.
+    /// Returns the next `len` bytes, or `None` if the log ends before.
     async fn bytes(&mut self, len: u64) -> io::Result<Option<&[u8]>> {
         if self.at.checked_add(len).is_none_or(|end| end > self.size) {
             return Ok(None);

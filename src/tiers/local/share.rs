@@ -1,7 +1,8 @@
 //! A disk's share of the memory for reads.
 //!
-//! A read takes a part of the shares of its disks together with its memory ([`Turns`]). Reads that are stuck on one disk so leave
-//! memory to reads of other disks, and reads that wait for memory do not occupy a disk. Waiting applications are served in turns.
+//! A read reserves part of the shares of its disks together with its memory ([`Turns`]). Reads that
+//! are stuck on one disk leave memory for reads of other disks, and reads that wait for memory do
+//! not occupy a disk. Waiting applications are served in turns.
 
 use std::sync::Arc;
 
@@ -18,12 +19,13 @@ impl ReadShare {
         Self(Places::new((bytes / UNIT_BYTES).max(1)))
     }
 
-    /// Returns what a read of `bytes` of `app` waits for in the shares of its disks.
+    /// Returns the permits that a read of `bytes` bytes of `app` needs from the shares of its
+    /// disks.
     pub(super) fn turns<'a>(shares: impl Iterator<Item = &'a Self>, app: &AppId, bytes: usize) -> Turns {
         Turns::new(app, shares.map(|share| &share.0), bytes)
     }
 
-    /// Returns whether `bytes` could be taken now.
+    /// Returns whether `bytes` bytes could be reserved now.
     pub(super) fn has_room(&self, bytes: usize) -> bool {
         self.0.has_room(bytes.div_ceil(UNIT_BYTES))
     }

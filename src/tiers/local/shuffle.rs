@@ -1,7 +1,8 @@
-//! One shuffle on the local disks: its logs, its published extents, and the gate between purges and writes.
+//! One shuffle on the local disks: its logs, its published extents, and the gate between purges and
+//! writes.
 //!
-//! Creating a directory or a file holds the gate for reading. A purge marks the shuffle, then acquires the gate for writing:
-//! no file is created after a purge.
+//! Creating a directory or a file holds the gate for reading. A purge marks the shuffle, then
+//! acquires the gate for writing: no file is created after a purge.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -44,7 +45,7 @@ pub(super) struct Shuffle {
     streams: RwLock<Streams>,
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
-    /// The purge is in the metadata log.
+    /// True if the purge is in the metadata log.
     purge_is_noted: AtomicBool,
     /// See [`Shuffle::set_forgotten`].
     forgotten_bytes: OnceLock<Vec<u64>>,
@@ -52,7 +53,8 @@ pub(super) struct Shuffle {
     pub(super) damaged: DamagedBlocks,
     /// See [`Shuffle::set_out_of_reach`].
     is_partly_out_of_reach: AtomicBool,
-    /// Beginning of the streams of new partitions: after data that may have been published and is unknown now.
+    /// Beginning of the streams of new partitions: after data that may have been published and is
+    /// unknown now.
     first_base: AtomicU64,
     pub(super) publish_lock: tokio::sync::Mutex<PublishState>,
 }
@@ -129,7 +131,8 @@ impl Shuffle {
         self.purge_is_noted.load(Ordering::Acquire)
     }
 
-    /// Marks the purge as logged. Its files may be removed once its extents are [dropped](Shuffle::set_forgotten) too.
+    /// Marks the purge as logged. Its files may be removed once its extents are
+    /// [dropped](Shuffle::set_forgotten) too.
     pub(super) fn set_purge_noted(&self) {
         self.purge_is_noted.store(true, Ordering::Release);
     }
@@ -152,7 +155,8 @@ impl Shuffle {
         if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
     }
 
-    /// Marks the shuffle as purged, and returns its extents. Under the lock of the extents: a publish is either included or refused.
+    /// Marks the shuffle as purged, and returns its extents. Under the lock of the extents: a
+    /// publish is either included or refused.
     pub(super) fn mark_purged(&self) -> Streams {
         let mut streams = self.streams.write();
         self.purged.store(true, Ordering::Release);
@@ -209,7 +213,8 @@ impl Shuffle {
         self.is_partly_out_of_reach.load(Ordering::Relaxed)
     }
 
-    /// Notes that extents may be in a directory that is missing or could not be read. A later start may find them.
+    /// Notes that extents may be in a directory that is missing or could not be read. A later start
+    /// may find them.
     pub(super) fn set_out_of_reach(&self) {
         self.is_partly_out_of_reach.store(true, Ordering::Relaxed);
     }
@@ -233,7 +238,8 @@ impl Shuffle {
         self.with_partition(partition, part).unwrap_or_default()
     }
 
-    /// Counts a failed read. Returns whether all extents of the partition on the disk must be tried now.
+    /// Counts a failed read. Returns whether all extents of the partition on the disk must be tried
+    /// now.
     pub(super) fn count_failed_read(&self, partition: PartitionId, disk: usize, error: &StoreError) -> bool {
         !self.is_purged() && self.failed_reads.count_damage(partition, disk, error)
     }
@@ -243,7 +249,8 @@ impl Shuffle {
         read(&self.streams.read())
     }
 
-    /// Removes up to `extents_max` extents of a partition that end at or before `until`: the object store has them. Returns them.
+    /// Removes up to `extents_max` extents of a partition that end at or before `until`: the object
+    /// store has them. Returns them.
     pub(super) fn release(&self, partition: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
         let released = self.streams.write().release(partition, until, extents_max);
         let bytes = released.iter().map(|extent| extent.length).sum();
@@ -251,7 +258,8 @@ impl Shuffle {
         released
     }
 
-    /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place now.
+    /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place
+    /// now.
     pub(super) fn mark_lost(&self, partition: PartitionId, extent: &Extent) -> Option<Extent> {
         self.streams.write().lose(partition, extent)
     }
@@ -316,7 +324,8 @@ impl Shuffle {
         self.directory.join(format!("{number}.{}", kind.extension()))
     }
 
-    /// Returns the next free slot. A shuffle has at most 65,535 files, which also bounds its failures.
+    /// Returns the next free slot. A shuffle has at most 65,535 files, which also bounds its
+    /// failures.
     fn slot(&self, logs: &[Arc<Log>]) -> Result<u16, StoreError> {
         let slot = u16::try_from(logs.len()).ok().filter(|slot| *slot != NO_LOG);
         slot.ok_or_else(|| self.error(StoreErrorKind::Unhealthy))

@@ -1,15 +1,16 @@
 //! Orders the extents that a start finds into streams: pure.
 //!
-//! Each extent has the sequence of its group. Two may overlap if an earlier start that did not see all disks assigned the same
-//! place again.
+//! Each extent has the sequence of its group. Two may overlap if an earlier start that did not see
+//! all disks assigned the same place again.
 
 use super::extent::Extent;
 use super::streams::Partition;
 
-/// Orders extents, with their sequences, into a stream that begins at `start`. Returns also whether some were left out: they overlap
-/// extents that were published later, or the beginning of the stream.
+/// Orders extents, given with their sequences, into a stream that begins at `start`. Also returns
+/// whether some were left out, because they overlap extents that were published later, or the
+/// beginning of the stream.
 pub(super) fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
-    // The later published first, so that it is met when it claims its place.
+    // The extent published later comes first, so that it takes precedence at its place.
     extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
     let mut kept: Vec<(u64, Extent)> = Vec::with_capacity(extents.len());
     let mut left_out = false;

@@ -27,7 +27,8 @@ use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind}
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Handle of one incarnation of a shuffle. Batches written with it never become part of a later incarnation.
+/// Handle of one incarnation of a shuffle. Batches written with it never become part of a later
+/// incarnation.
 #[derive(Clone)]
 pub struct ShuffleHandle {
     pub(super) writer: Arc<Writer>,
@@ -41,15 +42,18 @@ impl fmt::Debug for ShuffleHandle {
 }
 
 impl ShuffleHandle {
-    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk fails, the next one is tried.
+    /// Writes a batch to one disk and publishes it. After `Ok` every block is readable. If a disk
+    /// fails, the next one is tried.
     ///
     /// # Errors
-    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or `InvalidBatch`.
+    /// The error of the last disk (the caller keeps the batch and may retry), `Purged`, or
+    /// `InvalidBatch`.
     pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
         self.write_batch(extents, false).await
     }
 
-    /// Like [`ShuffleHandle::write`]. `is_last` means that the process ends: watermarks and earlier refusals are ignored.
+    /// Like [`ShuffleHandle::write`]. `is_last` means that the process ends: watermarks and earlier
+    /// refusals are ignored.
     pub(super) async fn write_batch(
         &self,
         extents: &[ExtentWrite],
@@ -59,7 +63,7 @@ impl ShuffleHandle {
     }
 }
 
-/// The store.
+/// The local disks as one store.
 #[derive(Debug)]
 pub struct LocalStore {
     pub(super) core: Arc<Core>,
@@ -68,7 +72,7 @@ pub struct LocalStore {
     pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     pub(super) next_incarnation: AtomicU64,
     pub(super) min_disks: AtomicUsize,
-    /// By disk.
+    /// Deletion queue per disk.
     pub(super) deletions: Vec<DeletionQueue>,
     pub(super) metadata: MetadataLog,
     pub(super) scratch: Arc<Scratch>,
@@ -111,8 +115,8 @@ impl LocalStore {
         })
     }
 
-    /// Returns the shuffles that the start recovered. Empty from the second call on. The caller must purge those that it does not
-    /// keep.
+    /// Returns the shuffles that the start recovered. Empty from the second call on. The caller
+    /// must purge those that it does not keep.
     #[must_use]
     pub fn take_recovered(&self) -> Recovered {
         std::mem::take(&mut *self.recovered.lock())
@@ -188,7 +192,8 @@ impl LocalStore {
     /// Returns a reader of a range of a partition's data stream.
     ///
     /// # Errors
-    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not completely published.
+    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not completely
+    /// published.
     pub fn data(
         &self,
         key: &ShuffleKey,
@@ -200,15 +205,15 @@ impl LocalStore {
         DataRead::new(&self.reader, shuffle, partition, offset, length)
     }
 
-    /// Passes on hints about the next reads ([`read::hints`](super::read)).
+    /// Applies hints about the next reads ([`read::hints`](super::read)).
     pub fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
         if let Ok(shuffle) = self.find(key) {
             self.reader.hint(&shuffle, partition, ranges);
         }
     }
 
-    /// Reads all extents of a partition on disks with too many failed reads, for half a second. Marks unreadable extents as lost, and
-    /// returns the error of one.
+    /// Reads all extents of a partition on disks with too many failed reads, for half a second.
+    /// Marks unreadable extents as lost, and returns the error of one.
     pub async fn mark_damaged_lost(&self, key: &ShuffleKey, partition: PartitionId) -> Option<StoreError> {
         let shuffle = self.find(key).ok()?;
         let damage = &self.reader.damage;
@@ -247,7 +252,8 @@ impl LocalStore {
         self.core.available_disks()
     }
 
-    /// Replaces the number of disks that must take batches for the tier to be healthy. 0 disables the check.
+    /// Replaces the number of disks that must take batches for the tier to be healthy. 0 disables
+    /// the check.
     pub fn set_min_disks(&self, disks: usize) {
         if self.min_disks.swap(disks, Ordering::Relaxed) != disks {
             self.core.changes.send_replace(());
@@ -259,7 +265,8 @@ impl LocalStore {
         self.shuffles.len()
     }
 
-    /// Syncs data and indexes of all disks, unless each write was synced. A disk that is late or fails delays no other.
+    /// Syncs data and indexes of all disks, unless each write was synced. A disk that is late or
+    /// fails delays no other.
     pub(super) async fn sync_disks(&self, time: Duration) {
         if self.core.config.sync == SyncWrites::Group || self.shuffles.is_empty() {
             return;

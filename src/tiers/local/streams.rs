@@ -1,7 +1,8 @@
 //! Published extents of a shuffle, by partition and in the order of the stream.
 //!
-//! They exist until the shuffle is purged, so they are charged: [`Streams`] charges all extents after the first of a partition.
-//! The entry of a partition and its first extent are charged with its buffer (`HeapKind::Partitions`), or here after a start.
+//! They exist until the shuffle is purged, so they are charged: [`Streams`] charges all extents
+//! after the first of a partition. The entry of a partition and its first extent are charged with
+//! its buffer (`HeapKind::Partitions`), or here after a start.
 
 use std::collections::HashSet;
 
@@ -12,10 +13,12 @@ use super::extent::{Extent, ExtentList, NO_LOG};
 use crate::budget::{Budget, Charge};
 use crate::tiers::extents::recharge;
 
-/// Partitions in the order of their first extent, so that a walk over them also finds partitions that are added meanwhile.
+/// Partitions in the order of their first extent, so that a walk over them also finds partitions
+/// that are added meanwhile.
 pub(super) type Partitions = IndexMap<PartitionId, Partition>;
 
-/// Heap of a recovered partition: its entries in both tables of [`Partitions`], which double when full, and its first extent.
+/// Heap of a recovered partition: its entries in both tables of [`Partitions`], which double when
+/// full, and its first extent.
 const FOUND_PARTITION_BYTES: u64 = {
     let (entry, place) = (size_of::<(u64, PartitionId, Partition)>(), size_of::<u64>() + 1);
     2 * (entry + place * 8 / 7) as u64 + ExtentList::PLACE_BYTES
@@ -24,7 +27,7 @@ const FOUND_PARTITION_BYTES: u64 = {
 /// Published state of one partition.
 #[derive(Debug, Default)]
 pub(super) struct Partition {
-    /// Ordered by base, without gaps.
+    /// Extents ordered by base, without gaps.
     pub(super) extents: ExtentList,
     /// Beginning of the first extent. Earlier bytes of the stream are in the object store.
     pub(super) start: u64,
@@ -88,7 +91,8 @@ pub(super) struct InLog {
     pub(super) bytes: u64,
 }
 
-/// Published extents of all data logs, by slot. Counted incrementally: a migration asks for them per object.
+/// Published extents of all data logs, by slot. Counted incrementally: a migration asks for them
+/// per object.
 #[derive(Debug, Default)]
 struct ByLog(Vec<InLog>);
 
@@ -127,7 +131,7 @@ pub(super) struct Streams {
     by_partition: Partitions,
     by_log: ByLog,
     lost: Lost,
-    /// Dropped after the lists.
+    /// Declared last, so that it is dropped after the lists.
     charge: Charge,
 }
 
@@ -169,7 +173,8 @@ impl Streams {
         all.filter(|(_, it)| it.extents > 0)
     }
 
-    /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place now.
+    /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place
+    /// now.
     pub(super) fn lose(&mut self, id: PartitionId, lost: &Extent) -> Option<Extent> {
         let (partition, at) = self.find(id, lost)?;
         let extent = partition.extents.get_mut(at)?;
@@ -181,7 +186,8 @@ impl Streams {
         Some(lost)
     }
 
-    /// Returns whether all extents of a data log were released. A log with a hole may be readable at a later start.
+    /// Returns whether all extents of a data log were released. A log with a hole may be readable
+    /// at a later start.
     pub(super) fn is_left(&self, slot: u16) -> bool {
         self.in_log(slot).extents == 0 && !self.lost.0.contains(&slot)
     }
@@ -203,7 +209,8 @@ impl Streams {
         recharge(&mut self.charge, before, partition.extents.further_bytes());
     }
 
-    /// Removes up to `extents_max` extents of a partition that end at or before `until`. Returns them.
+    /// Removes up to `extents_max` extents of a partition that end at or before `until`. Returns
+    /// them.
     pub(super) fn release(&mut self, id: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
         let Some(partition) = self.by_partition.get_mut(&id) else { return Vec::new() };
         let before = partition.extents.further_bytes();

@@ -1,4 +1,5 @@
-//! The disks under the metadata log: what an earlier process left is taken over, what shuffles say is written down.
+//! The disks below the metadata log. Recovers the state of an earlier process, and records changes
+//! of shuffles.
 
 use std::io;
 use std::sync::Arc;
@@ -21,16 +22,16 @@ use crate::runtime::Tasks;
 use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
-/// Clients wait while the log is closed.
+/// Deadline for the hand-off, because clients wait while the log is closed.
 const RELEASE_DEADLINE: Duration = Duration::from_secs(1);
-/// Purges that wait for the metadata log together.
+/// Number of purges that are logged concurrently.
 const NOTES_AT_ONCE: usize = 512;
 
 impl Health for LocalDisk {
     fn rank(&self) -> Option<u8> {
         match self.condition() {
             DiskCondition::Healthy => Some(0),
-            // A record is small and may be all that fits.
+            // A full disk still ranks, because a record is small and may be all that fits.
             DiskCondition::Full => Some(1),
             DiskCondition::ReadOnly
             | DiskCondition::Detached
@@ -44,14 +45,14 @@ impl Health for LocalDisk {
     }
 }
 
-/// What an earlier process left.
+/// State left by an earlier process.
 pub(super) struct Before {
     scans: Vec<DiskScan>,
     found: Found,
 }
 
 impl Before {
-    /// Looks at the disks, and begins the metadata log.
+    /// Scans the disks, and begins the metadata log.
     pub(super) async fn look(core: &Core, store: Option<LogInStore>, tasks: &Tasks) -> (Self, MetadataLog) {
         let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
         let scans = join_all(scans).await;
@@ -79,7 +80,7 @@ impl Before {
 }
 
 impl LocalStore {
-    /// Makes what an earlier process left the store's own.
+    /// Recovers the state of an earlier process.
     pub(super) async fn take_over(&self, before: Before, uploaded: &Uploaded) {
         let Before { scans, found } = before;
         let is_blind = found.has_new_gap;
@@ -90,42 +91,44 @@ impl LocalStore {
         *self.recovered.lock() = recovered;
     }
 
-    /// Closes the metadata log: nothing is acknowledged any more. Returns the hand-off record for the successor that this process
-    /// becomes, or none if a successor has to begin a generation.
+    /// Closes the metadata log: nothing is acknowledged afterwards. Returns the hand-off record for
+    /// the successor, or `None` if the successor has to begin a generation.
     pub async fn release_log(&self) -> Option<HandOff> {
         timeout(RELEASE_DEADLINE, self.metadata.release()).await.ok()?.ok()
     }
 
-    /// Writes a record of a shuffle to the metadata log: when this returns `Ok` it outlives process and power. Returns its position on
-    /// the way into the object store, if there is one.
+    /// Writes a record of a shuffle to the metadata log. After `Ok` it survives process and power.
+    /// Returns its position on the way to the object store, if there is one.
     ///
     /// # Errors
-    /// `Purged`; otherwise that too few directories can be written.
+    /// `Purged`, or too few directories can be written.
     pub async fn append_record(&self, handle: &ShuffleHandle, content: Bytes) -> Result<u64, StoreError> {
         append(&self.metadata, &handle.shuffle, content).await
     }
 
-    /// As [`LocalStore::append_record`].
+    /// Like [`LocalStore::append_record`].
     ///
     /// # Errors
-    /// As there.
+    /// See [`LocalStore::append_record`].
     #[cfg(test)]
     pub async fn append_metadata(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
         self.append_record(handle, Bytes::copy_from_slice(content)).await.map(drop)
     }
 
-    /// Marks a shuffle incomplete for this start and later ones. Returns the position of the record.
+    /// Marks a shuffle as incomplete for this start and later ones. Returns the position of the
+    /// record.
     ///
     /// # Errors
-    /// As [`LocalStore::append_record`].
+    /// See [`LocalStore::append_record`].
     pub async fn mark_incomplete(&self, handle: &ShuffleHandle, reason: &str) -> Result<u64, StoreError> {
         mark_incomplete(&self.metadata, &handle.shuffle, reason).await
     }
 
-    /// From now on records of a shuffle are acknowledged once the object store has them. Returns the position of the record.
+    /// Marks a shuffle as moved: its later records are acknowledged once the object store has them.
+    /// Returns the position of the record.
     ///
     /// # Errors
-    /// As [`LocalStore::append_record`].
+    /// See [`LocalStore::append_record`].
     pub async fn mark_moved(&self, handle: &ShuffleHandle) -> Result<u64, StoreError> {
         handle.shuffle.require_present()?;
         let marked = self.metadata.mark_moved(handle.shuffle.incarnation()).await;
@@ -144,15 +147,17 @@ impl LocalStore {
         self.metadata.is_begun()
     }
 
-    /// Writes down that the shuffles forgotten before the call are purged; of those for which that fails the files stay.
+    /// Logs the purges of all shuffles that were forgotten before the call. If logging fails, the
+    /// files of the shuffle stay.
     pub(super) async fn note_purges(&self) {
         self.pending_purges.cover(|purged| self.note_round(purged)).await;
     }
 
-    /// Waits until the purges of an application, or of one of its shuffles, are in the metadata log.
+    /// Waits until the purges of an application, or of one of its shuffles, are in the metadata
+    /// log.
     ///
     /// # Errors
-    /// One cannot be written down now. It is tried again from time to time.
+    /// A purge cannot be logged now. It is retried periodically.
     pub(super) async fn purges_noted(&self, app: &AppId, key: Option<&ShuffleKey>) -> Result<(), StoreError> {
         if !self.pending_purges.has(app, key) {
             return Ok(());
@@ -166,7 +171,7 @@ impl LocalStore {
         Err(StoreError::remote(StoreErrorKind::Unhealthy, of, what))
     }
 
-    /// Of a round that is dropped the next one says some again, which does no harm.
+    /// Logs purges. After a cancelled round the next one logs some purges again, which is harmless.
     async fn note_round(&self, purged: Vec<Arc<Shuffle>>) {
         for some in purged.chunks(NOTES_AT_ONCE) {
             join_all(some.iter().map(|shuffle| self.note_purge(shuffle)).collect::<Vec<_>>()).await;
@@ -186,13 +191,13 @@ impl LocalStore {
         }
     }
 
-    /// Whether a purge is not in the metadata log yet.
+    /// Returns whether a purge is not in the metadata log yet.
     pub(super) fn has_purges_to_note(&self) -> bool {
         !self.pending_purges.is_empty()
     }
 }
 
-/// As [`LocalStore::append_record`].
+/// Like [`LocalStore::append_record`].
 pub(super) async fn append(log: &MetadataLog, shuffle: &Shuffle, content: Bytes) -> Result<u64, StoreError> {
     shuffle.require_present()?;
     let appended = log.append(shuffle.incarnation(), content).await;

@@ -14,7 +14,7 @@ use crate::tiers::block_checks::{BlockChecks, Check, Mark};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
-/// With sampling, one of this number of reads is verified.
+/// Sampling verifies one read in this number.
 pub(super) const SAMPLE: u64 = 16;
 
 /// Maximum number of blocks loaded at a time. Blocks below about 32 bytes may be skipped.
@@ -51,7 +51,7 @@ impl Verifier {
     /// Loads the checksums of the next `bytes` bytes of the range.
     ///
     /// # Errors
-    /// The records of an extent cannot be read. With their log.
+    /// The records of an extent cannot be read. The error comes with their log.
     pub(super) async fn prepare(
         &mut self,
         core: &Core,
@@ -71,7 +71,8 @@ impl Verifier {
         Ok(())
     }
 
-    /// Returns the first block with a wrong checksum that ends in the next bytes, which are [prepared](Self::prepare).
+    /// Returns the first block with a wrong checksum that ends in the next bytes, which are
+    /// [prepared](Self::prepare).
     pub(super) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
         self.checks.check(bytes)
     }
@@ -106,7 +107,7 @@ impl Verifier {
         match cached {
             Some(cached) => {
                 let left = cached.get(from as usize * RECORD_BYTES..).unwrap_or_default();
-                // Enough of them, or the last one.
+                // Stops when enough records are loaded.
                 let _ = records(left).try_for_each(|record| take(&record));
                 Ok(())
             }

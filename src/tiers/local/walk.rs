@@ -1,4 +1,5 @@
-//! Walks over the partitions and extents of a shuffle in batches: it may have millions, and writers and readers must not wait.
+//! Visits the partitions and extents of a shuffle in batches. A shuffle may have millions, and
+//! writers and readers must not wait.
 
 use super::shuffle::Shuffle;
 use uniffle_wire::types::PartitionId;

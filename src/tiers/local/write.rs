@@ -1,8 +1,8 @@
-//! Writing the data of a batch: one contiguous range of one data log.
+//! Writes the data of a batch: one contiguous range of one data log.
 //!
-//! Extents begin on block boundaries. Aligned memory is written without a copy, many partitions per call; other memory is
-//! gathered through staging buffers. A writer that needs another staging buffer writes out the one it holds first, so writers
-//! cannot starve each other.
+//! Extents begin on block boundaries. Aligned memory is written without a copy, many partitions per
+//! call. Other memory is gathered through staging buffers. A writer that needs another staging
+//! buffer first writes the one it holds, so writers cannot starve each other.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,14 +20,14 @@ use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::AlignedBuffer;
 
-/// Maximum bytes of one write call: large enough that the number of calls does not matter, small enough that a missed deadline
-/// means a hung disk and not a slow one (16 MiB in 60 s).
+/// Maximum bytes of one write call: large enough that the number of calls does not matter, small
+/// enough that a missed deadline means a hung disk and not a slow one (16 MiB in 60 s).
 const CALL_BYTES_MAX: usize = 16 << 20;
 
 /// Maximum number of pieces of one write call (one `pwritev`).
 const CALL_PIECES_MAX: usize = 1024;
 
-/// Where a batch was written.
+/// Location of a written batch.
 #[derive(Debug)]
 pub(super) struct WrittenBatch {
     pub(super) log: LogUse,
@@ -51,7 +51,8 @@ fn is_aligned(pieces: &[Bytes]) -> bool {
 }
 
 impl Writer {
-    /// Writes a batch of `bytes` bytes to one disk. An error closes the log and counts against the disk.
+    /// Writes a batch of `bytes` bytes to one disk. An error closes the log and counts against the
+    /// disk.
     pub(super) async fn write_batch(
         &self,
         shuffle: &Shuffle,
@@ -105,7 +106,7 @@ struct Call<'a> {
     pieces: Vec<Bytes>,
     bytes: usize,
     at: u64,
-    /// Holds a staging buffer.
+    /// True if the call holds a staging buffer.
     staged: bool,
 }
 
@@ -130,7 +131,8 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Copies the first `length` bytes of `pieces` through staging buffers, padded to a whole block.
+    /// Copies the first `length` bytes of `pieces` through staging buffers, padded to a whole
+    /// block.
     async fn gather(
         &mut self,
         staging: &mut Option<AlignedBuffer>,
@@ -153,7 +155,8 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Returns the given buffer if it has room, else a new one. Never waits for a buffer while holding another.
+    /// Returns the given buffer if it has room, else a new one. Never waits for a buffer while
+    /// holding another.
     async fn staging_with_room(
         &mut self,
         staging: Option<AlignedBuffer>,

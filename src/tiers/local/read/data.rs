@@ -1,7 +1,8 @@
 //! Reads of a range of a partition's data.
 //!
-//! A read is a plan of pieces of logs. Large pieces are read around the page cache, in whole blocks and several per call. Small
-//! ones are read through it. The result of one call is verified together and returned piece by piece.
+//! A read is a plan of pieces of logs. Large pieces bypass the page cache, and are read in whole
+//! blocks and several per call. Small ones are read through it. The result of one call is verified
+//! together and returned piece by piece.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -29,7 +30,7 @@ use uniffle_wire::types::PartitionId;
 
 /// A range of a partition's data.
 pub struct DataRead {
-    /// Bytes of the range.
+    /// Length of the range in bytes.
     pub length: u64,
     damage: Arc<Damage>,
     stream: Stream,
@@ -44,7 +45,7 @@ pub struct DataRead {
     verifier: Option<Verifier>,
 }
 
-/// The whole disk blocks of the first bytes of a [`Piece`].
+/// The whole disk blocks that contain the first bytes of a [`Piece`].
 struct Aligned {
     /// Offset in the log.
     start: u64,
@@ -124,8 +125,8 @@ impl DataRead {
         Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
-    /// Converts it to a read of a migration: always verified, and failures are not counted. Only a client's read is told to find out
-    /// which blocks are lost.
+    /// Converts the read to a read of a migration: always verified, and failures are not counted.
+    /// Only reads of clients trigger the search for lost blocks.
     pub(in crate::tiers::local) fn for_moving(mut self) -> Self {
         let Stream { shuffle, partition, .. } = &self.stream;
         let extents = shuffle.part(*partition, &self.range);
@@ -140,7 +141,8 @@ impl DataRead {
         self.stream.is_suspect
     }
 
-    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of `buffers`.
+    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of
+    /// `buffers`.
     ///
     /// # Errors
     /// Errors of the disk. A truncated file is `Corrupt`.
@@ -158,8 +160,8 @@ impl DataRead {
         Ok(Some(chunk))
     }
 
-    /// Reads and verifies the next bytes, at most `len` unless they are read around the page cache. A block with a wrong checksum is
-    /// read again first.
+    /// Reads and verifies the next bytes, at most `len` unless they bypass the page cache. A block
+    /// with a wrong checksum is first read again.
     async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
         if let Some(verifier) = &mut self.verifier {
             let Stream { core, shuffle, .. } = &self.stream;
@@ -190,7 +192,7 @@ impl DataRead {
         }
         match self.fetch_once(len, buffers).await? {
             None => Ok(()),
-            // The client may have its first bytes already.
+            // The client may already have the first bytes of the block.
             Some(_) => {
                 let what = "a block was read with wrong bytes; nothing is lost";
                 Err(StoreError::io(self.stream.shuffle.key.to_string(), io::Error::other(what)))
@@ -198,7 +200,8 @@ impl DataRead {
         }
     }
 
-    /// Handles a block with a wrong checksum: reads it again, and marks it as damaged if it is still wrong.
+    /// Handles a block with a wrong checksum: reads it again, and marks it as damaged if it is
+    /// still wrong.
     fn found_damaged(&mut self, block: &Check) -> StoreError {
         let Stream { shuffle, partition, .. } = &self.stream;
         let error = self.damage.mark_damaged(shuffle, *partition, block);
@@ -206,7 +209,7 @@ impl DataRead {
         error
     }
 
-    /// Returns the first block with a wrong checksum.
+    /// Reads the next bytes once. Returns the first block with a wrong checksum.
     async fn fetch_once(
         &mut self,
         len: usize,
@@ -234,14 +237,15 @@ impl DataRead {
         piece
     }
 
-    /// Returns whether a part is read around the page cache.
+    /// Returns whether a piece is read around the page cache.
     fn goes_direct(&self, piece: &Piece) -> bool {
         let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
         piece.length.max(u64::from(piece.run)) >= DIRECT_BYTES_MIN
             && self.stream.log(*piece).is_some_and(direct)
     }
 
-    /// Returns the maximum room of the next read, or 0 at the end and if its disk has no capacity.
+    /// Returns the maximum room of the next read. Returns 0 at the end, or if the disk has no
+    /// capacity.
     #[must_use]
     pub fn next_room(&self) -> usize {
         if !self.ready.is_empty() || self.stream.left == 0 {
@@ -255,7 +259,8 @@ impl DataRead {
         if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
     }
 
-    /// Reads `piece` and following pieces that fit and are direct too, as whole blocks into one buffer.
+    /// Reads `piece` and following pieces that fit and are direct too, as whole blocks into one
+    /// buffer.
     async fn read_aligned(
         &mut self,
         piece: Piece,
@@ -286,7 +291,8 @@ impl DataRead {
         Ok(ranges.into_iter().map(|range| bytes.slice(range)).collect())
     }
 
-    /// Reads at most `len` bytes from `piece` on, over several pieces. Ends before a direct one.
+    /// Reads at most `len` bytes from `piece` on, over several pieces. Ends before a piece that
+    /// bypasses the page cache.
     async fn gather(
         &mut self,
         piece: Piece,
@@ -337,12 +343,13 @@ fn verifier_of(partition: PartitionId, extents: &ExtentList, range: &Range<u64>)
     Verifier::new(partition, known.copied().collect(), range.clone())
 }
 
-/// Finds pieces that are contiguous in their log: they are read as one longer piece.
+/// Finds pieces that are contiguous in their log. They are read as one longer piece.
 fn find_runs(pieces: &mut [Piece]) {
     if pieces.len() < 2 {
         return;
     }
-    // By log the last one so far: first each knows its run up to itself, then all of it.
+    // The first pass sums each run up to the piece. The second pass spreads the total to all its
+    // pieces.
     let mut before: SmallVec<[usize; 2]> = SmallVec::new();
     for at in 0..pieces.len() {
         let earlier = met(&mut before, pieces, at).map(|at| pieces[at]);
@@ -363,9 +370,9 @@ fn short(length: u64) -> u32 {
     u32::try_from(length).unwrap_or(u32::MAX)
 }
 
-/// The piece of the same log that was met last; from now on it is this one.
+/// Returns the previous piece of the same log, and replaces it in `last` by the piece at `at`.
 fn met(last: &mut SmallVec<[usize; 2]>, pieces: &[Piece], at: usize) -> Option<usize> {
-    // From the newest on: a stream goes from log to log, and leaves those behind that are full.
+    // Searches from the newest log on: a stream moves from log to log and leaves full ones behind.
     let known = last.iter_mut().rev().find(|known| pieces[**known].log == pieces[at].log);
     if known.is_none() {
         last.push(at);

@@ -1,14 +1,9 @@
 //! Reads of published extents, streamed in chunks.
 //!
-//! A read is a plan made from one snapshot. Bytes are fetched when a chunk is requested. A read is never short: a failure is an
-//! error, and after an error a stream returns only errors. Index records are verified (order, sums, CRC) first.
-//!
-//! # Reference numbers
-//!
-//! 2026-11-21, 2 vCPU of an AMD EPYC, busy; server CPU-s/GB of answers of 5 MB over TCP after O_DIRECT writes, extents
-//! of about 700 KiB: read once by way of the page cache 0.63, direct 0.31; read eight times 0.42, direct 0.32. `sendfile`
-//! on blocking threads instead (it may wait for the disk), tried and dropped: read once 0.54, eight times 0.39; after
-//! buffered writes, eight times, 0.34 against 0.27 for read and write. Writing buffered cost 0.5 to 0.7 against 0.3.
+//! A read is a plan made from one snapshot. Bytes are fetched when a chunk is requested. A read is
+//! never short: a failure is an error, and after an error a stream returns only errors. Index
+//! records are first verified (order, sums, CRC). Large parts of data logs bypass the page cache,
+//! which costs less CPU time than reading through it.
 
 mod data;
 pub(super) mod hints;
@@ -68,9 +63,10 @@ impl Reader {
     }
 }
 
-/// The index of a partition: the records of all its extents, with offsets into its data stream.
+/// The index of a partition: the records of all its extents, with offsets in the partition's data
+/// stream.
 pub struct IndexRead {
-    /// Bytes of all records: 40 per block.
+    /// Length of all records in bytes: 40 per block.
     pub length: u64,
     /// Length of the data stream that these records describe.
     pub data_length: u64,
@@ -102,7 +98,7 @@ impl ExtentRecords {
     }
 }
 
-/// Records to be checked, and where in the buffer they are.
+/// Records to be verified, and their range in the buffer.
 struct Step {
     records: ExtentRecords,
     range: std::ops::Range<usize>,
@@ -124,11 +120,12 @@ struct Piece {
     log: u16,
     offset: u64,
     length: u64,
-    /// Bytes of all that stand one behind the other in the log with this one, `u32::MAX` when they are more; 0 when it stands alone.
+    /// Length of the run of pieces that are contiguous in the log and include this one, at most
+    /// `u32::MAX`.
     run: u32,
 }
 
-/// A read has one for each extent of its range before anything is charged for it.
+/// A read has one piece for each extent of its range before anything is charged for it.
 const _: () = assert!(size_of::<Piece>() == 24, "the run takes no room of its own");
 
 impl Piece {
@@ -155,9 +152,9 @@ struct Stream {
     failed: bool,
     /// Index of the disk that failed or returned wrong bytes.
     culprit: OnceLock<usize>,
-    /// Whether the last error means that blocks are or may be lost.
+    /// True if the last error means that blocks are or may be lost.
     is_suspect: bool,
-    /// Whether the read is for a client, which is told about lost blocks.
+    /// True if the read is for a client, which learns about lost blocks.
     is_readers: bool,
 }
 
@@ -253,7 +250,8 @@ impl Stream {
         call.await?
     }
 
-    /// Returns a buffer of `len` bytes with filled parts, with one call per log. Fails if a disk hangs, also during the wait.
+    /// Returns a buffer of `len` bytes with filled parts, with one call per log. Fails if a disk
+    /// hangs, also during the wait.
     async fn read_all(
         &self,
         mode: Mode,
@@ -305,7 +303,7 @@ fn goes_on(last: &ReadPart, part: &ReadPart) -> bool {
 
 impl IndexRead {
     pub(super) fn new(reader: &Reader, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
-        // One snapshot: the records and the stream's length belong together.
+        // The records and the stream's length must come from one snapshot.
         let (extents, data_length, blocks) = shuffle.with_partition(partition, |found| {
             found.map_or((ExtentList::default(), 0, 0), |it| (it.extents.clone(), it.bytes, it.blocks))
         });
@@ -315,8 +313,8 @@ impl IndexRead {
         Self { length, data_length, stream, extents, next: 0, current: None, fillers: 0 }
     }
 
-    /// Without what stands before `base` of the stream, where an extent begins or all end; none when more than that lies
-    /// elsewhere by now.
+    /// Skips the extents before `base`, where an extent begins or all end. Returns `None` if later
+    /// bytes have also moved to another tier by now.
     #[must_use]
     pub fn beginning_at(mut self, base: u64) -> Option<Self> {
         self.next = self.extents.after(base);
@@ -330,7 +328,8 @@ impl IndexRead {
         Some(self)
     }
 
-    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of `buffers`.
+    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of
+    /// `buffers`.
     ///
     /// # Errors
     /// Errors of the disk, or `Corrupt` if the records fail verification.
@@ -389,7 +388,8 @@ impl IndexRead {
                 self.next += 1;
                 ExtentRecords::new(*extent)
             });
-            // An extent that does not end in this chunk is the last one, and `check` makes it the current one again.
+            // An extent that does not end in this chunk is the last one, and `check` makes it the
+            // current one again.
             let left = usize::try_from(records.left_bytes()).unwrap_or(usize::MAX);
             let range = filled..filled + left.min(len - filled);
             let offset = records.extent.index_offset + records.done_bytes;
