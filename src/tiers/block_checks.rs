@@ -1,34 +1,35 @@
-//! Compares the CRC-32 of blocks with what was written, while their bytes pass by in the order of a stream.
+//! Compares the CRC-32 of blocks with the recorded ones, while their bytes pass in the order of a
+//! stream.
 //!
-//! Pure: which blocks there are is what a tier's verifier finds out.
+//! Pure: the verifier of a tier supplies the blocks.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// A block that is to pass by.
+/// A block to verify.
 #[derive(Debug, Clone)]
 pub(super) struct Check {
-    /// Its place in the stream.
+    /// Range of the block in the stream.
     pub(super) place: Range<u64>,
-    /// 0 = was not computed.
+    /// Recorded checksum, or 0 if none was computed.
     pub(super) crc: u32,
-    /// Base of its extent.
+    /// Base of the block's extent.
     pub(super) base: u64,
 }
 
-/// The blocks that are still to pass, and the sum of the one that passes now.
+/// The blocks that have not passed yet, and the running checksum of the current one.
 #[derive(Debug)]
 pub(super) struct BlockChecks {
-    /// In the order of their places.
+    /// Blocks, ordered by their ranges.
     checks: VecDeque<Check>,
-    /// So many of them have passed since the last mark.
+    /// Number of blocks that have passed since the last mark.
     passed: usize,
     hasher: crc32fast::Hasher,
-    /// Where in the stream the next byte stands.
+    /// Offset of the next byte in the stream.
     at: u64,
 }
 
-/// Where [`BlockChecks`] were.
+/// A saved position of [`BlockChecks`].
 #[derive(Debug)]
 pub(super) struct Mark {
     hasher: crc32fast::Hasher,
@@ -36,40 +37,40 @@ pub(super) struct Mark {
 }
 
 impl BlockChecks {
-    /// For bytes from `at` on.
+    /// Creates the checks of bytes from offset `at` on.
     pub(super) fn new(at: u64) -> Self {
         Self { checks: VecDeque::new(), passed: 0, hasher: crc32fast::Hasher::new(), at }
     }
 
-    /// Where in the stream the next byte stands.
+    /// Returns the offset of the next byte in the stream.
     pub(super) fn at(&self) -> u64 {
         self.at
     }
 
-    /// Blocks that are known and have not passed.
+    /// Returns the number of known blocks that have not passed.
     pub(super) fn known(&self) -> usize {
         self.checks.len() - self.passed
     }
 
-    /// Knows a block that begins where the last one ends, or later.
+    /// Adds a block that begins at or after the end of the last one.
     pub(super) fn push(&mut self, check: Check) {
         self.checks.push_back(check);
     }
 
-    /// Remembers where it is.
+    /// Saves the current position.
     pub(super) fn mark(&mut self) -> Mark {
         self.checks.drain(..self.passed);
         self.passed = 0;
         Mark { hasher: self.hasher.clone(), at: self.at }
     }
 
-    /// Goes back to the last mark.
+    /// Returns to the last mark.
     pub(super) fn rewind(&mut self, mark: Mark) {
         self.passed = 0;
         (self.hasher, self.at) = (mark.hasher, mark.at);
     }
 
-    /// The first block that ends in the next bytes and has others than were written.
+    /// Returns the first block that ends in the next bytes and has a wrong checksum.
     pub(super) fn check(&mut self, mut bytes: &[u8]) -> Option<Check> {
         while !bytes.is_empty()
             && let Some(check) = self.checks.get(self.passed)
@@ -95,21 +96,23 @@ impl BlockChecks {
     }
 }
 
-/// Records that are suspect, which only those of an object store are.
+/// Support for suspect records, which only object stores have.
 #[cfg(feature = "object")]
 impl BlockChecks {
-    /// Nothing known, from where the block begins of which some bytes have passed, or the next one.
+    /// Returns empty checks that begin at the current block if it has partly passed, or else at the
+    /// next byte.
     pub(super) fn anew(&self) -> Self {
         Self::new(self.begun().unwrap_or(self.at))
     }
 
-    /// Where the block begins of which some bytes have passed.
+    /// Returns the beginning of the current block if it has partly passed.
     fn begun(&self) -> Option<u64> {
         self.checks.get(self.passed).map(|check| check.place.start).filter(|start| *start < self.at)
     }
 
-    /// After a rewind: takes the blocks of the extent at `base` from `other`, which began [anew](Self::anew). False when the block
-    /// of which some bytes have passed is none of these: then its sum says nothing.
+    /// Replaces the blocks of the extent at `base` by those of `other`, which began
+    /// [anew](Self::anew). Called after a rewind. Returns false if the current block has partly
+    /// passed and is not among them: then its checksum is meaningless.
     pub(super) fn replace(&mut self, base: u64, mut other: Self) -> bool {
         debug_assert_eq!(self.passed, 0, "it is where it was marked");
         let begun = self.begun().filter(|_| self.checks.front().is_some_and(|it| it.base == base));

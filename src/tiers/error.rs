@@ -1,15 +1,15 @@
-//! What can go wrong in a store, by what the caller does about it.
+//! Errors of a store, classified by the reaction of the caller.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a store operation failed.
+/// Kind of a failed store operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StoreErrorKind {
-    /// No space left where it was tried.
+    /// The target has no space left.
     NoSpace,
-    /// Stored bytes are not what was written.
+    /// Stored bytes differ from those that were written.
     Corrupt,
     /// A file or shuffle does not exist.
     NotFound,
@@ -17,17 +17,17 @@ pub enum StoreErrorKind {
     Unhealthy,
     /// Any other failure of a file operation.
     Io,
-    /// The shuffle was purged: there is nothing to retry and nothing was left behind.
+    /// The shuffle was purged. There is nothing to retry, and no data was left.
     Purged,
-    /// The range asked for is not in the partition's stream.
+    /// The requested range is not in the partition's stream.
     InvalidRange,
-    /// The batch contradicts itself (lengths); a bug of the caller.
+    /// The batch is inconsistent (lengths), which is a bug of the caller.
     InvalidBatch,
     /// The directory has content that is not ours.
     NotOurs,
-    /// The directory is ours, and its claim says nothing.
+    /// The directory is ours, but has no usable claim.
     Unclaimed,
-    /// The directory was written in a format that is not read any more.
+    /// The directory has a format that is no longer supported.
     Outdated,
     /// Another process holds the directory.
     InUse,
@@ -35,32 +35,32 @@ pub enum StoreErrorKind {
     Copied,
     /// The directory was on a mount point that is not mounted.
     NotMounted,
-    /// A file of that name is there already.
+    /// A file with that name already exists.
     Exists,
     /// A remote store refuses: permission or login.
     Denied,
-    /// A remote store does not answer, or does not take writes (safe mode).
+    /// A remote store does not answer, or does not accept writes (safe mode).
     Unreachable,
 }
 
 /// A failed store operation.
 #[derive(Debug)]
 pub struct StoreError {
-    /// What the caller can act on.
+    /// Kind of the failure.
     pub kind: StoreErrorKind,
-    /// File, directory or shuffle concerned.
+    /// The file, directory or shuffle concerned.
     pub path: PathBuf,
-    /// The cause.
+    /// Underlying error.
     pub source: Option<io::Error>,
 }
 
 impl StoreError {
-    /// An error without a cause below it.
+    /// Creates an error without a source.
     pub fn new(kind: StoreErrorKind, path: impl AsRef<Path>) -> Self {
         Self { kind, path: path.as_ref().to_path_buf(), source: None }
     }
 
-    /// A failed file operation, classified.
+    /// Creates an error from a failed file operation, and classifies it.
     pub fn io(path: impl AsRef<Path>, source: io::Error) -> Self {
         let kind = match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreErrorKind::NoSpace,
@@ -72,13 +72,13 @@ impl StoreError {
         Self { kind, path: path.as_ref().to_path_buf(), source: Some(source) }
     }
 
-    /// A failed call of a remote store.
+    /// Creates the error of a failed call of a remote store.
     pub fn remote(kind: StoreErrorKind, path: impl AsRef<Path>, text: impl Into<String>) -> Self {
         let source = Some(io::Error::other(text.into()));
         Self { kind, path: path.as_ref().to_path_buf(), source }
     }
 
-    /// Stored bytes that are not what was written.
+    /// Creates the error for stored bytes that differ from those that were written.
     pub fn corrupt(path: impl AsRef<Path>, what: &'static str) -> Self {
         let source = Some(io::Error::new(io::ErrorKind::InvalidData, what));
         Self { kind: StoreErrorKind::Corrupt, path: path.as_ref().to_path_buf(), source }

@@ -1,8 +1,10 @@
-//! The extents of a partition: a list that grows at its end and is taken from at its beginning, and of which a copy costs little.
+//! The extents of a partition: a list that grows at the end and shrinks at the beginning, and is
+//! cheap to copy.
 //!
-//! A reader keeps the list as it was when it began. Of a partition of a job of many TB that is a long one, so chunks that are
-//! full are shared by all copies: a copy takes an eighth of a byte per extent and one chunk, not some 40 bytes per extent. Of
-//! what a reader does not touch it takes nothing ([`ExtentList::part`]).
+//! A reader keeps the list as it was when the read began. A partition of a job of many TB has a
+//! long one, so copies share all full chunks. A copy costs an eighth of a byte per extent and one
+//! chunk, not about 40 bytes per extent. A reader of a range only copies that range
+//! ([`ExtentList::part`]).
 
 use std::sync::Arc;
 
@@ -10,33 +12,34 @@ use crate::budget::Charge;
 
 /// A piece of a partition's stream.
 pub(super) trait InStream: Copy {
-    /// Where it begins.
+    /// Returns the offset at which the piece begins.
     fn base(&self) -> u64;
-    /// Where the next one begins.
+    /// Returns the offset at which the next piece begins.
     fn end(&self) -> u64;
 }
 
-/// Heap of a full chunk: a size that allocators have.
+/// Heap size of a full chunk: a size class of common allocators.
 const CHUNK_BYTES: usize = 2560;
 
-/// Extents in a chunk: as many as fit with the two counts of its `Arc`.
+/// Returns the number of extents in a chunk: as many as fit with the two counts of its `Arc`.
 pub(super) const fn chunk_of<T>() -> usize {
     (CHUNK_BYTES - 2 * size_of::<usize>()) / size_of::<T>()
 }
 
-/// Full chunks, which copies share, and the last one, which each copy has of its own. `CHUNK` is [`chunk_of`] its extents.
+/// A list of full chunks, which copies share, and an open chunk, which each copy owns. `CHUNK` is
+/// [`chunk_of`] its extents.
 #[derive(Debug, Clone)]
 pub(super) struct ExtentList<T, const CHUNK: usize> {
-    /// Most partitions have none.
+    /// Full chunks. Most partitions have none.
     full: Option<Box<FullChunks<T, CHUNK>>>,
-    /// Fewer than a chunk.
+    /// Extents of the open chunk, fewer than `CHUNK`.
     open: Vec<T>,
 }
 
 #[derive(Debug, Clone)]
 struct FullChunks<T, const CHUNK: usize> {
     chunks: Vec<Arc<[T; CHUNK]>>,
-    /// So many of the first chunk are not in the list any more.
+    /// Number of leading extents of the first chunk that were already released.
     skipped: usize,
 }
 
@@ -53,7 +56,8 @@ impl<T, const CHUNK: usize> Default for FullChunks<T, CHUNK> {
 }
 
 impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
-    /// Heap of a place for one extent, with what an allocator whose sizes are a quarter apart rounds up to.
+    /// Heap size of a place for one extent, including the rounding of an allocator whose size
+    /// classes are a quarter apart.
     pub(super) const PLACE_BYTES: u64 = size_of::<T>() as u64 * 5 / 4;
 
     fn chunks(&self) -> &[Arc<[T; CHUNK]>] {
@@ -71,7 +75,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
     /// Appends an extent.
     pub(super) fn push(&mut self, extent: T) {
         if self.open.len() == self.open.capacity() {
-            // Most partitions of a large shuffle get no second one.
+            // Most partitions of a large shuffle get no second extent.
             let more = if self.len() == 0 { 1 } else { self.open.len().max(3).min(CHUNK - self.open.len()) };
             self.open.reserve_exact(more);
         }
@@ -90,7 +94,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         }
     }
 
-    /// Copies that were made keep what they have.
+    /// Returns an extent for modification. Existing copies of the list do not change.
     pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut T> {
         let (at, full) = (at + self.skipped(), self.chunks().len());
         match self.full.as_mut().and_then(|full| full.chunks.get_mut(at / CHUNK)) {
@@ -99,7 +103,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         }
     }
 
-    /// All from number `at` on.
+    /// Returns all extents from index `at` on.
     pub(super) fn iter_from(&self, at: usize) -> impl Iterator<Item = &T> + Clone {
         (at..self.len()).filter_map(|at| self.get(at))
     }
@@ -108,12 +112,13 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         self.iter_from(0)
     }
 
-    /// Those that hold `start..end` of the stream.
+    /// Returns the extents that overlap `start..end` of the stream.
     pub(super) fn touched(&self, start: u64, end: u64) -> impl Iterator<Item = &T> {
         self.iter_from(self.after(start)).take_while(move |extent| extent.base() < end)
     }
 
-    /// Those that hold `start..end` of the stream, and others that are in chunks with them, as a list with numbers of its own.
+    /// Returns a list of the extents that overlap `start..end` of the stream, and of others in the
+    /// same chunks. Its indexes differ.
     pub(super) fn part(&self, start: u64, end: u64) -> Self {
         let is_before = |extent: &T| extent.end() <= start;
         let begins = |extent: &T| extent.base() < end;
@@ -126,7 +131,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         Self { full, open: self.open.get(of_open).unwrap_or_default().to_vec() }
     }
 
-    /// Takes out the first `count`. What stays in full chunks is not copied.
+    /// Removes the first `count` extents. Full chunks are not copied.
     pub(super) fn drop_first(&mut self, count: usize) {
         if count == 0 {
             return;
@@ -146,7 +151,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         }
     }
 
-    /// The number of the first extent that does not end at or before `offset` of the stream.
+    /// Returns the index of the first extent that ends after `offset` of the stream.
     pub(super) fn after(&self, offset: u64) -> usize {
         let is_before = |extent: &T| extent.end() <= offset;
         let full = self.chunks().partition_point(|chunk| chunk.last().is_some_and(is_before));
@@ -154,13 +159,13 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         (full * CHUNK + rest.partition_point(is_before)).saturating_sub(self.skipped())
     }
 
-    /// The number of the extent that begins at `base`.
+    /// Returns the index of the extent that begins at `base`.
     pub(super) fn beginning_at(&self, base: u64) -> Option<usize> {
         let at = self.after(base);
         self.get(at).filter(|extent| extent.base() == base).map(|_| at)
     }
 
-    /// What it takes of the heap.
+    /// Returns the heap size of the list.
     fn heap_bytes(&self) -> u64 {
         let chunks = self.full.as_ref().map_or(0, |full| {
             let table = size_of::<FullChunks<T, CHUNK>>() + full.chunks.capacity() * size_of::<usize>();
@@ -169,13 +174,14 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         chunks + self.open.capacity() as u64 * Self::PLACE_BYTES
     }
 
-    /// What it takes beyond its first extent, which a partition that was ever written to has paid for.
+    /// Returns the heap size without the first extent, which is charged with the partition itself.
     pub(super) fn further_bytes(&self) -> u64 {
         self.heap_bytes().saturating_sub(Self::PLACE_BYTES)
     }
 }
 
-/// What lists take [beyond their first extents](ExtentList::further_bytes) has changed, and so has their charge.
+/// Adjusts a charge after the size of lists [without their first
+/// extents](ExtentList::further_bytes) has changed.
 pub(super) fn recharge(charge: &mut Charge, before: u64, after: u64) {
     if after > before {
         charge.merge(charge.budget().force_charge(after - before));

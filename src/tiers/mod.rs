@@ -1,7 +1,8 @@
-//! Where sealed memory goes: an ordered list of tiers behind one trait, such as local disks and remote file systems.
+//! Destinations of sealed memory: an ordered list of tiers behind one trait, such as local disks
+//! and remote file systems.
 //!
-//! A tier knows bytes, extents and devices. It never decides what to flush, and knows no status code. A new one is a
-//! folder here and a line in the list that the server builds.
+//! A tier knows bytes, extents and devices. It never decides what to flush, and knows no status
+//! codes. A new tier is a folder here and an entry in the list that the server builds.
 
 mod block_checks;
 pub mod error;

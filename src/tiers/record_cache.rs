@@ -1,27 +1,29 @@
-//! Index records of published extents in memory, least recently used first out, within a budget of bytes.
+//! A least recently used cache of index records of published extents, bounded by bytes.
 //!
-//! An extent never changes, so there is nothing to invalidate: an entry leaves for room or with its shuffle. What is
-//! kept is what a reader gets: checked, and with offsets into the partition's stream. Writers put in what they have
-//! just published, so that a small job's indexes never touch a disk again.
+//! An extent never changes, so nothing is invalidated. An entry is evicted for space or removed
+//! with its shuffle. Records are stored verified and with offsets into the partition's stream, as
+//! readers get them. Writers add the records that they have just published, so indexes of a small
+//! job need no disk.
 
 use bytes::Bytes;
 use lru::LruCache;
 use parking_lot::Mutex;
 
-/// What an entry costs besides its records: key, list links, table slot and the `Bytes` itself.
+/// Memory of an entry besides its records: key, list links, table slot and the `Bytes` itself.
 const ENTRY_BYTES: u64 = 160;
 
-/// Of extents that are gone so many are looked for, since what was moved elsewhere is forgotten on a runtime thread. No key finds
-/// what is left of more, and it leaves as the least recently used.
+/// Maximum number of removed extents whose entries are dropped at once, because released extents
+/// are dropped on a runtime thread. No key finds the remaining entries, and they are evicted as
+/// least recently used.
 const FORGOTTEN_AT_ONCE: usize = 16 << 10;
 
-/// Which extent.
+/// Key of an extent's records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct RecordsKey {
     pub(super) incarnation: u64,
-    /// Which log or object of the shuffle.
+    /// Log or object of the shuffle.
     pub(super) log: u32,
-    /// Place of the records in it.
+    /// Offset of the records in it.
     pub(super) offset: u64,
 }
 
@@ -48,18 +50,19 @@ impl RecordCache {
         Self { capacity_bytes, state: Mutex::new(state) }
     }
 
-    /// The records of an extent, which count as used now.
+    /// Returns the records of an extent, and marks them as used.
     pub(super) fn find(&self, key: &RecordsKey) -> Option<Bytes> {
         self.state.lock().entries.get(key).cloned()
     }
 
-    /// Whether so many bytes of records are kept: those of an extent larger than an eighth of the budget are not worth
-    /// what would have to leave for them.
+    /// Returns whether `records_bytes` bytes of records are cached. Records larger than an eighth
+    /// of the budget are not: they would evict too many others.
     pub(super) fn takes(&self, records_bytes: usize) -> bool {
         records_bytes as u64 + ENTRY_BYTES <= self.capacity_bytes / 8
     }
 
-    /// Keeps records that own their memory (a slice would keep its whole alive); others leave for them.
+    /// Caches records that own their memory, and evicts others if needed. A slice would keep its
+    /// whole buffer alive.
     pub(super) fn keep(&self, key: RecordsKey, records: Bytes) {
         let added = cost(&records);
         if !self.takes(records.len()) {
@@ -80,9 +83,9 @@ impl RecordCache {
         drop(left); // Freed outside the lock.
     }
 
-    /// Drops the records of extents that are gone, of [`FORGOTTEN_AT_ONCE`] at most.
+    /// Drops the records of removed extents, at most [`FORGOTTEN_AT_ONCE`].
     pub(super) fn forget(&self, keys: impl Iterator<Item = RecordsKey>) {
-        // One lock per key: a purge of a million extents must not stop every reader meanwhile.
+        // Locks once per key: a purge of a million extents must not block all readers.
         for key in keys.take(FORGOTTEN_AT_ONCE) {
             let mut state = self.state.lock();
             if let Some(records) = state.entries.pop(&key) {
@@ -91,7 +94,7 @@ impl RecordCache {
         }
     }
 
-    /// Bytes of all entries.
+    /// Returns the memory of all entries.
     pub(super) fn used_bytes(&self) -> u64 {
         self.state.lock().used_bytes
     }

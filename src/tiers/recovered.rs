@@ -1,4 +1,4 @@
-//! What a tier finds at the start of a worker that an earlier process left there, and the heap that it may take.
+//! State that a tier recovers at start, and the heap that it may occupy.
 
 use std::collections::HashMap;
 
@@ -10,50 +10,50 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 
 pub use crate::durability::LostExtent;
 
-/// What was found of one shuffle.
+/// Recovered state of one shuffle.
 #[derive(Debug)]
 pub struct RecoveredShuffle {
-    /// The shuffle.
+    /// Key of the shuffle.
     pub key: ShuffleKey,
-    /// Why records may be missing; none when it is proven that none are.
+    /// Reason why records may be missing, or `None` if they are proven to be complete.
     pub incomplete: Option<String>,
-    /// Records of it are acknowledged once the object store has them.
+    /// True if its records are acknowledged once the object store has them.
     pub is_moved: bool,
-    /// Blocks that can be read.
+    /// Readable blocks.
     pub present: PresentIds,
-    /// Extents that are known and cannot be read.
+    /// Known extents that cannot be read.
     pub lost: Vec<LostExtent>,
-    /// Why more may be missing than is known; empty when nothing is.
+    /// Reason why unknown blocks may be missing, or empty.
     pub reason: String,
 }
 
-/// What was found on all disks.
+/// Recovered state of all disks.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// Shuffles, in the order of their keys.
+    /// Shuffles, ordered by their keys.
     pub shuffles: Vec<RecoveredShuffle>,
-    /// Registrations and reports of all of them.
+    /// Registrations and reports of all shuffles.
     pub said: Said,
-    /// Data directories that were in use before and are not now.
+    /// Data directories that were in use before and are missing now.
     pub missing_disks: Vec<String>,
-    /// Published bytes that can be read.
+    /// Number of readable published bytes.
     pub bytes: u64,
-    /// Their blocks.
+    /// Number of readable blocks.
     pub blocks: u64,
-    /// How long it took.
+    /// Duration of the recovery.
     pub took: std::time::Duration,
 }
 
-/// Budgets of what a tier holds in the heap.
+/// Heap budgets of a tier.
 #[derive(Debug, Clone)]
 pub struct TierHeap {
-    /// Lists of extents.
+    /// Budget of lists of extents.
     pub extents: Budget,
-    /// Block ids that a start finds; none: they are not bounded.
+    /// Heap for block ids found at start, or `None` for no bound.
     pub heap: Option<Heap>,
 }
 
-/// A tier whose recovery is not bounded.
+/// Heap of a tier whose recovery is not bounded.
 impl From<&Budget> for TierHeap {
     fn from(extents: &Budget) -> Self {
         Self { extents: extents.clone(), heap: None }
@@ -61,13 +61,13 @@ impl From<&Budget> for TierHeap {
 }
 
 impl TierHeap {
-    /// Returns the shares of the heap that applications have while a start reads what is there.
+    /// Returns the heap shares of applications during the recovery.
     pub(super) fn found_ids(&self) -> FoundIds {
         FoundIds { heap: self.heap.clone(), apps: Mutex::default() }
     }
 }
 
-/// Shares of the heap for ids that a start finds, by application.
+/// Heap shares for ids found at start, by application.
 #[derive(Debug)]
 pub(super) struct FoundIds {
     heap: Option<Heap>,
@@ -75,7 +75,7 @@ pub(super) struct FoundIds {
 }
 
 impl FoundIds {
-    /// Forgets the shares, which live on in the tables that were made of them. For the end of a start.
+    /// Drops the shares at the end of the recovery. Tables created from them keep them alive.
     pub(super) fn end(&self) {
         self.apps.lock().clear();
     }

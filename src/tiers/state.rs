@@ -1,81 +1,83 @@
-//! How a tier is now: whether it takes batches, what it holds, and its disks. Pure values.
+//! State of a tier: whether it takes batches, its usage, and its disks. Pure values.
 //!
-//! Several directories on one mount point are one to coordinators and dashboards (Uniffle #2251): [`by_mount`].
+//! Several directories on one mount point count as one for coordinators and dashboards (Uniffle
+//! #2251): [`by_mount`].
 
 use std::path::PathBuf;
 
 use uniffle_io::{Media, Mount};
 use uuid::Uuid;
 
-/// How a tier is now.
+/// State of a tier.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct TierState {
-    /// Why no new shuffles should come to this worker; none while the tier is healthy.
+    /// Reason why this worker should get no new shuffles, or `None` if the tier is healthy.
     pub complaint: Option<&'static str>,
-    /// Size of what it writes to; none when that is not known.
+    /// Capacity in bytes, if known.
     pub capacity_bytes: Option<u64>,
-    /// Bytes of ours in it.
+    /// Bytes of our data in it.
     pub used_bytes: u64,
-    /// Its disks, where it has any of its own.
+    /// Disks of the tier, if it has any.
     pub disks: Vec<DiskInfo>,
-    /// Its object store, where it has one.
+    /// Object store of the tier, if it has one.
     pub object_store: Option<ObjectStoreState>,
 }
 
-/// An object store, and the read cache before it.
+/// An object store, and the read cache in front of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ObjectStoreState {
     /// Bytes of the segments of known shuffles.
     pub stored_bytes: u64,
-    /// Whether the last calls failed by its fault.
+    /// True if the last calls failed by its fault.
     pub is_failing: bool,
-    /// Bytes of the places in use in the read cache.
+    /// Bytes in use in the read cache.
     pub cache_used_bytes: u64,
-    /// Bytes of all its places; 0 = there is none.
+    /// Capacity of the read cache, or 0 without a cache.
     pub cache_capacity_bytes: u64,
-    /// Chunks that reads found in it.
+    /// Number of chunks that reads found in the cache.
     pub cache_hits: u64,
-    /// Chunks that were fetched for it.
+    /// Number of chunks that were fetched into the cache.
     pub cache_misses: u64,
 }
 
-/// State of a disk, from good to bad.
+/// Condition of a disk, from good to bad.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DiskCondition {
     /// Takes batches.
     Healthy,
-    /// Serves; takes batches again below the low watermark.
+    /// Serves data. Takes batches again below the low watermark.
     Full,
-    /// Its file system is read-only: serves, and takes nothing until a probe succeeds.
+    /// The file system is read-only. Serves data, but takes none until a probe succeeds.
     ReadOnly,
-    /// Its path leads elsewhere, as after an unmount: neither read nor written until it leads back.
+    /// The path leads elsewhere, as after an unmount. Neither read nor written until it leads back.
     Detached,
-    /// Did not answer in time; avoided until a probe succeeds.
+    /// Did not answer in time. Avoided until a probe succeeds.
     Hung,
-    /// Failed; avoided until a probe succeeds.
+    /// Failed. Avoided until a probe succeeds.
     Broken,
 }
 
-/// What a disk tells about itself.
+/// State of a disk.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DiskInfo {
     /// Root directory.
     pub path: PathBuf,
     /// Persistent identity.
     pub uuid: Uuid,
-    /// Whether it takes batches, and why not.
+    /// Condition of the disk: whether it takes batches, and why not.
     pub condition: DiskCondition,
-    /// What is wrong when it is not healthy; of a full disk with what it lacks and what to do.
+    /// Description of the fault of an unhealthy disk. For a full disk it says what is missing and
+    /// what to do.
     pub fault: Option<String>,
-    /// Errors that were held against it.
+    /// Number of errors counted against the disk.
     pub failures: u64,
-    /// Where it is mounted.
+    /// Mount point of the disk.
     pub mount: Mount,
     /// Size of its file system.
     pub total_bytes: u64,
-    /// Bytes that fit.
+    /// Free space in bytes.
     pub free_bytes: u64,
-    /// Tells file systems apart.
+    /// Id of the file system.
     pub file_system: u64,
     /// Bytes in our data logs.
     pub used_bytes: u64,
@@ -84,12 +86,12 @@ pub struct DiskInfo {
 }
 
 impl DiskInfo {
-    /// Not read-only, detached, hung or broken; it may be full.
+    /// Returns whether the disk is not read-only, detached, hung or broken. It may be full.
     pub fn is_healthy(&self) -> bool {
         self.condition <= DiskCondition::Full
     }
 
-    /// Healthy, but full.
+    /// Returns whether the disk is healthy, but full.
     pub fn is_full(&self) -> bool {
         self.condition == DiskCondition::Full
     }
@@ -106,13 +108,13 @@ pub struct MountUsage {
     pub total_bytes: u64,
     /// Bytes in use, by any process.
     pub used_bytes: u64,
-    /// Errors held against the directories on it.
+    /// Number of errors counted against its directories.
     pub failures: u64,
-    /// The worst condition of a directory on it.
+    /// Worst condition of its directories.
     pub condition: DiskCondition,
 }
 
-/// Groups `disks`, in the order of their first appearance.
+/// Groups `disks` by mount point, in the order of their first appearance.
 pub fn by_mount(disks: &[DiskInfo]) -> Vec<MountUsage> {
     let mut mounts: Vec<MountUsage> = Vec::new();
     for disk in disks {

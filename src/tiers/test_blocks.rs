@@ -1,4 +1,5 @@
-//! What the tests of tiers that serve clients share: blocks whose bytes their ids give, and reading them as a client does.
+//! Shared by tests of tiers that serve clients: blocks whose content follows from their ids, and
+//! reads like those of a client.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,12 +11,12 @@ use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey, TaskAttem
 
 use super::{ChunkRead, ExtentData, ExtentWrite, ServedTier, StoreError};
 
-/// Bytes of a block, which its id gives.
+/// Returns the content of a block, which follows from its id.
 pub(super) fn content(id: i64, length: u32) -> Bytes {
     (0..length).map(|at| (i64::from(at) * 31 + id * 7).to_le_bytes()[0]).collect::<Vec<u8>>().into()
 }
 
-/// An extent of blocks with these ids, of `length` bytes each.
+/// Creates an extent of blocks with these ids, of `length` bytes each.
 pub(super) fn extent(partition: i32, ids: Range<i64>, length: u32) -> ExtentWrite {
     let pieces: Vec<Bytes> = ids.clone().map(|id| content(id, length)).collect();
     let meta = |(id, bytes): (i64, &Bytes)| BlockMeta {
@@ -33,12 +34,12 @@ pub(super) fn extent(partition: i32, ids: Range<i64>, length: u32) -> ExtentWrit
     }
 }
 
-/// What is to be read of such blocks.
+/// Returns the expected result of reading such blocks.
 pub(super) fn expected(ids: Range<i64>, length: u32) -> BTreeMap<i64, Bytes> {
     ids.map(|id| (id, content(id, length))).collect()
 }
 
-/// All chunks of a read.
+/// Returns all chunks of a read.
 pub(super) async fn all(mut read: Box<dyn ChunkRead>) -> Result<Vec<u8>, StoreError> {
     let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
@@ -47,7 +48,7 @@ pub(super) async fn all(mut read: Box<dyn ChunkRead>) -> Result<Vec<u8>, StoreEr
     Ok(bytes)
 }
 
-/// The index of a partition, and the length of its data.
+/// Returns the index of a partition, and the length of its data.
 pub(super) async fn index(
     tier: &dyn ServedTier,
     key: &ShuffleKey,
@@ -60,7 +61,7 @@ pub(super) async fn index(
     Ok((index, data_length))
 }
 
-/// Blocks by id, each read by a request of its own, and the whole stream by one.
+/// Reads blocks by id, each with a request of its own, and the whole stream with one.
 pub(super) async fn read(
     tier: &dyn ServedTier,
     key: &ShuffleKey,

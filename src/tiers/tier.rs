@@ -1,8 +1,10 @@
-//! What a tier below memory promises the flusher, the service and the server: they know tiers only by these traits.
+//! Traits of a tier below memory. The flusher, the service and the server use tiers only through
+//! them.
 //!
-//! A tier takes batches of one shuffle; when a write returns `Ok`, every block of it can be found by readers. Readers
-//! either come through this worker ([`Tier::served`]) or open the tier's files themselves. What a tier never does:
-//! decide which batch it gets (`flush::placement`), or whether a block is lost (`service`).
+//! A tier takes batches of one shuffle. When a write returns `Ok`, readers can find every block of
+//! it. Readers either use this worker ([`Tier::served`]) or open the tier's files themselves. A
+//! tier never decides which batch it gets (`flush::placement`), or whether a block is lost
+//! (`service`).
 
 use std::any::Any;
 use std::fmt;
@@ -24,50 +26,52 @@ use crate::durability::{OnDamage, Scratch};
 use uniffle_io::{BLOCK_ALIGN, ReadBuffers};
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 
-/// A place below memory for sealed data.
+/// A destination below memory for sealed data.
 pub trait Tier: Any + fmt::Debug + Send + Sync {
-    /// What it is and how it wants its batches; never changes.
+    /// Returns the constant properties of the tier.
     fn capability(&self) -> Capability;
 
-    /// The tiers that it is made of, if it is made of others.
+    /// Returns the tiers that it consists of, if there are any.
     fn parts(&self) -> Vec<Arc<dyn Tier>> {
         Vec::new()
     }
 
-    /// How it is now.
+    /// Returns the current state.
     fn state(&self) -> TierState;
 
-    /// Wakes when its state has changed; a tier without it is asked every second.
+    /// Returns a receiver that is notified when the state changes. A tier without it is polled
+    /// every second.
     fn state_changes(&self) -> Option<watch::Receiver<()>> {
         None
     }
 
-    /// Looks at a registration before anything is registered; none when this tier does not take the shuffle.
+    /// Validates a registration before anything is registered. Returns `None` if this tier does not
+    /// take the shuffle.
     ///
     /// # Errors
-    /// The client named a place that cannot be used.
+    /// The client named a storage that cannot be used.
     fn prepare(self: Arc<Self>, storage: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError>;
 
-    /// The present registration of a shuffle; none when it has none here.
+    /// Returns the current registration of a shuffle, or `None` if it has none here.
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>>;
 
-    /// Where the metadata of a shuffle is written, in a [primary](TierRole::Primary) tier.
+    /// Returns the metadata log of a shuffle, in a [primary](TierRole::Primary) tier.
     fn metadata_log(&self, _: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
         None
     }
 
-    /// Where files without a name can be made, in a tier that has local disks.
+    /// Returns the factory of unnamed files, in a tier with local disks.
     fn scratch(&self) -> Option<Arc<Scratch>> {
         None
     }
 
-    /// Why an earlier process may have known shuffles that are not known here.
+    /// Returns the reason why an earlier process may have known shuffles that are unknown now.
     fn metadata_gap(&self) -> Option<Arc<str>> {
         None
     }
 
-    /// Calls `visit` with the id of each block of a partition that readers find here, in any order. For rare paths: may read
-    /// all index records.
+    /// Calls `visit` with the id of each readable block of a partition, in any order. For rare
+    /// paths only, because it may read all index records.
     fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,
@@ -75,15 +79,16 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>>;
 
-    /// What a shuffle has here; nothing when it is not known.
+    /// Returns the usage of a shuffle, which is empty if it is unknown.
     fn usage(&self, key: &ShuffleKey) -> TierUsage;
 
-    /// How this worker reads the tier for its clients; none when clients open its files themselves.
+    /// Returns the reads that this worker serves from the tier, or `None` if clients open its files
+    /// themselves.
     fn served(&self) -> Option<&dyn ServedTier>;
 
-    /// Forgets shuffles of an app at once: from now on writes of them end with `Purged` and nothing of them is found.
-    /// Called under a lock for which registrations wait: what takes long, and what is left to be deleted, is the future's, if
-    /// there is anything.
+    /// Forgets shuffles of an application at once. Later writes of them end with `Purged`, and
+    /// nothing of them is found. Called under a lock that registrations wait for. Slow work and
+    /// deletions are left to the returned future, if there are any.
     fn forget(
         self: Arc<Self>,
         app: &AppId,
@@ -91,10 +96,11 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         purge: Purge,
     ) -> Option<BoxFuture<'static, ()>>;
 
-    /// Waits until no later start can find what was forgotten before the call: of one shuffle of `app`, or of all without a `key`.
+    /// Waits until no later start can find the shuffles that were forgotten before the call:
+    /// shuffle `_key` of `_app`, or all of `_app` without a key.
     ///
     /// # Errors
-    /// That could not be written down: a later start may know it again.
+    /// This could not be recorded, and a later start may find the shuffle again.
     fn forgotten_durable<'a>(
         &'a self,
         _app: &'a AppId,
@@ -106,97 +112,106 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// Forgets a shuffle whose data stays for a later process.
     fn leave(&self, _: &ShuffleKey) {}
 
-    /// What was found at the start; empty from the second call on.
+    /// Returns the state recovered at start. It is empty from the second call on.
     fn take_recovered(&self) -> Recovered {
         Recovered::default()
     }
 
-    /// Waits until what was found at the start and told is on the device, or cannot be. When it was told.
+    /// Waits until the state recovered at start is on the device, or cannot be. Called after the
+    /// recovery was applied.
     fn recovered_durable(&self) -> BoxFuture<'_, ()> {
         ready(()).boxed()
     }
 
-    /// Brings what was written to the device, as far as that is done within `time`: nothing is written after it.
+    /// Syncs written data to the device, as far as possible within `_time`. Nothing is written
+    /// afterwards.
     fn sync(&self, _time: Duration) -> BoxFuture<'_, ()> {
         ready(()).boxed()
     }
 
-    /// Waits for deletions that are under way, no longer than `time`: none goes on after the worker's tasks have ended.
+    /// Waits for deletions in progress, for `_time` at most. None continues after the worker's
+    /// tasks have ended.
     fn end_deletions(&self, _time: Duration) -> BoxFuture<'_, ()> {
         ready(()).boxed()
     }
 
-    /// Begins to bring everything to where a worker of the same name finds it on another machine; how far that is. None where
-    /// no such place is.
+    /// Begins to move all data to a store where a worker of the same name finds it on another
+    /// machine. Returns the progress, or `None` if there is no such store.
     fn drain(&self) -> Option<Drained> {
         self.drained()
     }
 
-    /// The drain is taken back: what was brought away stays so.
+    /// Cancels the drain. Data that was moved stays moved.
     fn stay(&self) {}
 
-    /// How far that is, whether it has begun or not.
+    /// Returns the progress of a drain, whether it has begun or not.
     fn drained(&self) -> Option<Drained> {
         None
     }
 
-    /// It is told of each partition of which the tier finds out that blocks are gone, in a read or a write: before a reader can
-    /// take what is missing for data, and once more after; now of what was found out so far. The first one only.
+    /// Registers the listener for partitions with lost blocks. Each loss is reported twice: before
+    /// a reader can mistake missing data for data, and afterwards. Losses found so far are reported
+    /// at once. Only the first listener is used.
     fn on_damage(&self, _: OnDamage) {}
 
-    /// Brings gauges of live values up to date.
+    /// Updates gauges of live values.
     fn refresh_metrics(&self) {}
 
-    /// What the tier does by itself, until `stop`.
+    /// Runs the background work of the tier until `stop`.
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         stop
     }
 }
 
-/// One registration of a shuffle in a tier: what is written with it cannot end up in a later one of the same name.
+/// One registration of a shuffle in a tier. Data written with it never becomes part of a later
+/// registration of the same name.
 pub trait TierShuffle: fmt::Debug + Send + Sync {
-    /// Whether it takes batches now.
+    /// Returns whether it takes batches now.
     fn is_accepting(&self) -> bool;
 
-    /// Writes a batch: when this returns `Ok`, readers find every block.
+    /// Writes a batch. After `Ok` readers find every block.
     ///
     /// # Errors
-    /// The tier's (the caller keeps the memory and may try again or elsewhere), or `Purged`.
+    /// An error of the tier (the caller keeps the memory and may retry or write elsewhere), or
+    /// `Purged`.
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>>;
 }
 
 /// Metadata of one registration of a shuffle that survives the process.
 pub trait MetadataLog: Send + Sync {
-    /// Whether what was recovered is wherever a record goes, and outlives power there: then what is known needs none.
+    /// Returns whether the recovered state is durable in all copies of the log. If so, known state
+    /// needs no new record.
     fn is_recovered_durable(&self) -> bool {
         true
     }
 
-    /// Appends a record: when this returns `Ok` it outlives process and power.
+    /// Appends a record. After `Ok` it survives process and power.
     ///
     /// # Errors
-    /// `Purged`, `InvalidBatch` when it is too long, or that no disk took it.
+    /// `Purged`, `InvalidBatch` if the record is too long, or an error if no disk took it.
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>>;
 
-    /// Later starts, too, are to know that reports of the shuffle may be missing, and why.
+    /// Records for later starts that reports of the shuffle may be missing, and why.
     ///
     /// # Errors
-    /// As [`MetadataLog::append`].
+    /// See [`MetadataLog::append`].
     fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>>;
 }
 
-/// Reads for clients that do not see the tier: a partition is one contiguous stream of blocks, with an index.
+/// Reads for clients without access to the tier. A partition is one contiguous stream of blocks,
+/// with an index.
 pub trait ServedTier: Send + Sync {
-    /// The index of a partition; empty when nothing of it is published.
+    /// Returns the index of a partition. It is empty if nothing of the partition is published.
     ///
     /// # Errors
-    /// `NotFound` when the shuffle is not known.
+    /// `NotFound` if the shuffle is unknown.
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError>;
 
-    /// A range of a partition's data stream.
+    /// Returns a range of a partition's data stream.
     ///
     /// # Errors
-    /// `NotFound` when the shuffle is not known, `InvalidRange` when the range is empty or not wholly published.
+    /// `NotFound` if the shuffle is unknown. `InvalidRange` if the range is empty or not completely
+    /// published.
     fn data(
         &self,
         key: &ShuffleKey,
@@ -204,12 +219,13 @@ pub trait ServedTier: Send + Sync {
         range: (u64, u32),
     ) -> Result<ServedData, StoreError>;
 
-    /// Takes note of ranges of a partition's data stream, none of them empty, that a reader says it will read next. Changes no
-    /// answer, waits for nothing, and may be ignored.
+    /// Notes non-empty ranges of a partition's data stream that a reader will read next. Changes no
+    /// response, never waits, and may be ignored.
     fn hint(&self, _: &ShuffleKey, _: PartitionId, _: &[Range<u64>]) {}
 
-    /// Reads all that a partition has on devices of which reads have failed, and makes holes of what cannot be read, so
-    /// that its blocks can be sent again and found. What a device said of it; none when everything can be read.
+    /// Reads all data of a partition on devices with failed reads. Unreadable parts become holes,
+    /// so that their blocks can be sent again and found. Returns an error of a device, or `None` if
+    /// all data is readable.
     fn mark_damaged_lost<'a>(
         &'a self,
         _: &'a ShuffleKey,
@@ -219,21 +235,22 @@ pub trait ServedTier: Send + Sync {
     }
 }
 
-/// Bytes that are read in chunks.
+/// A read in chunks.
 pub trait ChunkRead: fmt::Debug + Send + Sync {
-    /// The next chunk, `None` at the end. Waits for a buffer of `buffers`.
+    /// Returns the next chunk, or `None` at the end. Waits for a buffer of `buffers`.
     ///
     /// # Errors
-    /// What the device says; after an error a read gives only errors.
+    /// An error of the device. After an error a read returns only errors.
     fn next_chunk<'a>(
         &'a mut self,
         buffers: &'a dyn ReadBuffers,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>>;
 
-    /// Room that the next chunk needs at most, 0 when none is read.
+    /// Returns the maximum room for the next chunk, or 0 if nothing is read.
     fn next_room(&self) -> usize;
 
-    /// Whether the last error shows that blocks of the partition are gone, or may be: it is to be found out which.
+    /// Returns whether the last error means that blocks of the partition are or may be lost. The
+    /// caller must then determine which.
     fn is_suspect(&self) -> bool {
         false
     }
@@ -242,130 +259,133 @@ pub trait ChunkRead: fmt::Debug + Send + Sync {
 /// A partition's index.
 #[derive(Debug)]
 pub struct ServedIndex {
-    /// Bytes of all records.
+    /// Length of all records in bytes.
     pub length: u64,
-    /// Length of the data stream that they describe.
+    /// Length of the data stream described by the records.
     pub data_length: u64,
-    /// The records.
+    /// Reader of the records.
     pub chunks: Box<dyn ChunkRead>,
 }
 
 /// A range of a partition's data.
 #[derive(Debug)]
 pub struct ServedData {
-    /// Whether part of it is lost: zeros stand for it.
+    /// True if part of the range is lost. Lost bytes are zeros.
     pub has_hole: bool,
-    /// The bytes.
+    /// Reader of the bytes.
     pub chunks: Box<dyn ChunkRead>,
 }
 
-/// What a tier is.
+/// Constant properties of a tier.
 #[derive(Debug, Clone, Copy)]
 pub struct Capability {
-    /// By what metrics and logs call it.
+    /// Names in metrics and logs.
     pub names: TierNames,
-    /// Batches that are written at a time. At least 1.
+    /// Maximum number of concurrently written batches. At least 1.
     pub writers: usize,
-    /// Batches that wait for it or are being written, beyond which it takes no more while another tier does.
+    /// Maximum number of batches waiting or being written. Above it the tier takes no more batches
+    /// while another tier does.
     pub in_flight_max: usize,
-    /// Its role among the tiers of a worker.
+    /// Role among the tiers of a worker.
     pub role: TierRole,
 }
 
-/// The role of a tier among those of a worker.
+/// Role of a tier among those of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierRole {
-    /// Stores registrations and reports too. The worker is unhealthy when this tier is.
+    /// Also stores registrations and reports. The worker is unhealthy if this tier is.
     Primary,
     /// Stores data.
     Secondary,
-    /// Stores cold data: large batches, and those of huge partitions. Each partition has files of its own, so a batch has one
-    /// partition: after a failure no other partition is written again.
+    /// Stores cold data: large batches, and those of huge partitions. Each partition has files of
+    /// its own, so a batch has one partition. After a failure no other partition is written again.
     Cold,
 }
 
-/// The names of a tier. Java and riffle have their own for the two that they know.
+/// Names of a tier. Java and riffle have their own names for the two tiers that they know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TierNames {
-    /// In the API and in logs.
+    /// Name in the API and in logs.
     pub name: &'static str,
-    /// In sentences.
+    /// Name in sentences.
     pub title: &'static str,
-    /// As the value of the label `storage_type`.
+    /// Value of the label `storage_type`.
     pub label: &'static str,
-    /// In riffle's names of metrics.
+    /// Name in riffle's metrics.
     pub spill: &'static str,
-    /// In Java's names of metrics of events.
+    /// Name in Java's metrics of events.
     pub events: &'static str,
-    /// In Java's names of metrics of queues.
+    /// Name in Java's metrics of queues.
     pub queue: &'static str,
 }
 
 impl TierNames {
-    /// One name for everything.
+    /// Creates names that are all `name`.
     #[must_use]
     pub const fn plain(name: &'static str) -> Self {
         Self { name, title: name, label: name, spill: name, events: name, queue: name }
     }
 }
 
-/// What a shuffle has in a tier.
+/// Usage of a tier by a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TierUsage {
-    /// Files.
+    /// Number of files.
     pub files: u64,
-    /// Payload bytes.
+    /// Number of payload bytes.
     pub bytes: u64,
-    /// Of those, in an object store.
+    /// Number of payload bytes in an object store.
     pub object_bytes: u64,
-    /// What it occupies: payload, what aligns it, index groups, and on disks its records in the metadata log.
+    /// Occupied bytes: payload, alignment, index groups, and on disks the records in the metadata
+    /// log.
     pub occupied_bytes: u64,
 }
 
-/// Why shuffles are forgotten.
+/// Reason why shuffles are forgotten.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purge {
-    /// They go and their app stays.
+    /// The shuffles are removed, but not their application.
     Shuffles,
-    /// Their app goes.
+    /// The application is removed.
     App(Cause),
 }
 
-/// Why an application goes.
+/// Reason why an application is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// Its client said so.
+    /// Its client unregistered it.
     Unregistered,
-    /// Its client was silent for too long.
+    /// Its client sent no heartbeat for too long.
     Expired,
 }
 
-/// Registers a shuffle with further ranges of partitions in the tier that has prepared it; cannot fail.
+/// Registers a shuffle with further ranges of partitions in the tier that prepared it. Cannot fail.
 pub type Admission = Box<dyn Fn(&ShuffleKey, &[(i32, i32)]) + Send + Sync>;
 
-/// Where a client wants a shuffle's cold data, as it says.
+/// Remote storage of a shuffle's cold data, as requested by the client.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteStorage {
-    /// Such as `hdfs://namenode:8020/uniffle`.
+    /// Path, such as `hdfs://namenode:8020/uniffle`.
     pub path: String,
     /// Hadoop settings.
     pub conf: Vec<(String, String)>,
     /// The application's user.
     pub user: String,
-    /// Writers per partition that it wants; none = the worker's choice.
+    /// Requested writers per partition, or `None` for the worker's choice.
     pub writers: Option<usize>,
 }
 
 /// Extents of one shuffle that are written together.
 #[derive(Debug)]
 pub struct TierBatch {
-    /// One per partition. At least one.
+    /// Extents, one per partition. At least one.
     pub extents: Vec<ExtentWrite>,
-    /// Whether it could not be written before, here or elsewhere.
+    /// True if an earlier write of the batch failed, here or in another tier.
     pub is_retry: bool,
-    /// Payload of huge partitions in it.
+    /// Payload bytes of huge partitions in the batch.
     pub huge_bytes: u64,
-    /// Whether the process ends: a batch that no tier takes is lost, so watermarks and earlier refusals are ignored.
+    /// True if the process ends. A batch that no tier takes is lost, so watermarks and earlier
+    /// refusals are ignored.
     pub is_last: bool,
 }
 
@@ -380,20 +400,21 @@ impl From<Vec<ExtentWrite>> for TierBatch {
 pub struct ExtentWrite {
     /// The partition.
     pub partition: PartitionId,
-    /// Its blocks, in the order of their bytes. At least one; none is empty.
+    /// Blocks, in the order of their bytes. At least one, and none is empty.
     pub blocks: Vec<BlockMeta>,
-    /// Bytes of all blocks.
+    /// Length of all blocks in bytes.
     pub length: u64,
-    /// The bytes.
+    /// Data of the blocks.
     pub data: ExtentData,
 }
 
-/// The bytes of an extent.
+/// Data of an extent.
 #[derive(Debug, Clone)]
 pub enum ExtentData {
-    /// Page-aligned memory, in all `length` rounded up to 4 KiB, the tail zeroed: written as it lies.
+    /// Page-aligned memory, `length` bytes rounded up to 4 KiB, with a zeroed tail. Written without
+    /// a copy.
     Aligned(Vec<Bytes>),
-    /// Any memory, in all `length` bytes: gathered.
+    /// Any memory, `length` bytes in total. Copied before it is written.
     Pieces(Vec<Bytes>),
 }
 
@@ -421,7 +442,7 @@ impl ExtentWrite {
             && bytes == stored
     }
 
-    /// The bytes without the padding behind them.
+    /// Returns the bytes without padding.
     #[must_use]
     pub fn payload(&self) -> Vec<Bytes> {
         let mut left = usize::try_from(self.length).unwrap_or(usize::MAX);
@@ -437,14 +458,16 @@ impl ExtentWrite {
     }
 }
 
-/// What another machine would not find.
+/// Data that another machine would not find, which is the remaining work of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Drained {
-    /// Shuffles of which some is only here, or may be: in a directory that is missing or could not be read.
+    /// Number of shuffles with data that is or may be only here, for example in a missing or
+    /// unreadable directory.
     pub shuffles_left: usize,
-    /// Their bytes that are on their way.
+    /// Number of their bytes still to be moved.
     pub bytes_left: u64,
-    /// Bytes that cannot be moved: they, or what stands before them in their streams, are lost or cannot be read.
+    /// Number of bytes that cannot be moved. They, or earlier bytes of their streams, are lost or
+    /// unreadable.
     pub stuck_bytes: u64,
 }
 
@@ -453,10 +476,11 @@ pub struct Drained {
 pub struct Tiers(Arc<[Arc<dyn Tier>]>);
 
 impl Tiers {
-    /// `tiers`, the one that is to be tried first first.
+    /// Creates the list from `tiers`, in the order in which they are tried.
     ///
     /// # Errors
-    /// More than one is read through this worker: a reader sees one stream of a partition, whose offsets must not move.
+    /// More than one tier is read through this worker. A reader sees one stream of a partition,
+    /// whose offsets must not change.
     pub fn new(tiers: Vec<Arc<dyn Tier>>) -> Result<Self, StoreError> {
         if tiers.iter().filter(|tier| tier.served().is_some()).count() > 1 {
             let names = tiers.iter().map(|tier| tier.capability().names.name).collect::<Vec<_>>().join(", ");
@@ -465,30 +489,30 @@ impl Tiers {
         Ok(Self(tiers.into()))
     }
 
-    /// All, in order.
+    /// Returns all tiers in order.
     pub fn iter(&self) -> std::slice::Iter<'_, Arc<dyn Tier>> {
         self.0.iter()
     }
 
-    /// How many.
+    /// Returns the number of tiers.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is nothing below memory.
+    /// Returns whether no tier exists below memory.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The tier at a place of the order.
+    /// Returns the tier at `index` of the order.
     #[must_use]
     pub fn at(&self, index: usize) -> &Arc<dyn Tier> {
         &self.0[index]
     }
 
-    /// The tier that is read through this worker.
+    /// Returns the tier that is read through this worker.
     #[must_use]
     pub fn served(&self) -> Option<&dyn ServedTier> {
         self.iter().find_map(|tier| tier.served())
@@ -500,13 +524,13 @@ impl Tiers {
         self.iter().filter(|tier| tier.served().is_some()).map(|tier| tier.usage(key).occupied_bytes).sum()
     }
 
-    /// The tier that keeps registrations and reports.
+    /// Returns the tier that stores registrations and reports.
     #[must_use]
     pub fn metadata(&self) -> Option<&Arc<dyn Tier>> {
         self.iter().find(|tier| tier.capability().role == TierRole::Primary)
     }
 
-    /// The tier of type `T`, for what only it has.
+    /// Returns the tier of type `T`, for its specific operations.
     #[must_use]
     pub fn find<T: Tier>(&self) -> Option<Arc<T>> {
         let all = self.iter().flat_map(|tier| std::iter::once(Arc::clone(tier)).chain(tier.parts()));

@@ -1,7 +1,8 @@
-//! A real HDFS behind the eight calls, by `hdfs-native`: no JVM, no libhdfs.
+//! Implements the eight calls on a real HDFS with `hdfs-native`, without a JVM and libhdfs.
 //!
-//! Making a client may ask GSSAPI and resolvers, which block: it is made at the first call, on a blocking thread. A
-//! [`Connector`] overlays the worker's own Hadoop settings with those of the client's, as the Java server does.
+//! Creating a client may call GSSAPI and resolvers, which block. It is therefore created at the
+//! first call, on a blocking thread. Like the Java server, a [`Connector`] overlays the worker's
+//! own Hadoop settings with those of the client.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,19 +21,19 @@ use super::{Connector, RemoteLocation, RemoteStorage, RemoteTarget};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::BoxFuture;
 
-/// What Hadoop's own client gives directories under its default umask.
+/// Mode that Hadoop's own client gives directories under its default umask.
 const DIRECTORY_MODE: u32 = 0o755;
-/// Bytes handed to the writer at a time.
+/// Maximum number of bytes passed to the writer at a time.
 const WRITE_BYTES_MAX: usize = 1 << 20;
-/// A NameNode that cannot be reached is tried so often within one call; the worker has its own, longer patience.
+/// Limit of attempts to reach a NameNode within one call. The worker has its own, longer retries.
 const FAILOVER_ATTEMPTS: (&str, &str) = ("dfs.client.failover.max.attempts", "4");
 
-/// Makes clients of real file systems.
+/// Creates clients of real file systems.
 #[derive(Debug)]
 pub struct HdfsConnector {
-    /// The worker's own settings (`HADOOP_CONF_DIR`).
+    /// Settings of the worker (`HADOOP_CONF_DIR`).
     pub conf: HadoopConf,
-    /// How the worker logs in where security is on.
+    /// Login of the worker for secure clusters.
     pub login: Login,
 }
 
@@ -75,7 +76,8 @@ impl Connector for HdfsConnector {
     }
 }
 
-/// A name without port that is no nameservice is a NameNode's at the usual port.
+/// Returns the URL of a file system. A host without port that is not a nameservice is a NameNode at
+/// the default port.
 fn url_of(location: &RemoteLocation, conf: &HadoopConf) -> String {
     let (scheme, host) = (location.scheme(), location.host());
     match location.port() {
@@ -112,11 +114,11 @@ impl Connection {
     }
 }
 
-/// One user's view of a file system, over a connection that all its paths share.
+/// View of a file system as one user. All of its paths share a connection.
 #[derive(Debug)]
 struct HdfsFs(Arc<Connection>);
 
-/// Runs `$body` with the client and the path, and makes its error one of the store.
+/// Runs `$body` with the client and the path, and converts its error.
 macro_rules! call {
     ($self:ident, $path:ident, |$client:ident| $body:expr) => {{
         let (connection, $path) = (Arc::clone(&$self.0), $path.to_owned());
@@ -139,7 +141,8 @@ impl RemoteFs for HdfsFs {
             let writer = client.create(&path, WriteOptions::default()).await?;
             let written = write_and_close(writer, data).await;
             if written.is_err() {
-                // It is ours since `create` succeeded, and no reader knows it: it would only hold space.
+                // The file is ours since `create` succeeded, and no reader knows it. It would only
+                // occupy space.
                 drop(client.delete(&path, false).await);
             }
             written
@@ -179,7 +182,7 @@ impl RemoteFs for HdfsFs {
     fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
         call!(self, path, |client| {
             let reader = client.read(&path).await?;
-            // Beyond the end the reader panics.
+            // The reader panics beyond the end.
             let start = usize::try_from(offset).unwrap_or(usize::MAX).min(reader.file_length());
             let length = length.min(reader.file_length() - start);
             reader.read_range(start, length).await
@@ -187,8 +190,9 @@ impl RemoteFs for HdfsFs {
     }
 }
 
-/// Closing says whether the bytes are there: an error at the close is a failed write (docs/protocol.md §11 close-error).
-/// The writer's futures have tens of KiB, hence the boxes.
+/// Writes and closes a file. An error at the close is a failed write, because only closing confirms
+/// the bytes (docs/protocol.md §11 close-error). The writer's futures have tens of KiB, hence the
+/// boxes.
 fn write_and_close(mut writer: FileWriter, data: Vec<Bytes>) -> BoxFuture<'static, Result<(), HdfsError>> {
     Box::pin(async move {
         for mut piece in data {
@@ -202,12 +206,12 @@ fn write_and_close(mut writer: FileWriter, data: Vec<Bytes>) -> BoxFuture<'stati
 }
 
 fn failed(path: &str, error: HdfsError) -> StoreError {
-    // A NameNode's exception comes with its stack.
+    // The exception of a NameNode includes its stack trace.
     let text = error.to_string();
     StoreError::remote(kind_of(&error), path, text.lines().next().unwrap_or_default().trim_end())
 }
 
-/// By what the caller does about it.
+/// Classifies an error by the reaction of the caller.
 fn kind_of(error: &HdfsError) -> StoreErrorKind {
     match error {
         HdfsError::FileNotFound(_) => StoreErrorKind::NotFound,
@@ -225,7 +229,7 @@ fn kind_of(error: &HdfsError) -> StoreErrorKind {
     }
 }
 
-/// What a NameNode's exception means.
+/// Classifies the exception of a NameNode.
 fn rpc_kind(class: &str, text: &str) -> StoreErrorKind {
     let name = class.rsplit(['.', '$']).next().unwrap_or(class);
     match name {
@@ -237,7 +241,7 @@ fn rpc_kind(class: &str, text: &str) -> StoreErrorKind {
             StoreErrorKind::Unreachable
         }
         _ if name.ends_with("QuotaExceededException") => StoreErrorKind::NoSpace,
-        // Older NameNodes wrap it.
+        // Older NameNodes wrap the exception.
         _ if text.contains("Name node is in safe mode") => StoreErrorKind::Unreachable,
         _ => StoreErrorKind::Io,
     }

@@ -1,9 +1,9 @@
-//! Keeps writes and deletions of one application apart.
+//! Separates the writes and deletions of one application.
 //!
-//! The directories are named by the protocol, so that a shuffle that is registered anew has those of the one before. A
-//! deletion therefore waits for the writes under way, and writes that come after it was ordered wait until it is done:
-//! otherwise it would take new files with it. Ordering is synchronous ([`DeletionGate::order_deletion`]), together with
-//! forgetting the shuffle.
+//! Directory names are defined by the protocol, so a shuffle that is registered again has those of
+//! its predecessor. A deletion therefore waits for earlier writes. Writes that begin after it was
+//! ordered wait until it is done, because it would delete their files. A deletion is ordered
+//! synchronously ([`DeletionGate::order_deletion`]), together with forgetting the shuffle.
 
 use std::sync::Arc;
 
@@ -16,23 +16,24 @@ struct State {
     deletions: usize,
 }
 
-/// Of one application: writes and deletions exclude each other, in the order in which deletions are ordered.
+/// Gate of one application. Writes and deletions exclude each other, in the order in which
+/// deletions are ordered.
 #[derive(Debug, Default)]
 pub(super) struct DeletionGate {
     state: Mutex<State>,
     changed: Notify,
 }
 
-/// A write under way.
+/// Guard of a write in progress.
 #[derive(Debug)]
 pub(super) struct Writing(Arc<DeletionGate>);
 
-/// A deletion that was ordered and is not done.
+/// Guard of a deletion that was ordered and is not done.
 #[derive(Debug)]
 pub(super) struct Deleting(Arc<DeletionGate>);
 
 impl DeletionGate {
-    /// Waits for deletions.
+    /// Begins a write, after all ordered deletions.
     pub(super) async fn write(self: &Arc<Self>) -> Writing {
         self.wait(|state| {
             if state.deletions > 0 {
@@ -45,7 +46,7 @@ impl DeletionGate {
         Writing(Arc::clone(self))
     }
 
-    /// From now on writes wait.
+    /// Orders a deletion. Later writes wait for it.
     pub(super) fn order_deletion(self: &Arc<Self>) -> Deleting {
         self.state.lock().deletions += 1;
         Deleting(Arc::clone(self))
@@ -55,7 +56,7 @@ impl DeletionGate {
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
-            // Before the look, so that no change between the two is missed.
+            // Enabled before the check, so that no change between the two is missed.
             changed.as_mut().enable();
             if passes(&mut self.state.lock()) {
                 return;
@@ -66,7 +67,7 @@ impl DeletionGate {
 }
 
 impl Deleting {
-    /// Waits for the writes that were under way.
+    /// Waits for the writes that began before.
     pub(super) async fn clear(&self) {
         self.0.wait(|state| state.writes == 0).await;
     }

@@ -1,4 +1,4 @@
-//! Hadoop's settings: the worker's own from `HADOOP_CONF_DIR`, and what of a client's counts.
+//! Hadoop settings: the worker's own from `HADOOP_CONF_DIR`, and the relevant ones of a client.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -7,16 +7,16 @@ use anyhow::Context as _;
 
 use crate::schema::files;
 
-/// Whether security is on: `simple` or `kerberos`.
+/// Setting of the authentication: `simple` or `kerberos`.
 pub const AUTHENTICATION: &str = "hadoop.security.authentication";
 
-/// Files of a configuration directory, later ones win.
+/// Files of a configuration directory. Later files take precedence.
 const FILES: [&str; 2] = ["core-site.xml", "hdfs-site.xml"];
-/// Beginnings of the names that matter to a client of HDFS.
+/// Prefixes of the settings that are relevant to a client of HDFS.
 const RELEVANT: [&str; 5] = ["dfs.", "fs.default", "fs.viewfs.", "hadoop.security.", "hadoop.rpc."];
-/// Bytes of relevant settings of one client; a large cluster's have some 30 KiB.
+/// Maximum size of the relevant settings of one client. Those of a large cluster have about 30 KiB.
 const RELEVANT_BYTES_MAX: usize = 256 << 10;
-/// Largest configuration file read.
+/// Maximum size of a configuration file.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
 /// Settings by name.
@@ -24,10 +24,10 @@ const FILE_BYTES_MAX: u64 = 4 << 20;
 pub struct HadoopConf(BTreeMap<String, String>);
 
 impl HadoopConf {
-    /// Reads `core-site.xml` and `hdfs-site.xml` of a directory; either may be missing.
+    /// Reads `core-site.xml` and `hdfs-site.xml` of a directory. One of them may be missing.
     ///
     /// # Errors
-    /// A directory without either, or a file that cannot be read or understood.
+    /// Both files are missing, or a file cannot be read or parsed.
     pub fn read(directory: &Path) -> anyhow::Result<Self> {
         let mut conf = Self::default();
         let mut found = false;
@@ -44,22 +44,22 @@ impl HadoopConf {
         Ok(conf)
     }
 
-    /// Puts settings over those there are.
+    /// Adds settings, which replace existing ones.
     pub fn overlay(&mut self, items: &[(String, String)]) {
         self.0.extend(items.iter().cloned());
     }
 
-    /// Gives a setting that has none a value.
+    /// Sets a setting that has no value yet.
     pub fn set_default(&mut self, key: &str, value: &str) {
         self.0.entry(key.to_owned()).or_insert_with(|| value.to_owned());
     }
 
-    /// Whether a login is needed.
+    /// Returns whether a login is required.
     pub fn is_secure(&self) -> bool {
         self.0.get(AUTHENTICATION).is_some_and(|value| !value.trim().eq_ignore_ascii_case("simple"))
     }
 
-    /// Whether `host` is a nameservice with NameNodes of its own.
+    /// Returns whether `host` is a nameservice with NameNodes of its own.
     pub fn is_nameservice(&self, host: &str) -> bool {
         self.0.contains_key(&format!("dfs.ha.namenodes.{host}"))
     }
@@ -69,10 +69,10 @@ impl HadoopConf {
     }
 }
 
-/// The settings of a client that matter, sorted. It may send its whole configuration.
+/// Returns the relevant settings of a client, sorted. It may send its whole configuration.
 ///
 /// # Errors
-/// Too many.
+/// The relevant settings are too large.
 pub fn relevant(items: &[(String, String)]) -> Result<Vec<(String, String)>, String> {
     let matters = |key: &str| RELEVANT.iter().any(|start| key.starts_with(start));
     let relevant: BTreeMap<_, _> = items
@@ -89,7 +89,7 @@ pub fn relevant(items: &[(String, String)]) -> Result<Vec<(String, String)>, Str
     Ok(relevant.into_iter().collect())
 }
 
-/// `<configuration><property><name/><value/></property>…`
+/// Parses `<configuration><property><name/><value/></property>…`.
 fn parse(text: &str) -> anyhow::Result<Vec<(String, String)>> {
     let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
     let document = roxmltree::Document::parse_with_options(text, options)?;

@@ -1,13 +1,13 @@
-//! How the worker logs in where Hadoop's security is on, and whether it can, looked at before it starts.
+//! Login of the worker on secure Hadoop clusters, and a check at start that it can succeed.
 //!
-//! Tickets are taken by GSSAPI itself, from the keytab or out of the ticket cache, whenever a connection is made; with a
-//! keytab it also renews them, so no `kinit` runs beside the worker. The library is loaded at run time.
+//! GSSAPI itself gets tickets from the keytab or the ticket cache, whenever a connection is made.
+//! With a keytab it also renews them, so no `kinit` is needed. The library is loaded at run time.
 //!
-//! The files are read here, because at start there is no login to try: which NameNodes there are is known when clients
-//! name them with their registrations (`hdfs_store.precheck_enable` is the trial where the paths are configured),
-//! `hdfs-native` offers no login without a connection, and GSSAPI's own calls would be `unsafe`. A wrong principal would
-//! show at the first flush, after data was acknowledged. The owner of the ticket cache is needed in any case, to know
-//! which users the worker need not act as.
+//! The files are parsed here, because no login can be tried at start. Clients name the NameNodes
+//! only when they register (`hdfs_store.precheck_enable` tries configured paths). `hdfs-native` has
+//! no login without a connection, and GSSAPI's own calls would be `unsafe`. A wrong principal would
+//! only fail at the first flush, after data was acknowledged. The owner of the ticket cache is
+//! always needed: the worker must not impersonate that user.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -18,29 +18,31 @@ use hdfs_native::ClientBuilder;
 
 use crate::schema::files;
 
-/// What `hdfs-native` loads.
+/// Library that `hdfs-native` loads.
 const LIBRARY: &str = "libgssapi_krb5.so.2";
-/// Keytabs and ticket caches have a few KiB.
+/// Maximum size of keytabs and ticket caches, which have a few KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// The worker's login.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Login {
-    /// Keytab and principal; without them the ticket cache of the environment (`KRB5CCNAME`) is used.
+    /// Keytab and principal. Without them the ticket cache of the environment (`KRB5CCNAME`) is
+    /// used.
     pub keytab: Option<(PathBuf, String)>,
-    /// Whether applications' data is written as their own user.
+    /// True if data of applications is written as their own user.
     pub act_as_users: bool,
-    /// The short name of the principal of the ticket cache, where it is known.
+    /// The short name of the ticket cache's principal, if known.
     pub cache_user: Option<String>,
 }
 
 impl Login {
-    /// Whether the worker's configuration asks for security, whatever clients' settings say.
+    /// Returns whether the worker's configuration requires security, regardless of clients'
+    /// settings.
     pub fn is_required(&self) -> bool {
         self.keytab.is_some()
     }
 
-    /// The name that a NameNode gives the worker, as far as it is known here.
+    /// Returns the name by which a NameNode knows the worker, if it can be determined.
     pub fn short_name(&self) -> Option<&str> {
         match &self.keytab {
             Some((_, principal)) => Some(short_name(principal)),
@@ -48,13 +50,14 @@ impl Login {
         }
     }
 
-    /// The user to act as for an application of `user`; none = the worker's own.
+    /// Returns the user to impersonate for an application of `user`, or `None` to use the worker's
+    /// own.
     pub fn user_to_act_as(&self, user: &str) -> Option<String> {
         let acts = self.act_as_users && !user.is_empty() && self.short_name() != Some(user);
         acts.then(|| user.to_owned())
     }
 
-    /// Makes a client log in this way.
+    /// Configures a client for this login.
     pub fn apply(&self, builder: ClientBuilder) -> ClientBuilder {
         match &self.keytab {
             Some((path, principal)) => {
@@ -64,10 +67,12 @@ impl Login {
         }
     }
 
-    /// Looks whether a login can succeed, without asking a KDC. `ticket_cache` is `KRB5CCNAME`.
+    /// Checks whether a login can succeed, without contacting a KDC. `ticket_cache` is
+    /// `KRB5CCNAME`.
     ///
     /// # Errors
-    /// No library, no keytab or one without the principal, no ticket or an expired one: what is missing, and where.
+    /// The library, the keytab, its principal or the ticket is missing, or the ticket has expired.
+    /// The error says which, and where.
     pub fn check(&mut self, ticket_cache: Option<&str>) -> anyhow::Result<()> {
         load_library()?;
         if let Some((path, principal)) = &self.keytab {
@@ -98,8 +103,8 @@ fn short_name(principal: &str) -> &str {
 }
 
 fn load_library() -> anyhow::Result<()> {
-    // SAFETY: loading runs the library's initialisers. This is MIT Kerberos, which is loaded in the same way, from the
-    // same place and for the same use by `hdfs-native` at the first connection.
+    // SAFETY: loading runs the library's initialisers. This is MIT Kerberos, which `hdfs-native`
+    // loads in the same way, from the same place and for the same use at the first connection.
     let loaded = unsafe { libloading::Library::new(LIBRARY) };
     loaded.map(drop).with_context(|| {
         format!(
@@ -124,7 +129,7 @@ fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(files::read(path, FILE_BYTES_MAX)?)
 }
 
-/// The file of a cache name; other kinds of caches can only be asked through GSSAPI.
+/// Returns the file of a cache name. Other kinds of caches are only accessible through GSSAPI.
 fn file_of_cache(name: &str) -> Option<PathBuf> {
     match name.split_once(':') {
         Some(("FILE", path)) => Some(path.into()),
@@ -133,18 +138,18 @@ fn file_of_cache(name: &str) -> Option<PathBuf> {
     }
 }
 
-/// The next `count` bytes. Fields of both formats are big-endian.
+/// Returns the next `count` bytes. Fields of both formats are big-endian.
 fn take<'a>(fields: &mut &'a [u8], count: usize) -> anyhow::Result<&'a [u8]> {
     fields.split_off(..count).context("file is truncated")
 }
 
-/// Bytes with their length before them.
+/// Returns the bytes that follow their length.
 fn take_counted<'a>(fields: &mut &'a [u8]) -> anyhow::Result<&'a [u8]> {
     let length = fields.try_get_u32()?;
     take(fields, length.try_into()?)
 }
 
-/// The principals of a keytab (MIT's format, version 2).
+/// Returns the principals of a keytab (MIT's format, version 2).
 fn keytab_principals(mut fields: &[u8]) -> anyhow::Result<Vec<String>> {
     ensure!(fields.try_get_u16()? == 0x0502, "not a keytab (of version 2)");
     let mut principals = Vec::new();
@@ -166,7 +171,7 @@ fn keytab_principals(mut fields: &[u8]) -> anyhow::Result<Vec<String>> {
     Ok(principals)
 }
 
-/// What counts of a ticket cache.
+/// Relevant content of a ticket cache.
 #[derive(Debug, PartialEq, Eq)]
 struct TicketCache {
     principal: String,
@@ -175,7 +180,7 @@ struct TicketCache {
 }
 
 impl TicketCache {
-    /// MIT's format, version 4.
+    /// Parses MIT's format, version 4.
     fn parse(mut fields: &[u8]) -> anyhow::Result<Self> {
         ensure!(fields.try_get_u16()? == 0x0504, "not a ticket cache (of version 4)");
         let header = fields.try_get_u16()?;
@@ -214,7 +219,7 @@ fn cache_principal(fields: &mut &[u8]) -> anyhow::Result<String> {
     Ok(format!("{}@{realm}", names.join("/")))
 }
 
-/// Server and end of a ticket.
+/// Returns the server and the end of the next ticket.
 fn cache_entry(fields: &mut &[u8]) -> anyhow::Result<(String, u32)> {
     let _client = cache_principal(fields)?;
     let server = cache_principal(fields)?;

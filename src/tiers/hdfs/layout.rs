@@ -1,28 +1,29 @@
-//! Names of directories and files (docs/protocol.md §6.1): clients list and open them, so every character is law. Pure.
+//! Names of directories and files (docs/protocol.md §6.1). Clients list and open them, so every
+//! character is fixed. Pure.
 
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
-/// Ending of a file with blocks.
+/// Suffix of a file with blocks.
 const DATA: &str = ".data";
-/// Ending of a file with index records.
+/// Suffix of a file with index records.
 const INDEX: &str = ".index";
 
 pub fn app_directory(root: &str, app: &AppId) -> String {
     format!("{}/{app}", root.trim_end_matches('/'))
 }
 
-/// `<root>/<app>/<shuffle>`.
+/// Returns `<root>/<app>/<shuffle>`.
 pub fn shuffle_directory(root: &str, key: &ShuffleKey) -> String {
     format!("{}/{}", app_directory(root, &key.app), key.shuffle)
 }
 
-/// The registered ranges that hold more than one partition; all others are `<p>-<p>`.
+/// Registered ranges with more than one partition. All others are `<p>-<p>`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WideRanges(Vec<(i32, i32)>);
 
 impl WideRanges {
-    /// Adds ranges as registered. One that overlaps a known one is left out: the first registration named the
-    /// directory that readers look into.
+    /// Adds registered ranges. A range that overlaps a known one is ignored, because readers look
+    /// into the directory named by the first registration.
     pub fn add(&mut self, ranges: &[(i32, i32)]) {
         for &(start, end) in ranges.iter().filter(|(start, end)| start < end) {
             let at = self.0.partition_point(|known| *known < (start, end));
@@ -34,7 +35,7 @@ impl WideRanges {
         }
     }
 
-    /// The range that names the directory of a partition.
+    /// Returns the range that names the directory of a partition.
     pub fn of(&self, partition: PartitionId) -> (i32, i32) {
         let at = self.0.partition_point(|(start, _)| *start <= partition.0);
         let holding = at.checked_sub(1).map(|at| self.0[at]).filter(|(_, end)| partition.0 <= *end);
@@ -42,12 +43,12 @@ impl WideRanges {
     }
 }
 
-/// The names of one writer of one server in a directory.
+/// Name prefix of one writer of one server in a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriterName<'a> {
-    /// As announced to the coordinators.
+    /// Id as announced to the coordinators.
     pub server_id: &'a str,
-    /// Number of the writer; none when the partition has only one.
+    /// Number of the writer, or `None` if the partition has only one.
     pub index: Option<usize>,
 }
 
@@ -59,31 +60,31 @@ impl WriterName<'_> {
         }
     }
 
-    /// Data and index file of the writer after so many failures.
+    /// Returns the data and index file of the writer after `failures` failures.
     pub fn files(&self, failures: u32) -> (String, String) {
         let prefix = self.prefix();
         (format!("{prefix}{failures}{DATA}"), format!("{prefix}{failures}{INDEX}"))
     }
 
-    /// The number of failures in a name, if it is one of this writer's.
+    /// Returns the number of failures in a name, or `None` if it is not a name of this writer.
     pub fn failures_of(&self, name: &str) -> Option<u32> {
         let stem = name.strip_suffix(DATA).or_else(|| name.strip_suffix(INDEX))?;
         stem.strip_prefix(&self.prefix())?.parse().ok()
     }
 }
 
-/// Whether a file was written by this server. The character behind the id counts: `…-1999` has not written the files
-/// of `…-19999` (docs/protocol.md §11 id-prefix).
+/// Returns whether this server wrote a file. The character after the id matters: `…-1999` has not
+/// written the files of `…-19999` (docs/protocol.md §11 id-prefix).
 pub fn is_own(name: &str, server_id: &str) -> bool {
     name.strip_prefix(server_id).is_some_and(|rest| rest.starts_with('_'))
 }
 
-/// Whether a file has index records.
+/// Returns whether a file has index records.
 pub fn is_index(name: &str) -> bool {
     name.ends_with(INDEX)
 }
 
-/// The data file of an index file.
+/// Returns the data file of an index file.
 pub fn data_of(index_name: &str) -> String {
     format!("{}{DATA}", index_name.trim_end_matches(INDEX))
 }

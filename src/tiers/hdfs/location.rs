@@ -1,10 +1,10 @@
-//! Remote paths as clients name them, and which of them they may name. Pure.
+//! Remote paths named by clients, and the list of allowed ones. Pure.
 
 use std::fmt;
 
-/// Longest path taken, in bytes.
+/// Maximum length of a path in bytes.
 const LOCATION_BYTES_MAX: usize = 2048;
-/// Where a NameNode listens when its address has no port (`dfs.namenode.rpc-address`).
+/// Port of a NameNode whose address has no port (`dfs.namenode.rpc-address`).
 pub const NAMENODE_PORT: u16 = 8020;
 
 /// A directory of a remote file system, such as `hdfs://namenode:8020/uniffle`.
@@ -17,10 +17,10 @@ pub struct RemoteLocation {
 }
 
 impl RemoteLocation {
-    /// Reads a location.
+    /// Parses a location.
     ///
     /// # Errors
-    /// What is wrong with it, as an end of a sentence; the text itself is not repeated.
+    /// The reason why it is invalid, as the end of a sentence. The text itself is not repeated.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.len() > LOCATION_BYTES_MAX {
             return Err(format!("has {} bytes, the limit is {LOCATION_BYTES_MAX}", text.len()));
@@ -55,27 +55,27 @@ impl RemoteLocation {
         Ok(Self { scheme, host: host.to_ascii_lowercase(), port, path })
     }
 
-    /// `hdfs` or `viewfs`.
+    /// Returns `hdfs` or `viewfs`.
     pub fn scheme(&self) -> &str {
         &self.scheme
     }
 
-    /// NameNode, nameservice or mount table.
+    /// Returns the NameNode, nameservice or mount table.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// As written.
+    /// Returns the port, if the location has one.
     pub fn port(&self) -> Option<u16> {
         self.port
     }
 
-    /// The directory in its file system.
+    /// Returns the directory in its file system.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// Host and port as written: one file system, and the label of its metrics.
+    /// Returns host and port as written. They identify the file system, and label its metrics.
     pub fn authority(&self) -> String {
         match self.port {
             Some(port) => format!("{}:{port}", self.host),
@@ -83,7 +83,7 @@ impl RemoteLocation {
         }
     }
 
-    /// Whether `other` is this directory or below it.
+    /// Returns whether `other` is this directory or below it.
     fn holds(&self, other: &Self) -> bool {
         let port = |location: &Self| location.port.unwrap_or(NAMENODE_PORT);
         let same_place = self.scheme == other.scheme && self.host == other.host && port(self) == port(other);
@@ -104,17 +104,17 @@ impl fmt::Display for RemoteLocation {
 /// An entry of `hdfs_store.allowed_paths`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AllowedPath {
-    /// `*`: whatever a client names.
+    /// `*`: any location.
     Any,
-    /// A directory and everything below.
+    /// A directory and all below it.
     Below(RemoteLocation),
 }
 
 impl AllowedPath {
-    /// Reads an entry.
+    /// Parses an entry.
     ///
     /// # Errors
-    /// As [`RemoteLocation::parse`].
+    /// See [`RemoteLocation::parse`].
     pub fn parse(text: &str) -> Result<Self, String> {
         if text == "*" { Ok(Self::Any) } else { RemoteLocation::parse(text).map(Self::Below) }
     }
@@ -129,12 +129,12 @@ impl fmt::Display for AllowedPath {
     }
 }
 
-/// The directories that clients may name; they and everything below.
+/// Directories that clients may use, including all below them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AllowList(pub Vec<RemoteLocation>);
 
 impl AllowList {
-    /// Whether a client may name `location`; an empty list permits all.
+    /// Returns whether a client may use `location`. An empty list permits all.
     pub fn permits(&self, location: &RemoteLocation) -> bool {
         self.0.is_empty() || self.0.iter().any(|allowed| allowed.holds(location))
     }

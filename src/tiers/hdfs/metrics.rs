@@ -1,5 +1,5 @@
-//! The tier's metrics. Names are Java's where Java has them, with its label, the host part of the remote path; the rest
-//! are riffle's.
+//! The tier's metrics. Names are Java's where they exist, with its label, the host of the remote
+//! path. The others are riffle's.
 
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
 
@@ -29,7 +29,7 @@ metrics::table! {
     }
 }
 
-/// Those of one file system.
+/// Metrics of one file system.
 #[derive(Debug, Clone)]
 pub(super) struct RemoteMetrics {
     pub(super) written_bytes: IntCounter,

@@ -1,21 +1,9 @@
 //! The HDFS tier: files that clients find, open and read themselves (docs/protocol.md §6).
 //!
-//! Names, formats and the order in which things become visible are the protocol's; here is only how they come about. A
-//! shuffle is registered with the remote path that its client named; a batch is one partition's blocks, written by a
-//! free [`writer`] of its directory. No file is written to again after a failed call. Data is never read back; index
-//! files are, when it has to be known which blocks are there.
-//!
-//! | file | does |
-//! | --- | --- |
-//! | `config` | keys |
-//! | `location` | remote paths and the list of those allowed (pure) |
-//! | `layout` | names of directories and files (pure) |
-//! | `fs` | the eight calls, which `client` answers out of a real HDFS |
-//! | `hadoop`, `kerberos` | Hadoop's settings; what a login needs |
-//! | `remote` | one file system as one user, and whether it works |
-//! | `write`, `writer` | whose turn a batch has; data, then index, each batch |
-//! | `present` | which blocks are there, for the ledger of losses |
-//! | `deletion_gate`, `purge` | deletion, kept apart from writes |
+//! The protocol defines names, formats and the order in which data becomes visible. A shuffle is
+//! registered with the remote path that its client named. A batch has the blocks of one partition,
+//! and is written by a free [`writer`] of its directory. No file is written to again after a failed
+//! call. Data is never read back. Index files are read only to determine which blocks exist.
 
 #[cfg(feature = "hdfs")]
 pub mod client;
@@ -66,28 +54,29 @@ use crate::runtime::Tasks;
 use crate::tiers::{ExtentWrite, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
-/// Remote file systems (by settings and user) in use at once: clients name them.
+/// Maximum number of remote file systems (by settings and user) in use, because clients name them.
 const REMOTES_MAX: usize = 1024;
 
-/// Between two looks for remote stores that are not tried.
+/// Interval between two checks for remote stores that are not tried.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Makes clients of file systems.
+/// Creates clients of file systems.
 pub trait Connector: fmt::Debug + Send + Sync {
-    /// What of a client's wish counts: settings that matter, and the user to act as, if that is not the worker's own.
+    /// Returns the relevant part of a client's request: settings, and the user to impersonate,
+    /// unless it is the worker's own.
     ///
     /// # Errors
     /// Settings that cannot work.
     fn target(&self, storage: &RemoteStorage, location: RemoteLocation) -> Result<RemoteTarget, StoreError>;
 
-    /// A client; need not connect yet.
+    /// Creates a client, which may connect later.
     ///
     /// # Errors
     /// Settings that cannot work.
     fn connect(&self, target: &RemoteTarget) -> Result<Arc<dyn RemoteFs>, StoreError>;
 }
 
-/// A remote storage that was looked at and can be registered.
+/// A validated remote storage, ready for registration.
 #[derive(Debug, Clone)]
 pub struct PreparedStorage {
     remote: Arc<Remote>,
@@ -95,7 +84,7 @@ pub struct PreparedStorage {
     writers: usize,
 }
 
-/// One registration of a shuffle.
+/// Handle of one registration of a shuffle.
 #[derive(Clone)]
 pub struct RemoteHandle {
     shuffle: Arc<Shuffle>,
@@ -108,7 +97,7 @@ impl fmt::Debug for RemoteHandle {
 }
 
 impl RemoteHandle {
-    /// Whether its file system is worth trying now.
+    /// Returns whether its file system should be tried now.
     pub fn is_available(&self) -> bool {
         self.shuffle.remote.is_available()
     }
@@ -136,11 +125,11 @@ impl Shuffle {
     }
 }
 
-/// What an application has, also of shuffles that are gone.
+/// State of an application, including its removed shuffles.
 #[derive(Debug, Default)]
 struct AppState {
     gate: Arc<DeletionGate>,
-    /// Where its directories can be.
+    /// Possible parents of its directories.
     roots: Mutex<Vec<(Arc<Remote>, Arc<str>)>>,
 }
 
@@ -152,11 +141,11 @@ struct Core {
     metrics: Metrics,
     tasks: Tasks,
     remotes: Mutex<HashMap<RemoteTarget, Weak<Remote>>>,
-    /// Places to write, by authority.
+    /// Permits to write, by authority.
     permits: Mutex<HashMap<String, Arc<Semaphore>>>,
 }
 
-/// The store.
+/// The HDFS tier.
 #[derive(Debug)]
 pub struct HdfsStore {
     core: Arc<Core>,
@@ -165,10 +154,10 @@ pub struct HdfsStore {
 }
 
 impl HdfsStore {
-    /// A store without shuffles. Connects to nothing.
+    /// Creates a store without shuffles. Does not connect.
     ///
     /// # Errors
-    /// A metric name that is taken in `registry`.
+    /// A metric name that is already used in `registry`.
     pub fn new(
         config: HdfsConfig,
         connector: Arc<dyn Connector>,
@@ -187,10 +176,11 @@ impl HdfsStore {
         Ok(Arc::new(Self { core: Arc::new(core), shuffles: DashMap::new(), apps: DashMap::new() }))
     }
 
-    /// Looks at what a client names. Connects to nothing.
+    /// Validates the storage that a client names. Does not connect.
     ///
     /// # Errors
-    /// `Denied` with the reason: no location, not on the allow-list, settings that cannot work.
+    /// `Denied` with the reason: not a location, not on the allow-list, or settings that cannot
+    /// work.
     pub fn prepare(&self, storage: &RemoteStorage) -> Result<PreparedStorage, StoreError> {
         let denied = |text: String| StoreError::remote(StoreErrorKind::Denied, &storage.path, text);
         let location =
@@ -209,7 +199,7 @@ impl HdfsStore {
         Ok(PreparedStorage { remote, root, writers })
     }
 
-    /// Makes a shuffle known; again adds ranges and changes nothing else. Touches no file.
+    /// Registers a shuffle. A further call only adds ranges. Touches no file.
     pub fn register(&self, key: &ShuffleKey, storage: &PreparedStorage, ranges: &[(i32, i32)]) {
         let app = Arc::clone(&*self.apps.entry(key.app.clone()).or_default());
         let create = || {
@@ -236,20 +226,22 @@ impl HdfsStore {
         shuffle.ranges.write().add(ranges);
     }
 
-    /// The present registration of a shuffle; none when its client named no remote path.
+    /// Returns the current registration of a shuffle, or `None` if its client named no remote path.
     pub fn handle(&self, key: &ShuffleKey) -> Option<RemoteHandle> {
         self.shuffles.get(key).map(|shuffle| RemoteHandle { shuffle: Arc::clone(&*shuffle) })
     }
 
-    /// Writes one partition's blocks: when this returns `Ok` a client that lists the directory finds every one.
+    /// Writes one partition's blocks. After `Ok` a client that lists the directory finds all of
+    /// them.
     ///
     /// # Errors
-    /// The file system's (the caller keeps the memory and may try again or elsewhere), or `Purged`.
+    /// An error of the file system (the caller keeps the memory and may retry or write elsewhere),
+    /// or `Purged`.
     pub async fn write_to(&self, handle: &RemoteHandle, extent: ExtentWrite) -> Result<(), StoreError> {
         self.core.write_extent(&handle.shuffle, extent).await
     }
 
-    /// What a shuffle has; nothing when it is not known.
+    /// Returns the usage of a shuffle, which is empty if it is unknown.
     pub fn usage(&self, key: &ShuffleKey) -> TierUsage {
         let Some(handle) = self.handle(key) else { return TierUsage::default() };
         let files = handle.shuffle.writers.lock().values().map(|writers| writers.files()).sum();
@@ -257,19 +249,19 @@ impl HdfsStore {
         TierUsage { files, bytes, ..TierUsage::default() }
     }
 
-    /// Known shuffles.
+    /// Returns the number of known shuffles.
     pub fn shuffle_count(&self) -> usize {
         self.shuffles.len()
     }
 
-    /// Whether there are remote stores in use and none of them works.
+    /// Returns whether remote stores are in use and all of them fail.
     pub fn all_failing(&self) -> bool {
         let remotes = self.core.remotes();
         !remotes.is_empty() && remotes.iter().all(|remote| remote.is_failing())
     }
 
-    /// Asks remote stores that fail and are not tried, until `stop`. Deleting what is not there needs an
-    /// active NameNode that takes changes.
+    /// Probes failing remote stores that are not tried, until `stop`. Deleting a missing file
+    /// requires an active NameNode that accepts changes.
     pub async fn keep_probing(self: Arc<Self>, stop: impl Future<Output = ()>) {
         tokio::pin!(stop);
         loop {
@@ -285,11 +277,11 @@ impl HdfsStore {
         }
     }
 
-    /// Brings gauges of live values up to date.
+    /// Updates gauges of live values.
     pub fn refresh_metrics(&self) {
         let remotes = self.core.remotes();
         self.core.metrics.remotes.set(clamped(remotes.len()));
-        // Several users of one file system share a gauge: one that fails is enough.
+        // Several users of one file system share a gauge. It is set if one of them fails.
         for remote in &remotes {
             remote.metrics.failing.set(0);
         }
@@ -304,7 +296,7 @@ impl Core {
         self.remotes.lock().values().filter_map(Weak::upgrade).collect()
     }
 
-    /// The client of a target, shared by all that have the same.
+    /// Returns the client of a target, which is shared by equal targets.
     fn remote(&self, target: RemoteTarget) -> Result<Arc<Remote>, StoreError> {
         let mut remotes = self.remotes.lock();
         if let Some(remote) = remotes.get(&target).and_then(Weak::upgrade) {

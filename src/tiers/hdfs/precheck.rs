@@ -1,18 +1,18 @@
-//! The check at start: a file is written, read and deleted in a remote directory, as a batch would be.
+//! The check at start: writes, reads and deletes a file in a remote directory, like a batch.
 
 use bytes::Bytes;
 
 use super::{HdfsStore, RemoteLocation, RemoteStorage};
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// What is written; every server under a name of its own.
+/// Content of the file. Every server uses its own file name.
 const CONTENT: &[u8] = b"uniffle-worker was here; this file can be deleted";
 
 impl HdfsStore {
-    /// Makes the directory and uses it once.
+    /// Creates the directory and uses it once.
     ///
     /// # Errors
-    /// Whatever does not work, with the path.
+    /// The operation that fails, with the path.
     pub async fn precheck(&self, location: &RemoteLocation) -> Result<(), StoreError> {
         let storage = RemoteStorage { path: location.to_string(), ..RemoteStorage::default() };
         let prepared = self.prepare(&storage)?;
@@ -20,7 +20,7 @@ impl HdfsStore {
         let root = &*prepared.root;
         let file = format!("{}/.precheck-{}", root.trim_end_matches('/'), core.server_id);
         core.timed(root, fs.make_dirs(root)).await?;
-        // Of a worker that died at this point.
+        // Removes the file of a worker that ended during its check.
         core.timed(&file, fs.delete(&file, false)).await?;
         let half = CONTENT.len() / 2;
         core.timed(&file, fs.create(&file, vec![Bytes::from_static(&CONTENT[..half])])).await?;

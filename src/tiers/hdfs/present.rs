@@ -1,10 +1,13 @@
-//! Which blocks are in a partition's directory: read out of our own index files, as clients read them (docs/protocol.md
-//! §6.4).
+//! Determines which blocks are in a partition's directory. Reads our own index files, as clients do
+//! (docs/protocol.md §6.4).
 //!
-//! Asked for when it has to be known what is lost, and only then: after a restart of the process, of partitions whose
-//! reported blocks are neither in memory nor on a disk, and when a disk fails to give back what it had. Files that
-//! are no longer written to are closed first: a process that was killed amid an append leaves them to its lease, and
-//! until that ends (an hour) what was published in them long ago may be unreadable, to clients too.
+//! Used only to determine lost blocks. After a restart this concerns partitions whose reported
+//! blocks are neither in memory nor on a disk. It also happens when a disk fails to return its
+//! data.
+//!
+//! Files that are no longer written to are closed first. A process that was killed during an append
+//! leaves them to its lease. Until that ends (an hour), published blocks in them may be unreadable,
+//! to clients too.
 
 use std::collections::HashMap;
 use std::io;
@@ -20,19 +23,21 @@ use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Bytes of an index that are read at a time, whole records.
+/// Size of a part of an index that is read at a time, in whole records.
 const CHUNK_BYTES: usize = RECORD_BYTES * 25_000;
-/// Between two looks whether a file is closed, and how long that is waited for. The NameNode has the DataNodes agree on
-/// the length of the last block, which takes some of their heartbeats.
+/// Pause between two checks whether a file is closed, and the deadline for it. The NameNode makes
+/// the DataNodes agree on the length of the last block, which takes some of their heartbeats.
 const CLOSE_PAUSE: Duration = Duration::from_millis(500);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
 
 impl HdfsStore {
-    /// Blocks of a partition that a client finds in HDFS; none of a shuffle without a remote path. Where partitions
-    /// share a directory, those of its neighbours too.
+    /// Returns the blocks of a partition that a client finds in HDFS. Returns none for a shuffle
+    /// without a remote path. If partitions share a directory, the result includes the blocks of
+    /// its neighbours.
     ///
     /// # Errors
-    /// The file system's; then nothing is known. `Purged` when the shuffle is gone meanwhile.
+    /// An error of the file system: nothing is known then. `Purged` if the shuffle was removed
+    /// meanwhile.
     pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IdSet, StoreError> {
         let Some(handle) = self.handle(key) else { return Ok(IdSet::default()) };
         let shuffle = &handle.shuffle;
@@ -43,7 +48,7 @@ impl HdfsStore {
         let found = self.core.find_blocks(shuffle, &writers).await;
         shuffle.require_present()?;
         if found.is_err() {
-            // Successes say nothing of its DataNodes' will to take data.
+            // Only failures are noted: a successful read does not show that DataNodes accept data.
             shuffle.remote.note(&found);
         }
         found
@@ -79,7 +84,7 @@ impl Core {
         Ok(present)
     }
 
-    /// Closes a file that is not written to. One that is gone needs no closing.
+    /// Closes a file that is not written to. A missing file needs no closing.
     async fn close(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
         let deadline = Instant::now() + CLOSE_DEADLINE;
         loop {
@@ -98,7 +103,7 @@ impl Core {
         }
     }
 
-    /// Adds the blocks that an index names and whose bytes are there, up to the first one whose are not.
+    /// Adds the blocks of an index whose bytes exist, up to the first one whose bytes do not.
     async fn add_blocks(
         &self,
         fs: &dyn RemoteFs,
@@ -132,7 +137,7 @@ impl Core {
     }
 }
 
-/// Our files of a directory.
+/// Lengths of our files in a directory.
 struct Listing(HashMap<String, u64>);
 
 impl Listing {
@@ -145,7 +150,7 @@ impl Listing {
         self.0.keys().map(String::as_str).filter(|name| layout::is_index(name))
     }
 
-    /// 0 of a file that is not there.
+    /// Returns the length of a file, or 0 if it does not exist.
     fn bytes_of(&self, name: &str) -> u64 {
         self.0.get(name).copied().unwrap_or(0)
     }

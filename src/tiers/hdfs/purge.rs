@@ -1,9 +1,9 @@
-//! Deletion (docs/protocol.md §6.5): a shuffle or an application that was unregistered goes with everything below; of
-//! one that expired only our own files go, and the directories that are empty then, because other servers may still
-//! serve it.
+//! Deletion (docs/protocol.md §6.5). An unregistered shuffle or application is deleted with
+//! everything below it. For an expired one only our own files and then empty directories are
+//! deleted, because other servers may still serve it.
 //!
-//! Forgetting is synchronous and gives a [`Removal`]: from then on writes of the old registration end with `Purged` and
-//! those of a new one wait until the removal is done or dropped.
+//! Forgetting is synchronous and returns a [`Removal`]. From then on writes of the old registration
+//! end with `Purged`. Writes of a new one wait until the removal is done or dropped.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,12 +20,12 @@ use crate::clock::{Instant, sleep, timeout};
 use crate::tiers::{Cause, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
-/// Attempts, and the pause between them: Java's. A file system that does not answer is tried for as long as
-/// [`super::HdfsConfig::purge_timeout`], with pauses that grow.
+/// Number of attempts, and the pause between them, like Java's. A file system that does not answer
+/// is tried for [`super::HdfsConfig::purge_timeout`], with growing pauses.
 const ATTEMPTS: u32 = 5;
 const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// Directories of an expired application that are looked through at a time.
+/// Number of directories of an expired application that are listed concurrently.
 const WALKS: usize = 8;
 
 #[derive(Debug)]
@@ -41,7 +41,7 @@ struct PendingDelete {
     what: What,
 }
 
-/// A deletion that was ordered; [`Removal::run`] does it.
+/// A deletion that was ordered. [`Removal::run`] executes it.
 #[derive(Debug)]
 #[must_use = "nothing is deleted before it runs"]
 pub struct Removal {
@@ -52,7 +52,7 @@ pub struct Removal {
 }
 
 impl HdfsStore {
-    /// Forgets shuffles of an app; nothing to remove when none of them is known here.
+    /// Forgets shuffles of an application. Returns `None` if none of them is known here.
     pub fn forget_shuffles(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey]) -> Option<Removal> {
         let mut pending = Vec::new();
         for key in keys {
@@ -70,7 +70,7 @@ impl HdfsStore {
         Some(self.removal(app, &state, pending))
     }
 
-    /// Forgets an app with these shuffles.
+    /// Forgets an application with these shuffles.
     pub fn forget_app(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey], cause: Cause) -> Option<Removal> {
         for key in keys {
             if let Some((_, shuffle)) = self.shuffles.remove(key) {
@@ -97,11 +97,13 @@ impl HdfsStore {
 }
 
 impl Removal {
-    /// Waits for the writes under way and deletes. What cannot be deleted in the end is told and left.
+    /// Waits for writes in progress, then deletes. Directories that cannot be deleted in the end
+    /// are logged and left.
     pub async fn run(self) {
         let core = &self.store.core;
         if let Some(deleting) = &self.deleting {
-            // A write that hangs ends some time; the directories of an app that is gone can wait no longer than this.
+            // A hung write ends eventually. The directories of a removed application cannot wait
+            // longer than this.
             drop(timeout(core.config.purge_timeout, deleting.clear()).await);
         }
         for it in &self.pending {
@@ -161,7 +163,7 @@ impl Core {
         }
     }
 
-    /// Our files of an app: `<app>/<shuffle>/<range>/<file>`.
+    /// Removes our files of an application: `<app>/<shuffle>/<range>/<file>`.
     async fn remove_own(&self, fs: &dyn RemoteFs, app: &str) -> Result<(), StoreError> {
         for shuffle in self.directories(fs, app).await? {
             let mut walks = Vec::new();
@@ -188,8 +190,9 @@ impl Core {
         self.remove_if_empty(fs, &range).await
     }
 
-    /// Looks first: asked to delete one that is not empty, a NameNode answers with an error that is hard to tell from
-    /// others. Should a file come in between, the directory stays, for it is not deleted recursively.
+    /// Lists the directory first, because the error of a NameNode for a directory that is not empty
+    /// is hard to distinguish. If a file is created in between, the directory stays: the deletion
+    /// is not recursive.
     async fn remove_if_empty(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
         if !self.list(fs, path).await?.is_empty() {
             return Ok(());
@@ -209,7 +212,7 @@ impl Core {
             .collect())
     }
 
-    /// A directory that is not there has nothing in it.
+    /// Lists a directory. A missing directory is empty.
     pub(super) async fn list(&self, fs: &dyn RemoteFs, path: &str) -> Result<Vec<RemoteEntry>, StoreError> {
         match self.timed(path, fs.list(path)).await {
             Err(error) if error.kind == StoreErrorKind::NotFound => Ok(Vec::new()),

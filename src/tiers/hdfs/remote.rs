@@ -1,10 +1,11 @@
-//! One remote file system as one user, and whether it answers.
+//! One remote file system as one user, with its health.
 //!
-//! Failures in a row that are its own fault (it does not answer, its DataNodes fail) suspend it for a moment that grows:
-//! batches then go elsewhere or wait, instead of each finding out for itself. After that moment one batch tries, the
-//! others wait for how it ends. A quota or a permission is the fault of one
-//! path and suspends nothing. One that fails and was not tried for a while is asked whether it answers, so that
-//! the worker is not unhealthy forever because nothing is sent to it.
+//! Consecutive failures of the file system itself (it does not answer, its DataNodes fail) suspend
+//! it for a growing time. Batches are then written elsewhere or wait, instead of failing one by
+//! one. After a suspension one batch tries, and the others wait for its result. A quota or a
+//! permission concerns one path and suspends nothing. A failing file system that was not tried for
+//! a while is probed, so that the worker does not stay unhealthy only because nothing is sent to
+//! it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,24 +19,25 @@ use super::metrics::RemoteMetrics;
 use crate::clock::Instant;
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// Failures in a row from which on it is suspended.
+/// Number of consecutive failures after which it is suspended.
 const FAILURES_MIN: u32 = 3;
-/// First suspension; doubles with every further failure.
+/// First suspension. It doubles with every further failure.
 const SUSPENSION_MIN: Duration = Duration::from_secs(1);
 /// Longest suspension.
 const SUSPENSION_MAX: Duration = Duration::from_secs(30);
 
-/// For so long after a suspension others may try; then it is asked on purpose.
+/// Time after a suspension in which batches may try. After that, the file system is probed.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 
-/// What tells remotes apart: two clients of one file system with different settings must not get each other's.
+/// Key of a remote file system. Clients of one file system with different settings must not share a
+/// connection.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RemoteTarget {
-    /// File system; its path is that of the first application that named it and does not count.
+    /// File system. The path is that of the first application that named it, and is ignored.
     pub location: RemoteLocation,
-    /// Hadoop settings that came with it, sorted.
+    /// Hadoop settings of the client, sorted.
     pub conf: Vec<(String, String)>,
-    /// The user to act as; none = the worker's own.
+    /// The user to impersonate, or `None` for the worker's own.
     pub user: Option<String>,
 }
 
@@ -43,10 +45,10 @@ pub struct RemoteTarget {
 #[derive(Debug)]
 pub(super) struct Remote {
     pub(super) authority: String,
-    /// A file that never is, by which it is asked whether it answers.
+    /// Path of a file that never exists, used by probes.
     pub(super) probe_path: String,
     pub(super) fs: Arc<dyn RemoteFs>,
-    /// Writes to the file system at a time, all users together.
+    /// Permits to write to the file system, shared by all users.
     pub(super) permits: Arc<Semaphore>,
     pub(super) metrics: RemoteMetrics,
     condition: Mutex<Condition>,
@@ -69,19 +71,19 @@ impl Remote {
         Self { authority, probe_path, fs, permits, metrics, condition: Mutex::default() }
     }
 
-    /// Whether it fails and was not tried for a while.
+    /// Returns whether it fails and was not tried for a while.
     pub(super) fn is_forgotten(&self) -> bool {
         let suspended_until = self.condition.lock().suspended_until;
         self.is_failing() && suspended_until.is_none_or(|until| Instant::now() >= until + PROBE_AFTER)
     }
 
-    /// Whether to try now.
+    /// Returns whether it may be tried now.
     pub(super) fn is_available(&self) -> bool {
         self.condition.lock().suspended_until.is_none_or(|until| Instant::now() >= until)
     }
 
-    /// Takes the right to try now. While it fails there is one for each suspension: taking it suspends the others
-    /// until the answer is there, or for as long again.
+    /// Acquires the right to try now. A failing file system allows one attempt per suspension. The
+    /// attempt suspends the others until its result is known, or for the same time again.
     pub(super) fn try_now(&self) -> Result<(), StoreError> {
         let mut condition = self.condition.lock();
         let now = Instant::now();
@@ -95,18 +97,18 @@ impl Remote {
         Ok(())
     }
 
-    /// Whether its last calls failed for its own fault.
+    /// Returns whether its last calls failed by its own fault.
     pub(super) fn is_failing(&self) -> bool {
         self.condition.lock().failures >= FAILURES_MIN
     }
 
-    /// An error for those that may not try now.
+    /// Returns an error for batches that may not try now.
     pub(super) fn suspended(&self) -> StoreError {
         let text = format!("skipped because the latest calls failed: {}", self.condition.lock().last_error);
         StoreError::remote(StoreErrorKind::Unreachable, &self.authority, text)
     }
 
-    /// Takes note of how a call ended.
+    /// Records the result of a call.
     pub(super) fn note<T>(&self, result: &Result<T, StoreError>) {
         let mut condition = self.condition.lock();
         let Err(error) = result else {
@@ -134,14 +136,14 @@ impl Remote {
 }
 
 impl Condition {
-    /// For how long it is suspended after its last failure; none while there were few.
+    /// Returns the suspension after the last failure, or `None` after few failures.
     fn pause(&self) -> Option<Duration> {
         let beyond = self.failures.checked_sub(FAILURES_MIN)?;
         Some(SUSPENSION_MIN.saturating_mul(1 << beyond.min(16)).min(SUSPENSION_MAX))
     }
 }
 
-/// Whether a failure says something of the file system, and not of one path.
+/// Returns whether a failure concerns the file system and not one path.
 fn is_own_fault(kind: StoreErrorKind) -> bool {
     match kind {
         StoreErrorKind::Unreachable

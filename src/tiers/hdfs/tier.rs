@@ -58,7 +58,7 @@ impl Tier for HdfsStore {
         TierState { complaint, ..TierState::default() }
     }
 
-    /// A client that names no remote path reads memory and local disks only.
+    /// Clients that name no remote path read memory and local disks only.
     fn prepare(self: Arc<Self>, storage: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
         let Some(storage) = storage else { return Ok(None) };
         let prepared = HdfsStore::prepare(&self, storage)?;

@@ -1,7 +1,7 @@
-//! How a batch is written: whose turn it is, where there is a place, and what becomes of files whose write failed.
+//! Writes a batch: waits for its writer, then for a permit, and recovers files whose write failed.
 //!
-//! A write runs in a task of its own: who waits for it may give up (a hung NameNode), but the write goes on with its
-//! memory, and neither its files nor the memory are used otherwise until it has ended.
+//! A write runs in a task of its own. A caller may stop waiting (a hung NameNode), but the write
+//! continues with its memory. Neither its files nor the memory are reused until it has ended.
 
 use std::io;
 use std::sync::Arc;
@@ -20,16 +20,17 @@ use crate::runtime::Tasks;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::types::PartitionId;
 
-/// How often a write that waits for a place looks whether waiting makes sense.
+/// Interval at which a write that waits for a permit checks whether the file system is available.
 const PLACE_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Between two attempts to close a torn file; doubles up to the second, and ends with the third.
+/// Pause between two attempts to close a torn file. It doubles up to the maximum, and attempts end
+/// at the deadline.
 const RECOVERY_PAUSE: Duration = Duration::from_millis(500);
 const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(15);
 const RECOVERY_DEADLINE: Duration = Duration::from_secs(3600);
 
 impl Core {
-    /// Writes one partition's blocks, and counts it.
+    /// Writes one partition's blocks, and counts the result.
     pub(super) async fn write_extent(
         &self,
         shuffle: &Arc<Shuffle>,
@@ -53,8 +54,8 @@ impl Core {
         result
     }
 
-    /// What is the application's own is waited for first, a place, which all share, last: who waits for its own
-    /// deletion or for its own writer must not keep others from writing.
+    /// Acquires the application's own resources first, and the shared permit last. A batch that
+    /// waits for its own deletion or writer must not block other applications.
     async fn write(&self, shuffle: &Arc<Shuffle>, extent: ExtentWrite) -> Result<(), StoreError> {
         let turn = timeout(self.config.write_timeout, self.turn(shuffle, extent.partition)).await;
         let mut turn = turn.map_err(|late| StoreError::io(&shuffle.remote.authority, late.into()))??;
@@ -112,7 +113,7 @@ impl Core {
     }
 }
 
-/// A place to write. Who waits for one while the file system stops working is told.
+/// Acquires a permit to write. Fails if the file system stops working meanwhile.
 async fn place(remote: &Remote) -> Result<OwnedSemaphorePermit, StoreError> {
     loop {
         if !remote.is_available() {
@@ -126,7 +127,8 @@ async fn place(remote: &Remote) -> Result<OwnedSemaphorePermit, StoreError> {
     }
 }
 
-/// A write that may begin as soon as there is a place: its writer goes back before its application's gate opens.
+/// A write that may begin once it has a permit. Its writer is returned before its application's
+/// gate opens.
 #[derive(Debug)]
 struct Turn {
     writer: Writer,
@@ -147,8 +149,8 @@ async fn write_batch(
     result
 }
 
-/// Brings a file with published blocks whose append has failed back to readers: until it is closed, its last
-/// block may be unreadable, and the NameNode does so by itself only after an hour.
+/// Makes a file with published blocks readable again after a failed append. Until it is closed, its
+/// last block may be unreadable, and the NameNode closes it only after an hour.
 async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
     let mut pause = RECOVERY_PAUSE;
     let deadline = Instant::now() + RECOVERY_DEADLINE;

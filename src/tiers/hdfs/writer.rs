@@ -1,13 +1,15 @@
-//! The writers of one directory: several batches of a partition at a time, each into a pair of files of its own.
+//! The writers of one directory: several concurrent batches of a partition, each with its own pair
+//! of files.
 //!
-//! A pair is data then index, and the data is readable before an index record names it. A writer whose call failed
-//! never touches its files again: what they hold is unknown, and the NameNode may still lease them to us. It goes on
-//! with the next number. For the same reason a pair is begun with a new file only: one that an earlier process left may
-//! end in blocks without records, and readers take the blocks between two records to lie side by side.
+//! Data is written before its index, and is readable before an index record refers to it. A writer
+//! whose call failed never touches its files again: their content is unknown, and we may still hold
+//! their lease. It continues with the next number. For the same reason a pair always begins with a
+//! new file. A file of an earlier process may end in blocks without records, and readers expect the
+//! blocks of consecutive records to be contiguous.
 //!
-//! Files are closed after every batch, as the Java server does: a file that is kept open costs a thread on its
-//! DataNodes, and a spill touches thousands of partitions. `hsync` would save two calls of the NameNode per file and
-//! batch, and cost a disk's sync.
+//! Files are closed after every batch, like in the Java server. An open file costs a thread on its
+//! DataNodes, and a spill touches thousands of partitions. `hsync` would save two NameNode calls
+//! per file and batch, but cost a sync of a disk.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -23,7 +25,7 @@ use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::BlockMeta;
 
-/// How often a name that is taken is replaced by the next free one, before that counts as a failure.
+/// Number of used names that are skipped before that counts as a failure.
 const NAMES_MAX: u32 = 16;
 
 /// The writers of one directory.
@@ -41,19 +43,20 @@ pub(super) struct Writers {
 struct Slot {
     busy: bool,
     failures: u32,
-    /// Length of its data file; none before the first batch and after a failure.
+    /// Length of its data file, or `None` before the first batch and after a failure.
     data_bytes: Option<u64>,
 }
 
 impl Writers {
-    /// At most `max` at a time, at least one.
+    /// Creates the writers. At most `max` of them write at a time, and at least one.
     pub(super) fn new(directory: String, server_id: Arc<str>, max: usize) -> Arc<Self> {
         let max = max.clamp(1, Semaphore::MAX_PERMITS);
         let free = Arc::new(Semaphore::new(max));
         Arc::new(Self { directory, server_id, max, slots: Mutex::default(), free, files: AtomicU64::new(0) })
     }
 
-    /// A writer of the caller's own; waits for one. The lowest number that is free, so that few files are made.
+    /// Waits for a free writer and acquires it. Prefers the lowest number, so that few files are
+    /// created.
     pub(super) async fn take(self: &Arc<Self>) -> Writer {
         let permit = Arc::clone(&self.free).acquire_owned().await.ok();
         let mut slots = self.slots.lock();
@@ -68,7 +71,7 @@ impl Writers {
         Writer { writers: Arc::clone(self), index, failures, data_bytes, torn: Vec::new(), _permit: permit }
     }
 
-    /// Waits for the writers at work, and holds back those to come.
+    /// Waits for the active writers, and blocks new ones.
     pub(super) async fn hold(&self) -> Held {
         let all = u32::try_from(self.max).unwrap_or(u32::MAX);
         let permits = Arc::clone(&self.free).acquire_many_owned(all).await.ok();
@@ -78,7 +81,7 @@ impl Writers {
         Held { in_use, _permits: permits }
     }
 
-    /// Files made so far.
+    /// Returns the number of files created so far.
     pub(super) fn files(&self) -> u64 {
         self.files.load(Ordering::Relaxed)
     }
@@ -92,29 +95,29 @@ impl Writers {
     }
 }
 
-/// No writer is at work in the directory, and none begins.
+/// Guard that blocks the writers of the directory. None is active while it exists.
 #[derive(Debug)]
 pub(super) struct Held {
-    /// Index files that are to be appended to, all of them closed now.
+    /// Index files that writers will append to. All of them are closed now.
     in_use: HashSet<String>,
     _permits: Option<OwnedSemaphorePermit>,
 }
 
 impl Held {
-    /// Whether a writer goes on with this index file; all others of ours are given up.
+    /// Returns whether a writer continues this index file. All other files of ours are abandoned.
     pub(super) fn uses(&self, index_name: &str) -> bool {
         self.in_use.contains(index_name)
     }
 }
 
-/// One writer, taken.
+/// A writer in use by one batch.
 #[derive(Debug)]
 pub(super) struct Writer {
     writers: Arc<Writers>,
     index: usize,
     failures: u32,
     data_bytes: Option<u64>,
-    /// Files with published blocks whose append has failed.
+    /// Files with published blocks that have a failed append.
     torn: Vec<String>,
     _permit: Option<OwnedSemaphorePermit>,
 }
@@ -127,8 +130,8 @@ impl Drop for Writer {
 }
 
 impl Writer {
-    /// Appends blocks whose bytes are `data`. When this returns `Ok` a reader that lists the directory finds them.
-    /// Dropped or failed on the way, the pair of files is given up.
+    /// Appends blocks whose bytes are `data`. After `Ok` a reader that lists the directory finds
+    /// them. If the write fails or is dropped, the pair of files is abandoned.
     pub(super) async fn write(
         &mut self,
         fs: &dyn RemoteFs,
@@ -153,12 +156,12 @@ impl Writer {
         result.map(drop)
     }
 
-    /// Files that must be closed, so that readers find what they had before the failure.
+    /// Returns the files that must be closed, so that readers find their earlier content.
     pub(super) fn take_torn(&mut self) -> Vec<String> {
         std::mem::take(&mut self.torn)
     }
 
-    /// A new pair.
+    /// Creates a new pair of files.
     async fn begin(
         &mut self,
         fs: &dyn RemoteFs,
@@ -207,7 +210,7 @@ impl Writer {
         (format!("{directory}/{data}"), format!("{directory}/{index}"))
     }
 
-    /// The number behind all that stand in the directory.
+    /// Returns the first number above those of all files in the directory.
     async fn next_free(&self, fs: &dyn RemoteFs) -> Result<u32, StoreError> {
         let entries = fs.list(&self.writers.directory).await?;
         let taken = entries.iter().filter_map(|entry| self.name().failures_of(&entry.name)).max();
@@ -215,7 +218,7 @@ impl Writer {
     }
 }
 
-/// Records of blocks that lie side by side from `base` on, and where they end.
+/// Returns the records of contiguous blocks that begin at `base`, and the offset of their end.
 fn records_of(blocks: &[BlockMeta], base: u64) -> (Bytes, u64) {
     let mut records = Vec::with_capacity(blocks.len() * RECORD_BYTES);
     let mut offset = base;
