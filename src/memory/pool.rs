@@ -1,7 +1,7 @@
-//! Buffers for reads from disk: a small region of its own, so that readers cannot run past a bound either.
+//! Buffers for reads from disk, in a separate small region, so that readers are bounded too.
 //!
-//! A buffer is exclusive until it is frozen; its memory is back when the last `Bytes` of it is dropped. Applications that wait
-//! share (`budget::line`); the caller bounds the wait in time.
+//! A buffer is exclusive until it is frozen. Its memory is freed when its last `Bytes` is dropped.
+//! Waiting applications are served fairly (`budget::line`). The caller limits the time of the wait.
 
 use std::fmt;
 use std::io;
@@ -23,7 +23,8 @@ use uniffle_wire::types::AppId;
 pub struct ReadPool {
     region: Arc<Region>,
     budget: Budget,
-    /// Who has a permit may allocate as much, unless the free memory is in pieces.
+    /// Permits for bytes. With a permit the allocation succeeds unless the free memory is
+    /// fragmented.
     line: Arc<Line>,
     reader: Reader,
     freed: Arc<Notify>,
@@ -31,7 +32,7 @@ pub struct ReadPool {
 }
 
 impl ReadPool {
-    /// A pool of `capacity_bytes`, at least 2 MiB.
+    /// Creates a pool of `capacity_bytes`, at least 2 MiB.
     ///
     /// # Errors
     /// When the memory cannot be mapped.
@@ -43,24 +44,25 @@ impl ReadPool {
         Ok(Self { region, budget, line, reader, freed: Arc::new(Notify::new()), waits: Arc::default() })
     }
 
-    /// Asks the kernel for huge pages for the buffers, or for none.
+    /// Advises the kernel to use huge pages for the buffers, or not to.
     #[must_use]
     pub fn with_huge_pages(self, is_wanted: bool) -> Self {
         self.region.advise_huge_pages(is_wanted);
         self
     }
 
-    /// The same buffers, taken for `app`, which counts `weight` beside others.
+    /// Returns a handle to the same buffers for `app`, which has `weight` in fair sharing.
     pub fn of(&self, app: &AppId, weight: u32) -> Self {
         Self { reader: Reader { app: Some(app.clone()), weight }, ..self.clone() }
     }
 
-    /// A buffer of `len` bytes ([`READ_CHUNK_BYTES_MAX`] at most, a larger one would be a bug), as soon as there is one.
+    /// Waits for a buffer of `len` bytes. Panics if `len` exceeds [`READ_CHUNK_BYTES_MAX`], which
+    /// would be a bug.
     pub async fn acquire(&self, len: usize) -> ReadBuf {
         self.acquire_both(len, None).await.0
     }
 
-    /// The same together with a turn: neither is held while the other is waited for.
+    /// Waits for a buffer and a permit of `turn`. Neither is held while the other is awaited.
     async fn acquire_both(
         &self,
         len: usize,
@@ -82,12 +84,13 @@ impl ReadPool {
                 return (buffer, held);
             }
             drop(held);
-            // Free memory is enough but in pieces: it merges as buffers come back, and those are short-lived.
+            // Enough memory is free but fragmented. It merges as buffers are freed, and buffers are
+            // short-lived.
             freed.await;
         }
     }
 
-    /// A buffer of `len` bytes if there is one now.
+    /// Returns a buffer of `len` bytes if one is available now.
     #[must_use]
     pub fn try_acquire(&self, len: usize) -> Option<ReadBuf> {
         let bytes = segment_bytes(len);
@@ -95,7 +98,8 @@ impl ReadPool {
         self.allocate(len, bytes, permit)
     }
 
-    /// A buffer of `len` bytes if there is one now, nobody waits for one or for a turn, and half of the pool is still free then.
+    /// Returns a buffer of `len` bytes if one is available now, nobody waits, and at least half of
+    /// the pool stays free.
     #[must_use]
     pub fn try_acquire_spare(&self, len: usize) -> Option<ReadBuf> {
         if self.line.has_waiting() {
@@ -105,36 +109,36 @@ impl ReadPool {
         if used > self.capacity_bytes() / 2 { None } else { self.try_acquire(len) }
     }
 
-    /// How much a read may ask for: less when this and the one ahead of it would use half of the pool, so that many
-    /// readers get on at once.
+    /// Returns the size that a read should request. It is smaller if this read and its read-ahead
+    /// would use half of the pool, so that many readers progress at once.
     pub fn chunk_bytes(&self) -> usize {
         let is_spare = self.used_bytes() + 2 * READ_CHUNK_BYTES_MAX as u64 <= self.capacity_bytes() / 2;
         if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }
     }
 
-    /// `turn`, if it is free now and nobody waits in the line.
+    /// Takes a permit of `turn` if it is available now and nobody waits in the line.
     #[must_use]
     pub fn try_turn(&self, turn: &dyn ReadPermits) -> Option<ReadPermit> {
         if self.line.has_waiting() { None } else { turn.try_take() }
     }
 
-    /// Whether a read waits for a buffer.
+    /// Returns whether a read waits for a buffer.
     #[must_use]
     pub fn is_waited_for(&self) -> bool {
         self.line.is_waited_for()
     }
 
-    /// How often a buffer had to wait because fewer bytes were free than it needs.
+    /// Returns how often a buffer had to wait for free bytes.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
     }
 
-    /// Bytes of buffers in use.
+    /// Returns the bytes of buffers in use.
     pub fn used_bytes(&self) -> u64 {
         self.budget.used()
     }
 
-    /// Bytes in all.
+    /// Returns the total bytes.
     pub fn capacity_bytes(&self) -> u64 {
         self.budget.capacity()
     }
@@ -161,7 +165,7 @@ fn segment_bytes(len: usize) -> usize {
     len.next_power_of_two().max(SEGMENT_BYTES_MIN)
 }
 
-/// The permit of a buffer, returned after its memory; the drop wakes those that wait for pieces to merge.
+/// The permit of a buffer, returned after its memory. Dropping it wakes waiters for merged memory.
 #[derive(Debug)]
 struct Lease {
     permit: Option<Permit>,
@@ -175,7 +179,7 @@ impl Drop for Lease {
     }
 }
 
-/// A buffer of a [`ReadPool`]. The memory is returned before the lease: fields drop in this order.
+/// A buffer of a [`ReadPool`]. The memory is freed before the lease: fields drop in this order.
 #[derive(Debug)]
 pub struct ReadBuf {
     fill: Fill,
@@ -194,22 +198,23 @@ impl AsRef<[u8]> for Frozen {
 }
 
 impl ReadBuf {
-    /// Bytes of the buffer.
+    /// Returns the length of the buffer in bytes.
     pub fn len(&self) -> usize {
         self.fill.len()
     }
 
-    /// True for a buffer of no bytes.
+    /// Returns true for a buffer of no bytes.
     pub fn is_empty(&self) -> bool {
         self.fill.is_empty()
     }
 
-    /// The buffer, page-aligned. It shows what the memory held before: write before showing it.
+    /// Returns the page-aligned buffer. It contains earlier data of the memory: overwrite it before
+    /// exposing it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.fill.bytes_mut()
     }
 
-    /// The first `len` bytes, which must have been written; the rest is zeroed.
+    /// Freezes the first `len` bytes, which must have been written. The rest is zeroed.
     #[must_use]
     pub fn freeze(self, len: usize) -> Bytes {
         let slice = self.fill.freeze_prefix(len);
@@ -287,7 +292,8 @@ mod tests {
     async fn fragmented_memory_is_awaited() {
         let pool = ReadPool::new(2 << 20).unwrap();
         let mut small: Vec<_> = (0..512).map(|_| pool.try_acquire(4096).unwrap()).collect();
-        // Every second unit stays in use: half of the memory is free, none of it in two units together.
+        // Every second unit stays in use: half of the memory is free, but no two adjacent units
+        // are.
         let kept: Vec<_> = (0..256).map(|at| small.remove(at)).collect();
         drop(small);
         let other = pool.clone();

@@ -1,6 +1,8 @@
-//! Shuffles for which the file of `memory_store.backing` had no place when they were registered get one as soon as there is room.
+//! Assigns places to shuffles for which the file of `memory_store.backing` had none when they were
+//! registered.
 //!
-//! Not here: places and rows (`persistent`). Until a shuffle has them, what it has in memory is lost if the process is killed.
+//! Until a shuffle has a place and rows (`persistent`), its blocks in memory are lost if the
+//! process is killed.
 
 use std::time::Duration;
 
@@ -8,13 +10,13 @@ use tokio::time::interval;
 
 use crate::telemetry::LogLimiter;
 
-/// Between two attempts.
+/// Interval between attempts.
 const EVERY: Duration = Duration::from_secs(1);
-/// Shuffles without a place are logged once in this time.
+/// Interval between log lines about shuffles without a place.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Tries once a second until it is dropped. `unprotected` returns the number of shuffles without a place, and `protect` the
-/// number that is left after an attempt; either ends this with `None`.
+/// Tries once a second until it is dropped. `unprotected` returns the number of shuffles without a
+/// place, and `protect` the number left after an attempt. `None` from either ends the loop.
 pub(super) async fn run(
     unprotected: impl Fn() -> Option<u64>,
     protect: impl Fn() -> Option<u64> + Clone + Send + 'static,

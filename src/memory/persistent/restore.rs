@@ -1,10 +1,13 @@
-//! What an earlier process left in the region, as lists of blocks: found once at the start, taken shuffle by shuffle, and
-//! what nobody takes is free.
+//! Recovery of the blocks in a region: found once at the start, taken shuffle by shuffle, and freed
+//! if nobody takes them.
 //!
-//! A partition becomes one list. Its rows are sorted by their order; the pieces of the region that they point into are
-//! claimed, in the order of their places, and are its chain. A block of one piece has its place in that chain; one whose
-//! pieces lay in several segments keeps its slices itself, as a stray does. Rows that contradict others are dropped. Nobody looks
-//! at the bytes here: that is done before somebody is given them (`buffer::unverified`).
+//! A partition becomes one list. Its rows are sorted by their order. The pieces of the region that
+//! they point into are claimed in ascending order and form its chain. A block of one piece has an
+//! offset in that chain. A block with pieces in several segments holds its slices itself, like a
+//! stray.
+//!
+//! Rows that contradict others are dropped. Block contents are not checked here, but before they
+//! are served (`buffer::unverified`).
 
 use std::collections::{HashMap, HashSet};
 use std::iter;
@@ -26,21 +29,21 @@ use super::table::Table;
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
 
-/// Numbers of rows of each partition, by the number of their shuffle's name.
+/// Row numbers of each partition, by the name number of their shuffle.
 type Groups = hashbrown::HashMap<u32, hashbrown::HashMap<i32, Vec<u32>>>;
 
-/// Rows of a partition lie far apart: so many are brought into the processor's cache together.
+/// Rows of a partition are far apart. This many are loaded into the processor's cache together.
 const ROWS_AT_ONCE: usize = 32;
 
-/// All that an earlier process left. Shared by those that register shuffles and those that restore them.
+/// All blocks that an earlier process left. Shared by registrations and restores.
 #[derive(Debug)]
 pub(in crate::memory) struct Leftover {
     table: Arc<Table>,
     names: HashMap<ShuffleKey, u32>,
-    /// Those that shuffles have again.
+    /// Names that shuffles have again.
     taken_names: Mutex<TakenNames>,
     found: FoundPlaces,
-    /// Of each thread that looked.
+    /// Row numbers found by each search thread.
     groups: Vec<Groups>,
     blocks: usize,
     taken_rows: TakenRows,
@@ -49,18 +52,19 @@ pub(in crate::memory) struct Leftover {
 #[derive(Debug, Default)]
 struct TakenNames {
     numbers: HashSet<u32>,
-    /// Kept until no row of the earlier process points to them.
+    /// Names kept until no row of the earlier process points to them.
     named: Vec<Arc<Named>>,
 }
 
-/// Places that the earlier process may have used. What is registered meanwhile has others, be it between them.
+/// Places that the earlier process may have used. Registrations during the recovery get other
+/// places, possibly between these.
 #[derive(Debug)]
 struct FoundPlaces {
     names: Vec<Range<u32>>,
     rows: Vec<Range<u32>>,
 }
 
-/// Rows that a restored block has, by number. Shared by those that restore partitions.
+/// Bitmap of the rows that restored blocks have. Shared by threads that restore partitions.
 #[derive(Debug)]
 struct TakenRows {
     bits: Vec<AtomicU64>,
@@ -76,7 +80,7 @@ impl TakenRows {
         (&self.bits[row as usize / 64], 1 << (row % 64))
     }
 
-    /// Takes `row`; false if another block has it.
+    /// Takes `row`. Returns false if another block has it.
     #[inline]
     fn take(&self, row: u32) -> bool {
         let (word, bit) = self.place(row);
@@ -88,7 +92,7 @@ impl TakenRows {
         word.fetch_and(!bit, Ordering::Relaxed);
     }
 
-    /// Those of `rows` that no block has: mostly all of a word have one.
+    /// Returns those of `rows` that no block has. Words with all rows taken are common and skipped.
     fn not_taken(&self, rows: Range<u32>) -> impl Iterator<Item = u32> {
         let words = rows.start / 64..rows.end.div_ceil(64);
         let not_all = words.filter(|word| self.bits[*word as usize].load(Ordering::Relaxed) != u64::MAX);
@@ -100,7 +104,7 @@ impl TakenRows {
     }
 }
 
-/// A look for what an earlier process left, on a thread of its own: a start looks at its disks meanwhile.
+/// A search for recovered blocks on its own thread, while the start scans its disks.
 #[derive(Debug)]
 pub(in crate::memory) enum Search {
     Sought(JoinHandle<Leftover>),
@@ -109,7 +113,7 @@ pub(in crate::memory) enum Search {
 }
 
 impl Search {
-    /// Begins it. Until it is over no name and no row of `table` is taken.
+    /// Begins the search. Until it ends, no name and no row of `table` may be taken.
     pub(in crate::memory) fn begin(table: &Arc<Table>) -> Self {
         if !table.was_used() {
             return Self::Found(Arc::new(Leftover::of(Arc::clone(table))));
@@ -119,14 +123,14 @@ impl Search {
         begun.map_or_else(|_| Self::Found(Arc::new(Leftover::of(Arc::clone(table)))), Self::Sought)
     }
 
-    /// What it found; none when the start is over.
+    /// Waits for the search and returns its result. `None` when the start is complete.
     pub(in crate::memory) fn found(&mut self) -> Option<Arc<Leftover>> {
         let found = self.end()?;
         *self = Self::Found(Arc::clone(&found));
         Some(found)
     }
 
-    /// The start is over: what it found, once.
+    /// Ends the recovery and returns the result of the search once.
     pub(in crate::memory) fn end(&mut self) -> Option<Arc<Leftover>> {
         match std::mem::replace(self, Self::Over) {
             Self::Sought(looking) => Some(Arc::new(joined(looking))),
@@ -136,43 +140,43 @@ impl Search {
     }
 }
 
-/// What a thread made; its panic is that of the one that waits for it.
+/// Returns the result of a thread and propagates its panic.
 pub(in crate::memory) fn joined<T>(thread: JoinHandle<T>) -> T {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// A restored block, with its bytes where they do not lie in one place of the chain.
+/// A restored block and the position of its bytes.
 #[derive(Debug)]
 pub(in crate::memory) struct Block {
     pub(in crate::memory) meta: BlockMeta,
     pub(in crate::memory) place: Place,
 }
 
-/// Where a restored block's bytes lie.
+/// Position of a restored block's bytes.
 #[derive(Debug)]
 pub(in crate::memory) enum Place {
-    /// At this offset of the chain.
+    /// An offset in the chain.
     Chain(u32),
-    /// In these slices.
+    /// Slices that the block holds itself.
     Slices(Box<SmallVec<[Slice; 2]>>),
 }
 
 /// A restored partition.
 #[derive(Debug)]
 pub(in crate::memory) struct Partition {
-    /// In the order in which they are read.
+    /// Blocks in read order.
     pub(in crate::memory) blocks: Vec<Block>,
-    /// The chain, in the order of their places; nothing more fits in.
+    /// Segments of the chain in ascending order. The chain has no room for more.
     pub(in crate::memory) segments: Vec<Segment>,
-    /// Their rows.
+    /// Rows of the blocks.
     pub(in crate::memory) kept: Kept,
-    /// How many rows that is.
+    /// Number of rows.
     pub(in crate::memory) rows: usize,
-    /// The number of the last chain that it had.
+    /// Number of the last chain of the partition.
     pub(in crate::memory) last_chain: u64,
 }
 
-/// A shuffle that is kept for a later start: its rows, and the segments that they point into.
+/// A shuffle that is kept for a later start: its rows and the segments that they point into.
 #[derive(Debug)]
 pub(in crate::memory) struct LeftShuffle {
     named: Arc<Named>,
@@ -188,13 +192,13 @@ impl LeftShuffle {
 
 impl Drop for LeftShuffle {
     fn drop(&mut self) {
-        // First: a registration that follows must not be given its blocks.
+        // First: a later registration must not get its blocks.
         self.named.disown();
     }
 }
 
 impl Leftover {
-    /// What is in the region.
+    /// Finds the blocks in the region.
     pub(in crate::memory) fn of(table: Arc<Table>) -> Self {
         let found =
             FoundPlaces { names: table.names.chunks_to_be_read(), rows: table.rows.chunks_to_be_read() };
@@ -207,12 +211,12 @@ impl Leftover {
         Self { table, names, taken_names, found, groups, blocks, taken_rows }
     }
 
-    /// How many blocks were found.
+    /// Returns the number of blocks found.
     pub(in crate::memory) fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// The name of a shuffle that the earlier process had.
+    /// Takes the name that the earlier process gave a shuffle. Works once per name.
     pub(in crate::memory) fn name(&self, key: &ShuffleKey) -> Option<Arc<Named>> {
         let at = *self.names.get(key)?;
         let mut taken = self.taken_names.lock();
@@ -224,7 +228,7 @@ impl Leftover {
         Some(named)
     }
 
-    /// Partitions of `key` with blocks, and how many rows each has.
+    /// Returns the partitions of `key` with blocks and the number of rows of each.
     pub(in crate::memory) fn partitions(&self, key: &ShuffleKey) -> Vec<(PartitionId, usize)> {
         let mut all: HashMap<PartitionId, usize> = HashMap::new();
         for (partition, rows) in self.groups_of(key).flatten() {
@@ -238,7 +242,8 @@ impl Leftover {
         self.groups.iter().filter_map(move |groups| groups.get(name?))
     }
 
-    /// Whole rows of a partition whose blocks are not elsewhere, in their order; of those with the same id the first.
+    /// Returns the intact rows of a partition whose blocks are not elsewhere, in read order. Of
+    /// rows with the same id, only the first is returned.
     fn rows(
         &self,
         key: &ShuffleKey,
@@ -260,8 +265,8 @@ impl Leftover {
         found
     }
 
-    /// The blocks of `partition` that are not in a tier (`is_elsewhere`), charged to `budget` by their segments. None if there
-    /// are none.
+    /// Takes the blocks of `partition` that are not in a tier (`is_elsewhere`). Their segments are
+    /// charged to `budget`. Returns `None` if there are none.
     pub(in crate::memory) fn take(
         &self,
         key: &ShuffleKey,
@@ -293,16 +298,18 @@ impl Leftover {
         Some(Partition { blocks, segments, kept, rows, last_chain })
     }
 
-    /// The block of a row, if it is whole and no other one has its rows.
+    /// Returns the block of a row, if it is complete and no other block has its rows.
     fn wanted(&self, at: u32, row: &Row) -> Option<Wanted> {
         let (first, further) = self.table.pieces(row)?;
-        // What it has of another's stays the other's: it takes all or, but for contradictions, nothing.
+        // A row of another block stays with that block. Without contradictions a block gets either
+        // all its rows or none.
         let is_its_own =
             self.taken_rows.take(at) && further.rows.iter().all(|row| self.taken_rows.take(*row));
         is_its_own.then_some(Wanted { meta: row.meta, row: at, first, further })
     }
 
-    /// Takes all shuffles that nobody has and that `is_left` wants, charged to `budget` and their rows to `rows`.
+    /// Takes all unregistered shuffles that `is_left` accepts. Segments are charged to `budget` and
+    /// rows to `rows`.
     pub(in crate::memory) fn take_left(
         &self,
         is_left: impl Fn(&ShuffleKey) -> bool,
@@ -322,11 +329,11 @@ impl Leftover {
         all
     }
 
-    /// What was not taken is free. Once, when nobody restores any more.
+    /// Frees everything that was not taken. Called once, when all restores have ended.
     pub(in crate::memory) fn finish(&self) {
         let Self { table, found, taken_rows, .. } = self;
         let taken_names = std::mem::take(&mut *self.taken_names.lock());
-        // Rows first: one must never point to a name that is another shuffle's.
+        // Rows first: a row must never point to a name of another shuffle.
         let rows: Vec<u32> = found.rows.iter().flat_map(|rows| taken_rows.not_taken(rows.clone())).collect();
         table.open_found(&table.rows, &rows);
         let names = found.names.iter().cloned().flatten();
@@ -336,10 +343,10 @@ impl Leftover {
     }
 }
 
-/// Of blocks with the same id those that come first; mostly there are none.
+/// Keeps the first of blocks with the same id. Duplicates are rare.
 fn keep_first(found: &mut Vec<(u32, Row)>) {
     let ids = found.iter().map(|(_, row)| row.meta.block_id);
-    // As where tasks come one after the other.
+    // The common case of tasks that run one after the other.
     if ids.clone().is_sorted_by(|one, next| one < next) {
         return;
     }
@@ -352,7 +359,8 @@ fn keep_first(found: &mut Vec<(u32, Row)>) {
     found.retain(|(_, row)| seen.insert(row.meta.block_id));
 }
 
-/// Rows of shuffles with a name, by partition, as each of some threads has found them: one that is done with a chunk takes the next.
+/// Groups the rows of named shuffles by partition. Each thread takes one chunk after the other and
+/// returns its own groups.
 fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>) -> Vec<Groups> {
     let (rows, next) = (chunks.iter().map(|chunk| chunk.len()).sum(), AtomicUsize::new(0));
     on_threads(threads_for(rows), || {
@@ -368,7 +376,7 @@ fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>
     })
 }
 
-/// A block to be restored: most have one piece.
+/// A block to restore. Most have one piece.
 struct Wanted {
     meta: BlockMeta,
     row: u32,
@@ -381,7 +389,7 @@ impl Wanted {
         iter::once(self.first).chain(self.further.extents.iter().copied())
     }
 
-    /// The block's own is the last, as it is the first to go.
+    /// Returns all rows of the block. Its own row is the last, because it is cleared first.
     fn rows(&self) -> impl Iterator<Item = u32> {
         self.further.rows.iter().copied().chain(iter::once(self.row))
     }
@@ -391,13 +399,13 @@ impl Wanted {
     }
 }
 
-/// Slices of a block whose pieces do not follow each other, each with the number of its piece before.
+/// Slices of a scattered block, each with its piece number.
 type Numbered = SmallVec<[(usize, Slice); 2]>;
 
-/// A piece of the region, which block it is of, and which piece of that.
+/// A piece of the region, the index of its block, and the piece number within the block.
 type Piece = (Extent, usize, usize);
 
-/// Those that `wanted` lie in, in the order of their places.
+/// Returns the pieces of `wanted` in ascending order.
 fn pieces(wanted: &[Wanted]) -> Vec<Piece> {
     let mut pieces = Vec::with_capacity(wanted.len());
     for (block, it) in wanted.iter().enumerate() {
@@ -407,7 +415,8 @@ fn pieces(wanted: &[Wanted]) -> Vec<Piece> {
     pieces
 }
 
-/// Claims what `pieces` lie in, in the same order. What another partition has is left out.
+/// Claims the segments that `pieces` are in, in the same order. Parts of other partitions are
+/// skipped.
 fn claim(region: &Arc<Region>, pieces: &[Piece], budget: &Budget) -> Vec<Segment> {
     let mut segments = Vec::new();
     let mut from = 0;
@@ -423,14 +432,14 @@ fn claim(region: &Arc<Region>, pieces: &[Piece], budget: &Budget) -> Vec<Segment
     segments
 }
 
-/// The whole units that `extent` touches, in bytes.
+/// Returns the byte range of all units that `extent` touches.
 fn units_of(extent: &Extent) -> Range<usize> {
     let start = usize::try_from(extent.offset).unwrap_or(usize::MAX) / UNIT_BYTES * UNIT_BYTES;
     let end = usize::try_from(extent.offset + u64::from(extent.len)).unwrap_or(usize::MAX);
     start..end.next_multiple_of(UNIT_BYTES)
 }
 
-/// Ranges without overlaps, neighbours as one; `ranges` are sorted by their starts.
+/// Merges overlapping and adjacent ranges. `ranges` are sorted by their starts.
 fn merged(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
     let mut merged: Vec<Range<usize>> = Vec::new();
     for range in ranges {
@@ -442,14 +451,15 @@ fn merged(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
     merged
 }
 
-/// Bytes of the largest segment that can begin at `from` and ends at `end` or before.
+/// Returns the size of the largest segment that can begin at `from` and ends at `end` or before.
 fn piece_at(from: usize, end: usize) -> usize {
     let aligned = if from == 0 { BLOCK_BYTES } else { 1 << from.trailing_zeros() };
     let fits = 1 << (end - from).ilog2();
     aligned.min(fits).min(BLOCK_BYTES)
 }
 
-/// Takes the bytes of each block out of `segments`, in the order of their places; none of a block whose bytes are not all its own.
+/// Takes the bytes of each block out of `segments`. Returns their positions, with `None` for a
+/// block that shares bytes with another.
 fn adopt(segments: &mut [Segment], wanted: &[Wanted], pieces: &[Piece]) -> Vec<Option<Place>> {
     let starts = starts(segments);
     let mut places: Vec<Option<Place>> = Vec::new();
@@ -479,25 +489,26 @@ fn adopt(segments: &mut [Segment], wanted: &[Wanted], pieces: &[Piece]) -> Vec<O
     places
 }
 
-/// The last segment that begins where `extent` does or before, sought from `near` on.
+/// Returns the last segment that begins at `extent` or before, searching from `near`.
 fn segment_of(segments: &[Segment], near: usize, extent: Extent) -> usize {
     let begins_before = |segment: &Segment| segment.offset() as u64 <= extent.offset;
     let further = segments.get(near + 1..).unwrap_or_default();
     near + further.iter().take_while(|segment| begins_before(segment)).count()
 }
 
-/// Where an extent that begins in segment `at` stands in the chain; none beyond the end of what a chain can name.
+/// Returns the chain offset of an extent that begins in segment `at`. `None` beyond the offsets
+/// that a chain can express.
 fn place_in_chain(starts: &[u64], segments: &[Segment], (at, extent): (usize, Extent)) -> Option<u32> {
     let within = extent.offset.checked_sub(segments.get(at)?.offset() as u64)?;
     let end = u32::try_from(starts[at] + within + u64::from(extent.len)).ok()?;
     Some(end - extent.len)
 }
 
-/// Numbers of segments, and ranges in them.
+/// Segment numbers, each with a range in the segment.
 type Parts = SmallVec<[(usize, Range<usize>); 2]>;
 
-/// Parts of an extent that begins in segment `at`: numbers of segments, and ranges in them. They end where the segments do not follow
-/// each other.
+/// Splits an extent that begins in segment `at` into parts. Returns `None` if the segments are not
+/// adjacent.
 fn parts(segments: &[Segment], at: usize, extent: Extent) -> Option<Parts> {
     let mut from = usize::try_from(extent.offset).ok()?;
     let end = from.checked_add(extent.len as usize)?;
@@ -516,7 +527,7 @@ fn parts(segments: &[Segment], at: usize, extent: Extent) -> Option<Parts> {
     Some(parts)
 }
 
-/// Makes an extent readable as a part of the chain; false if not all of it is free.
+/// Makes an extent readable as a part of the chain. Returns false if part of it is in use.
 fn absorbed(segments: &mut [Segment], at: usize, extent: Extent) -> bool {
     if let Some(segment) = segments.get_mut(at)
         && let Some(range) = within(segment, extent)
@@ -527,7 +538,8 @@ fn absorbed(segments: &mut [Segment], at: usize, extent: Extent) -> bool {
     parts.into_iter().all(|(number, range)| segments[number].keep(range))
 }
 
-/// An extent that lies in one segment, in that; most do.
+/// Returns the range of an extent in a segment that contains all of it. Most extents are in one
+/// segment.
 fn within(segment: &Segment, extent: Extent) -> Option<Range<usize>> {
     let start = usize::try_from(extent.offset).ok()?.checked_sub(segment.offset())?;
     let end = start.checked_add(extent.len as usize)?;
@@ -539,7 +551,7 @@ fn adopt_one(segments: &mut [Segment], at: usize, extent: Extent) -> Option<Smal
     parts.into_iter().map(|(number, range)| segments[number].adopt(range)).collect()
 }
 
-/// Where each segment begins in the chain.
+/// Returns the chain offset at which each segment begins.
 fn starts(segments: &[Segment]) -> Vec<u64> {
     let starts = segments.iter().scan(0, |end, segment| {
         let start = *end;

@@ -1,4 +1,4 @@
-//! Rows: one per block, and one for every three further pieces of it, in the front of a region.
+//! Rows in the front of a region: one per block, and one per three further pieces of a block.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -12,14 +12,15 @@ use super::names::Named;
 use super::table::{NoPlaces, Table};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
-/// Pieces of a block beside its first, and the rows that they take beside its own: most have none.
+/// Pieces of a block after its first, and the rows they need beside the block's own. Most blocks
+/// have none.
 #[derive(Debug, Default)]
 pub(super) struct Further {
     pub(super) extents: Vec<Extent>,
     pub(super) rows: Vec<u32>,
 }
 
-/// Places for rows that nothing was written to, given back with it.
+/// Taken places for rows that were not written. They are freed on drop.
 #[derive(Debug)]
 pub(in crate::memory) struct FreeRows {
     table: Arc<Table>,
@@ -27,10 +28,11 @@ pub(in crate::memory) struct FreeRows {
 }
 
 impl Named {
-    /// Places for `count` rows of the shuffle.
+    /// Takes places for `count` rows of the shuffle.
     ///
     /// # Errors
-    /// While there are too many or no pages for more, and when the region is let go of.
+    /// When there are too many rows, when there are no pages for more, or when the region is
+    /// released.
     pub(in crate::memory) fn rows(&self, count: usize) -> Result<FreeRows, NoPlaces> {
         let table = &self.table;
         let mut taken = FreeRows { table: Arc::clone(table), rows: Vec::with_capacity(count) };
@@ -46,7 +48,8 @@ impl Named {
 }
 
 impl Table {
-    /// Rows of blocks that an earlier process committed, of places with pages ([`Part::chunks_to_be_read`]).
+    /// Returns the committed rows of an earlier process at places with pages
+    /// ([`Part::chunks_to_be_read`]).
     ///
     /// [`Part::chunks_to_be_read`]: super::table::Part::chunks_to_be_read
     pub(super) fn found_rows(
@@ -56,33 +59,34 @@ impl Table {
         places.into_iter().filter_map(move |at| Some((at, self.row(at)?)))
     }
 
-    /// The shuffle's name and the partition of what may be a committed row, at a place with pages; [`Table::row`] knows whether it is one.
+    /// Returns the name number and the partition of a possible row at a place with pages. Only
+    /// [`Table::row`] checks whether it is committed.
     #[inline]
     pub(super) fn owner(&self, at: u32) -> Option<(u32, i32)> {
         let row = self.region().front().get(self.rows.word_of(at)..)?.first_chunk::<ROW_WORDS>()?;
         Row::owner(|word| row[word].load(Ordering::Acquire))
     }
 
-    /// A committed row, at a place with pages.
+    /// Returns the committed row at a place with pages.
     #[inline]
     pub(super) fn row(&self, at: u32) -> Option<Row> {
         let words = self.words::<ROW_WORDS>(self.rows.word_of(at));
         if words[0] == 0 { None } else { Row::decode(&words, at) }
     }
 
-    /// Brings rows into the cache: nothing here waits for the load before, as it does where a row is decoded.
+    /// Loads rows into the cache. Unlike in decoding, no load waits for the previous one.
     pub(super) fn bring(&self, rows: &[u32]) {
         let front = self.region().front();
         let first_word = |at: &u32| front[self.rows.word_of(*at)].load(Ordering::Relaxed);
         std::hint::black_box(rows.iter().fold(0, |all, at| all ^ first_word(at)));
     }
 
-    /// Of a place that a row names.
+    /// Returns the words of a place that a row refers to.
     fn row_words(&self, at: u32) -> Option<[u64; ROW_WORDS]> {
         self.rows.has_pages(at).then(|| self.words(self.rows.word_of(at)))
     }
 
-    /// The pieces of a block. None if they do not make it whole.
+    /// Returns the pieces of a block. `None` if they do not add up to the block.
     pub(super) fn pieces(&self, row: &Row) -> Option<(Extent, Further)> {
         let mut first = Extent { offset: row.offset, len: row.meta.length };
         let mut all = Further::default();
@@ -94,7 +98,7 @@ impl Table {
                 further += u64::from(piece.len);
                 all.extents.push(piece);
             }
-            // Each has bytes, so that a circle ends too.
+            // Each row must add bytes, so that a cycle ends too.
             if further == before || further > row.meta.length.into() {
                 return None;
             }
@@ -111,7 +115,7 @@ impl Table {
 }
 
 impl FreeRows {
-    /// How many are left.
+    /// Returns the number of places left.
     pub(in crate::memory) fn len(&self) -> usize {
         self.rows.len()
     }
@@ -125,13 +129,13 @@ impl Drop for FreeRows {
     }
 }
 
-/// Rows that a block with so many pieces takes.
+/// Returns the number of rows for a block of `pieces` pieces.
 pub(in crate::memory) fn rows_of(pieces: usize) -> usize {
     1 + pieces.saturating_sub(1).div_ceil(PIECES_PER_ROW)
 }
 
-/// Committed rows of one list of blocks. Dropped, they are gone from the region; before the segments that they point
-/// into are given back.
+/// Committed rows of one list of blocks. Dropping it clears them, which must happen before the
+/// segments that they point into are freed.
 #[derive(Debug)]
 pub(in crate::memory) struct Kept {
     named: Arc<Named>,
@@ -140,7 +144,7 @@ pub(in crate::memory) struct Kept {
 }
 
 impl Kept {
-    /// None yet of `partition`.
+    /// Creates an empty set of rows of `partition`.
     pub(in crate::memory) fn new(named: Arc<Named>, partition: PartitionId) -> Self {
         Self { named, partition, rows: Vec::new() }
     }
@@ -158,7 +162,7 @@ impl Kept {
         };
         let extents = slices.iter().filter(|slice| !slice.is_empty()).map(extent);
         let extents: SmallVec<[Extent; 4]> = extents.collect();
-        // One of no bytes has no piece, and does not come back.
+        // A block of no bytes has no piece and is not recovered.
         let first = extents.first().map_or(0, |extent| extent.offset);
         let further = extents.get(1..).unwrap_or_default();
         let table = &self.named.table;
@@ -182,19 +186,19 @@ impl Kept {
         self.rows.push(at);
     }
 
-    /// Takes over a row that an earlier process committed.
+    /// Adds a row that an earlier process committed.
     pub(super) fn adopt(&mut self, row: u32) {
         self.rows.push(row);
     }
 
-    /// Room for so many rows.
+    /// Reserves room for `rows` rows.
     pub(super) fn reserve(&mut self, rows: usize) {
         self.rows.reserve_exact(rows);
     }
 }
 
 impl Kept {
-    /// Blocks of these ids are not to be found by the next process.
+    /// Hides the blocks with these ids from the next process.
     pub(in crate::memory) fn withhold(&self, ids: &HashSet<BlockId>) {
         let table = &self.named.table;
         let withheld = |at: &&u32| {
@@ -210,7 +214,7 @@ impl Drop for Kept {
         if table.is_let_go() {
             return;
         }
-        // A block's own row stands behind those of its further pieces: it goes first.
+        // A block's own row comes after the rows of its further pieces and is cleared first.
         self.rows.iter().rev().for_each(|at| table.clear(table.rows.word_of(*at)));
         table.put(&table.rows, self.rows.drain(..));
     }

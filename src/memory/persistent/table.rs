@@ -1,13 +1,14 @@
-//! The front of a region: stores into it, and the pages that they need. Every store is made here.
+//! The front of a region: its stores and their pages. All stores into the front are made here.
 //!
-//! What is committed is there for the next process, whatever instruction this one died at: other words first, then the
-//! commit word with a release store. A place is free for another owner only after its commit word was cleared.
+//! A commit stores the other words first and then the commit word with a release store, so the next
+//! process finds it whatever instruction this one died at. A place gets another owner only after
+//! its commit word was cleared.
 //!
-//! A chunk of places gets pages before any of them is used, and gives them back when none is (`places`). A chunk that is read as
-//! zeroes has nothing committed, so a process may die at any moment of that.
+//! A chunk of places gets pages before its first use and loses them when all places are free
+//! (`places`). A chunk of zeros has nothing committed, so a process may die at any moment of this.
 //!
-//! Invariant: pages beyond what places pay for themselves, and beyond those for which nothing is charged, are charged to the
-//! capacity before they are taken, and the region cedes as much.
+//! Invariant: pages that are neither paid by their places nor free of charge are charged to the
+//! capacity before they are allocated, and the region cedes the same amount.
 
 use std::fmt;
 use std::io;
@@ -26,55 +27,57 @@ use super::layout::{
 use super::places::Places;
 use crate::budget::{Budget, Charge};
 
-/// Why there are no places.
+/// Reasons for the lack of places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::memory) enum NoPlaces {
-    /// All are taken, or the region is let go of.
+    /// All are taken, or the region is released.
     TooMany,
     /// The file gets no more pages, or the region has none to cede for them.
     NoPages,
 }
 
-/// The parts of the front, names and rows, and the region that they lie in.
+/// The parts of the front, names and rows, and their region.
 pub(in crate::memory) struct Table {
     region: Arc<Region>,
     pub(super) geometry: Geometry,
     pub(super) names: Part,
     pub(super) rows: Part,
-    /// Nothing is cleared any more: it is the next process's. Set while both parts are locked.
+    /// Set when the table is released to the next process; nothing is cleared any longer. Set while
+    /// both parts are locked.
     let_go: AtomicBool,
-    /// Shuffles with blocks that the next process does not find.
+    /// Number of shuffles with blocks that the next process does not find.
     unprotected: AtomicU64,
     #[cfg(test)]
     pub(super) after_store: Mutex<Option<Hook>>,
 }
 
-/// Told of every store, and of pages that come and go.
+/// Called after every store, and when pages are allocated or freed.
 #[cfg(test)]
 pub(super) type Hook = Box<dyn FnMut(&Region) + Send>;
 
-/// Names or rows.
+/// The names or the rows of a table.
 #[derive(Debug)]
 pub(super) struct Part {
-    /// Word of the first place, and words of each.
+    /// Word of the first place, and words per place.
     first: usize,
     words: usize,
-    /// Where the header says how many were ever used.
+    /// Word of the header with the number of places ever used.
     mark_at: usize,
-    /// What the owner of a place pays for it.
+    /// Bytes that the owner of a place pays for it.
     paid_each: u64,
     state: Mutex<State>,
 }
 
-/// Which places are free, and what their pages are charged.
+/// Free places and the charges of their pages.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) places: Places,
-    /// None until the capacity is known.
+    /// `None` until the capacity is known.
     charged: Option<Charged>,
 }
 
-/// Charges of the same size for pages of the table: of the capacity, and of what the region cedes.
+/// Charges of equal size for pages of the table: to the capacity, and to the memory that the region
+/// cedes.
 #[derive(Debug)]
 struct Charged {
     capacity: Charge,
@@ -83,7 +86,7 @@ struct Charged {
 }
 
 impl State {
-    /// Charges what is to be charged with one chunk more.
+    /// Charges the growth by one further chunk.
     fn grow(&mut self, paid_each: u64) -> Result<(), NoPlaces> {
         let wanted = self.places.unpaid_bytes(1, paid_each);
         let Some(Charged { capacity, ceded, lists }) = &mut self.charged else { return Ok(()) };
@@ -96,7 +99,8 @@ impl State {
         Ok(())
     }
 
-    /// Charges what pages there are beyond what is paid for, no more and no less. What it adds was paid by an owner until now.
+    /// Adjusts the charges to the pages that are not paid by owners. An increase was paid by an
+    /// owner until now.
     fn settle(&mut self, paid_each: u64) {
         let wanted = self.places.unpaid_bytes(0, paid_each);
         let Some(Charged { capacity, ceded, lists }) = &mut self.charged else { return };
@@ -111,7 +115,7 @@ impl State {
 }
 
 impl Part {
-    /// `max` places of `words` from `first` on.
+    /// Creates a part of `max` places of `words` words, beginning at word `first`.
     fn new(
         region: &Region,
         (first, words, max): (usize, usize, u32),
@@ -131,7 +135,8 @@ impl Part {
             before.checked_sub(1).is_some_and(|at| holes[at].end >= of.end.min(bytes_of(0..mark).end))
         };
         let places = Places::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
-        // A read would take pages of a hole, too, and end the process where there is none.
+        // Pages are filled first: a read of a hole would allocate pages too, and end the process if
+        // there are none.
         let fill = |some: &[u32]| {
             some.iter().try_for_each(|chunk| region.fill_front_pages(bytes_of(places.of_chunk(*chunk))))
         };
@@ -145,7 +150,7 @@ impl Part {
         8 * self.word_of(places.start)..8 * self.word_of(places.end)
     }
 
-    /// First word of a place.
+    /// Returns the first word of a place.
     #[inline]
     pub(super) fn word_of(&self, place: u32) -> usize {
         self.first + place as usize * self.words
@@ -155,34 +160,34 @@ impl Part {
         self.state.lock()
     }
 
-    /// Places that were ever used are below it.
+    /// Returns the bound below which all places are that were ever used.
     pub(super) fn mark(&self) -> u32 {
         self.lock().places.mark()
     }
 
-    /// Whether a place can be read.
+    /// Returns whether a place can be read.
     pub(super) fn has_pages(&self, place: u32) -> bool {
         self.lock().places.has_pages(place)
     }
 
-    /// Chunks of places that may have something.
+    /// Returns the chunks of places that may be in use.
     pub(super) fn chunks_to_be_read(&self) -> Vec<Range<u32>> {
         let state = self.lock();
         state.places.with_pages().into_iter().map(|chunk| state.places.of_chunk(chunk)).collect()
     }
 
-    /// Places that may have something.
+    /// Returns the places that may be in use.
     pub(super) fn to_be_read(&self) -> impl Iterator<Item = u32> {
         self.chunks_to_be_read().into_iter().flatten()
     }
 }
 
 impl Table {
-    /// The tables in the front of `region`, which has `geometry`; nothing of them is free until it was looked for what an earlier
-    /// process left.
+    /// Opens the tables in the front of `region`, which has `geometry`. Used places are not free
+    /// before the recovery has searched them.
     ///
     /// # Errors
-    /// When the file gets no pages for what was used.
+    /// When the file gets no pages for used places.
     pub(super) fn new(region: Arc<Region>, geometry: Geometry) -> io::Result<Arc<Self>> {
         region.take_front_pages(0..8 * HEADER_WORDS)?;
         let names = (geometry.name_at(0), NAME_WORDS, geometry.names);
@@ -199,7 +204,7 @@ impl Table {
         }))
     }
 
-    /// From now on pages are charged to `capacity`, and `lists` cedes for them.
+    /// Starts charging pages to `capacity`, and makes `lists` cede memory for them.
     pub(in crate::memory) fn charge_to(&self, capacity: &Budget, lists: &Arc<Ceded>) {
         for part in [&self.names, &self.rows] {
             let mut state = part.lock();
@@ -209,7 +214,7 @@ impl Table {
         }
     }
 
-    /// Makes an empty region a region of `header`.
+    /// Initializes an empty region with `header`.
     pub(super) fn begin(&self, header: &Header) {
         let words = header.encode();
         for (at, word) in words.iter().enumerate().skip(1) {
@@ -218,39 +223,40 @@ impl Table {
         self.store(0, words[0], Ordering::Release);
     }
 
-    /// `less` shuffles are protected now, and `more` are not.
+    /// Counts `less` shuffles as protected and `more` as unprotected.
     pub(super) fn count_unprotected(&self, less: u64, more: u64) {
         self.unprotected.fetch_add(more, Ordering::Relaxed);
         self.unprotected.fetch_sub(less, Ordering::Relaxed);
     }
 
-    /// Shuffles with blocks that are lost if the process is killed.
+    /// Returns the number of shuffles with blocks that are lost if the process is killed.
     pub(in crate::memory) fn unprotected(&self) -> u64 {
         self.unprotected.load(Ordering::Relaxed)
     }
 
-    /// The segments behind it.
+    /// Returns the region with the segments.
     pub(in crate::memory) fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Whether there may be rows of an earlier process.
+    /// Returns whether an earlier process may have left rows.
     pub(in crate::memory) fn was_used(&self) -> bool {
         self.rows.mark() > 0
     }
 
-    /// Blocks that there are places for.
+    /// Returns the number of places for blocks.
     pub(in crate::memory) fn rows_max(&self) -> u64 {
         self.geometry.rows.into()
     }
 
-    /// From now on the region is another process's: no place is taken or cleared, and no page comes or goes.
+    /// Releases the region to another process: places are neither taken nor cleared, and pages are
+    /// neither allocated nor freed.
     pub(in crate::memory) fn let_go(&self) {
         let _locked = (self.names.lock(), self.rows.lock());
         self.let_go.store(true, Ordering::SeqCst);
     }
 
-    /// The region, in which nothing is, is none any more: it can be made anew with another size.
+    /// Invalidates an empty region, so that it can be created again with another size.
     pub(in crate::memory) fn end(&self) {
         debug_assert!(self.is_let_go(), "nothing is committed any more");
         self.store(0, 0, Ordering::Release);
@@ -262,7 +268,7 @@ impl Table {
 }
 
 impl Table {
-    /// A free place of `part`, whose chunk has pages.
+    /// Takes a free place of `part`, in a chunk with pages.
     pub(super) fn take(&self, part: &Part, state: &mut State) -> Result<u32, NoPlaces> {
         loop {
             if self.is_let_go() {
@@ -294,14 +300,14 @@ impl Table {
         Ok(())
     }
 
-    /// Gives back places whose commit words are clear.
+    /// Frees places whose commit words are clear.
     pub(super) fn put(&self, part: &Part, places: impl IntoIterator<Item = u32>) {
         let mut state = part.lock();
         places.into_iter().for_each(|place| state.places.put(place));
         self.close_idle(part, &mut state);
     }
 
-    /// Gives back pages that are not needed; charges what is left.
+    /// Frees unneeded pages and adjusts the charges.
     pub(super) fn close_idle(&self, part: &Part, state: &mut State) {
         while !self.is_let_go()
             && let Some(chunk) = state.places.close_one()
@@ -312,8 +318,8 @@ impl Table {
         state.settle(part.paid_each);
     }
 
-    /// Makes `places` free, which an earlier process used and nobody has. None of them was free before, so nobody got one meanwhile;
-    /// others may have been given.
+    /// Frees `places` that an earlier process used and nobody has taken. They were not free before,
+    /// so nobody got them meanwhile.
     pub(super) fn open_found(&self, part: &Part, places: &[u32]) {
         for place in places {
             let word = part.word_of(*place);
@@ -329,7 +335,7 @@ impl Table {
         self.note();
     }
 
-    /// A process may die now.
+    /// Marks a point at which a process may die.
     fn note(&self) {
         #[cfg(test)]
         if let Some(hook) = &mut *self.after_store.lock() {

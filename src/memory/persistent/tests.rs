@@ -1,5 +1,6 @@
-//! Histories of a memory whose process dies at every single store into the front of its region: what the next process
-//! finds is compared with what was committed. And regions that are not to be taken.
+//! Histories of a memory whose process dies at every single store into the front of its region. The
+//! blocks that the next process finds are compared with the committed ones. Also regions that must
+//! be refused.
 
 mod files;
 mod names;
@@ -57,7 +58,7 @@ fn table(memory: &Memory) -> &Arc<Table> {
     &memory.kept.as_ref().unwrap().table
 }
 
-/// Committed rows.
+/// Returns the number of committed rows.
 fn rows_left(memory: &Memory) -> usize {
     let table = table(memory);
     table.found_rows(table.rows.to_be_read()).count()
@@ -74,7 +75,7 @@ fn funds(memory: &Memory, bytes: u64) -> Option<Reservation> {
     Some(memory.tickets().redeem(&app, ticket).unwrap())
 }
 
-/// The bytes of a block follow from its id.
+/// Block contents are derived from the id.
 fn payload(id: i64, len: u32) -> Vec<u8> {
     let unit: [u8; 251] =
         std::array::from_fn(|at| id.wrapping_mul(31).wrapping_add(at as i64 * 7).to_le_bytes()[0]);
@@ -83,12 +84,12 @@ fn payload(id: i64, len: u32) -> Vec<u8> {
     bytes
 }
 
-/// Registers all shuffles and takes over what is there, but for what a tier has.
+/// Registers all shuffles and restores their blocks, except those in a tier.
 fn restored(memory: &Memory, is_elsewhere: impl Fn(i32, PartitionId, BlockId) -> bool + Sync) -> Found {
     restored_of(memory, SHUFFLES, is_elsewhere)
 }
 
-/// The same where only the first `known` shuffles are.
+/// Restores like [`restored`], with only the first `known` shuffles registered.
 fn restored_of(
     memory: &Memory,
     known: i32,
@@ -112,10 +113,10 @@ fn restored_of(
     found
 }
 
-/// Ids by shuffle and partition, in their order.
+/// Ids by shuffle and partition, in read order.
 type Found = BTreeMap<(i32, i32), Vec<i64>>;
 
-/// What a reader finds, whose bytes are looked at.
+/// Returns the ids that a reader finds, and checks their bytes.
 fn read(memory: &Memory) -> Found {
     let mut found = Found::new();
     for shuffle in 0..SHUFFLES {
@@ -138,19 +139,19 @@ fn read(memory: &Memory) -> Found {
     found
 }
 
-/// What must be found if the process dies now, and what may be.
+/// Blocks that must be found if the process dies now, and blocks that may be.
 #[derive(Debug, Default)]
 struct Model {
     must: Found,
-    /// Being committed, released or purged just now.
+    /// Blocks that are being committed, released or purged.
     may: BTreeSet<i64>,
-    /// Have other bytes than were sent: found perhaps, and never shown.
+    /// Blocks whose bytes were changed. They may be found but are never shown.
     damaged: BTreeSet<i64>,
     stores: usize,
 }
 
 impl Model {
-    /// What is shown of `found`, which has been looked at.
+    /// Returns the visible part of `found` after verification.
     fn shown(&self, mut found: Found) -> Found {
         found.values_mut().for_each(|ids| ids.retain(|id| !self.damaged.contains(id)));
         found.retain(|_, ids| !ids.is_empty());
@@ -175,7 +176,8 @@ impl Model {
 
 const ZEROES: [u8; 16 << 10] = [0; 16 << 10];
 
-/// The region as it is now, in a file of its own: header, names, rows and segments as far as they were ever used.
+/// Copies the current region to another file: header, names, rows and segments as far as they were
+/// ever used.
 fn copy(file: &OwnedFd) -> OwnedFd {
     let geometry = table_geometry();
     let to = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -188,7 +190,7 @@ fn copy(file: &OwnedFd) -> OwnedFd {
     for (at, bytes) in ranges {
         let mut content = vec![0; bytes];
         let read = rustix::io::pread(file, &mut content[..], at as u64).unwrap();
-        // What is zero stays a hole.
+        // Zero chunks stay holes.
         for (number, chunk) in content[..read].chunks(ZEROES.len()).enumerate() {
             if chunk != &ZEROES[..chunk.len()] {
                 rustix::io::pwrite(&to, chunk, (at + number * ZEROES.len()) as u64).unwrap();
@@ -203,7 +205,7 @@ fn table_geometry() -> Geometry {
     Geometry::of(super::super::Region::bytes_of(size.0).unwrap(), size.1)
 }
 
-/// The next process finds what it must, and when all is purged again nothing is held.
+/// Checks that the next process finds the expected blocks, and holds nothing after a purge.
 fn look(file: &OwnedFd, model: &Model) {
     let memory = open(Some(copy(file)));
     let found = restored(&memory, |_, _, _| false);
@@ -222,25 +224,25 @@ fn look(file: &OwnedFd, model: &Model) {
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Blocks of these lengths, in one send.
+    /// One send with blocks of these lengths.
     Send(i32, i32, Vec<u32>),
-    /// The same, given up before its commit.
+    /// A send that is aborted before its commit.
     Abort(i32, i32, Vec<u32>),
-    /// What is there is sent again.
+    /// A repeated send of the present blocks.
     Resend(i32, i32),
     /// A block that is committed after its chain was sealed and released.
     Late(i32, i32, u32),
-    /// Sealed, and released.
+    /// A batch that is sealed and released.
     Flush(i32, i32),
-    /// Sealed, and in flight from then on.
+    /// A batch that is sealed and stays in flight.
     Seal(i32, i32),
-    /// Unregistered and registered again, with a block in the new one before the memory of the old is back.
+    /// Unregistered and registered again, with a new block before the old memory is freed.
     Purge(i32),
-    /// Another process goes on; a tier has the oldest blocks.
+    /// Another process takes over. A tier has the oldest blocks.
     Restart(usize),
-    /// The same, and the newest block of each partition has other bytes than were sent, which is found out.
+    /// A restart after which the newest block of each partition is damaged and detected.
     Damage,
-    /// The same, and the log does not know the last shuffle.
+    /// A restart after which the log does not know the last shuffle.
     Unknown,
 }
 
@@ -268,7 +270,8 @@ struct Fixture {
     model: Arc<Mutex<Model>>,
     next_id: i64,
     lengths: BTreeMap<i64, u32>,
-    /// Places of most of a chunk, so that those of blocks are in chunks that come and go.
+    /// Taken places of most of a chunk, so that blocks use chunks whose pages are allocated and
+    /// freed.
     held: Option<FreeRows>,
 }
 
@@ -289,7 +292,7 @@ impl Fixture {
         self.held = Some(shuffle.name.as_ref().unwrap().get().unwrap().rows(62).unwrap());
     }
 
-    /// Whatever is stored, the process may die behind it.
+    /// Simulates the death of the process after every store.
     fn hook(&self) {
         let (file, model) = (Arc::clone(&self.file), Arc::clone(&self.model));
         *table(&self.memory).after_store.lock() = Some(Box::new(move |_| {
@@ -324,7 +327,7 @@ impl Fixture {
             };
             blocks.push((meta, fill));
         }
-        // Bytes that nobody has committed are written where others were.
+        // Uncommitted bytes are written over freed ones.
         look(&self.file, &self.model.lock());
         blocks
     }
@@ -396,7 +399,7 @@ impl Fixture {
         drop(evicted);
     }
 
-    /// A bit of the newest block of each partition is another one; nobody has looked at it yet.
+    /// Flips a bit of the newest block of each partition. It is not verified yet.
     fn damage(&self) {
         let mut model = self.model.lock();
         let newest: BTreeSet<i64> = model.must.values().filter_map(|ids| ids.last().copied()).collect();
@@ -411,7 +414,8 @@ impl Fixture {
         model.damaged.extend(newest);
     }
 
-    /// The oldest blocks of each partition are found in a tier, and the first `known` shuffles in the log.
+    /// Restarts with the oldest blocks of each partition in a tier and the first `known` shuffles
+    /// in the log.
     fn restart(&mut self, elsewhere: usize, known: i32) {
         *table(&self.memory).after_store.lock() = None;
         let mut model = self.model.lock();
@@ -424,9 +428,9 @@ impl Fixture {
         model.may = oldest.iter().copied().chain(unknown).collect();
         drop(model);
         self.memory.let_go();
-        // What is in it is dropped, and stays.
+        // The previous memory is dropped, and its contents stay in the file.
         self.memory = open(Some(self.file.try_clone().unwrap()));
-        // It may die in its turn while it takes over.
+        // The new process may die while it takes over.
         self.hook();
         let found = restored_of(&self.memory, known, |_, _, BlockId(id)| oldest.contains(&id));
         self.may([]);
@@ -469,7 +473,7 @@ impl Fixture {
     }
 }
 
-/// How many histories; each dies at hundreds of stores.
+/// Number of histories. Each dies at hundreds of stores.
 fn cases() -> u32 {
     std::env::var("STORE_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(5)
 }
@@ -486,7 +490,7 @@ proptest! {
         *table(&fixture.memory).after_store.lock() = None;
     }
 
-    /// Bits of names, rows and segments that are not what was stored: nothing but blocks is lost, and nothing panics.
+    /// With flipped bits in names, rows and segments, only blocks are lost and nothing panics.
     #[test]
     fn damaged_region_is_opened_without_panic(bits in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 1..40)) {
         let mut fixture = Fixture::new();

@@ -1,4 +1,4 @@
-//! Which files are taken over, grown or refused, and blocks with other bytes than were sent.
+//! Files that are taken over, grown or refused, and blocks whose bytes were changed.
 
 use super::*;
 
@@ -15,7 +15,7 @@ fn in_directory(
     Memory::open(&config, &owner, None, &Registry::new())
 }
 
-/// One with a block, whose process has ended.
+/// Leaves a file with one block of a process that has ended.
 fn left(path: &std::path::Path) {
     let memory = in_directory(path, |_, _| {}).unwrap();
     restored(&memory, |_, _, _| false);
@@ -93,7 +93,7 @@ fn foreign_files_are_refused_and_not_changed() {
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
 }
 
-/// As when the machine has started again.
+/// The state after a reboot of the machine.
 #[test]
 fn missing_directory_in_tmpfs_is_created() {
     let tmpfs = shm();
@@ -121,7 +121,7 @@ fn incomplete_region_is_created_again() {
     assert_eq!(restored(&again, |_, _, _| false), Found::new());
 }
 
-/// Its header stays as it is: no store makes another region of it.
+/// The header does not change: no store turns it into another region.
 #[test]
 fn region_grows_with_its_content_and_never_shrinks() {
     let directory = shm();
@@ -150,7 +150,7 @@ fn region_grows_with_its_content_and_never_shrinks() {
     assert!(check(|config| config.capacity_bytes = 16 * MIB).is_ok());
 }
 
-/// The table of blocks is as large as it was made.
+/// The size of the block table is fixed at creation.
 #[test]
 fn changed_block_count_is_limited_by_slots() {
     let directory = shm();
@@ -164,7 +164,7 @@ fn changed_block_count_is_limited_by_slots() {
     }
 }
 
-/// Its first byte that differs from what was sent is in the middle of the only block.
+/// Flips a bit in the middle of the only block.
 fn damage(path: &std::path::Path) {
     let flipped =
         std::fs::OpenOptions::new().read(true).write(true).open(path.join("uniffle-worker.memory")).unwrap();
@@ -200,7 +200,7 @@ fn found_damaged(is_flushed: bool) {
         assert_eq!((sealed.bytes(), extent.blocks.len()), (0, 0));
         buffer.release(&sealed);
     }
-    // It may be sent again, and is what the next process finds.
+    // It may be sent again, and the next process finds the new copy.
     let mut funds = funds(&again, 100_000).unwrap();
     let mut fill = buffer.reserve(5000, &mut funds).unwrap();
     fill.write(&payload(1, 5000));
@@ -309,7 +309,7 @@ fn file_that_was_cut_short_is_noticed_and_made_whole() {
         std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(left).unwrap();
         assert!(memory.backing_vanished() && !memory.outlives_process());
         assert!(memory.backing_fault().is_some_and(|fault| fault.contains("cut short")));
-        // No page is missing, so that an access does not end the process. What comes later is intact.
+        // No page is missing, so that an access does not end the process. Later blocks are intact.
         assert_eq!(std::fs::metadata(&entry).unwrap().len(), bytes);
         names::send_one(&memory, 1, 2);
         let read = buffer(&memory, 1, 0).read(None, u64::MAX, None);

@@ -1,4 +1,4 @@
-//! Names of shuffles that come while a start looks for what is left.
+//! Names of shuffles that register during the recovery.
 
 use super::super::layout::NAME_WORDS;
 use super::super::places::CHUNK_BYTES;
@@ -19,7 +19,7 @@ pub(super) fn send_one(memory: &Memory, shuffle: i32, id: i64) {
     buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
 }
 
-/// What is there of shuffles that the log knows.
+/// Restores the shuffles that the log knows and returns their ids.
 fn taken_over(memory: &Memory, shuffles: impl Iterator<Item = i32> + Clone) -> BTreeMap<i32, Vec<BlockId>> {
     shuffles.clone().for_each(|shuffle| drop(memory.register(&key(shuffle), Distribution::Normal)));
     let heap = memory.heap().of(HeapKind::Partitions);
@@ -32,8 +32,8 @@ fn taken_over(memory: &Memory, shuffles: impl Iterator<Item = i32> + Clone) -> B
     restored
 }
 
-/// The log knows a shuffle that the region does not, as after a kill amid a purge: its name is new, and lies between names that were
-/// there before.
+/// The log knows a shuffle that the region does not, as after a kill during a purge. Its new name
+/// is between existing names.
 #[test]
 fn name_allocated_during_a_start_stays_unique() {
     let memory = open(None);
@@ -102,8 +102,8 @@ fn purged_shuffle_gets_no_slot() {
     assert!(table(&memory).found_names().is_empty());
 }
 
-/// A process after one that had a block of shuffle 0 and one of shuffle 1, of which it knows the first. `keeps` is false in a mutation:
-/// what it does not know is freed.
+/// Opens the memory of a process that had a block of shuffle 0 and one of shuffle 1, and registers
+/// only shuffle 0. `keeps` is false in a mutation that frees unknown shuffles.
 fn knows_the_first(file: &OwnedFd, keeps: bool) -> Arc<Memory> {
     let memory = open(Some(file.try_clone().unwrap()));
     memory.register(&key(0), Distribution::Normal);
@@ -116,7 +116,7 @@ fn knows_the_first(file: &OwnedFd, keeps: bool) -> Arc<Memory> {
     memory
 }
 
-/// A mutation must be noticed by what the checks of [`unknown_shuffle_is_kept_until_it_ends`] look at.
+/// The checks of [`unknown_shuffle_is_kept_until_it_ends`] must detect the mutation.
 #[test]
 fn start_that_frees_unknown_shuffles_is_noticed() {
     for keeps in [false, true] {
@@ -145,7 +145,7 @@ fn unknown_shuffle_is_kept_until_it_ends() {
     send_one(&memory, 1, 8);
     memory.let_go();
     drop(memory);
-    // Also where nothing else is in memory any more.
+    // Also when nothing else is in memory.
     for _ in 0..2 {
         let memory = knows_the_first(&file, true);
         assert!(memory.used_bytes() >= 10_000, "both are charged: {}", memory.used_bytes());

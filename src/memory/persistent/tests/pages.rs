@@ -1,10 +1,11 @@
-//! Pages of the table of blocks: they come with the first rows of a chunk, go with the last, and are charged.
+//! Pages of the block table: allocated with the first row of a chunk, freed with the last, and
+//! charged.
 
 use super::super::layout::ROW_BYTES;
 use super::super::places::{CHUNK_BYTES, FREE_CHUNKS};
 use super::*;
 
-/// Rows of a chunk.
+/// Rows per chunk.
 const PER_CHUNK: u64 = CHUNK_BYTES / ROW_BYTES;
 
 fn tiny(
@@ -27,7 +28,7 @@ fn tiny(
     buffer.commit(blocks, &mut funds).map(drop)
 }
 
-/// Bytes of the rows' part of the file that have pages.
+/// Returns the bytes of the row table that have pages.
 fn resident_bytes(memory: &Memory) -> u64 {
     let geometry = table_geometry();
     let range = 8 * geometry.row_at(0)..8 * geometry.row_at(geometry.rows) / 4096 * 4096;
@@ -54,7 +55,7 @@ fn row_pages_are_allocated_and_freed_with_rows() {
     assert_eq!((resident_bytes(&memory), memory.used_bytes()), (0, 0));
 }
 
-/// One block stays of each chunk.
+/// One block of each chunk remains.
 #[test]
 fn pages_with_few_rows_are_charged_whole() {
     let memory = open(None);
@@ -73,7 +74,7 @@ fn pages_with_few_rows_are_charged_whole() {
     let rows = u64::from(chunks) * ROW_BYTES;
     assert!(memory.used_bytes() >= charged, "{} of {before}", memory.used_bytes());
     assert!(memory.shared.supply.lists.charged_bytes() >= charged + u64::from(chunks) * 64);
-    // As the next process finds it.
+    // The next process finds the same pages.
     let file = memory.handed_over().unwrap().unwrap();
     memory.let_go();
     let again = open(Some(file));
@@ -86,7 +87,7 @@ fn pages_with_few_rows_are_charged_whole() {
     assert_eq!(again.finish_restore().1, u64::from(chunks));
     assert_eq!(resident_bytes(&again), all);
     assert!(again.used_bytes() >= charged + rows);
-    // And when there are free places they are used before a page is taken.
+    // Free places are used before a page is allocated.
     tiny(&again, 1, 500_000..500_000 + PER_CHUNK as i64 - 1).unwrap();
     assert_eq!(resident_bytes(&again), all);
     release(&again, 0);
@@ -94,7 +95,7 @@ fn pages_with_few_rows_are_charged_whole() {
     assert_eq!((resident_bytes(&again), again.used_bytes()), (0, 0));
 }
 
-/// All memory is promised and little heap to borrow: a send is refused before it gets pages that nobody pays for.
+/// All memory is promised and the heap lends little: a send is refused before it gets unpaid pages.
 #[test]
 fn rows_without_room_for_pages_are_refused() {
     let config = MemoryConfig {
