@@ -1,9 +1,10 @@
-//! Where an application's time and bytes went: one account per application, of a fixed size.
+//! Per-application statistics of time and bytes, in one account of a fixed size per application.
 //!
-//! Entries are made per request and per batch, never per block: some relaxed additions beside a socket read or a disk
-//! call. An account has [`STAGES`] stages of a few counters and a coarse histogram each, about 1.5 KiB in all, so
-//! that the limit on applications bounds them; how many accounts of finished applications are kept is decided in
-//! `service`. Sums of stages that ran at the same time for several tasks may be longer than the wall clock's time.
+//! An account is updated per request and per batch, never per block. An update is a few relaxed
+//! additions beside a socket read or a disk call. An account has [`STAGES`] stages, each with a few
+//! counters and a coarse histogram. The limit on applications therefore bounds the memory.
+//! `service` decides how many accounts of finished applications are kept. The sum of a stage may
+//! exceed the wall-clock time, because several tasks can be in that stage at the same time.
 
 use std::array;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -11,26 +12,28 @@ use std::time::Duration;
 
 use crate::clock::Instant;
 
-/// What an application can wait for.
+/// Stage at which an application's work waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// From a ticket refused because the memory is full to the next one granted.
+    /// From a ticket refused because the memory is full to the next granted ticket.
     TicketWait,
-    /// As above, refused because one of its partitions fills its share of the memory.
+    /// From a ticket refused because a partition fills its share of the memory to the next granted
+    /// ticket.
     PartitionWait,
-    /// A send, from its header to its commit: mostly its bytes arriving on the socket.
+    /// A send, from its header to its commit. Most of this is the arrival of its bytes on the
+    /// socket.
     Receive,
-    /// A sealed batch, until a flush worker takes it.
+    /// The wait of a sealed batch for a flush worker.
     FlushQueue,
-    /// A batch, from the worker to readable on disk.
+    /// From the start of a batch write until the batch is readable on disk.
     FlushWrite,
-    /// The disk part of a read of index or data.
+    /// The disk part of an index or data read.
     DiskRead,
-    /// An answer with data, while the reader's socket takes it.
+    /// A data response while the reader's socket accepts it.
     Answer,
 }
 
-/// All of them, in the order of a block's way.
+/// All stages, in the order in which a block passes them.
 pub const STAGES: [Stage; 7] = [
     Stage::TicketWait,
     Stage::PartitionWait,
@@ -41,29 +44,30 @@ pub const STAGES: [Stage; 7] = [
     Stage::Answer,
 ];
 
-/// Buckets of a histogram: bucket `n` counts durations below 2^n µs, the last one everything else (over 67 s).
+/// Number of histogram buckets. Bucket `n` counts durations below 2^n µs; the last one counts all
+/// longer durations (over 67 s).
 const BUCKETS: usize = 27;
 
-/// The counters of one application; shared by everything that works for it.
+/// The counters of one application, shared by all tasks that work for it.
 #[derive(Debug)]
 pub struct Account {
     opened: Instant,
     stages: [Entry; STAGES.len()],
     waiting: [Waiting; 2],
     pub tickets_granted: Tally,
-    /// Sends that were refused or died.
+    /// Sends that were refused or failed.
     pub sends_failed: Tally,
-    /// Blocks sent again, by their payload.
+    /// Resent blocks and their payload bytes.
     pub duplicates: Tally,
-    /// Batches that had to be tried again.
+    /// Batches that had to be retried.
     pub flush_retries: Tally,
     pub memory_reads: Tally,
-    /// Bytes in memory times microseconds, added up at each sample.
+    /// Bytes in memory times microseconds, summed over the samples.
     memory_byte_us: AtomicU64,
     memory_peak_bytes: AtomicU64,
 }
 
-/// A count, with bytes.
+/// A count and a sum of bytes.
 #[derive(Debug, Default)]
 pub struct Tally {
     count: AtomicU64,
@@ -71,7 +75,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Counts `count` more, of `bytes`.
+    /// Adds `count` events with `bytes` bytes in total.
     pub fn add(&self, count: u64, bytes: u64) {
         self.count.fetch_add(count, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -94,21 +98,21 @@ struct Entry {
     buckets: [AtomicU32; BUCKETS],
 }
 
-/// A wait that began with a refusal. Of many tasks that wait at once only the first refusal and the first grant count:
-/// it is the time in which the application as a whole was held up. A wait without a grant (the task gave up) ends with
-/// its latest refusal.
+/// A wait that began with a refusal. If many tasks wait at once, only the first refusal and the
+/// first grant count, so the duration is the time in which the application as a whole was held up.
+/// A wait without a grant (the task gave up) ends with its latest refusal.
 #[derive(Debug, Default)]
 struct Waiting {
-    /// 0 = no wait.
+    /// Time of the first refusal; 0 if there is no wait.
     since_us: AtomicU64,
     latest_us: AtomicU64,
 }
 
-/// Clients that wait ask again within seconds; after so long without a refusal the wait is over.
+/// Waiting clients ask again within seconds, so a wait is over after this time without a refusal.
 const PATIENCE_US: u64 = 60_000_000;
 
 impl Waiting {
-    /// How long it went on at `now_us`, if it does.
+    /// Returns the duration of the wait at `now_us`, or 0 if there is no wait.
     fn lasted(&self, now_us: u64) -> u64 {
         let since = self.since_us.load(Ordering::Relaxed);
         let latest = self.latest_us.load(Ordering::Relaxed);
@@ -117,19 +121,19 @@ impl Waiting {
     }
 }
 
-/// What one stage came to.
+/// Totals of one stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StageSum {
-    /// How often.
+    /// Number of entries.
     pub count: u64,
     /// Payload bytes.
     pub bytes: u64,
-    /// All times added up.
+    /// Sum of all durations.
     pub total: Duration,
     pub longest: Duration,
-    /// Half of them were shorter, to a factor of two.
+    /// Median duration, to a factor of two.
     pub median: Duration,
-    /// 99 of 100 were shorter, to a factor of two.
+    /// 99th percentile of the durations, to a factor of two.
     pub p99: Duration,
 }
 
@@ -157,7 +161,7 @@ impl Default for Account {
 }
 
 impl Account {
-    /// `bytes` went through `stage` and took so long.
+    /// Records that `bytes` bytes passed `stage` in the time `took`.
     pub fn enter(&self, stage: Stage, bytes: u64, took: Duration) {
         let us = micros(took);
         let entry = &self.stages[stage as usize];
@@ -167,7 +171,7 @@ impl Account {
         entry.buckets[bucket(us)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A ticket was refused; `stage` is one of the two waits.
+    /// Records a refused ticket; `stage` is one of the two waits.
     pub fn refused(&self, stage: Stage, bytes: u64) {
         self.stages[stage as usize].tally.add(1, bytes);
         let now = micros(self.opened.elapsed()).max(1);
@@ -177,7 +181,8 @@ impl Account {
         let _ = waiting.since_us.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// A ticket was granted: waits that were going on are over. How long a wait for memory was, if there was one.
+    /// Records a granted ticket, which ends the current waits. Returns the duration of the wait for
+    /// memory, if there was one.
     pub fn granted(&self, bytes: u64) -> Option<Duration> {
         self.tickets_granted.add(1, bytes);
         let mut waited = None;
@@ -203,24 +208,25 @@ impl Account {
         entry.buckets[bucket(us)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// So many bytes of it were in memory since the last sample, `over` ago.
+    /// Records that `bytes` bytes were in memory since the last sample, `over` ago.
     pub fn sample_memory(&self, bytes: u64, over: Duration) {
         self.memory_byte_us.fetch_add(bytes.saturating_mul(micros(over)), Ordering::Relaxed);
         self.memory_peak_bytes.fetch_max(bytes, Ordering::Relaxed);
     }
 
-    /// The most bytes that a sample found in memory.
+    /// Returns the largest number of bytes in memory that a sample found.
     pub fn memory_peak_bytes(&self) -> u64 {
         self.memory_peak_bytes.load(Ordering::Relaxed)
     }
 
-    /// How long a byte was in memory, of `received_bytes` in all: the samples' bytes × time by the bytes.
+    /// Returns the mean time that one of `received_bytes` bytes was in memory: byte-time of the
+    /// samples divided by the bytes.
     pub fn mean_time_in_memory(&self, received_bytes: u64) -> Duration {
         let byte_us = self.memory_byte_us.load(Ordering::Relaxed);
         Duration::from_micros(byte_us.checked_div(received_bytes).unwrap_or(0))
     }
 
-    /// What `stage` came to. A wait that still goes on is in its total.
+    /// Returns the totals of `stage`. The total includes a wait that has not ended.
     pub fn sum(&self, stage: Stage) -> StageSum {
         let entry = &self.stages[stage as usize];
         let counts = entry.buckets.each_ref().map(|count| u64::from(count.load(Ordering::Relaxed)));
@@ -252,13 +258,13 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// The bucket of a duration: the number of its binary digits.
+/// Returns the bucket of a duration: the number of its binary digits.
 fn bucket(us: u64) -> usize {
     let digits = u64::BITS - us.leading_zeros();
     usize::try_from(digits).map_or(BUCKETS - 1, |digits| digits.min(BUCKETS - 1))
 }
 
-/// The upper end of the bucket in which the `percent`th of all falls.
+/// Returns the upper end of the bucket that contains the `percent`th percentile.
 fn quantile(counts: &[u64; BUCKETS], percent: u64) -> Duration {
     let all: u64 = counts.iter().sum();
     let wanted = (all * percent).div_ceil(100).max(1);
@@ -278,7 +284,7 @@ mod tests {
 
     #[test]
     fn accounts_are_small() {
-        // 100,000 applications at once are the limit of the registry.
+        // The registry allows 100,000 applications at once.
         assert!(size_of::<Account>() <= 1536, "{} bytes", size_of::<Account>());
     }
 

@@ -1,4 +1,4 @@
-//! One application: what its clients said of it, its shuffles, and what it holds.
+//! One application: its registration data, its shuffles, and its budgets.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,24 +14,24 @@ use crate::budget::{Budget, Charge, Heap, HeapKind};
 use crate::clock::Instant;
 use uniffle_wire::types::{AppId, ShuffleId};
 
-/// One application.
+/// A registered application.
 #[derive(Debug)]
 pub struct App {
     id: AppId,
     pub(super) user: RwLock<String>,
     pub(super) properties: RwLock<HashMap<String, String>>,
-    /// Whether a registration ever carried properties, which clients do since 0.10.
+    /// Whether a registration ever carried properties, as those of clients since 0.10 do.
     pub(super) sends_properties: AtomicBool,
     has_huge_partition: AtomicBool,
-    /// Lowest bits of its block ids that are the task attempt; 0 = not known yet.
+    /// Number of lowest bits of its block ids that hold the task attempt; 0 if not yet known.
     task_bits: AtomicU32,
     pub(super) heartbeat_timeout_ms: AtomicU64,
-    /// Milliseconds since the registry was made.
+    /// Milliseconds since the registry was created.
     pub(super) last_use_ms: AtomicU64,
     pub(super) shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
     account: Account,
     since: Instant,
-    /// What it may have of the heap, and what its latest registration takes of it.
+    /// Heap budget for registrations. `charge` is the share of the latest registration.
     pub(super) registrations: Budget,
     pub(super) reported_ids: Budget,
     partitions: Budget,
@@ -43,7 +43,8 @@ pub struct App {
 }
 
 impl App {
-    /// One that was used at `now_ms`; of the heap and of `answers` it has its part, of registrations the one that is given.
+    /// Creates an application that was last used at `now_ms`. It gets its part of `heap` and of
+    /// `answers`, and `registrations` as its registration budget.
     pub(super) fn new(
         id: &AppId,
         (heap, registrations): (&Heap, Budget),
@@ -74,78 +75,80 @@ impl App {
         })
     }
 
-    /// Bytes of blocks in answers that it has not taken.
+    /// Returns the budget for block bytes in responses that the client has not yet consumed.
     pub fn answers(&self) -> &Budget {
         &self.answers
     }
 
-    /// Heap of the lists of those answers, and of copies of their small pieces.
+    /// Returns the heap budget for the lists of those responses and for copies of small blocks.
     pub fn answer_lists(&self) -> &Budget {
         &self.answer_lists
     }
 
-    /// What it has of what quotas count.
+    /// Returns the application's usage, as quotas count it.
     pub fn usage(&self) -> &Usage {
         &self.usage
     }
 
-    /// Heap of its partitions that were ever written to.
+    /// Returns the heap budget of the partitions that were ever written to.
     pub fn partitions(&self) -> &Budget {
         &self.partitions
     }
 
-    /// Heap of the blocks of its sends that are not committed.
+    /// Returns the heap budget for the blocks of uncommitted sends.
     pub fn unfinished_blocks(&self) -> &Budget {
         &self.unfinished_blocks
     }
 
-    /// Heap of its reported block ids.
+    /// Returns the heap budget of the reported block ids.
     pub fn reported_ids(&self) -> &Budget {
         &self.reported_ids
     }
 
-    /// Its id.
+    /// Returns the application's id.
     pub fn id(&self) -> &AppId {
         &self.id
     }
 
-    /// Where its time and bytes went.
+    /// Returns the application's statistics.
     pub fn account(&self) -> &Account {
         &self.account
     }
 
-    /// Since its first registration.
+    /// Returns the time since the first registration.
     pub fn age(&self) -> Duration {
         self.since.elapsed()
     }
 
-    /// The user of its latest registration.
+    /// Returns the user of the latest registration.
     pub fn user(&self) -> String {
         self.user.read().clone()
     }
 
-    /// A property of its latest registration.
+    /// Returns the value of a property of the latest registration.
     pub fn property(&self, key: &str) -> Option<String> {
         self.properties.read().get(key).cloned()
     }
 
-    /// Whether its client is known to be 0.10 or later: such clients register with properties (docs/protocol.md §7.5).
+    /// Returns whether the client is known to be 0.10 or later: such clients register with
+    /// properties (docs/protocol.md §7.5).
     pub fn is_since_0_10(&self) -> bool {
         self.sends_properties.load(Ordering::Relaxed)
     }
 
-    /// Notes that one of its partitions is huge; true the first time.
+    /// Records that one of the application's partitions is huge. Returns true the first time.
     #[must_use]
     pub fn mark_huge(&self) -> bool {
         !self.has_huge_partition.swap(true, Ordering::Relaxed)
     }
 
-    /// Learns its layout of block ids (docs/protocol.md §3.1): so many lowest bits are the task attempt.
+    /// Stores the application's block-id layout (docs/protocol.md §3.1): the `bits` lowest bits are
+    /// the task attempt.
     pub fn learn_task_bits(&self, bits: u32) {
         self.task_bits.store(bits, Ordering::Relaxed);
     }
 
-    /// The task attempt in a block id; `None` while the layout is not known.
+    /// Returns the task attempt in a block id, or `None` while the layout is not known.
     pub fn task_of(&self, block_id: u64) -> Option<u64> {
         match self.task_bits.load(Ordering::Relaxed) {
             0 => None,
@@ -153,22 +156,22 @@ impl App {
         }
     }
 
-    /// After so long without use it is purged.
+    /// Returns the time without use after which the application is purged.
     pub fn heartbeat_timeout(&self) -> Duration {
         Duration::from_millis(self.heartbeat_timeout_ms.load(Ordering::Relaxed))
     }
 
-    /// One of its shuffles.
+    /// Returns the shuffle with this id.
     pub fn shuffle(&self, id: ShuffleId) -> Option<Arc<ShuffleState>> {
         self.shuffles.read().get(&id).cloned()
     }
 
-    /// Whether any is registered.
+    /// Returns whether any shuffle is registered.
     pub fn has_shuffles(&self) -> bool {
         !self.shuffles.read().is_empty()
     }
 
-    /// All its shuffles.
+    /// Returns all shuffles of the application.
     pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {
         self.shuffles.read().values().cloned().collect()
     }

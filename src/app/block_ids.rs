@@ -1,8 +1,10 @@
-//! The block ids that finished task attempts reported, one set per partition, charged to the heap before they are stored.
+//! Block ids reported by finished task attempts, in one set per partition, charged to the heap
+//! before they are stored.
 //!
-//! Ids are opaque here: the partition is named beside them in every request, so any block-id layout works
-//! (docs/protocol.md §3.1). A retried report changes nothing. A report reserves its [`Price`] once, which follows from its length
-//! alone; when its ids are added the charge is settled to what the sets allocated, and the rest is returned.
+//! Ids are opaque in this module: every request names their partition, so any block-id layout works
+//! (docs/protocol.md §3.1). A retried report changes nothing. A report reserves its [`Price`] once;
+//! the price follows from its length alone. When the ids are added, the charge is settled to the
+//! bytes that the sets allocated, and the rest is returned.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,32 +16,32 @@ use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge};
 use crate::durability::{IdRun, IdSet};
 
-/// A partition's place in the table, and what its list may grow by at once.
+/// Heap of a partition's table entry, including the largest single growth of its list.
 const PARTITION_BYTES: u64 = 96;
-/// An id of a report at most, however it is stored.
+/// Upper bound for an id of a report, in any storage format.
 const ID_BYTES: u64 = 8;
 
-/// A report named another number of bitmaps than the shuffle's first (docs/protocol.md §11 bitmap-count: ids were lost
-/// silently).
+/// Error: a report has another number of bitmaps than the shuffle's first report. Accepting it
+/// would lose ids silently (docs/protocol.md §11 bitmap-count).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("bitmapNum is {sent}, must be {first} as in the shuffle's first report")]
 pub struct BitmapCountChanged {
-    /// Of the first report.
+    /// Number of bitmaps in the first report.
     pub first: i32,
-    /// Of this report.
+    /// Number of bitmaps in this report.
     pub sent: i32,
 }
 
-/// Why a report was not taken; nothing of it was.
+/// Reason to refuse a report as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReportError {
     /// See [`BitmapCountChanged`].
     #[error(transparent)]
     BitmapCountChanged(#[from] BitmapCountChanged),
-    /// Too many ids are held.
+    /// The limit on stored ids is reached.
     #[error("reported block ids: {0}")]
     TooMany(#[from] QuotaExceeded),
-    /// No heap for them.
+    /// The heap has no room for the ids.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
     /// A block id is negative.
@@ -47,17 +49,17 @@ pub enum ReportError {
     NegativeId(i64),
 }
 
-/// What a report may take at most.
+/// Upper bound of the resources for a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Price {
-    /// Block ids, known ones included.
+    /// Block ids, including known ones.
     pub ids: u64,
-    /// Heap.
+    /// Heap bytes.
     pub bytes: u64,
 }
 
 impl Price {
-    /// The price of a report, whatever is stored already.
+    /// Returns the price of a report, regardless of the stored ids.
     #[must_use]
     pub fn of(partitions: &[(PartitionId, Vec<i64>)]) -> Self {
         let ids = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
@@ -65,7 +67,7 @@ impl Price {
     }
 }
 
-/// What a report has reserved. Dropped, it returns what was not used.
+/// Resources reserved for a report. Drop returns the unused part.
 #[derive(Debug)]
 pub struct PaidIds {
     share: Share,
@@ -81,18 +83,19 @@ pub type IdTable = HashMap<PartitionId, IdSet>;
 pub struct BlockIds {
     bitmap_count: Option<i32>,
     partitions: IdTable,
-    /// What is being written to a run, and is read here until that is complete.
+    /// Ids that are being written to a run. They are read from here until the run is complete.
     leaving: Option<Arc<IdTable>>,
-    /// Ids on disk, the oldest first, with what quotas count of the disk.
+    /// Ids on disk, oldest run first, each with its charge to the disk quotas.
     runs: Vec<(Arc<IdRun>, Charge)>,
     share: Share,
     charge: Charge,
-    /// As quotas count them.
+    /// Charge to the quotas of reported ids.
     counted: Charge,
 }
 
 impl BlockIds {
-    /// No ids. Added ids count against `quota` and with `counted`, and are charged to `heap`.
+    /// Creates an empty set. Added ids count against `quota` and in `counted`, and are charged to
+    /// `heap`.
     #[must_use]
     pub fn new(quota: &Quota, heap: &Budget, counted: Charge) -> Self {
         let charge = heap.nothing();
@@ -107,10 +110,10 @@ impl BlockIds {
         }
     }
 
-    /// Checks a report whose partitions have sorted ids.
+    /// Checks a report in which the ids of each partition are sorted.
     ///
     /// # Errors
-    /// The report must be refused.
+    /// Returns the reason to refuse the report.
     pub fn check(
         &self,
         bitmap_count: i32,
@@ -119,7 +122,8 @@ impl BlockIds {
         if let Some(first) = self.bitmap_count.filter(|first| *first != bitmap_count) {
             return Err(BitmapCountChanged { first, sent: bitmap_count }.into());
         }
-        // Records of the metadata log are sorted as if no id were negative.
+        // Records of the metadata log sort ids as unsigned, so negative ids would break their
+        // order.
         let ends = partitions.iter().flat_map(|(_, ids)| [ids.as_ref().first(), ids.as_ref().last()]);
         match ends.flatten().find(|id| **id < 0) {
             Some(negative) => Err(ReportError::NegativeId(*negative)),
@@ -127,7 +131,8 @@ impl BlockIds {
         }
     }
 
-    /// Whether a report with these sorted ids would change nothing in memory. Ends at the first id that is new.
+    /// Returns whether a report with these sorted ids would change nothing in memory. Stops at the
+    /// first new id.
     #[must_use]
     pub fn has_all(&self, partitions: &[(PartitionId, impl AsRef<[i64]>)]) -> bool {
         let is_known = |(partition, ids): &(PartitionId, _)| {
@@ -138,7 +143,8 @@ impl BlockIds {
         self.bitmap_count.is_some() && partitions.iter().all(is_known)
     }
 
-    /// Reserves `ids` against the bound of all ids; `charge` and `counted` are what was reserved of the heap and the quotas.
+    /// Reserves `ids` against the limit on all ids. `charge` and `counted` are the reservations of
+    /// heap and quotas.
     ///
     /// # Errors
     /// [`QuotaExceeded`].
@@ -148,12 +154,12 @@ impl BlockIds {
         Ok(PaidIds { share, charge, counted })
     }
 
-    /// The budget that ids are charged to.
+    /// Returns the budget that ids are charged to.
     pub fn heap(&self) -> &Budget {
         self.charge.budget()
     }
 
-    /// Begins to enter a report: the first one's number of bitmaps is that of all.
+    /// Begins to add a report. The first report determines the number of bitmaps for all.
     ///
     /// # Errors
     /// [`BitmapCountChanged`].
@@ -164,9 +170,10 @@ impl BlockIds {
         }
     }
 
-    /// Adds a piece of a report that has begun; the ids of a partition ascend. Known ids are ignored. Chunks that do not compress as
-    /// well as before may take more than was reserved: that is charged beyond the capacity, since the report is acknowledged or
-    /// soon will be.
+    /// Adds a piece of a report that has begun. The ids of a partition ascend; known ids are
+    /// ignored. Chunks that compress worse than before may take more than the reservation. The
+    /// excess is charged beyond the capacity, because the report is acknowledged already or soon
+    /// will be.
     pub fn enter(&mut self, partitions: &[(PartitionId, impl AsRef<[i64]>)], paid: &mut PaidIds) {
         let mut ids = Vec::new();
         let (mut before, mut after) = ((0, 0), (0, 0));
@@ -191,10 +198,11 @@ impl BlockIds {
         self.share.shrink_to(self.share.held() - before.saturating_sub(after));
     }
 
-    /// Enters a report that an earlier process acknowledged; the ids of a partition ascend. It is charged even beyond the capacity.
+    /// Adds a report that an earlier process acknowledged. The ids of a partition ascend. The
+    /// report is charged even beyond the capacity.
     ///
     /// # Errors
-    /// [`ReportError`]; the sets are as before then, and do not have what was acknowledged.
+    /// [`ReportError`]; the sets are unchanged then and lack the acknowledged ids.
     pub fn take_over(
         &mut self,
         bitmap_count: i32,
@@ -209,18 +217,18 @@ impl BlockIds {
         Ok(())
     }
 
-    /// Charges what else is held of the shuffle's ids, until they are dropped.
+    /// Charges further memory held for the shuffle's ids until they are dropped.
     pub fn hold(&mut self, bytes: u64) {
         let more = self.charge.budget().force_charge(bytes);
         self.charge.merge(more);
     }
 
-    /// The sets that `partition` has in memory; a clone shares most of their ids.
+    /// Returns the sets of `partition` in memory. A clone shares most of its ids.
     pub fn sets(&self, partition: PartitionId) -> impl Iterator<Item = &IdSet> {
         self.tables().filter_map(move |table| table.get(&partition))
     }
 
-    /// The sets of all partitions in memory.
+    /// Returns the sets of all partitions in memory.
     pub fn by_partition(&self) -> impl Iterator<Item = (PartitionId, &IdSet)> {
         self.tables().flatten().map(|(partition, ids)| (*partition, ids))
     }
@@ -229,26 +237,26 @@ impl BlockIds {
         self.leaving.as_deref().into_iter().chain([&self.partitions])
     }
 
-    /// Ids on disk, the oldest first.
+    /// Returns the runs of ids on disk, oldest first.
     #[must_use]
     pub fn runs(&self) -> Vec<Arc<IdRun>> {
         self.runs.iter().map(|(run, _)| Arc::clone(run)).collect()
     }
 
-    /// Whether ids are on disk.
+    /// Returns whether ids are on disk.
     #[must_use]
     pub fn has_runs(&self) -> bool {
         !self.runs.is_empty()
     }
 
-    /// Heap of the ids in memory.
+    /// Returns the heap bytes of the ids in memory.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
         self.tables().map(heap_bytes).sum()
     }
 
-    /// The ids that are to be written to a run: those in memory, or those of a run that was not completed. They are read here until
-    /// [`BlockIds::end_spill`].
+    /// Returns the ids to write to a run: the ids in memory, or those of an unfinished run. They
+    /// stay readable in memory until [`BlockIds::end_spill`].
     pub fn begin_spill(&mut self) -> Option<Arc<IdTable>> {
         if self.leaving.is_none() && !self.partitions.is_empty() {
             self.leaving = Some(Arc::new(std::mem::take(&mut self.partitions)));
@@ -256,7 +264,7 @@ impl BlockIds {
         self.leaving.clone()
     }
 
-    /// The ids of [`BlockIds::begin_spill`] are in `run`. Returns whether it is the first one.
+    /// Replaces the ids of [`BlockIds::begin_spill`] by `run`. Returns whether it is the first run.
     pub fn end_spill(&mut self, run: IdRun, on_disk: Charge) -> bool {
         let bytes = self.leaving.take().map_or(0, |table| heap_bytes(&table));
         let is_first = self.runs.is_empty();
@@ -270,13 +278,13 @@ impl BlockIds {
         self.runs.push((Arc::new(run), on_disk));
     }
 
-    /// Enters a report that was written as a run of its own, of `paid`.
+    /// Adds a report that was written as a run of its own, settled from `paid`.
     pub fn enter_run(&mut self, run: IdRun, on_disk: Charge, ids: u64, paid: &mut PaidIds) {
         self.add_run(run, on_disk);
         self.settle_count((0, ids), paid);
     }
 
-    /// Puts `run`, which has their ids, in the place of `old` ones.
+    /// Replaces the `old` runs by `run`, which contains their ids.
     pub fn replace_runs(&mut self, old: &[Arc<IdRun>], run: IdRun, on_disk: Charge) {
         let is_old = |run: &Arc<IdRun>| old.iter().any(|old| Arc::ptr_eq(old, run));
         let freed = old.iter().map(|run| run.heap_bytes()).sum();
@@ -285,7 +293,7 @@ impl BlockIds {
         drop(self.charge.split_up_to(freed));
     }
 
-    /// How many ids there are.
+    /// Returns the number of ids.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.share.held()
@@ -296,8 +304,8 @@ fn heap_bytes(table: &IdTable) -> u64 {
     table.values().map(|set| PARTITION_BYTES + set.heap_bytes()).sum()
 }
 
-/// Moves the difference between two amounts to or from `held`; growth comes out of `paid`, and what that lacks is charged beyond the
-/// capacity.
+/// Moves the difference between two amounts to or from `held`. Growth is taken from `paid`; the
+/// missing part is charged beyond the capacity.
 fn settle(held: &mut Charge, (before, after): (u64, u64), paid: &mut Charge) {
     let grown = after.saturating_sub(before);
     let part = paid.split_up_to(grown);
@@ -330,7 +338,7 @@ mod tests {
         Ok(ids.pay(price.ids, charge, ids.counted.budget().force_charge(price.ids))?)
     }
 
-    /// A whole report, in one piece.
+    /// Adds a whole report in one piece.
     fn report(
         ids: &mut BlockIds,
         bitmap_count: i32,
@@ -438,7 +446,7 @@ mod tests {
     fn concurrent_reports_are_charged_for_what_was_allocated() {
         let (quota, heap) = (Quota::new(1000), heap());
         let mut ids = none(&quota, &heap);
-        // A third of the ids is in both.
+        // A third of the ids is in both reports.
         let scattered = |from: i64| [(P0, (from..from + 120).map(|id| id << 33).collect::<Vec<_>>())];
         let (some, others) = (scattered(0), scattered(80));
         let [mut first, mut second] = [&some, &others].map(|report| paid(&ids, report).unwrap());

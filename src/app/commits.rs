@@ -1,28 +1,30 @@
-//! Tasks of one shuffle that committed, and whose turn it is to flush for them: clients of storage types without MEMORY
-//! wait for that before they report (docs/protocol.md §2.6).
+//! Committed tasks of one shuffle, and the coalescing of their flushes. Clients of storage types
+//! without MEMORY wait for a flush before they report (docs/protocol.md §2.6).
 //!
-//! Commits that come while one flushes are served by the next flush together, so that a wave of tasks that end makes two
-//! extents per partition and not one per task.
+//! Commits that arrive during a flush share the next flush. A wave of ending tasks therefore writes
+//! two extents per partition instead of one per task.
 
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use tokio::sync::Mutex;
 
-/// How many tasks committed, and which flush serves the next of them.
+/// Number of committed tasks, and the state that lets them share flushes.
 #[derive(Debug, Default)]
 pub struct Commits {
     count: AtomicI32,
-    /// Calls of [`Commits::flushed`] that have begun.
+    /// Number of calls of [`Commits::flushed`] that have begun.
     arrived: AtomicU64,
-    /// Of these, how many a flush began after and ended well. Held while one flushes.
+    /// Number of those calls that a successful flush covers: it began after them. Locked during a
+    /// flush.
     served: Mutex<u64>,
 }
 
 impl Commits {
-    /// Waits until a flush that began after this call has ended well: another's, or `flush`, one at a time.
+    /// Waits until a flush that began after this call has succeeded. The flush is either another
+    /// caller's or `flush`; only one runs at a time.
     ///
     /// # Errors
-    /// That of `flush`.
+    /// Returns the error of `flush`.
     pub async fn flushed<E>(&self, flush: impl Future<Output = Result<(), E>>) -> Result<(), E> {
         let mine = self.arrived.fetch_add(1, Ordering::AcqRel) + 1;
         let mut served = self.served.lock().await;
@@ -35,7 +37,8 @@ impl Commits {
         Ok(())
     }
 
-    /// Counts a task; returns how many have committed with it. A task that commits again counts again, as in Java.
+    /// Counts a committed task. Returns the number of commits including this one. A task that
+    /// commits again counts again, as in Java.
     pub fn count_one(&self) -> i32 {
         let before =
             self.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| count.checked_add(1));
@@ -63,7 +66,7 @@ mod tests {
         let mut first = std::pin::pin!(first);
         assert!(futures::poll!(&mut first).is_pending());
         let flush = || async {
-            // The one that is at work does not count for those who came after it began.
+            // A running flush does not serve calls that began after it.
             match flushes.fetch_add(1, Ordering::Relaxed) {
                 0 => Err("a disk failed"),
                 _ => Ok(()),

@@ -1,7 +1,8 @@
-//! Which applications and shuffles exist: registration, reported block ids, losses, last use, expiry.
+//! Applications and shuffles: registration, reported block ids, losses, last use, and expiry.
 //!
-//! Not here: their bytes (`memory`, `tiers`). Only [`AppRegistry::register`] creates an app or a shuffle; every other
-//! call finds one or does not (docs/protocol.md §11 app-resurrection: a late heartbeat must not bring a purged app back).
+//! This module does not store their data (`memory`, `tiers` do). Only [`AppRegistry::register`]
+//! creates an app or a shuffle; all other calls only look them up. A late heartbeat must not bring
+//! a purged app back (docs/protocol.md §11 app-resurrection).
 
 mod account;
 mod application;
@@ -56,7 +57,8 @@ section! {
 }
 
 impl AppConfig {
-    /// Apps are looked at often enough that one outlives its timeout by a tenth at most.
+    /// Returns the interval of expiry checks. An app outlives its timeout by at most a tenth,
+    /// within the bounds of the interval.
     #[must_use]
     pub fn check_interval(&self) -> Duration {
         (self.heartbeat_timeout / 10).clamp(Duration::from_millis(100), 30 * SECOND)

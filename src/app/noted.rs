@@ -1,38 +1,41 @@
-//! The registrations of a shuffle as far as the metadata log has them.
+//! The part of a shuffle's registrations that the metadata log already has.
 //!
-//! A record has what the log does not have yet. When such records have become as long as one with everything, the next has
-//! everything and replaces them: what a shuffle takes of the log follows what it is registered with, not how often.
+//! A record holds only the data that the log lacks. When these records have become as long as one
+//! complete record, the next record is complete and replaces them. A shuffle's size in the log
+//! therefore follows its registered data, not the number of registrations.
 
 use super::ranges::PartitionRanges;
 
-/// See the module. The default is a shuffle of which nothing was written by this process.
+/// Registrations of one shuffle in the metadata log. The default describes a shuffle of which this
+/// process has written nothing.
 #[derive(Debug, Default)]
 pub struct NotedRegistrations {
     ranges: PartitionRanges,
-    /// Ranges as they were sent, for remote directories.
+    /// Ranges as sent, for remote directories.
     remote_ranges: Vec<(i32, i32)>,
-    /// Of everything else that was written last; 0: nothing was.
+    /// Digest of the other registration data last written; 0 if nothing was written.
     digest: u64,
-    /// Bytes of records since the last that has everything.
+    /// Bytes of the records since the last complete one.
     bytes: u64,
-    /// Whether later starts know why results are refused.
+    /// Whether the log records why results are refused, so that later starts know the reason.
     is_marked: bool,
 }
 
-/// What the next record has.
+/// Contents of the next record.
 #[derive(Debug, PartialEq)]
 pub struct NextNote {
-    /// Ranges of partitions.
+    /// Partition ranges.
     pub ranges: PartitionRanges,
-    /// Ranges as they were sent, for remote directories.
+    /// Ranges as sent, for remote directories.
     pub remote_ranges: Vec<(i32, i32)>,
-    /// Whether it has everything that was written before.
+    /// Whether the record is complete, including everything written before.
     pub replaces: bool,
 }
 
 impl NotedRegistrations {
-    /// Returns what has to be written of a shuffle that has `ranges`, of which a client sent `remote_ranges`; none if the log
-    /// has it all. `digest` is of everything else, which takes `bytes`.
+    /// Returns the next record for a shuffle with `ranges`, of which a client sent `remote_ranges`.
+    /// Returns `None` if the log has everything. `digest` covers all other data, which takes
+    /// `bytes` bytes.
     #[must_use]
     pub fn next(
         &self,
@@ -54,7 +57,7 @@ impl NotedRegistrations {
         Some(NextNote { ranges: ranges.clone(), remote_ranges, replaces: true })
     }
 
-    /// Takes note of a record of `bytes` bytes that was written.
+    /// Records that a record of `bytes` bytes was written.
     pub fn written(&mut self, note: NextNote, digest: u64, bytes: u64) {
         self.ranges.extend(&note.ranges);
         self.remote_ranges.extend(note.remote_ranges);
@@ -64,25 +67,25 @@ impl NotedRegistrations {
         self.bytes = if note.replaces { 0 } else { self.bytes + bytes };
     }
 
-    /// Whether nothing was written by this process.
+    /// Returns whether this process has written nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.digest == 0
     }
 
-    /// Whether later starts know why results are refused.
+    /// Returns whether later starts know why results are refused.
     #[must_use]
     pub fn is_marked(&self) -> bool {
         self.is_marked
     }
 
-    /// Later starts know why results are refused.
+    /// Records that later starts know why results are refused.
     pub fn mark(&mut self) {
         self.is_marked = true;
     }
 }
 
-/// Of a range in a record.
+/// Bytes of a range in a record.
 const RANGE_BYTES: u64 = 10;
 
 #[cfg(test)]

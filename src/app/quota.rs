@@ -1,9 +1,9 @@
-//! A bounded count that is given back by `Drop`: how many block ids may be held in all.
+//! A bounded counter whose shares are returned by `Drop`. It limits the number of stored block ids.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The bound is reached.
+/// Error: the bound is reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("limit of {max} is reached")]
 pub struct QuotaExceeded {
@@ -22,23 +22,23 @@ struct Counter {
 }
 
 impl Quota {
-    /// A counter that never passes `max`.
+    /// Creates a counter that never exceeds `max`, except through [`Share::move_from`].
     pub fn new(max: u64) -> Self {
         Self(Arc::new(Counter { used: AtomicU64::new(0), max }))
     }
 
-    /// What all shares hold together.
+    /// Returns the sum of all shares.
     pub fn used(&self) -> u64 {
         self.0.used.load(Ordering::Relaxed)
     }
 
-    /// An empty share.
+    /// Returns an empty share.
     pub fn share(&self) -> Share {
         Share { quota: self.clone(), held: 0 }
     }
 }
 
-/// What one holder has taken; returned on drop.
+/// One holder's part of the count, returned on drop.
 #[derive(Debug)]
 pub struct Share {
     quota: Quota,
@@ -49,7 +49,7 @@ impl Share {
     /// Takes `count` more.
     ///
     /// # Errors
-    /// [`QuotaExceeded`] if the bound would be passed; nothing is taken then.
+    /// [`QuotaExceeded`] if the bound would be exceeded; nothing is taken then.
     pub fn grow(&mut self, count: u64) -> Result<(), QuotaExceeded> {
         let max = self.quota.0.max;
         self.quota
@@ -63,12 +63,13 @@ impl Share {
         Ok(())
     }
 
-    /// An empty share of the same bound.
+    /// Returns an empty share of the same bound.
     pub fn of_the_same(&self) -> Self {
         self.quota.share()
     }
 
-    /// Takes `count` over from `paid`; what that lacks is taken beyond the bound.
+    /// Moves `count` from `paid` to this share. If `paid` has less, the rest is taken beyond the
+    /// bound.
     pub fn move_from(&mut self, paid: &mut Self, count: u64) {
         let moved = count.min(paid.held);
         paid.held -= moved;
@@ -76,14 +77,14 @@ impl Share {
         self.held += count;
     }
 
-    /// Gives back what is held above `count`.
+    /// Returns the part of the share above `count`.
     pub fn shrink_to(&mut self, count: u64) {
         let surplus = self.held.saturating_sub(count);
         self.held -= surplus;
         self.quota.0.used.fetch_sub(surplus, Ordering::Relaxed);
     }
 
-    /// What this share holds.
+    /// Returns the size of this share.
     pub fn held(&self) -> u64 {
         self.held
     }

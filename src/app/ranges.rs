@@ -1,6 +1,7 @@
-//! Which partitions a shuffle has here: closed ranges, merged, so that 100,000 registered partitions cost a few words.
+//! The registered partitions of a shuffle as merged, closed ranges. In this form 100,000 registered
+//! partitions take a few words.
 
-/// A range that is none.
+/// Error: an invalid range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RangeError {
     /// Negative start, or end before start.
@@ -21,7 +22,7 @@ impl PartitionRanges {
     /// Merges `ranges`.
     ///
     /// # Errors
-    /// The first range that is none.
+    /// Returns the first invalid range.
     pub fn parse(ranges: &[(i32, i32)]) -> Result<Self, RangeError> {
         if let Some(&(start, end)) = ranges.iter().find(|(start, end)| *start < 0 || end < start) {
             return Err(RangeError::Invalid { start, end });
@@ -29,7 +30,7 @@ impl PartitionRanges {
         Ok(Self(merge(ranges.to_vec())))
     }
 
-    /// Adds all of `other`.
+    /// Adds all ranges of `other`.
     pub fn extend(&mut self, other: &Self) {
         let mut all = std::mem::take(&mut self.0);
         all.extend_from_slice(&other.0);
@@ -55,30 +56,30 @@ impl PartitionRanges {
         Self(left)
     }
 
-    /// Whether `partition` is in one of the ranges.
+    /// Returns whether `partition` is in one of the ranges.
     pub fn contains(&self, partition: i32) -> bool {
         let after = self.0.partition_point(|(start, _)| *start <= partition);
         after > 0 && partition <= self.0[after - 1].1
     }
 
-    /// The ranges, sorted.
+    /// Returns the ranges, sorted.
     pub fn to_vec(&self) -> Vec<(i32, i32)> {
         self.0.clone()
     }
 
-    /// How many ranges there are.
+    /// Returns the number of ranges.
     pub fn ranges(&self) -> usize {
         self.0.len()
     }
 
-    /// How many partitions the ranges hold.
+    /// Returns the number of partitions in the ranges.
     pub fn count(&self) -> u64 {
         self.0.iter().map(|(start, end)| u64::from(end.abs_diff(*start)) + 1).sum()
     }
 }
 
 fn merge(mut ranges: Vec<(i32, i32)>) -> Vec<(i32, i32)> {
-    // The stable sort sees that these are two sorted runs when ranges are added to others.
+    // When ranges are added to others, the stable sort detects two sorted runs.
     ranges.sort();
     let mut merged: Vec<(i32, i32)> = Vec::new();
     for (start, end) in ranges {

@@ -1,8 +1,10 @@
-//! How many records task attempts say they wrote, partition by partition: newer clients report that beside their blocks,
-//! get it back with the result of many partitions, and compare it with what they read (docs/protocol.md §2.8, §2.9).
+//! Numbers of records that task attempts wrote to each partition. Newer clients report them beside
+//! their blocks. They get them back with the result of several partitions and compare them with the
+//! records they read (docs/protocol.md §2.8, §2.9).
 //!
-//! Opaque here, and charged to the heap before it is kept. A retried report changes nothing; of two numbers for the same
-//! attempt and partition the later one counts.
+//! The numbers are opaque to this module and charged to the heap before they are stored. A retried
+//! report changes nothing. If two reports differ for the same attempt and partition, the later one
+//! counts.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -11,30 +13,30 @@ use uniffle_wire::types::PartitionId;
 
 use crate::budget::{Budget, Charge};
 
-/// A partition's place in the table.
+/// Heap of a partition's table entry.
 const PARTITION_BYTES: u64 = 96;
-/// A task attempt and its number, with the room that a list grows by.
+/// Heap of a task attempt and its number, including spare capacity of the list.
 const ENTRY_BYTES: u64 = 32;
 
-/// Records by task attempt, of one partition.
+/// A partition and its record counts by task attempt.
 pub type PartitionRecords = (PartitionId, Vec<(i64, i64)>);
 
-/// Record numbers of one shuffle.
+/// Record counts of one shuffle.
 #[derive(Debug)]
 pub struct RecordCounts {
-    /// Sorted by attempt.
+    /// Each list is sorted by attempt.
     partitions: HashMap<PartitionId, Vec<(i64, i64)>>,
     charge: Charge,
 }
 
 impl RecordCounts {
-    /// None; what is added is charged to `heap`.
+    /// Creates an empty table. Added entries are charged to `heap`.
     #[must_use]
     pub fn new(heap: &Budget) -> Self {
         Self { partitions: HashMap::new(), charge: heap.nothing() }
     }
 
-    /// Whether a report has a number that is not known.
+    /// Returns whether a report contains an unknown number.
     #[must_use]
     pub fn would_change(&self, reported: &[PartitionRecords]) -> bool {
         let is_known = |partition: &PartitionId, entry: &(i64, i64)| {
@@ -43,8 +45,8 @@ impl RecordCounts {
         reported.iter().any(|(partition, tasks)| tasks.iter().any(|entry| !is_known(partition, entry)))
     }
 
-    /// What a report takes more at most: repeated attempts count again, and so does a number that replaces another, for the
-    /// metadata log has both.
+    /// Returns an upper bound of the additional bytes for a report. Repeated attempts count again,
+    /// and so does a number that replaces another, because the metadata log stores both.
     #[must_use]
     pub fn price_of(&self, reported: &[PartitionRecords]) -> u64 {
         let cost = |(partition, tasks): &PartitionRecords| match self.partitions.get(partition) {
@@ -57,7 +59,8 @@ impl RecordCounts {
         reported.iter().map(cost).sum()
     }
 
-    /// Adds what a task attempt reported, of `paid`; what that lacks by now is charged beyond what there is.
+    /// Adds a report of a task attempt, settled from `paid`. If `paid` is too small by now, the
+    /// rest is charged beyond the capacity.
     pub fn enter(&mut self, reported: &[PartitionRecords], mut paid: Charge) {
         let bytes = self.price_of(reported);
         let charge = paid.split_up_to(bytes);
@@ -67,7 +70,7 @@ impl RecordCounts {
         self.add(reported);
     }
 
-    /// As [`RecordCounts::enter`], of a report that an earlier process acknowledged.
+    /// Adds a report that an earlier process acknowledged, as [`RecordCounts::enter`] does.
     pub fn take_over(&mut self, reported: &[PartitionRecords]) {
         self.enter(reported, self.charge.budget().nothing());
     }
@@ -87,7 +90,7 @@ impl RecordCounts {
         }
     }
 
-    /// Returns the numbers of a report that are not known.
+    /// Returns the unknown numbers of a report.
     #[must_use]
     pub fn unknown(&self, reported: &[PartitionRecords]) -> Vec<PartitionRecords> {
         let unknown = |(partition, tasks): &PartitionRecords| {
@@ -98,12 +101,12 @@ impl RecordCounts {
         reported.iter().map(unknown).filter(|(_, tasks)| !tasks.is_empty()).collect()
     }
 
-    /// How many numbers there are of `partitions`.
+    /// Returns how many numbers are stored for `partitions`.
     pub fn count(&self, partitions: &[PartitionId]) -> usize {
         partitions.iter().filter_map(|partition| self.partitions.get(partition)).map(Vec::len).sum()
     }
 
-    /// Those of `partitions`, as far as there are any.
+    /// Returns the stored numbers of `partitions`.
     pub fn of(&self, partitions: &[PartitionId]) -> Vec<PartitionRecords> {
         let known = |partition: &PartitionId| Some((*partition, self.partitions.get(partition)?.clone()));
         partitions.iter().filter_map(known).collect()

@@ -1,4 +1,4 @@
-//! What `registerShuffle` says, what of it takes heap, and why it may be refused.
+//! The contents of `registerShuffle`, their heap use, and the reasons to refuse a registration.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -10,50 +10,52 @@ use super::usage::OverQuota;
 use crate::budget::heap::HeapFull;
 use uniffle_wire::types::{Distribution, ShuffleKey};
 
-/// Ranges of one shuffle that cannot be merged: what a coordinator makes of so many partitions dealt out one by one.
+/// Maximum number of ranges of one shuffle that cannot be merged. A coordinator creates them by
+/// assigning partitions one by one.
 pub(super) const RANGES_MAX: usize = 1 << 18;
 
-/// Heap of an application, in all modules together, beside what it was registered with.
+/// Heap of an application in all modules together, without its registration data.
 const APP_BYTES: u64 = 4096;
-/// ... of a shuffle.
+/// Heap of a shuffle in all modules together.
 pub(super) const SHUFFLE_BYTES: u64 = 2048;
-/// ... of a range, which tiers keep too, and once more as far as it is written down.
+/// Heap of a range in all modules together. Tiers keep ranges too, and so does the record of logged
+/// registrations.
 pub(super) const RANGE_BYTES: u64 = 32;
-/// ... of a string, beside its bytes.
+/// Heap of a string in addition to its bytes.
 const STRING_BYTES: u64 = 48;
 
-/// Why a registration was not taken; nothing of it was.
+/// Reason to refuse a registration as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RegisterError {
-    /// As many applications as are allowed.
+    /// The limit on applications is reached.
     #[error("applications: {0}")]
     Apps(QuotaExceeded),
-    /// As many shuffles of the application as are allowed.
+    /// The limit on shuffles of the application is reached.
     #[error("shuffles of the application: {0}")]
     Shuffles(QuotaExceeded),
-    /// More ranges than a shuffle may have.
+    /// The shuffle would have too many ranges.
     #[error(
         "partitionRanges has {ranges} disjoint ranges, earlier registrations included; the limit is \
          {RANGES_MAX}"
     )]
     Ranges {
-        /// How many there would be.
+        /// Number of ranges the shuffle would have.
         ranges: usize,
     },
-    /// No heap for it.
+    /// The heap has no room for the registration.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
-    /// More partitions than a quota allows.
+    /// A quota allows no further partitions.
     #[error(transparent)]
     Quota(#[from] OverQuota),
 }
 
-/// What `registerShuffle` says.
+/// Contents of a `registerShuffle` request.
 #[derive(Debug, Clone)]
 pub struct Registration {
     /// The shuffle.
     pub key: ShuffleKey,
-    /// Its partitions on this worker; added to those already known.
+    /// The shuffle's partitions on this worker, added to the known ones.
     pub ranges: PartitionRanges,
     /// Order of blocks in extents.
     pub distribution: Distribution,
@@ -61,18 +63,18 @@ pub struct Registration {
     pub user: String,
     /// Client configuration, `.rss.` keys only.
     pub properties: HashMap<String, String>,
-    /// Whether the client sent any properties, `.rss.` or not.
+    /// Whether the client sent any properties, with `.rss.` or without.
     pub sent_properties: bool,
-    /// What this app wants instead of the configured timeout, within bounds.
+    /// Heartbeat timeout that the app requests instead of the configured one, within bounds.
     pub heartbeat_timeout: Option<Duration>,
-    /// Bytes that other modules keep of it.
+    /// Bytes that other modules keep of this registration.
     pub kept_elsewhere_bytes: u64,
-    /// The address that it came from; none of one that an earlier process took.
+    /// Client address; `None` for a registration that an earlier process accepted.
     pub from: Option<IpAddr>,
 }
 
 impl Registration {
-    /// What an application keeps of it, beside its shuffle.
+    /// Returns the bytes that an application keeps of the registration, without its shuffle.
     pub(super) fn app_bytes(&self) -> u64 {
         let strings = self.properties.iter().flat_map(|(key, value)| [key, value]);
         let properties: u64 = strings.map(|text| text.len() as u64 + STRING_BYTES).sum();

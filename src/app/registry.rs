@@ -1,7 +1,7 @@
 //! Apps and their shuffles, with the time of their last use.
 //!
-//! Removing is done under the lock that registering takes, and the caller passes the work that must happen with it
-//! (`with` closures), so that a purge and a registration of the same app never interleave.
+//! Removal takes the same lock as registration. Callers pass related work as `with` closures, which
+//! run under that lock. A purge and a registration of the same app therefore never interleave.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,7 +31,7 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 #[derive(Debug)]
 pub struct AppRegistry {
     config: AppConfig,
-    /// For apps that register from now on and do not choose another.
+    /// Timeout for apps that register from now on without choosing their own.
     heartbeat_timeout_ms: AtomicU64,
     apps: DashMap<AppId, Arc<App>>,
     heap: Heap,
@@ -39,11 +39,11 @@ pub struct AppRegistry {
     block_ids: Quota,
     started: Instant,
     quotas: Arc<Quotas>,
-    /// Held while an app or shuffle is added or removed together with its state elsewhere.
+    /// Locked while an app or a shuffle is added or removed together with its state elsewhere.
     lifecycle: Mutex<Alone>,
 }
 
-/// What only those see that add and remove.
+/// State used only while apps and shuffles are added or removed.
 #[derive(Debug)]
 struct Alone {
     users: Users,
@@ -52,7 +52,8 @@ struct Alone {
 }
 
 impl AppRegistry {
-    /// No apps. What is registered and reported is charged to `heap`; of `answers` each app may have half.
+    /// Creates an empty registry. Registrations and reports are charged to `heap`. Each app may use
+    /// half of `answers`.
     #[must_use]
     pub fn new(config: AppConfig, heap: &Heap, answers: &Budget) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);
@@ -75,7 +76,7 @@ impl AppRegistry {
         }
     }
 
-    /// What one application and one user may have.
+    /// Returns the quotas of applications and users.
     #[must_use]
     pub fn quotas(&self) -> &Quotas {
         &self.quotas
@@ -93,11 +94,12 @@ impl AppRegistry {
         self.enter(registration, with, |room, budget, bytes| room.try_charge(budget, bytes))
     }
 
-    /// As [`AppRegistry::register`], of a registration that an earlier process acknowledged: there is heap for it, in
-    /// whatever order they come, or what was written would be lost.
+    /// Adds a registration that an earlier process acknowledged, as [`AppRegistry::register`] does.
+    /// It is charged even beyond the capacity, in whatever order registrations come, because a
+    /// refusal would lose written data.
     ///
     /// # Errors
-    /// As there, but for the heap.
+    /// Those of [`AppRegistry::register`], except for a full heap.
     pub fn take_over<T>(
         &self,
         registration: Registration,
@@ -128,7 +130,8 @@ impl AppRegistry {
             let charge = charged(&room, &app.registrations, bytes);
             charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))
         };
-        // Only what it has more: one that fills its part can still register what it has.
+        // Only the increase is charged, so an app that fills its part can still repeat its
+        // registration.
         let (bytes, before) = (registration.app_bytes(), app.charge.lock().bytes());
         let more = charged(bytes.saturating_sub(before))?;
         self.add_shuffle(&app, &registration, &alone.unproven, charged)?;
@@ -153,7 +156,7 @@ impl AppRegistry {
         Ok(with())
     }
 
-    /// Adds the shuffle of a registration, or its ranges.
+    /// Adds the shuffle of a registration, or adds ranges to a known shuffle.
     fn add_shuffle(
         &self,
         app: &App,
@@ -176,7 +179,7 @@ impl AppRegistry {
         if all.ranges() > RANGES_MAX {
             return Err(RegisterError::Ranges { ranges: all.ranges() });
         }
-        // Ranges that grow together leave what they were charged with the shuffle.
+        // When ranges merge, their charge stays with the shuffle.
         let bytes = fixed + RANGE_BYTES * all.ranges().saturating_sub(before) as u64;
         let charge = charged(bytes)?;
         let partitions = app.usage().take(Counted::Partitions, all.count().saturating_sub(partitions))?;
@@ -199,41 +202,45 @@ impl AppRegistry {
         Ok(())
     }
 
-    /// Recovery found a shuffle, and for `reason` may not have found others of its app: from now on one that is registered
-    /// anew may be one of those, and is incomplete then (`unproven`).
+    /// Records a shuffle that recovery found, where `reason` may have hidden other shuffles of its
+    /// app. A shuffle of that app that is registered anew may be one of the hidden ones and counts
+    /// as incomplete then (`unproven`).
     pub fn found_unproven(&self, key: &ShuffleKey, reason: &Arc<str>) {
         self.lifecycle.lock().unproven.found(key, reason);
     }
 
-    /// As [`AppRegistry::found_unproven`], of a shuffle that has files and no registration.
+    /// Records a shuffle that has files but no registration, as [`AppRegistry::found_unproven`]
+    /// does.
     pub fn left_unproven(&self, key: &ShuffleKey, reason: &Arc<str>) {
         self.lifecycle.lock().unproven.left(key, reason);
     }
 
-    /// Shuffles that have files and no registration, and why that may be lost.
+    /// Returns the shuffles that have files but no registration, and why the registration may be
+    /// lost.
     #[must_use]
     pub fn all_left_unproven(&self) -> Vec<(ShuffleKey, Arc<str>)> {
         self.lifecycle.lock().unproven.all_left()
     }
 
-    /// Why an app that is not known may have been before the start.
+    /// Returns why an unknown app may have existed before the start.
     #[must_use]
     pub fn unproven_reason(&self, app: &AppId) -> Option<Arc<str>> {
         self.lifecycle.lock().unproven.reason_of(app)
     }
 
-    /// Replaces the timeout of apps that register from now on.
+    /// Replaces the timeout for apps that register from now on.
     pub fn set_heartbeat_timeout(&self, timeout: Duration) {
         self.heartbeat_timeout_ms.store(millis(timeout), Ordering::Relaxed);
     }
 
-    /// An app that is not in the registry yet. It is in there before it is touched, and must not look expired in between.
+    /// Creates an app that is not yet in the registry. It is inserted before it is touched and must
+    /// not look expired in between.
     fn fresh(&self, id: &AppId, registrations: Budget, usage: Usage) -> Arc<App> {
         let timeout_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
         App::new(id, (&self.heap, registrations), &self.answers, (self.now_ms(), timeout_ms), usage)
     }
 
-    /// The app, without refreshing it.
+    /// Returns the app without refreshing it.
     #[must_use]
     pub fn find(&self, id: &AppId) -> Option<Arc<App>> {
         self.apps.get(id).map(|entry| Arc::clone(&entry))
@@ -244,32 +251,34 @@ impl AppRegistry {
         app.last_use_ms.fetch_max(self.now_ms(), Ordering::Relaxed);
     }
 
-    /// Marks all apps as used now: after a restart every one gets its full timeout.
+    /// Marks all apps as used now: after a restart every app gets its full timeout.
     pub fn touch_all(&self) {
         self.apps.iter().for_each(|app| self.touch(&app));
     }
 
-    /// Removes one shuffle and runs `with` before it can be registered again. Whether it was known, and what `with` gave if
-    /// its app is; what takes long to drop belongs in there, because it is dropped after the lock is free.
+    /// Removes one shuffle and runs `with` before it can be registered again. Returns whether the
+    /// shuffle was known, and the result of `with` if its app is known. Values that are slow to
+    /// drop belong in that result, because it is dropped after the lock is released.
     pub fn remove_shuffle<T>(&self, key: &ShuffleKey, with: impl FnOnce() -> T) -> (bool, Option<T>) {
         let mut alone = self.lifecycle.lock();
         let Some(app) = self.find(&key.app) else { return (false, None) };
         alone.unproven.unregistered(key);
         let removed = app.shuffles.write().remove(&key.shuffle);
         let given = with();
-        // What was reported of it may be millions of ids.
+        // The shuffle's reports may hold millions of ids, so they are dropped outside the lock.
         drop(alone);
         (removed.is_some(), Some(given))
     }
 
-    /// Removes an app and runs `with` on its shuffles before it can be registered again; what that gave, see
-    /// [`AppRegistry::remove_shuffle`]. None if the app was not known.
+    /// Removes an app and runs `with` on its shuffles before it can be registered again. Returns
+    /// the result of `with` (see [`AppRegistry::remove_shuffle`]), or `None` if the app is not
+    /// known.
     pub fn remove_app<T>(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>) -> T) -> Option<T> {
         self.remove_app_if(id, |_| true, with)
     }
 
-    /// As [`AppRegistry::remove_app`], but only if the app is still expired (docs/protocol.md §11 purge-recheck: time passes
-    /// between finding an expired app and purging it).
+    /// Removes an app as [`AppRegistry::remove_app`] does, but only if it is still expired. Time
+    /// passes between finding an expired app and purging it (docs/protocol.md §11 purge-recheck).
     pub fn remove_app_if_expired<T>(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>) -> T) -> Option<T> {
         self.remove_app_if(id, |app| self.is_expired(app), with)
     }
@@ -285,18 +294,18 @@ impl AppRegistry {
         alone.unproven.ended(id);
         let shuffles = std::mem::take(&mut *app.shuffles.write());
         let given = with(shuffles.values().map(|shuffle| shuffle.key().clone()).collect());
-        // As there.
+        // Large values are dropped outside the lock, as in `remove_shuffle`.
         drop(alone);
         Some(given)
     }
 
-    /// Apps without use for longer than the timeout.
+    /// Returns the apps without use for longer than their timeout.
     #[must_use]
     pub fn expired(&self) -> Vec<AppId> {
         self.apps.iter().filter(|app| self.is_expired(app)).map(|app| app.id().clone()).collect()
     }
 
-    /// Since the app was last used.
+    /// Returns the time since the app was last used.
     #[must_use]
     pub fn idle(&self, app: &App) -> Duration {
         Duration::from_millis(self.now_ms().saturating_sub(app.last_use_ms.load(Ordering::Relaxed)))
@@ -311,19 +320,19 @@ impl AppRegistry {
         millis(self.started.elapsed())
     }
 
-    /// All apps.
+    /// Returns all apps.
     #[must_use]
     pub fn apps(&self) -> Vec<Arc<App>> {
         self.apps.iter().map(|app| Arc::clone(&app)).collect()
     }
 
-    /// How many apps are known.
+    /// Returns the number of known apps.
     #[must_use]
     pub fn app_count(&self) -> usize {
         self.apps.len()
     }
 
-    /// How many reported block ids are held.
+    /// Returns the number of stored block ids from reports.
     #[must_use]
     pub fn block_id_count(&self) -> u64 {
         self.block_ids.used()

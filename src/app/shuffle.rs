@@ -1,4 +1,4 @@
-//! One shuffle: its partitions, reported blocks and losses.
+//! One shuffle: its partitions, reported blocks, and losses.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,14 +14,14 @@ use crate::budget::Charge;
 use crate::durability::ShuffleLedger;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// One shuffle.
+/// A registered shuffle.
 #[derive(Debug)]
 pub struct ShuffleState {
     key: ShuffleKey,
     pub(super) ranges: RwLock<PartitionRanges>,
-    /// Of the registrations.
+    /// Heap charge of the registrations.
     pub(super) charge: Mutex<Charge>,
-    /// Its partitions and its bytes on local disks, as quotas count them.
+    /// Partitions and bytes on local disks, as quotas count them.
     pub(super) partitions: Mutex<Charge>,
     on_disk: Mutex<Charge>,
     block_ids: Mutex<BlockIds>,
@@ -31,7 +31,7 @@ pub struct ShuffleState {
     is_unproven: bool,
     repeats_reports: AtomicBool,
     noted: tokio::sync::Mutex<NotedRegistrations>,
-    /// Touched by sends to partitions beyond the threshold only.
+    /// Touched only by sends to partitions beyond the threshold.
     huge_partitions: Mutex<HashSet<PartitionId>>,
 }
 
@@ -59,22 +59,23 @@ impl ShuffleState {
         }
     }
 
-    /// Its key.
+    /// Returns the shuffle's key.
     pub fn key(&self) -> &ShuffleKey {
         &self.key
     }
 
-    /// Whether the partition was registered.
+    /// Returns whether the partition was registered.
     pub fn has_partition(&self, partition: PartitionId) -> bool {
         self.ranges.read().contains(partition.0)
     }
 
-    /// How many partitions were registered.
+    /// Returns the number of registered partitions.
     pub fn partition_count(&self) -> u64 {
         self.ranges.read().count()
     }
 
-    /// Counts it with what `occupied` returns as its bytes on local disks. That is called under a lock, so that the last one counts.
+    /// Sets the shuffle's counted bytes on local disks to the result of `occupied`. The closure
+    /// runs under a lock, so that the latest value wins.
     pub fn count_on_disk(&self, occupied: impl FnOnce() -> u64) {
         let mut counted = self.on_disk.lock();
         let bytes = occupied();
@@ -84,27 +85,28 @@ impl ShuffleState {
         drop(counted.split_up_to(surplus));
     }
 
-    /// Reported block ids.
+    /// Returns the reported block ids.
     pub fn block_ids(&self) -> &Mutex<BlockIds> {
         &self.block_ids
     }
 
-    /// Reported record numbers.
+    /// Returns the reported record counts.
     pub fn records(&self) -> &Mutex<RecordCounts> {
         &self.records
     }
 
-    /// Tasks that committed.
+    /// Returns the committed tasks.
     pub fn commits(&self) -> &Commits {
         &self.commits
     }
 
-    /// What of it is lost.
+    /// Returns the ledger of lost data.
     pub fn ledger(&self) -> &ShuffleLedger {
         &self.ledger
     }
 
-    /// Refuses its results for `reason`: it may have been registered before the start (`unproven`).
+    /// Marks the shuffle's results as refused for `reason`: it may have been registered before the
+    /// start (`unproven`).
     pub(super) fn mark_unproven(&mut self, reason: &str) {
         self.is_unproven = true;
         let text =
@@ -112,40 +114,41 @@ impl ShuffleState {
         self.ledger.mark_incomplete(text);
     }
 
-    /// Whether the metadata log is to be told why its results are refused.
+    /// Returns whether the metadata log must record why the results are refused.
     pub fn is_unproven(&self) -> bool {
         self.is_unproven
     }
 
-    /// Its registrations as far as the metadata log has them. Locked while more is written.
+    /// Returns the registrations that the metadata log has. The lock is held while more are
+    /// written.
     pub fn noted(&self) -> &tokio::sync::Mutex<NotedRegistrations> {
         &self.noted
     }
 
-    /// All of its ranges.
+    /// Returns all registered ranges.
     pub fn ranges(&self) -> PartitionRanges {
         self.ranges.read().clone()
     }
 
-    /// Whether its reports are to be written without the ids that they repeat.
+    /// Returns whether reports are to be written without the ids that they repeat.
     pub fn repeats_reports(&self) -> bool {
         self.repeats_reports.load(Ordering::Relaxed)
     }
 
-    /// A report named `new` ids of `all` for the first time.
+    /// Records that a report of `all` ids had `new` new ones.
     pub fn note_repetition(&self, new: u64, all: u64) {
         if new < all / 2 {
             self.repeats_reports.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Marks a partition as huge, for good; true the first time.
+    /// Marks a partition as huge permanently. Returns true the first time.
     #[must_use]
     pub fn mark_huge(&self, partition: PartitionId) -> bool {
         self.huge_partitions.lock().insert(partition)
     }
 
-    /// How many partitions are marked huge.
+    /// Returns the number of partitions marked huge.
     pub fn huge_partition_count(&self) -> usize {
         self.huge_partitions.lock().len()
     }

@@ -1,8 +1,12 @@
-//! What registrations that come from one address may have of their heap, under however many names: some of it is left to others. And
-//! what is left of it when newcomers have the rest, from however many addresses: that is for applications that were there before.
+//! Limits on the registration heap per client address and for newcomers.
 //!
-//! An application counts where it was registered first. It was there before if it was known for a minute when newcomers were first
-//! refused; that moment stays while it is tight, so that nobody grows into it by staying.
+//! One address cannot use the whole heap, however many applications it registers: part is reserved
+//! for other addresses. Newcomers together cannot use it either, from however many addresses: a
+//! part is reserved for established applications.
+//!
+//! An application counts for the address of its first registration. It is established if it was
+//! known for a minute when a newcomer was first refused. That moment stays fixed while the heap is
+//! nearly full, so that no application becomes established by waiting.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -12,10 +16,11 @@ use std::time::Duration;
 use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::Instant;
 
-/// Of so many parts one address leaves two to others, and newcomers leave one to those that were there before.
+/// Number of parts of the heap. One address leaves two parts to others; newcomers leave one to
+/// established applications.
 const PARTS: u64 = 8;
 const KNOWN_FOR: Duration = Duration::from_secs(60);
-/// Addresses are not looked through for those without applications while they are so few.
+/// Number of addresses below which those without applications are not searched for.
 const FEW: usize = 64;
 
 /// Heap of registrations by address.
@@ -24,15 +29,15 @@ pub(super) struct Sources {
     whole: Budget,
     by_address: HashMap<IpAddr, Budget>,
     looked_through_at: usize,
-    /// When a newcomer was first refused, since it became tight.
+    /// Time of the first refusal of a newcomer since the heap became nearly full.
     tight_since: Cell<Option<Instant>>,
 }
 
-/// What an application may be charged.
+/// The part of the heap that an application may be charged to.
 #[derive(Debug)]
 pub(super) struct Room<'a> {
     sources: &'a Sources,
-    /// Left to others.
+    /// Bytes reserved for other applications.
     left_bytes: u64,
 }
 
@@ -42,7 +47,8 @@ impl Sources {
         Self { whole, by_address: HashMap::new(), looked_through_at: FEW, tight_since: Cell::default() }
     }
 
-    /// Where applications that register at `from` are charged; where it is not known, only the whole bounds them.
+    /// Returns the budget for applications that register from address `from`. If the address is
+    /// unknown, only the whole heap limits them.
     pub(super) fn budget(&mut self, from: Option<IpAddr>) -> Budget {
         let Some(from) = from else { return self.whole.clone() };
         if self.by_address.len() >= self.looked_through_at {
@@ -53,7 +59,8 @@ impl Sources {
         self.by_address.entry(from.to_canonical()).or_insert_with(|| self.whole.child(capacity)).clone()
     }
 
-    /// For an application that has been known for so long, if it is.
+    /// Returns the room for an application that has been known for `known_for`; `None` is a
+    /// newcomer.
     pub(super) fn room(&self, known_for: Option<Duration>) -> Room<'_> {
         let part = self.whole.capacity() / PARTS;
         if self.whole.free() >= 2 * part {
@@ -66,7 +73,7 @@ impl Sources {
 }
 
 impl Room<'_> {
-    /// Charges an application's budget, or nothing.
+    /// Charges an application's budget, or changes nothing.
     pub(super) fn try_charge(&self, budget: &Budget, bytes: u64) -> Result<Charge, NoCapacity> {
         let free = self.sources.whole.free().saturating_sub(self.left_bytes);
         if bytes > free {

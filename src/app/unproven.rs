@@ -1,19 +1,20 @@
-//! Shuffles that may have been registered before the start although nothing of it is known.
+//! Shuffles that may have been registered before the start although no record of them was found.
 //!
-//! When recovery cannot prove that it has seen every registration, a client may register one anew that had reports. Were
-//! it taken for a new one its results would be short. So of every application that is found then, a shuffle that was not
-//! found counts as one that was lost if its id is not above all that were: Spark numbers shuffles upwards. It stays
-//! incomplete until it is unregistered.
+//! If recovery cannot prove that it saw every registration, a client may register a shuffle anew
+//! that already had reports. Treating it as new would return short results. A shuffle of an
+//! application that recovery found therefore counts as lost if it was not found and its id is not
+//! above the highest found id: Spark numbers shuffles upwards. It stays incomplete until it is
+//! unregistered.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-/// Ids of one application that are remembered as unregistered since the start; one beyond them stays in question.
+/// Maximum number of unregistered ids remembered per application. Further ids stay unverified.
 const UNREGISTERED_MAX: usize = 4096;
 
-/// By application; as many as recovery found.
+/// Applications whose shuffles are unverified; at most as many as recovery found.
 #[derive(Debug, Default)]
 pub(super) struct Unproven {
     apps: HashMap<AppId, Questioned>,
@@ -24,14 +25,14 @@ struct Questioned {
     reason: Arc<str>,
     /// The highest id that was found.
     highest: i32,
-    /// What is registered now under these ids is new.
+    /// Ids unregistered since the start: a registration with one of these ids is a new shuffle.
     unregistered: HashSet<i32>,
-    /// Of these files were found and no registration.
+    /// Ids with files but without a registration.
     left: BTreeSet<i32>,
 }
 
 impl Unproven {
-    /// A shuffle was found, and for `reason` others of its application may not have been.
+    /// Records a found shuffle, where `reason` may have hidden other shuffles of its application.
     pub(super) fn found(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
         let id = key.shuffle.0;
         let fresh = || Questioned {
@@ -44,13 +45,14 @@ impl Unproven {
         app.highest = app.highest.max(id);
     }
 
-    /// Files of a shuffle were found, and for `reason` not its registration.
+    /// Records a shuffle whose files were found but, for `reason`, not its registration.
     pub(super) fn left(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
         self.found(key, reason);
         self.apps.entry(key.app.clone()).and_modify(|app| _ = app.left.insert(key.shuffle.0));
     }
 
-    /// What was [left](Self::left) and neither registered anew nor unregistered since.
+    /// Returns the shuffles passed to [`left`](Self::left) that were neither registered anew nor
+    /// unregistered since.
     pub(super) fn all_left(&self) -> Vec<(ShuffleKey, Arc<str>)> {
         let of_app = |(app, it): (&AppId, &Questioned)| {
             let key = |id: &i32| (ShuffleKey::new(app.clone(), ShuffleId(*id)), Arc::clone(&it.reason));
@@ -59,24 +61,24 @@ impl Unproven {
         self.apps.iter().flat_map(of_app).collect()
     }
 
-    /// Why an application that is not known may have been.
+    /// Returns why an unknown application may have existed before the start.
     pub(super) fn reason_of(&self, app: &AppId) -> Option<Arc<str>> {
         self.apps.get(app).map(|it| Arc::clone(&it.reason))
     }
 
-    /// It is registered.
+    /// Records that the shuffle is registered.
     pub(super) fn registered(&mut self, key: &ShuffleKey) {
         self.apps.entry(key.app.clone()).and_modify(|app| _ = app.left.remove(&key.shuffle.0));
     }
 
-    /// Why a shuffle that is not known may have been registered before.
+    /// Returns why an unknown shuffle may have been registered before.
     pub(super) fn reason(&self, key: &ShuffleKey) -> Option<&Arc<str>> {
         let app = self.apps.get(&key.app)?;
         let is_new = key.shuffle.0 > app.highest || app.unregistered.contains(&key.shuffle.0);
         (!is_new).then_some(&app.reason)
     }
 
-    /// A client has unregistered it, known or not.
+    /// Records that a client has unregistered the shuffle, known or not.
     pub(super) fn unregistered(&mut self, key: &ShuffleKey) {
         self.registered(key);
         if let Some(app) = self.apps.get_mut(&key.app)
@@ -87,7 +89,7 @@ impl Unproven {
         }
     }
 
-    /// The application has ended.
+    /// Records that the application has ended.
     pub(super) fn ended(&mut self, app: &AppId) {
         self.apps.remove(app);
     }

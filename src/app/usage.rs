@@ -1,8 +1,9 @@
-//! What an application and its user have of what quotas count, and the quotas.
+//! Quotas, and the usage of applications and users that they limit.
 //!
-//! Everything counted is a [`Charge`], so nothing is ever counted down by hand; what an application has, its user has too. A
-//! quota that was lowered takes nothing away: it refuses what comes. What a restart finds is counted and never refused.
-//! Not here: what is answered to one who is over it (`service`).
+//! All usage is held as a [`Charge`], so it is never decremented explicitly. An application's usage
+//! also counts for its user. Lowering a quota frees nothing; it only refuses new requests. Usage
+//! found at a restart is counted and never refused. The response to a request over its quota is up
+//! to `service`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,42 +11,42 @@ use std::sync::{Arc, Weak};
 
 use crate::budget::{Budget, Charge};
 
-/// What quotas count.
+/// Resource limited by quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Counted {
-    /// Bytes on local disks: payload, what aligns it, index groups and records of the metadata log.
+    /// Bytes on local disks: payload, alignment, index groups, and records of the metadata log.
     DiskBytes,
     /// Block ids of finished task attempts.
     ReportedIds,
     /// Registered partitions.
     Partitions,
-    /// Reads whose answers are not taken.
+    /// Reads whose responses are not yet consumed.
     OpenReads,
 }
 
-/// Whose quota it is.
+/// Subject of a quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Whose {
-    /// An application's.
+    /// An application.
     App,
-    /// A user's, over all applications that first registered with this name.
+    /// A user: all applications that first registered with this name.
     User,
 }
 
-/// One quota.
+/// Identifies one quota.
 pub type Kind = (Whose, Counted);
 
 impl Counted {
-    /// All of them.
+    /// All resources.
     pub const ALL: [Self; 4] = [Self::DiskBytes, Self::ReportedIds, Self::Partitions, Self::OpenReads];
 }
 
 impl Whose {
-    /// Both.
+    /// Both subjects.
     pub const ALL: [Self; 2] = [Self::App, Self::User];
 }
 
-/// The quota's key in the configuration.
+/// Returns the quota's configuration key.
 #[must_use]
 pub fn quota_key((whose, counted): Kind) -> &'static str {
     match (whose, counted) {
@@ -60,17 +61,17 @@ pub fn quota_key((whose, counted): Kind) -> &'static str {
     }
 }
 
-/// More than a quota allows was asked for; nothing was taken.
+/// Error: a request exceeds a quota; nothing was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{} is {max}: {used} in use, {asked} more requested", quota_key(*.kind))]
 pub struct OverQuota {
-    /// Which.
+    /// The exceeded quota.
     pub kind: Kind,
-    /// The quota.
+    /// Limit of the quota.
     pub max: u64,
-    /// What was in use.
+    /// Usage at the time of the request.
     pub used: u64,
-    /// What was asked for.
+    /// Requested amount.
     pub asked: u64,
 }
 
@@ -84,7 +85,7 @@ impl EachQuota {
     }
 }
 
-/// The quotas in force, and how often each has refused something.
+/// The current quotas, and how often each has refused a request.
 #[derive(Debug, Default)]
 pub struct Quotas {
     max: EachQuota,
@@ -92,18 +93,18 @@ pub struct Quotas {
 }
 
 impl Quotas {
-    /// Replaces a quota; 0 is none.
+    /// Replaces a quota; 0 removes it.
     pub fn set(&self, kind: Kind, max: u64) {
         self.max.of(kind).store(max, Ordering::Relaxed);
     }
 
-    /// A quota, if there is one.
+    /// Returns a quota, if it is set.
     #[must_use]
     pub fn max(&self, kind: Kind) -> Option<u64> {
         Some(self.max.of(kind).load(Ordering::Relaxed)).filter(|max| *max > 0)
     }
 
-    /// How often it has refused something since the start.
+    /// Returns how often the quota has refused a request since the start.
     #[must_use]
     pub fn refused(&self, kind: Kind) -> u64 {
         self.refused.of(kind).load(Ordering::Relaxed)
@@ -112,7 +113,7 @@ impl Quotas {
 
 type Counts = [Budget; Counted::ALL.len()];
 
-/// What one application has.
+/// Usage of one application.
 #[derive(Debug)]
 pub struct Usage {
     quotas: Arc<Quotas>,
@@ -127,7 +128,7 @@ impl Usage {
         Self { quotas, of_app, of_user, refused: EachQuota::default() }
     }
 
-    /// What the application or its user has.
+    /// Returns the usage of the application or its user.
     #[must_use]
     pub fn used(&self, (whose, counted): Kind) -> u64 {
         let counts = match whose {
@@ -137,13 +138,13 @@ impl Usage {
         counts[counted as usize].used()
     }
 
-    /// How often a quota has refused something of this application.
+    /// Returns how often a quota has refused a request of this application.
     #[must_use]
     pub fn refused(&self, kind: Kind) -> u64 {
         self.refused.of(kind).load(Ordering::Relaxed)
     }
 
-    /// Counts `count` more, whatever the quotas are.
+    /// Counts `count` more regardless of the quotas.
     pub fn count(&self, counted: Counted, count: u64) -> Charge {
         self.of_app[counted as usize].force_charge(count)
     }
@@ -151,14 +152,14 @@ impl Usage {
     /// Counts `count` more if the quotas allow it.
     ///
     /// # Errors
-    /// [`OverQuota`]; two that ask at once for the last of it may both get that.
+    /// [`OverQuota`]. Two concurrent requests for the remaining amount may both be refused.
     pub fn take(&self, counted: Counted, count: u64) -> Result<Charge, OverQuota> {
         let charge = self.count(counted, count);
         self.judge(counted, count, count)?;
         Ok(charge)
     }
 
-    /// Whether the quotas allow `count` more.
+    /// Checks whether the quotas allow `count` more.
     ///
     /// # Errors
     /// [`OverQuota`].
@@ -166,7 +167,7 @@ impl Usage {
         self.judge(counted, count, 0)
     }
 
-    /// `counted_already` of what is asked for is in the counts.
+    /// Checks the quotas for `asked`, of which `counted_already` is included in the counts.
     fn judge(&self, counted: Counted, asked: u64, counted_already: u64) -> Result<(), OverQuota> {
         for whose in Whose::ALL {
             let kind = (whose, counted);
@@ -182,12 +183,12 @@ impl Usage {
     }
 }
 
-/// What each user has, as long as there is an application of theirs.
+/// Usage of each user that has at least one application.
 #[derive(Debug, Default)]
 pub(super) struct Users {
     quotas: Arc<Quotas>,
     known: HashMap<String, Weak<Counts>>,
-    /// Entries without an application are looked for when there are so many.
+    /// Number of entries at which those without an application are removed.
     sweep_at: usize,
 }
 
@@ -196,7 +197,7 @@ impl Users {
         Self { quotas, ..Self::default() }
     }
 
-    /// For a new application of `user`.
+    /// Returns the usage of a new application of `user`.
     pub(super) fn usage(&mut self, user: &str) -> Usage {
         let counts = self.known.get(user).and_then(Weak::upgrade).unwrap_or_else(|| {
             if self.known.len() >= self.sweep_at {
@@ -235,7 +236,7 @@ mod tests {
         assert_eq!((a.used(APP), a.used(USER), other.used(USER)), (50, 100, 0));
         assert_eq!((a.refused(APP), a.refused(USER), quotas.refused(USER)), (1, 1, 1));
         assert!(take(&other, 60).is_ok());
-        // Lowered, it takes nothing away; what is found at a start is counted all the same.
+        // Lowering a quota frees nothing, and usage found at a start is counted all the same.
         quotas.set(APP, 10);
         let found = a.count(Counted::Partitions, 7);
         assert_eq!(a.used(APP), 57);
