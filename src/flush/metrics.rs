@@ -1,4 +1,4 @@
-//! What the flusher does; names of the Java server and of riffle where a counterpart exists.
+//! Metrics of the flusher. Names follow the Java server and riffle where a counterpart exists.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use prometheus::{
 use crate::metrics::{self, BYTES_BUCKETS, Description, GaugeGuard, SECONDS_BUCKETS, clamped, exponential};
 use crate::tiers::{BUILT_IN, TierNames};
 
-/// What Java calls slow (`rss.server.write.slow.threshold`).
+/// Duration that Java calls slow (`rss.server.write.slow.threshold`).
 const SLOW: Duration = Duration::from_secs(10);
 
-/// Bytes at which Java's next class of batch sizes begins.
+/// Lower bounds in bytes of Java's batch size classes, except for the first class.
 const SIZE_CLASSES: [u64; 3] = [200_000, 1_000_000, 10_000_000];
 
-/// 4 KiB to 1 GiB.
+/// Buckets from 4 KiB to 1 GiB.
 const EXTENT_BUCKETS: &[f64] = &exponential::<10>(4096.0, 4.0);
 
 metrics::table! {
@@ -34,10 +34,10 @@ metrics::table! {
         // From the seal to a worker, retries included.
         wait: Histogram = "flush_wait_seconds",
             "Seconds from the seal of a batch, or its previous attempt, to its next attempt", in SECONDS_BUCKETS;
-        // From a worker to the store's word that it is readable there.
+        // From a worker until the store reports that the batch is readable.
         duration: Histogram =
             "flush_duration_seconds", "Seconds to write and publish a batch", in SECONDS_BUCKETS;
-        // riffle's, by tier.
+        // Metrics of riffle, by tier.
         writes: IntGaugeVec["storage_type"] =
             "memory_spill_in_flushing_operations", "Batches being written";
         bytes: IntGaugeVec["storage_type"] =
@@ -75,7 +75,8 @@ metrics::table! {
         level2: IntCounter = "event_size_threshold_level2", "Written batches of 200,000 to 999,999 bytes";
         level3: IntCounter = "event_size_threshold_level3", "Written batches of 1,000,000 to 9,999,999 bytes";
         level4: IntCounter = "event_size_threshold_level4", "Written batches of 10,000,000 bytes and more";
-        // Other servers drop a batch that fails again and again, which is never done here: dashboards see a 0.
+        // Other servers drop a batch that fails repeatedly. This worker never does, so dashboards
+        // show 0.
         _dropped_by_java: IntCounter =
             "total_dropped_event_num", "Batches given up; always 0, because they stay in memory";
         _dropped_by_riffle: IntCounter =
@@ -98,7 +99,7 @@ struct TierMetrics {
     sizes: Histogram,
 }
 
-/// What the names and texts of [`OfTier`] are filled with.
+/// Returns the values for the placeholders in the names and texts of [`OfTier`].
 fn fill(names: &TierNames) -> [(&'static str, &'static str); 4] {
     let TierNames { title, spill, events, queue, .. } = *names;
     [("{title}", title), ("{spill}", spill), ("{events}", events), ("{queue}", queue)]
@@ -120,13 +121,13 @@ impl FlushMetrics {
         Ok(Self { tiers: tiers.iter().map(of).collect::<Result<_, _>>()?, all })
     }
 
-    /// What it has, for the documentation.
+    /// Returns descriptions of all metrics, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
         let of_tier = |names: &TierNames| OfTier::described(&fill(names));
         [All::described(), BUILT_IN.iter().flat_map(of_tier).collect()].concat()
     }
 
-    /// Counts a batch of `bytes` that was written.
+    /// Counts a written batch of `bytes` bytes.
     pub(super) fn count_batch(&self, tier: usize, bytes: u64) {
         self.all.spilled_bytes.inc_by(bytes);
         self.all.batches.count(bytes);
@@ -135,13 +136,13 @@ impl FlushMetrics {
         tier.written_bytes.inc_by(bytes);
     }
 
-    /// Counts a batch that `tier` did not take.
+    /// Counts a failed write of a batch to `tier`.
     pub(super) fn count_failure(&self, tier: usize) {
         self.all.failed_writes.inc();
         self.tiers[tier].named.failures.inc();
     }
 
-    /// Counts the time of a write that succeeded.
+    /// Counts the time of a successful write.
     pub(super) fn count_time(&self, took: Duration) {
         self.all.duration.observe(took.as_secs_f64());
         self.all.write_ms.inc_by(took.as_secs_f64() * 1e3);
@@ -157,7 +158,8 @@ impl FlushMetrics {
         [GaugeGuard::one(&tier.writes), GaugeGuard::of(&tier.bytes, bytes)]
     }
 
-    /// Brings gauges of live values up to date: per tier, batches that wait, and these with those being written.
+    /// Updates the gauges of live values. `queues` has for each tier the number of waiting batches,
+    /// and the number of batches waiting or being written.
     pub(super) fn refresh(&self, queues: impl Iterator<Item = (usize, usize)>) {
         let mut all_queued = 0;
         for (tier, (queued, in_flight)) in self.tiers.iter().zip(queues) {

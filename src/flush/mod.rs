@@ -1,11 +1,11 @@
-//! Memory → tiers, at their own pace.
+//! Moves data from memory to the tiers, each at its own pace.
 //!
-//! Memory publishes its pressure; one scheduler wakes on it (or on a tick), asks the pure [`policy`] for victims, seals
-//! them and queues batches of one shuffle each, for the tier that [`placement`] selects; a fixed number of workers per
-//! tier writes them, so that a slow tier holds nothing up but its own batches. A batch leaves memory only after its bytes
-//! and then its index records are readable in the tier (docs/protocol.md §4.5). A batch that could not be written
-//! anywhere stays in memory, readable, and is tried again forever with a growing pause: nothing is dropped because a
-//! counter ran out.
+//! One scheduler wakes on memory pressure or a tick. It asks the pure [`policy`] for victims, seals
+//! them, and queues batches of one shuffle each for the tier that [`placement`] selects. A fixed
+//! number of workers per tier writes them, so a slow tier delays only its own batches. A batch
+//! leaves memory only after its bytes and then its index records are readable in the tier
+//! (docs/protocol.md §4.5). A batch that no tier could write stays readable in memory and is
+//! retried without limit, with growing pauses. No batch is dropped because of a retry limit.
 
 pub(crate) mod metrics;
 pub mod placement;

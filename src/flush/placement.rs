@@ -1,36 +1,37 @@
-//! Which tier takes a batch: a pure function of what is known when it is queued.
+//! Selects the tier for a batch: a pure function of the state when the batch is queued.
 //!
-//! Tiers are offered a batch in their order, those for cold data first when it is cold (larger than a threshold, or of a
-//! huge partition), as long as the tier takes batches now. A batch that a tier did not take goes to the next: it is
-//! visible in memory until one of them has published it, so any order is safe for readers (docs/protocol.md §4.5).
+//! Tiers are considered in their order if they accept batches now. Tiers for cold data come first
+//! for cold batches (larger than a threshold, or of a huge partition). After a failed write the
+//! batch goes to the next tier. A batch stays visible in memory until a tier has published it, so
+//! any order is safe for readers (docs/protocol.md §4.5).
 
-/// Whether a tier takes a batch of a shuffle now.
+/// Readiness of a tier to accept batches of a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Readiness {
-    /// The shuffle is not registered there.
+    /// The shuffle is not registered in the tier.
     Absent,
-    /// It takes nothing now: no disk, a remote that does not answer, too much in flight.
+    /// The tier accepts nothing now: no disk, an unresponsive remote, or too much in flight.
     Unavailable,
-    /// It takes batches.
+    /// The tier accepts batches.
     Ready,
 }
 
 /// A tier as placement sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TierView {
-    /// Whether it takes the batch.
+    /// Readiness to accept the batch.
     pub readiness: Readiness,
-    /// Whether cold data belongs there.
+    /// Whether the tier is for cold data.
     pub is_for_cold: bool,
 }
 
-/// Whether a partition's chain is cold.
+/// Returns whether a partition's chain is cold.
 pub fn is_cold(bytes: u64, received_bytes: u64, cold_bytes: u64, huge_partition_bytes: u64) -> bool {
     bytes > cold_bytes || received_bytes > huge_partition_bytes
 }
 
-/// The tier for a batch by its place in `tiers`; none when the shuffle has no tier at all. `failed` is the tier that
-/// failed it last.
+/// Returns the index in `tiers` of the tier for a batch, or `None` if the shuffle has no tier.
+/// `failed` is the tier that failed to write the batch last.
 pub fn select(tiers: &[TierView], is_cold: bool, failed: Option<usize>) -> Option<usize> {
     let belongs = |index: &usize| tiers[*index].is_for_cold == is_cold;
     let (mut order, others): (Vec<usize>, Vec<usize>) = (0..tiers.len()).partition(belongs);
@@ -39,7 +40,7 @@ pub fn select(tiers: &[TierView], is_cold: bool, failed: Option<usize>) -> Optio
         order.rotate_left(place + 1);
     }
     let with = |wanted: Readiness| order.iter().copied().find(|index| tiers[*index].readiness == wanted);
-    // When none takes it now, it waits where it belongs.
+    // If no tier is ready, the batch waits for the tier it belongs to.
     with(Readiness::Ready).or_else(|| with(Readiness::Unavailable))
 }
 

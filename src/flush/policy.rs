@@ -1,8 +1,9 @@
-//! Which buffers to flush: pure functions of values, no clock, no lock, no I/O.
+//! Selects the buffers to flush, with pure functions of values: no clock, no lock, no I/O.
 //!
-//! *Settled* bytes are those that sit in buffers and that no flush is moving yet: used − reserved by tickets − in
-//! flight. The watermarks are shares of what tickets leave over (capacity − reserved): when clients hold large
-//! reservations, flushing starts earlier, because that memory is about to be filled.
+//! *Settled* bytes are in buffers and not yet being flushed: used − reserved by tickets − in
+//! flight. The watermarks are fractions of the capacity without reservations (capacity − reserved).
+//! Flushing therefore starts earlier while clients hold large reservations, because that memory is
+//! about to be filled.
 
 use std::collections::{BinaryHeap, HashSet};
 
@@ -46,57 +47,57 @@ section! {
 pub struct Usage {
     /// Size of the budget.
     pub capacity: u64,
-    /// Everything charged.
+    /// All charged bytes.
     pub used: u64,
-    /// Of that, reserved by tickets.
+    /// Bytes of `used` that are reserved by tickets.
     pub reserved: u64,
-    /// Of that, sealed and on its way.
+    /// Bytes of `used` that are sealed and being flushed.
     pub in_flight: u64,
     /// Blocks in memory.
     pub blocks: u64,
-    /// Of those, sealed and on their way.
+    /// Blocks that are sealed and being flushed.
     pub blocks_in_flight: u64,
-    /// Largest request that was refused since the last look; 0 if none.
+    /// Largest request refused since the last check; 0 if none.
     pub refused: u64,
 }
 
-/// One buffer that could be flushed.
+/// A buffer that could be flushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
-    /// Its application, by its place in the list of them.
+    /// Index of its application in the list of applications.
     pub app: usize,
-    /// Charged bytes that sealing it would put in flight: what flushing it is worth.
+    /// Charged bytes that sealing it would put in flight: the gain of flushing it.
     pub charged_bytes: u64,
-    /// Payload among them: what the extent would hold.
+    /// Payload bytes among them: the size of the extent.
     pub payload_bytes: u64,
-    /// Blocks likewise.
+    /// Number of blocks among them.
     pub blocks: u64,
-    /// Payload that its partition has ever received.
+    /// Total payload that the partition has ever received.
     pub received_bytes: u64,
-    /// Batches of it already in flight.
+    /// Batches of the buffer already in flight.
     pub in_flight_batches: usize,
 }
 
-/// How much to put in flight.
+/// Amount to put in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Goal {
-    /// At least so many charged bytes.
+    /// Minimum charged bytes.
     pub bytes: u64,
-    /// And at least so many blocks: small ones can be too many long before bytes are short.
+    /// Minimum number of blocks. Small blocks can become too many long before memory is short.
     pub blocks: u64,
 }
 
 impl Goal {
-    /// Everything there is.
+    /// A goal that covers everything.
     pub const ALL: Self = Self { bytes: u64::MAX, blocks: u64::MAX };
 
-    /// Nothing to do.
+    /// Returns whether there is nothing to flush.
     pub fn is_nothing(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// How much to put in flight now.
+/// Returns the amount to put in flight now.
 pub fn flush_goal(usage: Usage, limits: &Limits) -> Goal {
     Goal { bytes: bytes_goal(usage, limits), blocks: blocks_goal(usage, limits) }
 }
@@ -112,16 +113,20 @@ fn bytes_goal(usage: Usage, limits: &Limits) -> u64 {
     let over_high = settled > share(room, limits.high_watermark);
     let watermark_goal =
         if over_high { settled.saturating_sub(share(room, limits.low_watermark)) } else { 0 };
-    // A refused request waits for room that the watermark may never make (80 % full, 25 % asked).
+    // A refused request waits for room that the watermark may never create (80 % full, 25 %
+    // requested).
     let coming_free = usage.capacity.saturating_sub(usage.used) + usage.in_flight;
     let refusal_goal = usage.refused.saturating_sub(coming_free).min(settled);
     watermark_goal.max(refusal_goal)
 }
 
-/// Indexes of the buffers to flush. Applications over their share of what is to stay in memory come first, as far as they
-/// are over it; then the largest buffers of all, until the goal's bytes are reached; then those with the most blocks, until
-/// its blocks are. Within each step the largest come first; buffers with too many batches in flight are left alone.
-/// O(n + k log n) for k victims of n.
+/// Returns the indexes of the buffers to flush.
+///
+/// The first step takes buffers of applications above their share, until they are down to it. The
+/// second takes the largest buffers of all applications until the goal's bytes are reached. The
+/// third takes the buffers with the most blocks until the goal's blocks are reached. Within each
+/// step the largest come first. Buffers with too many batches in flight are skipped. O(n + k log n)
+/// for k victims of n.
 pub fn victims(candidates: &[Candidate], apps: &[Claimant], goal: Goal, limits: &Limits) -> Vec<usize> {
     let ranked = |weight: &dyn Fn(&Candidate) -> (u64, u64)| {
         let may_go = |candidate: &Candidate| candidate.blocks > 0 && has_room_in_flight(candidate, limits);
@@ -156,7 +161,7 @@ pub fn victims(candidates: &[Candidate], apps: &[Claimant], goal: Goal, limits: 
     victims.indexes
 }
 
-/// Those chosen so far.
+/// The buffers chosen so far.
 struct Victims<'a> {
     candidates: &'a [Candidate],
     indexes: Vec<usize>,
@@ -183,15 +188,15 @@ impl Victims<'_> {
     }
 }
 
-/// How far each application is above its share when `bytes` fewer are held in all.
+/// Returns the excess of each application over its share, if the total is reduced by `bytes`.
 fn excesses(apps: &[Claimant], bytes: u64) -> Vec<u64> {
     let held = apps.iter().fold(0_u64, |sum, app| sum.saturating_add(app.demand));
     let level = fair::level(held.saturating_sub(bytes), apps);
     apps.iter().map(|app| app.demand.saturating_sub(level.share(app.weight))).collect()
 }
 
-/// Whether a buffer is to be flushed because of its own size. The current list alone counts, not what is in flight
-/// (docs/protocol.md §11 staging-size).
+/// Returns whether a buffer is to be flushed because of its own size. Only the current list counts,
+/// without the batches in flight (docs/protocol.md §11 staging-size).
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
     let is_huge = candidate.received_bytes > limits.huge_partition_bytes;
     let bytes_max = match is_huge {
@@ -203,13 +208,13 @@ pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
     candidate.payload_bytes > bytes_max
 }
 
-/// Whether a buffer that fills its partition's share of the memory is to be flushed below its threshold: if nothing of
-/// it is on its way, its writers would wait forever.
+/// Returns whether a buffer that fills its partition's share of the memory is to be flushed below
+/// its threshold. Without a batch in flight its writers would wait forever.
 pub fn is_stuck(candidate: Candidate) -> bool {
     candidate.payload_bytes > 0 && candidate.in_flight_batches == 0
 }
 
-/// Whether one more batch of a buffer may go.
+/// Returns whether one more batch of a buffer may be in flight.
 pub fn has_room_in_flight(candidate: &Candidate, limits: &Limits) -> bool {
     candidate.in_flight_batches < limits.in_flight_batches_max
 }
@@ -265,7 +270,7 @@ mod tests {
 
     #[test]
     fn reservations_lower_the_watermarks() {
-        // 400 settled of 500 that tickets leave over is 80 %.
+        // 400 settled bytes are 80 % of the 500 that tickets leave.
         assert_eq!(bytes_goal(usage(900, 500, 0)), 0);
         assert_eq!(bytes_goal(usage(901, 500, 0)), 301);
     }
@@ -318,7 +323,7 @@ mod tests {
         })
     }
 
-    /// One application that holds all of them.
+    /// Returns one application that holds all candidates.
     fn all_of_one(candidates: &[Candidate]) -> [Claimant; 1] {
         [Claimant { weight: 1, demand: candidates.iter().map(|it| it.charged_bytes).sum() }]
     }
@@ -343,7 +348,7 @@ mod tests {
         heavier[1].weight = 9;
         assert_eq!(chosen(&heavier, 50), [0], "by weight it is the first that is over its share");
         assert_eq!(chosen(&apps(1), 1_000).len(), 5);
-        // Tickets count as held and cannot be flushed: the rest comes from the largest.
+        // Tickets count as held but cannot be flushed: the rest comes from the largest buffers.
         let hoarder = [Claimant { weight: 1, demand: 500 }, Claimant { weight: 1, demand: 150 }];
         assert_eq!(chosen(&hoarder, 130), [0, 3]);
     }

@@ -1,6 +1,7 @@
-//! Sealed batches on their way to a worker; applications take turns.
+//! Queue of sealed batches for a worker, fair between applications.
 //!
-//! The queue has no length limit of its own: each element holds at least one block of memory, so the budget bounds it.
+//! The queue has no length limit of its own: each element holds at least one block of memory, so
+//! the memory budget bounds it.
 
 use std::sync::Arc;
 
@@ -14,7 +15,8 @@ use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
 use super::turns::Turns;
 
-/// The registrations that chains were sealed from, by tier: they cannot end up in a later shuffle of the same name.
+/// Registrations, by tier, of the shuffle that chains were sealed from. Chains written through them
+/// cannot reach a later shuffle of the same name.
 pub(super) type Handles = Arc<[Option<Arc<dyn TierShuffle>>]>;
 
 /// Sealed chains of one shuffle that are written together.
@@ -25,27 +27,28 @@ pub(super) struct Batch {
     pub(super) is_cold: bool,
     pub(super) distribution: Distribution,
     pub(super) parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
-    /// When it was sealed.
+    /// Time of the seal.
     pub(super) sealed_at: Instant,
-    /// Since when it waits for a worker.
+    /// Time since which the batch waits for a worker.
     pub(super) queued: Instant,
-    /// How often it could not be written.
+    /// Number of failed writes.
     pub(super) failures: u32,
-    /// The tier that failed it last.
+    /// The tier that failed to write it last.
     pub(super) failed: Option<usize>,
-    /// Counts it among those of its tier while it waits for it or is being written.
+    /// Counts the batch in its tier while it waits for the tier or is being written.
     pub(super) in_flight: Option<Arc<()>>,
-    /// Counts this batch as unfinished while it lives.
+    /// Counts this batch as unfinished while it is alive.
     pub(super) _token: Arc<()>,
 }
 
 impl Batch {
-    /// Payload bytes.
+    /// Returns the payload bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.parts.iter().map(|(_, sealed)| sealed.bytes()).sum()
     }
 
-    /// Takes out the second half of its partitions, for a batch of their own; none of a batch of one partition.
+    /// Splits off the second half of the partitions as a batch. Returns `None` for a batch of one
+    /// partition.
     pub(super) fn cut(&mut self) -> Option<Self> {
         let kept = self.parts.len().div_ceil(2);
         let parts = self.parts.split_off(kept);
@@ -59,7 +62,7 @@ impl Batch {
         })
     }
 
-    /// Blocks.
+    /// Returns the number of blocks.
     pub(super) fn blocks(&self) -> usize {
         self.parts.iter().map(|(_, sealed)| sealed.blocks()).sum()
     }
@@ -70,24 +73,24 @@ impl Batch {
 pub(super) struct Queue {
     batches: Mutex<Turns<AppId, Batch>>,
     arrived: Notify,
-    /// Every batch that waits or is being written holds a clone.
+    /// Cloned by every batch that waits or is being written.
     in_flight: Arc<()>,
 }
 
 impl Queue {
-    /// `weight` is that of its application.
+    /// Adds a batch. `weight` is the weight of its application.
     pub(super) fn push(&self, mut batch: Batch, weight: u32) {
         batch.in_flight = Some(Arc::clone(&self.in_flight));
         self.batches.lock().push(batch.key.app.clone(), batch.bytes(), weight, batch);
         self.arrived.notify_one();
     }
 
-    /// The batch whose turn it is; waits for one.
+    /// Returns the next batch in fair order. Waits until there is one.
     pub(super) async fn pop(&self) -> Batch {
         loop {
             let arrived = self.arrived.notified();
             if let Some(batch) = self.batches.lock().pop() {
-                // Permits of `notify_one` do not add up; pass the signal on if there is more to do.
+                // Permits of `notify_one` do not accumulate, so pass the signal on.
                 self.arrived.notify_one();
                 return batch;
             }
@@ -95,7 +98,7 @@ impl Queue {
         }
     }
 
-    /// Batches that wait or are being written.
+    /// Returns the number of batches that wait or are being written.
     pub(super) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.in_flight) - 1
     }
@@ -104,7 +107,7 @@ impl Queue {
         self.batches.lock().len()
     }
 
-    /// Forgets what waits (shutdown): its memory goes back.
+    /// Drops the waiting batches at shutdown, which releases their memory.
     pub(super) fn clear(&self) {
         self.batches.lock().clear();
     }

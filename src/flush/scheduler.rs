@@ -22,24 +22,27 @@ use super::placement::{self, Readiness, TierView};
 use super::policy::{self, Goal, Usage};
 use super::queue::{Batch, Handles, Queue};
 
-/// Partitions that one batch may hold: bounds its index group and the time that its publishing holds the shuffle's lane.
+/// Maximum number of partitions in a batch. It bounds the index group and the time for which
+/// publishing holds the shuffle's publish lock.
 const BATCH_PARTS_MAX: usize = 4096;
 
-/// Blocks that a batch of several partitions may hold, likewise: 64 MiB of blocks of 4 KiB.
+/// Maximum number of blocks in a batch of several partitions, for the same reasons: 64 MiB of
+/// blocks of 4 KiB.
 const BATCH_BLOCKS_MAX: usize = 16 << 10;
 
-/// Blocks of all batches that are being written at a time, at least; a batch with more goes alone.
+/// Minimum for the limit on blocks being written at a time. A batch with more blocks than the limit
+/// is written alone.
 const BLOCKS_AT_ONCE_MIN: u64 = 128 << 10;
-/// ... and one for so many bytes of the capacity: four hundred batches of blocks of 14 KiB at 100 GB.
+/// Bytes of memory capacity per block being written, above the minimum.
 const BLOCKS_AT_ONCE_DIVISOR: u64 = 64 << 10;
 
-/// Every so many ticks memory of aborted sends is looked for: it walks all partitions.
+/// Number of ticks between two sweeps for memory of aborted sends. A sweep walks all partitions.
 const TICKS_PER_SWEEP: u32 = 10;
 
-/// Above so many partitions that were ever written to, they are gone through on a blocking thread: some 100 ns each.
+/// Number of partitions ever written to above which they are walked on a blocking thread.
 const INLINE_PARTITIONS_MAX: u64 = 4096;
 
-/// Between two looks whether memory is empty.
+/// Interval of checks whether memory is empty.
 const EMPTYING_LOOK: Duration = Duration::from_millis(10);
 
 /// The flusher of one worker.
@@ -49,25 +52,25 @@ pub struct Flusher {
     limits: RwLock<policy::Limits>,
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
-    /// One per tier.
+    /// One queue per tier.
     pub(super) queues: Vec<Queue>,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
-    /// A permit for each block that is being written, and how many there are.
+    /// A permit for each block being written, and the total number of permits.
     pub(super) blocks: (Semaphore, u32),
-    /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
+    /// Cloned by every batch: the number of clones is the number of batches not yet in the store.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
-    /// True while memory is to be emptied before the process ends: batches that failed do not wait long for their next try, and
-    /// every tier is tried.
+    /// True while memory is drained before the process ends. Failed batches are then retried after
+    /// a short pause, and every tier is tried.
     pub(super) hurry: watch::Sender<bool>,
-    /// Passed by every batch that is written.
+    /// Gate that every batch passes before it is written.
     pub(super) gate: Arc<Gate<()>>,
-    /// Closes the gate while it is there.
+    /// Guard that keeps the gate closed while present.
     resting: Mutex<Option<OwnedRwLockWriteGuard<()>>>,
-    /// Whose accounts are told; the service brings them.
+    /// Registry whose accounts get flush times; set by the service.
     apps: OnceLock<Arc<AppRegistry>>,
-    /// Largest request refused since the scheduler last looked.
+    /// Largest request refused since the scheduler's last check.
     refused_bytes: AtomicU64,
 }
 
@@ -75,7 +78,7 @@ impl Flusher {
     /// Starts the scheduler and its workers in `tasks`.
     ///
     /// # Errors
-    /// A metric name that is taken in `registry`.
+    /// A metric name is already registered in `registry`.
     pub fn start(
         config: FlushConfig,
         memory: Arc<Memory>,
@@ -115,18 +118,18 @@ impl Flusher {
         Ok(flusher)
     }
 
-    /// Watermarks and bounds as they are now.
+    /// Returns the current watermarks and bounds.
     pub fn limits(&self) -> policy::Limits {
         *self.limits.read()
     }
 
-    /// Replaces them and looks at once.
+    /// Replaces the limits and wakes the scheduler at once.
     pub fn set_limits(&self, limits: policy::Limits) {
         *self.limits.write() = limits;
         self.wake.notify_one();
     }
 
-    /// From now on the accounts of `apps` tell how long their batches take.
+    /// Sets the registry whose accounts record how long batches take.
     pub fn charge_to(&self, apps: Arc<AppRegistry>) {
         let _ = self.apps.set(apps); // the first one stays
     }
@@ -135,15 +138,16 @@ impl Flusher {
         self.apps.get()?.find(&key.app)
     }
 
-    /// Flushes `buffer` now if it has outgrown the single-buffer threshold, or when one of the batches of it that are in
-    /// flight ends. Cheap when it has not.
+    /// Flushes `buffer` if it exceeds the single-buffer threshold. With too many batches in flight,
+    /// it is flushed when one of them ends. The check is cheap.
     pub fn flush_if_oversized(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         if policy::is_oversized(policy_candidate(0, buffer), &self.limits()) {
             self.flush_buffers(shuffle, std::slice::from_ref(buffer));
         }
     }
 
-    /// Flushes `buffer` now if nothing of it is on its way: its partition has filled its share of the memory.
+    /// Flushes `buffer` if none of it is being flushed; its partition has filled its share of the
+    /// memory.
     pub fn flush_if_stuck(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         if policy::is_stuck(policy_candidate(0, buffer)) {
             self.flush_buffers(shuffle, std::slice::from_ref(buffer));
@@ -162,8 +166,9 @@ impl Flusher {
         self.enqueue_group(shuffle.key(), Group { handles, distribution: shuffle.distribution(), parts });
     }
 
-    /// Flushes what a shuffle has in memory now, whatever the watermarks say. True once all of it is in the tiers below (or
-    /// the shuffle is gone), false when it is not by `deadline`.
+    /// Flushes a shuffle's data that is in memory now, regardless of the watermarks. Returns true
+    /// once all of it is in the tiers below or the shuffle is gone, and false if that is not so by
+    /// `deadline`.
     pub async fn flush_shuffle(&self, shuffle: &ShuffleBuffers, deadline: Instant) -> bool {
         let buffers = shuffle.all().into_iter().filter(|buffer| buffer.block_count() > 0);
         let mut left: Vec<_> = buffers.map(|buffer| (buffer.mark(), buffer)).collect();
@@ -185,8 +190,9 @@ impl Flusher {
         }
     }
 
-    /// A batch has ended: flushes those of its buffers that had too many in flight for it before. The handles are those of
-    /// the batch: a buffer that can still be sealed is of the same incarnation of its shuffle.
+    /// Flushes the buffers of an ended batch that had too many batches in flight before. The
+    /// batch's handles are valid for them: a buffer that can still be sealed belongs to the same
+    /// incarnation of its shuffle.
     pub(super) fn flush_overdue(&self, batch: &Batch) {
         let mut parts = Vec::new();
         for (buffer, _) in batch.parts.iter().filter(|(buffer, _)| buffer.is_overdue()) {
@@ -199,59 +205,61 @@ impl Flusher {
         }
     }
 
-    /// The tiers that are filled.
+    /// Returns the tiers that the flusher writes to.
     pub fn tiers(&self) -> &Tiers {
         &self.tiers
     }
 
-    /// Where a shuffle's blocks can go; none when it is not known to any tier, or has no place but memory.
+    /// Returns the tiers' handles for a shuffle's blocks, or `None` if no tier knows the shuffle or
+    /// it is stored in memory only.
     fn handles(&self, key: &ShuffleKey) -> Option<Handles> {
         let handles: Handles = self.tiers.iter().map(|tier| tier.shuffle(key)).collect();
         handles.iter().any(Option::is_some).then_some(handles)
     }
 
-    /// Wakes the scheduler if the watermarks ask for it. Cheap when they do not.
+    /// Wakes the scheduler if the watermarks require a flush. The check is cheap.
     pub fn check_pressure(&self) {
         if !policy::flush_goal(self.usage(0), &self.limits()).is_nothing() {
             self.wake.notify_one();
         }
     }
 
-    /// A ticket of `bytes` was refused: makes room for it even below the watermark.
+    /// Records a refused ticket of `bytes` bytes and makes room for it even below the watermark.
     pub fn refused(&self, bytes: u64) {
         self.refused_bytes.fetch_max(bytes, Ordering::Relaxed);
         self.wake.notify_one();
     }
 
-    /// Batches that are sealed and not yet in the store, waiting retries included.
+    /// Returns the number of sealed batches that are not yet in the store, including those that
+    /// wait for a retry.
     pub fn unfinished(&self) -> usize {
         Arc::strong_count(&self.batch_token) - 1
     }
 
-    /// Batches that wait for a worker.
+    /// Returns the number of batches that wait for a worker.
     pub fn queued(&self) -> usize {
         self.queues.iter().map(Queue::len).sum()
     }
 
-    /// Payload ever brought to the store.
+    /// Returns the total payload bytes written to the store.
     pub fn flushed_bytes(&self) -> u64 {
         self.metrics.all.spilled_bytes.get()
     }
 
-    /// How often a batch could be written to no disk.
+    /// Returns the number of failed batch writes.
     pub fn failed_writes(&self) -> u64 {
         self.metrics.all.failed_writes.get()
     }
 
-    /// Puts everything that is in memory in flight (an operator's wish, tests). What has too many batches in flight
-    /// follows as soon as one of them ends.
+    /// Flushes everything in memory (operator request, tests). Buffers with too many batches in
+    /// flight follow as soon as one of them ends.
     pub fn flush_all(&self) {
         let candidates = self.memory.candidates();
         self.flush_these(candidates.iter());
     }
 
-    /// Flushes whatever the watermarks say until nothing is in memory, what arrives meanwhile included, or until
-    /// `deadline`; true if nothing is left.
+    /// Flushes regardless of the watermarks until memory is empty, including data that arrives
+    /// meanwhile, or until `deadline`. Returns whether memory is empty.
     pub async fn empty(self: &Arc<Self>, deadline: Instant) -> bool {
         self.hurry.send_replace(true);
         let emptied = loop {
@@ -270,20 +278,20 @@ impl Flusher {
         emptied
     }
 
-    /// Begins no batch until [`Flusher::go_on`], and waits for those that are being written; false, and nothing is changed,
-    /// if one is still not written at `deadline`.
+    /// Pauses the flusher until [`Flusher::go_on`]: begins no batch and waits for those being
+    /// written. Returns false and changes nothing if a batch is still being written at `deadline`.
     pub async fn rest(&self, deadline: Instant) -> bool {
         let closed = timeout_at(deadline, Arc::clone(&self.gate).write_owned()).await;
         closed.map(|guard| self.resting.lock().replace(guard)).is_ok()
     }
 
-    /// Undoes [`Flusher::rest`].
+    /// Ends the pause of [`Flusher::rest`].
     pub fn go_on(&self) {
         let guard = self.resting.lock().take();
         drop(guard);
     }
 
-    /// Brings gauges of live values up to date.
+    /// Updates the gauges of live values.
     pub fn refresh_metrics(&self) {
         self.metrics.refresh(self.queues.iter().map(|queue| (queue.len(), queue.in_flight())));
     }
@@ -305,19 +313,21 @@ impl Flusher {
                 () = self.memory.pressure().notified() => {}
                 _ = tick.tick() => self.drop_dead_now_and_then(&mut ticks).await,
             }
-            // What those below their shares wait for is theirs, however many requests it is.
+            // Applications below their share are entitled to the memory they wait for, regardless
+            // of the number of requests.
             let refused = self.refused_bytes.swap(0, Ordering::Relaxed);
             let refused = refused.max(self.memory.tickets().claimed_bytes());
             let goal = policy::flush_goal(self.usage(refused), &self.limits());
             if !goal.is_nothing() {
                 self.walk(move |flusher| flusher.flush_some(goal)).await;
-                // All in one go; whatever arrives meanwhile is looked at once, not once per request.
+                // Requests that arrive meanwhile are then handled in one pass, not one pass per
+                // request.
                 tokio::task::yield_now().await;
             }
         }
     }
 
-    /// Looking for candidates also gives back segments that only aborted sends had used.
+    /// Periodically looks for candidates, which also releases segments used only by aborted sends.
     async fn drop_dead_now_and_then(self: &Arc<Self>, ticks: &mut u32) {
         *ticks = ticks.wrapping_add(1);
         if ticks.is_multiple_of(TICKS_PER_SWEEP) {
@@ -325,21 +335,21 @@ impl Flusher {
         }
     }
 
-    /// Does what goes through all partitions: away from the runtime's threads when there are many.
+    /// Runs `work`, which walks all partitions, on a blocking thread if there are many.
     async fn walk(self: &Arc<Self>, work: impl FnOnce(&Self) + Send + 'static) {
         if self.memory.partitions() <= INLINE_PARTITIONS_MAX {
             return work(self);
         }
         let flusher = Arc::clone(self);
         let walked = tokio::task::spawn_blocking(move || work(&flusher)).await;
-        // As if it had been done here.
+        // A panic is propagated as if `work` had run inline.
         if let Some(panic) = walked.err().and_then(|error| error.try_into_panic().ok()) {
             std::panic::resume_unwind(panic);
         }
     }
 
     fn usage(&self, refused: u64) -> Usage {
-        // What no flush frees is as if it were not there.
+        // Extent metadata cannot be flushed, so it is subtracted from both capacity and usage.
         let (whole, extents) = (self.memory.budget(), self.memory.extents().used());
         Usage {
             capacity: whole.capacity().saturating_sub(extents),
@@ -352,7 +362,7 @@ impl Flusher {
         }
     }
 
-    /// Seals buffers until `goal` is under way.
+    /// Seals buffers until `goal` is in flight.
     fn flush_some(&self, goal: Goal) {
         let candidates = self.memory.candidates();
         let holders = self.memory.tickets().holders();
@@ -378,13 +388,15 @@ impl Flusher {
             }
         }
         for (key, mut group) in groups {
-            // Reducers read partitions in order: neighbours in a log are then read ahead, however small they are.
+            // Reducers read partitions in order. Sorting places neighbours next to each other in
+            // the log, so that small ones are read ahead.
             group.parts.sort_unstable_by_key(|(_, sealed)| sealed.partition());
             self.enqueue_group(&key, group);
         }
     }
 
-    /// Cuts a group into batches, those for a tier of files by partition partition by partition.
+    /// Cuts a group into batches. Each partition is a batch of its own for a tier with one file per
+    /// partition.
     fn enqueue_group(&self, key: &ShuffleKey, group: Group) {
         let Group { handles, distribution, parts } = group;
         let batch = |parts: Parts, is_cold: bool| Batch {
@@ -414,15 +426,16 @@ impl Flusher {
         }
     }
 
-    /// Whether a batch belongs to a tier of files by partition, whatever takes batches at the moment.
+    /// Returns whether a batch belongs to a tier with one file per partition, regardless of the
+    /// tiers' readiness.
     fn goes_by_partition(&self, handles: &Handles, is_cold: bool) -> bool {
         let selected = placement::select(&self.views(handles, |_, _| true), is_cold, None);
         selected.is_some_and(|index| self.tiers.at(index).capability().role == TierRole::Cold)
     }
 
-    /// Queues a batch for the tier that is to take it.
+    /// Queues a batch for the selected tier.
     pub(super) fn enqueue(&self, batch: Batch) {
-        // In the last flush a tier that takes nothing has to say so itself, whatever it said before.
+        // In the last flush every tier is tried, even if it was not accepting before.
         let is_last = *self.hurry.borrow();
         let takes = |index: usize, shuffle: &dyn TierShuffle| {
             let in_flight_max = self.tiers.at(index).capability().in_flight_max;
@@ -433,12 +446,13 @@ impl Flusher {
                 let weight = self.memory.tickets().weight_of(&batch.key.app);
                 self.queues[index].push(batch, weight);
             }
-            // A batch is made with a handle, so there is a tier; dropping it would lose it silently.
+            // A batch is created with a handle, so it has a tier; dropping it here would lose it
+            // silently.
             None => tracing::error!(shuffle = %batch.key, "batch has no tier to be written to"),
         }
     }
 
-    /// The tiers as placement sees them, for a shuffle with these handles.
+    /// Returns the tiers as placement sees them, for a shuffle with these handles.
     fn views(&self, handles: &Handles, takes: impl Fn(usize, &dyn TierShuffle) -> bool) -> Vec<TierView> {
         let view = |(index, handle): (usize, &Option<Arc<dyn TierShuffle>>)| TierView {
             readiness: match handle {
@@ -455,8 +469,9 @@ impl Flusher {
 /// Sealed chains and the buffers they came from.
 type Parts = Vec<(Arc<Buffer>, Arc<SealedBatch>)>;
 
-/// Victims of one shuffle. The stores' handles are taken *before* the seal: a buffer that can still be sealed was not
-/// purged, so the handles are of its own incarnation and not of a later shuffle with the same key.
+/// Victims of one shuffle. The stores' handles are taken *before* the seal. A buffer that can still
+/// be sealed was not purged, so the handles belong to its own incarnation and not to a later
+/// shuffle with the same key.
 struct Group {
     handles: Handles,
     distribution: Distribution,
@@ -474,8 +489,8 @@ fn policy_candidate(app: usize, buffer: &Buffer) -> policy::Candidate {
     }
 }
 
-/// Cuts `parts` into batches of about `bytes_max` payload bytes and `blocks_max` blocks, and of at most `parts_max`
-/// partitions.
+/// Cuts `parts` into batches of about `bytes_max` payload bytes and `blocks_max` blocks, with at
+/// most `parts_max` partitions each.
 fn cut_batches(parts: Parts, (bytes_max, blocks_max, parts_max): (u64, usize, usize)) -> Vec<Parts> {
     let mut batches = Vec::new();
     let mut open = Vec::new();
@@ -505,7 +520,7 @@ pub(super) mod tests {
     use crate::memory::MemoryConfig;
     use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleId, TaskAttemptId};
 
-    /// A partition with so many blocks of one byte.
+    /// Returns a sealed partition with `blocks` blocks of one byte.
     pub(in crate::flush) fn part(
         memory: &Memory,
         partition: i32,

@@ -1,25 +1,28 @@
-//! The order in which applications get their turns: start-time fair queueing, without a lock or a clock.
+//! Start-time fair queueing of applications, without a lock or a clock.
 //!
-//! Every item costs its application time, its cost by the application's weight, on a virtual clock. An item's turn is when
-//! its application has paid for those before it, or now if it had none; the earliest turn is next. So one that queues a
-//! thousand items delays another's first item by the one that is being served, and while both have items they are served
-//! as their weights say. Items of one application stay in their order.
+//! Every item costs its application virtual time: the item's cost divided by the application's
+//! weight. An item's start time is when its application has paid for its earlier items, or now if
+//! it has none. The earliest start time is served next. If one application queues a thousand items,
+//! it delays another's first item only by the item being served. While both have items, they are
+//! served in proportion to their weights. Items of one application keep their order.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 
-/// Cost that a unit of virtual time pays for at weight 1; below 1, so that weights up to it make a difference.
+/// Virtual time per unit of cost at weight 1. It exceeds 1, so that weights up to it make a
+/// difference.
 const UNITS: u64 = 1024;
 
-/// Keys without items that are remembered at least, beside as many as there are items.
+/// Number of entries, above two per waiting item, that `paid_until` may have before entries without
+/// debts are removed.
 const REMEMBERED: usize = 64;
 
-/// Items that wait, by `K`.
+/// Waiting items, by `K`.
 #[derive(Debug)]
 pub(super) struct Turns<K, T> {
-    /// By turn, and by arrival among those of the same turn.
+    /// Ordered by start time, then by arrival.
     waiting: BTreeMap<(u64, u64), (K, T)>,
-    /// When each that has items or debts may be served again.
+    /// Earliest next start time of each key that has items or debts.
     paid_until: HashMap<K, u64>,
     now: u64,
     arrivals: u64,
@@ -45,7 +48,7 @@ impl<K: Clone + Eq + Hash, T> Turns<K, T> {
         self.waiting.insert((turn, self.arrivals), (key, item));
     }
 
-    /// Takes the next item.
+    /// Removes and returns the next item.
     pub(super) fn pop(&mut self) -> Option<T> {
         let ((turn, _), (_, item)) = self.waiting.pop_first()?;
         self.now = turn;

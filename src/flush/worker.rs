@@ -1,4 +1,4 @@
-//! The workers: one batch at a time from memory to a store.
+//! The workers: each writes one batch at a time from memory to a store.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ impl Flusher {
         }
     }
 
-    /// Writes one batch; memory is released only after the store has published it.
+    /// Writes one batch. Memory is released only after the store has published it.
     async fn flush(self: &Arc<Self>, batch: Batch, tier: usize) {
         let bytes = batch.bytes();
         self.metrics.all.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
@@ -49,7 +49,7 @@ impl Flusher {
         }
         let batch = Arc::new(batch);
         let writing = self.metrics.writing(tier, bytes);
-        // A panic must not take the batch with it: its blocks would stay in memory forever.
+        // A panic must not lose the batch: its blocks would stay in memory forever.
         let written = AssertUnwindSafe(self.write(&batch, tier, &span)).catch_unwind().await;
         let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
         drop(writing);
@@ -79,20 +79,21 @@ impl Flusher {
         }
     }
 
-    /// When so many blocks may be written. What they take meanwhile (sorted, and as records of the index group, some 112 bytes
-    /// each) is bounded by that number: 14 MiB, or 0.2 % of the capacity. It is not charged to the heap, which it would take
-    /// from requests whose flush frees more.
+    /// Waits for permits to write the blocks of `batch`. The number of permits bounds the temporary
+    /// memory of the sort and the index-group records. That memory is not charged to the heap,
+    /// because it would be taken from requests whose flush frees more.
     async fn room_for(&self, batch: &Batch) -> Option<SemaphorePermit<'_>> {
         let (permits, most) = &self.blocks;
         let blocks = u32::try_from(batch.blocks()).unwrap_or(*most).min(*most);
-        // Never closed.
+        // The semaphore is never closed.
         permits.acquire_many(blocks).await.ok()
     }
 
     async fn write(&self, batch: &Arc<Batch>, tier: usize, span: &Span) -> Result<(), StoreError> {
         let _room = self.room_for(batch).await;
         let extents = {
-            // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
+            // Sorting and cutting a large chain takes milliseconds, so it runs on a blocking
+            // thread.
             let batch = Arc::clone(batch);
             let _part = Span::enter_with_parent("sort and cut", span);
             tokio::task::spawn_blocking(move || extents_of(&batch)).await
@@ -122,7 +123,7 @@ impl Flusher {
             self.metrics.all.extent_bytes.observe(sealed.bytes() as f64);
             buffer.release(sealed);
         }
-        // What the tier remembers of them now is charged in their place.
+        // The tier's extent metadata now takes memory in place of the released blocks.
         self.memory.cover_extents();
         self.flush_overdue(batch);
         self.check_pressure();
@@ -134,7 +135,8 @@ impl Flusher {
         self.tiers.at(tier).capability().names.name
     }
 
-    /// A batch that a tier did not take goes to the next at once, or waits for a new attempt when all have failed.
+    /// Queues a batch that a tier failed to write for the next tier at once. After all tiers have
+    /// failed, it waits for a new attempt.
     fn try_elsewhere(self: &Arc<Self>, mut batch: Batch, bytes: u64, tier: usize, error: &StoreError) {
         self.metrics.count_failure(tier);
         let pause = retry_pause(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
@@ -148,7 +150,7 @@ impl Flusher {
             "batch was not written; it stays in memory and is retried"
         );
         batch.queued = Instant::now() + if others_are_left { Duration::ZERO } else { pause };
-        // What no disk has room for as a whole may fit in parts.
+        // A batch that fits on no disk may fit in two parts.
         let is_last = *self.hurry.borrow();
         let half = if is_last && error.kind == StoreErrorKind::NoSpace { batch.cut() } else { None };
         for batch in half.into_iter().chain([batch]) {
@@ -189,7 +191,8 @@ fn retry_pause(failures: u32, min: Duration, max: Duration) -> Duration {
     min.saturating_mul(1 << failures.min(16)).min(max)
 }
 
-/// Of blocks that are shown: some that an earlier process left may turn out not to be.
+/// Returns the extents to write. Recovered blocks are verified first, and invalid ones are left
+/// out.
 fn extents_of(batch: &Batch) -> Vec<ExtentWrite> {
     batch.parts.iter().for_each(|(buffer, _)| buffer.verify());
     batch
