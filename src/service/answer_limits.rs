@@ -1,5 +1,8 @@
-//! How much one answer from memory may have, of what its application and its connection have left: readers that take nothing
-//! get smaller answers and then none, and leave room for others.
+//! Limits on the size of a response from memory, from the free budgets of its application and
+//! connection.
+//!
+//! Readers that do not consume their responses get smaller responses and then none, which leaves
+//! room for others.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,27 +13,29 @@ use crate::memory::{READ_BLOCKS_MAX, answer_heap_bytes};
 
 use super::ServiceError;
 
-/// Part of what an application, or a connection, may still have unanswered that one answer from memory takes at most; a block
-/// that is larger still goes out whole. So many readers at once get smaller answers, and slow ones never all of it.
+/// Divisor of the free response budget of an application or a connection: one memory response takes
+/// at most that fraction. A single larger block is still sent whole. With many concurrent readers
+/// responses become smaller, and slow readers never take the whole budget.
 pub(super) const OF_APP: (&str, u64) = ("application", 4);
 pub(super) const OF_CONNECTION: (&str, u64) = ("connection", 2);
 
-/// When less of it is left, readers wait: others of the application do not take what they asked for.
+/// Free bytes below which readers wait, because other readers of the application do not consume
+/// their responses.
 const ANSWER_BYTES_MIN: u64 = 64 << 10;
 
-/// Part of what an application has left for lists of blocks that one answer takes at most.
+/// Divisor of an application's free heap for block lists: one response takes at most that fraction.
 const ANSWER_LISTS_DIVISOR: u8 = 4;
-/// Blocks that every answer may have, if any heap is left for lists of them.
+/// Number of blocks that every response may have if any heap is left for block lists.
 const ANSWER_BLOCKS_MIN: usize = 64;
 
-/// A reader that was refused comes back within seconds; for so long it counts as one that waits.
+/// Time for which a refused reader counts as waiting. It comes back within seconds.
 const REFUSED_WAITS: Duration = Duration::from_secs(10);
 
-/// When a reader was last refused for what answers hold that are not taken.
+/// Time of the last refusal of a reader because unconsumed responses filled a budget.
 #[derive(Debug)]
 pub(super) struct LastRefusal {
     began: Instant,
-    /// After `began`; none = 0.
+    /// Milliseconds after `began`; 0 if there was none.
     at_ms: AtomicU64,
 }
 
@@ -39,14 +44,14 @@ impl LastRefusal {
         Self { began: Instant::now(), at_ms: AtomicU64::new(0) }
     }
 
-    /// Notes one if `refusal` is of that kind.
+    /// Records the time if `refusal` is of that kind.
     pub(super) fn note(&self, refusal: &ServiceError) {
         if matches!(refusal, ServiceError::TooManyAnswers { .. } | ServiceError::NoHeap(_)) {
             self.at_ms.store(self.now_ms(), Ordering::Relaxed);
         }
     }
 
-    /// Whether that was lately.
+    /// Returns whether the last refusal is recent.
     pub(super) fn is_recent(&self) -> bool {
         let at_ms = self.at_ms.load(Ordering::Relaxed);
         at_ms > 0 && Duration::from_millis(self.now_ms() - at_ms) < REFUSED_WAITS
@@ -57,7 +62,7 @@ impl LastRefusal {
     }
 }
 
-/// Bytes after which an answer from memory ends.
+/// Returns the number of bytes after which a response from memory ends.
 pub(super) fn answer_limit(
     answers: &Budget,
     (whose, divisor): (&'static str, u64),
@@ -71,8 +76,9 @@ pub(super) fn answer_limit(
     Ok(u64::try_from(wanted).unwrap_or(0).min(free / divisor))
 }
 
-/// How many of `blocks` blocks an answer from memory may have, with what their lists take at most: a quarter of what the
-/// application has left of the heap, so that readers that take nothing leave room for others.
+/// Returns how many of `blocks` blocks a memory response may have, and a charge for their lists.
+/// The lists take at most a quarter of the application's free heap, so that readers that consume
+/// nothing leave room for others.
 pub(super) fn answer_lists(budget: &Budget, blocks: usize) -> Result<(usize, Charge), ServiceError> {
     let room = budget.free() / u64::from(ANSWER_LISTS_DIVISOR) / answer_heap_bytes(1);
     let room = usize::try_from(room).unwrap_or(usize::MAX).max(ANSWER_BLOCKS_MIN);

@@ -1,11 +1,11 @@
-//! Work that may be too long for a runtime thread.
+//! Runs work that may be too long for a runtime thread.
 
 use tokio::task::JoinError;
 
 use super::ServiceError;
 use crate::runtime::Aside;
 
-/// Does `work` here if it is small, else on a blocking thread, when there is a place.
+/// Runs `work` inline if it is small, otherwise on a blocking thread once the pool has a free slot.
 pub(super) async fn aside<T: Send + 'static>(
     places: &Aside,
     is_small: bool,
@@ -17,14 +17,14 @@ pub(super) async fn aside<T: Send + 'static>(
     places.run(work).await.map_err(failed)
 }
 
-/// Does the worker's own `work` on a blocking thread; no client can ask for it.
+/// Runs the worker's own `work` on a blocking thread. Clients must not be able to trigger it.
 pub(super) async fn own_aside<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ServiceError> {
     tokio::task::spawn_blocking(work).await.map_err(failed)
 }
 
-/// Work that has ended otherwise than by its answer.
+/// Returns the error for work that ended without a result.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 pub(super) fn failed(error: JoinError) -> ServiceError {
     ServiceError::Malformed(format!("task on a blocking thread failed: {error}"))

@@ -1,7 +1,7 @@
-//! Whether sends may still become visible, for a worker that is about to leave its place to a successor.
+//! Gate that stops sends from becoming visible while a worker prepares to hand over to a successor.
 //!
-//! Invariant: once [`CommitGate::close`] has returned no commit is under way and none begins until [`CommitGate::open`], so
-//! memory can only shrink: what was empty then stays empty.
+//! Invariant: after [`CommitGate::close`] returns, no commit runs and none begins until
+//! [`CommitGate::open`]. Memory can then only shrink: if it was empty, it stays empty.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,36 +9,36 @@ use parking_lot::{RwLock, RwLockReadGuard};
 
 use super::ServiceError;
 
-/// Open, or closed for good or for a while.
+/// A gate that is open, or closed temporarily or permanently.
 #[derive(Debug, Default)]
 pub(super) struct CommitGate {
     closed: RwLock<bool>,
-    /// The same for those who only look: without a write to a line that all sends share.
+    /// Copy of `closed` for early checks that do not write to a cache line shared by all sends.
     seems_closed: AtomicBool,
 }
 
-/// Keeps the gate as it is for one commit.
+/// Keeps the gate in its state for the duration of one commit.
 pub(super) type Passing<'a> = RwLockReadGuard<'a, bool>;
 
 impl CommitGate {
-    /// Passes, for as long as the value lives.
+    /// Passes the gate for as long as the returned value lives.
     ///
     /// # Errors
-    /// `Stopping`, for which clients wait and send again, while the gate is closed.
+    /// `Stopping` while the gate is closed. Clients wait and send again.
     pub(super) fn pass(&self) -> Result<Passing<'_>, ServiceError> {
         let passing = self.closed.read();
         if *passing { Err(ServiceError::Stopping) } else { Ok(passing) }
     }
 
-    /// Refuses early what [`CommitGate::pass`] would refuse after all of its bytes.
+    /// Refuses a send early that [`CommitGate::pass`] would refuse after all of its bytes.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`CommitGate::pass`].
     pub(super) fn look(&self) -> Result<(), ServiceError> {
         if self.seems_closed.load(Ordering::Relaxed) { Err(ServiceError::Stopping) } else { Ok(()) }
     }
 
-    /// Waits for those who are passing; a commit touches memory only.
+    /// Closes the gate and waits for running commits, which only touch memory.
     pub(super) fn close(&self) {
         self.set(true);
     }
@@ -66,7 +66,7 @@ mod tests {
     fn gate_closes_after_the_last_commit() {
         let gate = CommitGate::default();
         std::thread::scope(|scope| {
-            // In here: the thread that closes ends also when this one fails.
+            // Runs inside the scope, so that the closing thread ends even if this assertion fails.
             let passing = gate.pass().unwrap();
             let closing = scope.spawn(|| gate.close());
             wait_until("it waits for who is passing", Duration::from_secs(20), || {

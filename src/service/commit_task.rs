@@ -1,8 +1,9 @@
-//! Commits of tasks, for clients whose storage type has no MEMORY: `commitShuffleTask` and `finishShuffle`
-//! (docs/protocol.md §2.6).
+//! Commits of tasks, for clients whose storage type has no MEMORY: `commitShuffleTask` and
+//! `finishShuffle` (docs/protocol.md §2.6).
 //!
-//! Such a client does not read memory, so whatever it was told was taken must be in a tier below before it reports. Memory
-//! stays the buffer: a commit flushes what the shuffle has there, waits for it, and counts.
+//! Such a client does not read memory, so all its acknowledged blocks must be in a tier below
+//! before it reports. Memory remains the buffer: a commit flushes the shuffle's blocks from memory,
+//! waits for the flush, and counts the task.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,22 +15,25 @@ use super::ServiceError;
 use super::ingest::Ingest;
 use super::known::shuffle_of;
 
-/// As Java's `rss.server.commit.timeout`; a client that gives up sooner asks again and finds less to do.
+/// Same value as Java's `rss.server.commit.timeout`. A client that gives up sooner asks again and
+/// finds less left to flush.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 impl Ingest {
-    /// Flushes what a shuffle has in memory and counts the task; returns how many have committed.
+    /// Flushes a shuffle's blocks from memory and counts the task. Returns how many tasks have
+    /// committed.
     ///
     /// # Errors
-    /// Unknown app or shuffle, also one that went meanwhile; no tier below memory; disks that take too long.
+    /// The app or shuffle is unknown or was removed meanwhile, there is no tier below memory, or
+    /// the disks take too long.
     pub async fn commit_task(&self, app: &str, shuffle: i32) -> Result<i32, ServiceError> {
         Ok(self.flushed(app, shuffle).await?.commits().count_one())
     }
 
-    /// Flushes what a shuffle has in memory: the last task has committed.
+    /// Flushes a shuffle's blocks from memory after its last task has committed.
     ///
     /// # Errors
-    /// As [`Ingest::commit_task`].
+    /// The errors of [`Ingest::commit_task`].
     pub async fn finish_shuffle(&self, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         self.flushed(app, shuffle).await.map(drop)
     }
@@ -50,7 +54,7 @@ impl Ingest {
             is_done.then_some(()).ok_or(ServiceError::NotFlushed { seconds: TIMEOUT.as_secs() })
         };
         state.commits().flushed(flush).await?;
-        // What was unregistered meanwhile has gone nowhere.
+        // A shuffle that was unregistered meanwhile was not flushed.
         let (_, now) = find()?;
         if Arc::ptr_eq(&now, &state) { Ok(state) } else { Err(unknown()) }
     }

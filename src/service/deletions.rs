@@ -1,8 +1,9 @@
-//! Deletions of what was forgotten, some at a time in each tier.
+//! Deletion of removed shuffles' data, with bounded concurrency in each tier.
 //!
-//! Applications end when their clients say so and when they were silent for too long, thousands of them together if a cluster of
-//! clients goes away. Each end leaves files to be deleted. Invariants: a tier has at most [`AT_ONCE`] tasks for that, however many
-//! ended; deletions begin in the order of the ends; one tier does not wait for another.
+//! Applications end when their clients unregister them or when they expire. Thousands may end
+//! together if a cluster of clients disappears. Each end leaves files to delete. Invariants: a tier
+//! has at most [`AT_ONCE`] deletion tasks, however many applications ended; deletions begin in the
+//! order of the ends; tiers do not wait for each other.
 
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
@@ -14,13 +15,13 @@ use parking_lot::Mutex;
 
 use crate::runtime::Tasks;
 
-/// Deletions of a tier under way. Local ones are of all that is ready, a file at a time for each disk; of a remote store they are
-/// questions to be answered.
+/// Maximum number of concurrent deletions of a tier. A local deletion removes all ready files, one
+/// at a time per disk. A deletion in a remote store waits for its responses.
 const AT_ONCE: usize = 16;
 
 type Deletion = BoxFuture<'static, ()>;
 
-/// Those of all tiers.
+/// Deletion queues of all tiers.
 #[derive(Debug)]
 pub(super) struct Deletions {
     lanes: Vec<Arc<Lane>>,
@@ -33,7 +34,7 @@ struct Lane(Mutex<State>);
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Deletion>,
-    /// Tasks that work them off.
+    /// Number of tasks that process the queue.
     tasks: usize,
 }
 
@@ -44,12 +45,12 @@ impl std::fmt::Debug for Lane {
 }
 
 impl Deletions {
-    /// For so many tiers.
+    /// Creates queues for `tiers` tiers.
     pub(super) fn new(tiers: usize, tasks: Tasks) -> Self {
         Self { lanes: (0..tiers).map(|_| Arc::default()).collect(), tasks }
     }
 
-    /// Has `deletion` done when it is its turn.
+    /// Queues `deletion` for the tier with index `tier`.
     pub(super) fn add(&self, tier: usize, deletion: Deletion) {
         let Some(lane) = self.lanes.get(tier) else { return };
         if !lane.add(deletion) {
@@ -58,7 +59,7 @@ impl Deletions {
         let lane = Arc::clone(lane);
         self.tasks.spawn("delete shuffle files", async move {
             while let Some(next) = lane.next() {
-                // It is counted and logged as that of a task; the others go on.
+                // A panic is counted and logged as that of a task; the other deletions continue.
                 let _panic = AssertUnwindSafe(next).catch_unwind().await;
             }
         });
@@ -66,7 +67,7 @@ impl Deletions {
 }
 
 impl Lane {
-    /// Whether another task is to work.
+    /// Queues a deletion. Returns whether another task is needed.
     fn add(&self, deletion: Deletion) -> bool {
         let mut state = self.0.lock();
         state.waiting.push_back(deletion);
@@ -75,7 +76,7 @@ impl Lane {
         is_wanted
     }
 
-    /// For a task, which ends when there is none.
+    /// Returns the next deletion for a task, which ends if there is none.
     fn next(&self) -> Option<Deletion> {
         let mut state = self.0.lock();
         let next = state.waiting.pop_front();
@@ -121,7 +122,7 @@ mod tests {
         allowed.add_permits(3000);
         tasks.drained().await;
         assert_eq!(done.load(Ordering::Relaxed), 3001);
-        // And from the beginning.
+        // The lane starts tasks again after it was empty.
         deletions.add(0, async {}.boxed());
         assert_eq!(tasks.running(), 1);
     }

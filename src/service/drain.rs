@@ -1,25 +1,27 @@
-//! Emptying a worker so that its machine may go: what it has is brought to where another finds it.
+//! Drains a worker so that its machine can be removed: its data moves to storage that other
+//! machines can read.
 //!
-//! Where a tier has such a place (an object store), nothing new is taken from the first call on: no registrations, no tickets.
-//! Without one a drain is a decommissioning, and what is flushed stays on this machine's disks.
+//! If a tier has such storage (an object store), the first call already makes the worker refuse new
+//! registrations and tickets. Otherwise a drain is a decommissioning, and flushed data stays on
+//! this machine's disks.
 
 use super::lifecycle::Lifecycle;
 use crate::telemetry::AUDIT;
 use crate::tiers::Drained;
 
-/// How far it is.
+/// Progress of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draining {
     /// Bytes in memory.
     pub in_memory_bytes: u64,
     /// Batches on their way to a tier.
     pub batches: usize,
-    /// What another machine would not find of what is in the tiers; none if no tier has a place for it.
+    /// Data in the tiers that other machines cannot read yet; `None` if no tier has storage for it.
     pub tiers: Option<Drained>,
 }
 
 impl Draining {
-    /// Whether another machine finds everything.
+    /// Returns whether other machines can read everything.
     #[must_use]
     pub fn may_go(&self) -> bool {
         let is_elsewhere = |it: &Drained| it.shuffles_left == 0 && it.stuck_bytes == 0;
@@ -28,8 +30,8 @@ impl Draining {
 }
 
 impl Lifecycle {
-    /// Begins or continues a drain, in whatever state the worker is: flushes what is in memory, and has the tiers bring away
-    /// what they have. What no tier takes stays readable in memory.
+    /// Begins or continues a drain, in any state of the worker: flushes memory, and makes the tiers
+    /// move their data. Data that no tier accepts stays readable in memory.
     pub fn drain(&self) -> Draining {
         self.decommission();
         let has_place = self.tiers.iter().any(|tier| tier.drained().is_some());

@@ -1,8 +1,10 @@
-//! Calls whose work grows with what an application has, away from the runtime's threads: its end, which anybody may call for, and
-//! looks at all that is in memory. Memory, extents and ids of one application may be millions.
+//! Runs calls whose work grows with an application's data on blocking threads. These are ends of
+//! applications, which any client may request, and walks over all data in memory. The blocks,
+//! extents, and ids of one application may number millions.
 //!
-//! An application that is unknown is refused here, at once. An end that a client asked for is acknowledged once no later start can
-//! find what ended: a client that registers the same shuffle again would be given what the one before had.
+//! An unknown application is refused at once, inline. An end requested by a client is acknowledged
+//! only once it is durable: a later start cannot recover the ended shuffle. Otherwise a client that
+//! registers the same shuffle again would get the old data.
 
 use std::sync::Arc;
 
@@ -13,10 +15,10 @@ use super::lifecycle::Lifecycle;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 impl Lifecycle {
-    /// [`Lifecycle::unregister_app`] on a blocking thread, and waits until it is durable.
+    /// Runs [`Lifecycle::unregister_app`] on a blocking thread and waits until it is durable.
     ///
     /// # Errors
-    /// As there; a tier cannot write it down now.
+    /// The errors of that function, or a tier cannot write the end durably now.
     pub async fn end_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
         if self.apps.find(&id).is_none() {
@@ -27,10 +29,10 @@ impl Lifecycle {
         self.ended_durably(&id, None).await
     }
 
-    /// [`Lifecycle::unregister_shuffle`] on a blocking thread, and waits until it is durable.
+    /// Runs [`Lifecycle::unregister_shuffle`] on a blocking thread and waits until it is durable.
     ///
     /// # Errors
-    /// As there; a tier cannot write it down now.
+    /// The errors of that function, or a tier cannot write the end durably now.
     pub async fn end_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         let app = self.known.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
@@ -47,7 +49,7 @@ impl Lifecycle {
         Ok(())
     }
 
-    /// [`Lifecycle::expire_apps`] on a blocking thread.
+    /// Runs [`Lifecycle::expire_apps`] on a blocking thread.
     pub async fn end_expired_apps(self: &Arc<Self>) {
         if self.apps.expired().is_empty() {
             return;
@@ -59,16 +61,16 @@ impl Lifecycle {
         }
     }
 
-    /// [`Lifecycle::flush_all`] on a blocking thread.
+    /// Runs [`Lifecycle::flush_all`] on a blocking thread.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of that function.
     pub async fn flush_all_aside(self: &Arc<Self>) -> Result<usize, ServiceError> {
         let lifecycle = Arc::clone(self);
         own_aside(move || lifecycle.flush_all()).await?
     }
 
-    /// [`Lifecycle::drain`] on a blocking thread.
+    /// Runs [`Lifecycle::drain`] on a blocking thread.
     ///
     /// # Errors
     /// The worker is stopping.

@@ -1,7 +1,8 @@
-//! Why a request was refused, and the one mapping to the protocol's status codes.
+//! Reasons for refusing a request, and the one mapping to the protocol's status codes.
 //!
-//! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know (docs/protocol.md §1.4);
-//! they get `NO_REGISTER` instead, the only "do not retry" that every version understands.
+//! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know
+//! (docs/protocol.md §1.4). They get `NO_REGISTER` instead, the only "do not retry" code that every
+//! version understands.
 
 use crate::app::{Counted, OverQuota, RangeError, RegisterError, ReportError};
 use crate::budget::heap::HeapFull;
@@ -14,66 +15,67 @@ use uniffle_wire::types::InvalidAppId;
 /// A refused request.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
-    /// The app, shuffle or partition is not known here. The text is Java's literal.
+    /// The app, shuffle or partition is not registered. The text is Java's literal.
     #[error("NO_REGISTER")]
     NotRegistered,
-    /// As above, with what was not found.
+    /// The named item is not registered.
     #[error("{0} is not registered")]
     NotRegisteredPart(String),
-    /// The app was known to an earlier process, and its registration was not found; with the reason.
+    /// The app was known to an earlier process, but its registration was not found. Holds the
+    /// reason.
     #[error("{0}")]
     Forgotten(String),
-    /// The id is no application id.
+    /// The application id is invalid.
     #[error("{0}")]
     InvalidApp(#[from] InvalidAppId),
-    /// A partition range is none.
+    /// A partition range is invalid.
     #[error("{0}")]
     InvalidRange(#[from] RangeError),
-    /// A field has a value that it cannot have.
+    /// A field has a value outside its domain.
     #[error("{field} is {value}, {allowed}")]
     InvalidField {
         /// Name on the wire.
         field: &'static str,
-        /// As sent.
+        /// Value as sent.
         value: i64,
-        /// What is allowed.
+        /// Allowed values.
         allowed: &'static str,
     },
-    /// A field is larger than is kept of it.
+    /// A field exceeds the size that is stored.
     #[error("{field} has {size} {unit}, the limit is {max}")]
     FieldTooLarge {
         /// Name on the wire.
         field: &'static str,
-        /// As sent.
+        /// Size as sent.
         size: usize,
-        /// What is counted.
+        /// Unit of the size.
         unit: &'static str,
         /// The limit.
         max: usize,
     },
-    /// The request contradicts itself or what it announced.
+    /// The request contradicts itself or its announcement.
     #[error("{0}")]
     Malformed(String),
-    /// The request breaks its format.
+    /// The request violates its format.
     #[error("{0}")]
     Undecodable(#[from] DecodeError),
-    /// A block's bytes do not have the checksum that came with them.
+    /// A block's bytes do not match the checksum sent with them.
     #[error("crc of block {block} is {actual:#010x}, the request says {announced:#010x}; nothing was stored")]
     BlockCrc {
         /// Block id.
         block: i64,
-        /// Sent.
+        /// Checksum as sent.
         announced: u32,
-        /// Computed.
+        /// Computed checksum.
         actual: u32,
     },
-    /// A registration that is not taken.
+    /// A registration was refused.
     #[error("registration refused: {0}")]
     Register(#[from] RegisterError),
-    /// More than an application or a user may have.
+    /// A quota of the application or user is exceeded.
     #[error(transparent)]
     Quota(#[from] OverQuota),
-    /// No heap for what the request needs.
+    /// The heap has no room for the request.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
     /// See [`ReportError`].
@@ -85,7 +87,7 @@ pub enum ServiceError {
     /// The local tier failed.
     #[error("{0}")]
     Store(#[from] StoreError),
-    /// A huge partition has filled its share of the memory. The text begins as the Java server's.
+    /// A huge partition has filled its share of the memory. The text begins like the Java server's.
     #[error(
         "Huge partition is limited to writing. partition {partition} has received {received} bytes and has \
          {in_memory} in memory, the limit there is {max}"
@@ -93,14 +95,14 @@ pub enum ServiceError {
     HugePartitionWaits {
         /// Partition id.
         partition: i32,
-        /// Bytes.
+        /// Received bytes.
         received: u64,
-        /// Bytes, those in flight included.
+        /// Bytes in memory, including those in flight.
         in_memory: u64,
-        /// Allowed in memory.
+        /// Maximum bytes in memory.
         max: u64,
     },
-    /// A partition may not grow any more.
+    /// The partition has reached its hard limit.
     #[error(
         "partition {partition} would have {coming} bytes, the limit is {max} \
          (app_config.partition_hard_limit); do not retry"
@@ -108,41 +110,41 @@ pub enum ServiceError {
     PartitionTooLarge {
         /// Partition id.
         partition: i32,
-        /// Bytes it would have.
+        /// Size the partition would have.
         coming: u64,
         /// The hard limit.
         max: u64,
-        /// Whether the client knows the code for it, see [`crate::app::App::is_since_0_10`].
+        /// Whether the client knows the status code for it, see [`crate::app::App::is_since_0_10`].
         client_knows_code: bool,
     },
-    /// Blocks that were reported are in no tier any more.
+    /// Reported blocks are no longer in any tier.
     #[error("{0}")]
     Lost(String),
-    /// Whether blocks that are wanted are lost is being found out.
+    /// The worker is still checking whether requested blocks are lost.
     #[error("{0}")]
     Unverified(String),
-    /// A disk does not answer: what it holds may be readable again later.
+    /// A disk is unresponsive; its data may be readable again later.
     #[error("{0}")]
     DiskHangs(StoreError),
-    /// The node's state does not allow it.
+    /// The node's state does not allow the request.
     #[error("{0}")]
     WrongState(&'static str),
-    /// No memory for a read came free in time.
+    /// No read memory was granted in time.
     #[error("read memory is full: {asked} bytes were not granted within {waited_ms} ms")]
     NoReadMemory {
-        /// Bytes.
+        /// Requested bytes.
         asked: u64,
-        /// How long was waited.
+        /// Waiting time.
         waited_ms: u64,
     },
-    /// Answers from memory that are not taken hold what the application or the connection may have of it.
+    /// Unconsumed memory responses fill the limit of the application or connection.
     #[error("unread responses use {pinned} bytes of memory, the limit per {whose} is {max}; retry")]
     TooManyAnswers {
-        /// Bytes.
+        /// Bytes of these responses.
         pinned: u64,
         /// The limit.
         max: u64,
-        /// Of an application or a connection.
+        /// Owner of the limit: an application or a connection.
         whose: &'static str,
     },
     /// The worker is about to stop.
@@ -151,35 +153,36 @@ pub enum ServiceError {
     /// The remote path cannot be used.
     #[error("{0}")]
     RemoteStorage(StoreError),
-    /// All there is below memory is HDFS, and the client does not look there.
+    /// HDFS is the only tier below memory, and the client does not read it.
     #[error(
         "registration has no remote path, which store_type MEMORY_HDFS requires; set \
          spark.rss.storage.type=MEMORY_HDFS and spark.rss.remote.storage.path"
     )]
     NoRemoteStorage,
-    /// A commit has waited for the tiers below memory, in vain.
+    /// A commit waited for a flush to the tiers below memory without success.
     #[error("memory was not flushed within {seconds} s")]
     NotFlushed {
-        /// How long was waited.
+        /// Waiting time.
         seconds: u64,
     },
-    /// Something that this server does not do.
+    /// This server does not support the operation.
     #[error("{0}")]
     Unsupported(&'static str),
 }
 
-/// The kind of fault of what breaks the format.
+/// Fault kind of requests that violate the format.
 pub(super) const MALFORMED: &str = "malformed request";
 
 impl ServiceError {
-    /// Whether the budget of the heap refused it.
+    /// Returns whether the heap budget refused the request.
     #[must_use]
     pub fn is_no_heap(&self) -> bool {
         matches!(self, Self::Report(ReportError::NoHeap(_)) | Self::NoHeap(_))
     }
 
-    /// What the client did wrong, if it did: an operator should hear of it. Not what is everyday: short memory, late
-    /// calls of applications that are gone, older attempts, calls that this server does not offer.
+    /// Returns the client's fault, if there is one, because an operator should know of it. Normal
+    /// conditions are no faults: short memory, late calls of ended applications, older attempts,
+    /// unsupported calls.
     #[must_use]
     pub fn client_fault(&self) -> Option<&'static str> {
         match self {
@@ -224,7 +227,7 @@ impl ServiceError {
         }
     }
 
-    /// The code that goes to the client.
+    /// Returns the status code for the client.
     #[must_use]
     pub fn status(&self) -> StatusCode {
         match self {

@@ -1,7 +1,9 @@
-//! "Why is this job slow?": one application's way through the worker, from its account and its partitions.
+//! Explains why a job is slow: one application's path through the worker, from its account and its
+//! partitions.
 //!
-//! Made on request, and once when an application goes, so that a job that has just failed can be explained
-//! too: the last [`GONE_MAX`] are kept. Which numbers deserve a sentence is decided by pure functions ([`findings`]).
+//! An explanation is computed on request, and once when an application is removed, so that a job
+//! that has just failed can still be explained. The last [`GONE_MAX`] are kept. Pure functions
+//! decide which numbers become a sentence ([`findings`]).
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -18,76 +20,76 @@ use super::losses::{IncompleteShuffle, ShuffleLoss, incomplete_of, losses_of};
 use super::quota::QuotaUse;
 use super::statistics::AppStatistics;
 
-/// Explanations kept of applications that are gone; each is at most some KiB.
+/// Number of explanations kept of removed applications. Each has at most a few KiB.
 const GONE_MAX: usize = 64;
 
-/// Partitions named, the largest first.
+/// Number of partitions listed, the largest first.
 const TOP_PARTITIONS: usize = 10;
 
-/// Losses named.
+/// Maximum number of losses listed.
 const LOSSES_MAX: usize = 100;
 
-/// Why an application is here no more.
+/// Whether an application is registered, or why it was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Presence {
-    /// It is here.
+    /// The application is registered.
     Known,
     /// It unregistered, or an operator purged it.
     Unregistered,
-    /// It was silent for too long.
+    /// It expired without a heartbeat.
     Expired,
 }
 
-/// What one application waited for, and what follows from it.
+/// Waits of one application, and the findings from them.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Explanation {
-    /// The application.
+    /// Application id.
     pub app: String,
     pub user: String,
-    /// Whether it is here.
+    /// Whether the application is registered, or why it was removed.
     pub presence: Presence,
-    /// Since its first registration (until it went).
+    /// Time since the first registration (until the removal).
     pub age_seconds: f64,
-    /// What stands out, in sentences; never empty.
+    /// Findings as sentences; never empty.
     pub findings: Vec<String>,
-    /// Where its time went, in the order of a block's way.
+    /// Time per stage, in the order in which a block passes the stages.
     pub stages: Vec<StageView>,
     pub bytes: Bytes,
-    /// Whether the object store did not answer as it should.
+    /// Whether the object store fails.
     pub object_store_is_failing: bool,
-    /// What was done more than once.
+    /// Retried and failed operations.
     pub retries: Retries,
-    /// Quotas that are set, with what it and its user have of them.
+    /// Configured quotas with the usage of the application and its user.
     pub quotas: Vec<QuotaUse>,
     /// Shuffles registered now.
     pub shuffles: usize,
     /// Partitions registered now.
     pub partitions: u64,
-    /// The largest partition by the mean of those with data.
+    /// Size of the largest partition divided by the mean of those with data.
     pub skew: f64,
     /// The largest partitions, by payload received.
     pub top_partitions: Vec<TopPartition>,
-    /// Blocks that are lost.
+    /// Lost blocks.
     pub losses: Vec<ShuffleLoss>,
-    /// Shuffles whose results are refused, as reports of them may be missing.
+    /// Shuffles whose results are refused because reports may be missing.
     pub incomplete: Vec<IncompleteShuffle>,
 }
 
-/// What one stage came to. Times of tasks that ran side by side add up.
+/// Totals of one stage. Times of concurrent tasks add up.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StageView {
-    /// Its name.
+    /// Name of the stage.
     pub stage: &'static str,
-    /// How often.
+    /// Number of entries.
     pub count: u64,
-    /// Payload, where it is known.
+    /// Payload bytes, where known.
     pub bytes: u64,
-    /// All times.
+    /// Sum of all durations.
     pub total_seconds: f64,
-    /// Half were shorter (to a factor of two).
+    /// Median duration (to a factor of two).
     pub median_seconds: f64,
-    /// 99 % were shorter (to a factor of two).
+    /// 99th percentile of the durations (to a factor of two).
     pub p99_seconds: f64,
     pub longest_seconds: f64,
 }
@@ -95,53 +97,53 @@ pub struct StageView {
 /// Payload of an application.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Bytes {
-    /// Ever received, shuffles that are gone included.
+    /// Total bytes received, including removed shuffles.
     pub received: u64,
     pub in_memory: u64,
-    /// The most that was found in memory.
+    /// Peak of the bytes found in memory.
     pub in_memory_peak: u64,
-    /// How long a byte stayed in memory on average.
+    /// Mean time that a byte stayed in memory.
     pub mean_seconds_in_memory: f64,
     pub on_local_disks: u64,
     pub in_object_store: u64,
     pub local_files: u64,
-    /// Ever read from memory.
+    /// Total bytes read from memory.
     pub read_from_memory: u64,
-    /// Ever read from disks, indexes included.
+    /// Total bytes read from disks, including indexes.
     pub read_from_disks: u64,
 }
 
-/// What was done more than once, or in vain.
+/// Retried and failed operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Retries {
     pub tickets_granted: u64,
-    /// Tickets refused because the memory was full; clients come back.
+    /// Tickets refused because the memory was full; clients retry.
     pub tickets_refused_memory: u64,
     /// Tickets refused because one partition filled its share.
     pub tickets_refused_partition: u64,
-    /// Sends that were refused or died.
+    /// Sends that were refused or failed.
     pub sends_failed: u64,
-    /// Blocks that came twice.
+    /// Blocks received twice.
     pub duplicate_blocks: u64,
-    /// Their payload.
+    /// Payload of the duplicates.
     pub duplicate_bytes: u64,
-    /// Batches that no disk took at the first try.
+    /// Batches that no disk accepted at the first attempt.
     pub flushes_retried: u64,
 }
 
-/// A partition among the largest.
+/// One of the largest partitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct TopPartition {
     pub shuffle: i32,
-    /// Its id.
+    /// Partition id.
     pub partition: i32,
     /// Payload received.
     pub received_bytes: u64,
-    /// Of that, in memory.
+    /// Payload in memory.
     pub in_memory_bytes: u64,
 }
 
-/// Explanations of applications that are gone.
+/// Explanations of removed applications.
 #[derive(Debug, Default)]
 pub(super) struct Gone(Mutex<VecDeque<Arc<Explanation>>>);
 
@@ -158,13 +160,13 @@ impl Gone {
         self.0.lock().iter().rev().find(|gone| gone.app == app).map(Arc::clone)
     }
 
-    /// All, the latest first.
+    /// Returns all explanations, the latest first.
     pub(super) fn all(&self) -> Vec<Arc<Explanation>> {
         self.0.lock().iter().rev().map(Arc::clone).collect()
     }
 }
 
-/// Where the time and the bytes of `app` went.
+/// Returns the explanation of `app`.
 pub(super) fn explanation(
     app: &App,
     presence: Presence,
@@ -260,14 +262,14 @@ fn view(stage: Stage, sum: StageSum) -> StageView {
     }
 }
 
-/// A wait is worth a sentence from this share of the application's time on.
+/// Share of the application's lifetime above which a wait becomes a finding.
 const WAIT_SHARE: f64 = 0.05;
-/// ... a batch in the queue, or a disk, from this long on.
+/// Duration above which a wait in the flush queue or for a disk becomes a finding.
 const SLOW_DISK: Duration = Duration::from_secs(1);
-/// ... and the largest partition from this many times the mean on.
+/// Ratio of the largest partition to the mean above which it becomes a finding.
 const SKEW: f64 = 10.0;
 
-/// What stands out, the worst first. Pure.
+/// Returns the findings, the worst first. Pure.
 fn findings(it: &Explanation) -> Vec<String> {
     let stage = |wanted: Stage| it.stages.iter().find(|stage| stage.stage == name(wanted));
     let total = |wanted| stage(wanted).map_or(0.0, |stage| stage.total_seconds);

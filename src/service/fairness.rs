@@ -1,4 +1,4 @@
-//! How much an application counts when memory, flushes and read memory are divided.
+//! Weights of applications for the division of memory, flushes, and read memory.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::schema::section;
 /// Largest weight: one application may count a thousand times as much as another.
 const WEIGHT_MAX: u32 = 1000;
 
-/// Characters of a pattern; names are shorter.
+/// Maximum number of characters of a pattern; names are shorter.
 const PATTERN_CHARS_MAX: usize = 1024;
 
 const RULE: &str = "tables with `user`, `app` or both (texts with * as wildcard) and `weight` (1 to 1000)";
@@ -37,7 +37,7 @@ section! {
     }
 }
 
-/// The weight of applications that fit.
+/// The weight of matching applications.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WeightRule {
     user: Option<String>,
@@ -46,7 +46,7 @@ pub struct WeightRule {
 }
 
 impl FairnessConfig {
-    /// The weight of an application.
+    /// Returns the weight of an application.
     pub fn weight_of(&self, user: &str, app: &str) -> u32 {
         let fits =
             |pattern: &Option<String>, name: &str| pattern.as_deref().is_none_or(|it| matches(it, name));
@@ -55,7 +55,7 @@ impl FairnessConfig {
     }
 }
 
-/// A rule, or everything that is wrong with it.
+/// Parses a rule, or returns everything that is wrong with it.
 fn read_rule(table: &Table) -> Result<WeightRule, Vec<String>> {
     let mut wrong = Vec::new();
     let unknown = table.keys().filter(|key| !["user", "app", "weight"].contains(&key.as_str()));
@@ -90,7 +90,7 @@ fn print_rule(rule: &WeightRule) -> Table {
     patterns.into_iter().flatten().chain([weight]).collect()
 }
 
-/// Whether `name` is `pattern`, in which each `*` stands for any text.
+/// Returns whether `name` matches `pattern`, in which each `*` matches any text.
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
     let (middle, end) = rest.rsplit_once('*').map_or((None, rest), |(middle, end)| (Some(middle), end));
@@ -105,7 +105,7 @@ fn matches(pattern: &str, name: &str) -> bool {
     true
 }
 
-/// The weights, as they are now.
+/// The current weights.
 #[derive(Debug)]
 pub(super) struct Weights {
     pub(super) config: RwLock<FairnessConfig>,
@@ -113,7 +113,7 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// Brings the weight of an application up to date.
+    /// Updates the weight of an application.
     pub(super) fn weigh(&self, app: &App) {
         let weight = self.config.read().weight_of(&app.user(), app.id().as_str());
         self.memory.tickets().set_weight(app.id(), weight);
@@ -188,7 +188,8 @@ mod tests {
         }
     }
 
-    /// The definition: a star is nothing, or one character and again the star.
+    /// Reference implementation: a star matches nothing, or one character followed by the star
+    /// again.
     fn plainly(pattern: &[u8], name: &[u8]) -> bool {
         match (pattern, name) {
             ([], []) => true,

@@ -1,8 +1,9 @@
-//! Blocks of an earlier process are restored in memory while the metadata log is still being read: neither needs what the other gives,
-//! and a start waits for both.
+//! Restores recovered blocks in memory while the metadata log is still being read. Neither depends
+//! on the other's result, and a start waits for both.
 //!
-//! Invariants: a shuffle's blocks are restored after it is registered and once; nobody else touches what was found of it
-//! meanwhile ([`Restoring::present`] waits); shuffles are restored one after the other, each on as many cores as it is worth.
+//! Invariants: a shuffle's blocks are restored once, after its registration. The shuffle's
+//! recovered state is not accessed meanwhile ([`Restoring::present`] waits). Shuffles are restored
+//! one after another, each on as many cores as its size justifies.
 
 use std::collections::HashSet;
 use std::sync::{Arc, mpsc};
@@ -21,30 +22,31 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 struct Job {
     key: ShuffleKey,
     present: PresentIds,
-    /// What its partitions are charged to.
+    /// Budget that its partitions are charged to.
     heap: Budget,
     done: oneshot::Sender<PresentIds>,
 }
 
-/// What is there of a shuffle, when its blocks in memory are restored.
+/// Receives the block ids of a shuffle, including those in memory, once its blocks are restored.
 pub(super) type Awaited = oneshot::Receiver<PresentIds>;
 
-/// Restores shuffles one after the other, on a thread of its own.
+/// Restores shuffles one after another on a thread of its own.
 pub(super) struct FromMemory {
     memory: Arc<Memory>,
     tiers: TierIds,
-    /// A thread that was begun with the first shuffle.
+    /// The thread and its queue, created for the first shuffle.
     begun: Option<(mpsc::Sender<Job>, JoinHandle<()>)>,
 }
 
 impl FromMemory {
-    /// To be called on a runtime.
+    /// Creates the restorer. Must be called on a runtime.
     pub(super) fn new(memory: &Arc<Memory>, tiers: &Tiers) -> Self {
         let tiers = TierIds { tiers: tiers.clone(), runtime: Handle::current() };
         Self { memory: Arc::clone(memory), tiers, begun: None }
     }
 
-    /// Begins to restore what an earlier process had of `key` in memory, of which `present` is elsewhere.
+    /// Begins to restore the recovered blocks of `key` in memory. `present` holds the ids that
+    /// exist elsewhere.
     pub(super) fn begin(&mut self, key: ShuffleKey, present: PresentIds, heap: Budget) -> Awaited {
         let (done, awaited) = oneshot::channel();
         let mut job = Job { key, present, heap, done };
@@ -58,7 +60,7 @@ impl FromMemory {
         if let Some((jobs, _)) = &self.begun {
             match jobs.send(job) {
                 Ok(()) => return awaited,
-                // It has panicked, which `end` tells.
+                // The thread has panicked; `end` propagates the panic.
                 Err(mpsc::SendError(back)) => job = back,
             }
         }
@@ -66,11 +68,11 @@ impl FromMemory {
         awaited
     }
 
-    /// Waits for what was begun.
+    /// Waits for all restores that have begun.
     pub(super) fn end(self) {
         let Some((jobs, thread)) = self.begun else { return };
         drop(jobs);
-        // A start that could not restore something fails as if it had done it itself.
+        // If a restore panicked, the start fails as if it had run inline.
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     }
 }
@@ -99,7 +101,7 @@ impl Job {
     }
 }
 
-/// Reads ids of blocks from the tiers, for partitions whose ids are not held.
+/// Reads block ids from the tiers, for partitions whose ids are not in memory.
 #[derive(Clone)]
 struct TierIds {
     tiers: Tiers,
@@ -107,8 +109,8 @@ struct TierIds {
 }
 
 impl TierIds {
-    /// Returns the ids of the blocks of a partition that are in the tiers, sorted. Without those that cannot be read: their
-    /// blocks are then in memory and in a tier.
+    /// Returns the sorted ids of a partition's blocks in the tiers. Ids that cannot be read are
+    /// missing; their blocks are then both in memory and in a tier.
     fn sorted(&self, key: &ShuffleKey, partition: PartitionId) -> Vec<u64> {
         let (found, ids) = mpsc::channel();
         let (tiers, key) = (self.tiers.clone(), key.clone());
@@ -125,7 +127,7 @@ impl TierIds {
                 }
             }
             ids.sort_unstable();
-            // Its receiver waits below.
+            // The receiver waits below.
             let _ = found.send(ids);
         });
         ids.recv().unwrap_or_default()

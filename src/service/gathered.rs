@@ -1,9 +1,9 @@
-//! Reports that an earlier process acknowledged, gathered by partition before they are entered: a report names a few ids of each of
-//! many partitions, and a set of ids takes many at once for a tenth of what it costs one by one.
+//! Gathers recovered reports by partition before they are added. A report has a few ids for each of
+//! many partitions, and a set adds many ids at once far more cheaply than one by one.
 //!
-//! Invariants: what is gathered is entered before anybody asks for it ([`Gathered::enter`] at the end of the log at the latest), at
-//! most [`GATHERED_MAX`] ids of all shuffles wait, and where they cannot be entered together each report is entered or refused as if
-//! it had come alone.
+//! Invariants: gathered ids are added before they are read ([`Gathered::enter`] runs at the end of
+//! the log at the latest). At most [`GATHERED_MAX`] ids of all shuffles wait. If they cannot be
+//! added together, each report is added or refused as if it had come alone.
 
 use bytes::Bytes;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -11,26 +11,26 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 use crate::app::{ReportError, ShuffleState};
 use crate::durability::{Record, Report, plain_ids};
 
-/// Ids of all shuffles that wait: some 20 bytes each, with the records that they are from.
+/// Maximum number of waiting ids of all shuffles. With their records they take about 20 bytes each.
 pub(super) const GATHERED_MAX: usize = 1 << 18;
 
-/// A record counts as an id for so many bytes at least.
+/// Minimum number of bytes of a record that count as one id.
 const RECORD_BYTES_PER_ID: usize = 20;
 
-/// Of one shuffle.
+/// Gathered reports of one shuffle.
 #[derive(Debug, Default)]
 pub(super) struct Gathered {
-    /// As they were written, for when they cannot be entered together.
+    /// Encoded records, for the case that the ids cannot be added together.
     records: Vec<Bytes>,
     bitmap_count: i32,
     ids: hashbrown::HashMap<PartitionId, Vec<i64>>,
-    /// Of the report that is read.
+    /// Ids of the report that is being read.
     read: Vec<(PartitionId, i64)>,
 }
 
 impl Gathered {
-    /// Takes a report that may be entered together with those before it. Returns how many ids it counts for; none if it has to
-    /// be entered alone.
+    /// Gathers a report that may be added together with the earlier ones. Returns how many ids it
+    /// counts for, or `None` if it must be added alone.
     pub(super) fn take(&mut self, report: &Report, record: &Bytes) -> Option<usize> {
         let fits = self.records.is_empty() || self.bitmap_count == report.bitmap_count;
         if !fits || report.partitions.iter().any(|(_, ids)| ids.iter().any(|id| *id < 0)) {
@@ -46,7 +46,8 @@ impl Gathered {
         Some(count.max(record.len() / RECORD_BYTES_PER_ID))
     }
 
-    /// The same of a report as it was written, if it has nothing but ids; none of any other record.
+    /// Gathers an encoded report that holds only ids, as [`Gathered::take`] does. Returns `None`
+    /// for any other record.
     pub(super) fn take_plain(&mut self, record: &Bytes) -> Option<usize> {
         let bitmap_count = plain_ids(record, &mut self.read)?;
         if !self.records.is_empty() && self.bitmap_count != bitmap_count {
@@ -61,7 +62,7 @@ impl Gathered {
         Some(self.read.len().max(record.len() / RECORD_BYTES_PER_ID))
     }
 
-    /// Enters what was gathered; why not all of it could be, if so.
+    /// Adds the gathered reports. Returns the first error if some could not be added.
     pub(super) fn enter(&mut self, key: &ShuffleKey, state: &ShuffleState) -> Option<ReportError> {
         let Self { records, bitmap_count, ids, read: _ } = std::mem::take(self);
         if records.is_empty() {
@@ -79,7 +80,7 @@ impl Gathered {
         drop(together);
         let reports = records.iter().filter_map(|record| match Record::decode(record) {
             Ok(Record::Report(report)) => Some(report),
-            // It was read before.
+            // The record was decoded before.
             Ok(Record::Registration(_)) | Err(_) => None,
         });
         let refused = reports.filter_map(|report| enter_alone(key, state, &report).err());
@@ -87,7 +88,7 @@ impl Gathered {
     }
 }
 
-/// Enters one report.
+/// Adds one report.
 pub(super) fn enter_alone(
     key: &ShuffleKey,
     state: &ShuffleState,

@@ -1,7 +1,8 @@
-//! The last quarter of an hour: what the status page draws as soon as it is opened.
+//! Samples of the last 15 minutes, which the status page draws as soon as it is opened.
 //!
-//! A task takes a sample at an interval; a ring of fixed size keeps them. The same task tells each application's
-//! account what it has in memory, which is a walk over all partitions: with many of them it is done more rarely.
+//! A task takes a sample at an interval and stores it in a ring of fixed size. The same task
+//! updates each application's memory statistics. This walks all partitions, so it runs less often
+//! if there are many.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,16 +13,16 @@ use serde::Serialize;
 use crate::app::AppRegistry;
 use crate::memory::Memory;
 
-/// Between two samples.
+/// Interval between two samples.
 pub const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Samples kept: 15 minutes, 25 KiB.
+/// Number of samples kept: 15 minutes, 25 KiB.
 const SAMPLES_MAX: usize = 450;
 
-/// A walk over so many partitions takes about a millisecond; for each of them one more sample goes by without one.
+/// Number of partitions for which the walk skips one more sample.
 pub(super) const PARTITIONS_PER_SAMPLE: usize = 20_000;
 
-/// The worker at one moment. Counters go on from the start of the process, gauges are of the moment.
+/// The worker at one moment. Counters start with the process; gauges are momentary values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Sample {
     /// Unix milliseconds.
@@ -30,13 +31,13 @@ pub struct Sample {
     pub received_bytes: u64,
     /// Counter: payload read, all tiers.
     pub read_bytes: u64,
-    /// Counter: payload brought from memory to disks.
+    /// Counter: payload flushed from memory to disks.
     pub flushed_bytes: u64,
-    /// Bytes of memory in use, tickets and batches in flight included.
+    /// Bytes of memory in use, including tickets and batches in flight.
     pub memory_used_bytes: u64,
-    /// Of those, promised to tickets.
+    /// Bytes of these that are reserved for tickets.
     pub memory_reserved_bytes: u64,
-    /// Of those, on their way to disks.
+    /// Bytes of these that are being flushed to disks.
     pub memory_in_flight_bytes: u64,
 }
 
@@ -53,13 +54,14 @@ impl History {
         samples.push_back(sample);
     }
 
-    /// Samples later than `after_ms`, in milliseconds since 1970.
+    /// Returns the samples later than `after_ms`, in milliseconds since 1970.
     pub(super) fn after(&self, after_ms: u64) -> Vec<Sample> {
         self.0.lock().iter().filter(|sample| sample.at_ms > after_ms).copied().collect()
     }
 }
 
-/// Tells each application's account what it had in memory `over` this time; how many partitions that was.
+/// Records each application's bytes in memory for the time `over`. Returns the number of partitions
+/// walked.
 pub(super) fn sample_apps(apps: &AppRegistry, memory: &Memory, over: Duration) -> usize {
     let mut partitions = 0;
     for app in apps.apps() {

@@ -1,4 +1,4 @@
-//! What writers call: tickets, sends and reports.
+//! Calls for writers: tickets, sends and reports.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,8 @@ use super::spill::Spill;
 use super::status::WorkerStatus;
 use super::ticket_line::TicketLine;
 
-/// The writing half of the service: it refuses cheaply first and reserves memory before it takes bytes.
+/// The writing half of the service. It refuses cheaply first, and reserves memory before it accepts
+/// bytes.
 #[derive(Debug)]
 pub struct Ingest {
     pub(super) known: Known,
@@ -37,26 +38,26 @@ pub struct Ingest {
     pub(super) spill: Arc<Spill>,
     pub(super) partitions_max: usize,
     pub(super) verify_crc: bool,
-    /// For commits of large sends ...
+    /// Pool for commits of large sends.
     pub(super) committing: Aside,
-    /// ... and for large sends that are given up, so that those that come to nothing do not delay the others.
+    /// Pool for large sends that are aborted. It is separate so that aborts do not delay commits.
     pub(super) giving_up: Aside,
     pub(super) tasks: Tasks,
 }
 
 impl Ingest {
-    /// Bounds of one partition, as they are now.
+    /// Returns the current limits of one partition.
     pub fn partition_limits(&self) -> PartitionLimits {
         *self.limits.read()
     }
 
-    /// Replaces them.
+    /// Replaces the limits of one partition.
     pub fn set_partition_limits(&self, limits: PartitionLimits) {
         *self.limits.write() = limits;
     }
 
-    /// From here on no send is acknowledged: clients get NO_BUFFER, wait and send again. When this returns none is being
-    /// acknowledged either, so what is in memory can only become less.
+    /// Stops acknowledging sends: clients get `NO_BUFFER`, wait, and send again. On return no
+    /// acknowledgement is in progress either, so the data in memory can only shrink.
     pub fn refuse_sends(&self) {
         self.commits.close();
     }

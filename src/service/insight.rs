@@ -1,4 +1,4 @@
-//! What the worker tells of itself: applications, the last minutes, losses, gauges.
+//! Diagnostics of the worker: applications, recent samples, losses, gauges.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -22,7 +22,7 @@ use super::quota::{self, QuotaUse};
 use super::statistics::{AppStatistics, statistics_of};
 use super::status::WorkerStatus;
 
-/// Reads the parts of the service and changes none of them.
+/// Diagnostics over the parts of the service. It changes none of them.
 #[derive(Debug)]
 pub struct Insight {
     pub(super) apps: Arc<AppRegistry>,
@@ -38,12 +38,13 @@ pub struct Insight {
 }
 
 impl Insight {
-    /// All applications.
+    /// Returns the statistics of all applications.
     pub fn app_statistics(&self) -> Vec<AppStatistics> {
         self.apps.apps().iter().map(|app| statistics_of(app, &self.memory, &self.tiers)).collect()
     }
 
-    /// Where the time and the bytes of `app` went; also of one that is gone, as long as it is among the latest.
+    /// Returns the explanation of `app`. A removed application is found while it is among the
+    /// latest.
     pub fn explain(&self, app: &str) -> Option<Arc<Explanation>> {
         let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
         match known {
@@ -52,12 +53,12 @@ impl Insight {
         }
     }
 
-    /// Applications that are gone, the latest first.
+    /// Returns the explanations of removed applications, the latest first.
     pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
         self.gone.all()
     }
 
-    /// Calls `remove`; when it has removed the application, what can be said of it is kept.
+    /// Calls `remove` and keeps an explanation of the application if it was removed.
     pub(super) fn remove_explained(&self, id: &AppId, why: Presence, remove: impl FnOnce() -> bool) -> bool {
         let explanation = self.apps.find(id).map(|app| self.explanation(&app, why));
         let removed = remove();
@@ -75,35 +76,36 @@ impl Insight {
         explanation(app, presence, (&statistics, quotas), &self.memory, is_failing)
     }
 
-    /// The quotas that are set, each with who has most of it.
+    /// Returns the configured quotas, each with its largest user.
     #[must_use]
     pub fn quotas(&self) -> Vec<QuotaUse> {
         quota::in_force(&self.apps)
     }
 
-    /// Everything that is lost now.
+    /// Returns all current losses.
     pub fn losses(&self) -> LossReport {
         self.losses.report()
     }
 
-    /// How much is not proven to be complete.
+    /// Returns the extent of unproven completeness.
     pub fn incompleteness(&self) -> Incompleteness {
         let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
         self.losses.incompleteness(gap.map(|reason| reason.to_string()))
     }
 
-    /// Lost blocks of one application.
+    /// Returns the number of lost blocks of one application.
     pub fn lost_blocks(&self, app: &App) -> u64 {
         lost_blocks_of(app)
     }
 
-    /// Tickets refused since the start: for lack of memory, and because a huge partition fills its share.
+    /// Returns the tickets refused since the start: for lack of memory, and because a huge
+    /// partition fills its share.
     pub fn refused_tickets(&self) -> (u64, u64) {
         let metrics = &self.metrics;
         (metrics.require_buffer_refused_regular.get(), metrics.require_buffer_refused_huge.get())
     }
 
-    /// Brings gauges of live values up to date; called before metrics are gathered.
+    /// Updates the gauges of live values; called before metrics are gathered.
     pub fn refresh_metrics(&self, apps: &[AppStatistics]) {
         self.metrics.set_inventory(apps, self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
@@ -111,12 +113,12 @@ impl Insight {
         self.metrics.quotas.set(&self.apps);
     }
 
-    /// Samples later than `after_ms`, oldest first.
+    /// Returns the samples later than `after_ms`, oldest first.
     pub fn history(&self, after_ms: u64) -> Vec<Sample> {
         self.history.after(after_ms)
     }
 
-    /// The worker now.
+    /// Returns a sample of the worker.
     pub fn sample(&self) -> Sample {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Sample {
@@ -130,7 +132,7 @@ impl Insight {
         }
     }
 
-    /// Samples until the worker stops.
+    /// Takes samples until the worker stops.
     pub async fn run_sampling(self: Arc<Self>) {
         let stopped = self.tasks.cancelled();
         tokio::pin!(stopped);

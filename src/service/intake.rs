@@ -1,10 +1,12 @@
-//! Between the decoders of both transports and a [`SendSession`].
+//! Adapter between the decoders of both transports and a [`SendSession`].
 //!
-//! The session opens at the header, before any block was seen, and spends the ticket there. Dropped without
-//! [`Intake::commit`], nothing of the request becomes visible and all its memory goes back.
+//! The session opens at the header, before any block, and spends the ticket there. If it is dropped
+//! without [`Intake::commit`], nothing of the request becomes visible and all its memory is
+//! released.
 //!
-//! Invariant: large sends are committed on blocking threads, and given up there, some at a time each: however many come, other work
-//! finds a thread. Neither waits for the other, nor a commit for memory that a send gives back.
+//! Invariant: large sends are committed and aborted on blocking threads, with bounded concurrency
+//! each. However many arrive, other work finds a thread. Commits and aborts use separate pools, so
+//! a commit does not wait for memory behind an abort that would release it.
 
 use std::sync::Arc;
 
@@ -23,21 +25,21 @@ use crate::budget::{Charge, HeapKind};
 use crate::clock::Instant;
 use crate::memory::MemoryError;
 
-/// What has come of [`Intake::commit`]. For its errors see [`SendSession::commit`].
+/// Result of [`Intake::commit`]. For its errors see [`SendSession::commit`].
 #[derive(Debug)]
 pub enum Commit {
-    /// It is over.
+    /// The commit has finished.
     Done(Result<(), ServiceError>),
-    /// It goes on, also if nobody waits for it.
+    /// The commit continues in a task, even if its caller stops waiting.
     Aside(Committing),
 }
 
-/// A commit that has a place on a blocking thread, or will have one.
+/// A commit that runs or will run on a blocking thread.
 #[derive(Debug)]
 pub struct Committing(oneshot::Receiver<Result<Result<(), ServiceError>, JoinError>>);
 
 impl Committing {
-    /// Waits for it. Nothing is lost with a wait that is given up: the next one goes on.
+    /// Waits for the commit. Cancel safe: if a wait is dropped, the next call continues it.
     ///
     /// # Errors
     /// See [`SendSession::commit`].
@@ -54,16 +56,17 @@ pub struct Intake {
     /// Bytes of the whole message.
     message_bytes: u64,
     session: Option<SendSession>,
-    /// The partition of the next block. The session hears of it with its first block only: empty partitions take eight
-    /// bytes of a frame, too little to pay for what the session keeps of each.
+    /// The partition of the next block, passed to the session only with its first block. An empty
+    /// partition takes eight bytes of a frame, too little to justify the session's bookkeeping per
+    /// partition.
     next_partition: Option<i32>,
-    /// Heap of what the decoder keeps.
+    /// Heap of the data that the decoder keeps.
     kept: Option<Charge>,
     pace: Pace,
 }
 
 impl Intake {
-    /// For a message of `message_bytes`.
+    /// Creates the intake for a message of `message_bytes` bytes.
     pub fn new(ingest: Arc<Ingest>, message_bytes: u32) -> Self {
         Self {
             ingest,
@@ -75,12 +78,12 @@ impl Intake {
         }
     }
 
-    /// Bytes of the whole message.
+    /// Returns the size of the whole message.
     pub fn message_bytes(&self) -> u64 {
         self.message_bytes
     }
 
-    /// When to call [`Intake::check_pace`] next if no byte comes until then.
+    /// Returns when to call [`Intake::check_pace`] next if no byte arrives until then.
     pub fn next_look(&self) -> Instant {
         self.pace.next_look()
     }
@@ -91,7 +94,7 @@ impl Intake {
     /// The send is slow and another application waits for its memory.
     pub fn check_pace(&mut self, arrived: u64) -> Result<(), ServiceError> {
         let is_slow = self.pace.is_slow(arrived, Instant::now());
-        // Before the header nothing is held.
+        // Before the header the send holds no memory.
         let Some(session) = self.session.as_ref().filter(|_| is_slow) else { return Ok(()) };
         if !self.ingest.memory.tickets().must_yield(session.app()) {
             return Ok(());
@@ -100,7 +103,7 @@ impl Intake {
         Err(MemoryError::TooSlow { bytes_per_sec: self.pace.bytes_per_sec() }.into())
     }
 
-    /// The decoder keeps `bytes` of headers by now: they count as blocks that are not committed.
+    /// Charges the `bytes` of headers that the decoder keeps, as uncommitted blocks.
     ///
     /// # Errors
     /// The application has no heap left for them.
@@ -114,7 +117,8 @@ impl Intake {
         kept.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
     }
 
-    /// The message was whole: makes its blocks visible, here if they are few, else on a blocking thread when there is a place.
+    /// Makes the blocks of the complete message visible: inline if they are few, otherwise on a
+    /// blocking thread once the pool has a free slot.
     pub fn commit(&mut self) -> Commit {
         let Some(session) = self.session.take() else {
             return Commit::Done(Err(DecodeError::Incomplete.into()));
@@ -131,7 +135,7 @@ impl Intake {
                 drop(kept);
                 stored
             };
-            // Who asked may have gone.
+            // The caller may have stopped waiting.
             let _unheard = told.send(places.run(commit).await);
         });
         Commit::Aside(Committing(committing))
@@ -139,19 +143,21 @@ impl Intake {
 
     #[inline]
     fn open(&mut self) -> Result<&mut SendSession, ServiceError> {
-        // Decoders deliver the header first; a broken promise is the request's fault, not a panic.
+        // Decoders deliver the header first. A missing header is a fault of the request, not a
+        // panic.
         self.session.as_mut().ok_or_else(|| DecodeError::Incomplete.into())
     }
 }
 
 impl Drop for Intake {
-    /// What is given up gives back a segment or more of each partition.
+    /// Releases a segment or more of each partition of an aborted send, on a blocking thread if the
+    /// send is large.
     fn drop(&mut self) {
         let many = self.session.take_if(|session| !session.is_small());
         if let (Some(session), Ok(_runtime)) = (many, Handle::try_current()) {
             let places = self.ingest.giving_up.clone();
             self.ingest.tasks.spawn("large send given up", async move {
-                // Of a panic nobody here can make more than its message.
+                // A panic is logged by the pool; nothing else can be done here.
                 let _given_up = places.run(move || drop(session)).await;
             });
         }

@@ -1,4 +1,4 @@
-//! The applications and shuffles that calls name.
+//! Lookup of the applications and shuffles named in requests.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use super::ServiceError;
 use super::metrics::ServiceMetrics;
 
-/// Finds them; cheap to clone.
+/// Lookup of applications; cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Known {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) metrics: Arc<ServiceMetrics>,
-    /// For what a request asks for and may be too long for a runtime thread.
+    /// Pool for requested work that may be too long for a runtime thread.
     pub(super) aside: Aside,
 }
 
 impl Known {
-    /// The app of a request; an id that cannot exist is unknown like any other.
+    /// Returns the app of a request. An invalid id is treated as unknown.
     pub(super) fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
         let id = AppId::parse(app).ok();
         id.as_ref().and_then(|id| self.apps.find(id)).ok_or_else(|| {
@@ -33,7 +33,7 @@ impl Known {
         })
     }
 
-    /// As [`Known::app`], and the app counts as used now.
+    /// Returns the app as [`Known::app`] does, and marks it as used now.
     pub(super) fn touched_app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
         let app = self.app(app)?;
         self.apps.touch(&app);
@@ -41,7 +41,7 @@ impl Known {
     }
 }
 
-/// Key and state of a shuffle of `app`; `None` if it is not registered.
+/// Returns key and state of a shuffle of `app`, or `None` if it is not registered.
 pub(super) fn shuffle_of(app: &App, shuffle: i32) -> Option<(ShuffleKey, Arc<ShuffleState>)> {
     let state = app.shuffle(ShuffleId(shuffle))?;
     Some((state.key().clone(), state))

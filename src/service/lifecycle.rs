@@ -1,8 +1,9 @@
-//! Register, heartbeat, unregister, expire.
+//! Registration, heartbeats, unregistration, and expiry.
 //!
-//! A registration is acknowledged once it is on the device, so that it outlives process and power.
-//! An app or shuffle is taken out of the registry, memory and store together, under the registry's lock, so that a
-//! registration that follows at once meets clean ground. Deleting files comes after, in tasks (`deletions`).
+//! A registration is acknowledged once it is on the device, so that it survives a crash and a power
+//! loss. An app or shuffle is removed from the registry, memory, and store together, under the
+//! registry's lock. A registration that follows at once therefore finds no old state. Files are
+//! deleted afterwards, in tasks (`deletions`).
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -36,35 +37,38 @@ use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
 use super::verify::Verifier;
 
-/// By this property riffle lets an app choose its heartbeat timeout, in minutes (docs/protocol.md §8.4).
+/// Property of riffle with which an app chooses its heartbeat timeout in minutes (docs/protocol.md
+/// §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
 
-/// A week: an app that is gone must not keep its disks forever.
+/// One week: an app that is gone must not keep its disks forever.
 const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
 
-/// Keys and values kept of one registration. Spark's `.rss.` settings have a few KiB.
+/// Maximum bytes of keys and values kept of one registration. Spark's `.rss.` settings have a few
+/// KiB.
 const PROPERTIES_BYTES_MAX: usize = 64 << 10;
 
-/// Of a user's name; what clients send can be anything.
+/// Number of characters of a user's name that are logged; clients may send any text.
 const USER_CHARS_LOGGED: usize = 100;
 
-/// Of a user's name that is taken: Kerberos principals have some 50 characters.
+/// Maximum length of a user's name. Kerberos principals have about 50 characters.
 const USER_BYTES_MAX: usize = 1024;
 
-/// Of the path of a remote storage, as HDFS allows.
+/// Maximum length of a remote storage path, as in HDFS.
 const REMOTE_PATH_BYTES_MAX: usize = 8000;
 
-/// Settings of a remote storage, and their bytes. Coordinators send those of a name service, a few KiB.
+/// Maximum number of remote storage settings, and of their bytes. Coordinators send those of a name
+/// service, a few KiB.
 const REMOTE_SETTINGS_MAX: usize = 1000;
 const REMOTE_SETTINGS_BYTES_MAX: usize = 64 << 10;
 
-/// Ranges of one registration; what more of them make is refused by the registry too.
+/// Maximum number of ranges of one registration. The registry bounds their union with earlier ones.
 const RANGES_SENT_MAX: usize = 1 << 18;
 
-/// Above this many ranges a registration is sorted and encoded on a blocking thread.
+/// Number of ranges above which a registration is sorted and encoded on a blocking thread.
 const INLINE_RANGES_MAX: usize = 4096;
 
-/// Applications and shuffles from their registration to their end, and the node's own coming and going.
+/// Applications and shuffles from registration to removal, and the node's decommissioning.
 #[derive(Debug)]
 pub struct Lifecycle {
     pub(super) known: Known,
@@ -73,7 +77,8 @@ pub struct Lifecycle {
     pub(super) tiers: Tiers,
     pub(super) flusher: Option<Arc<Flusher>>,
     pub(super) status: Arc<WorkerStatus>,
-    /// For ends that clients ask for: of large applications they take long, and reports and results do not wait for that.
+    /// Pool for ends requested by clients. Ends of large applications take long, so reports and
+    /// results use another pool.
     pub(super) ends: Aside,
     pub(super) deletions: Deletions,
     pub(super) weights: Weights,
@@ -86,32 +91,33 @@ pub struct Lifecycle {
     pub(super) decommission_check_interval: Duration,
 }
 
-/// `registerShuffle`.
+/// A `registerShuffle` request.
 #[derive(Debug, Clone)]
 pub struct RegisterRequest<'a> {
     /// Application id as sent.
     pub app: &'a str,
-    /// Shuffle id; Tez's overflow into negative ones.
+    /// Shuffle id. Those of Tez overflow into negative values.
     pub shuffle: i32,
     /// Closed ranges of partitions.
     pub ranges: Vec<(i32, i32)>,
     /// Spark user.
     pub user: String,
-    /// Order wanted inside extents.
+    /// Requested block order inside extents.
     pub distribution: Distribution,
     /// Client configuration.
     pub properties: HashMap<String, String>,
-    /// Where the client looks for cold data; none when it named no remote path.
+    /// Where the client reads cold data; `None` if it sent no remote path.
     pub remote_storage: Option<RemoteStorage>,
-    /// The address that it came from, if that is known.
+    /// Client address, if known.
     pub from: Option<IpAddr>,
 }
 
 impl Lifecycle {
-    /// Makes a shuffle and its partitions known; repeating it is harmless, further ranges are added.
+    /// Registers a shuffle and its partitions. Repeating it is harmless; further ranges are added.
     ///
     /// # Errors
-    /// An id or range that is none, or too many of them; then nothing was registered. No disk that takes the note.
+    /// An id or range is invalid, or there are too many; nothing was registered then. Or no disk
+    /// can record the registration.
     pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
         check_sizes(&request)?;
@@ -159,7 +165,7 @@ impl Lifecycle {
         Ok(())
     }
 
-    /// The app is alive.
+    /// Records that the app is alive.
     ///
     /// # Errors
     /// [`ServiceError::NotRegistered`].
@@ -167,7 +173,7 @@ impl Lifecycle {
         self.known.touched_app(app).map(drop)
     }
 
-    /// Forgets a shuffle; its memory is free when this returns, its files soon after.
+    /// Removes a shuffle. Its memory is free on return; its files are deleted soon after.
     ///
     /// # Errors
     /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.
@@ -182,7 +188,7 @@ impl Lifecycle {
         Ok(())
     }
 
-    /// Forgets an app with all its shuffles.
+    /// Removes an app with all its shuffles.
     ///
     /// # Errors
     /// [`ServiceError::NotRegistered`].
@@ -202,14 +208,15 @@ impl Lifecycle {
         Ok(())
     }
 
-    /// Those who wait for an idle worker (the coordinators, and through them an operator) hear of it at once.
+    /// Notifies at once those waiting for an idle worker: the coordinators, and through them an
+    /// operator.
     fn note_if_empty(&self) {
         if self.apps.app_count() == 0 {
             self.status.note_emptied();
         }
     }
 
-    /// Purges apps that were not used for the timeout; returns how many.
+    /// Purges apps that were not used for their timeout. Returns how many.
     pub fn expire_apps(&self) -> usize {
         let mut purged = 0;
         for id in self.apps.expired() {
@@ -227,7 +234,7 @@ impl Lifecycle {
         usize::try_from(purged).unwrap_or(usize::MAX)
     }
 
-    /// Whether a decommissioning has come to its end: no app is left.
+    /// Checks whether a decommissioning is complete: no app is left.
     pub fn check_decommission(&self) {
         let apps = self.apps.app_count();
         if self.status.observe_apps(apps) {
@@ -237,7 +244,8 @@ impl Lifecycle {
         }
     }
 
-    /// Expires tickets and apps, and looks at a decommissioning, at their intervals until the worker stops.
+    /// Expires tickets and apps and checks a decommissioning at their intervals, until the worker
+    /// stops.
     pub async fn run_expiry(self: Arc<Self>, tickets_every: Duration, apps_every: Duration) {
         let stopped = self.tasks.cancelled();
         tokio::pin!(stopped);
@@ -256,19 +264,20 @@ impl Lifecycle {
                 }
                 _ = apps.tick() => self.end_expired_apps().await,
                 _ = decommission.tick() => self.check_decommission(),
-                // The first look is at once, as Java's: an operator who waits for an idle worker does not wait an interval.
+                // The first check runs at once, as in Java, so that an operator with an idle worker
+                // need not wait for an interval.
                 () = self.status.decommission_began() => decommission.reset_immediately(),
             }
         }
     }
 
-    /// An operator takes the node out of service, in whatever state it is.
+    /// Takes the node out of service for an operator, in any state.
     pub fn decommission(&self) {
         self.status.decommission();
         tracing::info!(target: AUDIT, apps = self.apps.app_count(), "decommissioning");
     }
 
-    /// As [`Lifecycle::decommission`], for a coordinator.
+    /// Takes the node out of service for a coordinator, as [`Lifecycle::decommission`] does.
     ///
     /// # Errors
     /// [`ServiceError::WrongState`] if the node is unhealthy, as the Java server answers.
@@ -283,14 +292,15 @@ impl Lifecycle {
         Ok(())
     }
 
-    /// An operator puts the node back into service.
+    /// Puts the node back into service for an operator.
     pub fn cancel_decommission(&self) {
         self.status.cancel_decommission();
         self.tiers.iter().for_each(|tier| tier.stay());
         tracing::info!(target: AUDIT, "decommissioning cancelled");
     }
 
-    /// An operator wants everything that is in memory on its way to the tiers below; returns how many batches are.
+    /// Flushes everything in memory to the tiers below for an operator. Returns how many batches
+    /// are in flight.
     ///
     /// # Errors
     /// [`ServiceError::Unsupported`] without a tier below memory.
@@ -302,20 +312,21 @@ impl Lifecycle {
         Ok(flusher.unfinished())
     }
 
-    /// Replaces the weights; they count at once.
+    /// Replaces the weights with immediate effect.
     pub fn set_fairness(&self, fairness: &FairnessConfig) {
         self.weights.config.write().clone_from(fairness);
         self.apps.apps().iter().filter(|app| app.has_shuffles()).for_each(|app| self.weights.weigh(app));
     }
 
-    /// Replaces the quotas; they count at once.
+    /// Replaces the quotas with immediate effect.
     pub fn set_quotas(&self, quotas: &QuotaConfig) {
         quota::set(&self.apps, quotas);
     }
 
-    /// Runs under the registry's lock: takes the state out of memory and of every tier, leaves the slow deletion to tasks.
-    /// How long a removal takes is counted until the data that this worker serves is gone. The memory is free when the
-    /// returned values are dropped, which is for after the lock.
+    /// Removes the state from memory and every tier, and leaves slow deletions to tasks. Runs under
+    /// the registry's lock. The removal time is measured until the data that this worker serves is
+    /// gone. The memory is freed when the returned values are dropped, which must happen after the
+    /// lock is released.
     pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<Evicted> {
         let removal = match purge {
             Purge::Shuffles => &self.metrics.shuffle_removal,
@@ -336,7 +347,8 @@ impl Lifecycle {
         evicted
     }
 
-    /// What registers a shuffle in the tiers that take it, and whether clients read one of these themselves.
+    /// Returns closures that register a shuffle in the tiers that accept it, and whether clients
+    /// read one of these tiers directly.
     fn admissions(&self, wanted: Option<&RemoteStorage>) -> Result<(Vec<Admission>, bool), ServiceError> {
         let (mut admissions, mut is_remote) = (Vec::new(), false);
         for tier in self.tiers.iter() {
@@ -351,7 +363,7 @@ impl Lifecycle {
     }
 }
 
-/// What a registration keeps is small in every honest one; each field has its bound.
+/// Checks the size of each stored field; every legitimate registration is small.
 fn check_sizes(request: &RegisterRequest<'_>) -> Result<(), ServiceError> {
     let (path, settings, bytes) = match &request.remote_storage {
         Some(storage) => (storage.path.len(), storage.conf.len(), remote_bytes(storage)),
@@ -374,13 +386,14 @@ fn remote_bytes(storage: &RemoteStorage) -> usize {
     storage.conf.iter().map(|(key, value)| key.len() + value.len()).sum()
 }
 
-/// What an app wants instead of `app_heartbeat_timeout_min`; text that is no number of minutes is as good as nothing.
+/// Returns the timeout that an app requests instead of `app_heartbeat_timeout_min`. Text that is
+/// not a number of minutes is ignored.
 fn wanted_timeout(properties: &HashMap<String, String>) -> Option<Duration> {
     let minutes: u64 = properties.get(HEARTBEAT_TIMEOUT_PROPERTY)?.trim().parse().ok()?;
     Some(Duration::from_secs(60 * minutes.clamp(1, HEARTBEAT_TIMEOUT_MINUTES_MAX)))
 }
 
-/// The properties worth keeping, within bounds; Java keeps those of the same names.
+/// Returns the properties to keep, within bounds. Java keeps properties with the same names.
 fn kept_properties(mut properties: HashMap<String, String>) -> HashMap<String, String> {
     let mut bytes = 0;
     properties.retain(|key, value| {

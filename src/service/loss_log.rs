@@ -1,6 +1,6 @@
-//! Log lines of lost blocks: one per shuffle, however many of its partitions are concerned.
+//! Log lines for lost blocks: one per shuffle, however many of its partitions are affected.
 //!
-//! Which partitions and ids they are is in `/losses`, and in the log at DEBUG.
+//! The partitions and ids are listed in `/losses`, and in the log at DEBUG.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,9 +15,9 @@ use crate::runtime::Tasks;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Losses of a shuffle that are found out within this time are one line ...
+/// Time within which the first losses of a shuffle are gathered into one line.
 const GATHER: Duration = Duration::from_secs(1);
-/// ... and so are those found out in each such interval after it.
+/// Interval of further lines with the losses found since the previous one.
 const GATHER_AGAIN: Duration = Duration::from_secs(60);
 
 /// Losses that are not logged yet, by shuffle.
@@ -31,7 +31,7 @@ pub(super) struct LossLog {
 struct Gathered {
     partitions: Bitmap,
     blocks: u64,
-    /// Of those whose size is known.
+    /// Bytes of the blocks with known sizes.
     bytes: u64,
     reason: Option<Arc<str>>,
     has_more_reasons: bool,
@@ -42,12 +42,13 @@ impl LossLog {
         Arc::new(Self { gathered: Mutex::default(), tasks: tasks.clone() })
     }
 
-    /// Logs `loss`, soon and with others of the shuffle.
+    /// Schedules a log line for `loss`, together with other losses of the shuffle.
     pub(super) fn add(self: &Arc<Self>, key: &ShuffleKey, partition: PartitionId, loss: &Loss) {
         self.add_blocks(key, partition, loss.ids.len(), loss.bytes.unwrap_or(0), &loss.reason);
     }
 
-    /// Logs lost blocks, soon and with others of the shuffle; `bytes` of those whose size is known.
+    /// Schedules a log line for lost blocks, together with others of the shuffle. `bytes` covers
+    /// blocks with known sizes.
     pub(super) fn add_blocks(
         self: &Arc<Self>,
         key: &ShuffleKey,

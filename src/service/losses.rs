@@ -1,11 +1,12 @@
-//! Lost blocks: found, told, and in the way of exactly those reads that want them.
+//! Lost blocks: tracking, reporting, and refusal of exactly the reads that need them.
 //!
-//! A read is refused when a lost block was reported in its partition and passes its task filter; the text says what is
-//! lost and why. Tickets and sends are never refused for a loss: a block that is sent again heals.
+//! A read is refused if a lost block was reported in its partition and passes its task filter. The
+//! error text names the lost blocks and the reason. Tickets and sends are never refused for a loss:
+//! a resent block heals it.
 //!
-//! A report of blocks that an earlier process took with it is refused, so that only its task runs again: it was not
-//! acknowledged. An app that says in its registration that it recomputes stages has it taken, and the loss entered,
-//! because with one attempt per task a refused report would end its job.
+//! A report of blocks that were lost with an earlier process is refused, so that only its task runs
+//! again. If the app's registration says that it recomputes stages, the report is accepted and the
+//! loss recorded: with one attempt per task, a refused report would end the job.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write as _;
@@ -26,24 +27,25 @@ use super::metrics::ServiceMetrics;
 use super::spill::Stored;
 use super::verify::{Suspect, Verifier, blame};
 
-/// By these properties Spark computes a stage again whose shuffle data cannot be fetched; the first that is set counts.
-/// They arrive with registrations of clients since 0.10, to which the last is an old name.
+/// Properties that make Spark recompute a stage whose shuffle data cannot be fetched; the first one
+/// set counts. They arrive with registrations of clients since 0.10, for which the last is an old
+/// name.
 const RESUBMIT_PROPERTIES: [&str; 3] =
     ["spark.rss.stageRetry.fetchFailureEnabled", "spark.rss.stageRetry.enabled", "spark.rss.resubmit.stage"];
 
-/// What happened to blocks that were in memory only.
+/// Reason for blocks that were in memory only.
 const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
 
-/// What happened to blocks of a report that was on its way when that was found out.
+/// Reason for blocks that disappeared while their report was being stored.
 const GONE_MEANWHILE: &str = "the blocks disappeared while their report was being stored";
 
-/// Losses listed in one report; beyond it their blocks are only counted.
+/// Maximum number of losses listed in one report; further blocks are only counted.
 const LISTED_MAX: usize = 10_000;
 
-/// Reasons of incompleteness in short.
+/// Maximum number of reasons in a summary of incompleteness.
 const REASONS_MAX: usize = 10;
 
-/// A loss with its place.
+/// A loss with its shuffle and partition.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ShuffleLoss {
     /// Application.
@@ -52,52 +54,52 @@ pub struct ShuffleLoss {
     pub shuffle: i32,
     /// Partition.
     pub partition: i32,
-    /// Lost blocks.
+    /// Number of lost blocks.
     pub blocks: u64,
-    /// Closed ranges of their ids, the first ones.
+    /// The first closed ranges of their ids.
     pub ranges: Vec<(i64, i64)>,
-    /// Their bytes, if known.
+    /// Bytes of the lost blocks, if known.
     pub bytes: Option<u64>,
-    /// The disk or the event.
+    /// Failed disk, or the event that lost the blocks.
     pub reason: String,
-    /// When it was found out, in milliseconds since 1970.
+    /// Time of detection, in milliseconds since 1970.
     pub at_ms: u64,
 }
 
-/// Everything that is lost now.
+/// All current losses.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct LossReport {
-    /// The ledger.
+    /// Losses in the ledgers.
     pub losses: Vec<ShuffleLoss>,
-    /// Lost blocks that found no room in it.
+    /// Number of lost blocks not listed in `losses`.
     pub unlisted_blocks: u64,
-    /// Shuffles whose results are refused, as reports of them may be missing.
+    /// Shuffles whose results are refused because reports may be missing.
     pub incomplete: Vec<IncompleteShuffle>,
 }
 
-/// A shuffle of which not everything that was acknowledged is proven to be known.
+/// A shuffle for which it is not proven that all acknowledged reports are known.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct IncompleteShuffle {
     /// Application.
     pub app: String,
     /// Shuffle.
     pub shuffle: i32,
-    /// What may be missing, and what to do.
+    /// Possibly missing data, and the action to take.
     pub reason: String,
 }
 
-/// How much is not proven to be complete.
+/// Summary of the shuffles that are not proven to be complete.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Incompleteness {
-    /// Shuffles whose results are refused.
+    /// Number of shuffles whose results are refused.
     pub shuffles: usize,
-    /// Why, each reason once, the first ones.
+    /// The first distinct reasons.
     pub reasons: Vec<String>,
-    /// Why results of shuffles that are not known are refused, too; null when they are not.
+    /// Why results of unknown shuffles are refused too; null if they are not.
     pub unknown_shuffles: Option<String>,
 }
 
-/// Shuffles of an app whose results are refused.
+/// Returns the shuffles of an app whose results are refused.
 pub(super) fn incomplete_of(app: &App) -> Vec<IncompleteShuffle> {
     let told = |shuffle: &Arc<ShuffleState>| {
         let (key, reason) = (shuffle.key(), shuffle.ledger().incomplete()?.to_owned());
@@ -106,7 +108,7 @@ pub(super) fn incomplete_of(app: &App) -> Vec<IncompleteShuffle> {
     app.shuffles().iter().filter_map(told).collect()
 }
 
-/// What one app has lost: at most `max` entries.
+/// Returns at most `max` losses of one app.
 pub(super) fn losses_of(app: &App, max: usize) -> Vec<ShuffleLoss> {
     let mut losses = Vec::new();
     for shuffle in app.shuffles() {
@@ -127,18 +129,18 @@ pub(super) fn losses_of(app: &App, max: usize) -> Vec<ShuffleLoss> {
     losses
 }
 
-/// Lost blocks of one app.
+/// Returns the number of lost blocks of one app.
 pub(super) fn lost_blocks_of(app: &App) -> u64 {
     app.shuffles().iter().map(|shuffle| shuffle.ledger().lost_blocks()).sum()
 }
 
-/// Enters losses into the ledgers, and refuses the reads and reports that they concern.
+/// Records losses in the ledgers, and refuses the affected reads and reports.
 #[derive(Debug)]
 pub(super) struct Losses {
     pub(super) apps: Arc<AppRegistry>,
     pub(super) verifier: Arc<Verifier>,
     pub(super) metrics: Arc<ServiceMetrics>,
-    /// What happened to blocks of which no tier knows anything.
+    /// Reason for blocks that no tier knows.
     gone: RwLock<Arc<str>>,
 }
 
@@ -147,7 +149,7 @@ impl Losses {
         Self { apps, verifier, metrics, gone: RwLock::new(Arc::from(IN_MEMORY)) }
     }
 
-    /// Blames data directories that are missing too: blocks of which nothing is known were there or in memory.
+    /// Adds missing data directories to the reason: unknown blocks were there or in memory.
     pub(super) fn blame_missing_directories(&self, paths: &[String]) {
         let missing = match paths {
             [] => return,
@@ -161,7 +163,7 @@ impl Losses {
         Arc::clone(&self.gone.read())
     }
 
-    /// The ledger of all apps.
+    /// Returns the losses of all apps.
     pub(super) fn report(&self) -> LossReport {
         let mut report = LossReport::default();
         let mut lost = 0;
@@ -178,7 +180,7 @@ impl Losses {
         report
     }
 
-    /// Shuffles that were left without their registration, of apps known or not.
+    /// Returns the shuffles with files but without a registration, of known or unknown apps.
     fn left(&self) -> impl Iterator<Item = IncompleteShuffle> {
         self.apps.all_left_unproven().into_iter().map(|(key, reason)| IncompleteShuffle {
             app: key.app.to_string(),
@@ -187,7 +189,7 @@ impl Losses {
         })
     }
 
-    /// How much is incomplete, in short.
+    /// Returns a summary of incomplete shuffles.
     pub(super) fn incompleteness(&self, unknown_shuffles: Option<String>) -> Incompleteness {
         let (mut shuffles, mut reasons) = (0, BTreeSet::new());
         for incomplete in self.apps.apps().iter().flat_map(|app| incomplete_of(app)).chain(self.left()) {
@@ -216,7 +218,7 @@ impl Losses {
         self.metrics.incomplete_shuffles.set(clamped(incomplete));
     }
 
-    /// Refuses a read of a partition that wants a lost block, or one of which it is not known yet.
+    /// Refuses a read that needs a lost block, or a block whose loss is not yet determined.
     pub(super) fn refuse(
         &self,
         app: &App,
@@ -226,7 +228,7 @@ impl Losses {
     ) -> Result<(), ServiceError> {
         let wanted = |ids: &IdSet| {
             let stored = Stored::of(shuffle, &[partition]);
-            // Blocks are only lost of ids that were reported: ids on disk are not looked up.
+            // Only reported ids can be lost, so ids on disk are not looked up.
             let reported = match stored.runs.is_empty() {
                 true => stored.sets.iter().fold(IdSet::default(), |mut all, set| {
                     all.add_all(&ids.and(set));
@@ -245,8 +247,9 @@ impl Losses {
         refused
     }
 
-    /// Decides whether a report may be taken although some of its blocks are gone, and enters them if so. Returns how often
-    /// everything of a partition was in question before ([`Losses::note_reported`]).
+    /// Decides whether to accept a report although some of its blocks are gone, and records them as
+    /// lost if so. Returns the ledger's alarm count from before the check, for
+    /// [`Losses::note_reported`].
     pub(super) async fn judge_report(
         &self,
         app: &App,
@@ -287,8 +290,8 @@ impl Losses {
         Ok(alarms)
     }
 
-    /// Returns those of `ids` that are nowhere, for a partition whose ids are not held. None if they are held, or if that
-    /// cannot be said now.
+    /// Returns the `ids` that exist nowhere, for a partition whose ids are not in memory. Returns
+    /// `None` if they are in memory, or if the lookup is impossible now.
     async fn sought(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[i64]) -> Option<Vec<u64>> {
         let is_in_tiers = |it: &mut Ledger| it.is_in_tiers() && it.phase() != Phase::Verifying;
         if !shuffle.ledger().with(partition, is_in_tiers) {
@@ -299,8 +302,9 @@ impl Losses {
         missing.map_err(told).ok()
     }
 
-    /// A report was taken after it was judged. What was found to be gone meanwhile was looked for without it: it is lost, or in
-    /// question. `alarms` is what judging it returned.
+    /// Updates the ledger after a report was accepted. Blocks found missing meanwhile were not
+    /// matched with this report: they are lost or unverified. `alarms` is the result of
+    /// [`Losses::judge_report`].
     pub(super) fn note_reported(
         &self,
         shuffle: &Arc<ShuffleState>,
@@ -314,7 +318,7 @@ impl Losses {
         let is_calm = ledger.alarms() == alarms;
         let blame = blame(Vec::new(), GONE_MEANWHILE);
         for (partition, ids) in partitions {
-            // The tiers were asked when the report was judged.
+            // The tiers were queried when the report was judged.
             if is_calm && ledger.with(*partition, |it| it.is_in_tiers()) {
                 continue;
             }
@@ -330,7 +334,8 @@ impl Losses {
         }
     }
 
-    /// After a restart: what was reported and is not there is lost, or, where there are remote files, to be verified.
+    /// Compares reports with recovered blocks after a restart. A reported block that is missing is
+    /// lost, or must be verified if there are remote files. Returns the partitions to verify.
     pub(super) async fn take_over(
         &self,
         shuffle: &Arc<ShuffleState>,
@@ -384,7 +389,8 @@ impl Losses {
         suspects
     }
 
-    /// Blocks have become visible while the ledger came to care for them: they may not have been counted.
+    /// Recounts a partition whose blocks became visible while the ledger began to track it, because
+    /// they may not have been counted.
     pub(super) fn count_again(&self, shuffle: &Arc<ShuffleState>, partition: PartitionId) {
         let has_begun = |it: &mut Ledger| it.phase() != Phase::Known && it.question(None);
         if shuffle.ledger().with(partition, has_begun) {
@@ -393,7 +399,7 @@ impl Losses {
         }
     }
 
-    /// Tells the ledger of blocks that have become visible.
+    /// Records in the ledger that blocks have become visible.
     pub(super) fn note_committed(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[u64]) {
         let healed = shuffle.ledger().with(partition, |it| it.commit(ids));
         if healed > 0 {
@@ -409,12 +415,12 @@ impl Losses {
     }
 }
 
-/// Returns reported ids, which are sorted.
+/// Converts sorted reported ids.
 fn ids_of(ids: &[i64]) -> Vec<u64> {
     ids.iter().map(|id| id.unsigned_abs()).collect()
 }
 
-/// Refuses a read of a partition of which it is not known yet what a disk has lost.
+/// Refuses a read of a partition whose losses on a disk are not yet determined.
 pub(super) fn refuse_unknown(shuffle: &ShuffleState, partition: PartitionId) -> Result<(), ServiceError> {
     answer(shuffle, partition, shuffle.ledger().verdict(partition, |_| IdSet::default()))
 }
@@ -438,7 +444,7 @@ fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> R
     }
 }
 
-/// What a user reads in the stack trace of a failed job.
+/// Describes the loss for the stack trace of a failed job.
 fn describe(key: &ShuffleKey, partition: PartitionId, ids: &IdSet, reason: &str) -> String {
     let count = ids.len();
     let noun = if count == 1 { "block" } else { "blocks" };

@@ -1,4 +1,4 @@
-//! Counters and gauges of the service; names as the Java server's and riffle's.
+//! Counters and gauges of the service, with the names of the Java server and riffle.
 
 use prometheus::{Histogram, IntCounter, IntGauge};
 

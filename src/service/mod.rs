@@ -1,14 +1,12 @@
-//! What the worker does, in protocol-free terms: the listeners translate into these calls and back.
+//! The worker's operations in protocol-free terms: listeners translate requests into these calls
+//! and results back.
 //!
-//! | part | has |
-//! | --- | --- |
-//! | [`Ingest`] | tickets (`require`), sends (`write`, `intake`) and reports (`report`) |
-//! | [`Reads`] | memory, local index and data (`read`), what reducers are to expect (`results`) |
-//! | [`Lifecycle`] | registration to removal, what an earlier process left (`restore`), decommissioning |
-//! | [`Insight`] | explanations, statistics, the last minutes, losses, gauges |
+//! [`Ingest`] serves writers, [`Reads`] readers. [`Lifecycle`] covers registration to removal,
+//! recovery, and decommissioning. [`Insight`] covers explanations, statistics, and losses.
 //!
-//! Every call refuses first and cheaply (state, app, ticket), then works. Nothing here waits for a disk except the
-//! two local reads. The parts share what they are given; none knows [`Service`], which ties them together.
+//! Every call refuses first and cheaply (state, app, ticket), then works. A call waits for a disk
+//! only where its result must be durable or is read from one. The parts share their dependencies;
+//! none knows [`Service`], which connects them.
 
 mod answer_limits;
 mod aside;
@@ -137,16 +135,16 @@ section! {
     }
 }
 
-/// The service; shared by all listeners.
+/// The service, shared by all listeners.
 #[derive(Debug)]
 pub struct Service {
-    /// What writers call.
+    /// Calls for writers.
     pub ingest: Arc<Ingest>,
-    /// What readers call.
+    /// Calls for readers.
     pub reads: Arc<Reads>,
-    /// From registration to removal.
+    /// Registration to removal.
     pub lifecycle: Arc<Lifecycle>,
-    /// What the worker tells of itself.
+    /// Diagnostics.
     pub insight: Arc<Insight>,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
@@ -158,10 +156,10 @@ pub struct Service {
 }
 
 impl Service {
-    /// Ties the parts together.
+    /// Creates the parts and connects them.
     ///
     /// # Errors
-    /// A metric name that is taken in `registry`.
+    /// A metric name is already registered in `registry`.
     #[expect(clippy::too_many_lines, reason = "every part with what it is given, a line each")]
     pub fn new(
         config: ServiceConfig,
@@ -255,62 +253,63 @@ impl Service {
         }))
     }
 
-    /// A request that came through `listener` was refused; the log hears of it if the client is at fault.
+    /// Records a refused request that came through `listener`. It is logged if the client is at
+    /// fault.
     pub fn note_refusal(&self, listener: &'static str, error: &ServiceError) {
         if let Some(kind) = error.client_fault() {
             self.refusals.note(listener, kind, error);
         }
     }
 
-    /// What came through `listener` breaks its format.
+    /// Records a malformed request that came through `listener`.
     pub fn note_malformed(&self, listener: &'static str, error: &dyn std::fmt::Display) {
         self.refusals.note(listener, error::MALFORMED, error);
     }
 
-    /// State of the worker as a node of the cluster.
+    /// Returns the state of the worker as a node of the cluster.
     #[must_use]
     pub fn status(&self) -> &WorkerStatus {
         &self.status
     }
 
-    /// Undoes [`Ingest::refuse_sends`] and [`WorkerStatus::stop`]: it did not come to that.
+    /// Undoes [`Ingest::refuse_sends`] and [`WorkerStatus::stop`] after a cancelled stop.
     pub fn go_on(&self) {
         self.ingest.take_sends();
         self.status.go_on();
     }
 
-    /// The memory tier.
+    /// Returns the memory tier.
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// The tiers below memory; a worker of store type MEMORY has none.
+    /// Returns the tiers below memory; a worker of store type MEMORY has none.
     #[must_use]
     pub fn tiers(&self) -> &Tiers {
         &self.tiers
     }
 
-    /// Who fills them, where there are any.
+    /// Returns the flusher, if there are tiers below memory.
     #[must_use]
     pub fn flusher(&self) -> Option<&Arc<Flusher>> {
         self.flusher.as_ref()
     }
 
-    /// How long a request waits for heap.
+    /// Returns how long a request waits for heap.
     #[must_use]
     pub fn heap_wait(&self) -> Duration {
         self.heap_wait
     }
 
-    /// The registry of apps.
+    /// Returns the registry of apps.
     #[must_use]
     pub fn apps(&self) -> &Arc<AppRegistry> {
         &self.apps
     }
 }
 
-/// What finds out which blocks are lost, and who tells of it.
+/// Creates the verifier of lost blocks and the loss tracking.
 fn verification(
     Known { apps, metrics, .. }: &Known,
     memory: &Arc<Memory>,
