@@ -14,7 +14,7 @@ use crate::durability::{Record, Report, plain_ids};
 /// Maximum number of waiting ids of all shuffles. With their records they take about 20 bytes each.
 pub(super) const GATHERED_MAX: usize = 1 << 18;
 
-/// Minimum number of bytes of a record that count as one id.
+/// A record counts as at least one id for this number of its bytes.
 const RECORD_BYTES_PER_ID: usize = 20;
 
 /// Gathered reports of one shuffle.

@@ -157,7 +157,7 @@ impl Drop for Intake {
         if let (Some(session), Ok(_runtime)) = (many, Handle::try_current()) {
             let places = self.ingest.giving_up.clone();
             self.ingest.tasks.spawn("large send given up", async move {
-                // A panic is logged by the pool; nothing else can be done here.
+                // The panic hook reports a panic; nothing else can be done here.
                 let _given_up = places.run(move || drop(session)).await;
             });
         }

@@ -1,7 +1,8 @@
-//! Registrations are written to the metadata log before they are acknowledged, each once.
+//! Writes registrations to the metadata log before they are acknowledged, each once.
 //!
-//! Those of one shuffle are written one after the other: a record that replaces others has what they have. What is repeated is not
-//! written again, whoever repeats it.
+//! Registrations of one shuffle are written one after another, because a record that replaces
+//! others must contain their data. A repeated registration is not written again, whichever client
+//! repeats it.
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -13,22 +14,23 @@ use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
 
-/// Ranges of remote directories that are remembered of one shuffle.
+/// Maximum number of remembered ranges of remote directories of one shuffle.
 const REMOTE_RANGES_MAX: usize = 1 << 18;
 
-/// A registration that is to be written down.
+/// A registration to be written to the log.
 pub(super) struct Noting {
-    /// Without ranges and remote storage.
+    /// The registration without ranges and remote storage.
     fields: durability::Registration,
-    /// As the client said it, and the ranges that name directories.
+    /// Remote storage as sent by the client, and the ranges that name directories.
     remote: Option<(Option<RemoteStorage>, Vec<SentRange>)>,
 }
 
-/// First and last partition of a range, as it was sent.
+/// First and last partition of a range as sent.
 pub(super) type SentRange = (i32, i32);
 
 impl Noting {
-    /// Returns what a registration says; `remote` with the ranges as they were sent.
+    /// Creates the record data of a registration. `remote` has the remote storage and the ranges as
+    /// sent.
     pub(super) fn of(
         registration: &Registration,
         remote: Option<(Option<RemoteStorage>, &[SentRange])>,
@@ -52,7 +54,8 @@ impl Noting {
         Self { fields, remote: remote.map(|(storage, ranges)| (storage, wide(ranges))) }
     }
 
-    /// Returns the record of all that is to be written, and what it says beside ranges, as a digest and in bytes.
+    /// Returns the next record with its encoding and the digest of its data besides ranges, or
+    /// `None` if there is nothing to write.
     fn next(&self, shuffle: &ShuffleState, noted: &NotedRegistrations) -> Option<(NextNote, Vec<u8>, u64)> {
         let storage = self.remote.as_ref().map(|(storage, _)| storage);
         let storage = storage.and_then(|it| serde_json::to_vec(it).ok()).unwrap_or_default();
@@ -81,7 +84,7 @@ pub(super) async fn note_registration(
     noting: Noting,
 ) -> Result<(), ServiceError> {
     let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
-    // Unregistered in the meantime: nothing is left to survive.
+    // The shuffle was unregistered meanwhile, so there is nothing to make durable.
     let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
     let mut noted = state.noted().lock().await;
     let Some((next, record, digest)) = noting.next(&state, &noted) else { return Ok(()) };
@@ -97,7 +100,7 @@ pub(super) async fn note_registration(
     Ok(())
 }
 
-/// A registration that changes another one is refused where it makes the log grow beyond what its application may have.
+/// Refuses a changed registration that makes the log grow beyond its application's limits.
 fn check(app: &App, noted: &NotedRegistrations, next: &NextNote, bytes: usize) -> Result<(), ServiceError> {
     if next.remote_ranges.len() > REMOTE_RANGES_MAX {
         return Err(ServiceError::FieldTooLarge {
@@ -119,7 +122,8 @@ async fn write(
     noted: &mut NotedRegistrations,
     record: Vec<u8>,
 ) -> Result<(), ServiceError> {
-    // First: a start that finds the registration finds why its results are refused.
+    // The mark is written first: a start that finds the registration then also finds why its
+    // results are refused.
     if let Some(reason) = state.ledger().incomplete()
         && state.is_unproven()
         && !noted.is_marked()
@@ -134,7 +138,8 @@ fn is_gone(error: &ServiceError) -> bool {
     matches!(error, ServiceError::Store(error) if error.kind == StoreErrorKind::Purged)
 }
 
-/// Tells what one registration says from another, beside ranges; 0 is none.
+/// Returns a digest of a registration without its ranges. It is never 0, which means no
+/// registration.
 fn digest(fields: &[u8], storage: &[u8]) -> u64 {
     let mut hasher = std::hash::DefaultHasher::new();
     (fields, storage).hash(&mut hasher);

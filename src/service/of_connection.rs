@@ -1,11 +1,12 @@
-//! What the reads of one connection may hold, so that one that does not take its answers leaves room for others.
+//! Limits on the reads of one connection, so that a connection that does not consume its responses
+//! leaves room for others.
 //!
-//! Answers from memory pin what they name until the socket has taken them. So how much one of them has follows the pace at
-//! which the connection took those before: it begins with what the client asks for, and a client that takes its answers
-//! promptly sees no difference. One that took long, or that still takes, makes the next ones smaller by half, down to
-//! [`LIMIT_MIN`]; one that was prompt makes them larger again. Clients go on from their cursor until an answer is empty, so a
-//! short one is fine; the service gives at least one block whatever the limit. Local answers do not follow it: they hold one
-//! chunk or two of read memory, however long they are.
+//! A response from memory pins its blocks until the socket has accepted them. The size limit of
+//! responses therefore follows the connection's pace. It starts at the requested size, and prompt
+//! clients see no difference. A slow response halves the limit of the next ones, down to
+//! [`LIMIT_MIN`]; a prompt one raises it again. Clients continue from their cursor until a response
+//! is empty, so a short one is safe. The service sends at least one block whatever the limit. Local
+//! responses have no such limit: each holds only one or two chunks of read memory.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,14 +20,17 @@ use super::answer_limits::{OF_CONNECTION, answer_limit};
 use crate::budget::{Budget, Charge};
 use crate::clock::{Instant, timeout};
 
-/// An answer that takes longer makes the next ones smaller. A reader on a link of 10 MB/s takes the usual 14 MiB in less.
+/// Duration above which a response makes the next ones smaller. A reader on a link of 10 MB/s takes
+/// the usual 14 MiB in less.
 const SLOW: Duration = Duration::from_secs(2);
-/// One that takes no longer makes them larger again: less than half of [`SLOW`], so that it does not become slow by that.
+/// Duration up to which a response makes the next ones larger. It is less than half of [`SLOW`], so
+/// that doubling does not make the connection slow.
 const PROMPT: Duration = Duration::from_millis(500);
-/// However slow a connection is, its answers end after so many bytes, not fewer: below it they cost more than they free.
+/// Minimum size limit of a response, however slow the connection is. Smaller responses cost more
+/// than they free.
 const LIMIT_MIN: u64 = 256 << 10;
 
-/// What the reads of one connection may hold.
+/// Limits on the reads of one connection.
 #[derive(Debug)]
 pub struct ReadingOfConnection {
     answers: AnswersOfConnection,
@@ -35,41 +39,43 @@ pub struct ReadingOfConnection {
 }
 
 impl ReadingOfConnection {
-    /// For answers from memory of `answers` bytes together and `turns` local ones at a time, each of which waits `wait`.
+    /// Creates the limits: memory responses may pin `answers` bytes in total. At most `turns` local
+    /// responses run at a time; further ones wait up to `wait`.
     pub(super) fn new(answers: Budget, turns: usize, wait: Duration) -> Self {
         let answers = AnswersOfConnection { room: answers, pace: Arc::default() };
         Self { answers, turns: Arc::new(Semaphore::new(turns)), wait }
     }
 
-    /// For answers from memory.
+    /// Returns the limits on responses from memory.
     #[must_use]
     pub fn answers(&self) -> &AnswersOfConnection {
         &self.answers
     }
 
-    /// One of its local answers, until the value is dropped.
+    /// Returns a permit for one local response, valid until it is dropped.
     ///
     /// # Errors
-    /// None came free in time.
+    /// No permit was released in time.
     pub async fn turn(&self) -> Result<OwnedSemaphorePermit, ServiceError> {
         let turn = timeout(self.wait, Arc::clone(&self.turns).acquire_owned()).await;
         turn.ok().and_then(Result::ok).ok_or_else(|| no_read_memory(0, self.wait))
     }
 }
 
-/// The refusal of a read for which `asked` bytes of read memory did not come free.
+/// Returns the refusal of a read that did not get `asked` bytes of read memory in time.
 pub(super) fn no_read_memory(asked: u64, wait: Duration) -> ServiceError {
     ServiceError::NoReadMemory { asked, waited_ms: u64::try_from(wait.as_millis()).unwrap_or(u64::MAX) }
 }
 
-/// What the answers from memory of one connection may have. Clones share it.
+/// Limits on the memory responses of one connection. Clones share it.
 #[derive(Debug, Clone)]
 pub struct AnswersOfConnection {
     room: Budget,
     pace: Arc<Mutex<Pace>>,
 }
 
-/// An answer that the connection is taking, until it is dropped. One that is given up counts as taken: it pins nothing.
+/// A response that the connection is consuming, until it is dropped. An aborted response counts as
+/// consumed: it pins nothing.
 #[derive(Debug)]
 pub(super) struct Taking {
     pace: Arc<Mutex<Pace>>,
@@ -79,21 +85,22 @@ pub(super) struct Taking {
 }
 
 impl AnswersOfConnection {
-    /// Bytes after which the next answer ends, of which `wanted` were asked for.
+    /// Returns the number of bytes after which the next response ends, if `wanted` were requested.
     pub(super) fn limit(&self, wanted: i32) -> Result<u64, ServiceError> {
         let limit = answer_limit(&self.room, OF_CONNECTION, wanted)?;
         Ok(limit.min(self.pace.lock().limit()))
     }
 
-    /// Bytes of answers that the connection has not taken.
+    /// Returns the bytes of responses that the connection has not consumed.
     #[cfg(test)]
     pub(super) fn pinned_bytes(&self) -> u64 {
         self.room.used()
     }
 
-    /// An answer of `bytes` that was to end after `limit`.
+    /// Begins a response of `bytes` bytes that had the limit `limit`.
     pub(super) fn take(&self, bytes: u64, limit: u64) -> Taking {
-        // The limit is looked at before: one answer too many is let through rather than made twice.
+        // The limit was checked earlier: exceeding it by one response is cheaper than building the
+        // response twice.
         let _pinned = self.room.force_charge(bytes);
         Taking { pace: Arc::clone(&self.pace), number: self.pace.lock().begin(limit), bytes, _pinned }
     }
@@ -105,20 +112,20 @@ impl Drop for Taking {
     }
 }
 
-/// How a connection takes its answers from memory.
+/// Pace at which a connection consumes its memory responses.
 #[derive(Debug)]
 struct Pace {
-    /// Bytes after which answers end.
+    /// Size limit of responses in bytes.
     limit: u64,
     next: u64,
-    /// Those that it is taking, in the order in which they began.
+    /// Unfinished responses, in the order in which they began.
     open: BTreeMap<u64, Open>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Open {
     began: Instant,
-    /// Bytes after which it was to end.
+    /// Size limit of the response in bytes.
     limit: u64,
 }
 
@@ -131,7 +138,7 @@ impl Default for Pace {
 impl Pace {
     fn limit(&mut self) -> u64 {
         if let Some((_, oldest)) = self.open.first_key_value() {
-            // It may be taken in the next moment: what is still open never makes answers larger.
+            // An open response may still finish promptly or slowly, so it never raises the limit.
             self.limit = limit_after(self.limit, oldest.limit, oldest.began.elapsed()).min(self.limit);
         }
         self.limit
@@ -147,7 +154,7 @@ impl Pace {
     fn end(&mut self, number: u64, bytes: u64) {
         let Some(open) = self.open.remove(&number) else { return };
         let took = open.began.elapsed();
-        // A small answer that is prompt does not say that a large one would be.
+        // A small prompt response does not show that a large one would be prompt.
         let tells = took > SLOW || bytes >= open.limit.max(LIMIT_MIN);
         if tells {
             self.limit = limit_after(self.limit, open.limit, took);
@@ -155,8 +162,9 @@ impl Pace {
     }
 }
 
-/// The limit of a connection's answers, `now` so far, after one with the limit `given` took so long. It follows from the answer's
-/// own limit, so that of several under way at once the slow ones halve it once.
+/// Returns the limit of a connection's responses after one with the limit `given` took `took`;
+/// `now` is the limit so far. The result follows from the response's own limit, so that several
+/// slow responses at once halve it only once.
 fn limit_after(now: u64, given: u64, took: Duration) -> u64 {
     let given = given.max(LIMIT_MIN);
     if took > SLOW {
@@ -181,7 +189,7 @@ mod tests {
         ReadingOfConnection::new(Budget::new(256 * MIB), 1, Duration::ZERO).answers().clone()
     }
 
-    /// A full answer that takes so long; its limit.
+    /// Runs a full response that takes `took`. Returns its limit.
     async fn answer(connection: &AnswersOfConnection, took: Duration) -> u64 {
         let limit = connection.limit(ASKED).unwrap();
         let taking = connection.take(limit, limit);

@@ -1,7 +1,9 @@
-//! The pace of a send: how far its bytes are behind the slowest rate at which it keeps its memory from others that wait.
+//! Pace of a send: how far its bytes are behind the slowest rate at which it may keep memory that
+//! others wait for.
 //!
-//! Not here: whether others wait ([`crate::memory::Tickets::must_yield`]), and what happens then ([`super::Intake`]). Only bytes
-//! of the message count, so neither pings nor other calls on the connection are progress. Pure: the caller says what time it is.
+//! The module does not decide whether others wait ([`crate::memory::Tickets::must_yield`]) or how
+//! to react ([`super::Intake`]). Only bytes of the message count, so neither pings nor other calls
+//! on the connection are progress. The functions are pure: the caller passes the current time.
 
 use std::time::Duration;
 
@@ -9,42 +11,43 @@ use crate::clock::Instant;
 
 /// The slowest rate. A sender with a share of 1/500 of a 1 Gbit link is faster.
 const BYTES_PER_SEC_MIN: u64 = 256 << 10;
-/// A whole send may take this long at the slowest rate, so a large one must be faster.
+/// Time that a whole send may take at the slowest rate. Large sends must therefore be faster.
 const WHOLE_SEND: Duration = Duration::from_secs(5);
-/// A send is slow when it is this far behind.
+/// Delay from which a send is slow.
 const BEHIND_MAX: Duration = Duration::from_secs(1);
-/// A slow send is looked at this often.
+/// Interval of the checks of a slow send.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The pace of one send.
 #[derive(Debug)]
 pub(super) struct Pace {
     bytes_per_sec: u64,
-    /// Bytes that have come as of the last look.
+    /// Bytes that had arrived at the last check.
     arrived: u64,
-    /// The bytes that have come are due at this time at the slowest rate. Never in the future: a burst buys no pause.
+    /// Time at which the arrived bytes are due at the slowest rate. It is never in the future, so a
+    /// burst does not allow a later pause.
     due: Instant,
     next_look: Instant,
 }
 
 impl Pace {
-    /// Of a send of `message_bytes` bytes that begins at `now`.
+    /// Creates the pace of a send of `message_bytes` bytes that begins at `now`.
     pub(super) fn new(message_bytes: u64, now: Instant) -> Self {
         let bytes_per_sec = (message_bytes / WHOLE_SEND.as_secs()).max(BYTES_PER_SEC_MIN);
         Self { bytes_per_sec, arrived: 0, due: now, next_look: now + BEHIND_MAX }
     }
 
-    /// The slowest rate.
+    /// Returns the slowest rate.
     pub(super) fn bytes_per_sec(&self) -> u64 {
         self.bytes_per_sec
     }
 
-    /// When to call [`Pace::is_slow`] next if no byte comes until then.
+    /// Returns when to call [`Pace::is_slow`] next if no byte arrives until then.
     pub(super) fn next_look(&self) -> Instant {
         self.next_look
     }
 
-    /// Whether the send is slow, `arrived` bytes of it having come until `now`.
+    /// Returns whether the send is slow, if `arrived` of its bytes have arrived by `now`.
     pub(super) fn is_slow(&mut self, arrived: u64, now: Instant) -> bool {
         let more = arrived.saturating_sub(self.arrived);
         let bought = Duration::from_nanos(more.saturating_mul(1_000_000_000) / self.bytes_per_sec);
@@ -66,7 +69,8 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// When a send of `message_bytes`, of which `bytes` come every `every`, is slow for the first time within a minute.
+    /// Returns when a send of `message_bytes`, of which `bytes` arrive every `every`, is first slow
+    /// within a minute.
     fn slow_after(message_bytes: u64, bytes: u64, every: Duration) -> Option<Duration> {
         let began = Instant::now();
         let mut pace = Pace::new(message_bytes, began);

@@ -1,9 +1,10 @@
-//! How much of one partition is taken: pure functions of sizes, no lock, no clock.
+//! Limits on the size of one partition: pure functions of sizes, no lock, no clock.
 //!
-//! A partition whose received bytes (memory and flushed) pass a threshold is *huge*. It may then only fill a share of
-//! the memory, so that its writers wait for the disks instead of starving everybody else; bytes in flight count, or
-//! slow disks would defeat the limit (docs/protocol.md §2.4, §4.7). Two further bounds are off by default: beyond one
-//! the client is told to split the partition, beyond the other it is refused for good.
+//! A partition whose received bytes (in memory and flushed) exceed a threshold is *huge*. It may
+//! only fill a share of the memory, so that its writers wait for the disks instead of starving
+//! others. Bytes in flight count, or slow disks would defeat the limit (docs/protocol.md §2.4,
+//! §4.7). Two further limits are off by default. Above the first the client is told to split the
+//! partition; above the second the partition is refused permanently.
 
 use crate::schema::kind::{MIB, TIB, flag, optional, ratio, size};
 use crate::schema::section;
@@ -35,7 +36,7 @@ section! {
 }
 
 impl PartitionConfig {
-    /// Memory that one huge partition may fill, of so much.
+    /// Returns how many of `capacity_bytes` one huge partition may fill.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -46,7 +47,7 @@ impl PartitionConfig {
         (capacity_bytes as f64 * self.memory_ratio) as u64
     }
 
-    /// The bounds in a memory of so many bytes.
+    /// Returns the limits for a memory of `capacity_bytes` bytes.
     pub fn limits(&self, capacity_bytes: u64) -> PartitionLimits {
         PartitionLimits {
             huge_bytes: Some(self.huge_bytes),
@@ -57,61 +58,63 @@ impl PartitionConfig {
     }
 }
 
-/// Bounds of one partition, in payload bytes. The default has none.
+/// Limits of one partition, in payload bytes. The default has none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PartitionLimits {
-    /// Partitions with more received bytes are marked huge. Default: none are.
+    /// Received bytes above which partitions are marked huge. Default: none are.
     pub huge_bytes: Option<u64>,
-    /// A huge partition may have so much in memory before further tickets are refused for a while. Default: any.
+    /// Bytes in memory above which a huge partition gets no further tickets for a while. Default:
+    /// no limit.
     pub huge_in_memory_bytes_max: Option<u64>,
-    /// Clients of a partition that would have more are told to move it elsewhere. Default: never.
+    /// Size above which clients are told to write the partition elsewhere. Default: never.
     pub split_bytes: Option<u64>,
-    /// A partition that would have more is refused, not to be tried again. Default: never.
+    /// Size above which a partition is refused permanently. Default: never.
     pub bytes_max: Option<u64>,
 }
 
-/// One partition at one moment.
+/// Sizes of one partition at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PartitionSizes {
     /// Payload received so far.
     pub received: u64,
-    /// Payload in memory now, bytes in flight included.
+    /// Payload in memory now, including bytes in flight.
     pub in_memory: u64,
-    /// Payload that is asked for; 0 if the client does not say.
+    /// Requested payload; 0 if the client does not send it.
     pub asked: u64,
 }
 
-/// What is said to a request for room in a partition.
+/// Decision on a request for room in a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Come in.
+    /// Accept the request.
     Fits,
-    /// Come in, and go elsewhere next time.
+    /// Accept the request, but the client must write elsewhere next time.
     Split,
     /// Wait: a huge partition has filled its share of the memory.
     Wait,
-    /// Never.
+    /// Refuse permanently.
     TooLarge,
 }
 
 impl PartitionLimits {
-    /// Whether any request can be answered other than with [`Verdict::Fits`].
+    /// Returns whether any request can get a decision other than [`Verdict::Fits`].
     pub fn decide_anything(&self) -> bool {
         let waits = self.huge_bytes.is_some() && self.huge_in_memory_bytes_max.is_some();
         waits || self.split_bytes.is_some() || self.bytes_max.is_some()
     }
 
-    /// Whether a partition of so many received bytes is huge.
+    /// Returns whether a partition of `received` bytes is huge.
     pub fn is_huge(&self, received: u64) -> bool {
         over(received, self.huge_bytes)
     }
 
-    /// Whether a partition of so many received bytes is beyond what is ever taken.
+    /// Returns whether a partition of `received` bytes exceeds the permanent limit.
     pub fn is_too_large(&self, received: u64) -> bool {
         over(received, self.bytes_max)
     }
 
-    /// The checks in the Java server's order (docs/protocol.md §2.4, step 4).
+    /// Decides on a request, with the checks in the Java server's order (docs/protocol.md §2.4,
+    /// step 4).
     pub fn judge(&self, sizes: PartitionSizes) -> Verdict {
         let coming = sizes.received.saturating_add(sizes.asked);
         let share_is_full = over(sizes.in_memory, self.huge_in_memory_bytes_max);
@@ -164,7 +167,7 @@ mod tests {
         let none = PartitionLimits::default();
         assert!(!none.decide_anything());
         assert_eq!(none.judge(sizes(u64::MAX, u64::MAX, u64::MAX)), Verdict::Fits);
-        // A threshold alone only marks.
+        // A threshold alone only marks partitions.
         assert!(!PartitionLimits { huge_bytes: Some(1), ..none }.decide_anything());
         assert!(LIMITS.decide_anything());
     }
@@ -174,7 +177,7 @@ mod tests {
     }
 
     proptest! {
-        /// More bytes never meet a milder answer, save that waiting comes before everything else.
+        /// More bytes never get a milder decision, except that waiting takes precedence.
         #[test]
         fn asking_for_more_is_never_easier(
             huge_bytes in limit(), huge_in_memory_bytes_max in limit(), split_bytes in limit(), bytes_max in limit(),
@@ -193,7 +196,7 @@ mod tests {
             );
             prop_assert!(rank(less) <= rank(greater), "{less:?} then {greater:?}");
             prop_assert!(limits.decide_anything() || less == Verdict::Fits);
-            // Flushing is what ends a wait.
+            // Flushing ends a wait.
             prop_assert_ne!(limits.judge(sizes(received, 0, asked)), Verdict::Wait);
         }
     }

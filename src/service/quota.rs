@@ -1,12 +1,13 @@
-//! Quotas: what one application and one user may have of this worker.
+//! Quotas of one application and one user on this worker.
 //!
-//! What is refused, and how. A registration, a report, a ticket or a send over its quota is answered with INTERNAL_ERROR and the
-//! key's name: clients try three times within half a minute, which gives a shuffle that is just being removed its time, and then
-//! fail with that text. NO_BUFFER would let them wait for minutes for what may never come, and fail without a word of why.
-//! Reads end by themselves, so one too many is answered with NO_BUFFER, which clients wait on.
+//! A registration, report, ticket or send over its quota gets INTERNAL_ERROR with the key's name.
+//! Clients try three times within half a minute, enough for a shuffle that is being removed, and
+//! then fail with that text. With NO_BUFFER they would wait for minutes, and fail without a reason.
+//! Reads end by themselves, so a read over the quota gets NO_BUFFER, on which clients wait.
 //!
-//! Over the quota of disk bytes an application gets no tickets and its sends are refused, but what is acknowledged stays and
-//! is still brought to disks: the quota may be exceeded by what was in memory.
+//! An application over its quota of disk bytes gets no tickets, and its sends are refused.
+//! Acknowledged data stays and is still flushed, so the quota may be exceeded by the data in
+//! memory.
 
 use prometheus::{IntCounterVec, IntGaugeVec};
 use serde::Serialize;
@@ -16,7 +17,7 @@ use crate::metrics::{self, clamped};
 use crate::schema::kind::{TIB, count, size};
 use crate::schema::section;
 
-/// Beyond every number that there can be.
+/// Upper bound of configurable counts, larger than any real one.
 const COUNT_MAX: u64 = 1 << 40;
 
 section! {
@@ -73,18 +74,18 @@ impl QuotaConfig {
     }
 }
 
-/// A quota that is set, and who has most of it.
+/// A configured quota and its largest user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct QuotaUse {
-    /// Its key.
+    /// Configuration key.
     pub quota: &'static str,
-    /// What is allowed.
+    /// Limit of the quota.
     pub max: u64,
-    /// What the application or user that has most of it has.
+    /// Usage of the application or user with the largest usage.
     pub used: u64,
-    /// Which that is; none when there is no application.
+    /// Name of that application or user; `None` without an application.
     pub by: Option<String>,
-    /// How often something was refused since the start, or of the one application that is told of.
+    /// Refusals since the start, of all applications or of the one described.
     pub refused: u64,
 }
 
@@ -92,12 +93,13 @@ fn kinds() -> impl Iterator<Item = Kind> {
     Whose::ALL.into_iter().flat_map(|whose| Counted::ALL.map(|counted| (whose, counted)))
 }
 
-/// Replaces the quotas; they count at once. Not before what an earlier process left is taken over: that is never refused.
+/// Replaces the quotas with immediate effect. Must not be called before recovered state is
+/// restored, which is never refused.
 pub(super) fn set(apps: &AppRegistry, config: &QuotaConfig) {
     kinds().for_each(|kind| apps.quotas().set(kind, config.of(kind)));
 }
 
-/// The quotas that are set, each with who has most of it.
+/// Returns the configured quotas, each with its largest user.
 pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
     let quotas = registry.quotas();
     let set: Vec<(Kind, u64)> = kinds().filter_map(|kind| Some((kind, quotas.max(kind)?))).collect();
@@ -118,7 +120,7 @@ pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
     set.into_iter().map(fullest).collect()
 }
 
-/// The quotas that are set, with what `app` and its user have.
+/// Returns the configured quotas with the usage of `app` and its user.
 pub(super) fn of_app(quotas: &Quotas, app: &App) -> Vec<QuotaUse> {
     let usage = app.usage();
     let of_app = |kind: Kind| {
@@ -139,7 +141,7 @@ metrics::table! {
 }
 
 impl QuotaMetrics {
-    /// Brings them up to date.
+    /// Updates the metrics.
     pub(super) fn set(&self, registry: &AppRegistry) {
         let (quotas, apps) = (registry.quotas(), registry.apps());
         for kind in kinds() {

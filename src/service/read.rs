@@ -1,8 +1,9 @@
 //! Reads: memory, local index, local data.
 //!
-//! The rule that prevents loss: a block is visible in memory until its index record is readable in the next tier.
-//! Clients read the tiers downwards and never go back, so a block may be seen twice, never zero times. The flusher
-//! keeps the rule (publish, then release); nothing here may cache an answer.
+//! Rule against data loss: a block is visible in memory until its index record is readable in the
+//! next tier. Clients read the tiers downwards and never go back, so a block may be seen twice,
+//! never zero times. The flusher keeps the rule (publish, then release). No response may be cached
+//! here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,21 +33,24 @@ use super::of_connection::{AnswersOfConnection, ReadingOfConnection, Taking, no_
 use super::read_metrics::{Reading, TierReads};
 use super::verify::Verifier;
 
-/// Part of what all may have unanswered that one connection may.
+/// Divisor of the limit on all unconsumed responses: one connection may hold that fraction.
 const CONNECTION_DIVISOR: u64 = 8;
 
-/// Local answers that one connection has under way hold this part of the read memory with their first chunks.
+/// Divisor of the read memory: the first chunks of one connection's local responses may hold that
+/// fraction.
 const TURNS_DIVISOR: u64 = 4;
 const TURNS_MIN: u64 = 2;
 const TURNS_MAX: u64 = 64;
 
-/// Blocks of a partition that a runtime's thread looks at for those that a filter admits: half a millisecond.
+/// Number of blocks of a partition that a filter may examine on a runtime thread, which takes half
+/// a millisecond.
 const QUICK_BLOCKS_MAX: usize = 50_000;
 
-/// Hints of one request that are looked at; clients send a few.
+/// Maximum number of hints processed per request; clients send a few.
 const HINTS_MAX: usize = 16;
 
-/// What readers call: memory, local index and data, and what to expect ([`Reads::results`]).
+/// Calls for readers: memory, local index and data, and the expected block ids
+/// ([`Reads::results`]).
 #[derive(Debug)]
 pub struct Reads {
     pub(super) known: Known,
@@ -61,7 +65,7 @@ pub struct Reads {
     pub(super) last_refusal: LastRefusal,
 }
 
-/// `getMemoryShuffleData`.
+/// A `getMemoryShuffleData` request.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryReadRequest<'a> {
     /// Application id as sent.
@@ -72,11 +76,11 @@ pub struct MemoryReadRequest<'a> {
     pub partition: i32,
     /// The last block that the client has, −1 for none.
     pub last_block_id: i64,
-    /// Bytes after which the answer ends; 0 or less is one block.
+    /// Number of bytes after which the response ends; 0 or less means one block.
     pub read_buffer_size: i32,
-    /// Task attempts wanted, as Java's bitmap; absent or empty = all.
+    /// Requested task attempts as Java's bitmap; absent or empty means all.
     pub task_filter: Option<&'a [u8]>,
-    /// What the connection may have unanswered; none = it is no connection's.
+    /// Limits on the connection's unconsumed responses; `None` outside a connection.
     pub of_connection: Option<&'a AnswersOfConnection>,
 }
 
@@ -85,13 +89,13 @@ pub struct MemoryReadRequest<'a> {
 pub struct MemoryAnswer {
     /// The blocks.
     pub read: MemoryRead,
-    /// Whether copies of the small pieces are paid for.
+    /// Whether the heap is charged for copies of the small blocks.
     pub may_copy: bool,
-    /// To be kept until the reader has them.
+    /// Keeps the blocks pinned; to be held until the reader has them.
     pub answering: Answering,
 }
 
-/// An answer under way: until this is dropped the reader's socket is taking it.
+/// A response in progress: until this is dropped, the reader's socket is accepting it.
 #[derive(Debug)]
 pub struct Answering {
     app: Arc<App>,
@@ -115,7 +119,7 @@ impl Drop for Answering {
 /// Index bytes of a partition.
 #[derive(Debug)]
 pub struct IndexAnswer {
-    /// Bytes that the chunks have together.
+    /// Total length of the chunks.
     pub length: u64,
     /// Length of the partition's data stream.
     pub data_length: u64,
@@ -126,34 +130,34 @@ pub struct IndexAnswer {
 /// A range of a partition's data stream.
 #[derive(Debug)]
 pub struct DataAnswer {
-    /// Bytes that the chunks have together.
+    /// Total length of the chunks.
     pub length: u64,
     /// The bytes.
     pub chunks: ChunkStream,
 }
 
-/// Bytes that are read from disk while they are sent; the first chunk is there already.
+/// Bytes that are read from disk while they are sent. The first chunk has already been read.
 #[derive(Debug)]
 pub struct ChunkStream {
     first: Option<Bytes>,
-    /// None of a shuffle that is not known.
+    /// `None` for an unknown shuffle.
     source: Option<Box<dyn ChunkRead>>,
     pool: ReadPool,
     app: Arc<App>,
     length: u64,
     began: Instant,
-    /// Time in which the disk was waited for; the rest is the reader's.
+    /// Time spent waiting for the disk; the rest of the response time is the reader's.
     on_disk: Duration,
     reading: Reading,
     _open: Charge,
-    /// Who is told when a disk returned other bytes than were written, or goes on failing.
+    /// Receives errors of a disk that returned altered bytes or fails repeatedly.
     reporter: Option<ErrorReporter>,
 }
 
-/// A stream's next bytes, and the stream again.
+/// A stream's next bytes, together with the stream.
 pub(super) type NextChunk = BoxFuture<'static, (Box<ChunkStream>, Result<Option<Bytes>, ServiceError>)>;
 
-/// Where a disk read tells of its errors.
+/// Target for the errors of a disk read.
 #[derive(Debug)]
 struct ErrorReporter {
     verifier: Arc<Verifier>,
@@ -162,10 +166,10 @@ struct ErrorReporter {
 }
 
 impl ChunkStream {
-    /// The next bytes; `None` after the last.
+    /// Returns the next bytes, or `None` after the last.
     ///
     /// # Errors
-    /// The disk failed; the answer cannot be completed.
+    /// The disk failed; the response cannot be completed.
     pub async fn next(&mut self) -> Result<Option<Bytes>, ServiceError> {
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
@@ -188,7 +192,7 @@ impl ChunkStream {
         })
     }
 
-    /// Enters what a checksum has shown to be gone, or a disk that goes on failing.
+    /// Reports data that a checksum has shown to be lost, or a disk that fails repeatedly.
     async fn tell<T>(&mut self, read: &Result<T, StoreError>) {
         let Err(error) = read else { return };
         if !self.source.as_ref().is_some_and(|source| source.is_suspect()) {
@@ -198,7 +202,8 @@ impl ChunkStream {
         verifier.verify_partition(shuffle, partition, error).await;
     }
 
-    /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
+    /// Reads the next bytes if there is spare read memory for them and they are not the first.
+    /// Returns the stream otherwise.
     pub(super) fn next_if_spare(mut self: Box<Self>) -> Result<NextChunk, Box<Self>> {
         let room = self.source.as_ref().map_or(0, |source| source.next_room()).min(self.pool.chunk_bytes());
         if self.first.is_some() || room == 0 {
@@ -228,7 +233,8 @@ impl Drop for ChunkStream {
     }
 }
 
-/// A buffer that is there already; a caller that needs another (a chunk that is read again) waits for it as usual.
+/// A buffer acquired in advance. A caller that needs another one, such as for a chunk that is read
+/// again, waits for it as usual.
 struct HeldBuffer {
     held: Mutex<Option<Box<dyn ReadBuffer>>>,
     pool: ReadPool,
@@ -242,8 +248,8 @@ impl ReadBuffers for HeldBuffer {
         }
     }
 
-    /// When the turn has to be waited for, the buffer is not kept for it. Nor does it stand in line before it is polled for what it reads:
-    /// who is only polled once would be told of what comes free, and tell nobody.
+    /// If the permit is not free, the buffer is not kept while waiting for it. The future yields
+    /// once before it enters the queue: a future polled only once would swallow a wake-up.
     fn acquire_with(
         &self,
         len: usize,
@@ -267,39 +273,39 @@ impl ReadBuffers for HeldBuffer {
 }
 
 impl Reads {
-    /// Whether a read of memory may take longer than a runtime's thread has: blocks that an earlier process left are looked at
-    /// first, and a filter is asked about all blocks of a partition if it admits few of them.
+    /// Returns whether a memory read may be too long for a runtime thread. Recovered blocks are
+    /// verified first, and a filter that admits few blocks is applied to all blocks of a partition.
     #[must_use]
     pub fn may_take_long(&self, request: &MemoryReadRequest<'_>) -> bool {
         self.memory.has_unverified() || self.filters_more_than(QUICK_BLOCKS_MAX, request)
     }
 
-    /// Whether a filter is asked about more than so many blocks, if it admits few of them.
+    /// Returns whether a filter may be applied to more than `blocks` blocks.
     pub(super) fn filters_more_than(&self, blocks: usize, request: &MemoryReadRequest<'_>) -> bool {
         let is_filtered = request.task_filter.is_some_and(|filter| !filter.is_empty());
         is_filtered && self.blocks_in_memory(request) > blocks
     }
 
-    /// Blocks in memory of the partition that is read.
+    /// Returns the number of blocks in memory of the requested partition.
     fn blocks_in_memory(&self, request: &MemoryReadRequest<'_>) -> usize {
-        // An id that is none is refused, which takes no time.
+        // An invalid id is refused later, which takes no time.
         let Ok(app) = AppId::parse(request.app) else { return 0 };
         let shuffle = self.memory.shuffle(&ShuffleKey::new(app, ShuffleId(request.shuffle)));
         let buffer = shuffle.and_then(|shuffle| shuffle.existing(PartitionId(request.partition)));
         buffer.map_or(0, |buffer| buffer.block_count())
     }
 
-    /// Blocks of a partition that are in memory. See [`Reads::may_take_long`].
+    /// Returns the blocks of a partition that are in memory. See [`Reads::may_take_long`].
     ///
     /// # Errors
-    /// Unknown app, a filter that is no bitmap, a block that is wanted and lost. A partition that never got data has
-    /// no blocks, which is no error.
+    /// Unknown app, an invalid filter bitmap, or a requested block that is lost. A partition that
+    /// never received data has no blocks, which is no error.
     pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
         self.answer_from_memory(request).inspect_err(|error| self.last_refusal.note(error))
     }
 
-    /// Whether someone waits for what answers hold: for read memory, for heap, or for room for an answer. Then those that
-    /// are not taken do not keep it for long.
+    /// Returns whether others wait for resources held by responses: read memory, heap, or response
+    /// budget. Unconsumed responses must then release them soon.
     #[must_use]
     pub fn are_waited_for(&self) -> bool {
         self.memory.read_pool().is_waited_for()
@@ -317,7 +323,7 @@ impl Reads {
         };
         let partition = PartitionId(request.partition);
         let buffer = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition));
-        // Before the look at what is lost: what it finds damaged is.
+        // Verified before the check for losses, because damaged blocks found here are lost.
         buffer.iter().for_each(|buffer| buffer.verify());
         if let Some(shuffle) = app.shuffle(key.shuffle) {
             self.losses.refuse(&app, &shuffle, partition, filter.as_ref())?;
@@ -345,7 +351,7 @@ impl Reads {
         Ok(MemoryAnswer { read, may_copy, answering })
     }
 
-    /// What the reads of a new connection may hold.
+    /// Creates the limits on the reads of a new connection.
     #[must_use]
     pub fn reading_of_connection(&self) -> ReadingOfConnection {
         let read_memory = self.memory.read_pool().capacity_bytes();
@@ -360,7 +366,8 @@ impl Reads {
         _taking: Option<Taking>,
         (bytes, _lists): (u64, Charge),
     ) -> Answering {
-        // The limit is looked at before: one answer too many is let through rather than made twice.
+        // The limit was checked earlier: exceeding it by one response is cheaper than building the
+        // response twice.
         let _pinned = app.answers().force_charge(bytes);
         Answering {
             app,
@@ -374,10 +381,10 @@ impl Reads {
         }
     }
 
-    /// All index records of a partition that are on local disks.
+    /// Returns all index records of a partition on local disks.
     ///
     /// # Errors
-    /// Unknown app, a disk that fails, no read memory in time.
+    /// Unknown app, a failing disk, or no read memory in time.
     pub async fn read_index(
         &self,
         app: &str,
@@ -392,8 +399,8 @@ impl Reads {
             None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier that this worker reads")),
         };
         let read = match read {
-            // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (docs/protocol.md
-            // §2.11).
+            // A missing shuffle has no flushed data: the response is empty, not an error
+            // (docs/protocol.md §2.11).
             Err(error) if error.kind == StoreErrorKind::NotFound => {
                 let chunks = self.stream(None, (0, reads), (app, open), None);
                 return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
@@ -412,11 +419,11 @@ impl Reads {
         Ok(IndexAnswer { length, data_length, chunks })
     }
 
-    /// Exactly `length` bytes of a partition's data stream from `offset` on.
+    /// Returns exactly `length` bytes of a partition's data stream, starting at `offset`.
     ///
     /// # Errors
-    /// Unknown app, a range beyond what is published or with a hole of which something is missed, a disk that fails, no
-    /// read memory in time.
+    /// Unknown app, a range beyond the published data or with a hole in which blocks are lost, a
+    /// failing disk, or no read memory in time.
     pub async fn read_data(
         &self,
         app: &str,
@@ -435,7 +442,8 @@ impl Reads {
         };
         let partition = PartitionId(partition);
         let ServedData { has_hole, chunks } = tier.data(&key, partition, (offset, length))?;
-        // What was never reported is not missed: zeros stand for it, so that segments around it can be read.
+        // Bytes that were never reported are not lost: they read as zeros, so that segments around
+        // them can be read.
         let shuffle = app.shuffle(key.shuffle);
         if let Some(shuffle) = shuffle.as_ref().filter(|_| has_hole) {
             self.losses.refuse(&app, shuffle, partition, None)?;
@@ -451,8 +459,8 @@ impl Reads {
         Ok(DataAnswer { length, chunks })
     }
 
-    /// What the client of a read says it will read next: pairs of offset and length. A hint is never refused: those after the
-    /// first [`HINTS_MAX`] are ignored, and those that are no range.
+    /// Passes on a client's hints about its next reads, as pairs of offset and length. Hints are
+    /// never refused: those after the first [`HINTS_MAX`] and invalid ranges are ignored.
     pub fn hint(
         &self,
         app: &str,
@@ -473,7 +481,7 @@ impl Reads {
         tier.hint(&ShuffleKey::new(app, ShuffleId(shuffle)), PartitionId(partition), &ranges);
     }
 
-    /// What is read, whose it is, and the read as it is counted.
+    /// Returns the shuffle's key, the app, and a charge that counts the read as open.
     fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>, Charge), ServiceError> {
         let app = self.known.touched_app(app)?;
         let open = app.usage().take(Counted::OpenReads, 1)?;
@@ -493,7 +501,7 @@ impl Reads {
         ChunkStream { first: None, source, pool, app, length, began, on_disk, reading, _open, reporter }
     }
 
-    /// Reads the first chunk while an error can still be answered with a status.
+    /// Reads the first chunk while an error can still be returned as a status.
     async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
         self.metrics.read_memory_asked.inc();
         let wait = self.read_memory_wait;

@@ -1,15 +1,11 @@
-//! Reads the next chunk of a local answer while the last one is on its way to the client, for both transports.
+//! Reads the next chunk of a local response while the previous one is being sent, for both
+//! transports.
 //!
-//! When a chunk is handed out the one behind it is begun, with read memory that no other read can want: half of the pool
-//! stays free, and nothing is waited for. gRPC asks for a chunk only when its transport takes one, and gets the one that
-//! was begun. Raw TCP says how long it is busy with one ([`ReadAhead::during`]); meanwhile the next is read to its end,
-//! and memory for it is waited for if there was none to spare.
-//!
-//! # Reference numbers
-//!
-//! 2026-11-21, 2 vCPU of an AMD EPYC, very busy; gRPC, 75 MB per partition from disk in answers of 14 MiB, one reader, 16 pairs
-//! of runs in turns, medians: 0.66 GB/s with it and 0.48 without, an answer's best p50 8.8 against 10.6 ms, CPU 0.38
-//! against 0.40 s/GB. Four readers: 1.01 against 0.94 GB/s. Answers of 7.5 MB: no difference.
+//! When a chunk is returned, the read of the following one begins, using read memory that no other
+//! read needs: half of the pool stays free, and nothing is waited for. gRPC requests a chunk only
+//! when its transport accepts one, and gets the prefetched one. Raw TCP reports how long it is busy
+//! ([`ReadAhead::during`]). Meanwhile the next chunk is read completely, and waits for memory if
+//! none was spare.
 
 use std::fmt;
 use std::pin::pin;
@@ -20,7 +16,7 @@ use futures::{FutureExt as _, poll};
 use super::ServiceError;
 use super::read::{ChunkStream, NextChunk};
 
-/// The chunks of one answer, read at most one ahead.
+/// The chunks of one response, read at most one ahead.
 pub struct ReadAhead(State);
 
 enum State {
@@ -30,15 +26,15 @@ enum State {
 }
 
 impl ReadAhead {
-    /// Reads `chunks` ahead.
+    /// Creates a read-ahead of `chunks`.
     pub fn of(chunks: ChunkStream) -> Self {
         Self(State::Idle(Box::new(chunks)))
     }
 
-    /// The next bytes; `None` after the last. The chunk behind them is begun.
+    /// Returns the next bytes, or `None` after the last. Begins to read the following chunk.
     ///
     /// # Errors
-    /// See [`ChunkStream::next`]; nothing comes after one.
+    /// See [`ChunkStream::next`]; nothing follows an error.
     pub async fn next(&mut self) -> Result<Option<Bytes>, ServiceError> {
         let (chunks, result) = match std::mem::replace(&mut self.0, State::Ended) {
             State::Idle(mut chunks) => {
@@ -54,7 +50,7 @@ impl ReadAhead {
         result
     }
 
-    /// The outcome of `work`; meanwhile the next chunk is read.
+    /// Runs `work` and returns its outcome. Reads the next chunk meanwhile.
     pub async fn during<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         tokio::select! {
@@ -64,7 +60,8 @@ impl ReadAhead {
         }
     }
 
-    /// Reads the next chunk, which is kept for [`ReadAhead::next`]. Goes on where it was when it is dropped.
+    /// Reads the next chunk and keeps it for [`ReadAhead::next`]. Cancel safe: a later call
+    /// continues the read.
     async fn read(&mut self) {
         self.0 = match std::mem::replace(&mut self.0, State::Ended) {
             State::Idle(mut chunks) => State::Reading(
@@ -83,7 +80,7 @@ impl ReadAhead {
     }
 }
 
-/// Polled once, so that the disk works while it is not polled.
+/// Begins a read and polls it once, so that the disk works before the next poll.
 async fn begin(chunks: Box<ChunkStream>) -> State {
     let mut reading = match chunks.next_if_spare() {
         Ok(reading) => reading,

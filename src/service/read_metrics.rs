@@ -1,4 +1,4 @@
-//! What reads are under way, by the names of the Java server, and what they cost.
+//! Metrics of reads in progress and their costs, with the names of the Java server.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ const LOCAL_DATA: metrics::Fill<'_> = &[("{kind}", "local_data_file"), ("{what}"
 const LOCAL_INDEX: metrics::Fill<'_> =
     &[("{kind}", "local_index_file"), ("{what}", "reads of local indexes")];
 
-/// Reads of each tier.
+/// Read metrics of all tiers.
 #[derive(Debug)]
 pub(crate) struct ReadMetrics {
     pub(super) memory: TierReads,
@@ -35,7 +35,7 @@ pub(crate) struct ReadMetrics {
     pub(super) local_index: TierReads,
 }
 
-/// Reads of one kind.
+/// Metrics of one kind of read.
 #[derive(Debug)]
 pub(super) struct TierReads {
     under_way: IntGauge,
@@ -73,7 +73,7 @@ impl TierReads {
     }
 }
 
-/// A read under way.
+/// A read in progress.
 #[derive(Debug)]
 pub(super) struct Reading {
     disk_ms: Counter,
@@ -82,7 +82,7 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    /// The disk was waited for so long, all chunks together.
+    /// Adds `time` spent waiting for the disk, summed over all chunks.
     pub(super) fn waited_for_disk(&self, time: Duration) {
         self.disk_ms.inc_by(time.as_secs_f64() * 1e3);
     }

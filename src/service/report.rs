@@ -1,14 +1,13 @@
 //! Reports of finished task attempts.
 //!
-//! A report is on the device before it is taken and acknowledged: what reducers are told to expect outlives process and
-//! power, or their results would be short without an error. Where that is not proven after a start, results are refused.
+//! A report is on the device before it is accepted and acknowledged. Otherwise results could be
+//! short without an error after a crash or a power loss. If completeness is not proven after a
+//! start, results are refused.
 //!
-//! Partitions outside the registered ranges are taken like others, as Java's server takes them
-//! (`ShuffleBlockIdManager.addFinishedBlockIds` looks at no range): who reports some is told them again, and nothing else. They
-//! are paid for like all, from the heap and the quotas of ids.
-//!
-//! A report is taken as a whole or not at all: what it may take is reserved before it is written down ([`Ingest::pay`]), and nothing
-//! refuses to enter what has a reservation.
+//! A report is accepted as a whole or not at all. Its resources are reserved before it is written
+//! ([`Ingest::pay`]), so adding a reserved report never fails. Partitions outside the registered
+//! ranges are accepted, as in the Java server (`ShuffleBlockIdManager.addFinishedBlockIds`). Their
+//! ids are charged to heap and quotas like others and returned only in results.
 
 use std::sync::Arc;
 
@@ -27,14 +26,15 @@ use super::ingest::Ingest;
 use super::known::shuffle_of;
 use super::spill::{self, Room};
 
-/// Above this many ids a report is compared, encoded and entered on blocking threads (docs/protocol.md §11 bitmap-on-runtime).
+/// Number of ids above which a report is compared, encoded and added on blocking threads
+/// (docs/protocol.md §11 bitmap-on-runtime).
 const INLINE_IDS_MAX: u64 = 10_000;
 
-/// Ids compared or entered under one hold of the shuffle's lock; less than twice as many where they are of one
-/// partition.
+/// Maximum number of ids compared or added under one acquisition of the shuffle's lock. Ids of one
+/// partition may be up to twice as many.
 const IDS_AT_ONCE: usize = 2048;
 
-/// `reportShuffleResult`.
+/// A `reportShuffleResult` request.
 #[derive(Debug, Clone)]
 pub struct ReportRequest<'a> {
     /// Application id as sent.
@@ -47,16 +47,16 @@ pub struct ReportRequest<'a> {
     pub bitmap_count: i32,
     /// Block ids per partition.
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
-    /// Record numbers by task attempt, per partition; from the newest clients only.
+    /// Record counts by task attempt, per partition; sent only by the newest clients.
     pub records: Vec<PartitionRecords>,
 }
 
 impl Ingest {
-    /// Remembers which blocks a task attempt has written.
+    /// Stores which blocks a task attempt has written.
     ///
     /// # Errors
-    /// Unknown app or shuffle, another `bitmapNum` than before, negative ids, more than the heap or a quota allows, no disk
-    /// that takes the note; nothing was taken then.
+    /// Unknown app or shuffle, another `bitmapNum` than before, negative ids, exceeded heap or
+    /// quota, or no disk that can record the report. Nothing was accepted then.
     pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.known.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
@@ -87,8 +87,8 @@ impl Ingest {
             }
             Changes::Ids | Changes::Records => true,
         };
-        // A known report was written down before, and is on the device unless an earlier process left it and nothing could be
-        // written since.
+        // A known report was written before. It is on the device, unless an earlier process left it
+        // and nothing could be written since.
         if !changes && log.as_ref().is_none_or(|log| log.is_recovered_durable()) {
             return Ok(());
         }
@@ -116,8 +116,9 @@ impl Ingest {
         Ok(())
     }
 
-    /// Reserves what a report may take before a byte of it is written down or entered: reports that come at once would each find the
-    /// quotas as they were before the others. Waits for the heap, which others return when they have entered theirs.
+    /// Reserves the resources of a report before it is written or added; otherwise concurrent
+    /// reports would each see the quotas without the others. Waits for heap, which other reports
+    /// return once they are added.
     async fn pay(&self, app: &App, shuffle: &ShuffleState, report: &Reported) -> Result<Paid, ServiceError> {
         let Price { ids, bytes } = Price::of(&report.partitions);
         let counted = app.usage().take(Counted::ReportedIds, ids)?;
@@ -152,7 +153,8 @@ impl Ingest {
         charge.map_err(no_heap)
     }
 
-    /// Where reports of `shuffle` are written down, if anywhere: its own log, and not that of one that has its name by now.
+    /// Returns the log for reports of `shuffle`, if there is one: its own log, not that of a later
+    /// shuffle with the same name.
     fn log_of(
         &self,
         app: &App,
@@ -161,14 +163,14 @@ impl Ingest {
     ) -> Result<Option<Arc<dyn MetadataLog>>, ServiceError> {
         let Some(tier) = self.tiers.metadata() else { return Ok(None) };
         let log = tier.metadata_log(key);
-        // A tier forgets a shuffle after the app has, and knows another one before.
+        // A tier removes a shuffle after the app does, and knows a new one before.
         let is_registered = app.shuffle(key.shuffle).is_some_and(|known| Arc::ptr_eq(&known, shuffle));
         let log = log.filter(|_| is_registered).ok_or_else(|| unknown_shuffle(key.shuffle.0))?;
         Ok(Some(log))
     }
 }
 
-/// What a report says; each partition and each id once.
+/// Contents of a report; each partition and each id occurs once.
 #[derive(Debug)]
 struct Reported {
     bitmap_count: i32,
@@ -176,29 +178,29 @@ struct Reported {
     records: Vec<PartitionRecords>,
 }
 
-/// What a whole report has reserved. Dropped, it returns what was not used.
+/// Resources reserved for a whole report. Drop returns the unused part.
 #[derive(Debug)]
 struct Paid {
     ids: PaidIds,
     records: Charge,
-    /// Its ids, where there was no heap for them.
+    /// The ids, written to disk because there was no heap for them.
     on_disk: Option<(IdRun, Charge)>,
 }
 
-/// What a report would change.
+/// Changes that a report would make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Changes {
     Nothing,
-    /// The ids in memory, but no record numbers.
+    /// The ids in memory change, but no record counts.
     Ids,
     Records,
 }
 
 impl Reported {
-    /// What it would change of `shuffle`.
+    /// Returns the changes that the report would make to `shuffle`.
     ///
     /// # Errors
-    /// The report must be refused.
+    /// Returns the reason to refuse the report.
     fn changes(&self, shuffle: &ShuffleState) -> Result<Changes, ReportError> {
         shuffle.block_ids().lock().check(self.bitmap_count, &self.partitions)?;
         let are_known =
@@ -210,7 +212,7 @@ impl Reported {
         })
     }
 
-    /// Enters it. Record numbers first: who sees the ids sees those too.
+    /// Adds the report. Record counts are added first, so that a reader of the ids also sees them.
     fn enter(&self, shuffle: &ShuffleState, mut paid: Paid) {
         shuffle.records().lock().enter(&self.records, paid.records);
         if let Some((run, counted)) = paid.on_disk {
@@ -226,8 +228,9 @@ impl Reported {
         shuffle.note_repetition(new, self.partitions.iter().map(|(_, ids)| ids.len() as u64).sum());
     }
 
-    /// Returns what `shuffle` does not know of it: the rest was written down before. The ids of an honest task are all new, and
-    /// are not looked up.
+    /// Returns the part of the report that `shuffle` does not know; the rest was written before.
+    /// Normally all ids of a task are new, so they are looked up only if the shuffle repeats
+    /// reports.
     async fn unknown(&self, shuffle: &ShuffleState) -> Self {
         let partitions = match shuffle.repeats_reports() {
             true => spill::unknown(shuffle, &self.partitions).await,
@@ -247,8 +250,8 @@ fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecord
     ids + records.iter().map(|(_, tasks)| tasks.len() as u64).sum::<u64>()
 }
 
-/// Sorts partitions and their ids, and drops what is repeated or empty: neither quotas nor the heap count it then, and it is not
-/// written down.
+/// Sorts partitions and their ids, and drops duplicates and empty partitions, so that they are
+/// neither counted, charged, nor written.
 fn name_once(partitions: &mut Vec<(PartitionId, Vec<i64>)>) {
     partitions.sort_unstable_by_key(|(partition, _)| *partition);
     partitions.dedup_by(|(repeated, more), (partition, ids)| {
@@ -265,7 +268,7 @@ fn name_once(partitions: &mut Vec<(PartitionId, Vec<i64>)>) {
     }
 }
 
-/// The report in pieces small enough for one hold of the shuffle's lock.
+/// Cuts the report into pieces small enough for one acquisition of the shuffle's lock.
 fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64])>> {
     let (mut pieces, mut room) = (vec![Vec::new()], IDS_AT_ONCE);
     for (partition, ids) in partitions {
@@ -285,7 +288,7 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
     pieces
 }
 
-/// Makes a report survive the process; gives it back.
+/// Writes a report durably and returns it.
 async fn note_report(
     places: &Aside,
     log: &dyn MetadataLog,

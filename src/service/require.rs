@@ -1,9 +1,10 @@
-//! `requireBuffer`: may so many bytes be sent to these partitions?
+//! `requireBuffer`: asks whether a number of bytes may be sent to some partitions.
 //!
-//! The partitions are judged first ([`super::partition_limit`]): the first that may not take more decides for the whole
-//! request and nothing is reserved. Then the ticket, which an application over its share of the memory does not get while
-//! others wait ([`crate::memory::claims`]). What cannot be granted now waits in line for a while
-//! ([`super::ticket_line`]), if the caller asks for that.
+//! The partitions are checked first ([`super::partition_limit`]): the first partition that may not
+//! grow decides for the whole request, and nothing is reserved. Then a ticket is requested, which
+//! an application over its share of the memory does not get while others wait
+//! ([`crate::memory::claims`]). A request that cannot be granted now waits in a queue for a limited
+//! time ([`super::ticket_line`]), if the caller asks for that.
 
 use std::sync::Arc;
 
@@ -19,14 +20,14 @@ use super::ingest::Ingest;
 use super::partition_limit::{PartitionSizes, Verdict};
 use super::ticket_line::{Wanted, is_waited_for};
 
-/// `requireBuffer`.
+/// A `requireBuffer` request.
 #[derive(Debug, Clone, Copy)]
 pub struct RequireRequest<'a> {
     /// Application id as sent.
     pub app: &'a str,
     /// Shuffle id.
     pub shuffle: i32,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub bytes: i32,
     /// Partitions that will be sent to; empty from clients before 0.9.
     pub partitions: &'a [i32],
@@ -39,25 +40,26 @@ pub struct RequireRequest<'a> {
 pub struct RequireGrant {
     /// The ticket.
     pub ticket: i64,
-    /// Partitions that the client should move elsewhere.
+    /// Partitions that the client should write elsewhere.
     pub split_partitions: Vec<i32>,
 }
 
-/// A request that is in order.
+/// A valid request.
 struct Asked {
     app: Arc<App>,
     wanted: Wanted,
     split_partitions: Vec<i32>,
-    /// It has waited in line, or tried to.
+    /// Whether the request has waited in the queue, or tried to.
     has_waited: bool,
 }
 
 impl Ingest {
-    /// As [`Ingest::require_buffer`], but what could be granted a little later waits for that: `memory_store.buffer_ticket_wait_sec`
-    /// at most, and only while `of_connection` has a place for one that waits and the tiers take data.
+    /// Reserves memory as [`Ingest::require_buffer`] does, but waits if memory is short. The wait
+    /// lasts at most `memory_store.buffer_ticket_wait_sec`. It requires a free permit of
+    /// `of_connection` and tiers that accept data.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Ingest::require_buffer`].
     pub async fn require_buffer_in_line(
         &self,
         request: RequireRequest<'_>,
@@ -72,7 +74,7 @@ impl Ingest {
                 ticket => return self.grant(asked, ticket),
             },
         };
-        // Where the tiers take nothing, waiting frees nothing: another worker is the better place.
+        // If the tiers accept nothing, waiting frees nothing: another worker is the better choice.
         let may_wait = !self.ticket_wait.is_zero() && !self.status.is_without_room();
         let place = of_connection.try_acquire().ok().filter(|_| may_wait);
         if place.is_none() {
@@ -95,7 +97,7 @@ impl Ingest {
         self.grant(asked, ticket)
     }
 
-    /// Requests that wait in line.
+    /// Returns the number of requests in the queue.
     pub fn tickets_in_line(&self) -> usize {
         self.line.len()
     }
@@ -103,16 +105,19 @@ impl Ingest {
     /// Reserves memory for a send.
     ///
     /// # Errors
-    /// `NO_REGISTER` for an unknown app or shuffle, `NO_BUFFER` while memory is short, `NO_BUFFER_FOR_HUGE_PARTITION` while a huge
-    /// partition fills its share, [`ServiceError::PartitionTooLarge`] for one that is never to grow again,
-    /// a quota of disk bytes that is used up, `INVALID_REQUEST` for sizes that no worker of this capacity could ever take.
+    /// - `NO_REGISTER` for an unknown app or shuffle
+    /// - `NO_BUFFER` while memory is short
+    /// - `NO_BUFFER_FOR_HUGE_PARTITION` while a huge partition fills its share
+    /// - [`ServiceError::PartitionTooLarge`] for a partition that may never grow again
+    /// - an exhausted quota of disk bytes
+    /// - `INVALID_REQUEST` for sizes that no worker of this capacity could ever accept
     pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
         let asked = self.check(&request)?;
         let ticket = self.ticket(&asked);
         self.grant(asked, ticket)
     }
 
-    /// Everything but whether there is memory.
+    /// Checks everything except for free memory.
     fn check(&self, request: &RequireRequest<'_>) -> Result<Asked, ServiceError> {
         let app = self.known.app(request.app)?;
         if self.status.is_stopping() {
@@ -133,7 +138,7 @@ impl Ingest {
         Ok(Asked { app, wanted, split_partitions, has_waited: false })
     }
 
-    /// What may have changed while a request waited.
+    /// Repeats the checks whose results may have changed while a request waited.
     fn check_again(&self, request: &RequireRequest<'_>, asked: &Asked) -> Result<(), ServiceError> {
         if self.status.is_stopping() {
             return Err(ServiceError::Stopping);
@@ -171,7 +176,7 @@ impl Ingest {
         Ok(RequireGrant { ticket, split_partitions })
     }
 
-    /// Memory that is waited for is to be made free, below the watermarks too; and the wait begins.
+    /// Begins a wait for memory, and makes the flusher free that memory even below the watermarks.
     fn begin_wait(&self, app: &App, bytes: u64) {
         app.account().refused(Stage::TicketWait, bytes);
         if let Some(flusher) = &self.flusher {
@@ -185,7 +190,7 @@ impl Ingest {
         self.metrics.require_buffer_refused_over_share.inc_by(u64::from(is_over_share));
     }
 
-    /// The partitions to be split, if all of them may take what is asked for.
+    /// Returns the partitions to be split, if all partitions may take the requested bytes.
     fn judge_partitions(&self, app: &App, request: &RequireRequest<'_>) -> Result<Vec<i32>, ServiceError> {
         let mut split = Vec::new();
         let limits = self.partition_limits();
@@ -193,9 +198,10 @@ impl Ingest {
             return Ok(split);
         }
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(request.shuffle));
-        // None before its first block.
+        // `None` before the shuffle's first block.
         let buffers = self.memory.shuffle(&key);
-        // Whatever is in memory must go to a disk: with too few of them other workers are the better place.
+        // Data in memory must be flushed to a disk. If disks are short, other workers are the
+        // better choice.
         let disks_are_short = limits.split_bytes.is_some() && self.status.is_without_room();
         let sizes_are_told = request.partition_sizes.len() == request.partitions.len();
         for (at, partition) in request.partitions.iter().enumerate() {
@@ -220,7 +226,8 @@ impl Ingest {
         Ok(split)
     }
 
-    /// Its writers are to come back later; the disks are to make that possible, which the watermarks may never ask for.
+    /// Refuses a request temporarily, and flushes the partition if needed: the watermarks may never
+    /// require that.
     fn huge_partition_waits(
         &self,
         buffers: Option<&ShuffleBuffers>,
@@ -241,7 +248,7 @@ impl Ingest {
         }
     }
 
-    /// Counts a refusal for good and says it in words that the app's client understands.
+    /// Counts a permanent refusal and returns an error that the app's client understands.
     pub(super) fn partition_too_large(
         &self,
         app: &App,
@@ -260,7 +267,8 @@ impl Ingest {
     }
 }
 
-/// A ticket is for a shuffle that can be sent to. Clients before 0.9 do not say which: they name no partition either.
+/// Checks that the shuffle of a ticket is registered. Clients before 0.9 do not name it, and name
+/// no partition either.
 fn check_shuffle(app: &App, request: &RequireRequest<'_>) -> Result<(), ServiceError> {
     let is_known = match request.partitions {
         [] => app.has_shuffles(),

@@ -1,6 +1,8 @@
-//! Takes over what the store found at the start: registrations and reports, from the metadata log, and so what is lost.
+//! Restores the recovered state at the start: registrations and reports from the metadata log, and
+//! the resulting losses.
 //!
-//! A shuffle without a registration was never registered and is removed, unless something is missing that may have it.
+//! A shuffle without a registration was never registered and is removed, unless its registration
+//! may be in missing data.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -23,7 +25,7 @@ use super::verify::Suspect;
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 
-/// What was taken over.
+/// Counts of the restored state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Restored {
     /// Applications.
@@ -53,31 +55,34 @@ impl Restored {
     }
 }
 
-/// A shuffle of which records were read.
+/// A shuffle whose records are being read.
 #[derive(Default)]
 struct Restoring {
-    /// Once it is registered.
+    /// State of the shuffle, once it is registered.
     state: Option<Arc<ShuffleState>>,
-    /// Reports that stand before the registration: copies that say different things are read one after the other.
+    /// Reports read before the registration: diverging copies of the log are read one after
+    /// another.
     early: Vec<(Report, Bytes)>,
-    /// Reports behind it that are not entered yet.
+    /// Later reports that are not added yet.
     gathered: Gathered,
-    /// What is there of it, once its blocks in memory are restored; none where memory does not outlive a process.
+    /// Receives the shuffle's present ids once its blocks in memory are restored; `None` if memory
+    /// does not survive a process.
     present: Option<Awaited>,
     remote: Remote,
-    /// Why it is not registered.
+    /// Why the shuffle is not registered.
     failed: Option<ServiceError>,
-    /// Why not everything that it said is known.
+    /// Why its reports are not completely known.
     untaken: Option<String>,
 }
 
-/// About what a found partition takes beside its ids: its place in a table and its ledger.
+/// Approximate heap of a recovered partition besides its ids: its table entry and its ledger.
 const FOUND_PARTITION_BYTES: u64 = 384;
 
 impl Lifecycle {
-    /// Makes known what was found on the disks, be it nothing: first what shuffles said, record by record, then what of it is
-    /// there. Every app counts as used now. What it takes is charged as it goes; nothing else is held of it. Then hears what memory
-    /// and tiers have lost since.
+    /// Restores the recovered state, which may be empty: first the records of the log, one by one,
+    /// then the blocks that exist. Every app counts as used now. All restored state is charged as
+    /// it is added, and nothing else of it is held. Afterwards memory and tiers report damage to
+    /// the verifier.
     pub async fn restore(&self, mut recovered: Recovered) -> Restored {
         let mut restored = Restored::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
@@ -99,7 +104,8 @@ impl Lifecycle {
             if shuffle.incomplete.is_none() {
                 shuffle.incomplete.clone_from(&unread);
             }
-            // Without all that was ever said, that nothing was said of it proves nothing; damage to its data alone has no say in that.
+            // If records may be missing, a shuffle without one may still have been registered.
+            // Damage to its data alone does not count.
             let may_be_registered = is_uncertain || (shuffle.incomplete.is_some() && !reason.is_empty());
             match self.restore_shuffle(known.remove(&key).unwrap_or_default(), shuffle).await {
                 Ok(Some(unverified)) => {
@@ -156,8 +162,9 @@ impl Lifecycle {
         self.metrics.recovery_ms.set(clamped(recovered.took.as_millis()));
     }
 
-    /// Looks at what an earlier process left in memory and no reader has asked for meanwhile, one partition after the other. It is
-    /// served as soon as the start is over; what is asked for is looked at first.
+    /// Verifies recovered blocks in memory that no reader has requested yet, one partition after
+    /// another. They are served as soon as the start is over; requested partitions are verified
+    /// first.
     pub fn look_at_memory(&self) {
         if !self.memory.has_unverified() {
             return;
@@ -167,7 +174,7 @@ impl Lifecycle {
             let (began, partitions) = (Instant::now(), buffers.len());
             let look = async {
                 for buffer in buffers {
-                    // One that panics has shown nothing; its readers find that again.
+                    // A panicking check has shown nothing; a reader will run it again.
                     let _looked = tokio::task::spawn_blocking(move || buffer.verify()).await;
                 }
             };
@@ -183,8 +190,8 @@ impl Lifecycle {
         });
     }
 
-    /// When recovery has a gap, registrations may be missing of every application of which something was found, be it only
-    /// files without a registration (`left`).
+    /// Marks the applications whose registrations may be missing because recovery has a gap. These
+    /// are all applications found, including those with only files and no registration (`left`).
     fn question(&self, left: &[ShuffleKey], unread: Option<String>) {
         let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
         let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
@@ -193,8 +200,8 @@ impl Lifecycle {
         left.iter().for_each(|key| self.apps.left_unproven(key, &reason));
     }
 
-    /// Keeps blocks in memory of shuffles that a later start may know: where anything may be missing of what was said, of all that are not
-    /// known now, as their files are.
+    /// Keeps the blocks in memory of shuffles that a later start may know. If records may be
+    /// missing, these are all unknown shuffles, as for their files.
     fn keep_memory(&self, is_uncertain: bool, left: HashSet<&ShuffleKey>) {
         let blocks = self.memory.keep_for_later(|key| is_uncertain || left.contains(key));
         if blocks > 0 {
@@ -205,7 +212,7 @@ impl Lifecycle {
         }
     }
 
-    /// What was found of an application, as quotas count it.
+    /// Counts an application's recovered data on disk towards its quotas.
     fn count_on_disk(&self, app: &App) {
         for shuffle in app.shuffles() {
             shuffle.count_on_disk(|| self.tiers.occupied_bytes(shuffle.key()));
@@ -220,7 +227,7 @@ impl Lifecycle {
         drop(self.purge_state(&key.app, std::slice::from_ref(key), Purge::Shuffles));
     }
 
-    /// What is found of shuffles whose blocks in memory are to be restored: taken out of `shuffles`.
+    /// Takes the present ids out of `shuffles` whose blocks in memory are to be restored.
     fn take_unrestored(&self, shuffles: &mut [RecoveredShuffle]) -> Unrestored {
         let shuffles = shuffles.iter_mut().filter(|_| self.memory.has_leftover());
         let empty = Budget::new(0);
@@ -229,8 +236,9 @@ impl Lifecycle {
         Unrestored { present, from_memory: FromMemory::new(&self.memory, &self.tiers) }
     }
 
-    /// Registers what is told, begins to restore what is in memory of it, and enters reports. Why not everything could be read, if so:
-    /// then any shuffle may miss some.
+    /// Registers shuffles from the log, begins to restore their blocks in memory, and adds reports.
+    /// Also returns why the log could not be read completely, if so: then any shuffle may lack
+    /// records.
     async fn listen(
         &self,
         said: &mut Said,
@@ -267,15 +275,17 @@ impl Lifecycle {
         (known, unread)
     }
 
-    /// Moves ids to disk of applications that have more than their part of the heap: what the run could hold a start can.
+    /// Moves ids to disk for applications that exceed their part of the heap, so that a start can
+    /// hold as many ids as the previous run.
     async fn settle_ids(&self) {
         for app in self.apps.apps() {
-            // Without a disk for them they stay, beyond the heap: they are acknowledged.
+            // Without a disk for the ids they stay in memory beyond the heap limit, because they
+            // are acknowledged.
             let _room = self.spill.charge(&app, 1).await;
         }
     }
 
-    /// How many ids were gathered of it.
+    /// Processes a record. Returns how many ids of it were gathered.
     fn take_record(
         &self,
         key: &ShuffleKey,
@@ -305,7 +315,8 @@ impl Lifecycle {
         }
     }
 
-    /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.
+    /// Restores a shuffle. Returns the partitions whose blocks must be searched in a remote store,
+    /// or `None` if it was never registered.
     async fn restore_shuffle(
         &self,
         restoring: Restoring,
@@ -332,8 +343,8 @@ impl Lifecycle {
         Ok(Some(self.losses.take_over(&state, shuffle.present, lost, has_remote).await))
     }
 
-    /// Blocks that the earlier process had in memory, where that outlives a process: what no disk has will be there again. Once the
-    /// shuffle is registered.
+    /// Begins to restore a registered shuffle's blocks in memory, if memory survived the earlier
+    /// process.
     fn restore_memory(&self, key: &ShuffleKey, restoring: &mut Restoring, unrestored: &mut Unrestored) {
         if restoring.state.is_none() || restoring.present.is_some() || unrestored.present.is_empty() {
             return;
@@ -348,19 +359,21 @@ impl Lifecycle {
 
 /// Shuffles whose blocks in memory are not restored yet.
 struct Unrestored {
-    /// What is elsewhere of those that are not registered.
+    /// Present ids of the shuffles that are not registered yet.
     present: HashMap<ShuffleKey, PresentIds>,
     from_memory: FromMemory,
 }
 
 impl Restoring {
-    /// Gathers a plain report of a shuffle that is registered: how many ids it names. None of any other record.
+    /// Gathers a plain report of a registered shuffle. Returns how many ids it has, or `None` for
+    /// any other record.
     fn gather(&mut self, record: &Bytes) -> Option<usize> {
         self.state.as_ref()?;
         self.gathered.take_plain(record)
     }
 
-    /// Enters a report of a shuffle that is registered, now or with others: how many ids were gathered.
+    /// Adds a report of a registered shuffle, now or together with others. Returns how many ids
+    /// were gathered.
     fn enter(&mut self, key: &ShuffleKey, report: &Report, record: &Bytes) -> usize {
         let Some(state) = &self.state else { return 0 };
         state.records().lock().take_over(&report.records);
@@ -388,21 +401,22 @@ impl Restoring {
     }
 }
 
-/// What a shuffle has of a remote store.
+/// Remote store of a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 enum Remote {
-    /// No path.
+    /// The shuffle has no remote path.
     #[default]
     None,
-    /// A path that can be used.
+    /// The remote path can be used.
     Known,
-    /// A path that cannot be used as this worker is configured now: what lies there cannot be looked up.
+    /// The remote path cannot be used in the current configuration, so its blocks cannot be looked
+    /// up.
     Unusable,
 }
 
 impl Lifecycle {
-    /// Registers a shuffle again in the tiers that have not kept its registration. Without a remote storage its cold data
-    /// goes to local disks.
+    /// Registers a shuffle again in the tiers that do not keep registrations. Without a remote
+    /// storage its cold data goes to local disks.
     fn restore_tiers(&self, key: &ShuffleKey, note: &[u8]) -> Remote {
         let noted = match note {
             [] => Ok((None, Vec::new())),
@@ -429,7 +443,8 @@ impl Lifecycle {
         }
     }
 
-    /// What registers a shuffle in the tiers that do not keep registrations, and whether clients read them themselves.
+    /// Returns closures that register a shuffle in the tiers that do not keep registrations, and
+    /// whether clients read each tier directly.
     fn forgetful_admissions(
         &self,
         storage: Option<&RemoteStorage>,

@@ -1,9 +1,10 @@
-//! What reducers are to expect: the reported block ids of partitions as Java's bitmap.
+//! Expected block ids for reducers: the reported ids of partitions as Java's bitmap.
 //!
-//! A request names any number of partitions, repeated at will, and an answer is as large as what was reported; so
-//! partitions are bounded and each is asked once, sets are shared out of the lock a few at a time, and whatever takes
-//! more than about a millisecond is done on a blocking thread. The answer is written from the sets as they are merged, without a set of
-//! all; memory for both is charged before they are made.
+//! A request may name any number of partitions, repeatedly, and a response is as large as the
+//! reports. The number of partitions is therefore bounded, and each is queried once. Sets are
+//! cloned under the lock a few at a time, and work of more than about a millisecond runs on a
+//! blocking thread. The response is encoded while the sets are merged, without a union in memory.
+//! Memory for clones and response is charged before they are created.
 
 use std::sync::Arc;
 
@@ -23,46 +24,50 @@ use super::known::shuffle_of;
 use super::read::Reads;
 use super::spill::{Stored, refused};
 
-/// Above this many ids a result is built on a blocking thread: about a millisecond when no two are neighbours. What is asked
-/// for counts and not what else the shuffle has: every reducer asks, and a hop to another thread takes longer than its ids.
+/// Number of ids above which a result is built on a blocking thread: about a millisecond if no two
+/// are adjacent. Only requested ids count, because every reducer asks, and a thread switch takes
+/// longer than a few ids.
 const INLINE_IDS_MAX: u64 = 10_000;
 
-/// ... or partitions that are asked.
+/// Number of partitions above which a result is built on a blocking thread.
 const INLINE_PARTITIONS_MAX: usize = 1000;
 
-/// A record number on its way: copied, in a message, and encoded.
+/// Heap of a record count in a response: copied, in a message, and encoded.
 const RECORD_BYTES: u64 = 64;
 
-/// A set that is copied and read, beside its ids: its place, and the ids that are decoded at a time.
+/// Heap of a cloned set besides its ids: the set itself and the ids that are decoded at a time.
 const COPY_BYTES: u64 = 2304;
 
-/// Sets shared under one hold of the shuffle's lock.
+/// Number of partitions whose sets are cloned under one acquisition of the shuffle's lock.
 const SETS_AT_ONCE: usize = 1024;
 
-/// Bits of a block id (docs/protocol.md §3.1): they add up to 63.
+/// Number of bits of a block id (docs/protocol.md §3.1), the sum of its parts.
 const BLOCK_ID_BITS: i32 = 63;
 
-/// Bits of the task attempt when a client does not tell its layout.
+/// Bits of the task attempt if the client does not send its layout.
 const TASK_BITS_DEFAULT: i32 = 21;
 
-/// Reported ids, as they are answered.
+/// Reported ids as sent to the client.
 #[derive(Debug)]
 pub struct Results {
     /// Java's bitmap.
     pub bitmap: Bytes,
-    /// Record numbers by task attempt, per partition, where clients reported them.
+    /// Record counts by task attempt, per partition, as far as clients reported them.
     pub records: Vec<PartitionRecords>,
-    /// To be kept until the bytes are on their way.
+    /// Charge to hold until the bytes are sent.
     pub held: Charge,
 }
 
 impl Reads {
-    /// The reported ids of `partitions` as Java's bitmap; a partition without reports has none.
+    /// Returns the reported ids of `partitions` as Java's bitmap. A partition without reports has
+    /// none.
     ///
     /// # Errors
-    /// Unknown app or shuffle: after its application has expired and is back, or after a restart without disks, no ids
-    /// would be taken for an empty shuffle. Too many partitions, a layout whose widths are not 1..=31 each and 63 together, reports that may be
-    /// missing, a shuffle that an earlier process may have known, or no heap for the answer in time.
+    /// - Unknown app or shuffle. An empty result would be wrong, because the application may have
+    ///   expired and returned, or the worker restarted without disks.
+    /// - Too many partitions, or a layout whose widths are not 1..=31 each and 63 together.
+    /// - Reports that may be missing, or a shuffle that an earlier process may have known.
+    /// - No heap for the response in time.
     pub async fn results(
         &self,
         app: &str,
@@ -96,10 +101,11 @@ impl Reads {
         if !shuffle.block_ids().lock().has_runs() {
             let weight = self.weigh(&shuffle, partitions).await?;
             let held = self.charged(answers, weight.bytes).await?;
-            // The charge goes along: a caller that goes does not end what is begun.
+            // The closure owns the charge: if the caller is dropped, work that has begun still
+            // finishes.
             let (is_small, of) = (weight.is_small, Arc::clone(&shuffle));
             let answer = aside(&self.known.aside, is_small, move || weight.answer(&of, held)).await?;
-            // Ids that were moved to disk meanwhile may be missing in it.
+            // The response may lack ids that were moved to disk meanwhile.
             if !shuffle.block_ids().lock().has_runs() {
                 return answer;
             }
@@ -107,7 +113,8 @@ impl Reads {
         self.read_runs(shuffle, distinct(partitions.to_vec()), answers).await
     }
 
-    /// An answer of a shuffle that has ids on disk. Each set is charged when it has been read: what they take is not known before.
+    /// Returns the results of a shuffle with ids on disk. Each set is charged after it is read,
+    /// because its size is not known before.
     async fn read_runs(
         &self,
         shuffle: Arc<ShuffleState>,
@@ -133,7 +140,7 @@ impl Reads {
         aside(&self.known.aside, false, move || weight.encoded(&shuffle, &Sets(sets), held)).await
     }
 
-    /// Waits for the heap of an answer, for as long as a request may.
+    /// Waits for the heap of a response, at most as long as a request may wait.
     async fn charged(&self, answers: &Budget, bytes: u64) -> Result<Charge, ServiceError> {
         match timeout(self.heap_wait, answers.charge(bytes)).await {
             Ok(charged) => charged.map_err(full),
@@ -141,7 +148,7 @@ impl Reads {
         }
     }
 
-    /// What an answer takes; what is more than a few ids is looked at on a blocking thread.
+    /// Returns the weight of a response. More than a few ids are counted on a blocking thread.
     async fn weigh(&self, shuffle: &Arc<ShuffleState>, partitions: &[i32]) -> Result<Weight, ServiceError> {
         let are_few = partitions.len() <= INLINE_PARTITIONS_MAX;
         let partitions = partitions.to_vec();
@@ -151,7 +158,7 @@ impl Reads {
         let shuffle = Arc::clone(shuffle);
         let weight = move || Weight::of(&shuffle, distinct(partitions), u64::MAX);
         let weight = aside(&self.known.aside, false, weight).await?;
-        // There are no more than all.
+        // Without a limit on ids the weight is always returned.
         weight.map(|weight| Weight { is_small: false, ..weight }).ok_or(ServiceError::Stopping)
     }
 
@@ -163,27 +170,29 @@ impl Reads {
     }
 }
 
-/// Each of `partitions` once.
+/// Returns `partitions` without duplicates.
 fn distinct(mut partitions: Vec<i32>) -> Vec<PartitionId> {
     partitions.sort_unstable();
     partitions.dedup();
     partitions.into_iter().map(PartitionId).collect()
 }
 
-/// What an answer takes, of which nothing is held yet: it may wait for heap.
+/// Size of a response before anything is charged for it, since the request may have to wait for
+/// heap.
 struct Weight {
-    /// Each once.
+    /// The partitions, without duplicates.
     partitions: Vec<PartitionId>,
-    /// Record numbers.
+    /// Number of record counts.
     numbers: u64,
-    /// Ids as they are copied, merged and encoded, and record numbers.
+    /// Heap of the ids while they are copied, merged and encoded, and of the record counts.
     bytes: u64,
-    /// Whether it is made at once.
+    /// Whether the response is built inline.
     is_small: bool,
 }
 
 impl Weight {
-    /// None if there are more ids or record numbers than `ids_max`; ends at the first part that is beyond.
+    /// Returns the weight, or `None` if there are more than `ids_max` ids or record counts. Stops
+    /// at the first excess.
     fn of(shuffle: &ShuffleState, partitions: Vec<PartitionId>, ids_max: u64) -> Option<Self> {
         let (mut bytes, mut left) = (0, ids_max);
         for some in partitions.chunks(SETS_AT_ONCE) {
@@ -196,7 +205,8 @@ impl Weight {
         is_small.then(|| Self { partitions, numbers, bytes: bytes + RECORD_BYTES * numbers, is_small })
     }
 
-    /// The answer as it is now, for which `held` is charged; for what was reported meanwhile, more.
+    /// Builds the response from the current ids, for which `held` is charged. Charges more for ids
+    /// reported meanwhile.
     fn answer(self, shuffle: &ShuffleState, mut held: Charge) -> Result<Results, ServiceError> {
         let sets = Sets::of(shuffle, &self.partitions);
         let more = (sets.bytes() + RECORD_BYTES * self.numbers).saturating_sub(held.bytes());
@@ -204,7 +214,7 @@ impl Weight {
         Ok(self.encoded(shuffle, &sets, held))
     }
 
-    /// The answer of these sets, for which `held` is charged.
+    /// Builds the response from `sets`, for which `held` is charged.
     fn encoded(self, shuffle: &ShuffleState, sets: &Sets, mut held: Charge) -> Results {
         let bytes = bitmap::encoded_bytes(union(&sets.0));
         let bitmap = bitmap::encode_ascending(union(&sets.0), usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -219,7 +229,7 @@ fn full(refusal: NoCapacity) -> ServiceError {
     ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal))
 }
 
-/// The sets of some partitions, which share most of their ids with the shuffle.
+/// The sets of some partitions. They share most of their ids with the shuffle.
 struct Sets(Vec<IdSet>);
 
 impl Sets {
@@ -227,18 +237,18 @@ impl Sets {
         Self(partitions.chunks(SETS_AT_ONCE).flat_map(|some| Stored::of(shuffle, some).sets).collect())
     }
 
-    /// How many of `left` ids these leave; none if they are more.
+    /// Returns `left` minus the number of these ids, or `None` if there are more.
     fn leave_of(&self, left: u64) -> Option<u64> {
         self.0.iter().try_fold(left, |left, set| left.checked_sub(set.len()))
     }
 
-    /// What they and the answer take at most.
+    /// Returns an upper bound of the heap for the sets and the response.
     fn bytes(&self) -> u64 {
         self.0.iter().map(answer_bytes).sum()
     }
 }
 
-/// What a clone of a set and its part of an answer take at most.
+/// Returns an upper bound of the heap for a clone of a set and its part of a response.
 fn answer_bytes(set: &IdSet) -> u64 {
     COPY_BYTES + set.clone_bytes() + bitmap::encoded_bytes(set.iter())
 }

@@ -1,7 +1,9 @@
-//! Reported block ids for which an application has no heap: they are moved to files without a name, the largest shuffle first.
+//! Spilling of reported block ids to unnamed files when an application's heap is full, the largest
+//! shuffle first.
 //!
-//! The metadata log has every report, so a start finds all ids again and moves them anew. Invariant: at any moment each acknowledged id
-//! is in a table in memory or in a run, and [`Stored`] sees both as of one moment.
+//! The metadata log has every report, so a start recovers all ids and spills them again. Invariant:
+//! every acknowledged id is always in a table in memory or in a run, and [`Stored`] sees both at
+//! one moment.
 
 use std::cmp::Reverse;
 use std::io;
@@ -19,20 +21,20 @@ use uniffle_wire::types::PartitionId;
 
 use super::ServiceError;
 
-/// Where ids go that have no heap.
+/// Spills ids that do not fit into the heap.
 #[derive(Debug)]
 pub(super) struct Spill {
     scratch: Option<Arc<Scratch>>,
     failures: LogLimiter,
 }
 
-/// What became of a wish for heap.
+/// Result of a request for heap.
 pub(super) enum Room {
-    /// It is charged.
+    /// The heap is charged.
     Charged(Charge),
-    /// All that could be moved is on disk, and there is still no room.
+    /// All movable ids are on disk, and there is still no room.
     OnlyOnDisk,
-    /// No data directory takes ids, or there is none.
+    /// No data directory accepts ids, or there is none.
     None,
 }
 
@@ -42,7 +44,7 @@ impl Spill {
         Self { scratch, failures: LogLimiter::new(1, Duration::from_secs(60)) }
     }
 
-    /// Charges `bytes` to the ids of an application, and moves ids to disk as long as there is no room.
+    /// Charges `bytes` to the ids of an application, and moves ids to disk until there is room.
     pub(super) async fn charge(&self, app: &App, bytes: u64) -> Room {
         if let Ok(charge) = app.reported_ids().try_charge(bytes) {
             return Room::Charged(charge);
@@ -59,13 +61,14 @@ impl Spill {
                 self.tell(app, &error);
                 return Room::None;
             }
-            // Without a merge reads take longer, and nothing else.
+            // Without a merge, reads take longer but stay correct.
             merge_runs(scratch, app, &shuffle).await.unwrap_or_else(|error| self.tell(app, &error));
         }
         app.reported_ids().try_charge(bytes).map_or(Room::OnlyOnDisk, Room::Charged)
     }
 
-    /// Writes the ids of a report as a run of its own: it is larger than what the application may have of the heap.
+    /// Writes the ids of a report as a run of its own, because the report exceeds the application's
+    /// heap.
     pub(super) async fn write(
         &self,
         app: &App,
@@ -142,7 +145,7 @@ pub(super) async fn merge_runs(scratch: &Scratch, app: &App, shuffle: &ShuffleSt
     }
 }
 
-/// The ids of some partitions as of one moment: in memory, and the runs that may have more.
+/// The ids of some partitions at one moment: sets in memory, and runs that may have further ids.
 pub(super) struct Stored {
     /// Sets of any of the partitions.
     pub(super) sets: Vec<IdSet>,
@@ -157,7 +160,7 @@ impl Stored {
     }
 }
 
-/// All reported ids of a partition.
+/// Returns all reported ids of a partition.
 ///
 /// # Errors
 /// A run cannot be read.
@@ -171,7 +174,7 @@ pub(super) async fn reported(shuffle: &ShuffleState, partition: PartitionId) -> 
     Ok(all)
 }
 
-/// Whether runs have what memory lacks of a report; ends at the first id that is new.
+/// Returns whether runs contain all ids of a report that memory lacks. Stops at the first new id.
 pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(PartitionId, Vec<i64>)]) -> bool {
     for (partition, ids) in partitions {
         let Stored { sets, runs } = Stored::of(shuffle, &[*partition]);
@@ -187,7 +190,7 @@ pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(Partit
             if missing.is_empty() {
                 break;
             }
-            // What cannot be read is new: it is written down once more.
+            // Ids that cannot be read count as new and are written once more.
             let Ok(set) = run.ids(*partition).await else { return false };
             let mut known = set.lookup();
             missing.retain(|id| !known.contains(*id));
@@ -199,7 +202,8 @@ pub(super) async fn runs_have_rest(shuffle: &ShuffleState, partitions: &[(Partit
     true
 }
 
-/// Returns the ids of a report that are neither in memory nor in a run. What cannot be read is new.
+/// Returns the ids of a report that are neither in memory nor in a run. Ids that cannot be read
+/// count as new.
 pub(super) async fn unknown(
     shuffle: &ShuffleState,
     partitions: &[(PartitionId, Vec<i64>)],
@@ -232,7 +236,8 @@ pub(super) fn unreadable(error: io::Error) -> StoreError {
     StoreError::io("reported block ids", error)
 }
 
-/// Results that need a run which cannot be read: of a disk that hangs clients wait, for others see the error.
+/// Returns the error for results that need an unreadable run. Clients wait for an unresponsive
+/// disk, and see other errors.
 pub(super) fn refused(error: io::Error) -> ServiceError {
     match unreadable(error) {
         error if error.kind == StoreErrorKind::Unhealthy => ServiceError::DiskHangs(error),

@@ -1,7 +1,7 @@
-//! What each application has here: for the coordinators' dashboards and the top-N metrics.
+//! Statistics of each application, for the coordinators' dashboards and the top-N metrics.
 //!
-//! Sums over the counters of an app's partitions, taken on request; sends keep no totals per app. A walk costs
-//! some 50 ns per partition that was written to.
+//! They are sums over the counters of an app's partitions, computed on request; sends keep no
+//! totals per app. The cost is a walk over all partitions that were ever written to.
 
 use std::cmp::Reverse;
 
@@ -12,40 +12,42 @@ use crate::app::App;
 use crate::memory::Memory;
 use crate::tiers::Tiers;
 
-/// One application at one moment; sums over counters that go on changing meanwhile.
+/// Statistics of one application at one moment. They are sums over counters that keep changing
+/// meanwhile.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AppStatistics {
     /// The application.
     #[serde(skip)]
     pub app: AppId,
-    /// Partitions registered.
+    /// Registered partitions.
     pub partitions: u64,
-    /// Of those, huge.
+    /// Number of huge partitions among them.
     pub huge_partitions: u64,
-    /// Payload taken since the shuffles that it still has were registered.
+    /// Payload received for the currently registered shuffles.
     pub received_bytes: u64,
-    /// Payload in memory, on its way or not.
+    /// Payload in memory, including bytes in flight.
     pub in_memory_bytes: u64,
-    /// Blocks likewise.
+    /// Blocks in memory, including those in flight.
     pub in_memory_blocks: u64,
-    /// Payload that its largest partition has received.
+    /// Payload received by the largest partition.
     pub largest_partition_bytes: u64,
-    /// Partitions that have received any.
+    /// Partitions that have received data.
     pub partitions_with_data: u64,
     /// Files on local disks.
     pub local_files: u64,
-    /// Payload that readers find through this worker, in them or in an object store.
+    /// Payload that is read through this worker, on local disks or in an object store.
     pub local_bytes: u64,
-    /// Of that, in an object store.
+    /// Payload in an object store, included in `local_bytes`.
     pub object_bytes: u64,
-    /// Files in remote stores that this process has made.
+    /// Files in remote stores that this process has created.
     pub remote_files: u64,
-    /// Payload in them.
+    /// Payload in these files.
     pub remote_bytes: u64,
 }
 
 impl AppStatistics {
-    /// The largest partition by the mean of those with data; 0 without any.
+    /// Returns the size of the largest partition divided by the mean of those with data; 0 without
+    /// any.
     #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
     pub fn skew(&self) -> f64 {
         if self.received_bytes == 0 {
@@ -54,13 +56,13 @@ impl AppStatistics {
         self.largest_partition_bytes as f64 * self.partitions_with_data as f64 / self.received_bytes as f64
     }
 
-    /// Mean payload of its blocks in memory; `None` without any.
+    /// Returns the mean payload of the blocks in memory, or `None` without any.
     pub fn average_block_bytes(&self) -> Option<u64> {
         self.in_memory_bytes.checked_div(self.in_memory_blocks)
     }
 }
 
-/// What one application has.
+/// Returns the statistics of one application.
 pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppStatistics {
     let mut sum = AppStatistics {
         app: app.id().clone(),
@@ -103,7 +105,7 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
     sum
 }
 
-/// The `count` applications of the largest non-zero `weight`, largest first; ties by id.
+/// Returns the `count` applications with the largest non-zero `weight`, largest first; ties by id.
 pub fn largest(
     apps: &[AppStatistics],
     count: usize,
@@ -116,7 +118,8 @@ pub fn largest(
     weighed
 }
 
-/// The `count` applications of the smallest blocks in memory on average, smallest first; ties by id.
+/// Returns the `count` applications with the smallest mean block size in memory, smallest first;
+/// ties by id.
 pub fn smallest_blocks(apps: &[AppStatistics], count: usize) -> Vec<(&AppId, u64)> {
     let mut weighed: Vec<(&AppId, u64)> =
         apps.iter().filter_map(|app| Some((&app.app, app.average_block_bytes()?))).collect();

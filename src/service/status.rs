@@ -1,22 +1,23 @@
-//! The worker's state as a node (docs/protocol.md §2.14, §8.5): one source of truth for heartbeat, health and metrics.
+//! The worker's state as a node (docs/protocol.md §2.14, §8.5): one source of truth for heartbeat,
+//! health and metrics.
 
 use tokio::sync::{Notify, watch};
 
-/// State that coordinators see.
+/// Worker state reported to coordinators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WorkerState {
-    /// Takes new shuffles.
+    /// Accepts new shuffles.
     Active,
-    /// Serves, gets no new shuffles: the health checker says so.
+    /// Serves, but gets no new shuffles, because the health checker found it unhealthy.
     Unhealthy,
-    /// Serves, gets no new shuffles: an operator says so.
+    /// Serves, but gets no new shuffles, because an operator decommissioned it.
     Decommissioning,
     /// Decommissioning has ended: no app is left.
     Decommissioned,
 }
 
 impl WorkerState {
-    /// The word for it.
+    /// Returns the name of the state.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -27,23 +28,25 @@ impl WorkerState {
     }
 }
 
-/// What an operator asked for, and what the health checker found; kept apart so that one does not undo the other.
+/// Requests of operators and findings of the health checker. They are separate so that one does not
+/// undo the other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Inputs {
     decommission: bool,
     drained: bool,
     unhealthy: bool,
-    /// Fewer disks take data than should, or none, whatever the coordinators are told.
+    /// Fewer disks than required accept data, or none, regardless of the state that coordinators
+    /// see.
     without_room: bool,
     stopping: Option<Stopping>,
-    /// What is here is brought elsewhere.
+    /// The worker's data is being moved elsewhere.
     draining: bool,
 }
 
-/// Why tickets are refused.
+/// Reason for refusing tickets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stopping {
-    /// The worker leaves: coordinators are to assign nothing here.
+    /// The worker leaves: coordinators must not assign shuffles to it.
     ForGood,
     /// A successor follows within seconds: coordinators need not know.
     ForSuccessor,
@@ -61,7 +64,7 @@ impl Inputs {
     }
 }
 
-/// See [`WorkerState`].
+/// Holder of the current [`WorkerState`], with notifications of changes.
 #[derive(Debug, Default)]
 pub struct WorkerStatus {
     inputs: watch::Sender<Inputs>,
@@ -70,29 +73,30 @@ pub struct WorkerStatus {
 }
 
 impl WorkerStatus {
-    /// The state now.
+    /// Returns the current state.
     pub fn state(&self) -> WorkerState {
         self.inputs.borrow().state()
     }
 
-    /// Resolves with the state once it is another than `seen`, also when that was before the call.
+    /// Waits until the state differs from `seen`, and returns it. Returns at once if it already
+    /// differs.
     pub async fn changed_from(&self, seen: WorkerState) -> WorkerState {
         self.wait_for(|state| state != seen).await
     }
 
-    /// Begins decommissioning, whatever the health checker says.
+    /// Begins decommissioning, regardless of the health checker.
     pub fn decommission(&self) {
         if self.update(|inputs| inputs.decommission = true) {
             self.began.notify_one();
         }
     }
 
-    /// Whether an operator or a coordinator asked for decommissioning.
+    /// Returns whether an operator or a coordinator requested decommissioning.
     pub fn is_decommission_wanted(&self) -> bool {
         self.inputs.borrow().decommission
     }
 
-    /// Back to what the health checker says.
+    /// Cancels decommissioning; the health checker determines the state again.
     pub fn cancel_decommission(&self) {
         self.update(|inputs| {
             inputs.decommission = false;
@@ -103,7 +107,7 @@ impl WorkerStatus {
         });
     }
 
-    /// From here on nothing new is taken; true if that was not so before.
+    /// Stops accepting new shuffles and data. Returns whether this changed anything.
     pub(super) fn drain(&self) -> bool {
         self.update(|inputs| {
             inputs.draining = true;
@@ -111,74 +115,77 @@ impl WorkerStatus {
         })
     }
 
-    /// Whether nothing new is taken because of a drain.
+    /// Returns whether new shuffles and data are refused because of a drain.
     pub(super) fn is_draining(&self) -> bool {
         self.inputs.borrow().draining
     }
 
-    /// Told at intervals how many apps are left; true when that is what ends a decommissioning. An app that registers
-    /// afterwards (a driver with an old assignment) is served, and decommissioning goes on.
+    /// Called at intervals with the number of remaining apps. Returns whether this ends a
+    /// decommissioning. An app that registers afterwards (a driver with an old assignment) is
+    /// served, and decommissioning continues.
     pub fn observe_apps(&self, apps: usize) -> bool {
         let changed = self.update(|inputs| inputs.drained = inputs.decommission && apps == 0);
         changed && apps == 0
     }
 
-    /// Resolves when a decommissioning begins, also one that began before the call; for one waiter.
+    /// Waits until a decommissioning begins, or returns at once if one began before the call. For
+    /// one waiter.
     pub(super) async fn decommission_began(&self) {
         self.began.notified().await;
     }
 
-    /// The last application has gone.
+    /// Records that the last application has been removed.
     pub(super) fn note_emptied(&self) {
         self.emptied.notify_one();
     }
 
-    /// Resolves when the last application goes, also when it went before the call; for one waiter.
+    /// Waits until the last application is removed, or returns at once if that was before the call.
+    /// For one waiter.
     pub async fn emptied(&self) {
         self.emptied.notified().await;
     }
 
-    /// Resolves once the worker is decommissioned.
+    /// Waits until the worker is decommissioned.
     pub async fn decommissioned(&self) {
         self.wait_for(|state| state == WorkerState::Decommissioned).await;
     }
 
-    /// Told by the health checker.
+    /// Records the result of the health checker.
     pub fn set_unhealthy(&self, unhealthy: bool) {
         self.update(|inputs| inputs.unhealthy = unhealthy);
     }
 
-    /// Told by the health checker: whether writers are better off at other workers.
+    /// Records whether the health checker found that writers should prefer other workers.
     pub fn set_without_room(&self, without_room: bool) {
         self.update(|inputs| inputs.without_room = without_room);
     }
 
-    /// Whether the tiers take less than they should.
+    /// Returns whether the tiers accept less than they should.
     pub(super) fn is_without_room(&self) -> bool {
         self.inputs.borrow().without_room
     }
 
-    /// From here on tickets are refused with NO_BUFFER.
+    /// Makes the worker refuse tickets with `NO_BUFFER`.
     pub fn stop(&self, why: Stopping) {
         self.update(|inputs| inputs.stopping = Some(why));
     }
 
-    /// Undoes [`WorkerStatus::stop`]: it did not come to that.
+    /// Undoes [`WorkerStatus::stop`] after a cancelled stop.
     pub(super) fn go_on(&self) {
         self.update(|inputs| inputs.stopping = None);
     }
 
-    /// Whether [`WorkerStatus::stop`] was called.
+    /// Returns whether [`WorkerStatus::stop`] was called.
     pub fn is_stopping(&self) -> bool {
         self.inputs.borrow().stopping.is_some()
     }
 
-    /// Whether the worker stops without a successor.
+    /// Returns whether the worker stops without a successor.
     pub fn is_stopping_for_good(&self) -> bool {
         self.inputs.borrow().stopping == Some(Stopping::ForGood)
     }
 
-    /// Wakes those who wait when `change` changes anything, and says whether it did.
+    /// Applies `change`. If it changes anything, wakes the waiters and returns true.
     fn update(&self, change: impl FnOnce(&mut Inputs)) -> bool {
         self.inputs.send_if_modified(|inputs| {
             let before = *inputs;

@@ -1,13 +1,13 @@
-//! The line in which requests for tickets wait for memory: clients that are refused come back after seconds, memory comes
-//! free after milliseconds.
+//! Queue of ticket requests that wait for memory. Refused clients come back after seconds, but
+//! memory is released after milliseconds.
 //!
-//! Applications are served in turns, the requests of one in their order. Who may have how much is not decided here: the one
-//! whose turn it is asks [`crate::memory::Tickets`], and when it is refused the next application asks. Nothing is looked at
-//! while no one waits.
+//! Applications are served in turn, the requests of one application in their order. Shares are not
+//! decided here: the next application's request goes to [`crate::memory::Tickets`]; if it is
+//! refused, the following application is tried. Nothing is checked while no request waits.
 //!
-//! Bounded by [`WAITING_MAX`] and [`OF_APP_MAX`]; a request that finds no place is refused as before. Of those that wait one
-//! at a time drives the line; when it goes, another does. A place is left by dropping it, and a ticket that no one took goes
-//! back.
+//! The queue is bounded by [`WAITING_MAX`] and [`OF_APP_MAX`]; further requests are refused without
+//! a wait. One of the waiting requests at a time drives the queue; when it leaves, another takes
+//! over. Dropping a request removes it from the queue and returns an unused ticket.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,38 +21,40 @@ use crate::clock::{sleep, timeout};
 use crate::memory::{MemoryError, Tickets};
 use uniffle_wire::types::{AppId, TicketId};
 
-/// Requests that wait, of all applications.
+/// Maximum number of waiting requests of all applications.
 const WAITING_MAX: usize = 512;
-/// Requests that wait, of one application.
+/// Maximum number of waiting requests of one application.
 const OF_APP_MAX: usize = 128;
 
-/// Applications that are refused one after another until the line waits for more memory; the next ones are asked then.
+/// Number of consecutive refused applications after which the queue waits for more memory. The
+/// following applications are tried then.
 const REFUSED_AT_ONCE: usize = 16;
 
-/// Shares change with time too (tickets that are not used are taken back), not only when memory comes free.
+/// Interval of additional checks. Shares also change over time, when unused tickets expire, not
+/// only when memory is released.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What a request waits for.
+/// Resources that a request waits for.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted {
     pub(super) bytes: u64,
-    /// Partitions named.
+    /// Number of partitions named.
     pub(super) partitions: usize,
 }
 
 #[derive(Debug)]
 struct Request {
     wanted: Wanted,
-    /// None once it was answered.
+    /// `None` once it was answered.
     give: Option<oneshot::Sender<Result<TicketId, MemoryError>>>,
 }
 
-/// Those who wait, by application, and whose turn it is.
+/// Waiting requests, by application, in fair order.
 #[derive(Debug)]
 pub(super) struct TicketLine {
     places: Mutex<Rounds<Request>>,
     waiting: AtomicUsize,
-    /// Held by the one that drives the line.
+    /// Permit of the request that drives the queue.
     driver: Semaphore,
 }
 
@@ -62,7 +64,7 @@ impl Default for TicketLine {
     }
 }
 
-/// A place in the line; left when dropped, and a ticket that was not taken goes back.
+/// A position in the queue. Drop leaves the queue and returns an unused ticket.
 struct Place<'a> {
     line: &'a TicketLine,
     tickets: &'a Tickets,
@@ -85,17 +87,18 @@ impl Drop for Place<'_> {
 }
 
 impl TicketLine {
-    /// Whether a request of `app` waits, so that another of it is to wait behind it.
+    /// Returns whether a request of `app` waits, so that further ones must queue behind it.
     pub(super) fn has(&self, app: &AppId) -> bool {
         self.waiting.load(Ordering::Relaxed) > 0 && self.places.lock().of_app(app) > 0
     }
 
-    /// Requests that wait.
+    /// Returns the number of waiting requests.
     pub(super) fn len(&self) -> usize {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Waits for a ticket, for `patience` at most; none when the line is full, or nothing was granted in time.
+    /// Waits for a ticket, at most for `patience`. Returns `None` if the queue is full or nothing
+    /// was granted in time.
     pub(super) async fn wait(
         &self,
         tickets: &Tickets,
@@ -121,11 +124,11 @@ impl TicketLine {
         }
     }
 
-    /// Serves the line whenever memory comes free, while no one else does.
+    /// Serves the queue whenever memory is released. Only one caller at a time does this.
     async fn drive(&self, tickets: &Tickets, memory: &Budget) -> Infallible {
         let Ok(_driver) = self.driver.acquire().await else { return std::future::pending().await };
         loop {
-            // A look even if nothing comes free, and that is no error.
+            // The timeout only triggers an additional check and is no error.
             let _elapsed = timeout(LOOK_INTERVAL, memory.freed_after(|| self.serve(tickets))).await;
         }
     }
@@ -146,7 +149,7 @@ impl TicketLine {
     }
 }
 
-/// Whether waiting helps.
+/// Returns whether waiting helps.
 pub(super) fn is_waited_for(refused: &MemoryError) -> bool {
     matches!(refused, MemoryError::NoCapacity { .. } | MemoryError::OverShare { .. })
 }
@@ -186,7 +189,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(1);
 
-    /// All of a memory is held, in parts of 30 KiB.
+    /// Returns a memory that is completely held, in parts of 30 KiB.
     fn full() -> (Budget, Tickets, Vec<crate::memory::Reservation>) {
         let budget = Budget::new(90 << 10);
         let tickets = Tickets::new(budget.clone(), budget.child(0), Duration::from_secs(20), 100);
@@ -215,7 +218,7 @@ mod tests {
         drop(held.pop());
         assert!(first.await.unwrap().is_ok());
         drop(held.pop());
-        // The first drove the line; now one of the others does.
+        // The first request drove the queue; now one of the others does.
         assert!(futures::poll!(&mut second).is_pending(), "it is the other application's turn");
         assert!(other.await.unwrap().is_ok());
         assert!(second.await.is_none(), "nothing came free for it in time");

@@ -1,4 +1,5 @@
-//! Metrics by application, bounded: only those that stand out have a series (docs/protocol.md §10.2).
+//! Bounded metrics by application: only the top applications have a series (docs/protocol.md
+//! §10.2).
 
 use std::collections::HashSet;
 
@@ -9,7 +10,7 @@ use super::statistics::{AppStatistics, largest, smallest_blocks};
 use crate::metrics::{self, Metric, clamped};
 use uniffle_wire::types::AppId;
 
-/// Applications that each of the metrics shows.
+/// Number of applications in each of the metrics.
 const TOP_APPS: usize = 10;
 
 metrics::table! {
@@ -41,7 +42,7 @@ impl TopApps {
     }
 }
 
-/// A gauge by application of which only those that were set last have a series.
+/// A gauge by application in which only the applications of the last update have a series.
 #[derive(Debug)]
 pub(crate) struct RankedGauge {
     gauge: IntGaugeVec,
@@ -64,7 +65,7 @@ impl RankedGauge {
             self.gauge.with_label_values(&[app.as_str()]).set(clamped(*value));
         }
         for gone in shown.difference(&now) {
-            // It was set before, so that there is nothing that can fail.
+            // The label was set before, so removing it cannot fail.
             let _ = self.gauge.remove_label_values(&[gone.as_str()]);
         }
         *shown = now;

@@ -1,11 +1,12 @@
-//! Which blocks of a partition are there at all: memory and all tiers looked at together, what is nowhere entered as lost.
+//! Determines which blocks of a partition exist: scans memory and all tiers together, and records
+//! missing blocks as lost.
 //!
-//! A look holds the ids that it finds if the application's share of the heap has room for them. Otherwise it seeks some ids
-//! at a time, and reads the index records as often as that takes.
+//! A partition is verified after a start if blocks may be in remote files, and when a device fails
+//! to return its data. One task scans until it has succeeded. Meanwhile reads of unverified blocks
+//! get NO_BUFFER, on which clients wait.
 //!
-//! A partition is verified after a start, if blocks may be in remote files, and when a device does not give back what it
-//! had. One task looks until it has succeeded; reads that want what is in question are answered with NO_BUFFER
-//! meanwhile, for which clients wait.
+//! A scan keeps the found ids if the application's share of the heap has room for them. Otherwise
+//! it searches for a slice of the ids at a time, and reads the index records once per slice.
 
 use std::future::ready;
 use std::sync::Arc;
@@ -29,21 +30,22 @@ use super::loss_log::LossLog;
 use super::metrics::ServiceMetrics;
 use super::spill;
 
-/// Partitions that are looked at at a time, in all; and the pause after a round in which some could not be; it doubles.
+/// Maximum number of concurrent scans, and the bounds of the pause after a round in which some
+/// failed. The pause doubles.
 const LOOKS: usize = 8;
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// Ids that are found before they are added to a set together.
+/// Number of found ids that are added to a set together.
 const FOUND_TOGETHER: usize = 1 << 14;
 
-/// Blocks that a look lists as missing; more are counted.
+/// Maximum number of missing blocks that a scan lists; further ones are only counted.
 const MISSING_MAX: usize = SLICE_IDS;
 
-/// How long a call waits for a look: clients give one a minute.
+/// Time for which a call waits for a scan; clients allow a call one minute.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A partition that is to be verified, and why what is nowhere is lost.
+/// A partition to be verified, and the reason for blocks found missing.
 #[derive(Debug)]
 pub(super) struct Suspect {
     pub(super) shuffle: Arc<ShuffleState>,
@@ -51,7 +53,8 @@ pub(super) struct Suspect {
     pub(super) blame: Blame,
 }
 
-/// Looks into memory and all tiers, for one partition at a time and for each partition once at a time.
+/// Scans memory and all tiers. Each scan covers one partition, and a partition has one scan at a
+/// time.
 #[derive(Debug)]
 pub(super) struct Verifier {
     pub(super) memory: Arc<Memory>,
@@ -62,7 +65,7 @@ pub(super) struct Verifier {
     looks: Semaphore,
 }
 
-/// An error of a tier, and whether it is the one that is read through this worker.
+/// An error of a tier, and whether the tier is read through this worker.
 type TierError = (StoreError, bool);
 
 impl Verifier {
@@ -75,8 +78,8 @@ impl Verifier {
         Self { memory, tiers, tasks, metrics, loss_log, looks: Semaphore::new(LOOKS) }
     }
 
-    /// A read shows that something of a partition is gone, or may be. Returns when it is known, or has to be looked again;
-    /// that goes on when the caller is dropped.
+    /// Verifies a partition after a read error showed a loss or a possible loss. Returns after the
+    /// scan, successful or not. The verification continues if the caller is dropped.
     pub(super) async fn verify_partition(
         self: &Arc<Self>,
         shuffle: Arc<ShuffleState>,
@@ -87,7 +90,8 @@ impl Verifier {
         self.looked(&shuffle, partition, Self::patience()).await;
     }
 
-    /// Something of a partition may be gone, for this reason: until it is known, nobody is served of it.
+    /// Marks a partition as possibly damaged for `reason`. Reads of it are refused until the losses
+    /// are known.
     pub(super) fn suspect(
         self: &Arc<Self>,
         shuffle: &Arc<ShuffleState>,
@@ -100,8 +104,9 @@ impl Verifier {
         }
     }
 
-    /// Blocks that turn out to be damaged in memory or a tier, found by a reader or not, are lost unless they are elsewhere. Once it is
-    /// entered what an earlier process left: what is in question then would be overwritten.
+    /// Registers for damage found in memory or a tier, by a reader or otherwise. Damaged blocks are
+    /// lost unless they exist elsewhere. Must be called after the recovered state is recorded,
+    /// which would overwrite marks of unverified partitions.
     pub(super) fn hear_of_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
         let on_damage = self.on_damage(apps);
         self.memory.on_damage(Arc::clone(&on_damage));
@@ -109,7 +114,8 @@ impl Verifier {
     }
 
     fn on_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) -> OnDamage {
-        // Memory and tiers keep it, and are kept by the verifier.
+        // A weak reference, because memory and tiers store this closure and the verifier holds
+        // them.
         let (apps, verifier) = (Arc::clone(apps), Arc::downgrade(self));
         Arc::new(move |key: &ShuffleKey, partition: PartitionId, reason: &str| {
             let shuffle = apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
@@ -134,17 +140,17 @@ impl Verifier {
         });
     }
 
-    /// Until when a call waits for looks.
+    /// Returns the deadline for a call that waits for scans.
     pub(super) fn patience() -> Instant {
         Instant::now() + PATIENCE
     }
 
-    /// Waits until a partition is known, a look at it has failed, or it is too late.
+    /// Waits until a partition is verified, a scan of it has failed, or `deadline` has passed.
     pub(super) async fn looked(&self, shuffle: &ShuffleState, partition: PartitionId, deadline: Instant) {
         let _: Result<(), _> = timeout_at(deadline, shuffle.ledger().looked(partition)).await;
     }
 
-    /// Enters blocks as lost, and tells it.
+    /// Records blocks as lost, and reports the loss.
     pub(super) fn enter(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[u64], blame: &Blame) {
         let entered = shuffle.ledger().with(partition, |it| it.enter(ids, blame));
         self.tell(shuffle, partition, entered, &blame.reason);
@@ -203,7 +209,7 @@ impl Verifier {
         let Suspect { shuffle, partition, blame } = suspect;
         let (ledger, key, partition) = (shuffle.ledger(), shuffle.key(), *partition);
         loop {
-            // Reads are refused from before there is a hole: they would take its zeros for data.
+            // Reads are refused before the hole is created, or they would take its zeros for data.
             let is_damaged = ledger.verdict(partition, |_| IdSet::default()) == Verdict::Wait(None);
             if let Some(tier) = self.tiers.served().filter(|_| is_damaged)
                 && let Some(error) = tier.mark_damaged_lost(key, partition).await
@@ -219,7 +225,7 @@ impl Verifier {
                         ledger.question_all(partition);
                     }
                     ledger.with(partition, Ledger::fail_look);
-                    // Of a shuffle that is gone no reader is left.
+                    // A removed shuffle has no readers left.
                     let is_gone = error.kind == StoreErrorKind::Purged || self.is_gone(key);
                     return if is_gone { Ok(()) } else { Err(error) };
                 }
@@ -235,14 +241,14 @@ impl Verifier {
         self.tiers.iter().all(|tier| tier.shuffle(key).is_none())
     }
 
-    /// Looks which of the reported and `asked` blocks of a partition can be read.
+    /// Determines which of the reported and `asked` blocks of a partition can be read.
     async fn look(
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
         asked: Vec<u64>,
     ) -> Result<Look, TierError> {
-        // Never closed.
+        // The semaphore is never closed.
         let _looking = self.looks.acquire().await;
         let (key, ledger) = (shuffle.key(), shuffle.ledger());
         let reported = spill::reported(shuffle, partition).await.map_err(|error| (error, false))?;
@@ -269,7 +275,7 @@ impl Verifier {
         Ok(Look { found, missing, more_missing })
     }
 
-    /// Returns those of `ids`, which are sorted, that cannot be read.
+    /// Returns the sorted `ids` that cannot be read.
     pub(super) async fn missing(
         &self,
         key: &ShuffleKey,
@@ -302,7 +308,8 @@ impl Verifier {
         Ok(all.filter(|(_, is_found)| !is_found).map(|(id, _)| id).collect())
     }
 
-    /// Adds the ids of all blocks of a partition that can be read to `held`. Returns none if there is no heap for them.
+    /// Adds the ids of all readable blocks of a partition to `held`. Returns `None` if there is no
+    /// heap for them.
     async fn find_all(
         &self,
         key: &ShuffleKey,
@@ -322,7 +329,8 @@ impl Verifier {
         Ok(held)
     }
 
-    /// Visits the blocks of a partition that can be read. Memory is looked at first, as blocks only move downwards.
+    /// Visits the readable blocks of a partition. Memory comes first, because blocks only move
+    /// downwards.
     async fn visit(
         &self,
         key: &ShuffleKey,
@@ -339,7 +347,7 @@ impl Verifier {
     }
 }
 
-/// Why blocks are lost that are found to be so now.
+/// Returns the reason for blocks that are found lost now.
 pub(super) fn blame(extents: Vec<LostExtent>, reason: &str) -> Blame {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let at_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);

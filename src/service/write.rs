@@ -1,9 +1,9 @@
 //! Sends.
 //!
-//! A [`SendSession`] is what both listeners fill while a request arrives, through [`super::Intake`]. It holds what the
-//! request has taken: the reservation of its ticket and the places of its blocks. Until [`SendSession::commit`] nothing is visible;
-//! dropped before, everything goes back. Nothing on this path waits, allocates per block beyond vector growth, or
-//! formats a string.
+//! Both listeners fill a [`SendSession`] through [`super::Intake`] while a request arrives. It
+//! holds the request's resources: the reservation of its ticket and the memory of its blocks.
+//! Nothing is visible until [`SendSession::commit`]; a session dropped before returns everything.
+//! Nothing on this path waits, allocates per block beyond vector growth, or formats a string.
 
 use std::sync::Arc;
 
@@ -20,24 +20,25 @@ use super::ingest::Ingest;
 use super::known::shuffle_of;
 use super::partition_limit::{PartitionLimits, PartitionSizes};
 
-/// Blocks of a send that are kept track of without a charge; a small send has no more.
+/// Number of blocks of a send that are tracked without a charge; a small send has no more.
 const BLOCKS_FREE: usize = 16;
 
-/// Blocks charged at once: less than one look at the heap per 256.
+/// Number of blocks charged at once, which keeps heap accesses rare.
 const BLOCKS_AT_ONCE: usize = 256;
 
-/// Blocks of a partition that are stored under one lock of it: its readers wait some hundred microseconds for that.
+/// Number of blocks stored under one acquisition of a partition's lock. Its readers wait a few
+/// hundred microseconds for that.
 const BLOCKS_STORED_AT_ONCE: usize = 4096;
 
-/// Partitions and blocks of a send up to which it is committed, or given up, where it was read. A partition takes some
-/// microseconds, a block some hundred nanoseconds; a send may have tens and hundreds of thousands.
+/// Numbers of partitions and blocks up to which a send is committed or aborted inline. A partition
+/// takes microseconds and a block hundreds of nanoseconds; a send may have hundreds of thousands.
 const SMALL: (usize, usize) = (256, 8192);
 
-/// What is kept of a block until it is committed, with the room that lists grow by.
+/// Heap of an uncommitted block, including spare capacity of the lists.
 const BLOCK_BYTES: u64 =
     (size_of::<(BlockMeta, BlockFill)>() + size_of::<(BlockMeta, BlockFill)>() / 2) as u64;
 
-/// What stands before the data of a send.
+/// Header of a send.
 #[derive(Debug, Clone, Copy)]
 pub struct SendHeader<'a> {
     /// Application id as sent.
@@ -51,10 +52,11 @@ pub struct SendHeader<'a> {
 }
 
 impl Ingest {
-    /// Opens a send: redeems its ticket.
+    /// Opens a send and redeems its ticket.
     ///
     /// # Errors
-    /// Unknown app or shuffle; a ticket that is absent, expired, used or another app's; a quota that is used up.
+    /// Unknown app or shuffle; a ticket that is missing, expired, used, or another app's; an
+    /// exhausted quota.
     pub fn begin_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
         let opened = self.open_send(header);
         if opened.is_err() {
@@ -68,7 +70,7 @@ impl Ingest {
 
     fn open_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
         let app = self.known.touched_app(header.app)?;
-        // The ticket first: whatever is wrong with the rest, its memory must come back now.
+        // The ticket is redeemed first: if anything else is wrong, its memory must be released now.
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
         self.commits.look()?; // rather now than after all of its bytes
@@ -105,7 +107,8 @@ struct Run {
 }
 
 impl Run {
-    /// Grows by halves: lists of hundreds of thousands must not take twice what is in them.
+    /// Appends a block. The list grows by halves, because long lists must not take twice the memory
+    /// of their contents.
     fn push(&mut self, meta: BlockMeta, fill: BlockFill) {
         if self.blocks.len() == self.blocks.capacity() {
             self.blocks.reserve_exact((self.blocks.len() / 2).max(4));
@@ -114,7 +117,7 @@ impl Run {
     }
 }
 
-/// What is kept of the blocks of a send until they are committed, charged ahead.
+/// Bookkeeping of the uncommitted blocks of a send, charged in advance.
 #[derive(Debug)]
 struct Bookkeeping {
     blocks: usize,
@@ -140,8 +143,8 @@ impl Bookkeeping {
 }
 
 impl Drop for Run {
-    /// Aborted blocks give their memory back now and not at the flusher's next sweep, or clients that fail again and
-    /// again would hold it.
+    /// Releases the memory of aborted blocks now instead of at the flusher's next sweep, or clients
+    /// that fail repeatedly would keep it.
     fn drop(&mut self) {
         self.blocks.clear();
         self.buffer.drop_dead();
@@ -156,16 +159,18 @@ struct OpenBlock {
     crc: crc32fast::Hasher,
 }
 
-/// A send that is arriving: blocks become readable at its commit, and dropping it gives everything back.
+/// A send that is arriving. Its blocks become readable at the commit; dropping it releases
+/// everything.
 #[derive(Debug)]
 pub struct SendSession {
     ingest: Arc<Ingest>,
     app: Arc<App>,
     shuffle: Arc<ShuffleState>,
     buffers: Arc<ShuffleBuffers>,
-    /// As they were at the beginning.
+    /// Limits at the beginning of the send.
     limits: PartitionLimits,
-    // Fills are dropped before the reservation, so that aborted memory is back when the reservation returns.
+    // Fills are dropped before the reservation, so that aborted memory is released before the
+    // reservation returns.
     open: Option<OpenBlock>,
     runs: Vec<Run>,
     funds: Reservation,
@@ -179,20 +184,20 @@ pub struct SendSession {
 }
 
 impl SendSession {
-    /// Heap of blocks that are not committed: the part of its application.
+    /// Returns the application's heap budget for uncommitted blocks.
     pub(super) fn unfinished_blocks(&self) -> &Budget {
         self.app.unfinished_blocks()
     }
 
-    /// The application that sends.
+    /// Returns the sending application.
     pub(super) fn app(&self) -> &AppId {
         self.app.id()
     }
 
-    /// The blocks that follow belong to `partition`.
+    /// Begins `partition`, to which the following blocks belong.
     ///
     /// # Errors
-    /// `NO_REGISTER` if it was not registered or is being purged; no heap for one that is new.
+    /// `NO_REGISTER` if it was not registered or is being purged; no heap for a new partition.
     pub fn partition(&mut self, partition: i32) -> Result<(), ServiceError> {
         let id = PartitionId(partition);
         let missing = || ServiceError::NotRegisteredPart(format!("partition {partition}"));
@@ -207,10 +212,11 @@ impl SendSession {
         Ok(())
     }
 
-    /// A block of `length` bytes follows; takes its place in the partition's chain.
+    /// Begins a block of `length` bytes and reserves its position in the partition's chain.
     ///
     /// # Errors
-    /// A length of 0 or above the limit, more payload than the ticket was for, or more blocks than there is heap for.
+    /// A length of 0 or above the limit, more payload than the ticket covers, or more blocks than
+    /// the heap has room for.
     pub fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
         if length == 0 || length > BLOCK_BYTES_MAX {
             return Err(ServiceError::InvalidField {
@@ -233,17 +239,17 @@ impl SendSession {
         Ok(())
     }
 
-    /// The next bytes of the open block.
+    /// Appends bytes to the open block.
     ///
     /// # Errors
-    /// More bytes than the block was to have.
+    /// More bytes than the block's announced length.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), ServiceError> {
         let Some(open) = self.open.as_mut().filter(|open| bytes.len() <= open.fill.remaining()) else {
             return Err(ServiceError::Malformed("more bytes than the block's length".to_owned()));
         };
         open.fill.write(bytes);
         if self.ingest.verify_crc {
-            // Here the bytes are in cache: 0.015 CPU-s/GB instead of 0.09 at flush (docs/design/data-path.md §2).
+            // Checksummed while in cache (docs/design/data-path.md §2).
             open.crc.update(bytes);
         }
         Ok(())
@@ -271,19 +277,19 @@ impl SendSession {
         Ok(())
     }
 
-    /// Whether to commit it, or to give it up, takes no time that others would notice.
+    /// Returns whether the send is small enough to commit or abort inline.
     pub(super) fn is_small(&self) -> bool {
         let (partitions, blocks) = SMALL;
         self.runs.len() <= partitions && self.bookkeeping.blocks <= blocks
     }
 
-    /// Makes the blocks visible. Whether a partition would pass its hard limit is asked before any is stored.
-    /// Partitions are committed one after another: when one was purged meanwhile, those before it stay stored
-    /// (docs/protocol.md §2.5), which clients take as a failed send and repeat.
+    /// Makes the blocks visible. Hard limits are checked before any block is stored. Partitions are
+    /// committed one after another: if one was purged meanwhile, those before it stay stored
+    /// (docs/protocol.md §2.5). Clients treat that as a failed send and repeat it.
     ///
     /// # Errors
-    /// The request carried no block, a partition would be too large, its shuffle was purged, or a successor is about to
-    /// take over.
+    /// The request carried no block, a partition would be too large, its shuffle was purged, or a
+    /// successor is about to take over.
     pub fn commit(mut self) -> Result<(), ServiceError> {
         if self.open.is_some() || self.runs.iter().all(|run| run.blocks.is_empty()) {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
@@ -293,7 +299,8 @@ impl SendSession {
         let _passing = ingest.commits.pass()?;
         let runs = std::mem::take(&mut self.runs);
         let stored = runs.into_iter().try_for_each(|run| self.store(run));
-        // Once for all partitions: every send of the process adds to these two.
+        // Added once for all partitions, because every send of the process updates these two
+        // counters.
         ingest.metrics.received_bytes.inc_by(self.stored_bytes);
         ingest.metrics.received_blocks.inc_by(self.stored_blocks);
         stored?;
@@ -308,7 +315,8 @@ impl SendSession {
 }
 
 impl SendSession {
-    /// Runs are looked at one by one: a client sends one per partition.
+    /// Checks the hard limit of each run. Runs are checked separately, because a client sends one
+    /// per partition.
     fn check_hard_limit(&self) -> Result<(), ServiceError> {
         if self.limits.bytes_max.is_none() {
             return Ok(());
