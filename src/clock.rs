@@ -358,7 +358,7 @@ fn nanos(duration: Duration) -> u64 {
 pub(crate) mod testing {
     use super::{of_this_thread, run};
 
-    /// Runs `test` on a clock of its own that is ticked: in there `tokio::time::advance` pauses the
+    /// Runs `test` with a ticked clock of its own. In it, `tokio::time::advance` pauses the
     /// process.
     pub(crate) async fn ticked<T>(test: impl Future<Output = T>) -> T {
         let _own = of_this_thread();
@@ -380,7 +380,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Waits as a process that runs.
+    /// Waits like a process that is not paused.
     async fn pass(duration: Duration) {
         time::sleep(duration).await;
     }

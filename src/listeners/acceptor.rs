@@ -1,13 +1,13 @@
 //! Accepts the connections of every listener.
 //!
-//! Here is what they have in common: the bound on connections and who goes when it is reached (`places`), socket
-//! options, the deadline for a beginning, TLS, the pause and the log when accepting fails, the way to a thread of its own,
-//! and the handover to a successor. What is spoken on a connection is the listener's: it names its bounds in an
-//! [`Acceptor`] and gives a function that serves one connection.
+//! It has the common parts: the connection limit and eviction (`places`), socket options, the
+//! opening deadline, TLS, retries of failed accepts, placement on threads, and the handover to a
+//! successor. Each listener names its bounds in an [`Acceptor`] and provides a function that serves
+//! one connection.
 //!
-//! Invariants: a connection counts until its [`Place`] is dropped or given away. One that has not begun its protocol by the
-//! deadline is closed, whatever it is waiting in. Nothing is accepted once the tasks are closing, and a connection whose
-//! first byte is waited for is then left to the successor or closed.
+//! Invariants: a connection counts until its [`Place`] is dropped or given to another. A connection
+//! that has not begun its protocol by the deadline is closed. Nothing is accepted once the tasks
+//! are closing. A connection without a first byte is then left to the successor or closed.
 
 use std::future::Future;
 use std::io;
@@ -35,40 +35,41 @@ use super::places::{Held, Places, Seat, Stage, closing};
 use super::tls::TlsAcceptor;
 use super::watched::Watched;
 
-/// Pause after a failed accept: a full table of descriptors is not cured by asking again at once.
+/// Pause after a failed accept: retrying at once does not free a descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Of HTTP/2's connections whose places were given away so many may end their calls: a part of those that may be open, within
-/// this. What they hold is beyond what is set aside for those.
+/// Divisor and cap of the number of evicted HTTP/2 connections that may finish their calls. Their
+/// resources are beyond the budget of the connection limit.
 const LEAVING_PART: usize = 16;
 const LEAVING_MAX: usize = 16;
-/// Connections closed for others and failures of one listener are each logged once in this time.
+/// Interval of the log lines about evicted connections, and about failed accepts, per listener.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
-/// When the kernel begins to probe an idle peer.
+/// Idle time after which the kernel starts to probe a peer.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
-/// Between two probes of a peer that does not answer; the kernel's default number of them ends the connection.
+/// Interval of probes to a peer that does not answer. The kernel's default number of them ends the
+/// connection.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
-/// Where a listener's connections come from and how they are treated before it sees them.
+/// Source of a listener's connections, and their treatment before the listener sees them.
 #[derive(Debug)]
 pub struct Binding {
-    /// The socket.
+    /// The listening socket.
     pub listener: TcpListener,
-    /// Encrypts the connections, where the listener can.
+    /// Encrypts the connections, if the listener supports that.
     pub tls: Option<TlsAcceptor>,
-    /// Where connections are left for a successor.
+    /// Collects connections for a successor.
     pub handover: Handover,
-    /// Connections left by a predecessor.
+    /// Connections inherited from a predecessor.
     pub kept: Vec<std::net::TcpStream>,
 }
 
 impl From<TcpListener> for Binding {
-    /// In the clear, without predecessor and successor.
+    /// Without TLS, predecessor and successor.
     fn from(listener: TcpListener) -> Self {
         Self { listener, tls: None, handover: Handover::default(), kept: Vec::new() }
     }
 }
 
-/// A listener's name in the log, the names of its tasks, and of the key that bounds its connections.
+/// Names of a listener in the log, of its tasks, and of the key that limits its connections.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Names {
     pub(super) listener: &'static str,
@@ -77,12 +78,12 @@ pub(super) struct Names {
     pub(super) limit: &'static str,
 }
 
-/// How a listener sees that a connection has begun its protocol.
+/// Detection of the moment when a connection has begun its protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Begins {
-    /// The listener says so ([`Seat::opened`]).
+    /// The listener reports it ([`Seat::opened`]).
     Said,
-    /// With the preface and the first frame of HTTP/2.
+    /// By the preface and the first frame of HTTP/2.
     Http2,
 }
 
@@ -92,14 +93,15 @@ pub(super) struct Acceptor {
     pub(super) names: Names,
     pub(super) binding: Binding,
     pub(super) connections_max: usize,
-    /// Connections that were closed because others wanted their places.
+    /// Counts connections evicted for others.
     pub(super) closed: IntCounter,
-    /// Connections that are open, by all their names.
+    /// Gauges of open connections, one per metric name.
     pub(super) open: Vec<IntGauge>,
-    /// Time for a new connection to begin: first byte, TLS, and what the protocol begins with.
+    /// Time for a new connection to begin: first byte, TLS, and the start of the protocol.
     pub(super) opening_deadline: Duration,
     pub(super) begins: Begins,
-    /// Threads to which connections are bound; none = they run on the runtime that starts the acceptor.
+    /// Threads that connections are bound to. If `None`, they run on the runtime that starts the
+    /// acceptor.
     pub(super) cores: Option<Cores>,
     /// All tasks of the listener.
     pub(super) tasks: Tasks,
@@ -113,10 +115,10 @@ pub(super) struct Connection<S> {
     pub(super) place: Place,
 }
 
-/// A stream that is encrypted or not.
+/// A stream with or without TLS.
 pub(super) type Stream = Watched<Either<TcpStream, TlsStream<TcpStream>>>;
 
-/// One of the connections that a listener may have; given back on drop.
+/// A connection's share of the limit, returned on drop.
 #[derive(Debug)]
 pub(super) struct Place {
     held: Held,
@@ -125,15 +127,15 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Where the listener says what the connection is doing.
+    /// Returns the connection's state, which the listener updates.
     pub(super) fn seat(&self) -> &Arc<Seat> {
         self.held.seat()
     }
 }
 
 impl Acceptor {
-    /// Begins to accept; each connection is served by `serve` in a task of its own, once it has begun to speak and was
-    /// encrypted. Returns at once.
+    /// Starts accepting and returns at once. `serve` runs in one task per connection, after the
+    /// first byte and the TLS handshake.
     pub(super) fn start<F>(mut self, serve: impl Fn(Connection<Stream>) -> F + Send + Sync + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -158,7 +160,7 @@ impl Acceptor {
         });
     }
 
-    /// As [`Acceptor::start`], with the socket as it was accepted.
+    /// Starts accepting as [`Acceptor::start`], but passes on the plain socket.
     pub(super) fn start_plain<F>(self, serve: impl Fn(Connection<TcpStream>) -> F + Send + Sync + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -183,7 +185,7 @@ impl Acceptor {
         let mut stopping = pin!(self.tasks.closing());
         loop {
             let kept = kept.next();
-            // What a predecessor kept of HTTP/2 has said nothing; of other protocols it had begun.
+            // An inherited HTTP/2 connection has sent nothing. One of another protocol had begun.
             let has_begun = kept.is_some() && self.begins == Begins::Said;
             let next = async {
                 match kept {
@@ -219,12 +221,13 @@ impl Acceptor {
             let seat = Arc::clone(held.seat());
             let life = Life { seat, registration, deadline: self.opening_deadline };
             self.open((stream, peer), held, life, &serve);
-            // Its task comes before the next connection: a storm of connects must not close one whose request is there.
+            // The connection's task runs before the next accept. A storm of connects must not evict
+            // a connection whose request has arrived.
             yield_now().await;
         }
     }
 
-    /// A connection was closed for a new one, in `stage` and without progress for `idle`.
+    /// Records that a connection was evicted in `stage`, after `idle` without progress.
     fn note_closed(&self, (stage, idle): (Stage, Duration), closings: &LogLimiter) {
         self.closed.inc();
         if let Some(times) = closings.pass() {
@@ -234,13 +237,13 @@ impl Acceptor {
         }
     }
 
-    /// Starts the connection's task, on the core that has the fewest if there are any.
+    /// Starts the connection's task, on the least loaded core if there are cores.
     fn open<F, S>(&self, (stream, peer): (TcpStream, SocketAddr), held: Held, life: Life, serve: &Arc<S>)
     where
         F: Future<Output = ()> + Send + 'static,
         S: Fn(Connection<TcpStream>) -> F + Send + Sync + 'static,
     {
-        // A peer that is gone already makes this fail; the next read fails alike.
+        // Fails if the peer has already disconnected. The next read then fails too.
         if let Err(error) = set_up(&stream) {
             tracing::debug!(%peer, %error, "cannot set socket options");
         }
@@ -250,7 +253,7 @@ impl Acceptor {
             let place = Place { held, _open: open, _core: None };
             return self.tasks.spawn(name, life.of(serve(Connection { stream, peer, place })));
         };
-        // The socket leaves this runtime's poller here and enters the core's there.
+        // Deregisters the socket from this runtime, before the core registers it.
         let stream = match stream.into_std() {
             Ok(stream) => stream,
             Err(error) => return tracing::debug!(%peer, %error, "connection failed during setup"),
@@ -266,7 +269,7 @@ impl Acceptor {
     }
 }
 
-/// How long a connection is served: until it ends, does not begin in time, or its place is given to another.
+/// Lifetime of a connection: it ends by itself, at the opening deadline, or on eviction.
 struct Life {
     seat: Arc<Seat>,
     registration: AbortRegistration,
@@ -290,7 +293,7 @@ impl Life {
     }
 }
 
-/// A connection that a predecessor has accepted.
+/// Converts a connection that a predecessor accepted.
 fn inherit(stream: std::net::TcpStream) -> io::Result<(TcpStream, SocketAddr)> {
     let peer = stream.peer_addr()?;
     stream.set_nonblocking(true)?;
@@ -303,7 +306,7 @@ fn set_up(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&keepalive)
 }
 
-/// What a connection goes through before the listener sees it.
+/// Steps of a connection before the listener sees it.
 #[derive(Debug)]
 struct Opening {
     tls: Option<TlsAcceptor>,
@@ -313,7 +316,8 @@ struct Opening {
 }
 
 impl Opening {
-    /// `None` when the peer went without a word, or the connection is left to a successor.
+    /// Opens a connection. Returns `None` if the peer disconnected without a byte, or the
+    /// connection is left to a successor.
     async fn open(&self, socket: TcpStream, seat: &Arc<Seat>) -> io::Result<Option<Stream>> {
         let mut first_byte = [0];
         tokio::select! {
@@ -338,7 +342,7 @@ impl Opening {
         Ok(Some(Watched::new(stream, Arc::clone(seat), beginning)))
     }
 
-    /// A handshake under way may end.
+    /// Resolves shortly after the listener closes, so that a running handshake can finish.
     async fn soon_after_closing(&self) {
         self.tasks.closing().await;
         sleep(CLOSING_REST).await;

@@ -1,12 +1,12 @@
-//! The boundaries of HTTP/2 frames in what a client sends, found without decoding the frames.
+//! Finds the boundaries of HTTP/2 frames sent by a client, without decoding the frames.
 
-/// A client's preface (RFC 9113 §3.4) in front of its first frame.
+/// Length of a client's preface (RFC 9113 §3.4) before its first frame.
 const PREFACE_BYTES: usize = 24;
 const HEADER_BYTES: usize = 9;
-/// The header's byte that has the frame's type, behind three bytes of length.
+/// Offset of the frame type in the header, after three bytes of length.
 const TYPE_AT: usize = 3;
 
-/// The type of RST_STREAM, by which a client cancels a call.
+/// Frame type of RST_STREAM, by which a client cancels a call.
 pub(super) const RST_STREAM: u8 = 3;
 
 /// Follows the frames of one connection from its first byte on.
@@ -14,14 +14,15 @@ pub(super) const RST_STREAM: u8 = 3;
 pub(super) struct FrameScanner {
     preface: usize,
     header: [u8; HEADER_BYTES],
-    /// Bytes of the header that have come.
+    /// Bytes of the header received so far.
     have: usize,
-    /// Bytes of the payload that are to come.
+    /// Bytes of the payload still to come.
     left: usize,
 }
 
 impl FrameScanner {
-    /// Advances to the end of the current frame or of `bytes`. Returns how many bytes that takes, and the frame's type at its end.
+    /// Advances to the end of the current frame or of `bytes`. Returns how many bytes that takes,
+    /// and the frame's type at its end.
     pub(super) fn advance(&mut self, bytes: &[u8]) -> (usize, Option<u8>) {
         let mut at = (PREFACE_BYTES - self.preface).min(bytes.len());
         self.preface += at;
@@ -53,7 +54,7 @@ pub(super) mod tests {
 
     pub(in crate::listeners) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-    /// A frame of type `kind` with `payload` bytes.
+    /// Builds a frame of type `kind` with `payload` bytes.
     pub(in crate::listeners) fn frame(kind: u8, payload: usize) -> Vec<u8> {
         let mut bytes = u32::try_from(payload).unwrap().to_be_bytes()[1..].to_vec();
         bytes.extend_from_slice(&[kind, 0, 0, 0, 0, 0]);

@@ -1,6 +1,6 @@
-//! The listeners: they translate, and never decide.
+//! The listeners: they translate protocols into calls of the service, and decide nothing.
 //!
-//! [`acceptor`] accepts the connections of all of them; [`grpc`], [`tcp`] and [`http`] speak on them.
+//! [`acceptor`] accepts all connections; [`grpc`], [`tcp`] and [`http`] serve them.
 
 mod acceptor;
 pub mod grpc;
@@ -16,21 +16,22 @@ use std::time::Duration;
 
 pub use acceptor::Binding;
 
-/// An answer of which nothing was taken for so long gives way to others that wait for what it holds; JVMs that collect their
-/// garbage do not pause so long.
+/// A response of which nothing was read for this time yields to others that wait for its memory.
+/// Garbage collection of a JVM does not pause that long.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// After that it is looked so often whether others wait.
+/// Interval at which a stalled response is checked for others that wait.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// While a listener closes, all others wait for a successor. A request whose next bytes do not come within this time ends ...
+/// Longest pause within a request while the listener closes. All new requests wait for the
+/// successor then.
 const CLOSING_PAUSE: Duration = Duration::from_millis(300);
 
-/// ... as does one that is not complete this long after the listener began to close ...
+/// Time for a request to arrive completely after the listener started to close.
 const CLOSING_REQUEST: Duration = Duration::from_secs(1);
 
-/// ... and an answer of which less than 1 MiB, or its rest, was taken within this time.
+/// Time for a peer to read 1 MiB of a response, or its rest, while the listener closes.
 const CLOSING_ANSWER: Duration = Duration::from_secs(1);
 
-/// ... and a connection on which no request has begun and whose peer says nothing for this time.
+/// Silence after which a connection without a request is closed, while the listener closes.
 const CLOSING_REST: Duration = Duration::from_secs(1);

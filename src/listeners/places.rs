@@ -1,16 +1,14 @@
-//! The connections of one listener: how many there may be, what each is doing, and which one goes when another wants in.
+//! Connection table of one listener with eviction.
 //!
-//! Not here: sockets and deadlines (`acceptor`). Invariants: there are never more connections in the table than allowed;
-//! one is in it until it ends or its place is given away. A connection that has not begun its protocol goes before one
-//! that never had a request, that one before one of whose requests none has ended, that one before one that has none now,
-//! that one before one with a request, and among equals the one that got on least lately. So connections that only hold
-//! places cannot keep out one that works, nor can a storm of new ones, whatever they begin, take the place of one that
-//! pauses between its requests. Where the protocol can say that a connection ends, one whose place is given away is told so and
-//! may end its calls; those on their way out are bounded too, and one more is closed at once.
+//! Invariants: the table never exceeds its limit. A connection is in it until it ends or is
+//! evicted. Connections are evicted in the order of [`Stage`], and within a stage the one without
+//! progress for longest. Idle connections thus cannot keep out a working one, and a storm of new
+//! ones cannot evict one that pauses between its requests. If the protocol can announce an end, an
+//! evicted connection may finish its calls; the number of those is bounded too.
 //!
-//! An address with more than half of the places gives way itself, whatever its connections do: the one to go is found among its
-//! own. So one machine that keeps thousands of connections busy does not drive out the others. Callers behind one address,
-//! alone, see no difference.
+//! If one address has more than half of the entries, eviction is limited to its connections. One
+//! busy machine thus cannot evict the connections of others. Sockets and deadlines are in
+//! `acceptor`.
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -24,22 +22,22 @@ use tokio::sync::Notify;
 
 use crate::clock::{Instant, sleep};
 
-/// Connections that have not begun of which one look through the table chooses so many to go. While they do not begin they
-/// stay the right ones, because all others came later or rank higher: so a storm of connects does not look through the
-/// table each time.
+/// Number of unopened connections selected for eviction in one scan of the table. They stay the
+/// right choice while they do not begin, since all others are newer or rank higher. A storm of
+/// connects therefore does not scan the table each time.
 const CHOSEN: usize = 64;
 
-/// Time for the calls of a connection to end whose place was given to another one.
+/// Time for the calls of an evicted connection to end.
 pub(super) const LEAVING_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Between two looks whether a connection that is to go has a request.
+/// Poll interval for requests of a connection that is to end.
 const REST_LOOK: Duration = Duration::from_millis(50);
 
-/// The table. Clones share it.
+/// The connection table. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct Places {
     max: usize,
-    /// How many of those whose place was given away may end their calls.
+    /// Maximum number of evicted connections that may finish their calls.
     leaving_max: usize,
     since: Instant,
     table: Arc<Mutex<Table>>,
@@ -49,37 +47,38 @@ pub(super) struct Places {
 struct Table {
     next: u64,
     open: HashMap<u64, Arc<Seat>>,
-    /// Connections that end their calls; their places are given away.
+    /// Evicted connections that finish their calls.
     leaving: HashSet<u64>,
-    /// Connections of each address.
+    /// Number of connections of each address.
     of_peers: HashMap<IpAddr, usize>,
-    /// The last address that came to more than half of the places.
+    /// The latest address to exceed half of the entries.
     crowd: Option<IpAddr>,
-    /// Who goes next, the last one first, ranked as they were when they were chosen.
+    /// Next candidates for eviction, the first one last, with their rank at selection.
     chosen: Vec<(Rank, u64)>,
-    /// Of whom they were chosen; none = of all.
+    /// Address to which the candidates are limited. `None` means all addresses.
     chosen_of: Option<IpAddr>,
 }
 
-/// What a connection is doing, from what goes first to what goes last.
+/// Activity of a connection, in eviction order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stage {
     /// It has not begun its protocol.
     Opening,
     /// It never had a request.
     Unused,
-    /// It has a request, and none has ended yet.
+    /// It has its first requests, none of which has ended.
     First,
-    /// It has no request.
+    /// It has no request now, but has had one.
     Idle,
-    /// It has one, and another one has ended.
+    /// It has a request, and another one has ended.
     Busy,
 }
 
-/// The least goes first: the stage, then when it last got on, in ns of the table's age (in ms, connections of one moment tie).
+/// Eviction rank, lowest first: the stage, then the last progress in ns of the table's age. In ms,
+/// connections of one moment would tie.
 type Rank = (Stage, u64);
 
-/// What a connection is doing; its server keeps this up to date.
+/// State of a connection, kept up to date by its server.
 #[derive(Debug)]
 pub(super) struct Seat {
     peer: IpAddr,
@@ -93,11 +92,11 @@ pub(super) struct Seat {
     close: AbortHandle,
 }
 
-/// A request of a connection, until it is dropped.
+/// A request of a connection, until dropped.
 #[derive(Debug)]
 pub(super) struct Request(Arc<Seat>);
 
-/// A connection's place in the table, given back on drop.
+/// A connection's entry in the table, removed on drop.
 #[derive(Debug)]
 pub(super) struct Held {
     number: u64,
@@ -106,18 +105,19 @@ pub(super) struct Held {
 }
 
 impl Places {
-    /// Places for `max` connections, at least one.
+    /// Creates a table for `max` connections, at least one.
     pub(super) fn new(max: usize) -> Self {
         Self { max: max.max(1), leaving_max: 0, since: Instant::now(), table: Arc::default() }
     }
 
-    /// The same for a listener that tells its connections to end their calls ([`Seat::leaving`]), so many at a time.
+    /// Allows `leaving_max` evicted connections at a time to finish their calls
+    /// ([`Seat::leaving`]).
     pub(super) fn with_leaving(self, leaving_max: usize) -> Self {
         Self { leaving_max, ..self }
     }
 
-    /// A place for a connection of `peer` that is closed through the handle. When none is free a connection leaves for it:
-    /// what that one was doing, and for how long it had not got on.
+    /// Adds a connection of `peer`, which `close` aborts. If the table is full, evicts one. Returns
+    /// its stage and its time without progress.
     pub(super) fn take(&self, peer: IpAddr, close: AbortHandle) -> (Held, Option<(Stage, Duration)>) {
         let seat = Arc::new(Seat {
             peer: peer.to_canonical(),
@@ -164,13 +164,13 @@ impl Table {
         Some(seat)
     }
 
-    /// The address that gives way, if one has too many of `max` places. Only the last that came to so many can: there are no
-    /// two.
+    /// Returns the address to which eviction is limited, if one has too many of `max` entries. Only
+    /// the latest to exceed half can, since there are no two.
     fn crowd(&self, max: usize) -> Option<IpAddr> {
         self.crowd.filter(|peer| self.of_peers.get(peer).is_some_and(|of_peer| is_crowd(*of_peer, max)))
     }
 
-    /// Closes the connection with the least reason to stay.
+    /// Evicts the connection with the lowest rank.
     fn close_one(&mut self, places: &Places) -> Option<Rank> {
         let crowd = self.crowd(places.max);
         if self.chosen_of != crowd {
@@ -182,7 +182,7 @@ impl Table {
                 self.chosen = choose(open.map(|(number, seat)| (seat.rank(), *number)).collect());
             }
             let (rank, number) = self.chosen.pop()?;
-            // One that ended or did something meanwhile is not the one that was chosen.
+            // A connection that ended or made progress since its selection is skipped.
             if self.open.get(&number).is_some_and(|seat| seat.rank() == rank)
                 && let Some(seat) = self.remove(number)
             {
@@ -198,12 +198,13 @@ impl Table {
     }
 }
 
-/// Whether an address with so many of `max` places gives way.
+/// Returns whether an address with `of_peer` of `max` entries has too many.
 fn is_crowd(of_peer: usize, max: usize) -> bool {
     of_peer > max / 2
 }
 
-/// Those of `open` that go first, the first one last: of those that have begun it is one.
+/// Returns the next connections of `open` to evict, the first one last. Only one if all have begun
+/// their protocol.
 fn choose(mut open: Vec<(Rank, u64)>) -> Vec<(Rank, u64)> {
     let opening = open.iter().filter(|((stage, _), _)| *stage == Stage::Opening).count();
     let chosen = opening.clamp(1, CHOSEN);
@@ -216,44 +217,45 @@ fn choose(mut open: Vec<(Rank, u64)>) -> Vec<(Rank, u64)> {
 }
 
 impl Seat {
-    /// The connection has begun its protocol.
+    /// Records that the connection has begun its protocol.
     pub(super) fn opened(&self) {
         self.is_open.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it has.
+    /// Returns whether the connection has begun its protocol.
     pub(super) fn is_open(&self) -> bool {
         self.is_open.load(Ordering::Relaxed)
     }
 
-    /// Its place is given away: it is to end its calls, soon. One waits for this.
+    /// Waits until the connection is evicted and should end its calls. Supports one waiter.
     pub(super) async fn leaving(&self) {
         self.leave.notified().await;
     }
 
-    /// Bytes came or went.
+    /// Records that bytes were transferred.
     pub(super) fn progressed(&self) {
         self.progressed_at(self.now());
     }
 
-    /// The moment for [`Seat::progressed_at`].
+    /// Returns the current time for [`Seat::progressed_at`].
     pub(super) fn now(&self) -> u64 {
         age(self.since)
     }
 
-    /// Bytes came or went by a call that began at `moment`. The peer may have them, and act, before the call returns.
+    /// Records bytes transferred by a call that began at `moment`. The peer may receive them and
+    /// act before the call returns.
     pub(super) fn progressed_at(&self, moment: u64) {
         self.progressed_ns.fetch_max(moment, Ordering::Relaxed);
     }
 
-    /// Bytes went by a call that began at `moment`.
+    /// Records bytes written by a call that began at `moment`.
     pub(super) fn wrote_at(&self, moment: u64) {
         self.wrote_ns.fetch_max(moment, Ordering::Relaxed);
         self.progressed_at(moment);
     }
 
-    /// Completes once it has had no request and no bytes have come or gone for `time` since this was asked, or no request for
-    /// twice that time. Looked at rarely.
+    /// Waits until the connection had no request and transferred no bytes for `time` since the
+    /// call, or had no request for twice that time. Polls rarely.
     pub(super) async fn resting(&self, time: Duration) {
         let asked = self.now();
         let mut idle_since = asked;
@@ -270,12 +272,12 @@ impl Seat {
         }
     }
 
-    /// For how long no bytes went.
+    /// Returns the time since bytes were last written.
     pub(super) fn unwritten(&self) -> Duration {
         Duration::from_nanos(self.now().saturating_sub(self.wrote_ns.load(Ordering::Relaxed)))
     }
 
-    /// A request has begun.
+    /// Records the start of a request.
     pub(super) fn request(self: &Arc<Self>) -> Request {
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.progressed();
@@ -318,12 +320,13 @@ impl Drop for Held {
     }
 }
 
-/// Nanoseconds since `since`, for 584 years.
+/// Returns the nanoseconds since `since`, capped at 584 years.
 fn age(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What closes a connection, and what the connection runs under.
+/// Creates the handle that closes a connection, and the registration under which the connection
+/// runs.
 pub(super) fn closing() -> (AbortHandle, AbortRegistration) {
     AbortHandle::new_pair()
 }
@@ -356,7 +359,7 @@ mod tests {
         held.seat.close.is_aborted()
     }
 
-    /// One silent peer held up an upgrade, and with it everybody's connects, for ten seconds.
+    /// Regression test: one silent peer delayed an upgrade, and all connects, for ten seconds.
     #[tokio::test(start_paused = true)]
     async fn quiet_connection_without_request_is_idle() {
         let places = Places::new(1);
@@ -484,7 +487,8 @@ mod tests {
         let newcomer = take_for(&places, peer(3));
         assert_eq!(newcomer.1, Some(Stage::Busy), "the idlest of that address");
         assert!(is_closed(&hostile[1]) && !is_closed(&hostile[0]) && !honest.iter().any(is_closed));
-        // It has half now, so all are equal, and the newcomer has not begun.
+        // The address now has only half of the entries, so the newcomer, which has not begun, ranks
+        // lowest.
         let again = take_for(&places, peer(99));
         assert!(again.1 == Some(Stage::Opening) && is_closed(&newcomer.0));
         let storm: Vec<_> = (0..50).map(|_| take_for(&places, peer(99))).collect();

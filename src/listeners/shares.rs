@@ -1,16 +1,17 @@
-//! What a connection may have at most, out of a budget of all connections: bytes of receive windows, requests in progress.
+//! Shares of a budget over all connections: bytes of receive windows, or requests in progress.
 //!
-//! Not here: HTTP/2. Invariant: the sum of all shares stays within the budget, for the least of every connection that may be
-//! open is set aside; a share goes back when its connection ends. A budget too small for that gives everyone the least.
+//! Invariant: the sum of all shares stays within the budget, since the minimum of every possible
+//! connection is reserved. A share returns when its connection ends. If the budget is too small for
+//! all minimums, every connection still gets the minimum.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The shared budget. Clones share it.
+/// The common budget. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct ShareBudget {
     given: Arc<Given>,
-    /// What there is beyond the least of all.
+    /// Budget beyond the minimums of all connections.
     extra: u64,
     limits: ShareLimits,
 }
@@ -18,18 +19,18 @@ pub(super) struct ShareBudget {
 #[derive(Debug, Default)]
 struct Given {
     all: AtomicU64,
-    /// Of that, beyond the least.
+    /// The part of `all` beyond the minimums.
     extra: AtomicU64,
 }
 
-/// Of one connection.
+/// Limits of one connection's share.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ShareLimits {
     pub(super) least: u32,
     pub(super) most: u32,
 }
 
-/// A connection's part.
+/// A connection's share, returned on drop.
 #[derive(Debug)]
 pub(super) struct Share {
     given: Arc<Given>,
@@ -38,19 +39,19 @@ pub(super) struct Share {
 }
 
 impl ShareBudget {
-    /// Of `total`, for at most so many connections.
+    /// Creates a budget of `total` for at most `connections_max` connections.
     pub(super) fn new(total: u64, connections_max: usize, limits: ShareLimits) -> Self {
         let limits = ShareLimits { least: limits.least.min(limits.most), ..limits };
         let least = u64::from(limits.least).saturating_mul(connections_max as u64);
         Self { given: Arc::default(), extra: total.saturating_sub(least), limits }
     }
 
-    /// Sum of the shares of all connections.
+    /// Returns the sum of the shares of all connections.
     pub(super) fn given(&self) -> u64 {
         self.given.all.load(Ordering::Relaxed)
     }
 
-    /// The share of a new connection.
+    /// Returns the share of a new connection.
     pub(super) fn take(&self) -> Share {
         let ShareLimits { least, most } = self.limits;
         let mut extra = 0;
@@ -65,9 +66,9 @@ impl ShareBudget {
     }
 }
 
-/// The largest share times the square of what is free: a few connections get much, a hundred still get a twentieth of
-/// it each, and what is left never reaches zero. hyper cannot take from a live connection, so early ones may not
-/// take so much that nothing is left for late ones.
+/// Returns the largest share times the square of the free fraction. A few connections get much, a
+/// hundred still get a twentieth of it each, and the remainder never reaches zero. hyper cannot
+/// shrink a live connection, so early ones must leave enough for late ones.
 fn share_of(total: u64, given: u64, most: u32) -> u32 {
     let free = total.saturating_sub(given);
     let share = u128::from(free) * u128::from(free) * u128::from(most);

@@ -1,9 +1,9 @@
-//! TLS for listeners: files → an acceptor, and a stream that is encrypted or not.
+//! TLS of listeners: builds an acceptor from files.
 //!
-//! Certificates and keys are PEM files that the composition root names; what is wrong with one is said with its key of
-//! the configuration and its path. Versions and ciphers are rustls' defaults (1.2 and 1.3, *ring*). New files can take
-//! the place of the old ones for connects from then on. Not here: who may do what; a client certificate opens the listener
-//! and no more.
+//! Certificates and keys are PEM files. An error names its configuration key and path. Versions and
+//! ciphers are the defaults of rustls (1.2 and 1.3, *ring*). New files can replace the old ones for
+//! later connects. Authorization is not decided here: a client certificate admits to the listener
+//! and nothing more.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,24 +21,26 @@ use tokio_rustls::server::TlsStream;
 use crate::schema::kind::{Word as _, flag, list, optional, path, word};
 use crate::schema::{files, section, words};
 
-/// Bytes of the chain that each client is shown while it shakes hands. JSSE takes 32 KiB from a server, OpenSSL 100 KiB.
+/// Maximum size of the certificate chain sent to each client in the handshake. JSSE accepts 32 KiB
+/// from a server, OpenSSL 100 KiB.
 const CHAIN_BYTES_MAX: usize = 64 << 10;
 
-/// Bytes of the names of authorities that a client is told; the field takes 64 KiB (RFC 8446 §4.2.4). With more than this it is told none, and
-/// shows what certificate it has.
+/// Maximum size of the authority names sent to a client, whose field holds 64 KiB (RFC 8446
+/// §4.2.4). Beyond it no names are sent, and the client presents any certificate it has.
 const HINTS_BYTES_MAX: usize = 16 << 10;
 
-/// Of each name, its length and what says that it is one.
+/// Overhead of each name: its length and its type.
 const HINT_BYTES: usize = 6;
 
-/// Where certificate and keys are.
+/// Paths of certificate and keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
     /// `tls.cert_file`: the certificate, then its chain.
     pub cert: PathBuf,
     /// `tls.key_file`
     pub key: PathBuf,
-    /// `tls.client_ca_file`: who must have signed a client's certificate; none = clients need none.
+    /// `tls.client_ca_file`: authorities that must have signed a client's certificate. If `None`,
+    /// clients need no certificate.
     pub client_ca: Option<PathBuf>,
 }
 
@@ -90,25 +92,26 @@ section! {
 }
 
 impl TlsConfig {
-    /// The files, if anything is encrypted.
+    /// Returns the files, if TLS is configured.
     pub fn files(&self) -> Option<TlsFiles> {
         let (cert, key) = self.cert_file.clone().zip(self.key_file.clone())?;
         Some(TlsFiles { cert, key, client_ca: self.client_ca_file.clone() })
     }
 
-    /// Whether shuffle data is for callers with a certificate only, so that a port that asks for none needs a word.
+    /// Returns whether shuffle data requires a client certificate, so that a port without TLS must
+    /// be allowed explicitly.
     pub fn forbids_plain_tcp(&self) -> bool {
         let asks = self.client_ca_file.is_some() && self.listeners.contains(&TlsListener::Grpc);
         asks && !self.plain_tcp
     }
 
-    /// The files of `listener`, if it is to be encrypted.
+    /// Returns the files of `listener`, if it uses TLS.
     pub fn of(&self, listener: TlsListener) -> Option<TlsFiles> {
         self.files().filter(|_| self.listeners.contains(&listener))
     }
 }
 
-/// Why there is no TLS.
+/// Reason why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[error("{key} = {path}: {reason}")]
 pub struct TlsError {
@@ -123,14 +126,14 @@ impl TlsError {
     }
 }
 
-/// Makes encrypted streams of accepted ones. Clones share what they are made with.
+/// Accepts TLS streams. Clones share the loaded files.
 #[derive(Clone)]
 pub struct TlsAcceptor(Arc<RwLock<Arc<Loaded>>>);
 
-/// What was in the files.
+/// Content of the files.
 struct Loaded {
     config: Arc<ServerConfig>,
-    /// These and the authorities of clients, to tell one state of the files from another.
+    /// The chain and the clients' authorities, kept to detect changes of the files.
     chain: Vec<CertificateDer<'static>>,
     authorities: Vec<CertificateDer<'static>>,
 }
@@ -142,10 +145,10 @@ impl std::fmt::Debug for TlsAcceptor {
 }
 
 impl TlsAcceptor {
-    /// Reads the files. `protocol` is what is spoken inside, by its ALPN name.
+    /// Reads the files. `protocol` is the ALPN name of the protocol inside TLS.
     ///
     /// # Errors
-    /// [`TlsError`]: a file that cannot be read, holds nothing of its kind, or does not belong to the others.
+    /// [`TlsError`]: a file cannot be read, has nothing of its kind, or does not match the others.
     pub fn load(files: &TlsFiles, protocol: &str) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let chain = chain(&files.cert)?;
@@ -182,13 +185,13 @@ impl TlsAcceptor {
         Ok(Self(Arc::new(RwLock::new(Arc::new(loaded)))))
     }
 
-    /// From now on new connections are made with what `other` was loaded from.
+    /// Uses the files of `other` for new connections.
     pub fn renew(&self, other: &Self) {
         let new = Arc::clone(&other.0.read());
         *self.0.write() = new;
     }
 
-    /// Keys of the files in which `other` found other certificates.
+    /// Returns the keys of the files whose certificates differ in `other`.
     pub fn different(&self, other: &Self) -> impl Iterator<Item = &'static str> + use<> {
         let (mine, new) = (Arc::clone(&self.0.read()), Arc::clone(&other.0.read()));
         let keys = [
@@ -198,10 +201,10 @@ impl TlsAcceptor {
         keys.into_iter().filter(|(_, is_other)| *is_other).map(|(key, _)| key)
     }
 
-    /// The handshake with a client; the caller sees to its time.
+    /// Performs the handshake with a client. The caller limits its time.
     ///
     /// # Errors
-    /// What the client did wrong.
+    /// The client's fault.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let config = Arc::clone(&self.0.read().config);
         tokio_rustls::TlsAcceptor::from(config).accept(socket).await
@@ -212,7 +215,7 @@ fn read(key: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
     files::read(path, files::PEM_BYTES_MAX).map_err(|error| TlsError::new(key, path, error))
 }
 
-/// What clients are shown.
+/// Reads the certificate chain that clients receive.
 fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     const KEY: &str = "tls.cert_file";
     let chain = certificates(KEY, path)?;
@@ -260,7 +263,7 @@ mod tests {
             self.dir.path().join(name)
         }
 
-        /// So many certificates, each with a name of so many bytes.
+        /// Writes `count` certificates, each with a name of `name_bytes` bytes.
         fn write(&self, name: &str, (count, name_bytes): (usize, usize)) {
             let pem = (0..count).map(|number| {
                 let mut params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
@@ -277,7 +280,7 @@ mod tests {
             TlsAcceptor::load(&files, "h2")
         }
 
-        /// What the listener says to a client without a certificate.
+        /// Returns the error for a client without a certificate.
         async fn refusal(&self, acceptor: &TlsAcceptor) -> io::Error {
             let mut roots = RootCertStore::empty();
             let pem = std::fs::read(self.path("cert.pem")).unwrap();
@@ -299,7 +302,8 @@ mod tests {
         }
     }
 
-    /// Their names fill the field of 64 KiB; rustls aborted the process, for a connect by anybody.
+    /// Regression test: with names that filled the field of 64 KiB, any connect made rustls abort
+    /// the process.
     #[tokio::test]
     async fn more_authorities_than_advertised_are_accepted() {
         let files = Files::new();

@@ -1,6 +1,6 @@
-//! A stream that tells its connection's [`Seat`] when bytes come and go, and when HTTP/2 has begun on it.
+//! A stream that reports progress to its connection's [`Seat`], and when HTTP/2 has begun on it.
 //!
-//! Not here: what the bytes mean; of HTTP/2 only where its first frame ends.
+//! It does not interpret the bytes, and of HTTP/2 detects only the end of the first frame.
 
 use std::io;
 use std::pin::Pin;
@@ -12,12 +12,13 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::http2::FrameScanner;
 use super::places::Seat;
 
-/// A connection and its seat.
+/// A connection with its seat.
 #[derive(Debug)]
 pub(super) struct Watched<S> {
     stream: S,
     seat: Arc<Seat>,
-    /// Until the connection has begun with its first frame; none = that is not seen here.
+    /// Detects the end of the first frame. `None` afterwards, and if the listener reports the
+    /// beginning itself.
     beginning: Option<FrameScanner>,
 }
 

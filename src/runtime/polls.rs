@@ -78,7 +78,7 @@ mod tests {
     use super::super::Tasks;
     use super::*;
 
-    /// Uses the CPU for `time` of its own.
+    /// Uses `time` of CPU time on this thread.
     fn burn(time: Duration) {
         let begin = now(ClockId::ThreadCPUTime);
         while now(ClockId::ThreadCPUTime) - begin < time {}
@@ -97,7 +97,7 @@ mod tests {
         tasks.drained().await;
         let longest = tasks.longest_polls();
         let busy = longest.iter().find(|(name, _)| *name == "busy").unwrap().1;
-        // By CPU time, so that it holds however little of the CPU the test gets.
+        // CPU time, so that the bound holds however little CPU the test gets.
         assert!((Duration::from_millis(5)..Duration::from_millis(50)).contains(&busy), "{longest:?}");
     }
 

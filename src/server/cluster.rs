@@ -189,8 +189,8 @@ mod tests {
 
     use super::*;
 
-    /// A hundred that waited held all connections of the listener, also those by which workers ask
-    /// one another.
+    /// Regression test: a hundred waiting requests held all connections of the listener, including
+    /// those of the workers' own queries.
     #[tokio::test]
     async fn excess_explanations_are_refused() {
         let coordinator =

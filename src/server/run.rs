@@ -31,7 +31,7 @@ pub enum Command {
     Reload,
 }
 
-/// How a worker ended.
+/// Outcome of running a worker.
 #[derive(Debug)]
 pub enum Ended {
     /// It was stopped, or was decommissioned.
@@ -43,7 +43,7 @@ pub enum Ended {
     Upgrade {
         /// The next program.
         successor: Successor,
-        /// Its sockets.
+        /// Sockets of this process, for the successor.
         sockets: Box<Inherited>,
     },
 }

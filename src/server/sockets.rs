@@ -226,7 +226,7 @@ impl Sockets {
     }
 }
 
-/// The listeners that a configuration asks for, by name.
+/// Names and addresses of the listeners in a configuration.
 struct Wanted {
     grpc: (&'static str, SocketAddr),
     http: (&'static str, SocketAddr),
@@ -316,7 +316,7 @@ mod tests {
         let named = left.into_named();
         assert_eq!(named.len(), 4);
         let mut left = Inherited::from_named(named);
-        // A socket unit without FileDescriptorName= calls all its sockets by its own name.
+        // A socket unit without `FileDescriptorName=` passes its sockets under the unit's own name.
         left.listeners
             .iter_mut()
             .filter(|(name, _)| name == "http")

@@ -267,7 +267,7 @@ mod tests {
                           [memory_store]\ncapacity = \"64M\"\n[admin]\nport = 0\n\
                           [metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n";
 
-    /// Tasks that speak HTTP.
+    /// HTTP tasks.
     fn speaking(tasks: &Tasks) -> BTreeSet<&'static str> {
         let names = tasks.list().into_iter().map(|task| task.name);
         names
@@ -275,7 +275,7 @@ mod tests {
             .collect()
     }
 
-    /// Every caller waited a second for half a request over HTTP.
+    /// Regression test: every client waited a second for a partly received HTTP request.
     #[tokio::test]
     async fn http_connections_end_before_a_hand_off() {
         let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };

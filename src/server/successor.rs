@@ -210,7 +210,7 @@ mod tests {
         let copies = in_a_row(&descriptors).unwrap();
         let first = copies[0].as_raw_fd();
         assert_eq!(row(&copies), (first..first + 5).collect::<Vec<_>>());
-        // One that is in the way.
+        // A descriptor that is in the way.
         let mut copies = copies;
         let kept = copies.remove(2);
         drop(copies);

@@ -104,7 +104,7 @@ mod tests {
         std::fs::write(path, params.self_signed(key).unwrap().pem()).unwrap();
     }
 
-    /// A reload said `tls.cert_file` whichever file had changed.
+    /// Regression test: a reload reported `tls.cert_file` whichever file had changed.
     #[test]
     fn changed_certificate_file_is_named() {
         let dir = tempfile::tempdir().unwrap();

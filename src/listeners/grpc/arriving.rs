@@ -1,8 +1,9 @@
-//! Where requests of all connections wait: large ones for their turn to arrive, by application, and all for heap.
+//! Wait queues for requests of all connections. Large requests wait for a permit to arrive, fair by
+//! application; all requests wait for heap. Charges are in `inbound`.
 //!
-//! Not here: what they are charged (`inbound`). Invariants: large requests that arrive have a part of the budget at most, so that
-//! there is heap for the messages that are made of them, and those that have a turn end; what those hold that wait, read and not
-//! charged yet, is bounded; who goes while it waits leaves nothing.
+//! Invariants: arriving large requests use at most a part of the budget, so that heap is left for
+//! decoded messages and admitted requests complete. Uncharged bytes of waiting requests are
+//! bounded. A waiter that is dropped leaves nothing behind.
 
 use std::sync::Arc;
 
@@ -14,32 +15,34 @@ use crate::budget::line::{Line, Permit, Reader};
 use crate::clock::timeout;
 use uniffle_wire::types::AppId;
 
-/// Places of large requests that wait for heap, and as many of those that wait for their turn; one more is refused at once. Each
-/// stands for [`PLACE_BYTES`] that are read and not charged yet: a frame of Java's takes three, one of 1 MiB 32.
+/// Permits for large requests that wait for heap, and as many for requests that wait to arrive.
+/// Without a permit a request is refused at once. Each permit covers [`PLACE_BYTES`] that were read
+/// but not charged: a frame of Java takes three, one of 1 MiB takes 32.
 const WAITING_MAX: usize = 256;
 const PLACE_BYTES: usize = 32 << 10;
 
-/// ... and of small ones that wait for heap, which have places of their own: they hold little while they wait.
+/// Permits for small requests that wait for heap. They are separate because small requests hold
+/// little while they wait.
 const SMALL_WAITING_MAX: usize = 512;
 
-/// Part of the budget that large requests may have while they arrive. The messages that are made of them take four times their
-/// bytes, mostly: if all of it were bytes, none could be made.
+/// Divisor of the budget for large requests that arrive. Their decoded messages usually take four
+/// times their bytes: if bytes could fill the budget, none could be decoded.
 const ARRIVING_PART: u64 = 4;
 
-/// The lines of one listener.
+/// Wait queues of one listener.
 #[derive(Debug)]
 pub(super) struct Lines {
-    /// For heap.
+    /// Permits to wait for heap.
     waiting: Semaphore,
     small_waiting: Semaphore,
-    /// For a turn.
+    /// Permits to wait for admission.
     in_line: Semaphore,
     arriving: Arc<Line>,
     turn_bytes_max: u64,
 }
 
 impl Lines {
-    /// Lines for a budget of so many bytes.
+    /// Creates the queues for a budget of `budget_bytes` bytes.
     pub(super) fn new(budget_bytes: u64) -> Self {
         let arriving_bytes = budget_bytes / ARRIVING_PART;
         Self {
@@ -47,13 +50,14 @@ impl Lines {
             small_waiting: Semaphore::new(SMALL_WAITING_MAX),
             in_line: Semaphore::new(WAITING_MAX),
             arriving: Line::new(arriving_bytes),
-            // One that is larger is refused when it has more bytes than its connection may have.
+            // A larger request is refused when it exceeds the budget of its connection.
             turn_bytes_max: arriving_bytes / 2,
         }
     }
 
-    /// The turn of a request of `length` bytes to arrive, of which `first` are there: at once while there is room for all. `None`
-    /// when too many wait, or it did not come in time.
+    /// Waits until a request of `length` bytes may arrive, of which the bytes `first` have been
+    /// read. Returns at once while there is room for the whole request. Returns `None` if too many
+    /// wait, or after `wait`.
     pub(super) async fn turn(&self, length: u32, first: &[u8], wait: Duration) -> Option<Permit> {
         let bytes = u64::from(length).min(self.turn_bytes_max);
         let reader = Reader { app: app_of(first), weight: 1 };
@@ -64,7 +68,8 @@ impl Lines {
         timeout(wait, self.arriving.take(&reader, bytes)).await.ok()
     }
 
-    /// A place for a request that waits for heap and meanwhile holds `uncharged` bytes; none when too many wait.
+    /// Returns a permit to wait for heap while holding `uncharged` bytes, or `None` if too many
+    /// wait.
     pub(super) fn wait_for_heap(&self, is_small: bool, uncharged: usize) -> Option<SemaphorePermit<'_>> {
         match is_small {
             true => self.small_waiting.try_acquire().ok(),
@@ -72,7 +77,7 @@ impl Lines {
         }
     }
 
-    /// Whether a request waits.
+    /// Returns whether any request waits.
     pub(super) fn are_waited_in(&self) -> bool {
         let lines = [
             (&self.waiting, WAITING_MAX),
@@ -83,12 +88,13 @@ impl Lines {
     }
 }
 
-/// Places of one that waits with so many bytes.
+/// Returns the number of permits for a request that waits with `uncharged` bytes.
 fn places_for(uncharged: usize) -> u32 {
     u32::try_from(uncharged.div_ceil(PLACE_BYTES).max(1)).unwrap_or(u32::MAX)
 }
 
-/// The application of a request that begins with `first`: those that may be large have it in their first field.
+/// Returns the application of a request that begins with `first`. Requests that may be large have
+/// it in their first field.
 fn app_of(first: &[u8]) -> Option<AppId> {
     const APP: u8 = 1 << 3 | 2;
     let mut rest = first.strip_prefix(&[APP])?;

@@ -1,7 +1,7 @@
-//! Registrations, reports and result queries: requests or answers that can be large, so they do not go through tonic,
-//! which would hold them outside the heap's budget.
+//! Registrations, reports and result queries. Their requests or responses can be large, so they
+//! bypass tonic, which would hold them outside the heap budget.
 //!
-//! Not here: what they mean (`service`).
+//! `service` interprets them.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ use crate::runtime::Aside;
 use crate::service::{ReportRequest, Results, Service, ServiceError};
 use uniffle_wire::types::PartitionId;
 
-/// More record numbers take longer to encode than a hop to another thread.
+/// Above this count, encoding record numbers takes longer than a switch to another thread.
 const INLINE_NUMBERS_MAX: usize = 10_000;
 
-/// The bitmap's field, in the answers to both queries.
+/// Tag of the bitmap field, in the responses to both queries.
 const BITMAP: u32 = 3;
 
 type Answer = Result<http::Response<Body>, Status>;
@@ -106,7 +106,8 @@ pub(super) async fn result_of_many<B: RequestBody>(
     answer(service, head, results)
 }
 
-/// A head with the record numbers of partitions; many of them are encoded on a blocking thread.
+/// Builds a head with the record numbers of partitions. Many of them are encoded on a blocking
+/// thread.
 async fn head_with(
     places: &Aside,
     records: Vec<PartitionRecords>,
@@ -135,7 +136,7 @@ fn stats_of((partition, tasks): PartitionRecords) -> PartitionStats {
     }
 }
 
-/// The two answers have the same fields, but for what stands in the head.
+/// Builds the response of both queries, which differ only in the fields of the head.
 fn answer(service: &Service, head: Head, results: Result<Results, ServiceError>) -> Answer {
     match results {
         Ok(Results { bitmap, held, .. }) => {

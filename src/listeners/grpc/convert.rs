@@ -1,4 +1,4 @@
-//! Between protobuf messages and the service's words. Nothing here decides.
+//! Conversions between protobuf messages and types of the service. Decides nothing.
 
 use std::net::IpAddr;
 
@@ -10,25 +10,25 @@ use crate::service::{self, Service, ServiceError};
 use crate::tiers::RemoteStorage;
 use uniffle_wire::types::Distribution;
 
-/// The listener's name in the log.
+/// Name of the listener in the log.
 pub(super) const LISTENER: &str = "grpc";
 
-/// Status and text of an answer, as the protocol carries them.
+/// Status and text of a response, as in the protocol.
 pub(super) type Verdict = (i32, String);
 
-/// SUCCESS with the text Java gives for this call (`OK` or nothing).
+/// Returns SUCCESS with the text that Java sends for this call (`OK` or nothing).
 pub(super) fn success(text: &str) -> Verdict {
     (StatusCode::Success.into(), text.to_owned())
 }
 
-/// A refusal of the service.
+/// Logs a refusal of the service and converts it.
 pub(super) fn refusal(service: &Service, error: &ServiceError) -> Verdict {
     service.note_refusal(LISTENER, error);
     (error.status().into(), error.to_string())
 }
 
-/// A call that ends with an error of gRPC's own; the log hears of it unless clients just went away or were slow, or
-/// the heap is used up.
+/// Logs a call that ends with a gRPC error, unless the client left or was slow, or the heap is
+/// full.
 pub(super) fn note_broken_call(service: &Service, status: &Status) {
     if is_heap_full(status) {
         return;
@@ -41,7 +41,7 @@ pub(super) fn note_broken_call(service: &Service, status: &Status) {
     }
 }
 
-/// An answer without a value.
+/// Converts a result without a value.
 pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text: &str) -> Verdict {
     match result {
         Ok(()) => success(text),
@@ -49,12 +49,13 @@ pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text:
     }
 }
 
-/// A call that this worker does not offer.
+/// Returns the status of a call that this worker does not offer.
 pub(super) fn not_offered(text: &str) -> Verdict {
     (StatusCode::InternalError.into(), text.to_owned())
 }
 
-/// A registration. An unknown distribution counts as NORMAL, which is correct for every reader (docs/protocol.md §3.5).
+/// Converts a registration. An unknown distribution counts as NORMAL, which is correct for every
+/// reader (docs/protocol.md §3.5).
 pub(super) fn register_request(
     request: &mut ShuffleRegisterRequest,
     from: IpAddr,
@@ -76,7 +77,7 @@ pub(super) fn register_request(
     }
 }
 
-/// The remote storage, with what else of the registration counts there.
+/// Returns the remote storage, with the other fields of the registration that apply to it.
 fn remote_storage(request: &mut ShuffleRegisterRequest) -> Option<RemoteStorage> {
     let storage = request.remote_storage.take().filter(|storage| !storage.path.is_empty())?;
     Some(RemoteStorage {
@@ -89,7 +90,8 @@ fn remote_storage(request: &mut ShuffleRegisterRequest) -> Option<RemoteStorage>
     })
 }
 
-/// Widths of sequence number, partition id and task attempt id; the service knows the default.
+/// Returns the widths of sequence number, partition id and task attempt id. The service knows the
+/// default.
 pub(super) fn layout(layout: Option<crate::proto::BlockIdLayout>) -> Option<(i32, i32, i32)> {
     layout.map(|layout| (layout.sequence_no_bits, layout.partition_id_bits, layout.task_attempt_id_bits))
 }

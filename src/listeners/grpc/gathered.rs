@@ -1,12 +1,14 @@
-//! A stream on which the small writes of one poll become one: HTTP/2 writes and flushes each frame by itself, which is a
-//! system call and a wake-up of the peer for every 16 KiB of an answer.
+//! A stream that combines the small writes of one poll. HTTP/2 writes and flushes each frame
+//! separately, which costs a system call and a wake-up of the peer per 16 KiB.
 //!
-//! Not here: what is written. hyper owns the [`Gathered`] half, the task that drives the connection the [`Gathering`] half.
-//! Invariants: bytes go out in order and each once; when [`Gathering::poll`] returns, everything is with the socket or the socket
-//! takes no more and wakes the task; buffers are bounded over all connections: where many have one the next get smaller ones, and
-//! a connection that gets none writes through. A copy in a cache is cheaper than what it saves (benches/notes/network.md). One poll
-//! reads a bounded number of cancellations: hyper has taken all calls that were cancelled before it saw them when the next are read,
-//! so h2's limit on them is never reached.
+//! hyper owns the [`Gathered`] half; the task of the connection drives the [`Gathering`] half.
+//!
+//! Invariants: bytes go out in order and exactly once. When [`Gathering::poll`] returns, the socket
+//! has everything, or is full and wakes the task. Buffers are bounded over all connections: when
+//! many are in use, further ones get smaller buffers or none, and then write through.
+//!
+//! One poll reads a bounded number of cancellations. hyper has processed the earlier ones by the
+//! next poll, so h2's own limit is never reached.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -20,16 +22,19 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::listeners::http2::{FrameScanner, RST_STREAM};
 
-/// Bytes of a buffer and how many there are, for all connections 8.3 MiB: for the 64 frames that a client with a window of 1 MiB
-/// lets go out, with their heads and an answer's end (a buffer of just 1 MiB makes another write for the last 576 bytes); for 16
-/// frames; for four. A connection has one while it is polled, and while its socket takes no more.
+/// Size and number of the buffers, 8.3 MiB over all connections. The sizes hold 64 frames, 16
+/// frames and four.
+///
+/// The largest fits a client window of 1 MiB with frame heads and the end of the response; a buffer
+/// of exactly 1 MiB would need a second write. A connection owns a buffer while it is polled, and
+/// while its socket is full.
 const SIZES: [(usize, usize); 3] = [(1056 << 10, 3), (264 << 10, 16), (68 << 10, 16)];
-/// Frames of this length, which a peer may ask for, are written through.
+/// Writes of this length are written through. A peer may ask for such frames.
 const THROUGH_BYTES: usize = 256 << 10;
-/// Bytes that the socket gets in one poll, after which other tasks have a turn.
+/// Maximum number of bytes written in one poll before the task yields.
 const BYTES_PER_POLL: usize = 4 << 20;
 
-/// The buffers of all connections of a listener.
+/// Write buffers of all connections of a listener.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
     state: Mutex<State>,
@@ -37,19 +42,19 @@ pub(super) struct Buffers {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Empty ones, by size.
+    /// Unused buffers, by size.
     spare: [Vec<Vec<u8>>; SIZES.len()],
-    /// Those that connections have.
+    /// Number of buffers in use, by size.
     given: [usize; SIZES.len()],
 }
 
-/// A buffer that goes back when it is dropped.
+/// A buffer that is returned on drop.
 #[derive(Debug)]
 struct Buffer {
     bytes: Vec<u8>,
-    /// How many of them the socket has.
+    /// Number of bytes already written to the socket.
     written: usize,
-    /// Which of [`SIZES`] it has.
+    /// Index into [`SIZES`].
     size: usize,
     home: Arc<Buffers>,
 }
@@ -81,7 +86,7 @@ impl Buffer {
         SIZES[self.size].0 - self.bytes.len()
     }
 
-    /// Takes as much as there is room for.
+    /// Appends as much of `pieces` as fits. Returns the number of bytes taken.
     fn fill(&mut self, pieces: &[IoSlice<'_>]) -> usize {
         let before = self.bytes.len();
         for piece in pieces {
@@ -92,32 +97,32 @@ impl Buffer {
     }
 }
 
-/// What both halves have.
+/// State shared by both halves.
 #[derive(Debug)]
 struct Shared<S> {
     stream: S,
     buffers: Arc<Buffers>,
     gathered: Option<Buffer>,
-    /// Written to the stream and not flushed, which TLS needs.
+    /// Data was written to the stream but not flushed. TLS needs the flush.
     is_unflushed: bool,
-    /// Bytes that the stream took in this poll.
+    /// Bytes written to the stream in this poll.
     taken: usize,
     cancellations: Cancellations,
 }
 
-/// What was read of the stream, up to as many cancellations of calls as one poll may read.
+/// Limits the call cancellations that one poll reads from the stream.
 #[derive(Debug)]
 struct Cancellations {
     scanner: FrameScanner,
     per_poll: usize,
-    /// How many more this poll may read.
+    /// Number of cancellations that this poll may still read.
     left: usize,
-    /// Bytes behind the last of them.
+    /// Bytes behind the last admitted cancellation.
     held: Bytes,
 }
 
 impl Cancellations {
-    /// How many of `bytes` this poll may read.
+    /// Returns how many of `bytes` this poll may read.
     fn admit(&mut self, bytes: &[u8]) -> usize {
         let mut admitted = 0;
         while admitted < bytes.len() && self.left > 0 {
@@ -156,7 +161,7 @@ impl<S: AsyncRead + Unpin> Shared<S> {
 }
 
 impl<S: AsyncWrite + Unpin> Shared<S> {
-    /// One write to the stream, unless it took a poll's share.
+    /// Permits one write to the stream, unless this poll has used its budget.
     fn turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if self.taken >= BYTES_PER_POLL {
             context.waker().wake_by_ref();
@@ -166,7 +171,7 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
         Poll::Ready(())
     }
 
-    /// Until the socket has all that was gathered.
+    /// Writes until the socket has all gathered bytes.
     fn drain(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.gathered.is_some() {
             ready!(self.turn(context));
@@ -216,15 +221,16 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
     }
 }
 
-/// The half that HTTP/2 reads from and writes to. A flush does nothing, since [`Gathering::poll`] does it.
+/// The half that HTTP/2 reads from and writes to. Its flush does nothing, since [`Gathering::poll`]
+/// flushes.
 #[derive(Debug)]
 pub(super) struct Gathered<S>(Arc<Mutex<Shared<S>>>);
 
-/// The half that sees to it that what was written goes out.
+/// The half that writes gathered bytes to the socket.
 #[derive(Debug)]
 pub(super) struct Gathering<S>(Arc<Mutex<Shared<S>>>);
 
-/// Both halves of `stream`, of which a poll reads at most `cancellations_per_poll` cancellations.
+/// Splits `stream` into both halves. A poll reads at most `cancellations_per_poll` cancellations.
 pub(super) fn gathered<S>(
     stream: S,
     buffers: &Arc<Buffers>,
@@ -243,7 +249,7 @@ pub(super) fn gathered<S>(
 }
 
 impl<S: AsyncWrite + Unpin> Gathering<S> {
-    /// Polls what writes to the other half, then brings to the socket what it wrote.
+    /// Polls `connection`, which writes to the other half, then flushes its writes to the socket.
     pub(super) fn poll<F: Future>(
         &self,
         context: &mut Context<'_>,
@@ -257,7 +263,7 @@ impl<S: AsyncWrite + Unpin> Gathering<S> {
         let mut shared = self.0.lock();
         shared.taken = 0;
         if let (Poll::Ready(Err(_)), Poll::Pending) = (shared.flush(context), &polled) {
-            // The next write or read says so, too.
+            // The next write or read returns the error as well.
             shared.gathered = None;
             context.waker().wake_by_ref();
         }
@@ -313,7 +319,8 @@ mod tests {
 
     use super::*;
 
-    /// Takes so many bytes at a time as are next, cyclically; 0 = it is full and wakes at once.
+    /// A socket that accepts the byte counts of `takes` in turn, cyclically. At 0 it is full and
+    /// wakes at once.
     #[derive(Debug)]
     struct Socket {
         takes: Vec<usize>,
@@ -392,7 +399,7 @@ mod tests {
         }
     }
 
-    /// As HTTP/2 writes: a frame, a flush, the next frame.
+    /// Writes like HTTP/2: a frame, a flush, the next frame.
     async fn write_frames(mut stream: Gathered<Socket>, frames: &[Vec<u8>]) -> io::Result<()> {
         use tokio::io::AsyncWriteExt as _;
         for frame in frames {
@@ -506,7 +513,7 @@ mod tests {
     }
 
     proptest! {
-        /// However much the socket takes at a time, and where it takes nothing.
+        /// Holds for any number of bytes that the socket accepts at a time, including none.
         #[test]
         fn bytes_are_written_once_and_in_order(
             lengths in prop::collection::vec(prop_oneof![1usize..100, Just(16_393), 250_000usize..600_000], 1..12),

@@ -1,12 +1,13 @@
-//! Requests that are collected whole before they are understood, charged to the heap as they arrive.
+//! Collects requests that are decoded as a whole, and charges them to the heap as they arrive.
 //!
-//! Not here: sends, whose payload is never collected (`ingest`), and how long a caller may pause (`message`).
+//! Sends are not collected (`ingest`), and pauses of callers are limited in `message`.
 //!
-//! Invariant: what a request holds, its bytes and the message made of them, is charged before it is held, and until the
-//! call has its answer. When the heap is used up a request is not read any further, so that its HTTP/2 window stays
-//! shut; it gets on when something comes back, or ends after a while and gives back what it has. Only so many wait,
-//! for each has a window of bytes behind it. Large ones arrive in turns, by application, so that their bytes alone cannot
-//! use up what the messages need that are made of them.
+//! Invariant: the bytes of a request and its decoded message are charged before they are allocated,
+//! until the call has its response. When the heap is full, a request is not read further and its
+//! HTTP/2 window stays closed. It continues when heap is freed, or fails after a while and frees
+//! its own. The number of waiting requests is limited, since each has a window of buffered bytes.
+//! Large requests are admitted in turns by application, so that their bytes leave heap for the
+//! decoded messages.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -27,29 +28,30 @@ use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use crate::clock::{Instant, timeout};
 use crate::runtime::Aside;
 
-/// First allocation for a message that comes in pieces; it grows with the bytes that really arrive.
+/// First allocation for a message that arrives in pieces. It grows with the bytes that arrive.
 const COLLECT_BYTES: usize = 64 << 10;
 
-/// Messages up to this size are a part of what their call takes anyway, and the number of calls is bounded.
+/// Messages up to this size are part of the base cost of a call, and the number of calls is
+/// bounded.
 const FREE_BYTES: usize = 256;
 
-/// Larger messages are understood on a blocking thread: that takes half a millisecond for so many bytes.
+/// Larger messages are decoded on a blocking thread: that many bytes take half a millisecond.
 pub(super) const INLINE_BYTES_MAX: usize = 64 << 10;
 
-/// A request that is charged and whose peer pauses for so long gives way to others that wait for heap; JVMs that collect
-/// their garbage do not pause so long.
+/// A charged request whose peer pauses for this time yields to others that wait for heap. Garbage
+/// collection of a JVM does not pause that long.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// ... and so does one that takes longer than that and brings fewer bytes than so many in a second.
+/// A request that takes longer than [`PATIENCE`] also yields if it brings fewer bytes per second.
 const SLOWEST_BYTES: u64 = 256 << 10;
 
-/// What requests of all connections are charged to.
+/// The heap budget for requests of all connections.
 #[derive(Debug)]
 pub(super) struct RequestHeap {
     budget: Budget,
     lines: Arc<Lines>,
     wait: Duration,
-    /// For messages that take long to understand, and answers to encode.
+    /// Pool for decoding large messages and encoding large responses.
     pub(super) aside: Aside,
 }
 
@@ -60,7 +62,8 @@ impl RequestHeap {
         Self { budget, lines, wait, aside: Aside::of_cores() }
     }
 
-    /// Of a connection: half of all, so that one alone cannot use it up.
+    /// Returns the collector of a connection. Its limit is half of the budget, so that one
+    /// connection cannot use it up.
     pub(super) fn of_connection(&self) -> Inbound {
         let budget = self.budget.child(self.budget.capacity() / 2);
         Inbound { budget, lines: Arc::clone(&self.lines), wait: self.wait, aside: self.aside.clone() }
@@ -73,12 +76,12 @@ pub(super) struct Inbound {
     budget: Budget,
     lines: Arc<Lines>,
     wait: Duration,
-    /// For messages that take long to understand, and answers to encode.
+    /// Pool for decoding large messages and encoding large responses.
     pub(super) aside: Aside,
 }
 
 impl Inbound {
-    /// One whole message, and what it is charged.
+    /// Reads one whole message. Returns it with its charge.
     pub(super) async fn message<B, M>(
         &self,
         body: &mut B,
@@ -102,12 +105,12 @@ impl Inbound {
         let (weight, bytes, mut charge) =
             aside(&self.aside, is_small, move || (weigh(&bytes), bytes, charge)).await?;
         self.charge(&mut charge, weight, 0).await?;
-        // The charge goes along: a caller that goes does not end what is begun.
+        // The work owns the charge, because it continues even if its caller is dropped.
         let (decoded, charge) = aside(&self.aside, is_small, move || (decode(bytes), charge)).await?;
         Ok((decoded?, charge))
     }
 
-    /// `request` with its whole body, for those who read it at once.
+    /// Returns `request` with its whole body collected, and the charge.
     pub(super) async fn whole<B: RequestBody>(
         &self,
         request: Request<B>,
@@ -117,7 +120,7 @@ impl Inbound {
         let (length, first) = read_prefix(&mut body, length_max).await?;
         let _turn = self.turn(length, &first).await?;
         let (bytes, mut charge) = self.collect(&mut body, length as usize, first, PREFIX_BYTES).await?;
-        // The reader makes a copy and then the message.
+        // tonic copies the bytes and then builds the message.
         let weight = bytes.len() as u64 + nested(&bytes[PREFIX_BYTES..]);
         if bytes.len() > FREE_BYTES {
             self.charge(&mut charge, weight, 0).await?;
@@ -125,7 +128,8 @@ impl Inbound {
         Ok((Request::from_parts(head, Full::new(bytes)), charge))
     }
 
-    /// The turn of a request of `length` bytes, of which `first` are there, to arrive. A small one needs none.
+    /// Waits for the permit of a request of `length` bytes, of which `first` have arrived. A small
+    /// request needs none.
     async fn turn(&self, length: u32, first: &[u8]) -> Result<Option<Permit>, Status> {
         if length as usize <= INLINE_BYTES_MAX {
             return Ok(None);
@@ -135,7 +139,8 @@ impl Inbound {
         turn.map(Some).ok_or_else(refused)
     }
 
-    /// The message of `length` bytes that begins with `first`, behind its prefix if that is wanted.
+    /// Collects the message of `length` bytes that begins with `first`. If `prefix_bytes` is not 0,
+    /// the result includes the prefix.
     async fn collect<B: RequestBody>(
         &self,
         body: &mut B,
@@ -145,7 +150,7 @@ impl Inbound {
     ) -> Result<(Bytes, Charge), Status> {
         let mut charge = self.budget.nothing();
         if first.len() == length && prefix_bytes == 0 {
-            // Nothing is copied; the frame's memory goes with the message.
+            // Nothing is copied: the frame's memory becomes the message.
             if length > FREE_BYTES {
                 self.charge(&mut charge, length as u64, length).await?;
             }
@@ -176,7 +181,7 @@ impl Inbound {
         Ok((all.into(), charge))
     }
 
-    /// The next bytes of a request.
+    /// Returns the next bytes of a request.
     async fn next<B: RequestBody>(&self, body: &mut B) -> Result<Option<Bytes>, Status> {
         let mut next = pin!(next_data(body));
         loop {
@@ -189,11 +194,11 @@ impl Inbound {
     }
 
     async fn ended<B: RequestBody>(&self, body: &mut B) -> Result<(), Status> {
-        // Nearly always known with the last bytes.
+        // Almost always known with the last bytes.
         if body.is_end_stream() || self.next(body).await?.is_none() { Ok(()) } else { Err(more_than_one()) }
     }
 
-    /// Room for `more` bytes of a message that will have `whole`, charged first.
+    /// Reserves space for `more` bytes of a message of `whole` bytes. Charges it first.
     async fn make_room(
         &self,
         all: &mut Vec<u8>,
@@ -216,8 +221,9 @@ impl Inbound {
         Ok(())
     }
 
-    /// Charges `bytes` more, waiting for them as long as a request may; meanwhile it holds `uncharged` that were read. What
-    /// does not fit beside what the request itself holds is not waited for.
+    /// Charges `bytes` more, waiting within the limits of a request. Meanwhile it holds `uncharged`
+    /// bytes that were read. A charge that can never fit beside the request's own charge fails at
+    /// once.
     async fn charge(&self, charge: &mut Charge, bytes: u64, uncharged: usize) -> Result<(), Status> {
         let Err(refusal) = charge.try_grow(bytes) else { return Ok(()) };
         let (asked, most) = (charge.bytes().saturating_add(bytes), self.budget.most());
@@ -242,7 +248,8 @@ fn full(refusal: NoCapacity) -> Status {
     status
 }
 
-/// One that no waiting helps: the heap of a request is half of what all may have, so that one connection cannot use it up.
+/// Builds the error for a request that waiting cannot help. A request may use half of the budget,
+/// so that one connection cannot use it up.
 fn too_large(asked: u64, most: u64) -> Status {
     let error = HeapFull { kind: HeapKind::Requests.name(), asked, free: most };
     let mut status = Status::resource_exhausted(format!(
@@ -260,7 +267,7 @@ fn slow() -> Status {
     )
 }
 
-/// Whether a call ended for want of heap.
+/// Returns whether a call ended because the heap was full.
 pub(super) fn is_heap_full(status: &Status) -> bool {
     std::error::Error::source(status).is_some_and(|source| source.is::<HeapFull>())
 }
@@ -269,7 +276,7 @@ fn more_than_one() -> Status {
     Status::internal("request has more than one message")
 }
 
-/// Does `work` here if it is small, else on a blocking thread, when there is a place.
+/// Runs `work` here if it is small, otherwise in the pool `places`.
 pub(super) async fn aside<T: Send + 'static>(
     places: &Aside,
     is_small: bool,
@@ -344,7 +351,7 @@ mod tests {
         assert_eq!(heartbeat(vec![compressed], 100).await, Err(Code::Unimplemented));
     }
 
-    /// A request of `announced` bytes of which those that are sent into the channel have come.
+    /// Returns a request of `announced` bytes, whose bytes arrive through the channel.
     fn unfinished(announced: u32) -> (mpsc::UnboundedSender<Bytes>, impl RequestBody) {
         let (sender, receiver) = mpsc::unbounded_channel();
         let frames = tokio_stream::wrappers::UnboundedReceiverStream::new(receiver);
@@ -360,7 +367,7 @@ mod tests {
         let heap = heap();
         let requests = RequestHeap::new(&heap, WAIT);
         let most = u32::try_from(heap.of(HeapKind::Requests).capacity()).unwrap();
-        // What one connection may have is all that is left.
+        // Leaves just as much heap as one connection may use.
         let others = heap.of(HeapKind::Requests).try_charge(u64::from(most / 2)).unwrap();
         let mut stalled = std::pin::pin!(async {
             let (sender, mut body) = unfinished(most / 2);
@@ -410,7 +417,8 @@ mod tests {
                 tokio::task::yield_now().await;
                 peak = peak.max(heap.of(HeapKind::Requests).used());
             }
-            // Those that wait end after a while and give back what they have, so that others could go on.
+            // Waiting requests fail after a while and free their heap, so that others could
+            // continue.
             tokio::time::sleep(100 * WAIT).await;
             assert_eq!(ended.get(), 24);
             peak
@@ -432,7 +440,7 @@ mod tests {
         }
     }
 
-    /// Reports come together when the map tasks of a stage end.
+    /// Reports arrive together when the map tasks of a stage end.
     #[tokio::test(start_paused = true)]
     async fn concurrent_large_reports_are_read_in_turn() {
         let heap = heap();
@@ -454,7 +462,8 @@ mod tests {
         assert_eq!((heap.whole().used(), requests.lines.are_waited_in()), (0, false));
     }
 
-    /// Waited 10 s for what it held itself, and was told to try again.
+    /// Regression test: the request waited 10 s for heap that it held itself, and was told to
+    /// retry.
     #[tokio::test(start_paused = true)]
     async fn request_beyond_the_heap_is_refused_with_its_key() {
         let heap = heap();
@@ -483,7 +492,7 @@ mod tests {
         assert_eq!((began.elapsed(), heap.whole().used()), (Duration::ZERO, 0), "waiting would not help");
     }
 
-    /// A byte now and then keeps no place from others.
+    /// A peer that sends single bytes does not keep its permit from others.
     #[tokio::test(start_paused = true)]
     async fn slow_large_request_is_evicted_for_waiting_ones() {
         let heap = heap();

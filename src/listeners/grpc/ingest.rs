@@ -1,10 +1,12 @@
-//! `sendShuffleData`: HTTP/2 DATA frames → decoder → the service's send session, in cache, without a message buffer.
+//! `sendShuffleData`: feeds HTTP/2 DATA frames through the decoder into the service's send session,
+//! in cache and without a message buffer.
 //!
-//! Not here: tickets, limits and statuses (the session's), the format (`wire::send_message`).
+//! Tickets, limits and statuses belong to the session, the format to `wire::send_message`.
 //!
-//! Invariant: the session is committed only when the whole message was decoded and the client has half-closed; any
-//! other way out drops it, which takes everything back. The answer may be early: then what the client still sends is
-//! read and thrown away, in a bounded task, so that it sees the answer and not a reset stream.
+//! Invariant: the session is committed only when the whole message was decoded and the client has
+//! half-closed. Any other exit drops it, which undoes everything. A refusal may be sent early. The
+//! rest of the request is then read and discarded in a bounded task, so that the client sees the
+//! response and not a reset stream.
 
 use std::sync::Arc;
 
@@ -23,18 +25,19 @@ use crate::service::{Commit, Intake, Service, ServiceError};
 use uniffle_wire::BlockSink;
 use uniffle_wire::send_message::{Decoder, Limits, Summary};
 
-/// What is decoded at a time. A frame may be larger and of nothing but partitions: these bytes are some milliseconds of such.
+/// Number of bytes decoded at a time. A larger frame may consist of partitions only, and this many
+/// bytes of those take some milliseconds.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// Takes a send's blocks and decides whether its next bytes are waited for.
+/// Receives a send's blocks and decides whether to wait for further bytes.
 trait SendSink: BlockSink {
-    /// The decoder keeps `bytes` of headers by now.
+    /// Accounts for `bytes` of headers that the decoder keeps.
     fn keep(&mut self, bytes: u64) -> Result<(), Self::Error>;
 
-    /// When to call [`SendSink::check_pace`] next if no byte comes until then.
+    /// Returns when to call [`SendSink::check_pace`] next if no byte arrives.
     fn next_look(&self) -> Instant;
 
-    /// Fails if the send must end, `arrived` bytes of its message having come.
+    /// Fails if the send must end. `arrived` bytes of its message have been received.
     fn check_pace(&mut self, arrived: u64) -> Result<(), Self::Error>;
 }
 
@@ -81,8 +84,8 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
     }
 }
 
-/// Receives one message and stores its blocks. The outer error is a broken call, the inner one a refusal that goes into
-/// the answer.
+/// Receives one message and stores its blocks. The outer error is a broken call, the inner one a
+/// refusal for the response.
 async fn receive<B: RequestBody>(
     service: &Arc<Service>,
     config: &GrpcConfig,
@@ -146,7 +149,8 @@ where
     Ok(decoder.finish(sink))
 }
 
-/// Reads `body` to its end, at most `bytes_max` bytes until `deadline` or until the listener closes; then the stream is reset.
+/// Reads `body` to its end, at most `bytes_max` bytes, until `deadline` or until the listener
+/// closes. Then the stream is reset.
 fn discard_rest<B: RequestBody>(mut body: B, bytes_max: u64, deadline: Instant, tasks: &Tasks) {
     let closing = tasks.closing();
     tasks.spawn("grpc discard", async move {
@@ -186,7 +190,8 @@ mod tests {
         }
     }
 
-    /// Counts payload bytes, refuses after `allowed` blocks, and waits only after `needed` bytes of the message.
+    /// Counts payload bytes, refuses after `allowed` blocks, and waits only after `needed` bytes of
+    /// the message.
     struct Counter {
         allowed: usize,
         bytes: usize,
@@ -319,7 +324,7 @@ mod tests {
         tasks.drained().await;
         assert!(sender.is_closed(), "over the bound");
 
-        // A client that sends nothing more is waited for until the deadline only.
+        // A client that sends nothing more is awaited only until the deadline.
         let (silent, receiver) = futures::channel::mpsc::unbounded::<Bytes>();
         let frames = futures::StreamExt::map(receiver, |data| {
             Ok::<_, std::convert::Infallible>(http_body::Frame::data(data))

@@ -1,5 +1,7 @@
-//! `ShuffleServerInternal`: what coordinators call. The protocol has no token, so the caller's address decides who is
-//! heard ([`DecommissionBy`]); the others are told so, and the audit log is told of all.
+//! `ShuffleServerInternal`, the calls made by coordinators.
+//!
+//! The protocol has no token, so the caller's address decides who may call ([`DecommissionBy`]).
+//! Other callers are refused, and every call is recorded in the audit log.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -21,21 +23,22 @@ use crate::schema::network::Network;
 use crate::service::{Lifecycle, Service, ServiceError};
 use crate::telemetry::{AUDIT, LogLimiter};
 
-/// How long the addresses of the coordinators are believed. Also bounds what calls can cost the name server.
+/// Time for which resolved coordinator addresses are cached. Also bounds the load on the name
+/// server.
 const ADDRESSES_LAST: Duration = Duration::from_secs(10);
 
-/// Between two log lines about callers that were turned away; the others are counted.
+/// Minimum time between two log lines about refused callers. The others are counted.
 const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Answers coordinators that may decommission this worker, and refuses everyone else.
+/// Serves coordinators that may decommission this worker, and refuses other callers.
 #[derive(Debug)]
 pub(super) struct InternalCalls {
     service: Arc<Service>,
     by: DecommissionBy,
     networks: Vec<Network>,
-    /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] means.
+    /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] allows.
     coordinators: Vec<String>,
-    /// Theirs, and when they were looked up.
+    /// Resolved addresses of `coordinators`, with the time of the lookup.
     addresses: tokio::sync::Mutex<Option<(Instant, HashSet<IpAddr>)>>,
     denials: LogLimiter,
 }
@@ -52,7 +55,7 @@ impl InternalCalls {
         }
     }
 
-    /// Does `change` for a caller who is heard; status and text of the answer.
+    /// Applies `change` for an allowed caller. Returns status and text of the response.
     async fn call<T>(
         &self,
         request: &Request<T>,
@@ -101,7 +104,7 @@ impl InternalCalls {
     }
 }
 
-/// The addresses of `names`; one that cannot be looked up has none.
+/// Resolves `names`. A name that cannot be resolved has no addresses.
 async fn addresses(names: &[String]) -> HashSet<IpAddr> {
     let mut addresses = HashSet::new();
     for name in names {

@@ -1,6 +1,7 @@
-//! gRPC's framing of one unary message over an HTTP body, and the frame of every answer.
+//! gRPC's framing of one unary message over an HTTP body, and the HTTP frame of every response.
 //!
-//! Not here: what is in a message. Invariant: no buffer is sized by an announced length before that is checked.
+//! It does not interpret messages. Invariant: no buffer is sized by an announced length before that
+//! is checked.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -20,22 +21,23 @@ use crate::clock::Instant;
 /// One byte of flags and the message's length, big-endian.
 pub(super) const PREFIX_BYTES: usize = 5;
 
-/// What a request body must be; `Incoming` in the server, a scripted body in tests.
+/// Bounds of a request body: `Incoming` in the server, a scripted body in tests.
 pub(super) trait RequestBody:
     http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static
 {
 }
 impl<B: http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static> RequestBody for B {}
 
-/// The next data of `body`, never empty; `None` at its end. Flow control is released by taking it. The caller has
-/// `grpc.frame_timeout_sec` for each frame.
+/// Returns the next data of `body`, never empty, or `None` at its end. Taking data releases flow
+/// control. The caller has `grpc.frame_timeout_sec` for each frame.
 pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Bytes>, Status> {
     next_data_paced(body, |_| Ok(None))
         .await
         .map(|data| data.unwrap_or_else(|never: Infallible| match never {}))
 }
 
-/// As [`next_data`]. While none is there `check` is asked whether to wait on, and says when to ask again; its error ends the wait.
+/// Returns the next data like [`next_data`]. While none has arrived, `check` decides whether to
+/// wait further and returns when to check again. Its error ends the wait.
 pub(super) async fn next_data_paced<B: RequestBody, E>(
     body: &mut B,
     mut check: impl FnMut(Instant) -> Result<Option<Instant>, E>,
@@ -59,7 +61,7 @@ pub(super) async fn next_data_paced<B: RequestBody, E>(
             Err(refused) => return Ok(Err(refused)),
         };
         let frame = frame.map_err(|error| Status::cancelled(format!("request aborted: {error}")))?;
-        // Trailers of a request have no meaning in gRPC.
+        // gRPC has no request trailers.
         if let Ok(data) = frame.into_data()
             && !data.is_empty()
         {
@@ -68,7 +70,7 @@ pub(super) async fn next_data_paced<B: RequestBody, E>(
     }
 }
 
-/// Reads the prefix: the message's length, and the bytes that came with it.
+/// Reads the prefix. Returns the message's length, and the bytes received with the prefix.
 pub(super) async fn read_prefix<B: RequestBody>(
     body: &mut B,
     length_max: u32,
@@ -104,35 +106,35 @@ fn parse_prefix(flags: u8, length: u32, length_max: u32) -> Result<u32, Status> 
     Ok(length)
 }
 
-/// The HTTP frame of an answer with a body.
+/// Builds the HTTP response around `body`.
 pub(super) fn respond(body: Body) -> http::Response<Body> {
     let mut response = http::Response::new(body);
     response.headers_mut().insert(http::header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response
 }
 
-/// A whole small answer.
+/// Builds the response to a call from a small `message`.
 pub(super) fn respond_message(message: &impl Message) -> http::Response<Body> {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
     bytes.extend_from_slice(&[0]);
-    // Answers through here are a status and a text.
+    // These messages are a status and a text, so the length fits.
     bytes.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes());
     message.encode_raw(&mut bytes);
     let body = http_body_util::Full::new(bytes.freeze());
     respond(Body::new(body.with_trailers(async { Some(Ok(ok_trailers())) })))
 }
 
-/// Trailers of a call that succeeded on the gRPC level.
+/// Returns the trailers of a call that succeeded on the gRPC level.
 pub(super) fn ok_trailers() -> HeaderMap {
     status_trailers(&Status::new(Code::Ok, ""))
 }
 
-/// Trailers that carry `status`.
+/// Returns the trailers that carry `status`.
 pub(super) fn status_trailers(status: &Status) -> HeaderMap {
     let mut trailers = HeaderMap::with_capacity(2);
     if status.add_header(&mut trailers).is_err() {
-        // Only a text that is no header value can fail; the code goes alone then.
+        // Only a text that is no valid header value can fail. The code is then sent alone.
         trailers.insert("grpc-status", HeaderValue::from(i32::from(status.code())));
     }
     trailers
@@ -147,12 +149,12 @@ pub(super) mod tests {
     use super::*;
     use crate::proto;
 
-    /// A body that gives `pieces` one by one.
+    /// Returns a body that yields `pieces` one by one.
     pub(in crate::listeners::grpc) fn body_of(pieces: Vec<Bytes>) -> impl RequestBody {
         StreamBody::new(stream::iter(pieces.into_iter().map(|piece| Ok::<_, Infallible>(Frame::data(piece)))))
     }
 
-    /// `message` with its prefix, in pieces of `cut` bytes.
+    /// Encodes `message` with its prefix, in pieces of `cut` bytes.
     pub(in crate::listeners::grpc) fn framed(message: &impl Message, cut: usize) -> Vec<Bytes> {
         let bytes = message.encode_to_vec();
         let mut all = vec![0];

@@ -1,9 +1,9 @@
-//! What the gRPC listener counts: the names of the Java server (docs/protocol.md §10.3) and of riffle (§10.6) side by
-//! side, so that dashboards of either work.
+//! Metrics of the gRPC listener, under the names of the Java server (docs/protocol.md §10.3) and of
+//! riffle (§10.6), so that dashboards of either work.
 //!
-//! What goes by several names or units is measured once (`grpc_duration_seconds`, the times on the way).
+//! A value with several names or units is measured once (`grpc_duration_seconds`, transit times).
 //!
-//! Invariant: labels are the paths of known methods only; a stranger's path counts under `other`.
+//! Invariant: only paths of known methods become labels. Unknown paths count under `other`.
 
 use std::collections::HashMap;
 
@@ -18,12 +18,13 @@ use crate::metrics::{
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
 
-/// `path` as a label of metrics and traces: without end, or what strangers send would be kept.
+/// Returns `path` as a label of metrics and traces. It is static, so that paths sent by strangers
+/// are not stored.
 pub(super) fn label(path: &str) -> &'static str {
     METHODS.iter().find(|(known, _)| *known == path).map_or(OTHER, |(known, _)| known)
 }
 
-/// Path and Java's metric stem (ours where Java counts nothing).
+/// Path and Java's metric stem, or our own stem for methods that Java does not count.
 const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServer/registerShuffle", "registered_shuffle"),
     ("/rss.common.ShuffleServer/unregisterShuffle", "unregister_shuffle"),
@@ -45,14 +46,14 @@ const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServerInternal/cancelDecommission", "cancel_decommission"),
 ];
 
-/// Java's names for the durations of calls, of the methods that it times.
+/// Java's names for call durations, for the methods that Java times.
 const IN_PROCESS: View = View::new(
     "grpc_{method}_process_latency",
     "Milliseconds from the header of a {method} call to the header of its response",
     IN_MS,
 );
 
-/// The methods that Java times, by their stems.
+/// Stems of the methods that Java times.
 const TIMED: [&str; 6] = [
     "send_shuffle_data",
     "get_local_shuffle_data",
@@ -62,7 +63,7 @@ const TIMED: [&str; 6] = [
     "report_shuffle_result",
 ];
 
-/// riffle's names for the durations of calls, by path.
+/// riffle's names for call durations, by path.
 const RIFFLE_DURATIONS: [(&str, View); 6] = [
     (methods::SEND_SHUFFLE_DATA, duration_view("grpc_send_data_process_time")),
     (methods::REQUIRE_BUFFER, duration_view("grpc_buffer_require_process_time")),
@@ -76,7 +77,7 @@ const fn duration_view(name: &'static str) -> View {
     View::new(name, "Seconds from the header of a call to the header of its response", 1.0)
 }
 
-/// riffle's names for times on the way, in the order of [`TransitMetrics`].
+/// riffle's names for transit times, in the order of [`TransitMetrics`].
 const RIFFLE_TRANSIT: [View; 3] = [
     transit_view("grpc_send_data_transport_time"),
     transit_view("grpc_get_localfile_data_transport_time"),
@@ -127,7 +128,7 @@ metrics::table! {
     with { transit: TransitMetrics }
 }
 
-/// Counters of one method, or of all others.
+/// Metrics of one method, or of all unknown ones.
 #[derive(Debug)]
 struct MethodMetrics {
     method: Option<Method>,
@@ -135,7 +136,7 @@ struct MethodMetrics {
     duration: Histogram,
 }
 
-/// Counters of the listener.
+/// Metrics of the listener.
 #[derive(Debug)]
 pub(crate) struct GrpcMetrics {
     methods: HashMap<&'static str, MethodMetrics>,
@@ -144,7 +145,7 @@ pub(crate) struct GrpcMetrics {
 }
 
 impl GrpcMetrics {
-    /// Registers every name; they exist from the start.
+    /// Registers every metric, so that all exist from the start.
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
         let calls = Calls::new(registry)?;
         let of = |path: &str, method| MethodMetrics {
@@ -171,7 +172,7 @@ impl GrpcMetrics {
         Ok(Self { methods, other: of(OTHER, None), calls })
     }
 
-    /// What it has, for the documentation.
+    /// Returns the descriptions of all metrics, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
         let views = RIFFLE_DURATIONS.iter().map(|(_, view)| view).chain(&RIFFLE_TRANSIT);
         let mut described = Calls::described();
@@ -181,12 +182,13 @@ impl GrpcMetrics {
         described
     }
 
-    /// The times that requests were on their way.
+    /// Returns the transit times of requests.
     pub(super) fn transit(&self) -> &TransitMetrics {
         &self.calls.transit
     }
 
-    /// Counts a call until the returned value is dropped, which also happens when the client cancels.
+    /// Counts a call until the returned value is dropped, which also happens when the client
+    /// cancels.
     pub(super) fn begin(&self, path: &str) -> CallTimer {
         let MethodMetrics { method, requests, duration } = self.methods.get(path).unwrap_or(&self.other);
         requests.inc();
@@ -199,12 +201,12 @@ impl GrpcMetrics {
         CallTimer { _in_progress: in_progress, started: Instant::now(), duration: duration.clone() }
     }
 
-    /// Connections that are open.
+    /// Returns the gauge of open connections.
     pub(super) fn connections(&self) -> &IntGauge {
         &self.calls.connections
     }
 
-    /// Connections closed at once, over the limit.
+    /// Returns the counter of connections closed at the limit.
     pub(super) fn refused_connections(&self) -> &IntCounter {
         &self.calls.refused_connections
     }

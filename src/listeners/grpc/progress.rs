@@ -1,10 +1,12 @@
-//! What keeps a call alive: progress, not age.
+//! Deadlines of calls, extended by progress.
 //!
-//! Not here: what a call does. A caller who pauses inside a request, or does not take an answer, ends its call; one that
-//! gets on is not cut off, however large the answer is. Invariants: a call without progress ends within the deadlines, and
-//! sooner while others wait for what its answer holds ([`PATIENCE`]) or for the worker's successor ([`Tails::close`]); what is
-//! left of an answer when its call has ended, because HTTP/2 has it and the socket has not, is taken in time or its connection
-//! ends.
+//! A call ends if its caller pauses within the request or stops reading the response. A caller that
+//! makes progress is not cut off, however large the response is.
+//!
+//! Invariants: a call without progress ends within its deadlines. It ends earlier while others wait
+//! for memory of its response ([`PATIENCE`]) or for the worker's successor ([`Tails::close`]). When
+//! a call has ended, HTTP/2 may still hold the last bytes of the response. The connection ends if
+//! the socket does not take them in time.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -20,74 +22,79 @@ use crate::clock::{Instant, sleep, sleep_until};
 use crate::listeners::places::Seat;
 use crate::listeners::{CLOSING_ANSWER, CLOSING_PAUSE, CLOSING_REQUEST, LOOK, PATIENCE};
 
-/// Taking so much of an answer is progress. A caller who takes a byte now and then is none.
+/// Minimum number of bytes a reader must consume to extend its deadline. Single bytes are no
+/// progress.
 const STEP_BYTES: u64 = 1 << 20;
 
-/// A call that waits for a frame looks this often whether it may wait on, and one that waits for its caller to take an answer ...
+/// Poll interval of a call that waits for a frame.
 const FRAME_LOOK: Duration = Duration::from_millis(250);
-/// ... this often.
+/// Poll interval of a call that waits for its caller to read the response.
 const ANSWER_LOOK: Duration = Duration::from_millis(500);
-/// The least time between two looks of a call.
+/// Minimum time between two checks of a call.
 const LOOK_PAUSE_MIN: Duration = Duration::from_millis(5);
 
-/// How long a call may take over what.
+/// Deadlines of one call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallDeadlines {
-    /// From its head until there is an answer.
+    /// From its header until there is a response.
     pub(super) call: Duration,
     /// Between two frames of its request.
     pub(super) frame: Duration,
-    /// For each [`STEP_BYTES`] of the answer.
+    /// For each [`STEP_BYTES`] of the response.
     pub(super) answer: Duration,
 }
 
-/// What is known of the call that runs in this task.
+/// Progress of the call that runs in this task.
 #[derive(Debug)]
 pub(super) struct Progress {
     began: Instant,
     deadlines: CallDeadlines,
-    /// In ms after `began`.
+    /// Deadline of the call, in ms after `began`.
     due_ms: AtomicU64,
     taken: AtomicU64,
-    /// When the caller last took any of its answer, likewise; none = [`NOT_TAKING`], also while it is not the caller's turn.
+    /// When the caller last read part of the response, in ms after `began`. [`NOT_TAKING`] before
+    /// the response and while the worker itself is busy.
     taking_ms: AtomicU64,
-    /// When to look at the frame that is waited for, likewise; [`NO_FRAME`] while none is.
+    /// When to check an awaited frame next, in ms after `began`. [`NO_FRAME`] while no frame is
+    /// awaited.
     frame_look_ms: AtomicU64,
     tails: Arc<Tails>,
 }
 
-/// There is no answer yet, or the disk is waited for.
+/// There is no response yet, or the call waits for the disk.
 const NOT_TAKING: u64 = u64::MAX;
 
-/// No frame is waited for: it came, or another thing is waited for.
+/// No frame is awaited.
 const NO_FRAME: u64 = u64::MAX;
 
-/// The next frame of a request is waited for, until this is dropped. The alarm of [`bounded`] is its timer: most frames come at
-/// once, and a timer for each is dearer than the look at them.
+/// Waits for the next frame of a request until dropped. It shares the alarm of [`bounded`]: most
+/// frames arrive at once, and a timer per frame would cost more than the check.
 #[derive(Debug)]
 pub(super) struct FrameWait {
     progress: Option<Arc<Progress>>,
     began: Instant,
 }
 
-/// The worker's own time inside an answer: it is not the caller's fault. Until it is dropped.
+/// Marks the worker's own time within a response, which does not count against the caller. Ends on
+/// drop.
 #[derive(Debug)]
 pub(super) struct OwnTime(Arc<Progress>);
 
-/// Answers of a connection whose last bytes HTTP/2 has and the socket has not, by the period in which it got them.
+/// Responses whose last bytes HTTP/2 still holds, counted by the period in which it got them.
 #[derive(Debug)]
 pub(super) struct Tails {
     began: Instant,
     period: Duration,
-    /// By the number of the period modulo three: the one that runs, the one before, and the one that must be empty.
+    /// Counts by period number modulo three: the current one, the previous one, and the one that
+    /// must be empty.
     waiting: [AtomicU32; 3],
-    /// When the connection began to close.
+    /// When the connection started to close.
     closed: OnceLock<Instant>,
-    /// There is one.
+    /// Notified when a tail begins.
     begun: Notify,
 }
 
-/// The end of an answer, until the socket has taken it or it is given up.
+/// The end of a response, until the socket has taken it or the call is given up.
 #[derive(Debug)]
 pub(super) struct Tail {
     tails: Arc<Tails>,
@@ -98,18 +105,19 @@ tokio::task_local! {
     static CALL: Arc<Progress>;
 }
 
-/// The progress of the call that runs in this task; none outside of calls.
+/// Returns the progress of the call that runs in this task, or `None` outside of calls.
 pub(super) fn of_this_call() -> Option<Arc<Progress>> {
     CALL.try_with(Arc::clone).ok()
 }
 
 impl FrameWait {
-    /// Begins, in this call; outside of calls it has no end.
+    /// Starts waiting within the current call. Outside of calls the wait has no deadline.
     pub(super) fn begin() -> Self {
         Self { progress: of_this_call(), began: Instant::now() }
     }
 
-    /// Whether the frame is later than it may be. If it is not, the call looks again, at `look` at the latest.
+    /// Returns whether the frame is overdue. If not, the call checks again, at `look` at the
+    /// latest.
     pub(super) fn is_overdue(&self, look: Option<Instant>) -> bool {
         let Some(progress) = &self.progress else { return false };
         let (now, due) = (Instant::now(), self.due(progress));
@@ -118,7 +126,7 @@ impl FrameWait {
         due <= now
     }
 
-    /// Why a call ends whose frame is overdue.
+    /// Returns the status of a call whose frame is overdue.
     pub(super) fn late(&self) -> Status {
         match self.progress.as_ref().and_then(|progress| progress.tails.closed_at()) {
             Some(_) => Status::unavailable("worker shutdown: the rest of the request did not arrive in time"),
@@ -140,8 +148,8 @@ impl Drop for FrameWait {
     }
 }
 
-/// Runs `call` until it ends (true) or has not got on in time (false); `is_waited_for` says whether others wait for what its
-/// answer holds.
+/// Runs `call`. Returns true if it completed, and false if it made too little progress.
+/// `is_waited_for` returns whether others wait for memory of its response.
 pub(super) async fn bounded(
     deadlines: CallDeadlines,
     tails: Arc<Tails>,
@@ -163,15 +171,15 @@ pub(super) async fn bounded(
         if call.as_mut().poll(context).is_ready() {
             return Poll::Ready(true);
         }
-        // An answer or a frame that is waited for brings the next look nearer, and progress moves it away, which does not
-        // touch the timer.
+        // A response or an awaited frame makes the next check earlier. Progress makes it later,
+        // which does not touch the timer.
         let first_look = progress.next_look();
         if first_look < alarm.deadline() {
             alarm.as_mut().reset(first_look);
         }
         loop {
             ready!(alarm.as_mut().poll(context));
-            // Who waits for a frame that is overdue finds that out by itself.
+            // The call itself detects that its frame is overdue.
             if progress.frame_look() <= Instant::now() && call.as_mut().poll(context).is_ready() {
                 return Poll::Ready(true);
             }
@@ -192,7 +200,7 @@ impl Progress {
         self.began + Duration::from_millis(self.due_ms.load(Ordering::Relaxed))
     }
 
-    /// From when on others come first, if the caller takes nothing until then.
+    /// Returns when others take precedence, if the caller reads nothing until then.
     fn patience_ends(&self) -> Instant {
         match self.taking_ms.load(Ordering::Relaxed) {
             NOT_TAKING => self.due(),
@@ -200,7 +208,7 @@ impl Progress {
         }
     }
 
-    /// When to look at the frame that is waited for; without one there is no such time before the call's own.
+    /// Returns when to check the awaited frame, or the call's deadline without one.
     fn frame_look(&self) -> Instant {
         match self.frame_look_ms.load(Ordering::Relaxed) {
             NO_FRAME => self.due(),
@@ -208,7 +216,7 @@ impl Progress {
         }
     }
 
-    /// When to look at the call next.
+    /// Returns when to check the call next.
     fn next_look(&self) -> Instant {
         let taking = match self.taking_ms.load(Ordering::Relaxed) {
             NOT_TAKING => self.due(),
@@ -217,7 +225,8 @@ impl Progress {
         self.due().min(self.frame_look()).min(taking)
     }
 
-    /// Whether the connection closes and the caller takes its answer so slowly that others wait for the successor.
+    /// Returns whether the connection is closing and the caller reads so slowly that it delays the
+    /// successor.
     fn delays_successor(&self, now: Instant) -> bool {
         let is_taking = self.taking_ms.load(Ordering::Relaxed) != NOT_TAKING;
         let closed = self.tails.closed_at().filter(|_| is_taking);
@@ -228,24 +237,24 @@ impl Progress {
     }
 
     fn after_beginning(&self, moment: Instant) -> u64 {
-        // Rounded up: a look just before its time is no use.
+        // Rounded up: a check just before its time would be useless.
         ms(moment.saturating_duration_since(self.began)) + 1
     }
 
-    /// There is an answer: from here on the caller's time runs.
+    /// Starts the caller's time: the response is ready.
     pub(super) fn answers(&self) {
         let now = self.began.elapsed();
         self.due_ms.store(ms(now + self.deadlines.answer), Ordering::Relaxed);
         self.taking_ms.store(ms(now), Ordering::Relaxed);
     }
 
-    /// The disk is waited for, which is not the caller's fault.
+    /// Stops the caller's time while the worker waits for the disk.
     pub(super) fn own_time(self: Arc<Self>) -> OwnTime {
         self.taking_ms.store(NOT_TAKING, Ordering::Relaxed);
         OwnTime(self)
     }
 
-    /// The caller takes `bytes` more of its answer.
+    /// Records that the caller reads `bytes` more of the response.
     pub(super) fn takes(&self, bytes: usize) {
         let bytes = bytes as u64;
         let before = self.taken.fetch_add(bytes, Ordering::Relaxed);
@@ -256,7 +265,7 @@ impl Progress {
         }
     }
 
-    /// The last bytes of the answer go to HTTP/2 now.
+    /// Returns the tail of the response, whose last bytes go to HTTP/2 now.
     pub(super) fn tail(&self) -> Tail {
         self.tails.begin()
     }
@@ -270,7 +279,8 @@ impl Drop for OwnTime {
 }
 
 impl Tails {
-    /// A peer that does not take an answer's end within `period` loses the connection, at the latest after twice that time.
+    /// Creates the counters. A peer that does not take the end of a response within `period` loses
+    /// the connection, after twice that time at the latest.
     pub(super) fn new(period: Duration) -> Arc<Self> {
         Arc::new(Self {
             began: Instant::now(),
@@ -281,7 +291,7 @@ impl Tails {
         })
     }
 
-    /// From now on calls end whose callers pause: others wait for the worker's successor.
+    /// Ends calls whose callers pause, since others wait for the worker's successor.
     pub(super) fn close(&self) {
         let _earlier = self.closed.set(Instant::now());
     }
@@ -297,24 +307,24 @@ impl Tails {
         Tail { tails: Arc::clone(self), at }
     }
 
-    /// Resolves when an answer's end was not taken in time.
+    /// Resolves when the end of a response was not taken in time.
     pub(super) async fn stuck(&self) {
         for period in self.now() + 1.. {
             sleep_until(self.began + self.period.saturating_mul(period)).await;
-            // Those of the period before the last, two back, have had a whole one.
+            // Tails from two periods back have had at least one whole period.
             if self.waiting[(period as usize + 1) % 3].load(Ordering::Relaxed) > 0 {
                 return;
             }
         }
     }
 
-    /// Resolves when there is an end of an answer, the socket has taken nothing for [`PATIENCE`], and others wait.
+    /// Resolves when a tail exists, the socket has taken nothing for [`PATIENCE`], and others wait.
     pub(super) async fn keep_others_waiting(&self, seat: &Seat, is_waited_for: impl Fn() -> bool) {
         loop {
             self.begun.notified().await;
             let begun = Instant::now();
             while self.waiting.iter().any(|waiting| waiting.load(Ordering::Relaxed) > 0) {
-                // A connection that was idle has written nothing for long when an answer begins.
+                // A connection that was idle has written nothing for long when a response begins.
                 let untaken = seat.unwritten().min(begun.elapsed());
                 if untaken >= PATIENCE && is_waited_for() {
                     return;
@@ -324,7 +334,7 @@ impl Tails {
         }
     }
 
-    /// The number of the period that runs.
+    /// Returns the number of the current period.
     fn now(&self) -> u32 {
         let periods = self.began.elapsed().as_nanos() / self.period.as_nanos().max(1);
         u32::try_from(periods).unwrap_or(u32::MAX - 1)
@@ -413,7 +423,8 @@ mod tests {
         assert!(of_this_call().is_none());
     }
 
-    /// A request of which a frame comes every `seconds`, and what became of it after how many.
+    /// Receives a request with a frame every `seconds` seconds. Returns the outcome and the seconds
+    /// it took.
     async fn receives(seconds: u64, frames: usize) -> (Result<usize, tonic::Code>, u64) {
         let began = Instant::now();
         let frame =
@@ -444,7 +455,7 @@ mod tests {
         assert_eq!(receives(0, 1000).await, (Ok(1000), 0));
     }
 
-    /// How many seconds an answer lives of which 1 MiB is taken and then nothing.
+    /// Returns the lifetime in seconds of a response whose caller reads 1 MiB and then nothing.
     async fn lives(is_waited_for: bool, waits_for_disk: bool) -> u64 {
         let deadlines = CallDeadlines { answer: Duration::from_secs(100), ..DEADLINES };
         let began = Instant::now();
@@ -505,7 +516,7 @@ mod tests {
     async fn end_of_response_has_a_deadline() {
         let tails = Tails::new(DEADLINES.answer);
         let began = Instant::now();
-        // Ends that are taken, in every period, keep the connection.
+        // The connection stays if the tails of every period are taken in time.
         let taken = async {
             for _ in 0..100 {
                 let tail = tails.begin();

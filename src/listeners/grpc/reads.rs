@@ -1,6 +1,6 @@
-//! The three data reads: a small request, the service's answer, the reply written by hand.
+//! The three data reads: decodes a small request, calls the service, and writes the reply by hand.
 //!
-//! Not here: order, cursors, ranges (`service`), how a reply looks (`replies`).
+//! Order, cursors and ranges are decided in `service`; `replies` encodes the reply.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::service::{
     ServiceError,
 };
 
-/// Payload fields of the three answers.
+/// Payload fields of the three responses.
 const MEMORY_DATA: u32 = 2;
 const INDEX_DATA: u32 = 1;
 const LOCAL_DATA: u32 = 1;
@@ -62,7 +62,7 @@ pub(super) async fn memory<B: RequestBody>(
     }
 }
 
-/// What the service is asked.
+/// Converts the request for the service.
 fn memory_request<'a>(
     request: &'a GetMemoryShuffleDataRequest,
     answers: &'a AnswersOfConnection,

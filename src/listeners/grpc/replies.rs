@@ -1,11 +1,11 @@
-//! Answers to the three data reads, written by hand: a small head, then the payload as the `Bytes` it already is.
+//! Responses to the three data reads, encoded by hand: a small head, then the payload as existing
+//! `Bytes`. prost would first copy the payload into one contiguous message.
 //!
-//! Not here: any decision about what is read. prost would copy the payload into one contiguous message first
-//! (docs/design/data-path.md §4: 0.63 against 0.33–0.47 CPU-s/GB).
+//! Protobuf fields may have any order. All other fields are therefore written before the payload
+//! field, whose length is known in advance. This module decides nothing about the data.
 //!
-//! Layout: the order of protobuf fields is free, so everything else of the message is written before the payload
-//! field, whose length is known up-front. Invariant: an answer carries exactly the announced bytes, or the call ends
-//! with a gRPC error status; a short answer with status 0 cannot happen.
+//! Invariant: a response has exactly the announced bytes, or the call ends with a gRPC error
+//! status. A short response with status 0 cannot happen.
 
 use std::future::Future;
 
@@ -24,12 +24,12 @@ use uniffle_wire::types::BlockMeta;
 
 /// Size at which a run of small pieces is cut.
 const COALESCED_BYTES: usize = 64 << 10;
-/// Bytes of an answer that HTTP/2 gets at a time: whether a caller gets on is seen from one to the next.
+/// Bytes handed to HTTP/2 at a time. Progress of a caller is visible between two such steps.
 const FRAME_BYTES: usize = 256 << 10;
 /// Java reads a message into one array, whose length is an `int`.
 const MESSAGE_BYTES_MAX: u64 = i32::MAX as u64;
 
-/// The fields of a message that stand before its payload, behind room for the gRPC prefix.
+/// Fields of a message before its payload, preceded by space for the gRPC prefix.
 #[derive(Debug)]
 pub(super) struct Head {
     bytes: BytesMut,
@@ -77,16 +77,17 @@ impl Head {
         head
     }
 
-    /// Head of a `GetShuffleResultResponse` or one for many partitions, with status SUCCESS: field 2.
+    /// Head of a `GetShuffleResultResponse` or one for many partitions, with status SUCCESS: field
+    /// 2.
     pub(super) fn result(message: &str) -> Self {
         let mut head = Self::with_capacity(message.len());
         head.string(2, message);
         head
     }
 
-    /// The fields that `message` has beside those that are written by hand.
+    /// Appends the fields of `message` that are not written by hand.
     pub(super) fn fields(&mut self, message: &impl prost::Message) {
-        // A buffer that grows takes all of it.
+        // Cannot fail: the buffer grows.
         let _ = message.encode(&mut self.bytes);
     }
 
@@ -127,7 +128,8 @@ impl Head {
         }
     }
 
-    /// Ends the head: key and length of the payload field, and the gRPC prefix over all of it.
+    /// Finishes the head: key and length of the payload field, and the gRPC prefix of the whole
+    /// message.
     fn announce(mut self, payload_tag: u32, payload_bytes: u64) -> Result<Bytes, Status> {
         if payload_bytes > 0 {
             self.key(payload_tag, WireType::LengthDelimited);
@@ -145,7 +147,8 @@ impl Head {
     }
 }
 
-/// An int32 field keeps its sign in 64 bits; lengths beyond `i32::MAX` come from a client that wrote a negative one.
+/// An int32 field is sign-extended to 64 bits. Lengths beyond `i32::MAX` come from a client that
+/// wrote a negative one.
 fn sign_extended(value: u32) -> u64 {
     i64::from(value.cast_signed()).cast_unsigned()
 }
@@ -154,9 +157,9 @@ fn varint_field_len(tag: u32, value: u64) -> usize {
     if value == 0 { 0 } else { key_len(tag) + encoded_len_varint(value) }
 }
 
-/// Answer with a payload that is at hand; `payload_bytes` is the sum of `pieces`, of which the small ones are copied together
-/// if that is paid for. `until_sent` is dropped when the socket has taken the last of them: until then the transport may hold
-/// all.
+/// Builds a response from a payload in memory. `payload_bytes` is the sum of `pieces`. If
+/// `may_copy`, small pieces are combined. `until_sent` is dropped when the socket has taken the
+/// last piece: until then the transport may hold all of them.
 pub(super) fn from_memory(
     head: Head,
     payload_tag: u32,
@@ -180,14 +183,16 @@ pub(super) fn from_memory(
     Ok(answer(stream::iter(frames)))
 }
 
-/// Answer of a message with its prefix; `until_sent` as above.
+/// Builds a response from a message with its prefix. `until_sent` is dropped when the socket has
+/// taken it.
 pub(super) fn whole(message: Bytes, until_sent: impl Send + 'static) -> http::Response<Body> {
     let frames = std::iter::once_with(|| Frame::data(last_bytes(message, until_sent)));
     let frames = frames.chain(std::iter::once_with(|| Frame::trailers(ok_trailers())));
     answer(stream::iter(frames))
 }
 
-/// The last bytes of an answer, with what lives until the socket has taken them. Made when they go to HTTP/2.
+/// Attaches `until_sent` to the last bytes of a response, until the socket has taken them. Called
+/// when they go to HTTP/2.
 fn last_bytes(bytes: Bytes, until_sent: impl Send + 'static) -> Bytes {
     let tail = progress::of_this_call().map(|progress| progress.tail());
     Bytes::from_owner(Last { bytes, _until_sent: (until_sent, tail) })
@@ -204,7 +209,8 @@ impl<T> AsRef<[u8]> for Last<T> {
     }
 }
 
-/// Runs of pieces of fewer than `small` bytes (the head is the first) become one; the others stay as they are.
+/// Combines runs of pieces smaller than `small` bytes, starting with the head. Other pieces are
+/// unchanged.
 fn coalesce(head: Bytes, pieces: Vec<Bytes>, small: usize) -> Vec<Bytes> {
     let mut whole = Vec::with_capacity(pieces.len().min(1024) + 1);
     let mut run = BytesMut::from(head);
@@ -227,21 +233,22 @@ fn coalesce(head: Bytes, pieces: Vec<Bytes>, small: usize) -> Vec<Bytes> {
     whole
 }
 
-/// Where a streamed payload comes from.
+/// Source of a streamed payload.
 pub(super) trait Chunks: Send + 'static {
-    /// The next chunk; `None` at the end. The error's text reaches the client.
+    /// Returns the next chunk, or `None` at the end. The text of an error reaches the client.
     fn next(&mut self) -> impl Future<Output = Option<Result<Bytes, String>>> + Send;
 }
 
-/// Progress of a streamed answer.
+/// State of a streamed response.
 enum Streaming<C, T> {
     Head(Bytes, u64, C, T),
     Payload(u64, C, Option<T>),
     Done,
 }
 
-/// Answer whose payload of `payload_bytes` is still being read. An error, or another number of bytes than announced,
-/// ends the call with `INTERNAL` in the trailers. `until_sent` is dropped when the socket has taken the last chunk.
+/// Builds a response whose payload of `payload_bytes` bytes is still being read. An error, or
+/// another number of bytes than announced, ends the call with `INTERNAL` in the trailers.
+/// `until_sent` is dropped when the socket has taken the last chunk.
 pub(super) fn from_chunks<C: Chunks>(
     head: Head,
     payload_tag: u32,
@@ -263,7 +270,8 @@ pub(super) fn from_chunks<C: Chunks>(
     Ok(answer(frames))
 }
 
-/// An answer of `frames`. hyper asks for one when the caller can take it, which is what keeps the call alive.
+/// Builds a response from `frames`. hyper polls for a frame when the caller can take it, which
+/// keeps the call alive.
 fn answer(frames: impl Stream<Item = Frame<Bytes>> + Send + 'static) -> http::Response<Body> {
     let progress = progress::of_this_call();
     if let Some(progress) = &progress {
@@ -279,7 +287,7 @@ fn answer(frames: impl Stream<Item = Frame<Bytes>> + Send + 'static) -> http::Re
     respond(Body::new(StreamBody::new(frames.map(taken))))
 }
 
-/// A frame in steps of at most [`FRAME_BYTES`].
+/// Splits a frame into steps of at most [`FRAME_BYTES`].
 fn steps(frame: Frame<Bytes>) -> impl Iterator<Item = Frame<Bytes>> {
     let mut rest = Some(frame);
     std::iter::from_fn(move || {
@@ -333,7 +341,7 @@ mod tests {
     use crate::proto;
     use uniffle_wire::types::{BlockId, TaskAttemptId};
 
-    /// Message bytes and `grpc-status` of a response, and its number of data frames.
+    /// Reads a response. Returns its message bytes, `grpc-status` and number of data frames.
     async fn read(response: http::Response<Body>) -> (Bytes, String, usize) {
         assert_eq!(response.headers()["content-type"], "application/grpc");
         let mut body = response.into_body();

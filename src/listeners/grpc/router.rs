@@ -1,7 +1,8 @@
-//! One call: by path to the methods that are served here or to tonic's router, counted and with a deadline.
+//! Routes one call by path to a method served here or to tonic's router, with metrics and a
+//! deadline.
 //!
-//! Not here: connections (`server`). Invariant: a call ends with an answer within its deadline, and a panic-free
-//! infallible type: whatever goes wrong is a gRPC status.
+//! Connections are handled in `server`. Invariant: a call is answered within its deadline. Its type
+//! is infallible, so every failure becomes a gRPC status.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -34,26 +35,27 @@ use crate::clock::timeout;
 use crate::runtime::{Aside, Tasks};
 use crate::service::{ReadingOfConnection, Service};
 
-/// Calls that want to know who asks.
+/// Path prefixes of calls that need the caller's address.
 const WHO_ASKS: [&str; 2] = ["/rss.common.ShuffleServerInternal/", "/rss.common.CoordinatorServer/heartbeat"];
 
-/// W3C trace context, as gRPC clients with tracing send it.
+/// W3C trace context header, as sent by gRPC clients with tracing.
 const TRACEPARENT: &str = "traceparent";
 
-/// Largest request of the calls that tonic serves: ids and a few words, or a coordinator's view of a worker.
+/// Largest request of calls served by tonic: ids and short texts, or a coordinator's view of a
+/// worker.
 const OTHER_BYTES_MAX: u32 = 4 << 20;
 
-/// The connection that a call comes by.
+/// The connection of a call.
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) peer: SocketAddr,
     pub(super) inbound: Inbound,
     pub(super) reading: ReadingOfConnection,
-    /// Requests for tickets that may wait in line.
+    /// Permits for ticket requests that may wait in line.
     pub(super) tickets: Semaphore,
 }
 
-/// What every connection shares.
+/// State shared by all connections.
 #[derive(Debug)]
 pub(super) struct Router {
     pub(super) config: GrpcConfig,
@@ -64,8 +66,8 @@ pub(super) struct Router {
     pub(super) requests: RequestHeap,
 }
 
-/// An answer that its maker has charged, whose message is not encoded yet: that is done on a blocking thread if it is large,
-/// and the charge lives until the socket has the bytes.
+/// Encodes a response that carries its charge. Large ones are encoded on a blocking thread. The
+/// charge lives until the socket has the bytes.
 async fn charged(places: &Aside, mut response: Response<Body>) -> Result<Response<Body>, Status> {
     let Some(charge) = response.extensions_mut().remove::<Arc<Charge>>() else { return Ok(response) };
     let is_small = charge.bytes() <= INLINE_BYTES_MAX as u64;
@@ -90,14 +92,14 @@ impl Router {
     ) -> Result<Response<Body>, Infallible> {
         let _span = self.span(&request);
         if WHO_ASKS.iter().any(|path| request.uri().path().starts_with(path)) {
-            // As tonic's own server tells it.
+            // Same as in tonic's own server.
             let remote_addr = Some(caller.peer);
             request.extensions_mut().insert(TcpConnectInfo { local_addr: None, remote_addr });
         }
         self.counted(request, &caller).await
     }
 
-    /// The span of a call. Nothing is looked up when nothing is traced.
+    /// Starts the span of a call. Without tracing it does no lookups.
     fn span(&self, request: &Request<Incoming>) -> Span {
         if self.config.traces.is_off() {
             return Span::noop();
@@ -113,7 +115,7 @@ impl Router {
     ) -> Result<Response<Body>, Infallible> {
         let _counted = self.metrics.begin(request.uri().path());
         if request.uri().path() == SEND_SHUFFLE_DATA {
-            // Has its own deadline, because it goes on reading after it.
+            // Has its own deadline, because it continues to read after that.
             return Ok(ingest::send_shuffle_data(
                 &self.service,
                 &self.config,
@@ -131,7 +133,7 @@ impl Router {
         }))
     }
 
-    /// A call whose request is collected before it is understood.
+    /// Serves a call whose request is collected before it is decoded.
     async fn small_call(
         &self,
         request: Request<Incoming>,

@@ -1,14 +1,13 @@
-//! The connections of the gRPC port.
+//! Connections of the gRPC port.
 //!
-//! Not here: calls (`router`), accepting ([`crate::listeners::acceptor`]). hyper's HTTP/2 server is driven directly,
-//! because the hot methods need its frames and each connection its own windows; tonic's own server offers neither. An
-//! HTTP/2 receiver of our own was judged by measurement and not built: it would win 6 to 10 % end to end
-//! (benches/notes/network.md).
+//! hyper's HTTP/2 server is driven directly, because the hot methods need its frames and each
+//! connection its own windows. tonic's own server offers neither. Calls are in `router`, accepting
+//! in [`crate::listeners::acceptor`].
 //!
-//! Invariant: connections, the streams and the receive windows of all are bounded; every task belongs to the group
-//! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline. One whose place
-//! is given to another has a GOAWAY too and a shorter time, so that its client repeats on a new one what was not begun; so has
-//! one without a call whose peer does not answer.
+//! Invariant: connections, and their total of streams and receive windows, are bounded. Every task
+//! belongs to the given group and ends after a close: connections after a GOAWAY and at most the
+//! drain deadline. An evicted connection gets a GOAWAY and a shorter deadline, and its client
+//! retries on a new one. A connection without a call also ends if its peer does not answer.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
@@ -51,15 +50,17 @@ const NAMES: Names = Names {
     connection: "grpc connection",
     limit: "grpc.max_connections",
 };
-/// Smallest frame size the protocol lets us announce (RFC 9113 §6.5.2).
+/// Smallest frame size that the protocol allows to announce (RFC 9113 §6.5.2).
 const FRAME_BYTES_MIN: u32 = 16_384;
-/// Calls of a connection that may at least be cancelled before hyper has seen them: h2's own limit.
+/// Minimum limit of calls cancelled before hyper has processed them. Equal to h2's own limit.
 const CANCELLED_MIN: usize = 20;
-/// Streams that h2 may end because of a client's error in the life of a connection, at least: h2's own limit ...
+/// Minimum limit of streams ended for a client's errors over the life of a connection. Equal to
+/// h2's own limit.
 const ERRORS_MIN: usize = 1024;
-/// ... and for each stream that the connection may have at once.
+/// Limit of streams ended for errors, per stream that the connection may have at once.
 const ERRORS_PER_STREAM: usize = 4;
-/// Response bytes that may wait in one stream. They are slices of memory that is accounted for elsewhere.
+/// Response bytes that may wait in one stream. They are slices of memory that is accounted for
+/// elsewhere.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
 /// The gRPC listener.
@@ -72,11 +73,12 @@ pub struct GrpcServer {
 }
 
 impl GrpcServer {
-    /// Serves on `binding` until `tasks` are told to close; returns the gauge of open connections at once. `routes` carries services of other modules
-    /// (the embedded coordinator) or nothing; the shuffle server's own are added here.
+    /// Serves on `binding` until `tasks` are closed. Returns the gauge of open connections at once.
+    /// `routes` has services of other modules (the embedded coordinator) or none. The shuffle
+    /// server's own are added here.
     ///
     /// # Errors
-    /// When a metric name is taken in `registry`.
+    /// If a metric name is already registered in `registry`.
     pub fn start(
         config: GrpcConfig,
         binding: impl Into<Binding>,
@@ -132,20 +134,22 @@ impl GrpcServer {
     }
 }
 
-/// What a connection has of the budgets of all.
+/// A connection's shares of the common budgets.
 struct Shares {
     window: Share,
     streams: Share,
 }
 
 impl Shares {
-    /// Calls that may be cancelled before hyper has seen them: as many as there may be at once.
+    /// Returns how many calls may be cancelled before hyper has processed them: as many as may run
+    /// at once.
     fn cancelled_max(&self) -> usize {
         (self.streams.amount() as usize).max(CANCELLED_MIN)
     }
 }
 
-/// HTTP/2 until the connection ends, or until a deadline after the listener was told to close or its place was given away.
+/// Drives HTTP/2 until the connection ends, or until a deadline after the listener was closed or
+/// the connection evicted.
 async fn drive(
     router: &Arc<Router>,
     (stream, gathering): (Gathered<Stream>, Gathering<Stream>),
@@ -158,7 +162,7 @@ async fn drive(
         peer,
         inbound: router.requests.of_connection(),
         reading: router.service.reads.reading_of_connection(),
-        // The others are for calls that give memory back, or need none.
+        // The other half is for calls that free memory, or need none.
         tickets: Semaphore::new(shares.streams.amount() as usize / 2),
     });
     let tails = Tails::new(router.config.answer_deadline);
@@ -200,7 +204,7 @@ async fn drive(
             }
             Ok(())
         }),
-        // Its peer does not answer, and nothing that has begun waits for it: others wait for a successor meanwhile.
+        // The peer does not answer, and no running call waits for it. Others wait for a successor.
         () = seat.resting(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }) => Ok(()),
     }
 }
@@ -228,9 +232,10 @@ fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http
     builder
 }
 
-/// Runs a connection's calls as tasks of the group, each with an end: hyper does not ask a body for more while the
-/// peer takes nothing, so only from out here can a stalled answer be given up and its memory be freed. A call whose last
-/// bytes are HTTP/2's has ended; those are watched by the connection ([`Tails`]).
+/// Runs a connection's calls as tasks of the group, each with a deadline. hyper does not poll a
+/// body while the peer reads nothing, so only an outer task can abort a stalled response and free
+/// its memory. A call ends when HTTP/2 has its last bytes; the connection then watches those
+/// ([`Tails`]).
 #[derive(Debug, Clone)]
 struct CallExecutor {
     tasks: Tasks,
@@ -248,7 +253,7 @@ where
         let request = self.seat.request();
         let reads = Arc::clone(&self.reads);
         let is_waited_for = move || reads.are_waited_for();
-        // A call is some KiB large and would be moved each time it is wrapped.
+        // A call is some KiB large and would be moved by each wrapper.
         let call = Box::pin(call);
         let bounded = progress::bounded(self.deadlines, Arc::clone(&self.tails), is_waited_for, call);
         self.tasks.spawn("grpc stream", async move {

@@ -1,4 +1,5 @@
-//! The small calls of `ShuffleServer` through tonic. The others never get here (`router`).
+//! Small calls of `ShuffleServer`, served through tonic. The others are handled earlier, in
+//! `router`.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use crate::service::Service;
 
 type Answer<T> = Result<Response<T>, Status>;
 
-/// Answers every call of a shuffle's life but the five hot ones.
+/// Serves the small calls.
 #[derive(Debug)]
 pub(super) struct ShuffleCalls {
     service: Arc<Service>,
@@ -90,7 +91,8 @@ impl ShuffleServer for ShuffleCalls {
         taken_by_path()
     }
 
-    /// Clients of storage without a memory part only; those of MEMORY_* never call it (docs/protocol.md §2.6).
+    /// Called only by clients whose storage has no memory part. Clients of MEMORY_* never call it
+    /// (docs/protocol.md §2.6).
     async fn commit_shuffle_task(
         &self,
         request: Request<proto::ShuffleCommitRequest>,

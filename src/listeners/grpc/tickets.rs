@@ -1,7 +1,7 @@
-//! `requireBuffer`: one for every send and more when memory is short, so it does not go through tonic, whose codec
-//! allocates 16 KiB for each call: with 11,200 writers that was 170 MiB beside the data.
+//! `requireBuffer`, served without tonic. Every send needs one, more when memory is short, and
+//! tonic's codec allocates 16 KiB for each call.
 //!
-//! Not here: who gets a ticket (`service`).
+//! `service` decides who gets a ticket.
 
 use std::sync::Arc;
 

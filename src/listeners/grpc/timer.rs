@@ -1,4 +1,5 @@
-//! Timers of HTTP/2 (keep-alive) by the clock of the process: a peer is not closed for a pause of this process.
+//! HTTP/2 timers (keep-alive) on the clock of the process, so that a pause of this process does not
+//! close a peer.
 
 #![expect(clippy::disallowed_types, reason = "hyper's interface names the standard library's type")]
 
@@ -9,7 +10,7 @@ use hyper::rt::{Sleep, Timer};
 
 use crate::clock;
 
-/// Gives hyper timers of [`clock`].
+/// Provides hyper with timers of [`clock`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConnectionTimer;
 

@@ -1,36 +1,36 @@
-//! What a message will take that is made of bytes, known before it is made. Pure.
+//! Estimates the heap size of a message from its encoded bytes, before decoding. Pure functions.
 
-/// What a message made of bytes takes.
+/// Estimates the decoded size of an encoded message.
 pub(super) type Weigh = fn(&[u8]) -> u64;
 
-/// How deep messages of the protocol are nested.
+/// Maximum nesting depth of the protocol's messages.
 const DEPTH_MAX: u32 = 3;
 
-/// Of a request with a few fields, of which one may be a bitmap that is decoded.
+/// Estimates a request with a few fields, one of which may be a bitmap to decode.
 pub(super) fn flat(bytes: &[u8]) -> u64 {
     4 * bytes.len() as u64
 }
 
-/// Of a request with lists of numbers only.
+/// Estimates a request that has only lists of numbers.
 pub(super) fn numbers(bytes: &[u8]) -> u64 {
     2 * size_of::<i64>() as u64 * values_in(bytes)
 }
 
-/// Of any request: lists of messages with lists in them, each of which grows by doubling.
+/// Estimates any request: lists of messages with nested lists, each of which grows by doubling.
 pub(super) fn nested(bytes: &[u8]) -> u64 {
     weigh(bytes, 1).unwrap_or(48 * bytes.len() as u64)
 }
 
-/// Numbers that `bytes` may be a packed list of.
+/// Returns how many numbers `bytes` has if it is a packed list.
 fn values_in(bytes: &[u8]) -> u64 {
     bytes.iter().filter(|byte| **byte < 0x80).count() as u64
 }
 
-/// `None` when these are not the fields of a message.
+/// Estimates the fields of a message. Returns `None` if `bytes` are not message fields.
 fn weigh(mut bytes: &[u8], depth: u32) -> Option<u64> {
-    /// A number, alone or in a list.
+    /// Size of a number, alone or in a list.
     const VALUE_BYTES: u64 = 16;
-    /// A string or a message in a list, beside what is in it.
+    /// Size of a string or message in a list, without its content.
     const ITEM_BYTES: u64 = 96;
     let mut sum = 0;
     while !bytes.is_empty() {
@@ -55,7 +55,7 @@ fn weigh(mut bytes: &[u8], depth: u32) -> Option<u64> {
     Some(sum)
 }
 
-/// The number that `bytes` begin with, which is taken off.
+/// Takes a varint off the front of `bytes`.
 pub(super) fn varint(bytes: &mut &[u8]) -> Option<u64> {
     let mut value = 0_u64;
     for shift in (0..64).step_by(7) {
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
     use crate::proto;
 
-    /// Lists of empty messages take thirty times their bytes.
+    /// Decoded lists of empty messages take thirty times their encoded size.
     #[test]
     fn heap_of_a_message_is_known_before_decoding() {
         let partition = |ids: Vec<i64>| proto::PartitionToBlockIds { partition_id: 0, block_ids: ids };

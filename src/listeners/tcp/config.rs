@@ -18,8 +18,8 @@ words! {
 }
 
 impl TcpConfig {
-    /// Local answers that wait may hold a quarter of the read memory's chunks, half when these are large; the rest is for
-    /// those being written.
+    /// Returns the maximum number of waiting local responses. They may hold a quarter of the read
+    /// memory's chunks, or half if these are large. The rest is for responses being written.
     #[must_use]
     pub fn local_reads_for(read_capacity_bytes: u64) -> usize {
         let chunks = read_capacity_bytes / READ_CHUNK_BYTES_SHORT as u64;

@@ -1,7 +1,7 @@
-//! Answers requests that are complete: calls the service and encodes the head of the reply.
+//! Answers complete requests: calls the service and encodes the head of the reply.
 //!
-//! Every refusal goes out in the type that the request's success would have (docs/protocol.md §7.5), with empty lists:
-//! clients cast a reply to the type that they expect.
+//! A refusal has the message type of the request's success (docs/protocol.md §7.5), with empty
+//! lists, since clients cast a reply to the type they expect.
 
 use std::sync::Arc;
 
@@ -23,27 +23,27 @@ use uniffle_wire::types::AppId;
 use super::shared::{LISTENER, Shared};
 use super::writer::{Body, Outbox, Outgoing, ReplyGuard};
 
-/// Java's word for success, in every reply.
+/// Java's text of success, in every reply.
 const OK: &str = "OK";
-/// Java's words for a read of the server-side merge, which this worker does not do.
+/// Java's text for a read of the server-side merge, which this worker does not offer.
 const MERGE_DISABLED: &str = "Remote merge is disabled";
 /// `MergeState.INTERNAL_ERROR` of Java.
 const MERGE_STATE_ERROR: i32 = 3;
 
-/// Local answers that one connection has under way: one on the socket, and one that is ready when it is its turn.
-/// So a peer that reads slowly holds one of `TcpConfig::local_reads_in_flight_max`, whatever it asks for.
+/// Maximum number of local responses in progress per connection: one on the socket and one ready. A
+/// slow peer thus holds one of `TcpConfig::local_reads_in_flight_max`, whatever it requests.
 pub(super) const LOCAL_TURNS: usize = 2;
 
-/// A reply's head and body.
+/// Head and body of a reply.
 pub(super) type Reply = (Bytes, Body);
 
-/// The reply to a send that was committed.
+/// Returns the reply to a committed send.
 pub(super) fn sent(shared: &Shared, request_id: i64) -> Reply {
     success(request_id, ReplyFields::Rpc, Body::Empty, 0)
         .unwrap_or_else(|error| refused(shared, FrameType::Send, request_id, &error))
 }
 
-/// The reply to a request of type `kind` that was refused.
+/// Returns the reply to a refused request of type `kind`.
 pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, error: &ServiceError) -> Reply {
     shared.service.note_refusal(LISTENER, error);
     let fields = match kind {
@@ -79,7 +79,7 @@ fn success(
     Ok((head.freeze(), body))
 }
 
-/// The reply to a read of sorted data.
+/// Returns the reply to a read of sorted data.
 pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
     if let Ok(ReadRequest::Sorted(request)) = ReadRequest::decode(FrameType::Sorted, message) {
         shared.metrics.of(FrameType::Sorted).transit().arrived(request.timestamp_ms);
@@ -87,7 +87,7 @@ pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply 
     refused(shared, FrameType::Sorted, request_id, &ServiceError::Unsupported(MERGE_DISABLED))
 }
 
-/// The reply to a read of memory.
+/// Returns the reply to a memory read.
 pub(super) fn memory(
     shared: &Shared,
     answers: &AnswersOfConnection,
@@ -114,7 +114,8 @@ fn read_memory(
     success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
 }
 
-/// Whether a read of memory may take longer than a runtime's thread has. One that is not understood is refused at once.
+/// Returns whether a memory read may take too long for a runtime thread. A malformed one is refused
+/// at once.
 pub(super) fn may_take_long(shared: &Shared, answers: &AnswersOfConnection, message: &[u8]) -> bool {
     match ReadRequest::decode(FrameType::Memory, message) {
         Ok(ReadRequest::Memory(request)) => {
@@ -124,7 +125,7 @@ pub(super) fn may_take_long(shared: &Shared, answers: &AnswersOfConnection, mess
     }
 }
 
-/// What the service is asked.
+/// Converts the request for the service.
 fn memory_request<'a>(
     request: &MemoryRequest<'a>,
     answers: &'a AnswersOfConnection,
@@ -140,14 +141,14 @@ fn memory_request<'a>(
     }
 }
 
-/// A read request that has come whole, with what it is charged until its answer is there.
+/// A complete read request, with its charge until the response is ready.
 #[derive(Debug)]
 pub(super) struct ReadMessage {
     pub(super) bytes: Vec<u8>,
     pub(super) charge: Charge,
 }
 
-/// A read of local index or data, a task of its own.
+/// A read of local index or data, which runs as its own task.
 #[derive(Debug)]
 pub(super) struct LocalRead {
     pub(super) shared: Arc<Shared>,
@@ -161,7 +162,7 @@ pub(super) struct LocalRead {
 }
 
 impl LocalRead {
-    /// Answers, unless the connection ends before.
+    /// Answers the request, unless the connection ends first.
     pub(super) async fn run(mut self) {
         let cancelled = self.connection.cancelled();
         let name = if self.kind == FrameType::LocalIndex {
@@ -184,7 +185,7 @@ impl LocalRead {
 
     async fn answer(&mut self) -> Result<Reply, ServiceError> {
         let request = ReadRequest::decode(self.kind, &self.message.bytes)?;
-        // The index's request does not say when it was sent.
+        // Index requests have no timestamp.
         if let ReadRequest::LocalData(request) = &request {
             self.guard.counted.metrics().transit().arrived(request.timestamp_ms);
         }
@@ -192,7 +193,7 @@ impl LocalRead {
         let wait = self.shared.config.local_read_wait;
         let service = &self.shared.service;
         let target = request.target();
-        // An id that is none is refused by the service.
+        // The service refuses an invalid id.
         if let Ok(app) = AppId::parse(target.app) {
             let reader = Reader { app: Some(app), weight: 1 };
             let place = timeout(wait, self.shared.local_reads.take(&reader, 1)).await;

@@ -1,8 +1,9 @@
-//! Walks the frames of one connection, fed with whatever the socket gives. Never waits and never keeps a chunk.
+//! Walks the frames of one connection, given any piece of its byte stream. Never waits and never
+//! keeps a chunk.
 //!
-//! Two kinds of faults: a frame whose header cannot be right, or that has no request id, ends the connection, because
-//! nothing after it can be trusted. Anything else is refused with a status once the rest of the frame, whose length is
-//! known, went by. A refused send holds no memory while it does.
+//! There are two kinds of faults. A frame with an invalid header or without a request id ends the
+//! connection, because nothing after it can be trusted. Any other fault is refused with a status
+//! after the rest of the frame, whose length is known. Meanwhile a refused send holds no memory.
 
 use std::sync::Arc;
 
@@ -26,33 +27,34 @@ use super::metrics::InProgress;
 use super::shared::Shared;
 use super::writer::{Outbox, Outgoing, ReplyGuard};
 
-/// Taken from the socket between frames, so that little is left over when what they want is not there yet.
+/// Number of bytes read between frames. Small, so that little is left over if a request must wait.
 const SMALL_REQUEST_BYTES: u32 = 64 << 10;
-/// Read requests up to this size are bounded by the number of requests; larger ones are charged to the heap.
+/// Read requests up to this size are bounded by the number of requests. Larger ones are charged to
+/// the heap.
 const FREE_REQUEST_BYTES: usize = 256;
-/// What a read request is charged by its bytes: they, and the task filter that is made of them.
+/// Heap charged per byte of a read request: the byte itself and the decoded task filter.
 const REQUEST_WEIGHT: u64 = 5;
-/// Above this size a task filter is decoded on a blocking thread.
+/// Larger task filters are decoded on a blocking thread.
 const INLINE_REQUEST_BYTES_MAX: usize = 64 << 10;
-/// What a read of local disks takes while it waits for its turn: its task, and what is understood of it.
+/// Heap charged for a waiting read of local disks: its task and the decoded request.
 const LOCAL_READ_BYTES: u64 = 4 << 10;
 /// Every message begins with its request id.
 const REQUEST_ID_BYTES: usize = 8;
 
-/// What must be there before more can be walked.
+/// Condition for walking further.
 #[derive(Debug)]
 pub(super) enum Wanted {
-    /// Bytes.
+    /// More bytes.
     Bytes,
-    /// A place among the connection's requests in flight.
+    /// A permit for a request of the connection.
     Request,
-    /// A place among the listener's memory reads.
+    /// A permit for a memory read of the listener.
     MemoryRead,
     /// The end of a commit.
     Commit,
 }
 
-/// Where in a frame the connection is.
+/// Position within a frame.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one per connection, and a send is the common case")]
 enum Phase {
@@ -60,7 +62,7 @@ enum Phase {
         bytes: [u8; HEADER_BYTES],
         have: usize,
     },
-    /// With its span, which ends with it.
+    /// A send with its trace span, which ends with it.
     Send {
         intake: Intake,
         _span: Span,
@@ -74,7 +76,7 @@ impl Phase {
     const START: Self = Self::Header { bytes: [0; HEADER_BYTES], have: 0 };
 }
 
-/// A read request of which a part has come.
+/// A partly received read request.
 #[derive(Debug)]
 struct PartialRead {
     kind: FrameType,
@@ -84,7 +86,7 @@ struct PartialRead {
 }
 
 impl PartialRead {
-    /// Room for `more` bytes, charged first.
+    /// Reserves space for `more` bytes. Charges it first.
     fn make_room(&mut self, more: usize) -> Result<(), HeapFull> {
         let needed = self.message.len() + more;
         if needed <= self.message.capacity() {
@@ -100,17 +102,17 @@ impl PartialRead {
     }
 }
 
-/// What is left of a frame whose answer is certain.
+/// The rest of a frame that is already refused.
 #[derive(Debug)]
 struct Drain {
     kind: FrameType,
     left: u64,
-    /// The request id, as far as it has come.
+    /// Bytes of the request id received so far.
     id: Vec<u8>,
     error: ServiceError,
 }
 
-/// Where one connection is in its stream of frames.
+/// Frame parser of one connection.
 #[derive(Debug)]
 pub(super) struct Frames {
     shared: Arc<Shared>,
@@ -121,27 +123,28 @@ pub(super) struct Frames {
     turns: Arc<Semaphore>,
     phase: Phase,
     walker: SendWalker,
-    /// The current or next request's place.
+    /// Permit of the current or next request.
     place: Option<OwnedSemaphorePermit>,
-    /// What its requests are charged to.
+    /// Heap budget of its requests.
     heap: Budget,
-    /// What its answers from memory may hold.
+    /// Response window for memory reads.
     answers: AnswersOfConnection,
     requests_max: usize,
-    /// A memory read that waits for its place.
+    /// A memory read that waits for its permit.
     memory_read: Option<(i64, ReadMessage)>,
-    /// A send that has come whole and is being committed.
+    /// A completely received send that is being committed.
     committing: Option<(i64, Committing)>,
-    /// When the current frame's first byte came.
+    /// When the first byte of the current frame arrived.
     began: Option<Instant>,
-    /// Counts the current frame's request, from its header on: the listener's and the connection's.
+    /// Counts the current frame's request from its header on, for the listener and for the
+    /// connection.
     counted: Option<(InProgress, Request)>,
-    /// The listener closes: nothing behind the current frame is taken from the socket.
+    /// The listener is closing: no bytes beyond the current frame are read.
     aligned: bool,
 }
 
 impl Frames {
-    /// Of a connection that may have `requests_max` requests in progress.
+    /// Creates the parser of a connection with at most `requests_max` requests in progress.
     pub(super) fn new(
         shared: Arc<Shared>,
         outbox: Outbox,
@@ -150,7 +153,7 @@ impl Frames {
     ) -> Self {
         let requests = Arc::new(Semaphore::new(requests_max));
         let answers = shared.service.reads.reading_of_connection().answers().clone();
-        // Half of all, so that one connection alone cannot use it up.
+        // Half of the budget, so that one connection cannot use it up.
         let heap = shared.service.memory().heap().of(HeapKind::Requests);
         let heap = heap.child(heap.capacity() / 2);
         Self {
@@ -174,12 +177,13 @@ impl Frames {
         }
     }
 
-    /// When the frame that is arriving began; `None` between frames.
+    /// Returns when the arriving frame began, or `None` between frames.
     pub(super) fn began(&self) -> Option<Instant> {
         self.began
     }
 
-    /// When to call [`Frames::check_pace`] next if no byte comes until then; `None` outside of sends.
+    /// Returns when to call [`Frames::check_pace`] next if no byte arrives, or `None` outside of
+    /// sends.
     pub(super) fn next_look(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Send { intake, .. } => Some(intake.next_look()),
@@ -187,7 +191,7 @@ impl Frames {
         }
     }
 
-    /// Refuses the send that is arriving if it is too slow.
+    /// Refuses the arriving send if it is too slow.
     pub(super) fn check_pace(&mut self) {
         let Phase::Send { intake, .. } = &mut self.phase else { return };
         let left = self.walker.left();
@@ -197,30 +201,31 @@ impl Frames {
         }
     }
 
-    /// Whether a reply is owed or on its way.
+    /// Returns whether a reply is pending.
     pub(super) fn is_busy(&self) -> bool {
         let free = self.requests.available_permits() + usize::from(self.place.is_some());
         free < self.requests_max
     }
 
-    /// Charges bytes that were read and cannot be walked yet, even if others have taken the heap that was free before the read:
-    /// a connection that is closed fails all its requests.
+    /// Charges bytes that were read but cannot be walked yet, even beyond the free heap. Closing
+    /// the connection instead would fail all its requests.
     pub(super) fn charge_left_over(&self, bytes: usize) -> Charge {
         self.heap.force_charge(bytes as u64)
     }
 
-    /// From here on no more is taken from the socket than the current frame needs.
+    /// Reads no more than the current frame needs from now on.
     pub(super) fn align(&mut self) {
         self.aligned = true;
     }
 
-    /// Whether nothing more is to be read: see [`Frames::align`].
+    /// Returns whether nothing more is to be read, see [`Frames::align`].
     pub(super) fn is_at_end(&self) -> bool {
         self.aligned && self.memory_read.is_none() && matches!(self.phase, Phase::Header { have: 0, .. })
     }
 
-    /// Bytes to take from the socket next. Between frames few, so that little is left over when the requests in
-    /// them cannot go on, and nothing if there is no heap for it; in a send up to a whole chunk.
+    /// Returns the number of bytes to read next. Small between frames, so that little is left over
+    /// if a request must wait. Only the exact need if the heap is short, and up to a whole chunk
+    /// within a send.
     pub(super) fn bytes_wanted(&self) -> usize {
         let is_exact = self.aligned || self.heap.free() < u64::from(SMALL_REQUEST_BYTES);
         let in_frame = match &self.phase {
@@ -236,7 +241,7 @@ impl Frames {
         in_frame.saturating_add(SMALL_REQUEST_BYTES as usize).min(self.shared.config.chunk_bytes)
     }
 
-    /// What must be there before [`Frames::walk`] gets on.
+    /// Returns the condition for [`Frames::walk`] to continue.
     pub(super) fn wanted(&mut self) -> Wanted {
         if self.memory_read.is_some() {
             return Wanted::MemoryRead;
@@ -254,27 +259,28 @@ impl Frames {
         Wanted::Bytes
     }
 
-    /// The semaphores behind [`Wanted`].
+    /// Returns the semaphore of request permits.
     pub(super) fn request_places(&self) -> Arc<Semaphore> {
         Arc::clone(&self.requests)
     }
 
-    /// A place for the next request.
+    /// Stores the permit of the next request.
     pub(super) fn give_place(&mut self, place: OwnedSemaphorePermit) {
         self.place = Some(place);
     }
 
-    /// A place for the memory read that waits.
+    /// Starts the waiting memory read with its permit.
     pub(super) fn give_memory_read(&mut self, permit: OwnedSemaphorePermit) {
         if let Some((id, message)) = self.memory_read.take() {
             self.read_memory(id, message, permit);
         }
     }
 
-    /// Walks `chunk`; returns how much of it, which is less than all when something else is wanted first.
+    /// Walks `chunk`. Returns the number of bytes walked, which is less than all if another
+    /// condition must be met first.
     ///
     /// # Errors
-    /// The stream cannot be followed any further.
+    /// If the stream cannot be parsed any further.
     pub(super) fn walk(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let mut rest = chunk;
         while !rest.is_empty() && matches!(self.wanted(), Wanted::Bytes) {
@@ -337,7 +343,7 @@ impl Frames {
             }
             Err(error) => Commit::Done(Err(error)),
         };
-        // A request that ends before its id has come cannot be answered.
+        // A request that ends before its id cannot be answered.
         let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
         match commit {
             Commit::Done(outcome) => self.end_send(id, left - taken as u64, outcome),
@@ -346,7 +352,7 @@ impl Frames {
         Ok(taken)
     }
 
-    /// Answers the send whose commit is waited for. Nothing is lost with a wait that is given up.
+    /// Waits for the commit of a send and answers it. Dropping the wait loses nothing.
     pub(super) async fn end_commit(&mut self) {
         if let Some((id, committing)) = &mut self.committing {
             let (id, outcome) = (*id, committing.outcome().await);
@@ -355,7 +361,7 @@ impl Frames {
         }
     }
 
-    /// Answers a send of whose frame `left` bytes are still to come.
+    /// Answers a send with `left` bytes of its frame still to come.
     fn end_send(&mut self, id: i64, left: u64, outcome: Result<(), ServiceError>) {
         match outcome {
             Ok(()) => self.reply(dispatch::sent(&self.shared, id)),
@@ -365,7 +371,7 @@ impl Frames {
         }
     }
 
-    /// Drops what the request holds, and answers when nothing of its frame is left.
+    /// Releases the request's memory. Answers once its whole frame has been received.
     fn refuse(&mut self, drain: Drain) {
         let error = &drain.error;
         tracing::debug!(kind = ?drain.kind, status = ?error.status(), %error, "tcp request refused");
@@ -415,7 +421,7 @@ impl Frames {
         Ok(taken)
     }
 
-    /// Answers a read of memory on the spot: it is small and, as a rule, nothing is in its way.
+    /// Answers a memory read at once: it is small and usually nothing blocks it.
     fn complete_memory(&mut self, message: &[u8]) -> Result<(), DecodeError> {
         if dispatch::may_take_long(&self.shared, &self.answers, message) {
             let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
@@ -434,7 +440,7 @@ impl Frames {
         }
     }
 
-    /// Answers a read request that has come whole, or hands it to a task.
+    /// Answers a complete read request, or passes it to a task.
     fn complete(&mut self, kind: FrameType, message: ReadMessage) -> Result<(), DecodeError> {
         let id = request_id(&message.bytes).ok_or(DecodeError::Incomplete)?;
         if kind == FrameType::Sorted {
@@ -461,7 +467,8 @@ impl Frames {
         let (shared, outbox, answers) = (Arc::clone(&self.shared), self.outbox.clone(), self.answers.clone());
         self.connection.spawn_linked("tcp memory read", async move {
             let places = shared.aside.clone();
-            // What bounds reads goes along: a connection that goes does not end what is begun.
+            // The work owns the guard and the charge, because it continues even if the connection
+            // ends.
             let answer =
                 move || (dispatch::memory(&shared, &answers, id, &message.bytes), message.charge, guard);
             if let Ok(((head, body), _charge, guard)) = places.run(answer).await {
@@ -503,7 +510,7 @@ impl Frames {
         }
     }
 
-    /// Ends the current frame; what its reply has to give back.
+    /// Ends the current frame. Returns the resources to release after its reply.
     fn finish(&mut self) -> Option<ReplyGuard> {
         let received = Instant::now();
         let counted = self.counted.take();

@@ -1,4 +1,5 @@
-//! Counters of the TCP listener; names as the Java server's and riffle's (docs/protocol.md §10.3, §10.6).
+//! Metrics of the TCP listener, under the names of the Java server and of riffle (docs/protocol.md
+//! §10.3, §10.6).
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use crate::metrics::{
 };
 use uniffle_wire::frame::FrameType;
 
-/// Seconds; from a memory read of one block to a request that a client has given up.
+/// In seconds, from a memory read of one block to a request that a client has given up on.
 const LATENCY_BUCKETS: &[f64] = &[1e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0];
 
 metrics::table! {
@@ -39,14 +40,14 @@ metrics::table! {
     }
 }
 
-/// Java's name for the duration of requests.
+/// Java's name for request durations.
 const PROCESS_LATENCY: View = View::new(
     "netty_{kind}_request_process_latency",
     "Milliseconds from the last byte of a request to the last byte of its reply",
     IN_MS,
 );
 
-/// What Java (in metrics' names) and riffle (in labels) call the requests, in the order of [`TcpMetrics`].
+/// Java's metric stem and riffle's label of each kind of request, in the order of [`TcpMetrics`].
 const KINDS: [(&str, &str); 5] = [
     ("send_shuffle_data", "sendShuffleData"),
     ("get_local_shuffle_index", "getLocalShuffleIndex"),
@@ -63,20 +64,20 @@ const fn process_time(name: &'static str) -> View {
     View::new(name, "Seconds from the last byte of a request to the last byte of its reply", 1.0)
 }
 
-/// riffle's names: sends, local data.
+/// riffle's names for sends and local data.
 const TRANSPORT_TIMES: [View; 2] = [
     transport_time("urpc_send_data_transport_time"),
     transport_time("urpc_get_localfile_data_transport_time"),
 ];
 
-/// riffle's names: sends, memory, local data.
+/// riffle's names for sends, memory and local data.
 const PROCESS_TIMES: [View; 3] = [
     process_time("urpc_send_data_process_time"),
     process_time("urpc_get_memory_data_process_time"),
     process_time("urpc_get_localfile_data_process_time"),
 ];
 
-/// What the listener counts.
+/// Metrics of the listener.
 #[derive(Debug)]
 pub(crate) struct TcpMetrics {
     send: Arc<RequestMetrics>,
@@ -90,15 +91,15 @@ pub(crate) struct TcpMetrics {
 /// Metrics of one kind of request.
 #[derive(Debug)]
 pub(super) struct RequestMetrics {
-    /// By Java's names.
+    /// Metrics under Java's names.
     java: Kind,
-    /// By riffle's.
+    /// Total under riffle's name.
     total: IntCounter,
-    /// Requests of all kinds whose first bytes are here and whose reply is not written.
+    /// Requests of all kinds that have begun to arrive and whose reply is not written.
     all_in_progress: IntGauge,
-    /// First byte to last byte of the request.
+    /// Time from the first to the last byte of the request.
     pub(super) parsing: Histogram,
-    /// Last byte of the request to last byte of the reply.
+    /// Time from the last byte of the request to the last byte of the reply.
     processing: Histogram,
 }
 
@@ -111,7 +112,7 @@ impl RequestMetrics {
         InProgress { metrics: Arc::clone(self), _gauges: gauges }
     }
 
-    /// From the client's timestamp to the last byte of the request.
+    /// Returns the time from the client's timestamp to the last byte of the request.
     pub(super) fn transit(&self) -> &TransitTimes {
         &self.java.transit
     }
@@ -129,7 +130,7 @@ impl InProgress {
         &self.metrics
     }
 
-    /// Its reply was written `seconds` after it was complete.
+    /// Records that the reply was written `seconds` after the request was complete.
     pub(super) fn answered(&self, seconds: f64) {
         self.metrics.processing.observe(seconds);
     }
@@ -162,7 +163,7 @@ impl TcpMetrics {
         Ok(metrics)
     }
 
-    /// What it has, for the documentation.
+    /// Returns the descriptions of all metrics, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
         let mut described = All::described();
         for (stem, _) in KINDS {
@@ -175,7 +176,8 @@ impl TcpMetrics {
         described
     }
 
-    /// Those of requests of type `kind`. Replies never get here; they would count as sends.
+    /// Returns the metrics of requests of type `kind`. Replies never occur here; they would count
+    /// as sends.
     pub(super) fn of(&self, kind: FrameType) -> &Arc<RequestMetrics> {
         match kind {
             FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => &self.index,

@@ -1,21 +1,17 @@
-//! The raw TCP listener (docs/protocol.md §7): frames in, calls of the service, frames out. It decides nothing.
+//! The raw TCP listener (docs/protocol.md §7): translates frames into calls of the service, and
+//! decides nothing. Code, logs and task names say *tcp*.
 //!
-//! It is called *tcp* in code, logs and task names. Others have other names for it: the keys `urpc_port` and
-//! `runtime_config.urpc_runtime`, the client type `GRPC_NETTY`, and the metrics of Java (`netty_…`) and riffle (`urpc_…`).
+//! A connection has two tasks and a queue between them. The [`reader`] walks frames ([`frames`]) in
+//! its thread's chunk and copies payload into the partitions' segments
+//! ([`Intake`](crate::service::Intake)). It answers memory reads itself and spawns tasks for local
+//! reads ([`dispatch`]). The [`writer`] sends replies in the order in which they become ready.
 //!
-//! A connection is two tasks, its own and a reader, and a queue between them. The *reader* ([`reader`]) takes what the socket has into its
-//! thread's chunk and walks the frames in it ([`frames`]) without waiting: payload goes from there into the
-//! partitions' segments ([`Intake`](crate::service::Intake)), so a chunk is free again when it was walked and no connection owns one. Reads of
-//! memory are answered on the spot, reads of local disks in tasks of their own ([`dispatch`]). The *writer*
-//! ([`writer`]), the connection's own task, puts replies on the socket in the order in which they became ready.
+//! Each request takes a permit of its connection until its reply is written. The more connections
+//! there are, the fewer permits each has. A peer that sends too much, or reads too little, is not
+//! read until it has read its replies.
 //!
-//! Bounds: a connection may have so many requests in progress, fewer the more connections there are. Each takes a permit of
-//! its connection before its first byte is walked and holds it until its reply was written. A peer that sends too much, or
-//! takes too little, is not read until it has taken its replies.
-//!
-//! The end: the listener closes a connection between two requests, when what came is answered. A peer that has just
-//! sent a request would see it fail; so with a successor the socket is not closed but kept, and the request waits in
-//! it.
+//! The listener closes a connection between two requests. With a successor it keeps the socket
+//! instead, and a new request waits in it.
 
 mod config;
 mod dispatch;
@@ -51,10 +47,11 @@ const NAMES: Names = Names {
 pub struct TcpServer;
 
 impl TcpServer {
-    /// Serves on `binding`, in the clear, until `tasks` are told to close; returns the gauge of open connections at once.
+    /// Serves on `binding`, without TLS, until `tasks` are closed. Returns the gauge of open
+    /// connections at once.
     ///
     /// # Errors
-    /// A metric name that is taken in `registry`, or threads that cannot be started.
+    /// If a metric name is already registered in `registry`, or threads cannot be started.
     pub fn start(
         config: TcpConfig,
         binding: impl Into<Binding>,
@@ -87,11 +84,11 @@ impl TcpServer {
     }
 }
 
-/// Serves a connection, whose tasks are `tasks`.
+/// Serves a connection in the group `tasks`.
 async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Tasks) {
     let Connection { stream, place, .. } = connection;
     let (read_half, write_half) = stream.into_split();
-    // Either side ends the other when it fails, this one also when its future is dropped or panics.
+    // A failure of either side ends the other. The guard also covers a dropped or panicking future.
     let _ends_reader = EndsWithThis(tasks.clone());
     let share = shared.requests.take();
     let requests_max = share.amount() as usize;
@@ -101,12 +98,12 @@ async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Ta
     let reader =
         reader::Reader::new(Arc::clone(&shared), read_half, outbox, link.clone(), half, requests_max);
     tasks.spawn_linked("tcp reader", reader.run());
-    // The writer ends last: it outlives the reader until every reply was written or given up.
+    // The writer ends last: it outlives the reader until every reply is written or given up.
     writer::Writer::new(shared, write_half, queue, link, kept).run().await;
     drop((place, share));
 }
 
-/// Cancels a connection's tasks when it is dropped.
+/// Cancels a connection's tasks on drop.
 struct EndsWithThis(Tasks);
 
 impl Drop for EndsWithThis {

@@ -1,8 +1,9 @@
-//! Takes what the socket has into the thread's chunk and lets [`Frames`] walk it there.
+//! The receiving half of a raw TCP connection: reads from the socket into the thread's chunk, where
+//! [`Frames`] walks it.
 //!
-//! The chunk belongs to the thread, because a chunk is walked at once and is free again before anything is awaited: it
-//! stays in the core's cache, and a thousand connections need no more of them than ten. Only bytes that wait for a
-//! permit are copied aside, at most 64 KiB.
+//! Each chunk belongs to a thread, because it is walked at once and is free again before any await.
+//! It stays in the core's cache, and a thousand connections need no more chunks than ten. Only
+//! bytes that wait for a permit are copied, at most 64 KiB.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -27,11 +28,11 @@ use super::shared::{LISTENER, Shared};
 use super::writer::{KeptHalf, Outbox};
 
 thread_local! {
-    /// Scratch space, without meaning between two polls.
+    /// Scratch space. Its content has no meaning between two polls.
     static CHUNK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Why a connection is not read any further.
+/// Reason to stop reading a connection.
 #[derive(Debug, thiserror::Error)]
 enum End {
     #[error("closed by the peer")]
@@ -50,7 +51,7 @@ enum End {
     Io(#[from] io::Error),
 }
 
-/// The receiving half of a connection: reads into the thread's chunk, keeps nothing of it.
+/// Reads frames of a connection into the thread's chunk, and keeps none of it.
 #[derive(Debug)]
 pub(super) struct Reader {
     shared: Arc<Shared>,
@@ -58,17 +59,17 @@ pub(super) struct Reader {
     frames: Frames,
     connection: Tasks,
     seat: Arc<Seat>,
-    /// Bytes that were read but cannot be walked yet, and what they are charged.
+    /// Bytes that were read but cannot be walked yet, with their charge.
     left_over: Vec<u8>,
     left_over_charge: Option<Charge>,
     last_read: Instant,
-    /// Within a frame.
+    /// Longest pause within a frame.
     pause_max: Duration,
-    /// The end of the frame that is arriving, once the listener closes.
+    /// Deadline of the arriving frame, once the listener closes.
     frame_deadline: Option<Instant>,
     turn: Turn,
-    /// Wakes at or before the nearest deadline; deadlines that move away are looked at when it does, so that no read
-    /// touches the timer.
+    /// Wakes at or before the nearest deadline. Deadlines that moved are checked only then, so that
+    /// no read touches the timer.
     alarm: Pin<Box<Sleep>>,
     kept: KeptHalf,
 }
@@ -105,16 +106,18 @@ impl Reader {
         }
     }
 
-    /// Reads until the peer closes or breaks the protocol, the listener closes between two requests, or the connection is
-    /// cancelled. Replies that are owed are still written, except to a peer that stalls.
+    /// Reads until the peer closes or breaks the protocol, the listener closes between two
+    /// requests, or the connection is cancelled. Pending replies are still written, except to a
+    /// peer that stalls.
     pub(super) async fn run(mut self) {
         let connection = self.connection.clone();
         let shared = Arc::clone(&self.shared);
         let end = tokio::select! {
-            // Cancelled first: a writer that gave up frees places, and what was left over must not be walked for it.
+            // Cancellation has priority: a failed writer frees permits, and left-over bytes must
+            // not be walked with those.
             biased;
             () = connection.cancelled() => return,
-            // Nothing is lost with the read that is dropped here: it keeps nothing to itself while it waits.
+            // Dropping the read loses no data: it keeps none while it waits.
             () = connection.closing() => None,
             end = self.read() => Some(end),
         };
@@ -122,7 +125,7 @@ impl Reader {
             Some(end) => end,
             None => {
                 self.frames.align();
-                // A peer that is slow within a frame delays all that wait for a successor.
+                // A peer that is slow within a frame delays everyone who waits for a successor.
                 self.pause_max = self.pause_max.min(CLOSING_PAUSE);
                 self.last_read = Instant::now();
                 self.frame_deadline = Some(self.last_read + CLOSING_REQUEST);
@@ -205,7 +208,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Takes what the socket has and walks it.
+    /// Reads from the socket and walks the bytes.
     fn poll_socket(&mut self, context: &mut Context<'_>) -> Poll<Result<(), End>> {
         let wanted = self.frames.bytes_wanted();
         let began = Instant::now();
@@ -236,7 +239,7 @@ impl Reader {
         self.poll_deadline(context).map(Err)
     }
 
-    /// Ready when the peer let a deadline pass.
+    /// Resolves when the peer misses a deadline.
     fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<End> {
         loop {
             let config = &self.shared.config;

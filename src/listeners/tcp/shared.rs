@@ -1,4 +1,4 @@
-//! What all connections of the listener share.
+//! State shared by all connections of the listener.
 
 use std::sync::Arc;
 
@@ -13,21 +13,21 @@ use crate::service::Service;
 use super::config::TcpConfig;
 use super::metrics::TcpMetrics;
 
-/// The listener's name in the log.
+/// Name of the listener in the log.
 pub(super) const LISTENER: &str = "tcp";
 
-/// Settings, the service, and the bounds that hold over all connections.
+/// Settings, the service, and limits over all connections.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) config: TcpConfig,
     pub(super) service: Arc<Service>,
     pub(super) metrics: TcpMetrics,
     pub(super) memory_reads: Arc<Semaphore>,
-    /// For those of them that may take long.
+    /// Pool for memory reads that may take long.
     pub(super) aside: Aside,
-    /// Places; an eighth of them is for applications that hold none.
+    /// Permits for local reads. An eighth is reserved for applications that hold none.
     pub(super) local_reads: Arc<Line>,
-    /// Requests in progress, of all connections.
+    /// Budget of requests in progress over all connections.
     pub(super) requests: ShareBudget,
     pub(super) handover: Handover,
 }

@@ -1,8 +1,8 @@
-//! Puts a connection's replies on its socket, in the order in which they became ready.
+//! Writes the replies of a connection to its socket, in the order in which they become ready.
 //!
-//! Several small replies go out in one vectored write. The bytes of an answer lie where they are read from until the
-//! socket took them, and stay accounted there. A streamed answer whose disk fails in the middle closes the connection:
-//! its length was promised, and padding would be data.
+//! Small replies are combined in vectored writes. Response bytes stay where they are stored, and
+//! stay accounted there, until the socket has taken them. If the disk fails during a streamed
+//! response, the connection is closed: the length was announced, and padding would be read as data.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -28,52 +28,54 @@ use crate::service::{Answering, ReadAhead};
 use super::metrics::InProgress;
 use super::shared::Shared;
 
-/// Pieces in one vectored write; the kernel takes at most 1,024, and 128 of 14 KiB are more than a socket takes at once.
+/// Maximum number of pieces in one vectored write. The kernel accepts 1,024, and 128 of 14 KiB
+/// already exceed a socket buffer.
 const PIECES_PER_WRITE: usize = 128;
-/// Replies are collected up to so many bytes before they are written, and of large ones so many are written at a time.
+/// Replies are collected up to this size before a write, and large ones are written in steps of
+/// this size.
 const BATCH_BYTES: usize = 1 << 20;
 
-/// How often it is looked whether a peer takes its replies too slowly.
+/// Poll interval for a peer that reads its replies too slowly.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Fewer bytes within [`PATIENCE`] are next to nothing.
+/// Minimum number of bytes within [`PATIENCE`] that counts as progress.
 const PATIENCE_BYTES: usize = 64 << 10;
 
-/// Where the reader leaves its half of a connection that a successor is to have.
+/// Slot in which the reader leaves its half of a connection for a successor.
 pub(super) type KeptHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
 
-/// What follows the head of a reply.
+/// Part of a reply after its head.
 #[derive(Debug)]
 pub(super) enum Body {
-    /// Nothing.
+    /// No body.
     Empty,
-    /// Bytes in memory; the reader has them when the second part is dropped.
+    /// Bytes in memory. Dropping the guard marks them as taken by the client.
     Pieces(Vec<Bytes>, Answering),
-    /// `length` bytes that are read from disk on the way.
+    /// `length` bytes that are read from disk during the write.
     Stream { length: u64, chunks: ReadAhead },
 }
 
-/// What a reply gives back when it was written, or given up.
+/// Resources released once a reply is written or given up.
 #[derive(Debug)]
 pub(super) struct ReplyGuard {
-    /// Of the connection, with what counts it there.
+    /// Permit of the connection, and its request count.
     #[expect(dead_code, reason = "held until the reply is written")]
     pub(super) request: (OwnedSemaphorePermit, Request),
-    /// Of the listener: one of the memory reads.
+    /// Permit of the listener for a memory read.
     pub(super) memory_read: Option<OwnedSemaphorePermit>,
-    /// Of the listener: one of the local reads.
+    /// Permit of the listener for a local read.
     pub(super) local_read: Option<Permit>,
-    /// Of the connection: one of its local reads.
+    /// Permit of the connection for a local read.
     pub(super) turn: Option<OwnedSemaphorePermit>,
-    /// Of the application: its answer from memory.
+    /// Response window of the application for a memory read.
     pub(super) answering: Option<Answering>,
     /// When the request was complete.
     pub(super) received: Instant,
-    /// Counts the request, and the time.
+    /// Counts the request and measures its time.
     pub(super) counted: InProgress,
 }
 
-/// A reply that is ready.
+/// A reply that is ready to write.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) head: Bytes,
@@ -81,13 +83,13 @@ pub(super) struct Outgoing {
     pub(super) guard: ReplyGuard,
 }
 
-/// The sending end of a connection's queue.
+/// Sending end of a connection's reply queue.
 #[derive(Debug, Clone)]
 pub(super) struct Outbox(mpsc::Sender<Outgoing>);
 
 impl Outbox {
-    /// Queues a reply. Every reply holds one of the connection's permits and there are no more places than those, so
-    /// only a writer that has ended can refuse; then no one waits for the reply.
+    /// Queues a reply. Every reply holds a permit of the connection, and the queue has as many
+    /// slots, so only an ended writer refuses it. Then nobody waits for the reply.
     pub(super) fn post(&self, reply: Outgoing) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(reply) {
             debug_assert!(false, "a reply without a permit");
@@ -95,13 +97,13 @@ impl Outbox {
     }
 }
 
-/// The queue of a connection that may have `requests_max` requests in flight.
+/// Creates the queue of a connection with at most `requests_max` requests in flight.
 pub(super) fn queue(requests_max: usize) -> (Outbox, mpsc::Receiver<Outgoing>) {
     let (sender, receiver) = mpsc::channel(requests_max.max(1));
     (Outbox(sender), receiver)
 }
 
-/// The sending half of a connection, with the replies that wait for it.
+/// Sending half of a connection, with the replies that wait for it.
 #[derive(Debug)]
 pub(super) struct Writer {
     shared: Arc<Shared>,
@@ -124,7 +126,8 @@ impl Writer {
         Self { shared, socket, queue, connection, seat, pieces: VecDeque::new(), kept }
     }
 
-    /// Writes until all senders of the queue are gone, the peer takes nothing, or the grace after a cancel is over.
+    /// Writes until all senders of the queue are dropped, the peer stops reading, or the grace
+    /// period after a cancel ends.
     pub(super) async fn run(mut self) {
         let cancelled = self.connection.cancelled();
         let grace = self.shared.config.shutdown_grace;
@@ -149,7 +152,8 @@ impl Writer {
         }
     }
 
-    /// Every reply was written: hands the connection over if the reader has left its half for that, else closes it.
+    /// Ends a connection after its last reply. Hands it over if the reader left its half for that,
+    /// otherwise closes it.
     async fn end(self) {
         let kept = self.kept.lock().take();
         match kept.map(|half| half.reunite(self.socket)) {
@@ -183,7 +187,8 @@ impl Writer {
         self.socket.shutdown().await
     }
 
-    /// Adds a reply to what is to be written; a stream is handed back, for nothing may come behind it yet.
+    /// Adds a reply to the pending write. Returns its stream, if it has one, since no reply may
+    /// follow before that is written.
     fn collect(&mut self, reply: Outgoing, batch: &mut Vec<ReplyGuard>) -> Option<(u64, ReadAhead)> {
         let Outgoing { head, body, mut guard } = reply;
         self.pieces.push_back(head);
@@ -200,7 +205,8 @@ impl Writer {
         stream
     }
 
-    /// Writes what is collected and `length` bytes of `chunks`; the next chunk is read while one is written.
+    /// Writes the collected pieces and `length` bytes of `chunks`. Reads the next chunk while it
+    /// writes one.
     async fn stream(
         &mut self,
         length: u64,
@@ -209,7 +215,7 @@ impl Writer {
     ) -> io::Result<()> {
         let mut left = length;
         loop {
-            // The first chunk is there already and goes out with the head.
+            // The first chunk has already been read and goes out with the head.
             let next = next_chunk(&self.shared, &mut chunks, left).await?;
             left -= next.len() as u64;
             self.pieces.push_back(next);
@@ -217,17 +223,18 @@ impl Writer {
                 return self.flush().await;
             }
             chunks.during(self.flush()).await?;
-            // The first chunk is written: what the answer holds from here on never waits for other replies.
+            // The first chunk is written: from here on, memory of this response never waits for
+            // other replies.
             if let Some(guard) = guard.take() {
                 guard.local_read = None;
             }
         }
     }
 
-    /// Writes all collected pieces and drops each as soon as the socket has it.
+    /// Writes all collected pieces and drops each one as soon as the socket has it.
     async fn flush(&mut self) -> io::Result<()> {
         while !self.pieces.is_empty() {
-            // The peer has its time for each step: progress keeps a reply alive, not its age.
+            // The time limit applies to each step: progress keeps a reply alive.
             let Self { socket, pieces, shared, seat, connection, .. } = self;
             let taken = AtomicUsize::new(0);
             let limits = StepLimits {
@@ -241,7 +248,7 @@ impl Writer {
     }
 }
 
-/// The next of `left` bytes, more than none and not too many.
+/// Returns the next chunk, which is neither empty nor longer than `left` bytes.
 async fn next_chunk(shared: &Shared, chunks: &mut ReadAhead, left: u64) -> io::Result<Bytes> {
     let end = match timeout(shared.config.write_timeout, chunks.next()).await {
         Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= left => return Ok(chunk),
@@ -257,16 +264,18 @@ fn batch_has_room(pieces: &VecDeque<Bytes>) -> bool {
     pieces.len() < PIECES_PER_WRITE && pieces.iter().map(Bytes::len).sum::<usize>() < BATCH_BYTES
 }
 
-/// How long the peer may take for a step.
+/// Time limits of one write step.
 struct StepLimits<W, C> {
     time: Duration,
-    /// Others wait for what the replies hold: a peer that takes next to nothing has [`PATIENCE`].
+    /// Returns whether others wait for memory of the replies. Then a stalled peer has only
+    /// [`PATIENCE`].
     is_waited_for: W,
-    /// Others wait for the worker's successor: a step has [`CLOSING_ANSWER`].
+    /// Returns whether others wait for the worker's successor. Then a step has only
+    /// [`CLOSING_ANSWER`].
     is_closing: C,
 }
 
-/// `writing`, which counts what was `taken`, as long as `limits` allow.
+/// Runs `writing`, which adds to `taken`, within `limits`.
 async fn within(
     limits: StepLimits<impl Fn() -> bool, impl Fn() -> bool>,
     taken: &AtomicUsize,
@@ -329,7 +338,7 @@ async fn write_step(
 mod tests {
     use super::*;
 
-    /// How many seconds a reply lives of which so many bytes are taken every second.
+    /// Returns the lifetime in seconds of a reply of which `bytes` bytes are taken every second.
     async fn lives(is_waited_for: bool, is_closing: bool, bytes: usize) -> u64 {
         let (began, taken) = (Instant::now(), AtomicUsize::new(0));
         let writing = async {
