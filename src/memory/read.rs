@@ -1,7 +1,8 @@
-//! Reading a partition's memory: docs/protocol.md §3.4 over batches in age order and the active list.
+//! Reads of a partition's memory: docs/protocol.md §3.4 over batches in age order and the active
+//! list.
 //!
-//! The sequence has no duplicate ids (commit sees to that), so a cursor names one place; it is found through the id
-//! tables, not by a scan.
+//! The sequence has no duplicate ids (commit ensures that), so a cursor identifies one position. It
+//! is found through the id tables, not by a scan.
 
 use bytes::Bytes;
 use croaring::Treemap;
@@ -11,38 +12,43 @@ use super::list::{BlockList, Gather};
 use super::region::Slice;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
-/// Most blocks of one answer: what is found in a millisecond, under the buffer's lock. Clients ask by bytes; of tiny blocks
-/// an answer would be mostly head (36 B a block). A client goes on from its cursor until an answer is empty, so a short one is fine.
+/// Maximum number of blocks in one response, which limits the time under the buffer's lock. Clients
+/// request by bytes; with tiny blocks a response would be mostly header (36 B per block). A client
+/// continues from its cursor until a response is empty, so a short response is harmless.
 pub const READ_BLOCKS_MAX: usize = 16 << 10;
 
-/// Heap of one block of an answer: what is known of it, its place in the answer's head, with the room that lists grow by.
+/// Heap of one block of a response: its metadata and its entry in the header, including spare room
+/// of growing lists.
 const ANSWERED_BLOCK_BYTES: u64 = 128;
-/// Heap of one piece of an answer: the slice and the `Bytes` made of it, in lists that grow.
+/// Heap of one piece of a response: the slice and its `Bytes`, including spare room of growing
+/// lists.
 const ANSWERED_PIECE_BYTES: u64 = 192;
 
-/// Pieces of fewer bytes may be copied together: below this a frame of its own costs more than the copy.
+/// Pieces smaller than this may be copied together, because a separate frame costs more than the
+/// copy.
 pub const SMALL_PIECE_BYTES: usize = 4 << 10;
 
-/// What an answer with so many blocks takes of the heap at most, if each is a piece of its own.
+/// Returns the maximum heap of a response with `blocks` blocks, each a separate piece.
 #[must_use]
 pub fn answer_heap_bytes(blocks: usize) -> u64 {
     blocks as u64 * (ANSWERED_BLOCK_BYTES + ANSWERED_PIECE_BYTES)
 }
 
-/// The answer to a memory read.
+/// The result of a memory read.
 #[derive(Debug, Default)]
 pub struct MemoryRead {
     /// The blocks, in the order of their bytes in `data`.
     pub blocks: Vec<BlockMeta>,
-    /// The bytes, neighbours coalesced.
+    /// The bytes, with neighbours merged.
     pub data: Vec<Bytes>,
-    /// Bytes in all.
+    /// Total bytes.
     pub length: u64,
-    /// True when there was nothing more: no limit was reached (always true for an empty answer).
+    /// True when no limit was reached, so there was nothing more. Always true for an empty result.
     pub is_end: bool,
 }
 
-/// What was found, still as slices, so that the lock can go before `Bytes` are made of them.
+/// Blocks found under the lock, still as slices. The conversion to `Bytes` happens after the lock
+/// is released.
 #[derive(Debug)]
 pub(super) struct Found {
     blocks: Vec<BlockMeta>,
@@ -52,13 +58,13 @@ pub(super) struct Found {
 }
 
 impl MemoryRead {
-    /// What it takes of the heap.
+    /// Returns the heap that the result needs.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
         self.blocks.len() as u64 * ANSWERED_BLOCK_BYTES + self.data.len() as u64 * ANSWERED_PIECE_BYTES
     }
 
-    /// What copies of its small pieces would take beside.
+    /// Returns the additional bytes that copies of its small pieces would need.
     #[must_use]
     pub fn small_bytes(&self) -> u64 {
         let small = self.data.iter().map(Bytes::len).filter(|bytes| *bytes < SMALL_PIECE_BYTES);
@@ -73,8 +79,9 @@ impl From<Found> for MemoryRead {
     }
 }
 
-/// Walks `lists` from behind `after` (or from the head, if that is gone) until `limit_bytes` or as many blocks are reached: at
-/// least one block if any qualifies, and at most one block more than the bytes.
+/// Walks `lists` from behind `after` (or from the head, if that is gone) until `limit_bytes` or
+/// `limit_blocks` are reached. Returns at least one block if any qualifies. The last block may
+/// exceed `limit_bytes`.
 pub(super) fn walk(
     lists: &SmallVec<[&BlockList; 8]>,
     after: Option<BlockId>,
@@ -82,7 +89,7 @@ pub(super) fn walk(
     tasks: Option<&Treemap>,
 ) -> Found {
     let limit_blocks = limit_blocks.clamp(1, READ_BLOCKS_MAX);
-    // One that is withheld may be there once more, sent again: a reader knows that one only.
+    // A hidden block may be present again after a resend, and readers know only the resent copy.
     let shown = |list: &BlockList, id| list.find(id).filter(|at| !list.is_withheld(*at));
     let place = |id| lists.iter().enumerate().find_map(|(n, list)| Some((n, shown(list, id)? + 1)));
     let (first, mut from) = after.and_then(place).unwrap_or((0, 0));
@@ -110,7 +117,8 @@ pub(super) fn walk(
     Found { blocks, slices: gather.into_slices(), length, is_end }
 }
 
-/// The filter with its last verdict: a request's blocks stand together and are of one task attempt.
+/// The filter with its last verdict. Blocks of a request are adjacent and belong to one task
+/// attempt.
 struct TaskFilter<'a> {
     tasks: Option<&'a Treemap>,
     last: Option<(TaskAttemptId, bool)>,

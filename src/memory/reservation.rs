@@ -1,4 +1,4 @@
-//! What a ticket promises, and what a redeemed one may still spend.
+//! The promise of a ticket and the spending of a redeemed one.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::error::MemoryError;
 use crate::budget::{Budget, Charge};
 use crate::clock::Instant;
 
-/// Charged per block beside its bytes.
+/// Bytes charged per block beside its payload.
 pub(super) const METADATA_BYTES: u64 = 64;
 
 /// A charge and its mirror in the pre-allocated total, always of the same size.
@@ -24,7 +24,7 @@ impl Held {
     }
 }
 
-/// What a redeemed ticket may still spend. Dropping it gives the rest back.
+/// Unspent funds of a redeemed ticket. Dropping it returns the rest.
 #[derive(Debug)]
 pub struct Reservation {
     requested: u64,
@@ -35,39 +35,40 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Holds `charge` for `requested` bytes of payload; `mirror` counts what it holds. Granted at `granted`.
+    /// Holds `charge` for `requested` bytes of payload since `granted`. `mirror` counts the held
+    /// bytes.
     pub(super) fn new(requested: u64, charge: Charge, mirror: &Budget, granted: Instant) -> Self {
         let budget = charge.budget().clone();
         let held = Held { mirror: mirror.force_charge(charge.bytes()), charge };
         Self { requested, spent: 0, granted, budget, held }
     }
 
-    /// When it was granted.
+    /// Returns the time of the grant.
     pub(super) fn granted(&self) -> Instant {
         self.granted
     }
 
-    /// Payload bytes the ticket was asked for.
+    /// Returns the payload bytes that were requested.
     pub fn requested_bytes(&self) -> u64 {
         self.requested
     }
 
-    /// Time since the ticket was granted.
+    /// Returns the time since the ticket was granted.
     pub fn age(&self) -> Duration {
         self.granted.elapsed()
     }
 
-    /// Payload bytes not spent yet.
+    /// Returns the payload bytes not spent yet.
     pub fn left_bytes(&self) -> u64 {
         self.requested - self.spent
     }
 
-    /// Bytes of capacity still held.
+    /// Returns the bytes of capacity still held.
     pub fn held_bytes(&self) -> u64 {
         self.held.charge.bytes()
     }
 
-    /// Gives back what a message of `message_bytes` cannot need; clients may ask for twice their data.
+    /// Returns the surplus over a message of `message_bytes`. Clients may request twice their data.
     pub fn cut_to(&mut self, message_bytes: u64) {
         let surplus = self.requested.saturating_sub(message_bytes);
         drop(self.held.take_up_to(surplus));
@@ -83,7 +84,8 @@ impl Reservation {
         Ok(())
     }
 
-    /// A charge for `bytes` of metadata of blocks, which cannot be refused: their number is limited.
+    /// Returns a charge for `bytes` of block metadata. It cannot be refused, because the number of
+    /// blocks is limited.
     pub(super) fn cover_metadata(&mut self, bytes: u64) -> Charge {
         let mut charge = self.held.take_up_to(bytes);
         let missing = bytes - charge.bytes();
@@ -93,10 +95,13 @@ impl Reservation {
         charge
     }
 
-    /// A charge for a segment: `needed` for what is to be stored, and `extra`, room for later blocks, only if it is
-    /// free just now. What is held is always enough, unless other senders of the same partition filled room that this
-    /// one had paid for (then they hold too much until they end) or a seal cut off the tail of a segment. Then
-    /// the budget may be overdrawn by up to `overdraft`, for which there is memory that is promised to no one.
+    /// Returns a charge for a segment: `needed` bytes to store, and `extra` bytes for later blocks,
+    /// which must be free now.
+    ///
+    /// The held bytes always suffice, with two exceptions. Other senders of the same partition may
+    /// have filled room that this one paid for; they then hold too much until they end. Or a seal
+    /// cut off the tail of a segment. In these cases the budget may be overdrawn by up to
+    /// `overdraft`, for which there is unpromised memory.
     pub(super) fn cover_segment(&mut self, (needed, extra): (u64, u64), overdraft: u64) -> Option<Charge> {
         let extra = self.budget.try_charge(extra).ok()?;
         let missing = needed.saturating_sub(self.held_bytes());
@@ -107,7 +112,7 @@ impl Reservation {
         Some(charge)
     }
 
-    /// Takes a charge back that [`Reservation::cover_segment`] gave and that found no memory.
+    /// Takes back a charge of [`Reservation::cover_segment`] for which no memory was found.
     pub(super) fn put_back(&mut self, mut charge: Charge, needed: u64) {
         let back = charge.split_up_to(needed);
         let Held { charge: held, mirror } = &mut self.held;

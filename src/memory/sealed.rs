@@ -1,6 +1,8 @@
-//! A sealed batch: what one flush takes from a partition, immutable, readable until it is released.
+//! A sealed batch: the blocks that one flush takes from a partition, immutable and readable until
+//! it is released.
 //!
-//! It knows how its bytes can become one extent: as they lie (page-aligned, nothing copied) or piece by piece.
+//! It converts its bytes to one extent, either unchanged (page-aligned, without a copy) or piece by
+//! piece.
 
 use std::sync::OnceLock;
 
@@ -16,11 +18,11 @@ use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
 pub struct SealedBatch {
     partition: PartitionId,
     list: BlockList,
-    /// Its bytes and blocks in the in-flight totals, from the moment the flusher takes the batch.
+    /// Its bytes and blocks in the in-flight totals, set when the flusher takes the batch.
     in_flight: OnceLock<InFlight>,
 }
 
-/// A batch's share of the totals of what is being flushed.
+/// A batch's share of the in-flight totals.
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) _charged: Charge,
@@ -30,7 +32,7 @@ pub(super) struct InFlight {
 /// A batch as one extent.
 #[derive(Debug)]
 pub struct SealedExtent {
-    /// The blocks in the order in which their bytes stand in the extent.
+    /// The blocks in the order of their bytes in the extent.
     pub blocks: Vec<BlockMeta>,
     /// The bytes.
     pub data: SealedData,
@@ -39,8 +41,8 @@ pub struct SealedExtent {
 /// Bytes of an extent.
 #[derive(Debug, Clone)]
 pub enum SealedData {
-    /// Every piece starts at a page boundary and is whole pages; together the payload rounded up to 4 KiB, the rest
-    /// zeroes. To be written as it is.
+    /// Whole pages that start at page boundaries, to be written unchanged. Together they are the
+    /// payload rounded up to 4 KiB, with zeros at the end.
     Aligned(Vec<Bytes>),
     /// The payload in pieces of any size and alignment.
     Pieces(Vec<Bytes>),
@@ -54,7 +56,7 @@ impl SealedBatch {
         Self { partition, list, in_flight: OnceLock::new() }
     }
 
-    /// Counts the batch as in flight; returns false if it was already.
+    /// Counts the batch as in flight. Returns false if it was already.
     pub(super) fn claim(&self, in_flight: InFlight) -> bool {
         self.in_flight.set(in_flight).is_ok()
     }
@@ -67,29 +69,29 @@ impl SealedBatch {
         &self.list
     }
 
-    /// The partition.
+    /// Returns the partition.
     pub fn partition(&self) -> PartitionId {
         self.partition
     }
 
-    /// Payload bytes that are shown.
+    /// Returns the payload bytes of visible blocks.
     pub fn bytes(&self) -> u64 {
         self.list.shown_bytes()
     }
 
-    /// Bytes that the budget gets back when the batch is gone.
+    /// Returns the charge that is freed when the batch is dropped.
     pub fn charged_bytes(&self) -> u64 {
         self.list.charged_bytes()
     }
 
-    /// Number of blocks that are shown.
+    /// Returns the number of visible blocks.
     pub fn blocks(&self) -> usize {
         self.list.shown()
     }
 
-    /// The batch as an extent of distribution `d`. Aligned when the chain holds exactly these blocks (nothing
-    /// aborted, nothing late) and, for `LocalOrder`, they happen to lie sorted; the order of reads from memory is
-    /// not touched either way.
+    /// Returns the batch as an extent of distribution `d`. It is aligned if the chain holds exactly
+    /// these blocks (nothing aborted, nothing late) and, for `LocalOrder`, they happen to be
+    /// sorted. The order of reads from memory does not change.
     pub fn extent(&self, d: Distribution) -> SealedExtent {
         self.aligned(d).unwrap_or_else(|| self.pieces(d))
     }

@@ -16,22 +16,22 @@ use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 /// A buffer that a flush could take from.
 #[derive(Debug, Clone)]
 pub struct Candidate {
-    /// Its shuffle.
+    /// The shuffle.
     pub key: ShuffleKey,
-    /// How the shuffle's extents are ordered.
+    /// Order of the shuffle's extents.
     pub distribution: Distribution,
     /// The buffer.
     pub buffer: Arc<Buffer>,
-    /// Payload that a seal would take.
+    /// Payload bytes that a seal would take.
     pub active_bytes: u64,
-    /// Blocks that a seal would take.
+    /// Number of blocks that a seal would take.
     pub active_blocks: usize,
-    /// Batches taken from it and not released.
+    /// Number of its batches that are being flushed.
     pub in_flight_batches: usize,
 }
 
-/// Buffers of a shuffle that was forgotten. Dropping it gives their memory back, which takes a while when it is gigabytes:
-/// not under a lock.
+/// Buffers of a forgotten shuffle. Dropping it frees their memory, which takes a while for
+/// gigabytes, so it must not be dropped under a lock.
 #[derive(Debug)]
 #[must_use = "dropped under a lock it keeps others waiting"]
 pub struct Evicted(pub(super) Arc<ShuffleBuffers>);
@@ -43,30 +43,30 @@ impl Drop for Evicted {
     }
 }
 
-/// What one shuffle has in memory.
+/// Amounts of one shuffle in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InMemory {
-    /// Which.
+    /// The shuffle.
     pub shuffle: ShuffleKey,
-    /// Partitions with something in memory.
+    /// Number of partitions with blocks in memory.
     pub partitions: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u64,
     /// Payload bytes.
     pub bytes: u64,
 }
 
-/// The buffers of one shuffle, made when a partition is first written to.
+/// The buffers of one shuffle, created when a partition is first written to.
 #[derive(Debug)]
 pub struct ShuffleBuffers {
     key: ShuffleKey,
     distribution: Distribution,
     shared: Arc<Shared>,
-    /// For the next process, where memory outlives this one.
+    /// Name for the next process, if the memory outlives this one.
     pub(super) name: Option<Arc<ShuffleName>>,
-    /// Its application's.
+    /// Budget of the application.
     pub(super) budget: Budget,
-    /// `None` once purged, so that a send that raced with the purge cannot bring a buffer back.
+    /// `None` after a purge, so that a concurrent send cannot create a buffer again.
     buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
 }
 
@@ -92,23 +92,23 @@ impl ShuffleBuffers {
         (total.blocks > 0).then_some(total)
     }
 
-    /// The shuffle.
+    /// Returns the shuffle.
     #[must_use]
     pub fn key(&self) -> &ShuffleKey {
         &self.key
     }
 
-    /// How its extents are ordered.
+    /// Returns the order of its extents.
     #[must_use]
     pub fn distribution(&self) -> Distribution {
         self.distribution
     }
 
-    /// The buffer of `partition`, made if there is none and charged to `heap`, its application's part of the kind
-    /// [`HeapKind::Partitions`].
+    /// Returns the buffer of `partition`, created on demand and charged to `heap`, the
+    /// application's part of [`HeapKind::Partitions`].
     ///
     /// # Errors
-    /// `Evicted` when the shuffle was purged, `NoHeap`.
+    /// `Evicted` when the shuffle was purged, `NoHeap` when the heap is full.
     pub fn buffer(&self, partition: PartitionId, heap: &Budget) -> Result<Arc<Buffer>, MemoryError> {
         self.buffer_of(partition, |bytes| heap.try_charge(bytes))
     }
@@ -134,22 +134,23 @@ impl ShuffleBuffers {
         }
     }
 
-    /// The buffer of `partition` if it was ever written to.
+    /// Returns the buffer of `partition` if it was ever written to.
     #[must_use]
     pub fn existing(&self, partition: PartitionId) -> Option<Arc<Buffer>> {
         self.buffers.read().as_ref()?.get(&partition).cloned()
     }
 
-    /// All buffers there are.
+    /// Returns all buffers.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<Buffer>> {
         self.buffers.read().as_ref().map_or_else(Vec::new, |buffers| buffers.values().cloned().collect())
     }
 
-    /// Takes the shuffle's name and makes rows for all its blocks, if it lacks them and there are places now.
+    /// Takes a name for the shuffle and creates rows for all its blocks, if they are missing and
+    /// there is room now.
     pub(super) fn protect(&self) {
         let Some(name) = self.name.as_ref().filter(|name| name.is_partial() && name.take()) else { return };
-        // A buffer that is made from here on has rows from the beginning.
+        // Buffers created from here on have rows from the beginning.
         if self.all().iter().all(|buffer| buffer.protect()) {
             name.set_whole();
         }

@@ -1,17 +1,19 @@
 //! Tickets: capacity promised to a sender by `requireBuffer`.
 //!
-//! A ticket reserves the bytes asked for plus one smallest segment per named partition, so that rounding never makes a
-//! valid send fail. It is single use, belongs to one application and expires; while others wait, one that its application
-//! does not use and that is beyond its share is taken back sooner ([`super::claims`]). Everything here is a [`Charge`]: a
-//! ticket that expires or a send that dies gives back by being dropped.
+//! A ticket reserves the requested bytes plus one smallest segment per named partition, so that
+//! rounding never makes a valid send fail. It works once, belongs to one application and expires.
+//! While others wait, an unused ticket of an application over its share is revoked earlier
+//! ([`super::claims`]). A ticket that expires and a send that ends return their [`Charge`] on drop.
 //!
-//! What its lists take ([`super::list::LIST_BYTES`] for each partition of which nothing is in memory, 64 bytes per block) a ticket does
-//! not reserve: how many blocks there will be is not said, and most sends are to partitions that have a list. The bound of
-//! the process holds without, because a list is made only when the region has ceded as much or the heap has lent it
-//! ([`super::ceded`]): a send of `b` bytes to `p` partitions has at most `b` + 4096 `p` bytes of the region, which is what its
-//! ticket holds, and no list that is not covered. What may be missed is the turn: when tickets hold all of the region, lists have its
-//! slack (a 64th), 2 MiB, and half of the heap, which at 256 MB is 40 MiB: 43,000 new partitions of 4 KiB each at once. The next
-//! one is refused with NO_BUFFER, and its ticket comes back.
+//! A ticket does not reserve memory for lists ([`super::list::LIST_BYTES`] per partition without
+//! blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
+//! partitions that have a list. The process stays bounded, because a list is created only when the
+//! region has ceded or the heap has lent its size ([`super::ceded`]).
+//!
+//! A send of `b` bytes to `p` partitions uses at most `b` + 4096 `p` bytes of the region, which its
+//! ticket holds. If tickets hold all of the region, lists can use its slack (a 64th), 2 MiB, and
+//! half of the heap. Further new partitions are refused with `NO_BUFFER`, and their tickets are
+//! returned.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -32,29 +34,31 @@ use crate::budget::Budget;
 use crate::clock::Instant;
 use uniffle_wire::types::{AppId, TicketId};
 
-/// Rounding allowance of a request that names no partition (clients before 0.9 may not): sixteen partitions' worth.
+/// Rounding allowance of a request that names no partition, which clients before 0.9 may send:
+/// sixteen partitions' worth.
 const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
 
-/// All tickets that were granted and neither redeemed nor expired.
+/// All tickets that were granted and are neither redeemed nor expired.
 pub struct Tickets {
     budget: Budget,
-    /// Mirror of what tickets and reservations hold: a budget without a limit, for its `used()` only.
+    /// Mirror of the bytes that tickets and reservations hold: a budget without a limit, only for
+    /// its `used()`.
     pre_allocated: Budget,
-    /// Tickets likewise.
+    /// Number of tickets, mirrored in the same way.
     count: Budget,
     timeout: Duration,
     tickets_max: AtomicUsize,
     state: Mutex<State>,
-    /// Takes pages for what is granted, where that is to be done.
+    /// Allocates pages for granted tickets. Only for memory in a file.
     ahead: Option<Arc<Ahead>>,
 }
 
-/// A ticket that was neither redeemed nor expired, as one process tells it to the next.
+/// An outstanding ticket, as handed over from one process to the next.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outstanding {
     app: String,
     id: i64,
-    /// Bytes of payload that it was asked for.
+    /// Payload bytes that were requested.
     requested: u64,
     /// Bytes that it holds.
     held: u64,
@@ -67,10 +71,12 @@ struct State {
 }
 
 impl Tickets {
-    /// Tickets of what `budget` has beside `extents`, each for `timeout`, at most so many.
+    /// Creates tickets for `budget` without its part `extents`. Each is valid for `timeout`, and at
+    /// most `tickets_max` exist.
     #[must_use]
     pub fn new(budget: Budget, extents: Budget, timeout: Duration, tickets_max: usize) -> Self {
-        // A random start, so that a ticket of a process before this one is unknown here rather than someone's.
+        // A random start, so that a ticket of an earlier process is unknown here instead of
+        // matching another one.
         let next = i64::from(rand::random::<u32>() >> 1) << 32;
         let state = State { claims: Claims::new(budget.clone(), extents), next };
         Self {
@@ -84,15 +90,17 @@ impl Tickets {
         }
     }
 
-    /// Tells `ahead` of every grant.
+    /// Notifies `ahead` of every grant.
     pub(super) fn take_pages_by(&mut self, ahead: Arc<Ahead>) {
         self.ahead = Some(ahead);
     }
 
-    /// Reserves `bytes` of payload for `app`, to be spread over `partitions` named partitions (0 = not named).
+    /// Reserves `bytes` of payload for `app`, to be spread over `partitions` named partitions (0 =
+    /// not named).
     ///
     /// # Errors
-    /// `TooLarge` for what can never be granted, else `NoCapacity` (which also wakes the flusher) or `OverShare`.
+    /// `TooLarge` if it can never be granted, otherwise `NoCapacity` (which also wakes the flusher)
+    /// or `OverShare`.
     pub fn require(&self, app: &AppId, bytes: u64, partitions: usize) -> Result<TicketId, MemoryError> {
         let allowance = match partitions {
             0 => ALLOWANCE_UNNAMED_BYTES,
@@ -127,15 +135,15 @@ impl Tickets {
         Ok(id)
     }
 
-    /// Replaces the number of tickets that may be outstanding; those there are stay.
+    /// Replaces the maximum number of outstanding tickets. Existing tickets stay.
     pub fn set_max_count(&self, max: usize) {
         self.tickets_max.store(max, Ordering::Relaxed);
     }
 
-    /// Takes the ticket out. A ticket of another application stays where it is.
+    /// Redeems the ticket. A ticket of another application is not touched.
     ///
     /// # Errors
-    /// `UnknownTicket`.
+    /// `UnknownTicket` if `app` has no such ticket.
     pub fn redeem(&self, app: &AppId, id: TicketId) -> Result<Reservation, MemoryError> {
         let mut state = self.state.lock();
         let ticket = state.claims.find(app).and_then(|holder| holder.tickets.remove(&id));
@@ -143,7 +151,7 @@ impl Tickets {
         ticket.map(|ticket| ticket.reservation).ok_or(MemoryError::UnknownTicket)
     }
 
-    /// All tickets, for the process that follows.
+    /// Returns all outstanding tickets for the next process.
     pub fn outstanding(&self) -> Vec<Outstanding> {
         let state = self.state.lock();
         let told = |app: &AppId, id: &TicketId, ticket: &Ticket| Outstanding {
@@ -156,7 +164,8 @@ impl Tickets {
         of_all.flat_map(|(app, of)| of.tickets.iter().map(move |(id, it)| told(app, id, it))).collect()
     }
 
-    /// Grants the tickets of the process before as far as there is room, with the ids that clients have; how many those are.
+    /// Grants tickets of the previous process again with the same ids, as far as there is room.
+    /// Returns the number granted.
     pub fn grant_again(&self, outstanding: &[Outstanding]) -> usize {
         let now = Instant::now();
         let mut granted = 0;
@@ -173,7 +182,7 @@ impl Tickets {
         granted
     }
 
-    /// Drops every ticket whose time ran out at `now`; how many there were.
+    /// Drops the tickets that expired at `now`. Returns their number.
     pub fn expire(&self, now: Instant) -> usize {
         let expired = now.checked_sub(self.timeout).map(|before| self.state.lock().claims.expire(before));
         expired.map_or(0, |expired| expired.len())
@@ -185,66 +194,67 @@ impl Tickets {
         drop(forgotten);
     }
 
-    /// Bytes reserved by tickets and by redeemed reservations that no segment has taken yet.
+    /// Returns the bytes reserved by tickets and by redeemed reservations that no segment has taken
+    /// yet.
     #[must_use]
     pub fn pre_allocated_bytes(&self) -> u64 {
         self.pre_allocated.used()
     }
 
-    /// Tickets neither redeemed nor expired.
+    /// Returns the number of outstanding tickets.
     #[must_use]
     pub fn count(&self) -> usize {
         usize::try_from(self.count.used()).unwrap_or(usize::MAX)
     }
 
-    /// Tickets taken back from applications over their shares, so far.
+    /// Returns the number of tickets revoked from applications over their shares so far.
     #[must_use]
     pub fn taken_back(&self) -> u64 {
         self.state.lock().claims.taken_back()
     }
 
-    /// What everything that `app` has in memory is charged to.
+    /// Returns the budget to which everything of `app` in memory is charged.
     #[must_use]
     pub fn budget_of(&self, app: &AppId) -> Budget {
         self.state.lock().claims.holder(app).budget.clone()
     }
 
-    /// How much `app` counts beside others, as long as it holds anything or has shuffles.
+    /// Sets the weight of `app`, valid while it holds anything or has shuffles.
     pub fn set_weight(&self, app: &AppId, weight: u32) {
         self.state.lock().claims.set_weight(app, weight.max(1));
     }
 
-    /// See [`Tickets::set_weight`].
+    /// Returns the weight of `app`, see [`Tickets::set_weight`].
     #[must_use]
     pub fn weight_of(&self, app: &AppId) -> u32 {
         self.state.lock().claims.find(app).map_or(1, |holder| holder.weight)
     }
 
-    /// How `app` stands beside others.
+    /// Returns the position of `app` in the division of the memory.
     #[must_use]
     pub fn standing(&self, app: &AppId) -> Standing {
         self.state.lock().claims.standing(app, Instant::now())
     }
 
-    /// Whether a request was refused lately and neither granted since nor given up.
+    /// Returns whether a recently refused request still waits.
     #[must_use]
     pub fn are_waited_for(&self) -> bool {
         self.state.lock().claims.are_waited_for(Instant::now())
     }
 
-    /// Whether a send of `app` whose bytes come too slowly must end for another application that waits for memory.
+    /// Returns whether a slow send of `app` must end for another application that waits for memory.
     #[must_use]
     pub fn must_yield(&self, app: &AppId) -> bool {
         self.state.lock().claims.must_yield(app, Instant::now())
     }
 
-    /// Bytes that are to come free for applications below their shares.
+    /// Returns the bytes to keep free for applications below their shares.
     #[must_use]
     pub fn claimed_bytes(&self) -> u64 {
         self.state.lock().claims.claimed_bytes(Instant::now())
     }
 
-    /// What every application holds, and its weight.
+    /// Returns the held bytes and the weight of every application.
     #[must_use]
     pub fn holders(&self) -> HashMap<AppId, Claimant> {
         let state = self.state.lock();
@@ -391,7 +401,7 @@ mod tests {
 
     const KIB: u64 = 1 << 10;
 
-    /// Tickets of one partition each, of a memory of 100 KiB.
+    /// Tickets of one partition each, for a memory of 100 KiB.
     fn small() -> (Budget, Tickets) {
         let budget = Budget::new(100 * KIB);
         let extents = budget.child(u64::MAX);
@@ -417,7 +427,7 @@ mod tests {
         assert!(ask(&tickets, "flood", 41).is_err(), "what they wait for is kept for them");
         ask(&tickets, "first", 60).unwrap();
         assert!(ask(&tickets, "second", 50).is_err());
-        // A client that does not come back is not waited for.
+        // A client that does not ask again is not waited for.
         tokio::time::advance(Duration::from_secs(13)).await;
         assert_eq!(tickets.claimed_bytes(), 0);
         ask(&tickets, "third", 40).unwrap();
@@ -523,7 +533,7 @@ mod tests {
         assert!(ask(&tickets, "b", 10).is_err());
         tickets.forget_app(&app("b"));
         tickets.forget_app(&app("a"));
-        // A send is under way: when the app comes back it has the same budget.
+        // A send is in progress: a returning application has the same budget.
         assert_eq!(tickets.expire(Instant::now()), 0);
         assert_eq!(tickets.budget_of(&app("a")).used(), 100 * KIB);
         drop(held);

@@ -1,23 +1,18 @@
-//! Copies that do not disturb the cache: large pieces go to memory with non-temporal stores.
+//! Copies that do not disturb the cache: large pieces are written to memory with non-temporal
+//! stores.
 //!
-//! A block's bytes are read again seconds later, by a disk or a socket. A plain copy first loads every line that it
-//! overwrites and then pushes the hot read chunk out of the cache; a streaming store does neither. For a small piece
-//! the incomplete lines at its ends and the fence cost more than that saves.
+//! A block is read again seconds later, by a disk or a socket. A plain copy first loads every line
+//! that it overwrites, and evicts the hot read chunk from the cache. A streaming store does
+//! neither. For a small piece, the incomplete lines at its ends and the fence cost more than that
+//! saves (docs/design/data-path.md §2).
 //!
-//! Not here: which range may be written. The one function is safe: it copies between two slices of equal length.
-//!
-//! # Reference numbers
-//!
-//! 2026-11-21, 2 vCPU of an AMD EPYC with AVX-512, busy; server CPU-s/GB of receiving 14 KiB blocks on four TCP
-//! connections (`uniffle-bench read --transport tcp`, means of 5 or 6 rounds; two or three runs where two figures
-//! stand): all plain 0.162–0.178; streamed from 8 KiB 0.162, from 4 KiB 0.160, from 2 KiB 0.158–0.172. With reads of
-//! 128, 256, 512 KiB and 1 MiB from the socket (from 4 KiB): 0.155, 0.160, 0.165, 0.178. The gain here is small and
-//! within the noise for thresholds of 2 to 8 KiB; docs/design/data-path.md §2 has 15 % on a Xeon, and a loss at 1 KiB.
+//! This module does not decide which range may be written. Its one function is safe: it copies
+//! between two slices of equal length.
 
-/// From this length on stores are non-temporal.
+/// Copies of at least this length use non-temporal stores.
 pub(super) const STREAM_BYTES_MIN: usize = 4 << 10;
 
-/// Copies `from` to `to`, which are equally long.
+/// Copies `from` to `to`, which have the same length.
 pub(super) fn copy(to: &mut [u8], from: &[u8]) {
     assert_eq!(to.len(), from.len(), "a copy between equal lengths");
     #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -34,10 +29,11 @@ mod stream {
         _mm512_stream_si512,
     };
 
-    /// A cache line, which is what a streaming store should complete.
+    /// A cache line: the unit that a streaming store should complete.
     const LINE_BYTES: usize = 64;
 
-    /// Copies whole lines with streaming stores and the ends plainly; false, and nothing done, on a CPU without them.
+    /// Copies whole lines with streaming stores and the ends with plain ones. Returns false and
+    /// copies nothing on a CPU without streaming stores.
     pub(super) fn copy(to: &mut [u8], from: &[u8]) -> bool {
         let wide = is_x86_feature_detected!("avx512f");
         if !wide && !is_x86_feature_detected!("avx") {
@@ -61,8 +57,8 @@ mod stream {
         true
     }
 
-    // Loops over positions and not over iterators: in a build without link-time optimization an iterator's `next` is a
-    // call for every line, which was 18 % of what receiving cost.
+    // Loops over positions, not iterators: without link-time optimization an iterator's `next` is a
+    // call per line.
 
     /// # Safety
     /// Needs AVX-512F. `to` begins at a multiple of 64; `from` has the length of `to`, a multiple of 64.
@@ -77,8 +73,9 @@ mod stream {
             unsafe { _mm512_stream_si512(to.as_mut_ptr().wrapping_add(at).cast::<__m512i>(), line) };
             at += LINE_BYTES;
         }
-        // Streaming stores are not ordered with others, not even by a lock: the fence puts them before whatever
-        // tells another thread that these bytes are there (what `_mm512_stream_si512` demands before `to` is used).
+        // Streaming stores are not ordered with others, not even by a lock. The fence orders them
+        // before any store that tells another thread about these bytes, as `_mm512_stream_si512`
+        // requires before `to` is used.
         _mm_sfence();
     }
 
@@ -104,20 +101,20 @@ mod stream {
     mod tests {
         use super::*;
 
-        /// The narrow loop too, on a machine that would always take the wide one.
+        /// Also covers the narrow loop on a machine that would always use the wide one.
         #[test]
         fn both_widths_copy_whole_lines() {
             let from: Vec<u8> = (0..4096u32).map(|n| n.to_le_bytes()[0] ^ n.to_le_bytes()[1]).collect();
             let mut room = vec![0; 4096 + LINE_BYTES];
             let start = room.as_ptr().align_offset(LINE_BYTES);
             if is_x86_feature_detected!("avx") {
-                // SAFETY: AVX is there; `start` is at a line, and both are 4,096 bytes.
+                // SAFETY: the CPU has AVX; `start` is at a line, and both have 4,096 bytes.
                 unsafe { lines_avx(&mut room[start..start + 4096], &from) };
                 assert_eq!(room[start..start + 4096], from);
             }
             room.fill(0);
             if is_x86_feature_detected!("avx512f") {
-                // SAFETY: AVX-512F is there; `start` is at a line, and both are 4,096 bytes.
+                // SAFETY: the CPU has AVX-512F; `start` is at a line, and both have 4,096 bytes.
                 unsafe { lines_avx512(&mut room[start..start + 4096], &from) };
                 assert_eq!(room[start..start + 4096], from);
             }
@@ -129,7 +126,8 @@ mod stream {
 mod tests {
     use super::*;
 
-    /// Every alignment of both ends within a line, around the threshold and well above it, with guards on both sides.
+    /// Covers every alignment of both ends within a line, lengths around and well above the
+    /// threshold, and guards on both sides.
     #[test]
     fn every_alignment_and_length_is_copied_exactly() {
         let lengths: &[usize] = if cfg!(miri) {
@@ -151,7 +149,8 @@ mod tests {
         let mut target = vec![0xEE; source.len() + 64];
         for &length in lengths {
             for to in (0..64).step_by(step) {
-                // Each alignment of the source with some alignment of the target, and equal ones.
+                // Each alignment of the target with an aligned source, an equal one and another
+                // one.
                 for from in [0, to, (to * 5 + 3) % 64] {
                     target[..length + 128].fill(0xEE);
                     copy(&mut target[to..to + length], &source[from..from + length]);

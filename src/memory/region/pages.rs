@@ -1,10 +1,12 @@
-//! Pages of a region that lies in a file, taken before they are touched.
+//! Pages of a file-backed region, allocated before they are touched.
 //!
-//! A touch of a page for which the file's tmpfs has no room ends the process (SIGBUS). The kernel refuses it in order when it
-//! is asked before, and then there is less memory. Private memory takes its pages by being touched.
+//! Touching a page for which the file's tmpfs has no room ends the process (SIGBUS). If the kernel
+//! is asked before, it refuses with an error, and less memory is usable. Private memory gets its
+//! pages by being touched.
 //!
-//! Invariant: what is free in the buddy, and every piece but one whose pages were discarded, has its pages. What has none is
-//! either beyond the blocks that are *ready*, or a *hole*: a piece that came back and found none, or that a start left for later.
+//! Invariant: free memory in the buddy has its pages, and so does every piece whose pages were not
+//! discarded. Memory without pages is either beyond the *ready* blocks or a *hole*: a piece that
+//! was returned and got no pages, or that a start left for later.
 
 use std::io;
 use std::ops::Range;
@@ -20,25 +22,26 @@ use super::super::{
 };
 use super::mapping::Mapping;
 
-/// What a start makes ready of what is free where another process was.
+/// Free bytes between recovered blocks that a start makes ready.
 #[cfg(not(miri))]
 const SETTLED_BYTES: usize = if cfg!(test) { 2 * BLOCK_BYTES } else { 64 << 20 };
 
-/// How much is ready, and the holes.
+/// Ready memory and holes.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
-    /// Mirror of the state: bytes of segments with pages.
+    /// Copy of the number of segment bytes with pages, readable without the lock.
     ready_bytes: AtomicU64,
-    /// The last attempt failed: the next one is the upkeep's.
+    /// Set after a failed attempt. The next attempt is made by the periodic upkeep.
     is_refused: AtomicBool,
-    /// Held while pages are taken, so that it is done by one at a time.
+    /// Offsets and lengths of holes. Locked while pages are allocated, so that only one thread does
+    /// it.
     holes: Mutex<Vec<(usize, usize)>>,
-    /// Stands in for a tmpfs of so many bytes.
+    /// Bytes left in a simulated tmpfs.
     #[cfg(test)]
     left: Mutex<Option<usize>>,
 }
 
-/// The region that pages are taken for.
+/// The region for which pages are allocated.
 #[derive(Clone, Copy)]
 pub(super) struct Of<'a> {
     pub(super) map: &'a Mapping,
@@ -52,7 +55,7 @@ impl Of<'_> {
 }
 
 impl Pages {
-    /// Takes the pages of `range`, which counts from the start of the mapping.
+    /// Allocates the pages of `range`, which counts from the start of the mapping.
     fn take(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         #[cfg(test)]
         self.count(range.len())?;
@@ -66,7 +69,7 @@ impl Pages {
         taken
     }
 
-    /// As [`Pages::take`], of a range most of which may have its pages, which costs little then.
+    /// Allocates pages like [`Pages::take`], at little cost where most pages exist.
     #[cfg(not(miri))]
     fn fill(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         #[cfg(test)]
@@ -82,7 +85,7 @@ impl Pages {
         filled
     }
 
-    /// Takes so many bytes of what stands in for a tmpfs.
+    /// Takes `bytes` from the simulated tmpfs.
     #[cfg(test)]
     fn count(&self, bytes: usize) -> io::Result<()> {
         if let Some(left) = &mut *self.left.lock() {
@@ -93,17 +96,18 @@ impl Pages {
 }
 
 impl Pages {
-    /// Bytes of segments that can be used as far as pages go.
+    /// Returns the bytes of segments that have pages.
     pub(super) fn ready_bytes(&self) -> u64 {
         self.ready_bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether the last attempt to take pages of segments was refused.
+    /// Returns whether the last allocation of segment pages was refused.
     pub(super) fn is_refused(&self) -> bool {
         self.is_refused.load(Ordering::Relaxed)
     }
 
-    /// Takes pages until so many bytes are ready, or all; at least tries it when it was refused before.
+    /// Allocates pages until `bytes` bytes are ready, or all. After a refusal it makes at least one
+    /// attempt.
     pub(super) fn take_until(&self, of: Of<'_>, bytes: u64) -> io::Result<()> {
         self.fill_holes(of)?;
         while self.is_refused() || self.ready_bytes() < bytes {
@@ -115,20 +119,20 @@ impl Pages {
         Ok(())
     }
 
-    /// Takes the pages of so many bytes of the front.
+    /// Allocates the pages of `range` of the front.
     pub(super) fn take_front(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         assert!(range.end <= map.front_bytes(), "{range:?} of the front");
         self.take(map, range)
     }
 
-    /// The same where most of them may be there.
+    /// Allocates missing pages of `range` of the front, where most may exist.
     #[cfg(not(miri))]
     pub(super) fn fill_front(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         assert!(range.end <= map.front_bytes(), "{range:?} of the front");
         self.fill(map, range)
     }
 
-    /// Gives the pages of so many bytes of the front back.
+    /// Returns the pages of `range` of the front to the kernel.
     #[cfg(not(miri))]
     pub(super) fn discard_front(&self, map: &Mapping, range: Range<usize>) {
         #[cfg(test)]
@@ -138,7 +142,8 @@ impl Pages {
         map.discard_front(range);
     }
 
-    /// One block or hole more, when a segment was not to be had while `seen` blocks were ready; false if there is none.
+    /// Makes one more block or hole usable after an allocation failed with `seen` ready blocks.
+    /// Returns false if there is none.
     pub(super) fn grow(&self, of: Of<'_>, seen: usize) -> bool {
         !self.is_refused()
             && (self.make_ready(of, seen).unwrap_or(false) || self.fill_hole(of).unwrap_or(false))
@@ -159,13 +164,13 @@ impl Pages {
         Ok(true)
     }
 
-    /// A piece at a time, so that nobody waits for all of them.
+    /// One piece at a time, so that nobody waits for all of them.
     fn fill_holes(&self, of: Of<'_>) -> io::Result<()> {
         while self.fill_hole(of)? {}
         Ok(())
     }
 
-    /// Takes the pages of one hole; false if there is none.
+    /// Allocates the pages of one hole. Returns false if there is none.
     fn fill_hole(&self, of: Of<'_>) -> io::Result<bool> {
         let mut holes = self.holes.lock();
         let Some(&(offset, bytes)) = holes.last() else { return Ok(false) };
@@ -176,7 +181,7 @@ impl Pages {
         Ok(true)
     }
 
-    /// Gives back a piece whose pages were discarded; without pages it is a hole.
+    /// Frees a piece whose pages were discarded. It becomes a hole if it gets no pages.
     pub(super) fn give_back(&self, of: Of<'_>, offset: usize, bytes: usize) {
         let mut holes = self.holes.lock();
         if self.take_segments(of.map, offset..offset + bytes).is_ok() {
@@ -187,10 +192,12 @@ impl Pages {
         }
     }
 
-    /// Takes the pages of holes that an earlier process left in what is free, as far as writers need them at once; all else that is
-    /// free counts as holes, which are filled when they are wanted: a start does not wait for it. A block that does not get
-    /// its pages has nothing free. What was claimed has its pages. Nothing is asked of the kernel but that: where the next hole of a
-    /// file is it finds by looking at all pages before it, of other ranges too.
+    /// Allocates missing pages of free memory between recovered blocks, as far as writers need them
+    /// at once. Other free memory becomes holes that are filled on demand, so that a start does not
+    /// wait for them. A block that gets no pages has nothing free. Claimed memory has its pages.
+    ///
+    /// It does not ask the file for holes: the kernel finds the next hole by visiting all pages
+    /// before it, also of other ranges.
     #[cfg(not(miri))]
     pub(super) fn settle(&self, of: Of<'_>) {
         let mut left_out = self.holes.lock();
@@ -220,14 +227,14 @@ impl Pages {
         self.ready_bytes.store(ready as u64, Ordering::Relaxed);
     }
 
-    /// From now on the file's tmpfs has so many bytes left.
+    /// Sets the bytes left in the simulated tmpfs.
     #[cfg(test)]
     pub(super) fn limit(&self, bytes: usize) {
         *self.left.lock() = Some(bytes);
     }
 }
 
-/// The parts of `range` that lie in one block each.
+/// Splits `range` at block boundaries.
 #[cfg(not(miri))]
 fn by_block(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let blocks = range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES);

@@ -1,4 +1,5 @@
-//! Ranges of a piece of a region: one that its only owner writes, or one that is frozen and read by many.
+//! Ranges of a piece of a region: a range that only its owner writes, or a frozen range with many
+//! readers.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,25 +12,25 @@ use super::copy;
 use super::space::Region;
 use crate::budget::Charge;
 
-/// An allocated piece of a region, alive while any handle is.
+/// An allocated piece of a region, alive while any handle exists.
 pub(super) struct Piece {
     pub(super) region: Arc<Region>,
     pub(super) offset: usize,
     pub(super) bytes: usize,
-    /// Its pages are to be taken before it is used again.
+    /// Its pages must be allocated again before reuse.
     pub(super) is_discarded: AtomicBool,
-    /// Given back by the field's drop, which runs after [`Piece::drop`]: memory first, then the charge. The other
-    /// way round, a new charge could be granted for which there is no memory yet.
+    /// Returned by the field's drop, which runs after [`Piece::drop`]: memory first, then the
+    /// charge. In the other order, a new charge could be granted for which there is no memory yet.
     _charge: Charge,
 }
 
 impl Piece {
-    /// Of `bytes` at `offset`, which is nobody else's.
+    /// Creates a piece of `bytes` at `offset`, which must have no other owner.
     pub(super) fn new(region: Arc<Region>, (offset, bytes): (usize, usize), charge: Charge) -> Self {
         Self { region, offset, bytes, is_discarded: AtomicBool::new(false), _charge: charge }
     }
 
-    /// Address of a range of it.
+    /// Returns the address of a range of the piece.
     pub(super) fn at(&self, start: usize, len: usize) -> *mut u8 {
         assert!(start + len <= self.bytes, "range {start}+{len} of a piece of {}", self.bytes);
         self.region.map.at(self.offset + start, len)
@@ -48,42 +49,44 @@ impl Drop for Piece {
     }
 }
 
-/// A range that only its owner may write. Dropped without freezing, what was written is zeroed and can never be read.
+/// A range that only its owner may write. If dropped without freezing, written bytes are zeroed and
+/// can never be read.
 ///
-/// What was not written is left alone: it is no more readable than the rest, and zeroing it would touch untouched
-/// pages and let a sender that announces 512 MiB and hangs up cost the worker a memset of 512 MiB.
+/// Unwritten bytes are left alone. They are no more readable than the rest, and zeroing them would
+/// touch unused pages. A sender that announces 512 MiB and disconnects would then cost the worker a
+/// memset of 512 MiB.
 pub struct Fill {
-    /// `None` only after freezing, so that `drop` knows.
+    /// Empty only after freezing, which tells `drop` that nothing must be zeroed.
     piece: Option<Arc<Piece>>,
     start: usize,
     len: usize,
     written: usize,
-    /// The prefix that may differ from what was here before.
+    /// Length of the prefix that may differ from the previous content.
     dirty: usize,
 }
 
 impl Fill {
-    /// A range that was handed out just now, and once.
+    /// Creates a fill of a range that was handed out just now, and only once.
     pub(super) fn of(piece: Arc<Piece>, start: usize, len: usize) -> Self {
         Self { piece: Some(piece), start, len, written: 0, dirty: 0 }
     }
 
-    /// Bytes of the range.
+    /// Returns the length of the range in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True for a range of no bytes.
+    /// Returns true for a range of no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes not written yet.
+    /// Returns the number of bytes not written yet.
     pub fn remaining(&self) -> usize {
         self.len - self.written
     }
 
-    /// Appends as much of `bytes` as there is room for and says how much that was.
+    /// Appends as much of `bytes` as there is room for. Returns the number of bytes appended.
     pub fn write(&mut self, bytes: &[u8]) -> usize {
         let taken = bytes.len().min(self.remaining());
         let from = self.written;
@@ -93,7 +96,8 @@ impl Fill {
         taken
     }
 
-    /// The whole range. It may show what an earlier owner of the memory left there: write before showing it.
+    /// Returns the whole range. It may contain data of an earlier owner: overwrite it before
+    /// exposing it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.dirty = self.len;
         self.range_mut()
@@ -102,20 +106,21 @@ impl Fill {
     fn range_mut(&mut self) -> &mut [u8] {
         let Some(piece) = &self.piece else { return &mut [] };
         let start = piece.at(self.start, self.len);
-        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
-        // always initialised. No other `Fill` or `Slice` covers it: the segment handed it out once, and it becomes
-        // readable only through `freeze*`, which consumes `self`.
+        // SAFETY: `at` checked that the range is in the piece, which `self` keeps alive and mapped;
+        // its bytes are always initialised. No other `Fill` or `Slice` covers it: the segment
+        // handed it out once, and it becomes readable only through `freeze*`, which consumes
+        // `self`.
         unsafe { std::slice::from_raw_parts_mut(start, self.len) }
     }
 
-    /// Ends writing. The slice covers what was written; the rest, if any, is dead.
+    /// Ends writing. The slice covers the written bytes; the rest, if any, is dead.
     #[must_use]
     pub fn freeze(self) -> Slice {
         let written = self.written;
         self.freeze_prefix(written)
     }
 
-    /// Ends writing that went through [`Fill::bytes_mut`]: the first `len` bytes are good, the rest is dead.
+    /// Ends writing through [`Fill::bytes_mut`]. The first `len` bytes are valid, the rest is dead.
     #[must_use]
     pub fn freeze_prefix(mut self, len: usize) -> Slice {
         assert!(len <= self.len, "{len} bytes frozen of {}", self.len);
@@ -144,7 +149,7 @@ impl fmt::Debug for Fill {
     }
 }
 
-/// A frozen range. Keeps its segment's memory, and what was charged for it, until it is dropped.
+/// A frozen range. Keeps its segment's memory and charge until it is dropped.
 #[derive(Clone)]
 pub struct Slice {
     piece: Arc<Piece>,
@@ -153,7 +158,7 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// A range of which all was frozen.
+    /// Creates a slice of a range that was frozen completely.
     pub(super) fn of(piece: Arc<Piece>, range: Range<usize>) -> Self {
         Self { piece, start: range.start, len: range.len() }
     }
@@ -162,28 +167,28 @@ impl Slice {
         Arc::ptr_eq(&self.piece, piece)
     }
 
-    /// Bytes of the range.
+    /// Returns the length of the range in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True for a range of no bytes.
+    /// Returns true for a range of no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where it lies in the region.
+    /// Returns its offset in the region.
     pub fn place(&self) -> usize {
         self.piece.offset + self.start
     }
 
-    /// A part of it.
+    /// Returns a part of the slice.
     pub fn slice(&self, range: Range<usize>) -> Slice {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
         Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }
     }
 
-    /// The same memory as `Bytes`, not copied.
+    /// Converts the slice to `Bytes` without a copy.
     #[must_use]
     pub fn into_bytes(self) -> Bytes {
         Bytes::from_owner(self)
@@ -193,8 +198,9 @@ impl Slice {
 impl AsRef<[u8]> for Slice {
     fn as_ref(&self) -> &[u8] {
         let start = self.piece.at(self.start, self.len);
-        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
-        // always initialised. A slice only exists for frozen ranges, which no `Fill` covers any more, so there is no writer.
+        // SAFETY: `at` checked that the range is in the piece, which `self` keeps alive and mapped;
+        // its bytes are always initialised. A slice exists only for frozen ranges, which no `Fill`
+        // covers any longer, so there is no writer.
         unsafe { std::slice::from_raw_parts(start, self.len) }
     }
 }

@@ -12,10 +12,11 @@ use super::space::Region;
 use crate::budget::Charge;
 
 impl Region {
-    /// The segment of `bytes` at `offset`, in which an earlier process left something, paid for by `charge`.
+    /// Takes the segment of `bytes` at `offset`, which contains recovered data, paid for by
+    /// `charge`.
     ///
     /// # Errors
-    /// The charge comes back when that is no place of a segment, or a part of it is not free.
+    /// Returns the charge if no segment can be there, or if a part of it is not free.
     pub fn claim(self: &Arc<Self>, offset: usize, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
         debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
         if !self.buddy.lock().take(offset, bytes) {
@@ -29,10 +30,10 @@ impl Region {
         Segment { piece: Arc::new(piece), cursor: 0, frozen: SmallVec::new() }
     }
 
-    /// A segment of `bytes`, a power of two from 4 KiB to 2 MiB, paid for by `charge`.
+    /// Allocates a segment of `bytes`, a power of two from 4 KiB to 2 MiB, paid for by `charge`.
     ///
     /// # Errors
-    /// The charge comes back when no such piece is free; a smaller one may be.
+    /// Returns the charge if no such piece is free; a smaller one may be.
     pub fn allocate(self: &Arc<Self>, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
         debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
         loop {
@@ -51,31 +52,34 @@ impl Region {
     }
 }
 
-/// The owner of one piece of a [`Region`]: hands out ranges to fill, in order, and reads what was frozen.
+/// The owner of one piece of a [`Region`]. Hands out ranges to fill, in order, and reads frozen
+/// ranges.
 pub struct Segment {
     piece: Arc<Piece>,
     cursor: usize,
-    /// Frozen ranges, ascending, never touching each other: one when nothing was aborted and nothing is late.
+    /// Frozen ranges, ascending and never adjacent. It is a single range when nothing was aborted
+    /// and nothing is late.
     pub(super) frozen: SmallVec<[Range<usize>; 1]>,
 }
 
 impl Segment {
-    /// Bytes of the segment.
+    /// Returns the size of the segment in bytes.
     pub fn capacity(&self) -> usize {
         self.piece.bytes
     }
 
-    /// Bytes handed out so far.
+    /// Returns the number of bytes handed out so far.
     pub fn cursor(&self) -> usize {
         self.cursor
     }
 
-    /// Bytes not handed out yet.
+    /// Returns the number of bytes not handed out yet.
     pub fn remaining(&self) -> usize {
         self.piece.bytes - self.cursor
     }
 
-    /// The next `len` bytes, to be written by the caller alone; `None` when fewer remain.
+    /// Hands out the next `len` bytes, to be written by the caller alone. Returns `None` when fewer
+    /// remain.
     pub fn fill(&mut self, len: usize) -> Option<Fill> {
         debug_assert!(!self.piece.is_discarded.load(Ordering::Relaxed), "it has no pages");
         if len > self.remaining() {
@@ -86,8 +90,8 @@ impl Segment {
         Some(Fill::of(Arc::clone(&self.piece), start, len))
     }
 
-    /// A range that an earlier process filled, behind all that was handed out so far; what is skipped is dead. `None` if that is
-    /// no such range.
+    /// Returns a slice of a recovered range behind everything handed out so far. Skipped bytes are
+    /// dead. Returns `None` if the range does not fit there.
     pub fn adopt(&mut self, range: Range<usize>) -> Option<Slice> {
         let fits = self.cursor <= range.start && range.start <= range.end && range.end <= self.piece.bytes;
         if !fits {
@@ -97,8 +101,8 @@ impl Segment {
         Some(self.fill(range.len())?.freeze_prefix(range.len()))
     }
 
-    /// As [`Segment::adopt`], but that the range is readable here ([`Segment::slice`]), as if its slice were absorbed. False if that is
-    /// no such range.
+    /// Adopts a range like [`Segment::adopt`] and makes it readable ([`Segment::slice`]), as if its
+    /// slice were absorbed. Returns false if the range does not fit.
     pub fn keep(&mut self, range: Range<usize>) -> bool {
         let fits = self.cursor <= range.start && range.start <= range.end && range.end <= self.piece.bytes;
         if fits && !range.is_empty() {
@@ -111,17 +115,18 @@ impl Segment {
         fits
     }
 
-    /// Hands out nothing more.
+    /// Ends handing out ranges.
     pub fn close(&mut self) {
         self.cursor = self.piece.bytes;
     }
 
-    /// Where it lies in the region.
+    /// Returns its offset in the region.
     pub fn offset(&self) -> usize {
         self.piece.offset
     }
 
-    /// Notes that `slice` is frozen, so that [`Segment::slice`] can show it. It must be of this segment.
+    /// Records that `slice` is frozen, so that [`Segment::slice`] can return it. It must be of this
+    /// segment.
     pub fn absorb(&mut self, slice: Slice) {
         assert!(slice.is_of(&self.piece), "a slice of another segment");
         let start = slice.place() - self.piece.offset;
@@ -145,7 +150,7 @@ impl Segment {
         }
     }
 
-    /// Hands out, zeroes and freezes what is missing to a multiple of `align`.
+    /// Hands out, zeroes and freezes the bytes up to the next multiple of `align`.
     pub fn pad_to(&mut self, align: usize) {
         let missing = (self.cursor.next_multiple_of(align) - self.cursor).min(self.remaining());
         if let Some(mut fill) = self.fill(missing) {
@@ -154,7 +159,7 @@ impl Segment {
         }
     }
 
-    /// A frozen range; `None` unless all of it was frozen and absorbed.
+    /// Returns a frozen range. `None` unless all of it was frozen and absorbed.
     pub fn slice(&self, range: Range<usize>) -> Option<Slice> {
         let at = self.frozen.partition_point(|frozen| frozen.end < range.end);
         let frozen = self.frozen.get(at)?;
@@ -162,13 +167,14 @@ impl Segment {
         inside.then(|| Slice::of(Arc::clone(&self.piece), range))
     }
 
-    /// All that was handed out, if all of it is frozen.
+    /// Returns everything handed out, if all of it is frozen.
     pub fn readable(&self) -> Option<Slice> {
         self.slice(0..self.cursor)
     }
 
-    /// Gives the pages of a segment of which nothing was ever handed out back to the kernel; they are zeroes when they are
-    /// next used. In a file they are taken again when the segment is dropped, and nothing is handed out of it meanwhile.
+    /// Returns the pages of a segment without any handed-out range to the kernel. They are zeros at
+    /// the next use. For a file they are allocated again when the segment is dropped, and nothing
+    /// is handed out before.
     pub fn discard(&mut self) {
         if self.cursor == 0 && Arc::strong_count(&self.piece) == 1 {
             self.piece.region.map.discard(self.piece.offset, self.piece.bytes);
@@ -176,10 +182,11 @@ impl Segment {
         }
     }
 
-    /// True when nothing in it can ever be read: nothing is frozen, being filled or being read.
+    /// Returns true when nothing in it can ever be read: nothing is frozen, being filled or being
+    /// read.
     pub fn is_dead(&self) -> bool {
-        // A count of one is the owner's own: there is no handle that another thread could clone, and the owner
-        // makes new ones only by `fill`, or by `slice` of what is frozen.
+        // A count of one is the owner's own. No handle exists that another thread could clone, and
+        // the owner creates new ones only by `fill`, or by `slice` of frozen ranges.
         self.frozen.is_empty() && Arc::strong_count(&self.piece) == 1
     }
 }

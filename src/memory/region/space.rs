@@ -1,4 +1,4 @@
-//! The space that segments are made of: the mapping, what of it is free, and its pages.
+//! The space that segments are allocated from: the mapping, its free pieces, and its pages.
 
 use std::fmt;
 use std::io;
@@ -16,17 +16,17 @@ use super::pages::{Of, Pages};
 pub struct Region {
     pub(super) map: Mapping,
     pub(super) buddy: Mutex<Buddy>,
-    /// Of a region in a file.
+    /// Page state. Only for a region in a file.
     pub(super) pages: Option<Pages>,
-    /// It is another process's: nothing of it is given back any more.
+    /// Set when the region is released to another process; nothing is freed any longer.
     let_go: AtomicBool,
 }
 
 impl Region {
-    /// Maps at least `capacity_bytes` (whole 2 MiB blocks). Pages that are never used cost nothing.
+    /// Maps at least `capacity_bytes` (whole 2 MiB blocks). Unused pages cost nothing.
     ///
     /// # Errors
-    /// When the kernel refuses the mapping, or the size is beyond the address space.
+    /// When the kernel refuses the mapping, or the size exceeds the address space.
     pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::new(blocks)?;
@@ -34,19 +34,20 @@ impl Region {
         Ok(Arc::new(Self { map, buddy, pages: None, let_go }))
     }
 
-    /// Bytes of a region of `capacity_bytes`: whole blocks.
+    /// Returns the bytes of a region of `capacity_bytes`, in whole blocks.
     ///
     /// # Errors
-    /// A size beyond the address space.
+    /// When the size exceeds the address space.
     pub fn bytes_of(capacity_bytes: u64) -> io::Result<u64> {
         Ok((blocks_of(capacity_bytes)? * BLOCK_BYTES) as u64)
     }
 
-    /// Maps `file`, of at least `front_bytes` (whole blocks) and [`Region::bytes_of`] the capacity, shared: what is stored
-    /// outlives the process. Nobody else may have it mapped, nor cut it short.
+    /// Maps `file` shared, so that stored data outlives the process. The file must have at least
+    /// `front_bytes` (whole blocks) plus [`Region::bytes_of`] the capacity. Nobody else may have it
+    /// mapped or truncate it.
     ///
     /// # Errors
-    /// As [`Region::new`].
+    /// As for [`Region::new`].
     #[cfg(not(miri))]
     pub fn shared(
         file: impl std::os::fd::AsFd,
@@ -59,41 +60,41 @@ impl Region {
         Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()), let_go: AtomicBool::new(false) }))
     }
 
-    /// The words before the segments; none of private memory.
+    /// Returns the words before the segments. Empty for private memory.
     pub fn front(&self) -> &[AtomicU64] {
         self.map.front()
     }
 
-    /// Bytes of the mapping.
+    /// Returns the bytes of all segments.
     pub fn capacity_bytes(&self) -> u64 {
         self.map.bytes as u64
     }
 
-    /// Asks the kernel for huge pages, or for none (the default of a new mapping is the machine's). Pages
-    /// that are in use stay as they are.
+    /// Advises huge pages, or advises against them. Without advice the machine's default applies.
+    /// Pages in use are not changed.
     pub fn advise_huge_pages(&self, is_wanted: bool) {
         self.map.advise_huge_pages(is_wanted);
     }
 
-    /// Takes the pages of one block that was never used. Returns false if there is none left.
+    /// Allocates the pages of one block that was never used. Returns false if there is none left.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// The error of the kernel.
     pub fn prefault_block(&self) -> io::Result<bool> {
         if self.pages.is_some() {
             let ready = self.ready_bytes();
             self.take_pages(ready.saturating_add(BLOCK_BYTES as u64).min(self.capacity_bytes()))?;
             return Ok(self.ready_bytes() > ready);
         }
-        // While its pages are taken the block is in use, so that no sender waits for them.
+        // The block counts as in use meanwhile, so that no sender waits for its pages.
         let Some(offset) = self.buddy.lock().take_fresh() else { return Ok(false) };
         let populated = self.map.populate(offset..offset + BLOCK_BYTES);
         self.buddy.lock().free(offset, BLOCK_BYTES);
         populated.map(|()| true)
     }
 
-    /// Makes the end of the mapping short, which takes 0.1 s for each GB of small pages in use otherwise. In steps, since others
-    /// of the process that map something wait for one.
+    /// Unmaps the pages, so that the end of the mapping is fast even with many small pages. Works
+    /// in steps, because other mappings of the process wait during a step.
     pub fn unlink_pages(&self) {
         const STEP: usize = 16 * BLOCK_BYTES;
         for start in (0..self.map.bytes).step_by(STEP) {
@@ -101,8 +102,8 @@ impl Region {
         }
     }
 
-    /// From now on the file is another process's, and pieces that are dropped here stay as they are: to take the pages of those that were
-    /// given back to the kernel would be for nobody, and that process waits for the end of this one.
+    /// Releases the file to another process. Dropped pieces then stay unchanged: allocating
+    /// discarded pages again would be useless, and that process waits for the end of this one.
     pub fn let_go(&self) {
         self.let_go.store(true, Ordering::Release);
     }
@@ -111,70 +112,71 @@ impl Region {
         self.let_go.load(Ordering::Acquire)
     }
 
-    /// Bytes in no segment.
+    /// Returns the bytes that are in no segment.
     pub fn free_bytes(&self) -> u64 {
         self.buddy.lock().free_bytes()
     }
 
-    /// Bytes of segments that can be used as far as pages go; all of private memory.
+    /// Returns the bytes of segments that have pages. For private memory these are all.
     pub fn ready_bytes(&self) -> u64 {
         self.pages.as_ref().map_or_else(|| self.capacity_bytes(), Pages::ready_bytes)
     }
 
-    /// Whether the last attempt to take pages was refused.
+    /// Returns whether the last allocation of pages was refused.
     pub fn is_refused_pages(&self) -> bool {
         self.pages.as_ref().is_some_and(Pages::is_refused)
     }
 
-    /// Takes pages until so many bytes are ready, or all; at least tries it when it was refused before.
+    /// Allocates pages until `bytes` bytes are ready, or all. After a refusal it makes at least one
+    /// attempt.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// The error of the kernel.
     pub fn take_pages(&self, bytes: u64) -> io::Result<()> {
         self.pages.as_ref().map_or(Ok(()), |pages| pages.take_until(self.of(), bytes))
     }
 
-    /// Takes the pages of so many bytes of the front.
+    /// Allocates the pages of `range` of the front.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// The error of the kernel.
     pub fn take_front_pages(&self, range: Range<usize>) -> io::Result<()> {
         self.pages.as_ref().map_or(Ok(()), |pages| pages.take_front(&self.map, range))
     }
 
-    /// The same of what may have its pages, to be read.
+    /// Allocates missing pages of `range` of the front for reading.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// The error of the kernel.
     #[cfg(not(miri))]
     pub fn fill_front_pages(&self, range: Range<usize>) -> io::Result<()> {
         self.pages.as_ref().map_or(Ok(()), |pages| pages.fill_front(&self.map, range))
     }
 
-    /// Gives the pages of so many bytes of the front back to the kernel; they are zeroes until something is stored there, for which
-    /// pages are to be taken again.
+    /// Returns the pages of `range` of the front to the kernel. It reads as zeros; its pages must
+    /// be allocated again before a store.
     #[cfg(not(miri))]
     pub fn discard_front_pages(&self, range: Range<usize>) {
         self.pages.iter().for_each(|pages| pages.discard_front(&self.map, range.clone()));
     }
 
-    /// Parts of so many bytes of the front that have no pages, in their order.
+    /// Returns the parts of `range` of the front without pages, in order.
     ///
     /// # Errors
-    /// When the file cannot be looked at.
+    /// When the file cannot be examined.
     #[cfg(not(miri))]
     pub fn front_holes(&self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         if self.pages.is_some() { self.map.holes(range) } else { Ok(Vec::new()) }
     }
 
-    /// What an earlier process left was claimed. Between that, it may have left holes: their pages are taken, and a block that
-    /// does not get them has nothing free. Before any segment of the region is written to.
+    /// Allocates the pages of holes between recovered blocks after all of them were claimed. A
+    /// block that gets no pages has nothing free. Must be called before any segment is written.
     #[cfg(not(miri))]
     pub fn settle(&self) {
         self.pages.iter().for_each(|pages| pages.settle(self.of()));
     }
 
-    /// From now on the file's tmpfs has so many bytes left.
+    /// Sets the bytes left in the file's simulated tmpfs.
     #[cfg(test)]
     pub fn limit_pages(&self, bytes: usize) {
         self.pages.iter().for_each(|pages| pages.limit(bytes));
@@ -184,14 +186,15 @@ impl Region {
         Of { map: &self.map, buddy: &self.buddy }
     }
 
-    /// Bytes that were ever in a segment, or had their pages taken before, in whole blocks: the bound of what the region keeps
-    /// resident.
+    /// Returns the bytes, in whole blocks, that were ever in a segment or got their pages ahead.
+    /// They bound the resident memory of the region.
     pub fn touched_bytes(&self) -> u64 {
         let buddy = self.buddy.lock();
         if self.pages.is_some() { (buddy.ready() * BLOCK_BYTES) as u64 } else { buddy.touched_bytes() }
     }
 
-    /// The largest segment that could be had now; 0 when the region is full.
+    /// Returns the size of the largest segment that could be allocated now, 0 when the region is
+    /// full.
     pub fn largest_free(&self) -> usize {
         self.buddy.lock().largest_free()
     }

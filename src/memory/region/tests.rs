@@ -1,4 +1,4 @@
-//! Run under Miri too, so: small, and no time or files.
+//! Also run under Miri, so they are small and use no time. Tests with files are excluded there.
 
 use std::sync::Arc;
 
@@ -161,7 +161,8 @@ fn threads_fill_and_read_one_segment() {
     assert_eq!((sum, budget.used()), (64 * (1 + 2 + 3), 0));
 }
 
-/// With a budget as large as the region, a granted charge must always find its memory: it returns first.
+/// With a budget as large as the region, a granted charge must always find its memory, because
+/// memory is freed before its charge.
 #[test]
 fn memory_is_free_before_its_charge_is() {
     let (region, budget) = region();
@@ -214,7 +215,7 @@ fn claimed_segment_shows_adopted_ranges_only() {
     assert_eq!(again.slice(7..8).unwrap().as_ref(), b"h");
 }
 
-/// Also for those who hold it.
+/// Existing slices keep their content too.
 #[cfg(not(miri))]
 #[test]
 fn file_content_survives_unlinked_pages() {
