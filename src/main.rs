@@ -1,15 +1,12 @@
 //! Command line, allocator and runtime of the binary. Everything else is in the library.
 //!
-//! `uniffle-worker ctl` is the operator's client (`uniffle_ctl` documents its exit codes).
-//!
 //! Exit codes: 0 after an orderly stop, 1 if the worker could not start or run, 2 if the command
-//! line or the configuration is wrong, and 3 if a stop lost acknowledged data. Errors are printed
-//! on stderr, one line per problem. SIGTERM and SIGINT stop the worker, SIGUSR2 upgrades it in
-//! place (`server::run`), and SIGHUP reloads the configuration.
+//! line or the configuration is wrong, and 3 if a stop lost acknowledged data. `uniffle_ctl`
+//! documents the codes of `uniffle-worker ctl`. SIGTERM and SIGINT stop the worker, SIGUSR2
+//! upgrades it in place (`server::run`), and SIGHUP reloads the configuration.
 //!
-//! jemalloc is tuned at build time by `JEMALLOC_SYS_WITH_MALLOC_CONF` in `.cargo/config.toml`,
-//! because exporting a `malloc_conf` symbol would be `unsafe`. `MALLOC_CONF` in the environment
-//! overrides it.
+//! jemalloc is tuned at build time in `.cargo/config.toml`, because exporting a `malloc_conf`
+//! symbol would be `unsafe`. `MALLOC_CONF` in the environment overrides it.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};

@@ -1,14 +1,11 @@
-//! Connection table of one listener with eviction.
+//! Connection table of one listener with eviction. Sockets and deadlines are in `acceptor`.
 //!
-//! Invariants: the table never exceeds its limit. A connection is in it until it ends or is
-//! evicted. Connections are evicted in the order of [`Stage`], and within a stage the one without
-//! progress for longest. Idle connections thus cannot keep out a working one, and a storm of new
-//! ones cannot evict one that pauses between its requests. If the protocol can announce an end, an
-//! evicted connection may finish its calls; the number of those is bounded too.
+//! Invariant: the table never exceeds its limit. When it is full, connections are evicted in the
+//! order of [`Stage`], and within a stage by the time without progress. Idle connections thus
+//! cannot keep out a working one. If the protocol can announce an end, an evicted connection may
+//! finish its calls; the number of those is bounded too.
 //!
-//! If one address has more than half of the entries, eviction is limited to its connections. One
-//! busy machine thus cannot evict the connections of others. Sockets and deadlines are in
-//! `acceptor`.
+//! If one address has more than half of the entries, eviction is limited to its connections.
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -22,8 +19,8 @@ use tokio::sync::Notify;
 
 use crate::clock::{Instant, sleep};
 
-/// Number of unopened connections selected for eviction in one scan of the table. They stay the
-/// right choice while they do not begin, since all others are newer or rank higher. A storm of
+/// Maximum number of unopened connections selected for eviction in one scan of the table. They stay
+/// the right choice while they do not begin, since all others are newer or rank higher. A storm of
 /// connects therefore does not scan the table each time.
 const CHOSEN: usize = 64;
 

@@ -1,14 +1,12 @@
 //! Records the longest poll of each kind of task. A poll blocks everything else on its thread, so
 //! no request may cause a long one (docs/architecture.md).
 //!
-//! Polls are measured in CPU time of the thread (`CLOCK_THREAD_CPUTIME_ID`). On an overloaded
-//! machine a thread may be preempted in the middle of a poll, which says nothing about the poll.
-//! Tests can therefore assert a bound on any machine. Waits without CPU use (a lock, a page from a
-//! disk) are not included; the poll histogram of tests/contract/grpc/bounds.rs covers those.
+//! Polls are measured in CPU time of the thread: on an overloaded machine a thread may be preempted
+//! within a poll. Tests can therefore assert a bound on any machine. Waits without CPU use are not
+//! included.
 //!
-//! CPU time is a costly system call. It is read at most once per [`NOTE_INTERVAL`] at the begin of
-//! a poll, and again only after a poll longer than [`RESOLUTION`]. The result is too high by at
-//! most one [`NOTE_INTERVAL`], and never exceeds the wall-clock time.
+//! Reading the CPU time is costly, so a reading is reused for a [`NOTE_INTERVAL`]. A result is too
+//! high by at most that time, and never exceeds the wall-clock time.
 
 use std::cell::Cell;
 use std::collections::HashMap;

@@ -1,15 +1,12 @@
 //! Ends a worker, with or without a successor.
 //!
-//! A stop refuses tickets with NO_BUFFER, which clients retry, and flushes memory while reads and
-//! sends with tickets continue. Then the listeners close: gRPC connections get a GOAWAY, running
-//! calls are answered, and raw TCP connections end between two requests. A last flush tries every
-//! disk, whatever its watermark. Blocks that remain are logged, reported by the exit code, and
-//! found lost by the next start. Without a successor the disks are synced last.
+//! A stop refuses tickets, flushes memory while reads and sends with tickets continue, and closes
+//! the listeners between requests. A last flush tries every disk. Blocks that remain are logged,
+//! reported by the exit code, and found lost by the next start. Without a successor the disks are
+//! synced last.
 //!
-//! With a successor, everything can be undone until memory is empty and no send can be
-//! acknowledged. If the successor takes over the memory contents, no call is refused: writes in
-//! progress finish, running sends are acknowledged, and other requests wait in their sockets. HTTP
-//! tasks and disk deletions end before the listeners close.
+//! With a successor, every step can be undone until no send can be acknowledged. If the successor
+//! takes over the memory contents, no call is refused: new requests wait in their sockets.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -29,7 +29,7 @@ use crate::listeners::http2::{FrameScanner, RST_STREAM};
 /// of exactly 1 MiB would need a second write. A connection owns a buffer while it is polled, and
 /// while its socket is full.
 const SIZES: [(usize, usize); 3] = [(1056 << 10, 3), (264 << 10, 16), (68 << 10, 16)];
-/// Writes of this length are written through. A peer may ask for such frames.
+/// Writes of at least this length bypass the buffers. A peer may ask for such frames.
 const THROUGH_BYTES: usize = 256 << 10;
 /// Maximum number of bytes written in one poll before the task yields.
 const BYTES_PER_POLL: usize = 4 << 20;

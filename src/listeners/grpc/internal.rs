@@ -1,7 +1,7 @@
 //! `ShuffleServerInternal`, the calls made by coordinators.
 //!
 //! The protocol has no token, so the caller's address decides who may call ([`DecommissionBy`]).
-//! Other callers are refused, and every call is recorded in the audit log.
+//! Other callers are refused, and the audit log records the calls.
 
 use std::collections::HashSet;
 use std::net::IpAddr;

@@ -1,17 +1,12 @@
 //! The raw TCP listener (docs/protocol.md §7): translates frames into calls of the service, and
 //! decides nothing. Code, logs and task names say *tcp*.
 //!
-//! A connection has two tasks and a queue between them. The [`reader`] walks frames ([`frames`]) in
-//! its thread's chunk and copies payload into the partitions' segments
-//! ([`Intake`](crate::service::Intake)). It answers memory reads itself and spawns tasks for local
-//! reads ([`dispatch`]). The [`writer`] sends replies in the order in which they become ready.
+//! The [`reader`] walks frames ([`frames`]), answers memory reads and spawns tasks for local reads
+//! ([`dispatch`]). The [`writer`] sends replies in the order in which they become ready.
 //!
-//! Each request takes a permit of its connection until its reply is written. The more connections
-//! there are, the fewer permits each has. A peer that sends too much, or reads too little, is not
-//! read until it has read its replies.
-//!
-//! The listener closes a connection between two requests. With a successor it keeps the socket
-//! instead, and a new request waits in it.
+//! Invariant: each request takes a permit of its connection until its reply is written, so a peer
+//! that does not read its replies is not read either. The listener closes a connection only between
+//! two requests, or keeps its socket for a successor.
 
 mod config;
 mod dispatch;
