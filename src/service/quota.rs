@@ -1,9 +1,10 @@
 //! Quotas of one application and one user on this worker.
 //!
-//! A registration, report, ticket or send over its quota gets INTERNAL_ERROR with the key's name.
+//! A registration, report, ticket or send over its quota gets `INTERNAL_ERROR` with the key's name.
 //! Clients try three times within half a minute, enough for a shuffle that is being removed, and
-//! then fail with that text. With NO_BUFFER they would wait for minutes, and fail without a reason.
-//! Reads end by themselves, so a read over the quota gets NO_BUFFER, on which clients wait.
+//! then fail with that text. With `NO_BUFFER` they would wait for minutes, and fail without a
+//! reason. Reads end by themselves, so a read over the quota gets `NO_BUFFER`, on which clients
+//! wait.
 //!
 //! An application over its quota of disk bytes gets no tickets, and its sends are refused.
 //! Acknowledged data stays and is still flushed, so the quota may be exceeded by the data in
@@ -94,7 +95,7 @@ fn kinds() -> impl Iterator<Item = Kind> {
 }
 
 /// Replaces the quotas with immediate effect. Must not be called before recovered state is
-/// restored, which is never refused.
+/// restored, because that must not be refused.
 pub(super) fn set(apps: &AppRegistry, config: &QuotaConfig) {
     kinds().for_each(|kind| apps.quotas().set(kind, config.of(kind)));
 }

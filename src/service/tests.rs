@@ -1,4 +1,4 @@
-//! The service's rules over real memory, flusher and store, on an in-memory disk that can be held up.
+//! The service's rules over real memory, flusher and store, on an in-memory disk with faults.
 
 mod answers;
 mod crowded_start;
@@ -29,9 +29,9 @@ use uniffle_wire::types::{AppId, Distribution, PartitionId};
 
 const APP: &str = "app-1";
 const CAPACITY: u64 = 16 << 20;
-/// A partition is huge beyond this ...
+/// Received bytes above which a partition is huge.
 const HUGE: u64 = 100_000;
-/// ... and may then have so much in memory.
+/// Bytes in memory that a huge partition may have.
 const HUGE_SHARE: u64 = 50_000;
 const BATCHES_MAX: usize = 2;
 
@@ -145,7 +145,8 @@ impl Fixture {
         self.service.ingest.require_buffer(request)
     }
 
-    /// The ticket is asked for without naming the partition, so that no limit but those of the send applies.
+    /// Sends blocks with a ticket requested without the partition, so that only the limits of the
+    /// send apply.
     fn send(&mut self, partition: i32, bytes: usize) -> Result<(), ServiceError> {
         self.send_of(APP, partition, bytes)
     }
@@ -190,7 +191,7 @@ impl Fixture {
         format!("{value}").parse().unwrap()
     }
 
-    /// Flushed bytes have left memory.
+    /// Waits until flushed bytes have left memory.
     async fn settle(&self) {
         within_time("batches are in the store", || self.flusher.unfinished() == 0).await;
     }
@@ -211,7 +212,7 @@ impl Fixture {
     }
 }
 
-/// Time is paused: it passes only when there is nothing to do.
+/// Waits for `condition`. Time is paused: it advances only when there is nothing to do.
 async fn within_time(what: &str, condition: impl Fn() -> bool) {
     for _ in 0..1000 {
         if condition() {
@@ -239,7 +240,7 @@ async fn first_full_partition_refuses_the_whole_ticket() {
     assert_eq!(fixture.memory.tickets().count(), 1);
     assert_eq!(fixture.metric("total_require_buffer_failed_for_huge_partition"), 1);
     assert_eq!(fixture.metric("total_require_buffer_failed"), 1);
-    // The first to fail decides, whatever its neighbours would have got.
+    // The first failing partition decides, regardless of the others.
     assert_eq!(code(fixture.require(&[3, 1], &[10_001, -1])), StatusCode::NoBufferForHugePartition);
     assert_eq!(code(fixture.require(&[1, 3], &[-1, 10_001])), StatusCode::InvalidRequest);
     fixture.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
@@ -255,7 +256,7 @@ async fn clients_without_sizes_are_limited_by_received_bytes() {
     fixture.require(&[3], &[]).unwrap();
     fixture.fill(3, 10_000);
     assert_eq!(code(fixture.require(&[1, 3], &[])), StatusCode::NoBufferForHugePartition);
-    // A list of another length is as good as none.
+    // A list of another length is ignored.
     assert_eq!(code(fixture.require(&[1, 3], &[5])), StatusCode::NoBufferForHugePartition);
     fixture.require(&[], &[]).unwrap();
     fixture.stop().await;
@@ -267,7 +268,8 @@ async fn bytes_in_flight_count_against_a_huge_partitions_share() {
     fixture.faults.add(Rule::always(Operation::Write, Fault::Hang));
     fixture.fill(3, 110_000);
     assert_eq!(code(fixture.require(&[3], &[1])), StatusCode::NoBufferForHugePartition);
-    // The refusal has put everything in flight; it still counts, and is not cut into crumbs.
+    // The refusal has put everything in flight. These bytes still count, and are not cut into small
+    // batches.
     let buffer = fixture.buffer(3);
     assert_eq!((buffer.active_bytes(), buffer.in_flight_bytes()), (0, 110_000));
     fixture.fill(3, 10_000);
@@ -330,7 +332,7 @@ async fn partitions_to_be_split_are_named_and_still_served() {
     fixture.fill(3, 20_000);
     assert_eq!(fixture.require(&[3, 1, 5], &[0, 0, 0]).unwrap().split_partitions, Vec::<i32>::new());
     assert_eq!(fixture.require(&[3, 1, 5], &[1, 0, 20_001]).unwrap().split_partitions, [3, 5]);
-    // Too few disks take data: all of them are better off elsewhere.
+    // Too few disks accept data: all partitions should go elsewhere.
     fixture.service.status().set_without_room(true);
     assert_eq!(fixture.require(&[3, 1], &[0, 0]).unwrap().split_partitions, [3, 1]);
     fixture.service.status().set_without_room(false);
@@ -398,7 +400,7 @@ async fn small_blocks_are_flushed_when_there_are_too_many() {
 async fn decommission_ends_at_a_check_after_the_last_app() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let service = Arc::clone(&fixture.service);
-    // Expiry would end the app itself.
+    // Expiry would otherwise remove the app.
     fixture.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]).await;
     tokio::time::sleep(Duration::from_secs(50)).await;
     service.lifecycle.decommission();
@@ -498,7 +500,7 @@ async fn hand_off_stops_acknowledgements_and_returns_tickets() {
     assert_eq!(code(under_way.commit()), StatusCode::NoBuffer);
     assert_eq!(fixture.memory.contents()[0].blocks, 1, "only what was acknowledged before");
     assert_eq!(fixture.memory.tickets().count(), 0, "a ticket that was refused is spent");
-    // It did not come to that.
+    // The stop is cancelled.
     fixture.service.go_on();
     fixture.send(2, 1000).unwrap();
     assert_eq!(fixture.memory.contents()[0].blocks, 2);

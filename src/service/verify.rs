@@ -3,7 +3,7 @@
 //!
 //! A partition is verified after a start if blocks may be in remote files, and when a device fails
 //! to return its data. One task scans until it has succeeded. Meanwhile reads of unverified blocks
-//! get NO_BUFFER, on which clients wait.
+//! get `NO_BUFFER`, on which clients wait.
 //!
 //! A scan keeps the found ids if the application's share of the heap has room for them. Otherwise
 //! it searches for a slice of the ids at a time, and reads the index records once per slice.

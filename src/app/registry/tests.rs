@@ -1,4 +1,4 @@
-//! Registering and unregistering, and what registrations may hold, without a service.
+//! Registering and unregistering, and the limits of registrations, without a service.
 
 use std::collections::HashMap;
 
@@ -20,7 +20,7 @@ fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration 
     }
 }
 
-/// What takes long to drop; tells whether others could register meanwhile.
+/// A value that is slow to drop. It records whether others could register meanwhile.
 struct Large<'a>(&'a AppRegistry, &'a std::cell::Cell<u32>);
 
 impl Drop for Large<'_> {
@@ -264,7 +264,7 @@ async fn ranges_of_one_shuffle_are_bounded_and_merged() {
     registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap();
 }
 
-/// A cluster of clients that begins thousands of applications, from an address each.
+/// A cluster of clients begins thousands of applications, each from another address.
 #[tokio::test(start_paused = true)]
 async fn known_applications_register_while_others_fill_the_heap() {
     let heap = Heap::new(16 << 20);
@@ -282,7 +282,8 @@ async fn known_applications_register_while_others_fill_the_heap() {
     let refused = register(from("late", 1, 0)).unwrap_err();
     assert!(refused.to_string().contains("memory_store.heap_capacity"), "{refused}");
     for round in 1..10 {
-        // Those that came with the flood do not grow into it; what was too little for an application may do for a shuffle or two.
+        // Applications of the flood do not become established. Room too small for an application
+        // may suffice for a shuffle or two.
         tokio::time::advance(Duration::from_secs(60)).await;
         assert!(flood(round) <= if round == 1 { 3 } else { 0 });
         register(from("running", 1, round)).unwrap();

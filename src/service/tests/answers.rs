@@ -1,14 +1,15 @@
-//! Answers from memory follow the pace of the connection that takes them.
+//! Responses from memory follow the pace of the connection that consumes them.
 
 use super::*;
 use crate::service::ReadingOfConnection;
 
-/// Blocks of [`Fixture::fill`].
+/// Bytes of a block of [`Fixture::fill`].
 const BLOCK: u64 = 10_000;
 const BLOCKS: u64 = 120;
 const SLOW: Duration = Duration::from_secs(3);
 
-/// Reads the partition as clients do, and takes so long for each answer; the answers' lengths.
+/// Reads the partition as clients do, and takes `took` for each response. Returns the lengths of
+/// the responses.
 async fn read(fixture: &Fixture, connection: &ReadingOfConnection, took: Duration) -> Vec<u64> {
     let (mut last_block_id, mut lengths, mut seen) = (-1, Vec::new(), 0);
     loop {
@@ -45,7 +46,7 @@ async fn slow_reader_pins_less_memory_than_a_fast_one() {
     fixture.fill(3, BLOCK * BLOCKS);
     let (slow, fast) =
         (fixture.service.reads.reading_of_connection(), fixture.service.reads.reading_of_connection());
-    // What one answer may have of the connection's share, whatever its pace.
+    // Limit of one response from the connection's share, regardless of its pace.
     let most = slow.answers().limit(i32::MAX).unwrap();
     let one_more = |limit: u64| limit.div_ceil(BLOCK) * BLOCK;
 

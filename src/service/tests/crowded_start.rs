@@ -1,4 +1,4 @@
-//! A start that finds more block ids of one application than its share of the heap has room for.
+//! A start that recovers more block ids of one application than fit into its share of the heap.
 
 use super::*;
 use crate::budget::{Budget, HeapKind};
@@ -10,16 +10,16 @@ const GREEDY: &str = "greedy";
 /// Blocks of each partition of the greedy application.
 const BLOCKS: i64 = 20_000;
 const PARTITIONS: i32 = 5;
-/// A heap that has 256 KiB for reported ids of one application: 32,000 of 100,000.
+/// Heap size with 256 KiB for reported ids of one application: 32,000 of 100,000.
 const HEAP_BYTES: u64 = 1 << 20;
-/// An id that was reported and is nowhere.
+/// An id that was reported but exists nowhere.
 const LOST: i64 = 77;
 
 fn key(app: &str) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(0))
 }
 
-/// Ids that are far apart, at distances that differ.
+/// Returns an id far from the others, at varying distances.
 fn id(n: i64) -> i64 {
     (n << 40) | ((n * n * 0x9e37) & 0xff_ffff_ffff)
 }
@@ -93,11 +93,11 @@ async fn ids_beyond_the_share_of_an_application_stay_on_disk() {
         service.ingest.report(request).await
     };
     report(APP, 1, (1..=10).map(id).collect()).await.unwrap();
-    // What is nowhere is found to be lost, and nothing else.
+    // The missing block is found to be lost, and no other.
     let lost = || service.insight.losses().losses.iter().map(|loss| loss.blocks).sum::<u64>();
     within_time("the lost block is named", || lost() > 0).await;
     assert_eq!(lost(), 1);
-    // Blocks that are on the disk may be reported, others may not.
+    // Blocks on the disk may be reported, others may not.
     for partition in 1..PARTITIONS {
         report(GREEDY, partition, (1..=100).map(id).collect()).await.unwrap();
         let refused = report(GREEDY, partition, vec![id(200), LOST]).await.unwrap_err();

@@ -1,4 +1,5 @@
-//! What a tier finds out of its disks while no client reads: a reader is told what is lost, and takes no hole for data.
+//! Damage that a tier finds on its disks while no client reads: readers get an error that names the
+//! loss, and no zeros of a hole.
 
 use bytes::Bytes;
 
@@ -59,8 +60,8 @@ impl Fixture {
         self.service.lifecycle.known.app(APP).unwrap().shuffles().remove(0)
     }
 
-    /// A move finds out that the second block cannot be read any more: both stand together and are read as one, whose middle byte
-    /// is in it.
+    /// Makes a move find that the second block is unreadable. The blocks are adjacent and read as
+    /// one range, whose middle byte is in the second block.
     async fn find_damage(&self) {
         let local = self.flusher.tiers().find::<LocalStore>().unwrap();
         let moving = local.moving(&local.handle(&key()).unwrap());
@@ -80,7 +81,7 @@ impl Fixture {
         Ok(bytes)
     }
 
-    /// Reads both blocks as long as it is not known that one is lost; what is said of that.
+    /// Reads both blocks until one is known to be lost. Returns the error text.
     async fn until_named(&self) -> String {
         for _ in 0..100 {
             match self.read_blocks(0, 2).await {
@@ -140,7 +141,7 @@ async fn block_committed_during_a_count_is_recounted() {
     let (shuffle, lifecycle) = (fixture.shuffle(), &fixture.service.lifecycle);
     lifecycle.verifier.suspect(&shuffle, PartitionId(PARTITION), "a disk has failed");
     within_time("nothing is found", || shuffle.ledger().verifying() == 0).await;
-    // Their sender asked before that whether anybody counts.
+    // The sender of these batches checked before the count whether the ledger is watched.
     let tier = fixture.flusher.tiers().iter().next().unwrap().shuffle(&key()).unwrap();
     tier.write(batch(0)).await.unwrap();
     tier.write(batch(1)).await.unwrap();

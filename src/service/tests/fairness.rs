@@ -1,4 +1,4 @@
-//! Shares of the memory among applications that want more than there is.
+//! Shares of the memory among applications that request more than there is.
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
@@ -10,7 +10,8 @@ use crate::service::read::DataAnswer;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// What a flood asks for at a time; with it goes the allowance of a request that names no partition.
+/// Bytes of one ticket of a flood. [`FLOOD_TICKET_HELD`] includes the allowance of a request
+/// without partitions.
 const FLOOD_TICKET: u64 = 256 * KIB;
 const FLOOD_TICKET_HELD: u64 = 320 * KIB;
 
@@ -20,7 +21,7 @@ fn ask(fixture: &Fixture, app: &str, bytes: u64) -> Result<i64, ServiceError> {
     fixture.service.ingest.require_buffer(request).map(|grant| grant.ticket)
 }
 
-/// Takes every ticket that there is and uses none.
+/// Takes all available tickets and uses none.
 fn flood(fixture: &Fixture, app: &str) {
     while ask(fixture, app, FLOOD_TICKET).is_ok() {}
 }
@@ -33,7 +34,7 @@ async fn flood_for(fixture: &Fixture, floods: &[String], seconds: u64) {
     }
 }
 
-/// How long `app` is refused, asking between floods.
+/// Returns how long `app` is refused if it asks between floods.
 async fn refused_for(fixture: &Fixture, floods: &[String], app: &str, bytes: u64) -> Duration {
     let asked = Instant::now();
     while ask(fixture, app, bytes).is_err() {
@@ -71,7 +72,7 @@ async fn honest_app_gets_memory_beside_a_greedy_one() {
     assert!(held(&fixture, "flood") > CAPACITY - FLOOD_TICKET_HELD, "alone it gets everything");
     assert!(refused_for(&fixture, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
 
-    // Also when none of its tickets is old.
+    // The same holds if none of its tickets is old.
     fixture.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
     fixture.memory.tickets().forget_app(&AppId::parse("flood").unwrap());
     flood(&fixture, "flood");
@@ -79,7 +80,8 @@ async fn honest_app_gets_memory_beside_a_greedy_one() {
     assert_eq!(refused.status(), StatusCode::NoBuffer);
     assert!(refused_for(&fixture, &floods, APP, 4 * MIB).await <= Duration::from_secs(1));
 
-    // What the honest one does not want is the flood's. An unused ticket is revoked after five seconds.
+    // The flood gets the memory that the honest application does not request. An unused ticket is
+    // revoked after five seconds.
     flood_for(&fixture, &floods, 4).await;
     let honest = 4 * MIB + 64 * KIB;
     assert_eq!(held(&fixture, APP), honest);
@@ -127,7 +129,7 @@ async fn scarce_memory_is_divided_by_reloadable_weights() {
     flood_for(&fixture, &apps, 5).await;
     assert!(held(&fixture, "etl-1").abs_diff(CAPACITY / 4 * 3) <= FLOOD_TICKET_HELD);
     assert!(held(&fixture, "adhoc-1").abs_diff(CAPACITY / 4) <= FLOOD_TICKET_HELD);
-    // It counts for applications that come later too.
+    // The weight also applies to applications that come later.
     fixture.register("etl-2", &[]).await;
     assert_eq!(fixture.memory.tickets().weight_of(&AppId::parse("etl-2").unwrap()), 3);
     fixture.service.lifecycle.unregister_app("etl-2").unwrap();
@@ -141,7 +143,7 @@ async fn app_over_its_share_is_flushed_first() {
     for block in 0..17 {
         fixture.send_of("flood", block % 10, 500_000).unwrap();
     }
-    // The largest partitions are the honest one's.
+    // The largest partitions belong to the honest application.
     for _ in 0..4 {
         fixture.send(3, 500_000).unwrap();
     }
@@ -163,7 +165,7 @@ async fn tickets_need_registration_and_cost_their_size() {
     assert_eq!(code(of("other", 0, &[0])), StatusCode::NoRegister);
     of(APP, 0, &[0, 1]).unwrap();
     assert_eq!(fixture.memory.used_bytes(), 2 * 4 * KIB);
-    // A client before 0.9 names neither.
+    // A client before 0.9 names neither shuffle nor partition.
     of(APP, 7, &[]).unwrap();
     assert_eq!(fixture.memory.used_bytes(), (2 * 4 + 64) * KIB);
     fixture.service.lifecycle.unregister_shuffle("no-shuffles", 0).unwrap();
@@ -193,7 +195,7 @@ async fn ticket_does_not_wait_while_all_tiers_fail() {
     fixture.stop().await;
 }
 
-/// The first bytes of what `app` has in a file.
+/// Reads the first `bytes` bytes of a file of `app`.
 async fn read_of(fixture: &Fixture, app: &str, bytes: u64) -> Result<DataAnswer, ServiceError> {
     fixture.service.reads.read_data(app, 0, 3, 0, i32::try_from(bytes).unwrap()).await
 }
@@ -202,7 +204,7 @@ async fn read_of(fixture: &Fixture, app: &str, bytes: u64) -> Result<DataAnswer,
 async fn unread_local_reads_do_not_block_other_applications() {
     const READS: usize = 200;
     let small: Vec<String> = (0..5).map(|n| format!("small-{n}")).collect();
-    // As much for the disk as the pool of the fixture allows it.
+    // The disk allows as many bytes as the read pool of the fixture.
     let local = LocalConfig { read_memory_bytes: 4 * MIB, ..LocalConfig::default() };
     let mut fixture = Fixture::with(local, PartitionLimits::default(), quiet()).await;
     fixture.send(3, 1_000_000).unwrap();
@@ -237,7 +239,7 @@ async fn unread_local_reads_do_not_block_other_applications() {
         assert_eq!(chunks.next().await.unwrap().unwrap().len(), 200_000);
     }
     assert!(began.elapsed() < Duration::from_secs(1), "paused time: {:?}", began.elapsed());
-    // Who waits is told after its time, and what is taken late is still right.
+    // Waiting reads are refused after their time, and late chunks are still correct.
     let refused = futures::future::join_all(of_hog).await;
     assert!(
         refused.iter().all(|answer| answer.as_ref().is_err_and(|it| it.status() == StatusCode::NoBuffer))

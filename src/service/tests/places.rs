@@ -1,4 +1,4 @@
-//! What many ask for at once and what takes long: some at a time, beside the other work.
+//! Concurrent and long requests run with bounded concurrency, without delaying other work.
 
 use std::sync::mpsc;
 
@@ -11,13 +11,13 @@ use uniffle_wire::{BlockSink as _, SendHeader as WireHeader};
 use super::*;
 use crate::runtime::Aside;
 
-/// As long as what takes that long on a thread of its own would be over.
+/// Time after which work on a thread of its own would have finished.
 const LONG_ENOUGH: Duration = Duration::from_millis(200);
 
-/// Takes all places until it is dropped.
+/// Occupies all slots of a pool until it is dropped.
 struct Busy(#[expect(dead_code, reason = "its drop ends the work")] mpsc::Sender<()>);
 
-/// There are eight at most.
+/// Occupies all slots; a pool has at most eight.
 async fn occupy(fixture: &Fixture, places: &Aside) -> Busy {
     let (until, ends) = mpsc::channel();
     let ends = Arc::new(Mutex::new(ends));
@@ -34,13 +34,13 @@ async fn occupy(fixture: &Fixture, places: &Aside) -> Busy {
     Busy(until)
 }
 
-/// Lets real time pass, also where that of the test stands.
+/// Lets real time pass while the test's time is paused.
 fn wait() {
     let (_kept, never) = mpsc::channel::<()>();
     let _elapsed = never.recv_timeout(LONG_ENOUGH);
 }
 
-/// A whole send with more runs than are committed where they are read.
+/// Begins a send with more runs than are committed inline.
 fn large_send(fixture: &mut Fixture) -> Intake {
     let request =
         RequireRequest { app: APP, shuffle: 0, bytes: 1 << 20, partitions: &[], partition_sizes: &[] };

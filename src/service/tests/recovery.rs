@@ -1,4 +1,4 @@
-//! How long a start takes that finds much, and how much memory: of registrations, reports and index files.
+//! Time and memory of a start that recovers many registrations, reports and index files.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ fn disk(root: &Path) -> Arc<dyn Disk> {
     Arc::new(BlockingDisk::new(root, 4, 16))
 }
 
-/// However full the machine's disk is.
+/// Returns a configuration that works however full the machine's disk is.
 fn roomy() -> LocalConfig {
     LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() }
 }
@@ -30,7 +30,7 @@ fn id(task: i64, partition: i32) -> i64 {
     i64::from(partition) << 21 | task
 }
 
-/// What a shuffle says: that it is registered, and a report of every task.
+/// Returns the records of a shuffle: its registration, and a report of every task.
 fn records() -> Vec<Vec<u8>> {
     let registration =
         Registration { ranges: vec![(0, PARTITIONS - 1)], user: "ann".into(), ..Registration::default() };
@@ -70,16 +70,16 @@ async fn fill(root: &Path) {
     }
 }
 
-/// A field of this process's status, in bytes.
+/// Returns a field of this process's status, in bytes.
 fn status_bytes(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with(field)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
 }
 
-/// `RECOVER_DIR=/tmp/recover cargo test --release --lib recovery_of_a_million -- --ignored --nocapture`, twice: the first run
-/// fills the directory, the second one starts with an empty heap. Not limited in time: what a machine is busy with is no
-/// fault of the code.
+/// Run `RECOVER_DIR=/tmp/recover cargo test --release --lib recovery_of_a_million -- --ignored
+/// --nocapture` twice: the first run fills the directory, the second one starts with an empty heap.
+/// There is no time limit, because the machine may be busy.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
 async fn recovery_of_a_million_blocks_is_measured() {

@@ -1,4 +1,4 @@
-//! Reports whose shuffle does not stay what it was.
+//! Reports for shuffles that change meanwhile, or whose ids are on disk.
 
 use super::super::spill::{merge_runs, move_table};
 use super::*;
@@ -11,7 +11,7 @@ async fn report_is_not_logged_for_a_later_incarnation() {
     let fixture = Fixture::new(PartitionLimits::default(), quiet()).await;
     let app = fixture.service.lifecycle.known.app(APP).unwrap();
     let before = app.shuffle(ShuffleId(0)).unwrap();
-    // It waits until it is known what is there, and nobody looks.
+    // The report waits for a verification that nobody runs.
     before.ledger().with(PartitionId(3), |it| it.question(None));
     let report = ReportRequest {
         app: APP,
@@ -32,7 +32,7 @@ async fn report_is_not_logged_for_a_later_incarnation() {
     fixture.stop().await;
 }
 
-/// Ids of a partition that are near to nothing.
+/// Returns `count` ids of a partition, far from each other.
 fn far_ids(partition: i32, count: i64) -> Vec<i64> {
     let spread =
         |n: i64| (n + 1_000_000 * i64::from(partition)).wrapping_mul(0x61c8_8646_80b5_83eb) & i64::MAX;
@@ -66,7 +66,7 @@ async fn spilled_ids_are_returned_with_those_in_memory() {
     let scratch = fixture.service.tiers().metadata().unwrap().scratch().unwrap();
     let on_disk = || app.usage().used((Whose::App, Counted::DiskBytes));
     for round in 1..10 {
-        // Each time some ids are known, in memory and on disk, and some partitions are new.
+        // In each round some ids are known, in memory and on disk, and some partitions are new.
         report_far(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         assert_told(&fixture, 0..20 * round, 40 * i64::from(round)).await;
         move_table(&scratch, &app, &shuffle).await.unwrap();
@@ -78,7 +78,7 @@ async fn spilled_ids_are_returned_with_those_in_memory() {
     }
     assert!(app.reported_ids().used() < 4000, "{} bytes of heap", app.reported_ids().used());
     assert!(on_disk() > 0);
-    // A report that is known changes nothing, wherever its ids are.
+    // A known report changes nothing, wherever its ids are.
     report_far(&fixture, 0..180, 360).await;
     assert_eq!(shuffle.block_ids().lock().table_bytes(), 0);
     assert_told(&fixture, 170..180, 360).await;

@@ -1,4 +1,4 @@
-//! What a start finds that is not as it was left, or that it does not understand.
+//! Starts that recover damaged, missing or unreadable state.
 
 use std::os::fd::OwnedFd;
 
@@ -21,7 +21,7 @@ fn registration() -> Vec<u8> {
     Record::Registration(Registration { ranges, user: "ann".into(), ..Registration::default() }).encode()
 }
 
-/// A block in each partition, by the partition's number.
+/// Returns a report with one block in each partition; its id is the partition's number.
 fn report() -> Vec<u8> {
     let partitions = (0..PARTITIONS).map(|it| (PartitionId(it), vec![it.into()])).collect();
     Record::Report(Report { bitmap_count: 1, task_attempt: 0, partitions, records: Vec::new() }).encode()
@@ -36,7 +36,8 @@ async fn store_on(disk: &Arc<dyn Disk>, extents: &Budget, registry: &Registry) -
     LocalStore::open(LocalConfig::default(), vec![Arc::clone(disk)], extents, registry).await.unwrap()
 }
 
-/// An earlier process has said this of the shuffle and has written a block of each of so many partitions.
+/// Returns the disk of an earlier process, which has written the records `said` of the shuffle and
+/// one block in each of `partitions` partitions.
 async fn left_on_disk(said: &[Vec<u8>], partitions: i32) -> Arc<dyn Disk> {
     let disk: Arc<dyn Disk> = Arc::new(MemoryDisk::new("/disk", None));
     let store = store_on(&disk, &Budget::new(u64::MAX), &Registry::new()).await;
@@ -61,7 +62,8 @@ fn memory_of(file: Option<OwnedFd>) -> Arc<Memory> {
     Memory::open(&memory_config(Backing::Memfd), &owner, file, &Registry::new()).unwrap()
 }
 
-/// An earlier process has left a block of each partition in memory, which has other bytes than were sent.
+/// Returns the memory of an earlier process with one block in each partition, which has other bytes
+/// than were sent.
 fn left_in_memory() -> Option<OwnedFd> {
     let memory = memory_of(None);
     let shuffle = memory.register(&key(), Distribution::Normal);
@@ -80,7 +82,7 @@ fn left_in_memory() -> Option<OwnedFd> {
     file
 }
 
-/// The next process, which has not restored anything yet.
+/// The next process, before it restores anything.
 struct Next {
     store: Arc<LocalStore>,
     service: Arc<Service>,
@@ -115,9 +117,9 @@ async fn damage_found_during_recovery_is_reported() {
     let disk = left_on_disk(&[registration(), report()], 0).await;
     let memory = memory_of(left_in_memory());
     let next = Next::on(&disk, &memory).await;
-    // As the flusher looks at what it takes.
+    // Verifies buffers concurrently, as the flusher does.
     let (looked, is_going_on) = (Arc::clone(&memory), Arc::new(()));
-    // It ends when this test does, however that is.
+    // The loop ends with this test, even if the test fails.
     let goes_on = Arc::downgrade(&is_going_on);
     let looks = tokio::task::spawn_blocking(move || {
         while goes_on.strong_count() > 0 {
@@ -134,7 +136,7 @@ async fn damage_found_during_recovery_is_reported() {
     next.stop().await;
 }
 
-/// Its files are left for a later start, and so is what it has in memory.
+/// The shuffle's files and its blocks in memory are kept for a later start.
 #[tokio::test]
 async fn memory_of_an_unreadable_shuffle_is_kept() {
     let file = left_in_memory().unwrap();
