@@ -2,7 +2,7 @@
 //!
 //! | layer | modules | does |
 //! | --- | --- | --- |
-//! | composition | [`server`], [`config`] | builds all parts from the configuration, ordered shutdown |
+//! | composition | [`server`], [`config`] | builds and stops all parts in order |
 //! | listeners | [`listeners`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | moves data from memory to the tiers, at its own pace |
