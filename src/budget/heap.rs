@@ -213,8 +213,7 @@ mod tests {
         assert_eq!(heap.whole().used(), 0);
     }
 
-    /// Found twice by the adversary suite: requests filled the heap and an honest application's
-    /// next id was refused.
+    /// Requests that fill the heap must not block the next id of an honest application.
     #[test]
     fn full_requests_leave_application_shares_intact() {
         let heap = Heap::new(1600);

@@ -1,4 +1,4 @@
-//! Capacity as a value with `Drop`: every reservation is a [`Charge`] that returns itself.
+//! Capacity as a value with `Drop`: every reservation is a [`Charge`] that releases itself.
 //!
 //! This is not an allocator: a charge is a number, and its memory comes from elsewhere. No other
 //! code has an `inc`/`dec` pair. When every charge has been dropped, [`Budget::used`] is zero. The
@@ -31,7 +31,7 @@ pub struct NoCapacity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leaves {
     Nothing,
-    /// As much as the ledger holds, or more (`left`).
+    /// At least as much as the ledger holds (`left`).
     Share,
     /// A fixed number of bytes, whatever uses the parent.
     Bytes(u64),
@@ -63,7 +63,7 @@ struct Ledger {
     leaves: Leaves,
     step: Option<Step>,
     pressure: Notify,
-    /// Number of waiters for returned charges, counted in the topmost ledger.
+    /// Number of waiters for released charges, counted in the topmost ledger.
     waiting: AtomicUsize,
     freed: Notify,
 }
@@ -153,7 +153,7 @@ impl Budget {
     }
 
     /// Creates a budget that calls `then` each time another `step_bytes` were charged, regardless
-    /// of charges returned meanwhile. The call happens after the charge and before the bytes are
+    /// of charges released meanwhile. The call happens after the charge and before the bytes are
     /// held.
     #[must_use]
     pub fn with_step(capacity_bytes: u64, step_bytes: u64, then: fn()) -> Self {
@@ -291,8 +291,8 @@ impl Budget {
             return Ok(charge);
         }
         let top = self.path().last().unwrap_or(&self.0);
-        // Sequentially consistent: either the check below sees the returned charge, or the
-        // returning thread sees this waiter.
+        // Sequentially consistent: either the check below sees the released charge, or the
+        // releasing thread sees this waiter.
         let _waiting = Waiting::among(&top.waiting);
         loop {
             let mut freed = pin!(top.freed.notified());
@@ -304,8 +304,8 @@ impl Budget {
         }
     }
 
-    /// Calls `look`, then waits until a charge made here or in any part of the whole is returned. A
-    /// return during `look` counts.
+    /// Calls `look`, then waits until a charge to this budget or any part of the whole is released.
+    /// A release during `look` counts.
     pub async fn freed_after(&self, look: impl FnOnce()) {
         let top = self.path().last().unwrap_or(&self.0);
         let _waiting = Waiting::among(&top.waiting);
@@ -315,7 +315,7 @@ impl Budget {
         freed.await;
     }
 
-    /// Returns whether someone waits for a returned charge, here or in any part of the whole.
+    /// Returns whether someone waits for a released charge, here or in any part of the whole.
     #[must_use]
     pub fn is_waited_for(&self) -> bool {
         self.path().last().is_some_and(|top| top.waiting.load(Ordering::SeqCst) > 0)
@@ -387,7 +387,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// A part of a [`Budget`] that is returned on drop.
+/// A part of a [`Budget`] that is released on drop.
 #[derive(Debug)]
 #[must_use = "a dropped charge is given back at once"]
 pub struct Charge {

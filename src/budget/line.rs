@@ -35,9 +35,9 @@ const NEWCOMERS_PART: u64 = 8;
 /// The reader that a part is taken for.
 #[derive(Debug, Clone)]
 pub(crate) struct Reader {
-    /// `None` for the worker's own reads.
+    /// Application of the reader, or `None` for the worker's own reads.
     pub(crate) app: Option<AppId>,
-    /// At least 1.
+    /// Weight in fair sharing, at least 1.
     pub(crate) weight: u32,
 }
 
@@ -82,7 +82,7 @@ impl fmt::Debug for Waiter {
     }
 }
 
-/// Bytes taken from the line. They are returned on drop.
+/// Bytes taken from the line. They are released on drop.
 #[derive(Debug)]
 pub(crate) struct Permit {
     line: Arc<Line>,
@@ -110,7 +110,7 @@ impl Line {
         Arc::new(Self(Mutex::new(state)))
     }
 
-    /// Takes `bytes` for `reader` if that does not bypass a waiter.
+    /// Takes `bytes` for `reader` if they are available without waiting.
     pub(crate) fn try_take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Option<Permit> {
         let (permit, _) = self.try_take_with(reader, bytes, None)?;
         Some(permit)
@@ -121,7 +121,7 @@ impl Line {
         self.take_with(reader, bytes, None).await.0
     }
 
-    /// Takes `bytes` for `reader`, and a permit of `turn`, if that does not bypass a waiter.
+    /// Takes `bytes` for `reader` and a permit of `turn` if both are available without waiting.
     pub(crate) fn try_take_with(
         self: &Arc<Self>,
         reader: &Reader,
@@ -176,7 +176,7 @@ impl Line {
     fn serve(self: &Arc<Self>) {
         loop {
             let Some(Next { app, waiter, held }) = self.0.lock().next() else { return };
-            // Sent outside the lock: without a receiver, the dropped permit returns its bytes,
+            // Sent outside the lock: without a receiver, the dropped permit releases its bytes,
             // which takes the lock.
             let _ = waiter.give.send((self.permit(&app, waiter.bytes), held));
         }

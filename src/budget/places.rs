@@ -27,7 +27,7 @@ struct State {
 #[derive(Debug)]
 struct Waiter {
     count: usize,
-    /// `None` once it was granted.
+    /// Sender of the grant. `None` once it was granted.
     give: Option<oneshot::Sender<()>>,
 }
 
@@ -73,7 +73,7 @@ impl Places {
         Taken { places: Arc::clone(self), count }
     }
 
-    /// Takes `count` permits (or all there are) if that does not bypass a waiter.
+    /// Takes `count` permits (or all there are) if they are available without waiting.
     #[must_use]
     pub fn try_take(self: &Arc<Self>, count: usize) -> Option<Taken> {
         let count = self.counted(count);
@@ -93,7 +93,7 @@ impl Places {
         self.freed.notified().await;
     }
 
-    /// Returns `count` permits.
+    /// Releases `count` permits.
     fn give_back(&self, count: usize) {
         let mut state = self.state.lock();
         state.free += count;

@@ -39,7 +39,7 @@ impl Ahead {
         Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
     }
 
-    /// Notes that a ticket was granted.
+    /// Requests further pages after a grant, if fewer than half of the lead are left.
     pub(super) fn note_promise(&self) {
         if !self.region.is_refused_pages() && self.lacks(AHEAD_BYTES / 2) {
             self.wanted.notify_one();

@@ -144,8 +144,8 @@ impl Ceded {
         FREE_BYTES + self.ceded_bytes() + self.borrowed.used()
     }
 
-    /// Returns the bytes of the region beyond all promises, which are charges other than those of
-    /// lists, and beyond ceded pieces.
+    /// Returns the bytes of the region that are neither promised nor ceded. Charges of lists are
+    /// not promises.
     fn room(&self) -> u64 {
         let has = self.region.capacity_bytes() + self.charged_bytes();
         has.saturating_sub(self.budget.used() + self.ceded_bytes())
@@ -176,8 +176,8 @@ impl Ceded {
         }
     }
 
-    /// Returns ceded pieces beyond the need and `spare` bytes to the region. Returns whether there
-    /// were any.
+    /// Gives ceded pieces beyond the need and `spare` bytes back to the region. Returns whether
+    /// there were any.
     pub(super) fn give_back(&self, spare: u64) -> bool {
         if self.paid_bytes() == FREE_BYTES {
             return false;

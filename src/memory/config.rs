@@ -12,21 +12,22 @@ use crate::schema::{section, words};
 const CAPACITY_BYTES_MIN: u64 = 16 << 20;
 
 words! {
-    /// Which memory gets huge pages (2 MiB).
+    /// Memory that gets huge pages (2 MiB).
     pub enum HugePages {
-        /// Read buffers, and blocks whose pages are taken ahead: with [`Prefault::Idle`], and in a file.
+        /// Read buffers, and blocks whose pages are allocated ahead: with [`Prefault::Idle`], and
+        /// in a file.
         Auto = "auto",
-        /// All of it.
+        /// All memory.
         On = "on",
-        /// None of it.
+        /// No memory.
         Off = "off",
     }
 }
 
 words! {
-    /// When the pages of block memory are taken.
+    /// Time at which the pages of block memory are allocated.
     pub enum Prefault {
-        /// By the first request that uses them.
+        /// At the first request that uses them.
         Off = "off",
         /// After the start, by a thread of the lowest priority.
         Idle = "idle",

@@ -380,7 +380,7 @@ impl Memory {
         shuffles.iter().flat_map(|shuffle| shuffle.candidates()).collect()
     }
 
-    /// Returns the shuffles in memory, the one with the most bytes first.
+    /// Returns the in-memory amounts per shuffle, the largest first.
     #[must_use]
     pub fn contents(&self) -> Vec<InMemory> {
         let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();

@@ -165,7 +165,7 @@ fn segment_bytes(len: usize) -> usize {
     len.next_power_of_two().max(SEGMENT_BYTES_MIN)
 }
 
-/// The permit of a buffer, returned after its memory. Dropping it wakes waiters for merged memory.
+/// The permit of a buffer, released after its memory. Dropping it wakes waiters for merged memory.
 #[derive(Debug)]
 struct Lease {
     permit: Option<Permit>,

@@ -24,7 +24,7 @@ impl Held {
     }
 }
 
-/// Unspent funds of a redeemed ticket. Dropping it returns the rest.
+/// Unspent funds of a redeemed ticket. Dropping it releases the rest.
 #[derive(Debug)]
 pub struct Reservation {
     requested: u64,
@@ -68,7 +68,8 @@ impl Reservation {
         self.held.charge.bytes()
     }
 
-    /// Returns the surplus over a message of `message_bytes`. Clients may request twice their data.
+    /// Releases the surplus over a message of `message_bytes`. Clients may request twice their
+    /// data.
     pub fn cut_to(&mut self, message_bytes: u64) {
         let surplus = self.requested.saturating_sub(message_bytes);
         drop(self.held.take_up_to(surplus));

@@ -66,7 +66,8 @@ pub struct ShuffleBuffers {
     pub(super) name: Option<Arc<ShuffleName>>,
     /// Budget of the application.
     pub(super) budget: Budget,
-    /// `None` after a purge, so that a concurrent send cannot create a buffer again.
+    /// Buffers by partition. `None` after a purge, so that a concurrent send cannot create a buffer
+    /// again.
     buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
 }
 

@@ -3,7 +3,8 @@
 //! A ticket reserves the requested bytes plus one smallest segment per named partition, so that
 //! rounding never makes a valid send fail. It works once, belongs to one application and expires.
 //! While others wait, an unused ticket of an application over its share is revoked earlier
-//! ([`super::claims`]). A ticket that expires and a send that ends return their [`Charge`] on drop.
+//! ([`super::claims`]). A ticket that expires and a send that ends release their [`Charge`] on
+//! drop.
 //!
 //! A ticket does not reserve memory for lists ([`super::list::LIST_BYTES`] per partition without
 //! blocks in memory, 64 bytes per block). The number of blocks is unknown, and most sends are to
@@ -13,7 +14,7 @@
 //! A send of `b` bytes to `p` partitions uses at most `b` + 4096 `p` bytes of the region, which its
 //! ticket holds. If tickets hold all of the region, lists can use its slack (a 64th), 2 MiB, and
 //! half of the heap. Further new partitions are refused with `NO_BUFFER`, and their tickets are
-//! returned.
+//! released.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -223,7 +223,7 @@ fn look(waiting: &mut Vec<Waiting>, given: &mut Vec<Given>) {
 }
 
 proptest! {
-    /// Whatever is taken, returned or cancelled: nobody waits for free capacity, and nothing is
+    /// Whatever is taken, released or cancelled: nobody waits for free capacity, and nothing is
     /// lost.
     #[test]
     fn free_capacity_is_granted_at_once(steps in proptest::collection::vec((0..8u8, 0..3usize, 1..40u64, 1..5usize, 0..4usize), 1..120)) {

@@ -45,8 +45,8 @@ use unverified::Unverified;
 pub(super) use unverified::Verification;
 
 /// Heap of a partition that was ever written to and has nothing in memory: its buffer, its entries
-/// in the tables here and in the local tier, and its first extent. `tests/contract` and
-/// `tests/process` measure it.
+/// in the tables here and in the local tier, and its first extent.
+/// `tests/process/many_partitions.rs` checks it.
 pub(super) const PARTITION_BYTES: u64 = 256;
 
 /// State shared by all buffers of one memory.
@@ -110,7 +110,7 @@ pub struct Buffer {
 
 #[derive(Debug, Default)]
 struct State {
-    /// `None` while the partition has nothing in memory.
+    /// Lists of the partition. `None` while it has nothing in memory.
     lists: Option<Box<Lists>>,
     /// Chain numbers are never reused: a late fill must not mistake another chain for its own.
     next_chain: u64,
@@ -185,8 +185,9 @@ impl Buffer {
     ///
     /// # Errors
     /// `TicketOverspent` beyond the bytes of the ticket, `Evicted` after a purge. `NoCapacity` if
-    /// concurrent sends and seals of this partition used up the ticket's excess and others the
-    /// slack, or if the region has no room to cede for a list. Nothing is held after an error.
+    /// concurrent sends and seals of this partition used up memory that the ticket paid for, and
+    /// others used up the slack. Also `NoCapacity` if the region has no room to cede for a list.
+    /// Nothing is held after an error.
     pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
         funds.spend(u64::from(len))?;
         // Dropped after the lock: freeing memory takes the region's lock, and zeroing takes time.
@@ -245,7 +246,7 @@ impl Buffer {
         // Charged before the blocks count and until they no longer count, see `Supply::overdraft`.
         let bytes = metadata_bytes(asked, asked_rows);
         let mut paid = self.pay((asked, bytes), funds).inspect_err(|_| self.shared.budget.wake())?;
-        // Rows are paid for before they are taken and until they are returned.
+        // Rows are paid for before they are taken and until they are freed.
         let rows = named.map(|named| self.rows_of(named, asked_rows)).transpose();
         let mut rows = rows.inspect_err(|_| self.shared.budget.wake())?;
         let mut done = Committed::default();
@@ -292,7 +293,7 @@ impl Buffer {
         self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         drop(state);
-        // Zeroing the duplicates' ranges and returning their charges needs no lock.
+        // Zeroing the duplicates' ranges and releasing their charges needs no lock.
         drop((duplicates, rows, unkept));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)

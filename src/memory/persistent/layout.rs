@@ -7,8 +7,8 @@
 //! | at | words | content |
 //! | --- | --- | --- |
 //! | 0 | 512 | header: [`Header`], then the numbers of names and rows that were ever used |
-//! | 4 KiB | 32 × names | shuffles of applications: [`Name`]; free places are holes |
-//! | behind | 8 × rows | one per block, and one per three further pieces: [`Row`], [`Pieces`]; with holes too |
+//! | 4 KiB | 32 × names | shuffles of applications: [`Name`]; may have holes |
+//! | behind | 8 × rows | one per block, one per three further pieces: [`Row`], [`Pieces`]; may have holes |
 //! | next multiple of 2 MiB | C / 8 | segments |
 //!
 //! The first word of a name or row is its *commit*: a tag and a checksum of the other words and of

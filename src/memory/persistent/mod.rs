@@ -18,9 +18,11 @@
 //!
 //! 1. *The bytes of a committed row are final.* The order is bytes, words of the row, commit word.
 //! 2. *Bytes have no other user while a row points to them.* A list clears its rows before it frees
-//! its segments. 3. *Places have no other user while they are committed.* They are cleared, then
-//! freed. A name is freed with its last row. 4. *A purged shuffle is gone at once.* Its name is
-//! cleared before the shuffle can be registered again.
+//!    its segments.
+//! 3. *Places have no other user while they are committed.* They are cleared, then freed. A name is
+//!    freed with its last row.
+//! 4. *A purged shuffle is gone at once.* Its name is cleared before the shuffle can be registered
+//!    again.
 //!
 //! A send is acknowledged after all its blocks are committed. Part of an unacknowledged send may be
 //! present; it is sent again, and its blocks are deduplicated by their ids. If a published batch

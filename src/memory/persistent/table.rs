@@ -72,7 +72,7 @@ pub(super) struct Part {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) places: Places,
-    /// `None` until the capacity is known.
+    /// Charges of the pages. `None` until the capacity is known.
     charged: Option<Charged>,
 }
 

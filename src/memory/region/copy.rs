@@ -47,10 +47,12 @@ mod stream {
         let (to, to_tail) = to.split_at_mut(lines);
         let (from, from_tail) = from.split_at(lines);
         if wide {
-            // SAFETY: the CPU has AVX-512F; `to` begins at a line and both are whole lines of equal length.
+            // SAFETY: the CPU has AVX-512F; `to` begins at a line, and both are whole lines of
+            // equal length.
             unsafe { lines_avx512(to, from) }
         } else {
-            // SAFETY: the CPU has AVX; `to` begins at a line and both are whole lines of equal length.
+            // SAFETY: the CPU has AVX; `to` begins at a line, and both are whole lines of equal
+            // length.
             unsafe { lines_avx(to, from) }
         }
         to_tail.copy_from_slice(from_tail);
@@ -61,7 +63,8 @@ mod stream {
     // call per line.
 
     /// # Safety
-    /// Needs AVX-512F. `to` begins at a multiple of 64; `from` has the length of `to`, a multiple of 64.
+    /// Needs AVX-512F. `to` begins at a multiple of 64; `from` has the length of `to`, a multiple
+    /// of 64.
     #[target_feature(enable = "avx512f")]
     unsafe fn lines_avx512(to: &mut [u8], from: &[u8]) {
         debug_assert!(to.as_ptr().addr().is_multiple_of(LINE_BYTES) && to.len() == from.len());

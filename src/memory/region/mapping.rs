@@ -109,15 +109,16 @@ impl Mapping {
         backend::holes(&self.backing, range)
     }
 
-    /// Returns the pages of `range` of the front to the kernel, after which it reads as zeros. The
-    /// pages stay if the kernel refuses.
+    /// Gives the pages of `range` of the front back to the kernel, after which it reads as zeros.
+    /// The pages stay if the kernel refuses.
     #[cfg(not(miri))]
     pub(super) fn discard_front(&self, range: Range<usize>) {
         assert!(range.end <= self.front_bytes, "{range:?} of the front");
         backend::punch(&self.backing, range);
     }
 
-    /// Returns the pages of `bytes` at `offset` to the kernel. No range of them may be handed out.
+    /// Gives the pages of `bytes` at `offset` back to the kernel. No range of them may be handed
+    /// out.
     pub(super) fn discard(&self, offset: usize, bytes: usize) {
         backend::discard(&self.backing, self.at(offset, bytes), bytes);
     }

@@ -18,14 +18,16 @@
 //! not expose old content.
 //!
 //! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds
-//! the region. Only ceded memory ([`Segment::discard`]) is returned to the kernel.
+//! the region. Only ceded memory ([`Segment::discard`]) is given back to the kernel.
 //!
 //! A region may also be in a file in memory ([`Region::shared`]), with a *front* of words before
 //! the segments. [`super::persistent`] accesses the front only as atomic words, and no segment
 //! extends into it. Its pages are allocated before they are touched (`pages`).
 //!
-//! Checked by Miri on a plain allocation instead of the mapping: `cargo +nightly miri test
-//! --manifest-path tests/miri/Cargo.toml` (needs `rustup +nightly component add miri`).
+//! Miri checks it on a plain allocation instead of the mapping (needs `rustup +nightly component
+//! add miri`):
+//!
+//! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml`
 
 mod copy;
 mod mapping;

@@ -132,7 +132,7 @@ impl Pages {
         self.fill(map, range)
     }
 
-    /// Returns the pages of `range` of the front to the kernel.
+    /// Gives the pages of `range` of the front back to the kernel.
     #[cfg(not(miri))]
     pub(super) fn discard_front(&self, map: &Mapping, range: Range<usize>) {
         #[cfg(test)]

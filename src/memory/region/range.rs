@@ -19,7 +19,7 @@ pub(super) struct Piece {
     pub(super) bytes: usize,
     /// Its pages must be allocated again before reuse.
     pub(super) is_discarded: AtomicBool,
-    /// Returned by the field's drop, which runs after [`Piece::drop`]: memory first, then the
+    /// Released by the field's drop, which runs after [`Piece::drop`]: memory first, then the
     /// charge. In the other order, a new charge could be granted for which there is no memory yet.
     _charge: Charge,
 }

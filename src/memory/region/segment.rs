@@ -172,9 +172,9 @@ impl Segment {
         self.slice(0..self.cursor)
     }
 
-    /// Returns the pages of a segment without any handed-out range to the kernel. They are zeros at
-    /// the next use. For a file they are allocated again when the segment is dropped, and nothing
-    /// is handed out before.
+    /// Gives the pages of a segment without any handed-out range back to the kernel. They are zeros
+    /// at the next use. For a file they are allocated again when the segment is dropped, and
+    /// nothing is handed out before.
     pub fn discard(&mut self) {
         if self.cursor == 0 && Arc::strong_count(&self.piece) == 1 {
             self.piece.region.map.discard(self.piece.offset, self.piece.bytes);
