@@ -106,8 +106,8 @@ impl Fill {
     fn range_mut(&mut self) -> &mut [u8] {
         let Some(piece) = &self.piece else { return &mut [] };
         let start = piece.at(self.start, self.len);
-        // SAFETY: `at` checked that the range is in the piece, which `self` keeps alive and mapped;
-        // its bytes are always initialised. No other `Fill` or `Slice` covers it: the segment
+        // SAFETY: `at` checked that the range is in the piece, which `self` keeps alive and mapped.
+        // Its bytes are always initialised. No other `Fill` or `Slice` covers it: the segment
         // handed it out once, and it becomes readable only through `freeze*`, which consumes
         // `self`.
         unsafe { std::slice::from_raw_parts_mut(start, self.len) }
@@ -198,8 +198,8 @@ impl Slice {
 impl AsRef<[u8]> for Slice {
     fn as_ref(&self) -> &[u8] {
         let start = self.piece.at(self.start, self.len);
-        // SAFETY: `at` checked that the range is in the piece, which `self` keeps alive and mapped;
-        // its bytes are always initialised. A slice exists only for frozen ranges, which no `Fill`
+        // SAFETY: `at` checked that the range is in the piece, which `self` keeps alive and mapped.
+        // Its bytes are always initialised. A slice exists only for frozen ranges, which no `Fill`
         // covers any longer, so there is no writer.
         unsafe { std::slice::from_raw_parts(start, self.len) }
     }

@@ -153,8 +153,8 @@ impl Region {
         self.pages.as_ref().map_or(Ok(()), |pages| pages.fill_front(&self.map, range))
     }
 
-    /// Gives the pages of `range` of the front back to the kernel. It reads as zeros; its pages
-    /// must be allocated again before a store.
+    /// Gives the pages of `range` of the front back to the kernel. It reads as zeros. Pages must be
+    /// allocated again before a store.
     #[cfg(not(miri))]
     pub fn discard_front_pages(&self, range: Range<usize>) {
         self.pages.iter().for_each(|pages| pages.discard_front(&self.map, range.clone()));
