@@ -1,5 +1,5 @@
-//! What the metadata log has, as far as its writer has to know: how much of it is dead, what each shuffle takes, and which
-//! shuffles are incomplete. Pure: no I/O.
+//! Bookkeeping of the metadata log's contents for its writer: dead bytes, the bytes of each
+//! shuffle, and incomplete shuffles. Pure: no I/O.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use super::record::Record;
 #[derive(Debug, Default, Clone, Copy)]
 struct Living {
     all: u64,
-    /// Of those, registrations.
+    /// Bytes of registrations, which are included in `all`.
     registrations: u64,
 }
 
-/// A living shuffle, as a start finds it in the log.
+/// A living shuffle found in the log at start.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FoundShuffle {
     /// Incarnation.
     pub incarnation: u64,
     /// Reason why records may be missing.
     pub incomplete: Option<String>,
-    /// Its records are acknowledged once the object store has them.
+    /// True if its records are acknowledged once the object store has them.
     pub is_moved: bool,
 }
 
@@ -39,22 +39,22 @@ impl LogShares {
         self.0.lock().get(&number).map_or(0, |living| living.all)
     }
 
-    /// Replaces what clones see by what `other` has.
+    /// Replaces the content of all clones by that of `other`.
     pub(super) fn become_like(&self, other: &Self) {
         let others = other.0.lock().clone();
         *self.0.lock() = others;
     }
 }
 
-/// What the log has.
+/// Contents of the log.
 #[derive(Debug, Default)]
 pub(super) struct Contents {
     pub(super) living: LogShares,
     pub(super) living_bytes: u64,
     pub(super) dead_bytes: u64,
-    /// Shuffles of which some registrations were replaced by a later one.
+    /// Shuffles with registrations that a later one replaced.
     pub(super) replaced: HashSet<u64>,
-    /// Shuffles that are gone.
+    /// Incarnations that were purged.
     pub(super) purged: Treemap,
     pub(super) incomplete: HashMap<u64, (Incarnation, Gap)>,
     /// Shuffles whose records are acknowledged once the object store has them.
@@ -67,7 +67,7 @@ impl Contents {
         self.purged.contains(incarnation)
     }
 
-    /// Takes note of an entry of `bytes` bytes that is in the log.
+    /// Notes an entry of `bytes` bytes that is in the log.
     pub(super) fn took(&mut self, entry: &Entry, bytes: u64) {
         let Some(shuffle) = entry.shuffle() else { return };
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
@@ -114,7 +114,7 @@ impl Contents {
         self.living_bytes += bytes;
     }
 
-    /// Incarnations that are not `kept`, since a later one has replaced them, are as good as purged.
+    /// Marks incarnations that are not in `kept` as purged, because a later one has replaced them.
     pub(super) fn keep(&mut self, kept: &Treemap) {
         let all: Vec<u64> = self.living.0.lock().keys().copied().collect();
         for number in all.into_iter().filter(|number| !kept.contains(*number)) {
@@ -122,7 +122,7 @@ impl Contents {
         }
     }
 
-    /// Takes note that an incarnation is over.
+    /// Notes that an incarnation has ended.
     pub(super) fn purge(&mut self, number: u64) {
         self.purged.add(number);
         self.replaced.remove(&number);
@@ -132,7 +132,7 @@ impl Contents {
         self.dead_bytes += freed;
     }
 
-    /// Nothing is in the generation that begins.
+    /// Empties the counts, because the generation that begins has no entries yet.
     pub(super) fn begin(&mut self) {
         self.living.0.lock().clear();
         self.replaced.clear();
@@ -140,12 +140,13 @@ impl Contents {
     }
 }
 
-/// The last registration of each shuffle that replaces those before it, by its place among the entries of the log.
+/// The last registration of each shuffle that replaces earlier ones, by its position among the
+/// entries of the log.
 #[derive(Debug, Default)]
 pub(super) struct Replacing(HashMap<u64, u64>);
 
 impl Replacing {
-    /// Takes note of an entry at a place.
+    /// Notes an entry at position `at`.
     pub(super) fn see(&mut self, entry: &Entry, at: u64) {
         if let Entry::Said(shuffle, record) = entry
             && Record::replaces_registrations(record)
@@ -154,7 +155,7 @@ impl Replacing {
         }
     }
 
-    /// Returns whether a later registration replaces an entry at a place.
+    /// Returns whether a later registration replaces the entry at position `at`.
     pub(super) fn replaces(&self, entry: &Entry, at: u64) -> bool {
         match entry {
             Entry::Said(shuffle, record) if Record::is_registration(record) => {

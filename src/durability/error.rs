@@ -27,7 +27,7 @@ impl LogError {
         Self { path: METADATA.into(), kind, text: text.to_owned() }
     }
 
-    /// Returns an error that has only a reason.
+    /// Returns an error that only has a reason.
     #[must_use]
     pub fn told(text: &str) -> Self {
         Self { path: METADATA.into(), kind: io::ErrorKind::Other, text: text.to_owned() }

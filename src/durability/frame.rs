@@ -1,4 +1,5 @@
-//! Frames of the worker's metadata log: what a copy of it consists of. Version 1 is FROZEN (see the golden test).
+//! Frames, the elements of a copy of the worker's metadata log. Version 1 is FROZEN (see the golden
+//! test).
 //!
 //! A copy is a file of frames; the first is the epoch. Everything is big-endian:
 //!
@@ -8,11 +9,12 @@
 //!                      24  length u32             28  frames before it that were written with it u32
 //!                      32  crc32 of the frame before (0 before the first)
 //!                      36  crc32 of bytes 0..36 and of the payload
-//! then the payload      in postcard's format; what a shuffle said follows its name as it is (`record`)
+//! then the payload      postcard's format; the record of a shuffle follows its name (`record`)
 //! ```
 //!
-//! As a frame's checksum covers the checksum of the one before, a file that fits to its end has all frames up to there:
-//! none is missing, doubled or of another file. How many copies there are stands in the epoch. Pure: no I/O.
+//! A frame's checksum covers that of the frame before. A file with valid checksums up to its end
+//! therefore has all frames up to there: none is missing, repeated or from another file. The number
+//! of copies is in the epoch. Pure: no I/O.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
@@ -21,19 +23,20 @@ use uuid::Uuid;
 
 /// Directory of the log in a data directory.
 pub const METADATA: &str = "uniffle-worker.metadata";
-/// First bytes of a frame.
+/// Magic bytes of a frame.
 pub const MAGIC: [u8; 4] = *b"UWML";
-/// First bytes of a mark.
+/// Magic bytes of a mark.
 const MARK_MAGIC: [u8; 4] = *b"UWMK";
-/// The one version there is.
+/// The only version.
 const VERSION: u16 = 1;
-/// Bytes of the header.
+/// Size of the header.
 pub const HEADER_BYTES: usize = 40;
-/// Longest payload. Twice the largest message that a listener takes.
+/// Maximum length of a payload: twice the largest message that a listener accepts.
 pub const PAYLOAD_BYTES_MAX: usize = 512 << 20;
-/// Epochs that an epoch remembers while every directory has the newest one.
+/// Number of earlier epochs in an epoch's lineage while every directory has the newest one.
 pub const LINEAGE_MAX: usize = 64;
-/// The same while a directory is away: one that was away for longer is not known to have gone on alone or not.
+/// Like [`LINEAGE_MAX`], while a directory is absent. If it is absent for longer, it is unknown
+/// whether it was used alone.
 pub const LINEAGE_AWAY_MAX: usize = 4096;
 
 const EPOCH: u16 = 0;
@@ -43,95 +46,100 @@ const INCOMPLETE: u16 = 3;
 const MOVED: u16 = 4;
 const BEGUN: u16 = 5;
 
-/// One registration of a shuffle: its files have the number in their directory's name.
+/// One registration of a shuffle. Its files have the number in their directory's name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Incarnation {
     /// The shuffle.
     pub key: ShuffleKey,
-    /// Never given twice by one worker.
+    /// Number of the registration. A worker never assigns it twice.
     pub number: u64,
 }
 
-/// What a frame says.
+/// Content of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Entry {
-    /// The first one: who holds copies from here on.
+    /// The first frame, which lists the holders of copies from here on.
     Epoch(Box<Epoch>),
-    /// A registration or a report, see `record`.
+    /// A registration or a report (see `record`).
     Said(Incarnation, Bytes),
-    /// The shuffle is gone; its files are removed after this is written.
+    /// The shuffle was purged. Its files are removed after this is written.
     Purged(Incarnation),
-    /// Something that the shuffle said may be missing.
+    /// Records of the shuffle may be missing.
     Incomplete(Incarnation, Gap),
-    /// Every record of the shuffle before this one is in the object store, and later ones are acknowledged once they are there.
+    /// All earlier records of the shuffle are in the object store. Later ones are acknowledged once
+    /// they are there.
     Moved(Incarnation),
-    /// Ends the checkpoint that begins a generation in the object store. A generation without it counts for nothing. Behind the
-    /// checkpoint it says nothing.
+    /// Ends the checkpoint that begins a generation in the object store. A generation without it is
+    /// ignored. After the checkpoint it has no effect.
     Begun,
 }
 
-/// Why acknowledged records may be missing.
+/// Reason why acknowledged records may be missing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gap {
-    /// In words, with what to do.
+    /// Description, with what to do.
     pub reason: String,
-    /// It is over when these directories are back and have not gone on by themselves; none, never.
+    /// Directories that end the gap once they have returned and were not used alone meanwhile. If
+    /// empty, the gap never ends.
     pub until_back: Vec<[u8; 16]>,
 }
 
-/// A data directory, as an epoch knows it.
+/// A data directory in an epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     uuid: [u8; 16],
-    /// Where it was.
+    /// Path of the directory at that time.
     pub path: String,
-    /// Whether it counts when it is decided if a newer epoch can exist.
+    /// True if the member counts when it is decided whether a newer epoch can exist.
     pub votes: bool,
-    /// It is away, and the epoch that it knows lets it go on by itself.
+    /// True if the member is absent, and its own epoch allows it to recover alone.
     pub may_go_alone: bool,
 }
 
 impl Member {
-    /// A directory.
+    /// Creates a voting member.
     #[must_use]
     pub fn new(uuid: Uuid, path: &str) -> Self {
         Self { uuid: uuid.into_bytes(), path: path.to_owned(), votes: true, may_go_alone: false }
     }
 
-    /// Its identity.
+    /// Returns the identity of the directory.
     #[must_use]
     pub fn uuid(&self) -> Uuid {
         Uuid::from_bytes(self.uuid)
     }
 }
 
-/// Who held the log from some moment on. A start makes one, and so does every change of the copies' places.
+/// The holders of the log from a certain point on. A new epoch begins at every start and every time
+/// the copies move.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Epoch {
-    /// Which of all epochs, at random.
+    /// Random id of the epoch.
     pub id: u64,
-    /// Ids of those before, the latest last, at most [`LINEAGE_AWAY_MAX`].
+    /// Ids of earlier epochs, the latest last, at most [`LINEAGE_AWAY_MAX`].
     pub lineage: Vec<u64>,
     /// All directories that may have data of living shuffles.
     pub members: Vec<Member>,
-    /// Directories that have copies; one that has both stands twice.
+    /// Directories with copies. A directory with both copies is listed twice.
     pub holders: Vec<[u8; 16]>,
-    /// Greater than any incarnation that was given.
+    /// Number greater than any assigned incarnation.
     pub next_incarnation: u64,
-    /// Starts before that could not see everything: what they number must not be numbered so by others.
+    /// Number of earlier starts that could not see everything. Their numbers must not be assigned
+    /// again.
     pub blind_starts: u32,
-    /// Why it is not known which shuffles there were.
+    /// Reason why unknown shuffles may exist.
     pub gap: Option<Gap>,
 }
 
 impl Epoch {
-    /// Whether `other` is this epoch or one that led to it.
+    /// Returns whether `other` is this epoch or one of its predecessors.
     #[must_use]
     pub fn follows(&self, other: &Self) -> bool {
         self.id == other.id || self.lineage.contains(&other.id)
     }
 
-    /// The next one, by a new id, which remembers so many before it; all else as it is.
+    /// Returns the next epoch with a new id. It remembers `remembered` predecessors, and is
+    /// otherwise the same.
     #[must_use]
     pub fn next(&self, id: u64, remembered: usize) -> Self {
         let mut lineage = self.lineage.clone();
@@ -143,7 +151,7 @@ impl Epoch {
         Self { id, lineage, ..self.clone() }
     }
 
-    /// Directories whose word counts.
+    /// Returns the members with a vote.
     #[must_use]
     pub fn voters(&self) -> Vec<&Member> {
         self.members.iter().filter(|member| member.votes).collect()
@@ -153,41 +161,41 @@ impl Epoch {
 /// A decoded frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Of the file.
+    /// Generation of the file.
     pub generation: u64,
-    /// Its place in the file.
+    /// Position in the file.
     pub sequence: u64,
-    /// Frames before it that were written together with it.
+    /// Number of earlier frames that were written together with it.
     pub batch: u32,
-    /// Checksum of the frame before.
+    /// Checksum of the previous frame.
     pub previous: u32,
-    /// Its checksum.
+    /// Checksum of the frame.
     pub crc: u32,
-    /// What it says.
+    /// Content of the frame.
     pub entry: Entry,
 }
 
-/// Why bytes are no frame.
+/// Reason why bytes are not a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The bytes end before the frame does.
     #[error("record is truncated")]
     Incomplete,
-    /// It does not begin like a frame.
+    /// The bytes do not begin with the magic.
     #[error("not a record")]
     Magic,
-    /// A later program wrote it.
+    /// A later program version wrote the frame.
     #[error("record has version {0}, this program supports {VERSION}")]
     Version(u16),
-    /// The checksum does not fit.
+    /// The checksum does not match.
     #[error("checksum does not match")]
     Checksum,
-    /// The payload is not what its kind has.
+    /// The payload does not match its kind.
     #[error("record is malformed")]
     Malformed,
 }
 
-/// Encodes the frames of one file in their order.
+/// Encodes the frames of one file in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoder {
     generation: u64,
@@ -196,26 +204,26 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// The first frame is the next.
+    /// Creates an encoder for the first frame.
     #[must_use]
     pub fn new(generation: u64) -> Self {
         Self { generation, sequence: 0, previous: 0 }
     }
 
-    /// So many frames are there, the last with this checksum.
+    /// Creates an encoder after `frames` frames, the last of which has the checksum `crc`.
     #[must_use]
     pub fn after(generation: u64, frames: u64, crc: u32) -> Self {
         Self { generation, sequence: frames, previous: crc }
     }
 
-    /// Frames so far.
+    /// Returns the number of frames so far.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.sequence
     }
 
-    /// Appends the next frame to `out`; `batch` frames before it are written together with it. False, and nothing is
-    /// appended, when the entry is longer than [`PAYLOAD_BYTES_MAX`].
+    /// Appends the next frame to `out`. `batch` earlier frames are written together with it. If the
+    /// entry is longer than [`PAYLOAD_BYTES_MAX`], returns false and appends nothing.
     #[must_use]
     pub fn encode(&mut self, entry: &Entry, batch: u32, out: &mut BytesMut) -> bool {
         let (kind, name, content) = entry.parts();
@@ -246,10 +254,10 @@ impl Encoder {
     }
 }
 
-/// Bytes of the whole frame whose header begins `bytes`, by its own unchecked word.
+/// Returns the size of the frame that begins `bytes`, as its unchecked header states.
 ///
 /// # Errors
-/// [`FrameError`] when no frame begins here.
+/// A [`FrameError`] if no frame begins here.
 pub fn total_bytes(bytes: &[u8]) -> Result<usize, FrameError> {
     let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(FrameError::Incomplete)?;
     if header[0..4] != MAGIC {
@@ -266,11 +274,11 @@ pub fn total_bytes(bytes: &[u8]) -> Result<usize, FrameError> {
     Ok(HEADER_BYTES + length)
 }
 
-/// Decodes the frame that `bytes` begins with; the rest is ignored. Whatever the bytes are, nothing is allocated that
-/// they do not pay for.
+/// Decodes the frame at the start of `bytes`, and ignores the rest. Allocations are bounded by the
+/// length of `bytes`, whatever their content.
 ///
 /// # Errors
-/// [`FrameError`].
+/// A [`FrameError`] if no valid frame begins here.
 pub fn decode(bytes: &[u8]) -> Result<Frame, FrameError> {
     let frame = bytes.get(..total_bytes(bytes)?).ok_or(FrameError::Incomplete)?;
     let (header, payload) = frame.split_first_chunk::<HEADER_BYTES>().ok_or(FrameError::Incomplete)?;
@@ -288,7 +296,7 @@ pub fn decode(bytes: &[u8]) -> Result<Frame, FrameError> {
     Ok(Frame { generation: long(8), sequence: long(16), batch: word(28), previous: word(32), crc, entry })
 }
 
-/// What the file beside a copy says: "UWMK", generation u64, acknowledged frames u64, crc32 of these.
+/// Encodes the mark beside a copy: "UWMK", generation u64, acknowledged frames u64, crc32 of these.
 #[must_use]
 pub fn encode_mark(generation: u64, frames: u64) -> Bytes {
     let mut out = BytesMut::new();
@@ -299,14 +307,15 @@ pub fn encode_mark(generation: u64, frames: u64) -> Bytes {
     out.freeze()
 }
 
-/// Frames of a generation that are acknowledged, as far as a mark says.
+/// Returns the number of acknowledged frames of a generation according to a mark. An invalid mark
+/// counts as 0.
 #[must_use]
 pub fn decode_mark(mark: &[u8], generation: u64) -> u64 {
     let frames = mark.get(12..20).and_then(|bytes| bytes.first_chunk()).copied().map(u64::from_be_bytes);
     frames.filter(|frames| mark == encode_mark(generation, *frames)).unwrap_or(0)
 }
 
-/// As written: app, shuffle, number.
+/// Encoded name of an incarnation: app, shuffle, number.
 type Name<'a> = (&'a str, i32, u64);
 
 impl Incarnation {
@@ -320,7 +329,7 @@ impl Incarnation {
 }
 
 impl Entry {
-    /// Kind, fields in postcard's format, and what follows them.
+    /// Returns the kind, the fields in postcard's format, and the content after them.
     fn parts(&self) -> (u16, Vec<u8>, Bytes) {
         let (kind, fields, content) = match self {
             Self::Epoch(epoch) => (EPOCH, postcard::to_allocvec(epoch), Bytes::new()),
@@ -367,7 +376,7 @@ impl Entry {
         }
     }
 
-    /// Returns the shuffle of the entry; none for an epoch or the end of a checkpoint.
+    /// Returns the shuffle of the entry, or `None` for an epoch or the end of a checkpoint.
     #[must_use]
     pub fn shuffle(&self) -> Option<&Incarnation> {
         match self {
@@ -390,7 +399,8 @@ mod tests {
         Incarnation { key: ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(7)), number }
     }
 
-    /// The format is a promise to every later version: these bytes must not change while the version is 1.
+    /// The format is a promise to every later version: these bytes must not change while the
+    /// version is 1.
     #[test]
     fn version_1_is_frozen() {
         let gap = Gap { reason: "no".into(), until_back: vec![[2; 16]] };

@@ -1,7 +1,9 @@
-//! A new generation of the metadata log: what lives is written once more, to the best directories.
+//! Begins a generation of the metadata log: writes all living entries to new files in the best
+//! directories.
 //!
-//! It is written beside and renamed; once one has its name, nothing is acknowledged in an earlier one any more. A new epoch,
-//! which the other directories learn, says where it is. What is dead is left out.
+//! A generation is written under a temporary name and renamed. Once a copy has its final name,
+//! nothing is acknowledged in an earlier generation. The other directories learn its location from
+//! a new epoch. Dead entries are left out.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -24,13 +26,14 @@ use super::record::Record;
 use super::writer::{Copy, Writer};
 use uniffle_io::{File, Lane, WriteOpen};
 
-/// Copies of the log.
+/// Number of copies of the log.
 pub(super) const COPIES: usize = 2;
-/// Bytes encoded before they are written.
+/// Size of the encoded parts that are written at a time.
 const CHUNK_BYTES: usize = 1 << 20;
-/// A directory that failed gets no copy for so long, unless there is no other.
+/// Time for which a failed directory gets no copy, unless there is no other directory.
 const AVOIDED_FOR: Duration = Duration::from_secs(60);
-/// Nothing is acknowledged while earlier generations are removed; they are in nobody's way.
+/// Deadline for the removal of earlier generations, because nothing is acknowledged meanwhile.
+/// Remaining ones are harmless.
 const REMOVAL_WAIT: Duration = Duration::from_secs(1);
 
 impl Writer {
@@ -51,7 +54,8 @@ impl Writer {
         all.filter(|at| !excluded.contains(at) && self.directories[*at].rank().is_some())
     }
 
-    /// Directories that should have the copies; those that have them stay if they are as good as any.
+    /// Returns the directories that should have the copies. Current holders are preferred among
+    /// equals.
     pub(super) fn places(&self, excluded: &BTreeSet<usize>) -> Vec<usize> {
         let held = self.held();
         let is_avoided = |at: usize| self.avoided[at].is_some_and(|since| since.elapsed() < AVOIDED_FOR);
@@ -61,12 +65,13 @@ impl Writer {
         if let ([only], true) = (&all[..], COPIES > 1) {
             all.push(*only);
         }
-        // In the order in which they are held, so that two lists of the same places are equal.
+        // In the order of the held copies, so that two lists of the same places are equal.
         all.sort_unstable();
         all
     }
 
-    /// Begins a generation on the best directories. Each that fails is added to `excluded`, and it is tried without it.
+    /// Begins a generation on the best directories. A directory that fails is added to `excluded`,
+    /// and the attempt is repeated without it.
     pub(super) async fn begin(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
         let mut last_error = None;
         self.resumable = None;
@@ -99,10 +104,11 @@ impl Writer {
                     excluded.insert(directory);
                     last_error = Some(error);
                     if may_be_known && epoch.id != self.epoch.id {
-                        // A directory that has seen it may come back.
+                        // A directory that has seen the epoch may return.
                         self.epoch.lineage.push(epoch.id);
                     }
-                    // What has its name must not be outlived by what is older.
+                    // A generation that has its name must not be followed by entries in an older
+                    // one.
                     self.is_open &= !may_be_known;
                 }
                 Err(Failed::Source(error)) => match self.others.pop() {
@@ -115,7 +121,7 @@ impl Writer {
 
     fn next_epoch(&mut self, members: Vec<Member>, places: &[usize], is_whole: bool) -> Epoch {
         let holders = places.iter().map(|at| self.directories[*at].uuid.into_bytes()).collect();
-        // A directory that is away may have any of them, and is asked for them when it is back.
+        // An absent directory may know any of these epochs. They are compared when it returns.
         let remembered = if is_whole { LINEAGE_MAX } else { LINEAGE_AWAY_MAX };
         let is_the_same = self.is_open && members == self.epoch.members;
         let id = if is_the_same { self.epoch.id } else { rand::rng().random_range(1..=u64::MAX) };
@@ -124,7 +130,8 @@ impl Writer {
         Epoch { members, holders, blind_starts, next_incarnation: self.contents.next_incarnation, ..next }
     }
 
-    /// Writes all that lives to files of a new generation, gives them their names, and tells the other directories.
+    /// Writes all living entries to files of a new generation, renames them, and informs the other
+    /// directories.
     async fn write_generation(
         &mut self,
         epoch: &Epoch,
@@ -146,7 +153,7 @@ impl Writer {
             let file = writer.finish(copy, &directory).await?;
             Ok((copy_file(&directory), file))
         });
-        // Together: a start waits for their syncs.
+        // Finished together, because a start waits for their syncs.
         let finished: Vec<io::Result<_>> = join_all(finishing.collect::<Vec<_>>()).await;
         for (copy, finished) in copies.iter_mut().zip(finished) {
             match finished {
@@ -182,7 +189,8 @@ impl Writer {
         .await
     }
 
-    /// Fills all copies with the epoch and what lives. The encoder behind it, and how many bytes there are.
+    /// Fills all copies with the epoch and the living entries. Returns the encoder after the last
+    /// frame, and the number of bytes.
     async fn fill(&mut self, epoch: &Epoch, copies: &[Copy]) -> Result<(Encoder, u64), Failed> {
         let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0 };
         fill.put(&Entry::Epoch(Box::new(epoch.clone())));
@@ -215,7 +223,8 @@ impl Writer {
         Ok((fill.encoder, fill.end))
     }
 
-    /// Finds the registrations that replace others. Of copies that say different things no entry is before another.
+    /// Finds the registrations that replace others. Copies with different content have no common
+    /// order of entries.
     async fn replacing(
         &self,
         has_replaced: bool,
@@ -247,7 +256,7 @@ impl Writer {
             Entry::Said(shuffle, _) if !self.contents.is_purged(shuffle.number) => {
                 self.put(fill, entry, copies).await
             }
-            // Marks are written anew.
+            // Marks are written separately.
             Entry::Said(..)
             | Entry::Incomplete(..)
             | Entry::Moved(_)
@@ -278,7 +287,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Brings a copy to the device and gives it its name. Returns it opened by that name, at which a start looks for it.
+    /// Syncs a copy and renames it. Returns the file opened by its final name, where a start looks
+    /// for it.
     async fn finish(&self, copy: &Copy, directory: &Path) -> io::Result<Arc<dyn File>> {
         let io = &self.directories[copy.directory].io;
         within(self.deadlines.write, copy.file.sync()).await?;
@@ -329,14 +339,15 @@ impl Writer {
         join_all(cleaning.collect::<Vec<_>>()).await;
     }
 
-    /// From now on entries go to `copies`.
+    /// Makes `copies` the destination of later entries.
     pub(super) fn opened(&mut self, copies: Vec<Copy>, usable: BTreeSet<usize>) {
         (self.copies, self.usable, self.is_open) = (copies, usable, true);
         self.is_begun.store(true, Ordering::Release);
         self.read_from_copies();
     }
 
-    /// Removes earlier generations and what was not finished; what cannot be removed is removed by the next.
+    /// Removes earlier generations and unfinished files. The next generation removes the remaining
+    /// ones.
     async fn remove_earlier(&self, at: usize) {
         let io = &self.directories[at].io;
         let removing = async {
@@ -361,7 +372,7 @@ impl Writer {
     }
 }
 
-/// Frames on their way into a generation.
+/// Encoder of the frames of a generation, with its unwritten bytes.
 struct Fill {
     encoder: Encoder,
     out: BytesMut,
@@ -369,7 +380,8 @@ struct Fill {
 }
 
 impl Fill {
-    /// Bytes of its frame. What was taken once is not too long.
+    /// Encodes an entry. Returns the size of its frame. Every entry fits, because it was in the log
+    /// before.
     fn put(&mut self, entry: &Entry) -> u64 {
         let before = self.out.len();
         let fits = self.encoder.encode(entry, 0, &mut self.out);
@@ -379,14 +391,14 @@ impl Fill {
 }
 
 enum Failed {
-    /// A directory.
+    /// A directory failed.
     At {
         directory: usize,
         error: LogError,
-        /// Whether a directory may have heard of the epoch.
+        /// True if a directory may know the epoch.
         may_be_known: bool,
     },
-    /// What there is cannot be read.
+    /// The source of the entries cannot be read.
     Source(LogError),
 }
 
@@ -407,7 +419,7 @@ fn without_replacing(entry: Entry) -> Entry {
     }
 }
 
-/// What ends the name of what is being written.
+/// Suffix of unfinished files.
 const UNFINISHED: &str = ".new";
 
 fn unfinished(path: &Path) -> PathBuf {

@@ -1,16 +1,19 @@
-//! Up to [`CHUNK_IDS_MAX`] ascending block ids in few bytes: differences, packed to one width, with exceptions.
+//! Compact encoding of up to [`CHUNK_IDS_MAX`] ascending block ids: differences, packed to one
+//! width, with exceptions.
 //!
-//! The payload is: width in bits u8, the smallest difference as LEB128, all other parts of the differences packed to that width
-//! (lowest bit first), then for each difference that is wider its position u8 and its high bits as LEB128. Ids in Spark's layout come
-//! in groups: near each other within a sequence number, far apart between two. The groups are packed, the gaps are exceptions.
-//! Invariant: a payload is at most three bytes longer than its ids as `u64`. Pure.
+//! The payload is: width in bits u8, the smallest difference as LEB128, and the excess of all other
+//! differences packed to that width (lowest bit first). The exceptions follow: for each wider
+//! difference its position u8 and its high bits as LEB128. Ids in Spark's layout come in groups:
+//! near each other within a sequence number, far apart between two. The groups are packed, and the
+//! gaps are exceptions. Invariant: a payload is at most three bytes longer than its ids as `u64`.
+//! Pure.
 
 use std::sync::Arc;
 
-/// Ids of one chunk at most: positions of exceptions are bytes.
+/// Maximum number of ids of a chunk, because positions of exceptions are bytes.
 pub(super) const CHUNK_IDS_MAX: usize = 256;
 
-/// Reference counts in front of a shared payload.
+/// Size of the reference counts in front of a shared payload.
 const SHARED_BYTES: u64 = 16;
 
 /// Ascending ids. Clones share the payload.
@@ -23,7 +26,8 @@ pub(super) struct IdChunk {
 }
 
 impl IdChunk {
-    /// Encodes 1 to [`CHUNK_IDS_MAX`] ids, each greater than the one before; none if `ids` is empty.
+    /// Encodes 1 to [`CHUNK_IDS_MAX`] ids, each greater than the one before. Returns `None` if
+    /// `ids` is empty.
     pub(super) fn encode(ids: &[u64]) -> Option<Self> {
         let (first, last) = (*ids.first()?, *ids.last()?);
         debug_assert!(ids.len() <= CHUNK_IDS_MAX && ids.is_sorted_by(|a, b| a < b), "ascending ids");
@@ -56,7 +60,8 @@ impl IdChunk {
         debug_assert!(is_whole, "encoded by this process, or checked when it was read");
     }
 
-    /// As [`IdChunk::decode`]. False if the payload is not what [`IdChunk::encode`] writes.
+    /// Like [`IdChunk::decode`]. Returns false if the payload was not written by
+    /// [`IdChunk::encode`].
     fn try_decode(&self, ids: &mut Vec<u64>) -> bool {
         ids.clear();
         ids.push(self.first);
@@ -71,27 +76,27 @@ impl IdChunk {
         id == self.last
     }
 
-    /// The smallest id.
+    /// Returns the smallest id.
     pub(super) fn first(&self) -> u64 {
         self.first
     }
 
-    /// The greatest id.
+    /// Returns the greatest id.
     pub(super) fn last(&self) -> u64 {
         self.last
     }
 
-    /// How many ids it has.
+    /// Returns the number of ids.
     pub(super) fn count(&self) -> u64 {
         u64::from(self.count)
     }
 
-    /// Whether no more ids fit.
+    /// Returns whether the chunk is full.
     pub(super) fn is_full(&self) -> bool {
         usize::from(self.count) >= CHUNK_IDS_MAX
     }
 
-    /// Heap that its payload takes.
+    /// Returns the heap size of the payload.
     pub(super) fn heap_bytes(&self) -> u64 {
         SHARED_BYTES + self.payload.len() as u64
     }
@@ -105,7 +110,7 @@ impl IdChunk {
         out.extend_from_slice(&self.payload);
     }
 
-    /// Reads a chunk and advances past it; none if no whole chunk is there.
+    /// Reads a chunk and advances past it. Returns `None` if `bytes` begin with no whole chunk.
     pub(super) fn read_from(bytes: &mut &[u8]) -> Option<Self> {
         let count = u16::from_be_bytes(*take(bytes)?);
         let (first, last) = (u64::from_be_bytes(*take(bytes)?), u64::from_be_bytes(*take(bytes)?));
@@ -117,7 +122,7 @@ impl IdChunk {
     }
 }
 
-/// Takes `N` bytes off the front.
+/// Removes the first `N` bytes and returns them.
 pub(super) fn take<'a, const N: usize>(bytes: &mut &'a [u8]) -> Option<&'a [u8; N]> {
     let (head, rest) = bytes.split_first_chunk::<N>()?;
     *bytes = rest;
@@ -128,7 +133,8 @@ fn bits(value: u64) -> u32 {
     u64::BITS - value.leading_zeros()
 }
 
-/// The width, among those of the gaps, at which packed gaps and exceptions take fewest bytes.
+/// Returns the width, among those of the gaps, that minimizes the size of packed gaps and
+/// exceptions.
 fn best_width(gaps: &[u64]) -> u32 {
     let mut counts = [0u32; 65];
     gaps.iter().for_each(|gap| counts[bits(*gap) as usize] += 1);
@@ -156,7 +162,8 @@ fn pack(out: &mut Vec<u8>, gaps: &[u64], width: u32) {
     out.extend_from_slice(&low_half(pending).to_le_bytes()[..filled.div_ceil(8) as usize]);
 }
 
-/// Fills `gaps` and returns what is to be added to each; none if the payload has another length than they need.
+/// Fills `gaps` and returns the number to add to each. Returns `None` if the payload has an
+/// unexpected length.
 fn unpack(payload: &[u8], gaps: &mut [u64]) -> Option<u64> {
     let (&width, mut rest) = payload.split_first()?;
     let width = u32::from(width).min(64);

@@ -1,8 +1,9 @@
-//! A sorted run of block ids with their partitions, in a file: what does not fit into the heap.
+//! A sorted run of block ids with their partitions, in a file, for ids that exceed the heap.
 //!
-//! The file has blocks of about [`BLOCK_BYTES`], each with its length u32, the CRC-32 of what follows u32, and entries in ascending
-//! order: a partition i32 and a chunk of its ids. The heap has the first partition of each block. Runs are merged
-//! ([`IdRun::merged`]), so that a look-up reads few of them. Not here: which ids leave the heap, and when.
+//! The file has blocks of about [`BLOCK_BYTES`]. A block has its length u32, the CRC-32 of the rest
+//! u32, and entries in ascending order: a partition i32 and a chunk of its ids. The heap has the
+//! first partition of each block. Runs are merged ([`IdRun::merged`]), so that a lookup reads few
+//! of them. The caller decides which ids leave the heap, and when.
 
 use std::io;
 use std::sync::Arc;
@@ -15,22 +16,22 @@ use super::id_set::IdSet;
 use super::scratch::{Scratch, ScratchFile};
 use uniffle_wire::types::PartitionId;
 
-/// A block is closed when it is longer.
+/// Size above which a block is closed.
 const BLOCK_BYTES: usize = 16 << 10;
-/// Length and checksum.
+/// Size of length and checksum.
 const HEAD_BYTES: usize = 8;
-/// Written and read at a time.
+/// Number of bytes written and read at a time.
 const WINDOW_BYTES: usize = 256 << 10;
 
-/// Runs are merged when so many of the newest are of like size.
+/// Minimum number of newest runs of similar size that are merged.
 const MERGED_MIN: usize = 4;
-/// What the next older run may have more than all newer ones, to be of like size.
+/// Maximum ratio of the next older run to all newer ones for similar size.
 const LIKE_SIZE: u64 = 4;
 
-/// Heap of a merge or a look-up: a window of each run, and one that is written.
+/// Heap of a merge or a lookup: a window per run, and one for the output.
 pub const RUN_WINDOW_BYTES: u64 = 2 * WINDOW_BYTES as u64;
 
-/// A run that is complete.
+/// A complete run.
 #[derive(Debug)]
 pub struct IdRun {
     file: ScratchFile,
@@ -40,7 +41,7 @@ pub struct IdRun {
 }
 
 impl IdRun {
-    /// Writes what is in any of `runs`.
+    /// Writes the union of `runs`.
     ///
     /// # Errors
     /// A run cannot be read, or no data directory takes the new one.
@@ -59,7 +60,7 @@ impl IdRun {
         }
     }
 
-    /// The ids of a partition.
+    /// Returns the ids of a partition.
     ///
     /// # Errors
     /// The run cannot be read, or is damaged.
@@ -78,7 +79,7 @@ impl IdRun {
         Ok(IdSet::from_chunks(chunks))
     }
 
-    /// Reads all partitions one after another.
+    /// Returns a reader of all partitions in order.
     #[must_use]
     pub fn partitions(&self) -> Partitions<'_> {
         Partitions {
@@ -87,20 +88,21 @@ impl IdRun {
         }
     }
 
-    /// Bytes of the file.
+    /// Returns the size of the file.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Heap that it takes.
+    /// Returns the heap size of the run.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
         (size_of::<Self>() + self.blocks.capacity() * size_of::<(PartitionId, u64)>()) as u64
     }
 }
 
-/// How many of the newest runs are to be merged, by their sizes from the oldest to the newest; 0 for none.
+/// Returns how many of the newest runs should be merged, or 0. `sizes` are ordered from the oldest
+/// to the newest run.
 #[must_use]
 pub fn runs_to_merge(sizes: &[u64]) -> usize {
     let (mut count, mut sum) = (0, 0u64);
@@ -118,9 +120,9 @@ pub fn runs_to_merge(sizes: &[u64]) -> usize {
 pub struct RunWriter {
     file: ScratchFile,
     blocks: Vec<(PartitionId, u64)>,
-    /// Blocks that are not written yet, the last not complete.
+    /// Blocks that are not written yet. The last one is incomplete.
     pending: Vec<u8>,
-    /// Where the block that is filled begins in `pending`; none when a new one begins.
+    /// Beginning of the current block in `pending`, or `None` if the next entry begins one.
     block: Option<usize>,
     written: u64,
     partition: PartitionId,
@@ -144,10 +146,10 @@ impl RunWriter {
         })
     }
 
-    /// Appends the ids of a partition, which is greater than those before.
+    /// Appends the ids of a partition, which is greater than all earlier ones.
     ///
     /// # Errors
-    /// What the disk says.
+    /// An error of the disk.
     pub async fn push_set(&mut self, partition: PartitionId, set: IdSet) -> io::Result<()> {
         for chunk in set.into_chunks() {
             self.push_chunk(partition, &chunk).await?;
@@ -208,7 +210,7 @@ impl RunWriter {
     /// Ends the run.
     ///
     /// # Errors
-    /// As [`RunWriter::push_set`].
+    /// See [`RunWriter::push_set`].
     pub async fn finish(mut self) -> io::Result<IdRun> {
         self.push_ids().await?;
         self.close_block();
@@ -218,7 +220,7 @@ impl RunWriter {
     }
 }
 
-/// Reads blocks of a run, some at a time.
+/// Reads blocks of a run, a few at a time.
 struct Reader<'a> {
     run: &'a IdRun,
     next: usize,
@@ -226,7 +228,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// The next blocks; none at the end.
+    /// Returns the next blocks, or `None` at the end.
     async fn window(&mut self) -> io::Result<Option<Bytes>> {
         let blocks = &self.run.blocks;
         let offset_of = |block: usize| blocks.get(block).map_or(self.run.bytes, |(_, offset)| *offset);
@@ -262,7 +264,7 @@ fn for_each_entry(mut window: &[u8], mut act: impl FnMut(PartitionId, IdChunk)) 
     Ok(())
 }
 
-/// Where a merge is in a run.
+/// Position of a merge in a run.
 struct Cursor<'a> {
     reader: Reader<'a>,
     entries: std::vec::IntoIter<(PartitionId, IdChunk)>,
@@ -277,7 +279,7 @@ impl<'a> Cursor<'a> {
         Self { reader, entries: Vec::new().into_iter(), partition: PartitionId(0), ids: Vec::new(), at: 0 }
     }
 
-    /// The next id with its partition.
+    /// Returns the next id with its partition.
     async fn peek(&mut self) -> io::Result<Option<(PartitionId, u64)>> {
         loop {
             if let Some(id) = self.ids.get(self.at) {
@@ -295,7 +297,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Passes the next id if it is this one.
+    /// Advances past the next id if it equals the argument.
     fn pass(&mut self, (partition, id): (PartitionId, u64)) {
         if self.partition == partition && self.ids.get(self.at) == Some(&id) {
             self.at += 1;
@@ -303,7 +305,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// See [`IdRun::partitions`].
+/// Reader of the partitions of a run, see [`IdRun::partitions`].
 pub struct Partitions<'a> {
     reader: Reader<'a>,
     read: std::vec::IntoIter<(PartitionId, IdChunk)>,
@@ -316,10 +318,10 @@ impl std::fmt::Debug for Partitions<'_> {
 }
 
 impl Partitions<'_> {
-    /// The next partition with its ids.
+    /// Returns the next partition with its ids.
     ///
     /// # Errors
-    /// As [`IdRun::ids`].
+    /// See [`IdRun::ids`].
     pub async fn next(&mut self) -> io::Result<Option<(PartitionId, IdSet)>> {
         let mut of = None;
         let mut chunks = Vec::new();

@@ -1,8 +1,9 @@
-//! A set of block ids in at most 8 bytes each, whatever the layout of the ids: compressed chunks, and a list of late arrivals.
+//! A set of block ids in at most 8 bytes each, regardless of their layout: compressed chunks, and a
+//! list of late arrivals.
 //!
-//! Ids are added to the list, which is merged into the chunks when it has become long for the size of the set. Few ids, and ids that
-//! do not compress, stay a list. Until the list is merged it may repeat ids of the chunks, which [`IdSet::len`] counts twice; no other
-//! function shows that. Pure.
+//! Ids are added to the list. It is merged into the chunks once it is long relative to the set. Few
+//! ids, and ids that do not compress, stay a list. Until the merge the list may repeat ids of the
+//! chunks, which [`IdSet::len`] counts twice. No other function exposes that. Pure.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -10,28 +11,29 @@ use std::iter::Peekable;
 
 use super::id_chunk::{CHUNK_IDS_MAX, IdChunk};
 
-/// Fewer ids than this stay a list.
+/// Minimum number of ids that are compressed. Fewer stay a list.
 const LISTED_MAX: usize = 32;
 
-/// The list is merged when it has more than this part of the set, within [`LISTED_MAX`] and [`LATE_MAX`].
+/// The list is merged if it exceeds this fraction of the set, within [`LISTED_MAX`] and
+/// [`LATE_MAX`].
 const LATE_PART: u64 = 8;
 const LATE_MAX: usize = 2048;
 
-/// As many ids as this at once are merged with the list, fewer are inserted.
+/// Minimum number of new ids that are merged with the list. Fewer are inserted.
 const MERGED_MIN: usize = 16;
 
-/// An id of a list.
+/// Size of an id in a list.
 const ID_BYTES: u64 = size_of::<u64>() as u64;
 
 /// A set of block ids. A clone shares the chunks until one of the two changes.
 #[derive(Debug, Clone, Default)]
 pub struct IdSet {
-    /// Ascending.
+    /// Late arrivals in ascending order.
     late: Vec<u64>,
     chunks: Option<Box<Chunks>>,
 }
 
-/// Chunks in the order of their ids; ranges do not overlap, none is empty.
+/// Chunks in the order of their ids. Their ranges do not overlap, and none is empty.
 #[derive(Debug, Clone, Default)]
 struct Chunks {
     list: Vec<IdChunk>,
@@ -50,13 +52,13 @@ impl Chunks {
         (size_of::<Self>() + self.list.capacity() * size_of::<IdChunk>()) as u64 + self.payload_bytes
     }
 
-    /// The chunk whose range has `id`.
+    /// Returns the chunk whose range contains `id`.
     fn find(&self, id: u64) -> Option<usize> {
         let at = self.list.partition_point(|chunk| chunk.first() <= id).checked_sub(1)?;
         self.list.get(at).is_some_and(|chunk| id <= chunk.last()).then_some(at)
     }
 
-    /// Adds ascending ids. Only chunks that get some are encoded again.
+    /// Adds ascending ids. Only chunks that change are encoded again.
     fn insert(&mut self, mut ids: &[u64]) {
         let old = std::mem::take(&mut self.list);
         let mut list = Vec::with_capacity(old.len() + ids.len() / CHUNK_IDS_MAX + 1);
@@ -75,7 +77,7 @@ impl Chunks {
             }
             chunk.decode(&mut known);
             merge(&known, here, &mut merged);
-            // A chunk that is divided in its middle gets room in both halves.
+            // Both halves of a chunk that is split in its middle get room.
             let parts = merged.len().div_ceil(CHUNK_IDS_MAX).max(1);
             let size = if appends { CHUNK_IDS_MAX } else { merged.len().div_ceil(parts) };
             list.extend(merged.chunks(size).filter_map(IdChunk::encode));
@@ -86,7 +88,7 @@ impl Chunks {
 }
 
 impl IdSet {
-    /// The set of strictly ascending ids.
+    /// Creates a set of strictly ascending ids.
     pub fn from_ascending(ids: impl Iterator<Item = u64>) -> Self {
         let (mut list, mut part) = (Vec::new(), Vec::with_capacity(LISTED_MAX));
         for id in ids {
@@ -106,20 +108,20 @@ impl IdSet {
         Self { late: Vec::new(), chunks: Some(Box::new(Chunks::of(list))) }
     }
 
-    /// The set of ids in any order.
+    /// Creates a set of ids in any order.
     pub fn from_unsorted(mut ids: Vec<u64>) -> Self {
         ids.sort_unstable();
         ids.dedup();
         Self::from_ascending(ids.into_iter())
     }
 
-    /// The set of chunks whose ids ascend.
+    /// Creates a set of chunks whose ids ascend.
     pub(super) fn from_chunks(list: Vec<IdChunk>) -> Self {
         let chunks = (!list.is_empty()).then(|| Box::new(Chunks::of(list)));
         Self { late: Vec::new(), chunks }
     }
 
-    /// All ids in chunks, as they are written to a file.
+    /// Returns all ids in chunks, as they are written to a file.
     pub(super) fn into_chunks(self) -> Vec<IdChunk> {
         match self.chunks {
             None => self.late.chunks(CHUNK_IDS_MAX).filter_map(IdChunk::encode).collect(),
@@ -131,46 +133,47 @@ impl IdSet {
         }
     }
 
-    /// Whether `id` is in it.
+    /// Returns whether the set contains `id`.
     #[must_use]
     pub fn contains(&self, id: u64) -> bool {
         self.lookup().contains(id)
     }
 
-    /// How many ids there are; ids that arrived twice may be counted twice until the list is merged.
+    /// Returns the number of ids. Ids that arrived twice may be counted twice until the list is
+    /// merged.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.late.len() as u64 + self.chunks.as_ref().map_or(0, |chunks| chunks.ids)
     }
 
-    /// Whether there are none.
+    /// Returns whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.late.is_empty() && self.chunks.is_none()
     }
 
-    /// What was allocated for it.
+    /// Returns the heap size of the set.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
         let chunks = self.chunks.as_ref().map_or(0, |chunks| chunks.heap_bytes());
         ID_BYTES * self.late.capacity() as u64 + chunks
     }
 
-    /// What a clone allocates for itself.
+    /// Returns the heap size that a clone allocates.
     #[must_use]
     pub fn clone_bytes(&self) -> u64 {
         let chunks = |chunks: &Chunks| size_of::<Chunks>() + chunks.list.len() * size_of::<IdChunk>();
         ID_BYTES * self.late.len() as u64 + self.chunks.as_ref().map_or(0, |it| chunks(it) as u64)
     }
 
-    /// Ids of the list before it is merged.
+    /// Returns the length at which the list is merged.
     fn late_max(&self) -> usize {
         match &self.chunks {
             Some(chunks) => {
                 let part = usize::try_from(chunks.ids / LATE_PART).unwrap_or(LATE_MAX);
                 part.clamp(LISTED_MAX, LATE_MAX)
             }
-            // It did not compress when it was half as long.
+            // The list did not compress when it was half as long.
             None => self.late.len().next_power_of_two().max(LISTED_MAX),
         }
     }
@@ -203,7 +206,7 @@ impl IdSet {
         }
     }
 
-    /// Puts ascending ids into the chunks, or into the list if that takes less.
+    /// Merges ascending ids into the chunks, or into the list if that is smaller.
     fn merge_late(&mut self, mut ids: Vec<u64>) {
         match &mut self.chunks {
             Some(chunks) => chunks.insert(&ids),
@@ -235,7 +238,7 @@ impl IdSet {
         }
     }
 
-    /// Takes `ids` out. Returns how many of them were there.
+    /// Removes `ids`. Returns how many of them were present.
     pub fn remove_all(&mut self, ids: &Self) -> u64 {
         if ids.is_empty() {
             return 0;
@@ -265,7 +268,7 @@ impl IdSet {
         before - self.len()
     }
 
-    /// Whether a chunk or the list may have an id from `first` to `last`.
+    /// Returns whether a chunk or the list may have an id from `first` to `last`.
     fn has_any_within(&self, first: u64, last: u64) -> bool {
         let listed = self.late.partition_point(|id| *id < first);
         let is_listed = self.late.get(listed).is_some_and(|id| *id <= last);
@@ -276,35 +279,35 @@ impl IdSet {
             })
     }
 
-    /// The ids that are not in `other`.
+    /// Returns the ids that are not in `other`.
     #[must_use]
     pub fn minus(&self, other: &Self) -> Self {
         let mut others = other.lookup();
         Self::from_ascending(self.iter().filter(|id| !others.contains(*id)))
     }
 
-    /// The ids that are in `other` too.
+    /// Returns the ids that are also in `other`.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         let mut others = other.lookup();
         Self::from_ascending(self.iter().filter(|id| others.contains(*id)))
     }
 
-    /// The ids, ascending, each once.
+    /// Returns the ids in ascending order, each once.
     #[must_use]
     pub fn iter(&self) -> Ids<'_> {
         let chunks = self.chunks.as_ref().map_or(&[][..], |chunks| &chunks.list);
         Ids { late: &self.late, chunks: chunks.iter(), decoded: Vec::new(), at: 0 }
     }
 
-    /// Looks ids up, fastest in ascending order.
+    /// Returns a lookup of ids, which is fastest in ascending order.
     #[must_use]
     pub fn lookup(&self) -> Lookup<'_> {
         Lookup { set: self, decoded: Vec::new(), chunk: None }
     }
 }
 
-/// Replaces `all` by the ids of two ascending lists, each once.
+/// Replaces `all` by the merged ids of two ascending lists, each once.
 fn merge(mut a: &[u64], mut b: &[u64], all: &mut Vec<u64>) {
     all.clear();
     loop {
@@ -359,7 +362,7 @@ impl Iterator for Ids<'_> {
     }
 }
 
-/// Looks up ids in a set. The chunk that was looked at last stays decoded.
+/// Lookup of ids in a set. The chunk used last stays decoded.
 #[derive(Debug)]
 pub struct Lookup<'a> {
     set: &'a IdSet,
@@ -368,7 +371,7 @@ pub struct Lookup<'a> {
 }
 
 impl Lookup<'_> {
-    /// Whether `id` is in the set.
+    /// Returns whether the set contains `id`.
     pub fn contains(&mut self, id: u64) -> bool {
         if self.set.late.binary_search(&id).is_ok() {
             return true;
@@ -384,7 +387,7 @@ impl Lookup<'_> {
     }
 }
 
-/// The ids of several sets in ascending order, each once.
+/// Returns the ids of several sets in ascending order, each once.
 pub fn union<'a>(sets: impl IntoIterator<Item = &'a IdSet>) -> Union<'a> {
     let sets: Vec<_> = sets.into_iter().map(|set| set.iter().peekable()).collect();
     let mut union = Union { sets, next: BinaryHeap::new() };
@@ -394,11 +397,11 @@ pub fn union<'a>(sets: impl IntoIterator<Item = &'a IdSet>) -> Union<'a> {
     union
 }
 
-/// See [`union`].
+/// Iterator over the ids of several sets, see [`union`].
 #[derive(Debug, Clone)]
 pub struct Union<'a> {
     sets: Vec<Peekable<Ids<'a>>>,
-    /// The next id of each set.
+    /// Next id of each set.
     next: BinaryHeap<Reverse<(u64, usize)>>,
 }
 

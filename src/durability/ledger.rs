@@ -1,4 +1,5 @@
-//! The ledger of one partition: which of its acknowledged blocks can be read, and which are lost, by id.
+//! The ledger of one partition: which of its acknowledged blocks are readable, and which are lost,
+//! by id.
 //!
 //! ```text
 //! Known ──question──▶ Verifying ──settle──▶ Complete | Lossy
@@ -6,11 +7,12 @@
 //!                                                 └──question───┘ └─┘ enter, commit
 //! ```
 //!
-//! While it is *verifying* one caller looks which blocks there are ([`Ledger::question`] says who), and what is in question
-//! is neither served nor called lost. A block that is committed (again) is there from then on, whatever the look has found.
-//! Ids are charged to the application; where there is no heap for them the ledger holds none, and the tiers are asked.
-//! Pure: no lock, no clock, no I/O. [`super::ShuffleLedger`] shares those of a shuffle; who looks, and how reads are
-//! answered, is `service`'s.
+//! While a partition is *verifying*, the caller chosen by [`Ledger::question`] looks for present
+//! blocks. Blocks in question are neither served nor reported as lost. A block that is committed
+//! (again) is present from then on, regardless of the look. Ids are charged to the application.
+//! Without heap for them the ledger holds none, and the tiers are asked. [`super::ShuffleLedger`]
+//! shares the ledgers of a shuffle. Looks and responses belong to `service`. Pure: no lock, no
+//! clock, no I/O.
 
 use std::sync::Arc;
 
@@ -19,95 +21,96 @@ use super::loss::{Blame, Entered, Loss, LostExtent};
 use super::present::HeldIds;
 use crate::budget::{Budget, Charge};
 
-/// Heap of a lost id, at most, with a copy that is made while a read is refused.
+/// Maximum heap of a lost id, including a copy that is made while a read is refused.
 const LOST_ID_BYTES: u64 = 16;
 
-/// Heap of an id that is in question.
+/// Heap of an id in question.
 const ASKED_ID_BYTES: u64 = 8;
 
-/// How much is known of a partition.
+/// Knowledge about a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// Nothing of it was ever in question.
+    /// No block was ever in question.
     Known,
-    /// What is there is being found out.
+    /// The present blocks are being determined.
     Verifying,
-    /// It is known, and nothing is lost.
+    /// The present blocks are known, and none is lost.
     Complete,
-    /// It is known, and some is lost.
+    /// The present blocks are known, and some are lost.
     Lossy,
 }
 
-/// State of a partition in the picture above.
+/// State machine of one partition, as in the diagram above.
 #[derive(Debug)]
 pub struct Ledger {
     heap: Budget,
     there: There,
     verifying: Option<Verifying>,
     losses: Vec<Loss>,
-    /// Of the losses.
+    /// Charge of the losses.
     charge: Charge,
-    /// Blocks were lost that found no room in the losses: why, and how many.
+    /// Reason and number of lost blocks that exceeded the budget for losses.
     unlisted: Option<(Arc<str>, u64)>,
 }
 
-/// Blocks that can be read.
+/// Readable blocks.
 #[derive(Debug)]
 enum There {
-    /// Whatever was acknowledged.
+    /// All acknowledged blocks.
     All,
-    /// These, and perhaps more that an earlier process left in remote files.
+    /// These blocks, and perhaps others that an earlier process left in remote files.
     AtLeast(HeldIds),
-    /// These.
+    /// Exactly these blocks.
     Exactly(HeldIds),
-    /// What memory and tiers have: there is no heap for the ids.
+    /// The blocks that memory and tiers have. There is no heap for their ids.
     InTiers,
 }
 
-/// A look at the tiers, under way or to be repeated.
+/// A look at the tiers, in progress or to be repeated.
 #[derive(Debug)]
 struct Verifying {
-    /// Something that was there cannot be read any more: every block is in question.
+    /// True if stored data became unreadable, so every block is in question.
     is_all: bool,
-    /// Acknowledged blocks that are not known to be there, sorted.
+    /// Acknowledged blocks that are not known to be present, sorted.
     asked: Vec<u64>,
     asked_charge: Charge,
-    /// Some of these came in question since the look began.
+    /// True if some of these were added since the look began.
     has_more_asked: bool,
-    /// Committed since the look began.
+    /// Blocks committed since the look began.
     meanwhile: HeldIds,
-    /// More could not be read, or has come in question, since the look began.
+    /// True if further data became unreadable, or in question, since the look began.
     is_stale: bool,
-    /// The last look came to nothing; it is repeated later.
+    /// True if the last look failed. It is repeated later.
     has_failed: bool,
 }
 
-/// How a read of a partition is to be answered.
+/// Decision about a read of a partition.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Verdict {
-    /// What it wants is there.
+    /// All requested blocks are present.
     Serve,
-    /// It is not known yet whether so many blocks are there; none = any of them.
+    /// The presence of this number of blocks is not known yet. `None` means any of them.
     Wait(Option<u64>),
-    /// It wants these, which are lost for this reason.
+    /// These requested blocks are lost for this reason.
     Lost(IdSet, Arc<str>),
-    /// So many blocks are lost for this reason, too many to say which.
+    /// This number of blocks is lost for this reason, too many to list.
     LostUnlisted(u64, Arc<str>),
 }
 
-/// What a look at memory and the tiers has shown.
+/// Result of a look at memory and the tiers.
 #[derive(Debug)]
 pub struct Look {
-    /// All blocks that are there; none if there is no heap for their ids.
+    /// All present blocks, or `None` if there is no heap for their ids.
     pub found: Option<HeldIds>,
-    /// Blocks that were sought and are nowhere.
+    /// Blocks that were searched and not found.
     pub missing: Vec<u64>,
-    /// How many more there are of those.
+    /// Number of further missing blocks.
     pub more_missing: u64,
 }
 
 impl Ledger {
-    /// Returns the ledger of a partition of which nothing was ever in question; its ids are charged to `heap`.
+    /// Creates a ledger for a partition of which no block was ever in question. Its ids are charged
+    /// to `heap`.
     #[must_use]
     pub fn new(heap: &Budget) -> Self {
         let heap = heap.clone();
@@ -115,8 +118,8 @@ impl Ledger {
         Self { heap, there: There::All, verifying: None, losses: Vec::new(), charge, unlisted: None }
     }
 
-    /// Returns the ledger of a partition that an earlier process left with these blocks. There may be more in remote files,
-    /// unless `is_all`. None: there is no heap for their ids.
+    /// Creates a ledger for a recovered partition. `is_all` is false if remote files may have
+    /// further blocks. `blocks` is `None` if there is no heap for their ids.
     #[must_use]
     pub fn left(heap: &Budget, blocks: Option<HeldIds>, is_all: bool) -> Self {
         let there = match blocks {
@@ -127,7 +130,7 @@ impl Ledger {
         Self { there, ..Self::new(heap) }
     }
 
-    /// Returns how much is known.
+    /// Returns the current phase.
     #[must_use]
     pub fn phase(&self) -> Phase {
         match (&self.verifying, self.lost_blocks() == 0, &self.there) {
@@ -138,14 +141,15 @@ impl Ledger {
         }
     }
 
-    /// Returns whether the tiers have to be asked which blocks are there.
+    /// Returns whether the tiers have to be asked which blocks are present.
     #[must_use]
     pub fn is_in_tiers(&self) -> bool {
         matches!(self.there, There::InTiers)
     }
 
-    /// Acknowledged blocks, sorted, or all of them are in question. Returns true for the caller that has to look, and false if
-    /// another one does, which looks once more.
+    /// Puts sorted acknowledged blocks in question, or all blocks if `ids` is `None`. Returns true
+    /// if the caller has to look. Returns false if another caller is looking, which will look
+    /// again.
     pub fn question(&mut self, ids: Option<&[u64]>) -> bool {
         let is_first = self.verifying.is_none();
         let heap = &self.heap;
@@ -156,7 +160,8 @@ impl Ledger {
         is_first
     }
 
-    /// Begins a look at the tiers: what is committed from now on is there. Returns the blocks in question, sorted.
+    /// Begins a look at the tiers. Blocks committed from now on are present. Returns the blocks in
+    /// question, sorted.
     pub fn begin_look(&mut self) -> Vec<u64> {
         let heap = &self.heap;
         let verifying = self.verifying.get_or_insert_with(|| Verifying::new(heap));
@@ -165,24 +170,25 @@ impl Ledger {
         verifying.asked.clone()
     }
 
-    /// Ends a look that came to nothing. What is in question stays so until the next one.
+    /// Ends a failed look. The blocks in question stay so until the next one.
     pub fn fail_look(&mut self) {
         if let Some(verifying) = &mut self.verifying {
             verifying.has_failed = true;
         }
     }
 
-    /// Returns whether a look is under way, or about to be.
+    /// Returns whether a look is in progress or imminent.
     #[must_use]
     pub fn is_looking(&self) -> bool {
         self.verifying.as_ref().is_some_and(|verifying| !verifying.has_failed)
     }
 
-    /// Ends a look that sought all reported blocks and what was in question: what is nowhere is lost. Returns what was not
-    /// lost before, or none when it has to be looked again.
+    /// Ends a look that searched all reported blocks and those in question. Blocks that were not
+    /// found are lost. Returns the newly lost ones, or `None` if the look must be repeated.
     pub fn settle(&mut self, look: Look, blame: &Blame) -> Option<Entered> {
         let Verifying { is_all, asked, meanwhile, .. } = {
-            // A look that does not find all that is there seeks only what was in question before it began.
+            // A look without all present ids only searches blocks that were in question before it
+            // began.
             let seeks_all = look.found.is_some();
             self.verifying.take_if(|it| !it.is_stale && (seeks_all || !it.has_more_asked))?
         };
@@ -212,7 +218,8 @@ impl Ledger {
         Some(entered)
     }
 
-    /// Returns those of `ids` that are not known to be there, and whether it is known that they are nowhere.
+    /// Returns those of `ids` that are not known to be present, and whether it is known that they
+    /// are missing.
     fn absent(&self, ids: &[u64]) -> (Vec<u64>, bool) {
         let lacking = |there: &HeldIds| {
             let mut there = there.ids().lookup();
@@ -226,17 +233,18 @@ impl Ledger {
         }
     }
 
-    /// Begins to verify if it is not known whether `ids` are there; as [`Ledger::question`].
+    /// Begins to verify if it is unknown whether `ids` are present. Returns like
+    /// [`Ledger::question`].
     pub fn question_unknown(&mut self, ids: &[u64]) -> bool {
         let (absent, is_known) = self.absent(ids);
         !is_known && !absent.is_empty() && self.question(Some(&[]))
     }
 
-    /// Acknowledges `ids`, which are sorted. Those that are not known to be there are in question from now on; as
-    /// [`Ledger::question`].
+    /// Acknowledges sorted `ids`. Those that are not known to be present become in question.
+    /// Returns like [`Ledger::question`].
     ///
     /// # Errors
-    /// Those of `ids` that are nowhere; nothing is acknowledged then.
+    /// Those of `ids` that are missing. Nothing is acknowledged then.
     pub fn acknowledge(&mut self, ids: &[u64]) -> Result<bool, Vec<u64>> {
         match self.absent(ids) {
             (absent, _) if absent.is_empty() => Ok(false),
@@ -245,7 +253,7 @@ impl Ledger {
         }
     }
 
-    /// Enters blocks as lost. Returns what was not lost before.
+    /// Enters blocks as lost. Returns the newly lost ones.
     pub fn enter(&mut self, ids: &[u64], blame: &Blame) -> Entered {
         let is_new = |id: &u64| !self.losses.iter().any(|loss| loss.ids.contains(*id));
         let new: Vec<u64> = ids.iter().copied().filter(is_new).collect();
@@ -289,7 +297,7 @@ impl Ledger {
         }
     }
 
-    /// Blocks are in a tier (again). Returns how many were lost until now.
+    /// Notes that blocks are in a tier (again). Returns how many were lost until now.
     pub fn commit(&mut self, ids: &[u64]) -> u64 {
         if let There::AtLeast(there) | There::Exactly(there) = &mut self.there
             && !there.add(ids)
@@ -299,7 +307,7 @@ impl Ledger {
         if let Some(verifying) = &mut self.verifying
             && !verifying.meanwhile.add(ids)
         {
-            // It is looked again, and finds them.
+            // The look is repeated, and finds the blocks.
             verifying.is_stale = true;
         }
         let committed =
@@ -310,7 +318,7 @@ impl Ledger {
         healed
     }
 
-    /// Returns how a read is answered that wants those blocks which `wanted` chooses.
+    /// Returns the decision about a read of the blocks chosen by `wanted`.
     pub fn verdict(&self, wanted: impl Fn(&IdSet) -> IdSet) -> Verdict {
         if self.verifying.as_ref().is_some_and(|verifying| verifying.is_all) {
             return Verdict::Wait(None);
@@ -337,13 +345,13 @@ impl Ledger {
         }
     }
 
-    /// Returns what is lost, by reason.
+    /// Returns the losses by reason.
     #[must_use]
     pub fn losses(&self) -> &[Loss] {
         &self.losses
     }
 
-    /// Returns how many blocks are lost, listed or not.
+    /// Returns the number of lost blocks, listed or not.
     #[must_use]
     pub fn lost_blocks(&self) -> u64 {
         let unlisted = self.unlisted.as_ref().map_or(0, |(_, count)| *count);

@@ -1,7 +1,7 @@
-//! The worker's metadata log: what shuffles said and must not be forgotten, in two copies.
+//! The worker's metadata log: records of shuffles that must survive the process, in two copies.
 //!
-//! An entry is acknowledged once it is on the device in both copies, on two directories where two can be written. This is the
-//! handle; one task writes (`writer`).
+//! An entry is acknowledged once it is on the device in both copies, on two directories if two are
+//! writable. This module has the handle. A single task writes (`writer`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,12 +23,13 @@ use super::writer::{Deadlines, Request, Told, Writer};
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
 
-/// Entries that wait. Each stands for a request, of which listeners bound number and bytes.
+/// Maximum number of waiting entries. Each belongs to a request, and listeners bound number and
+/// bytes of requests.
 const WAITING_MAX: usize = 4096;
-/// Records that wait to be taken over.
+/// Maximum number of records that wait to be recovered.
 const TOLD_MAX: usize = 64;
 
-/// The part of the log in an object store that is below the directories.
+/// The part of the log in an object store below the directories.
 #[derive(Debug, Clone)]
 pub struct LogInStore {
     /// Log of earlier processes.
@@ -37,7 +38,7 @@ pub struct LogInStore {
     pub shipper: Shipper,
 }
 
-/// The log; clones share it. It ends with the last of them.
+/// Handle of the log. Clones share it, and the log ends with the last of them.
 #[derive(Debug, Clone)]
 pub struct MetadataLog {
     requests: mpsc::Sender<Request>,
@@ -48,10 +49,11 @@ pub struct MetadataLog {
 }
 
 impl MetadataLog {
-    /// Takes over what the directories have, by the rule (`proof`), and begins a new epoch on them: at once where nothing is
-    /// left, else when what shuffles said was told ([`MetadataLog::said`]), so that nobody who takes it over waits for a
-    /// device, or before the first entry. A log that cannot be begun now is tried again with every entry, which is refused until
-    /// then.
+    /// Recovers the contents of the directories by the rule (`proof`), and begins a new epoch on
+    /// them. Without recovered records it begins at once. Otherwise it begins after they were
+    /// delivered ([`MetadataLog::said`]), or before the first entry, so that recovery waits for no
+    /// device. If the log cannot be begun now, every entry tries again, and is refused until that
+    /// succeeds.
     pub async fn open(
         directories: Vec<Directory>,
         survey: Survey,
@@ -80,61 +82,63 @@ impl MetadataLog {
         (Self { requests, gap, is_begun, was_tried, living }, found)
     }
 
-    /// Whether what an earlier process left is on the device: it may have ended between a write and its sync, and only a new
-    /// generation has all of it synced.
+    /// Returns whether the state of an earlier process is on the device. That process may have
+    /// ended between a write and its sync, and only a new generation syncs everything.
     #[must_use]
     pub fn is_begun(&self) -> bool {
         self.is_begun.load(Ordering::Acquire)
     }
 
-    /// Waits until a new generation is begun, or could not be. To be called when what shuffles said was told.
+    /// Waits until a new generation is begun or an attempt has failed. Called after the recovered
+    /// records were delivered.
     pub async fn begun(&self) {
         // The writer ends with the worker.
         let _ = self.was_tried.clone().wait_for(|was_tried| *was_tried).await;
     }
 
-    /// Why it is not known which shuffles there were.
+    /// Returns the reason why unknown shuffles may exist.
     #[must_use]
     pub fn gap(&self) -> Option<Arc<str>> {
         self.gap.clone()
     }
 
-    /// Appends a record of a shuffle: when this returns `Ok` it outlives process and power. Continues when it is dropped. Returns its
-    /// position on the way into the object store, if there is one.
+    /// Appends a record of a shuffle. After `Ok` it survives process and power. Continues if
+    /// dropped. Returns its position on the way to the object store, if there is one.
     ///
     /// # Errors
-    /// Too few directories can be written, or it is too long.
+    /// Too few directories can be written, or the record is too long.
     pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<u64, LogError> {
         self.ask(Entry::Said(shuffle, said)).await
     }
 
-    /// From now on what a shuffle said is incomplete for `reason`, also for later starts, until it is purged.
+    /// Marks the records of a shuffle as incomplete for `reason` until it is purged, also for later
+    /// starts.
     ///
     /// # Errors
-    /// As [`MetadataLog::append`].
+    /// See [`MetadataLog::append`].
     pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<u64, LogError> {
         let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
         self.ask(Entry::Incomplete(shuffle, gap)).await
     }
 
-    /// Forgets a shuffle, whose files may be removed from then on.
+    /// Records the purge of a shuffle. Its files may be removed afterwards.
     ///
     /// # Errors
-    /// As [`MetadataLog::append`].
+    /// See [`MetadataLog::append`].
     pub async fn purge(&self, shuffle: Incarnation) -> Result<u64, LogError> {
         self.ask(Entry::Purged(shuffle)).await
     }
 
-    /// Brings the copies to where they should be as the directories are now.
+    /// Moves the copies to where they should be in the current state of the directories.
     pub async fn settle(&self) {
         let (done, settled) = oneshot::channel();
         if self.requests.send(Request::Settle(done)).await.is_ok() {
-            // An error, too, means that it is done.
+            // An error also means that it is done.
             let _: Result<(), _> = settled.await;
         }
     }
 
-    /// Closes the log: nothing more is written. Returns the hand-off record for a successor.
+    /// Closes the log: nothing is written afterwards. Returns the hand-off record for a successor.
     ///
     /// # Errors
     /// The log cannot be written now, so a successor has to begin a generation.
@@ -145,7 +149,8 @@ impl MetadataLog {
         answer.await.map_err(|_| ended())?
     }
 
-    /// This start could not see everything: what it numbers is not to be numbered so by others.
+    /// Records that this start could not see everything. Its numbers must not be assigned again by
+    /// others.
     pub async fn count_blind_start(&self) {
         let (done, counted) = oneshot::channel();
         if self.requests.send(Request::Blind(done)).await.is_ok() {
@@ -159,15 +164,15 @@ impl MetadataLog {
         COPIES as u64 * self.living.of(incarnation)
     }
 
-    /// Returns where the log can be read now, and what of it lives.
-    ///
-    /// # Errors
-    /// The log cannot be written now.
     /// Begins to copy the log to an object store.
     pub fn ship_by(&self, shipper: &Shipper) {
         shipper.begin_from_disks(Arc::new(self.clone()));
     }
 
+    /// Returns where the log can be read now, and its living shuffles.
+    ///
+    /// # Errors
+    /// The log cannot be written now.
     async fn read_snapshot(&self) -> Result<Snapshot, LogError> {
         let (done, answer) = oneshot::channel();
         let ended = || LogError::told("the worker ends");
@@ -175,15 +180,16 @@ impl MetadataLog {
         answer.await.map_err(|_| ended())?
     }
 
-    /// From now on the records of a shuffle are acknowledged once the object store has them. Returns the position of the entry.
+    /// Marks a shuffle as moved: its later records are acknowledged once the object store has them.
+    /// Returns the position of the entry.
     ///
     /// # Errors
-    /// As [`MetadataLog::append`].
+    /// See [`MetadataLog::append`].
     pub async fn mark_moved(&self, shuffle: Incarnation) -> Result<u64, LogError> {
         self.ask(Entry::Moved(shuffle)).await
     }
 
-    /// What living shuffles said, to be read once.
+    /// Returns a reader of the records of living shuffles, which can be read once.
     #[must_use]
     pub fn said(&self) -> Said {
         Said { log: Some(self.clone()), told: None }
@@ -197,23 +203,24 @@ impl MetadataLog {
     }
 }
 
-/// What living shuffles said, in the order in which it was written (of copies that say different things, one after the
-/// other). While it is read nothing is written; a few records are held at a time.
+/// Reader of the records of living shuffles, in the order in which they were written. Copies with
+/// different content are read one after the other. Nothing is written meanwhile, and only a few
+/// records are held at a time.
 #[derive(Debug, Default)]
 pub struct Said {
-    /// Until it is asked.
+    /// The log, until the first record is requested.
     log: Option<MetadataLog>,
     told: Option<mpsc::Receiver<Told>>,
 }
 
 impl Said {
-    /// What someone else tells who keeps records, one by one, with none at the end.
+    /// Creates a reader of records from another source, one by one, with `None` at the end.
     #[must_use]
     pub fn of(told: mpsc::Receiver<Result<Option<(ShuffleKey, Bytes)>, LogError>>) -> Self {
         Self { log: None, told: Some(told) }
     }
 
-    /// The next record; none at the end.
+    /// Returns the next record, or `None` at the end.
     ///
     /// # Errors
     /// The log cannot be read to its end.
@@ -221,7 +228,7 @@ impl Said {
         if let Some(log) = self.log.take() {
             let (to, told) = mpsc::channel(TOLD_MAX);
             self.told = Some(told);
-            // Without a writer nothing is told, which is an error.
+            // Without a writer nothing is received, which is reported as an error.
             let _ = log.requests.send(Request::Tell(to)).await;
         }
         let Some(told) = &mut self.told else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! Lost blocks of a partition: which, and why. Pure: no I/O.
+//! Lost blocks of a partition, with the reason. Pure: no I/O.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use uniffle_wire::types::{BlockId, PartitionId};
 
 use super::id_set::IdSet;
 
-/// Ranges of ids listed of one loss.
+/// Maximum number of listed id ranges per loss.
 const RANGES_MAX: usize = 16;
 
 /// Blocks that were lost together.
@@ -16,35 +16,35 @@ pub struct Loss {
     pub ids: IdSet,
     /// Bytes of the blocks when they were lost, if known.
     pub bytes: Option<u64>,
-    /// The disk or the event.
+    /// Disk or event that caused the loss.
     pub reason: Arc<str>,
-    /// When it was found out, in milliseconds since 1970.
+    /// Time of detection, in milliseconds since 1970.
     pub at_ms: u64,
 }
 
-/// An extent whose data is gone.
+/// An extent whose data is lost.
 #[derive(Debug, Clone)]
 pub struct LostExtent {
     /// Partition of the extent.
     pub partition: PartitionId,
     /// Blocks and their lengths.
     pub blocks: Vec<(BlockId, u32)>,
-    /// What is wrong.
+    /// Reason of the loss.
     pub reason: Arc<str>,
 }
 
-/// Why blocks that are nowhere are lost.
+/// Reason why missing blocks are lost.
 #[derive(Debug, Clone)]
 pub struct Blame {
     /// Extents whose reason is known.
     pub extents: Vec<LostExtent>,
     /// Reason of all other blocks.
     pub reason: Arc<str>,
-    /// When it was found out, in milliseconds since 1970.
+    /// Time of detection, in milliseconds since 1970.
     pub at_ms: u64,
 }
 
-/// Blocks that were entered as lost and were not before.
+/// Newly lost blocks.
 #[derive(Debug, Default, PartialEq)]
 pub struct Entered {
     /// Losses by reason.

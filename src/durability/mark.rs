@@ -1,9 +1,10 @@
-//! How much of a copy of the metadata log is acknowledged, in a file beside it.
+//! Marks: files beside the copies of the metadata log that record how much is acknowledged.
 //!
-//! A copy that was cut between two frames fits to its end, and one whose last frame is damaged looks like one whose last
-//! write was interrupted. Where both copies are damaged alike, a mark tells that something acknowledged is gone. It is written
-//! behind the acknowledgements, when nothing waits, and not synced, so that it costs no answer any time: an old, torn or
-//! missing one says less, and none says what is not so.
+//! A copy that was truncated between two frames looks complete. One whose last frame is damaged
+//! looks like an interrupted write. If both copies are damaged alike, a mark shows that an
+//! acknowledged record is missing. Marks are written after the acknowledgements, while nothing
+//! waits, and are not synced, so they delay no response. An old, torn or missing mark understates
+//! the count, and none overstates it.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,35 +18,36 @@ use super::read::{Directory, MARK, within};
 use crate::clock::Instant;
 use uniffle_io::{File, Lane, Vanished, WriteOpen};
 
-/// So long nothing was to be written before it is.
+/// Idle time after which a mark is written.
 pub(super) const MARK_PAUSE: Duration = Duration::from_millis(10);
-/// It is written so often, if there always is.
+/// Maximum interval between marks while there always are entries.
 const MARK_EVERY: Duration = Duration::from_millis(50);
-/// Entries that come meanwhile wait for it.
+/// Deadline of a mark, because entries wait for it meanwhile.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 
-/// The marks that are written.
+/// Marks of the current copies.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
     generation: u64,
-    /// Of the copies; none where it could not be made.
+    /// File per copy, or `None` if it could not be created.
     files: Vec<Option<Arc<dyn File>>>,
     frames: u64,
     written: Option<Instant>,
 }
 
 impl Marks {
-    /// Whether less is marked than so many frames of a generation.
+    /// Returns whether the marks cover less than `frames` frames of a generation.
     pub(super) fn are_behind(&self, generation: u64, frames: u64) -> bool {
         (self.generation, self.frames) != (generation, frames)
     }
 
-    /// Whether they are behind for long.
+    /// Returns whether the marks have been behind for long.
     pub(super) fn are_due(&self) -> bool {
         self.written.is_none_or(|at| at.elapsed() >= MARK_EVERY)
     }
 
-    /// Writes beside `logs` that so many frames are acknowledged. What cannot be written says less.
+    /// Writes beside `logs` that `frames` frames are acknowledged. A mark that cannot be written
+    /// understates the count.
     pub(super) async fn write(&mut self, logs: &[(&Directory, PathBuf)], generation: u64, frames: u64) {
         if self.generation != generation || self.files.len() != logs.len() {
             let made = logs.iter().map(|(directory, log)| within(MARK_DEADLINE, create(directory, log)));

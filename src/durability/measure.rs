@@ -1,4 +1,5 @@
-//! How long a report waits for the device: on this disk, without one, and on a rotating one by simulation.
+//! Measures the delay of a report by the device: on this disk, without one, and on a simulated
+//! rotating one.
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -17,9 +18,9 @@ use uniffle_testkit::fault::{Fault, FaultDisk, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-/// Reports of one measurement.
+/// Number of reports per measurement.
 const REPORTS: usize = 4000;
-/// A seek and half a turn of a disk with 7,200 turns per minute.
+/// Duration of a seek and half a turn of a disk with 7,200 turns per minute.
 const SEEK: Duration = Duration::from_micros(8500 + 4200);
 
 #[derive(Debug)]
@@ -49,13 +50,13 @@ async fn open(disks: Vec<Arc<dyn Disk>>, tasks: &Tasks) -> (MetadataLog, Arc<dyn
     (MetadataLog::open(directories, survey, deadlines, None, tasks).await.0, health)
 }
 
-/// Reports per second of so many clients that report one after the other.
+/// Returns the reports per second of `clients` clients that each send one report after another.
 async fn measure(disks: Vec<Arc<dyn Disk>>, clients: usize) -> f64 {
     let (tasks, directories) = (Tasks::new(), disks.len());
     let (log, _health) = open(disks, &tasks).await;
     let key = ShuffleKey::new(AppId::parse("application_1700000000000_0001").unwrap(), ShuffleId(1));
     let shuffle = Incarnation { key, number: 1 };
-    // 100 block ids of one task.
+    // Size of 100 block ids of one task.
     let said = Bytes::from(vec![7; 300]);
     let began = Instant::now();
     let one = |_| async {
@@ -77,8 +78,8 @@ async fn measure(disks: Vec<Arc<dyn Disk>>, clients: usize) -> f64 {
     rate
 }
 
-/// `LOG_DIR=/dev/shm cargo test --release --lib report_latency_is_measured -- --ignored --nocapture` is the same without a device
-/// behind it.
+/// Prints latencies. `LOG_DIR=/dev/shm cargo test --release --lib report_latency_is_measured --
+/// --ignored --nocapture` measures without a device.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
 async fn report_latency_is_measured() {
@@ -90,8 +91,9 @@ async fn report_latency_is_measured() {
     }
 }
 
-/// The clock is simulated: a sync is a seek to the data and one to the journal of the file system, and two copies on one disk
-/// wait for one head. `--nocapture` prints the figures of docs/durability.md.
+/// Uses a simulated clock. A sync is a seek to the data and one to the journal of the file system.
+/// Two copies on one disk wait for one head. `--nocapture` prints the figures of
+/// docs/durability.md.
 #[tokio::test(start_paused = true)]
 async fn group_commit_handles_a_thousand_reports_per_second() {
     for directories in [1, 2] {

@@ -1,28 +1,11 @@
-//! What was acknowledged and must be known after any end of the process or the machine: the metadata log, the rule that
-//! says whether it is complete, and the ledger of what is lost.
+//! Durable knowledge about shuffles: the metadata log, the rule that decides whether it is complete
+//! (`proof`), and the ledger of lost blocks.
 //!
-//! | file | does |
-//! | --- | --- |
-//! | `record` | what a shuffle says: its registrations and reports, as bytes (pure) |
-//! | `plain` | the ids of most reports, read without a `Report` (pure) |
-//! | `frame` | the frames of the log, and the epoch: who holds it (pure) |
-//! | `proof` | the rule of recovery: is anything acknowledged missing? (pure) |
-//! | `read` | what the data directories have of it |
-//! | `log` | its handle |
-//! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
-//! | `generation` | begun anew where a copy fails or most is dead |
-//! | `hand_off`, `resumable`, `resume` | or resumed: what the process before says; whether it may be (pure); that it is |
-//! | `take_over` | what an earlier process left in it |
-//! | `objects`, `shipped`, `ship` | the log in an object store: names, as a start finds it, on its way there |
-//! | `mark` | how much of a copy is acknowledged, beside it |
-//! | `ledger`, `loss` | which blocks of a partition are there or lost, by id (pure); why |
-//! | `on_damage` | who hears of blocks that are gone |
-//! | `id_chunk`, `id_set` | block ids in at most 8 bytes each (pure) |
-//! | `id_run`, `scratch` | block ids in files without a name |
-//! | `present` | ids that are in the tiers, charged to their application (pure) |
-//! | `shuffle_ledger` | those of all partitions of a shuffle, shared |
+//! An acknowledged record survives any end of the process or the machine. The log has two copies on
+//! the data directories, and can be copied to an object store. Block ids are held in compressed
+//! sets, and in unnamed files if they exceed the heap.
 //!
-//! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
+//! Data and index files belong to `tiers::local`, and responses to clients to `service`.
 
 mod contents;
 mod error;

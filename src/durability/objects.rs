@@ -1,8 +1,9 @@
 //! Objects of the metadata log in an object store: their names, and the frames in them.
 //!
-//! An object holds consecutive frames (`frame`) of one generation and is stored twice, under two names. Its name says which frames it
-//! holds, so a list shows whether one is missing. An object is never replaced by other bytes: a repeated request writes the same
-//! bytes under the same name. Not here: requests (`tiers::object`).
+//! An object has consecutive frames (`frame`) of one generation and is stored twice, under two
+//! names. Its name states which frames it has, so a list shows whether one is missing. An object is
+//! never replaced by different bytes: a repeated request writes the same bytes under the same name.
+//! Requests are made by `tiers::object`.
 
 use std::fmt;
 
@@ -18,7 +19,8 @@ pub const OBJECT_COPIES: usize = 2;
 /// Name of an object of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LogObject {
-    /// Generation of its frames: number of the worker's start, then number of the checkpoint within it.
+    /// Generation of its frames: number of the worker's start, then number of the checkpoint within
+    /// it.
     pub generation: u64,
     /// Random number of the process, for stores in which two can start at once.
     pub process: u32,
@@ -30,10 +32,11 @@ pub struct LogObject {
 
 /// Objects of a worker's log in a store.
 pub trait LogObjects: fmt::Debug + Send + Sync {
-    /// Stores an object in all copies. When this returns `Ok`, no other process has taken over the log before.
+    /// Stores an object in all copies. When this returns `Ok`, no other process has taken over the
+    /// log before.
     fn put(&self, object: LogObject, bytes: Bytes) -> BoxFuture<'_, Result<(), LogError>>;
 
-    /// Returns a copy of an object, or none if it does not exist.
+    /// Returns a copy of an object, or `None` if it does not exist.
     fn get(&self, object: LogObject, copy: usize) -> BoxFuture<'_, Result<Option<Bytes>, LogError>>;
 
     /// Returns all objects with the number of the copy.
@@ -68,10 +71,10 @@ impl LogObject {
         (self.generation, self.process) == (other.generation, other.process)
     }
 
-    /// Decodes the frames of the object with their bytes.
+    /// Decodes the frames of the object, and returns each with its size in bytes.
     ///
     /// # Errors
-    /// The reason in words: the bytes are not exactly the frames that the name announces.
+    /// A description if the bytes are not exactly the frames announced by the name.
     pub(super) fn decode(&self, bytes: &Bytes) -> Result<Vec<(Frame, u64)>, String> {
         let (mut frames, mut rest, mut previous) = (Vec::new(), &bytes[..], None);
         while !rest.is_empty() {

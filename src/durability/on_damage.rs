@@ -1,7 +1,7 @@
-//! Who hears of it when memory or a tier finds out that blocks are gone that it had.
+//! Notifies the service when memory or a tier finds that stored blocks are lost.
 //!
-//! What finds that out need not be a reader of a client: what is moved elsewhere is read, too, and what is in the page cache is
-//! written back. Whether a block is lost is not decided here (`service`).
+//! Losses are not only found by reads of clients. Migrations read data too, and the page cache is
+//! written back. The service decides whether a block is lost.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,16 +10,16 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Told of a partition of which blocks are gone, or may be, and why.
+/// Listener for a partition with blocks that are or may be lost, with the reason.
 pub type OnDamage = Arc<dyn Fn(&ShuffleKey, PartitionId, &str) + Send + Sync>;
 
-/// Who is told. What is found out before somebody wants to be is kept for it: memory and tiers may work before the service knows what
-/// there is.
+/// Notifier of lost blocks. Losses found before a listener is registered are kept for it, because
+/// memory and tiers may work before the service has recovered.
 #[derive(Default)]
 pub struct Hearer(Mutex<State>);
 
 enum State {
-    /// Nobody yet; one reason of each partition.
+    /// No listener yet. Keeps one reason per partition.
     Kept(HashMap<(ShuffleKey, PartitionId), String>),
     Told(OnDamage),
 }
@@ -37,11 +37,11 @@ impl fmt::Debug for Hearer {
 }
 
 impl Hearer {
-    /// `on_damage` is told from now on, and of what was kept; the first one only.
+    /// Registers the listener, and notifies it of all kept losses. Only the first listener is used.
     pub fn set(&self, on_damage: OnDamage) {
         let before = {
             let mut state = self.0.lock();
-            // A second one would be told of nothing; there is one service.
+            // A second listener would never be notified. There is one service.
             let State::Kept(_) = &*state else { return };
             std::mem::replace(&mut *state, State::Told(Arc::clone(&on_damage)))
         };
@@ -51,7 +51,7 @@ impl Hearer {
         }
     }
 
-    /// Blocks of a partition are gone, or may be.
+    /// Reports that blocks of a partition are or may be lost.
     pub fn tell(&self, key: &ShuffleKey, partition: PartitionId, reason: &str) {
         let on_damage = match &mut *self.0.lock() {
             State::Told(on_damage) => Arc::clone(on_damage),
@@ -63,8 +63,9 @@ impl Hearer {
         on_damage(key, partition, reason);
     }
 
-    /// Takes blocks away from readers (`mark`). It is told before, so that no reader is served of what is missing, and once more after:
-    /// who looked in between what is there may have found them.
+    /// Removes blocks from readers (`mark`), and reports the loss before and after. The first
+    /// report prevents reads of missing blocks. The second one covers callers that looked for
+    /// present blocks in between.
     pub fn tell_around(
         &self,
         (key, partition): (&ShuffleKey, PartitionId),

@@ -1,15 +1,16 @@
-//! Ids of a report without record numbers, read as they stand: a start reads some hundred thousand lists of one id, and each would be a
-//! list of its own in a [`Report`](super::Report).
+//! Reads the ids of a report without record numbers directly. A start reads several hundred
+//! thousand lists of one id, and each would be a list of its own in a [`Report`](super::Report).
 //!
-//! What it takes, [`Record::decode`](super::Record::decode) takes too and reads the same; what is no such report, or has an id beyond
-//! 63 bits, is left to that. Pure.
+//! Every accepted report is also accepted by [`Record::decode`](super::Record::decode), with the
+//! same result. Other records, and reports with an id beyond 63 bits, are left to it. Pure.
 
 use uniffle_wire::types::PartitionId;
 
 use super::record::{REPORT, VERSION};
 
-/// Puts the ids of a report into `ids`, with their partitions, in the order in which they stand, and says its `bitmapNum`. None
-/// if `record` is no plain report; then `ids` is no use.
+/// Fills `ids` with the ids of a report and their partitions, in their order, and returns its
+/// `bitmapNum`. Returns `None` if `record` is not a plain report. The content of `ids` is then
+/// undefined.
 pub fn plain_ids(record: &[u8], ids: &mut Vec<(PartitionId, i64)>) -> Option<i32> {
     ids.clear();
     let (&[REPORT, VERSION], fields) = record.split_first_chunk::<2>()? else { return None };
@@ -27,7 +28,7 @@ pub fn plain_ids(record: &[u8], ids: &mut Vec<(PartitionId, i64)>) -> Option<i32
     fields.0.is_empty().then_some(bitmap_count)
 }
 
-/// Integers in postcard's format: seven bits in a byte, the lowest first.
+/// Reader of integers in postcard's format: seven bits per byte, the lowest first.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -37,18 +38,18 @@ impl Fields<'_> {
             value |= u64::from(byte & 0x7f) << (7 * at);
             if byte & 0x80 == 0 {
                 self.0 = &self.0[at + 1..];
-                // Of the tenth byte one bit fits.
+                // Only one bit of the tenth byte fits.
                 return (at < 9 || *byte <= 1).then_some(value);
             }
         }
         None
     }
 
-    /// One of 32 bits, zigzag.
+    /// Reads a signed 32-bit integer in zigzag encoding.
     fn signed(&mut self) -> Option<i32> {
         let before = self.0.len();
         let value = u32::try_from(self.unsigned()?).ok()?;
-        // A longer form of a small number is none of 32 bits.
+        // A longer encoding of a small number is not a valid 32-bit integer.
         (before - self.0.len() <= 5).then_some((value >> 1).cast_signed() ^ -(value & 1).cast_signed())
     }
 }

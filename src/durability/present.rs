@@ -1,7 +1,7 @@
-//! Ids of the blocks that are in the tiers, charged to the application that wrote them.
+//! Ids of the blocks in the tiers, charged to the application that wrote them.
 //!
-//! A set that its application's share of the heap has no room for is dropped. Its ids are still in the index records of the
-//! tiers, and are looked up there when somebody asks for them. Pure: no I/O.
+//! A set that exceeds its application's share of the heap is dropped. Its ids are still in the
+//! index records of the tiers, and are looked up there when needed. Pure: no I/O.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use super::id_set::IdSet;
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::PartitionId;
 
-/// Heap of an id in a set, at most.
+/// Maximum heap of an id in a set.
 const ID_BYTES: u64 = 8;
 
 /// Ids of one partition, charged as they are added.
@@ -26,7 +26,7 @@ impl HeldIds {
         Self { ids: IdSet::default(), charge: heap.nothing() }
     }
 
-    /// Adds ids, or none of them. Returns false if there is no heap for them.
+    /// Adds all ids, or none. Returns false if there is no heap for them.
     #[must_use]
     pub fn add(&mut self, ids: &[u64]) -> bool {
         if self.charge.try_grow(ID_BYTES * ids.len() as u64).is_err() {
@@ -39,16 +39,16 @@ impl HeldIds {
         true
     }
 
-    /// Takes ids out.
+    /// Removes ids.
     pub(super) fn remove_all(&mut self, ids: &IdSet) {
         self.ids.remove_all(ids);
         self.settle();
     }
 
-    /// Makes the charge what the set takes.
+    /// Adjusts the charge to the size of the set.
     fn settle(&mut self) {
         let (charged, held) = (self.charge.bytes(), self.ids.heap_bytes());
-        // What a list has allocated ahead is small.
+        // The spare capacity of a list is small.
         self.charge.merge(self.charge.budget().force_charge(held.saturating_sub(charged)));
         drop(self.charge.split_up_to(charged.saturating_sub(held)));
     }
@@ -59,11 +59,11 @@ impl HeldIds {
         &self.ids
     }
 
-    /// Charges the set to another budget instead. Returns none if there is no heap for it.
+    /// Moves the charge of the set to another budget. Returns `None` if there is no heap for it.
     fn charged_to(self, heap: &Budget) -> Option<Self> {
         let Self { ids, charge } = self;
         let bytes = charge.bytes();
-        // Given back first: both budgets may be parts of the same one.
+        // Released first, because both budgets may be parts of the same one.
         drop(charge);
         Some(Self { ids, charge: heap.try_charge(bytes).ok()? })
     }
@@ -76,11 +76,11 @@ impl Clone for HeldIds {
     }
 }
 
-/// Ids that a start finds of one shuffle in a tier, by partition. The default has room for all.
+/// Ids of one shuffle that a start finds in a tier, by partition. The default has room for all.
 #[derive(Debug, Clone)]
 pub struct PresentIds {
     heap: Budget,
-    /// None: the ids are not held, they are in the tier.
+    /// Ids per partition, or `None` if they are not held but are in the tier.
     partitions: HashMap<PartitionId, Option<HeldIds>>,
 }
 
@@ -106,12 +106,12 @@ impl PresentIds {
         }
     }
 
-    /// Forgets the ids of a partition, which are about to be read again.
+    /// Removes the ids of a partition, which will be read again.
     pub fn clear(&mut self, partition: PartitionId) {
         self.partitions.insert(partition, Some(HeldIds::new(&self.heap)));
     }
 
-    /// Adds what was found of the same shuffle in another tier.
+    /// Adds the ids of the same shuffle in another tier.
     pub fn merge(&mut self, other: Self) {
         for (partition, held) in other.partitions {
             match held {
@@ -121,40 +121,41 @@ impl PresentIds {
         }
     }
 
-    /// Returns the ids of a partition; none if they are not held.
+    /// Returns the ids of a partition, or `None` if they are not held.
     #[must_use]
     pub fn held(&self, partition: PartitionId) -> Option<&IdSet> {
         self.partitions.get(&partition)?.as_ref().map(HeldIds::ids)
     }
 
-    /// Returns the partitions of which ids were found and are not held.
+    /// Returns the partitions with ids that are not held.
     pub fn in_tier(&self) -> impl Iterator<Item = PartitionId> {
         self.partitions.iter().filter(|(_, held)| held.is_none()).map(|(partition, _)| *partition)
     }
 
-    /// Returns how many partitions there are.
+    /// Returns the number of partitions.
     #[must_use]
     pub fn len(&self) -> usize {
         self.partitions.len()
     }
 
-    /// Returns whether nothing was found.
+    /// Returns whether there are no partitions.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.partitions.is_empty()
     }
 
-    /// Returns all partitions, with their ids charged to `heap`; without ids where they are not held.
+    /// Returns all partitions, with their ids charged to `heap`. Partitions whose ids are not held
+    /// have `None`.
     pub(super) fn charged_to(self, heap: &Budget) -> impl Iterator<Item = (PartitionId, Option<HeldIds>)> {
         let all = self.partitions.into_iter();
         all.map(|(partition, held)| (partition, held.and_then(|held| held.charged_to(heap))))
     }
 }
 
-/// Ids that are handled together: 1 MiB.
+/// Number of ids that are handled together: 1 MiB.
 pub const SLICE_IDS: usize = 1 << 17;
 
-/// Returns the ids of a set in their order, `max` at a time.
+/// Returns the ids of a set in order, in slices of up to `max` ids.
 pub fn slices(ids: &IdSet, max: usize) -> impl Iterator<Item = Vec<u64>> {
     let mut ids = ids.iter();
     std::iter::from_fn(move || {

@@ -1,16 +1,19 @@
-//! The rule of recovery: whether the directories that are present prove that no acknowledged record is missing.
+//! The rule of recovery: whether the present directories prove that no acknowledged record is
+//! missing.
 //!
-//! It is proven when
-//! 1. no newer epoch can exist on a directory that is away: of one or two voters all are here, of more a majority, and
-//!    no member that may go on by itself is absent ([`Member::may_go_alone`]);
-//! 2. no directory that is here has gone on by itself: every epoch seen led to the newest one;
-//! 3. of the newest generation one copy is whole. A record is acknowledged once it is on the device in every copy, so a
-//!    whole one has all; its end may be torn (the last write before a loss of power) only if another copy is there, as
-//!    at most one is damaged. Where both are, a mark beside one of them says what was acknowledged (`mark`).
+//! It is proven if
+//! 1. no newer epoch can exist on an absent directory: of one or two voters all are present, of
+//!    more a majority, and no member that may recover alone is absent ([`Member::may_go_alone`]);
+//! 2. no present directory was used alone: every epoch seen is a predecessor of the newest one;
+//! 3. one copy of the newest generation is whole. A record is acknowledged once it is on the device
+//!    in every copy, so a whole copy has all of them. Its end may be torn (the last write before a
+//!    loss of power) only if another copy is present, because at most one is damaged. If both are,
+//!    a mark beside one of them shows what was acknowledged (`mark`).
 //!
-//! Why a majority and not one is enough for three and more: whatever is acknowledged is acknowledged under an epoch that a
-//! majority knows ([`members_after`]). With two there is no majority without both, and one that is left goes on alone: then
-//! every start with one of them is not proven. Pure: no I/O, no clock.
+//! A majority suffices for three and more voters: every record is acknowledged under an epoch that
+//! a majority knows ([`members_after`]). With two voters there is no majority without both. The
+//! remaining one continues alone, and later starts with only one of them are not proven. Pure: no
+//! I/O, no clock.
 
 use std::cmp::Reverse;
 
@@ -19,25 +22,26 @@ use uuid::Uuid;
 use super::frame::{Epoch, Gap, Member};
 use super::hand_off::HandOff;
 
-/// What was read of a directory that is here.
+/// Metadata read from a present directory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Present {
-    /// Its identity.
+    /// Identity of the directory.
     pub uuid: Uuid,
-    /// Where it is.
+    /// Path of the directory.
     pub path: String,
-    /// What it says of epochs, with the generation in which it was written.
+    /// Epochs that it knows, with the generation in which they were written.
     pub epochs: Vec<(u64, Epoch)>,
-    /// Its copies of the log.
+    /// Copies of the log in it.
     pub copies: Vec<CopySeen>,
-    /// What of it should say something and cannot be read.
+    /// Descriptions of its damaged metadata.
     pub damaged: Vec<String>,
-    /// It does not answer: what it has is not known, and nothing is written there.
+    /// True if it does not answer. Its content is unknown, and nothing is written there.
     pub is_unread: bool,
 }
 
 impl Present {
-    /// Whether what it said is gone for good: it is written anew, and speaks then as if nothing had been.
+    /// Returns whether its metadata is lost permanently. It is then written anew, as if it had been
+    /// empty.
     fn is_spoilt(&self) -> bool {
         self.epochs.is_empty() && !self.is_unread && !(self.damaged.is_empty() && self.copies.is_empty())
     }
@@ -46,63 +50,63 @@ impl Present {
 /// A copy of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CopySeen {
-    /// Its file, for messages.
+    /// Path of the file, for messages.
     pub path: String,
-    /// Which number the file has.
+    /// Generation in the file's name.
     pub generation: u64,
-    /// Id of its epoch; none when its beginning cannot be read.
+    /// Id of its epoch, or `None` if its beginning cannot be read.
     pub epoch: Option<u64>,
-    /// Frames from the beginning that fit, ...
+    /// Number of valid frames from the beginning.
     pub frames: u64,
-    /// ... their bytes, ...
+    /// Number of bytes of these frames.
     pub bytes: u64,
-    /// ... and the checksum of the last one.
+    /// Checksum of the last of these frames.
     pub crc: u32,
-    /// The newest frame seen, and how many frames before it were written with it.
+    /// Sequence of the newest frame, and the number of frames before it that were written with it.
     pub newest: (u64, u64),
-    /// So many frames are acknowledged, by the mark beside it.
+    /// Number of acknowledged frames according to the mark beside it.
     pub acknowledged: u64,
-    /// Where it stops to fit; none when the file ends there.
+    /// Position where it stops being valid, or `None` if the file ends there.
     pub torn: Option<Torn>,
 }
 
-/// Where a copy stops to fit.
+/// Position where a copy stops being valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Torn {
-    /// Bytes before it.
+    /// Number of bytes before it.
     pub at: u64,
-    /// What is wrong there.
+    /// Description of the damage.
     pub why: String,
-    /// Whether whole frames follow.
+    /// True if whole frames follow.
     pub frames_follow: bool,
 }
 
-/// What follows from what was read.
+/// Recovery decision derived from the directories.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Judgement {
-    /// The newest epoch that can be read; the default when there is none.
+    /// The newest readable epoch, or the default if there is none.
     pub epoch: Epoch,
     /// The highest generation seen.
     pub generation: u64,
-    /// Copies to be read, by directory and copy: one when it is proven.
+    /// Copies to read, by directory and copy. Exactly one if it is proven.
     pub sources: Vec<(usize, usize)>,
-    /// Why it is not proven.
+    /// Reason why it is not proven.
     pub gap: Option<Gap>,
-    /// Nothing was ever written here.
+    /// True if nothing was ever written here.
     pub is_fresh: bool,
-    /// Directories that are here and have not gone on by themselves.
+    /// Present directories that were not used alone.
     back: Vec<[u8; 16]>,
 }
 
 impl Judgement {
-    /// Whether what an earlier start found missing is here again.
+    /// Returns whether the directories that an earlier start missed have returned.
     #[must_use]
     pub fn is_over(&self, gap: &Gap) -> bool {
         let all_are_back = gap.until_back.iter().all(|uuid| self.back.contains(uuid));
         self.gap.is_none() && !gap.until_back.is_empty() && all_are_back
     }
 
-    /// What holds from now on of something that `earlier` starts knew.
+    /// Returns the gap that applies from now on, given one of `earlier` starts.
     #[must_use]
     pub fn carried(&self, earlier: Option<&Gap>) -> Option<Gap> {
         let earlier = earlier.filter(|gap| !self.is_over(gap));
@@ -122,25 +126,26 @@ impl Judgement {
     }
 }
 
-/// The log in an object store, which may lag behind that of the directories.
+/// The log in an object store, which may lag behind the directories.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreSeen<'a> {
-    /// The newest epoch that it knows.
+    /// The newest epoch in the store.
     pub epoch: &'a Epoch,
-    /// Why records of it may be missing.
+    /// Reason why its records may be missing.
     pub gap: Option<&'a str>,
 }
 
 impl Judgement {
-    /// Returns whether the log in the store is needed beside these directories: they prove nothing alone, or other directories went on
-    /// with it.
+    /// Returns whether the log in the store is needed in addition to these directories. It is if
+    /// they prove nothing alone, or if other directories continued with the store.
     #[must_use]
     pub fn needs(&self, store: StoreSeen<'_>) -> bool {
         self.is_fresh || self.gap.is_some() || !self.epoch.follows(store.epoch)
     }
 
-    /// Returns the judgement with what the store adds to it. Empty directories know what the store proves. Directories that the store's
-    /// newest epoch does not lead to were left behind by others, which may have newer metadata if they have registered shuffles
+    /// Returns the decision with the state of the store added. Empty directories take over what the
+    /// store proves. Directories that do not know the store's newest epoch were left behind by
+    /// others. Those others may have newer metadata if they have registered shuffles
     /// (`has_strangers`).
     #[must_use]
     pub fn beside(mut self, store: StoreSeen<'_>, has_strangers: bool) -> Self {
@@ -162,7 +167,8 @@ impl Judgement {
     }
 }
 
-/// Returns what the present directories and the record of the process before prove, by the rule above.
+/// Returns the recovery decision for the present directories and the hand-off record, by the rule
+/// above.
 #[must_use]
 pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> Judgement {
     let epochs = || present.iter().flat_map(|it| &it.epochs);
@@ -194,7 +200,8 @@ pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> Judgement {
     judgement
 }
 
-/// The copy that has every acknowledged record, or what is wrong with all.
+/// Returns the copy that has every acknowledged record, or a description of the damage of all
+/// copies.
 fn choose(
     present: &[Present],
     epoch: &Epoch,
@@ -205,7 +212,7 @@ fn choose(
         .filter(|(_, _, copy)| copy.generation == generation && copy.epoch == Some(epoch.id))
         .collect();
     let newest = copies.iter().map(|(_, _, copy)| copy.newest).max().unwrap_or_default();
-    // Also beside a copy that is gone, or an older one that was put in its place.
+    // Marks also count if their copy is missing, or was replaced by an older one.
     let of_generation =
         |copy: &CopySeen| copy.generation == generation && copy.epoch.is_none_or(|it| it == epoch.id);
     let marked = places(present).filter(|(_, _, copy)| of_generation(copy));
@@ -251,7 +258,7 @@ fn places(present: &[Present]) -> impl Iterator<Item = (usize, usize, &CopySeen)
     })
 }
 
-/// Every directory's newest copies, the newest generation first.
+/// Returns every directory's newest copies, the newest generation first.
 fn everything(present: &[Present]) -> Vec<(usize, usize)> {
     let newest_of = |directory: usize| present[directory].copies.iter().map(|it| it.generation).max();
     let mut all: Vec<_> = places(present)
@@ -261,7 +268,7 @@ fn everything(present: &[Present]) -> Vec<(usize, usize)> {
     all.into_iter().map(|(directory, copy, _)| (directory, copy)).collect()
 }
 
-/// Two directories that went on without each other.
+/// Returns a description if two directories were used separately.
 fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
     let strange = |it: &&Present| it.epochs.iter().any(|(_, epoch)| !newest.follows(epoch));
     let strange = present.iter().find(strange)?;
@@ -272,7 +279,7 @@ fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
     ))
 }
 
-/// Whose absence leaves open what else was acknowledged.
+/// Returns a gap if the absence of a member leaves open which other records were acknowledged.
 fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
     let speaks =
         |member: &&&Member| present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty());
@@ -310,17 +317,17 @@ fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
     Some(Gap { reason, until_back })
 }
 
-/// Whether at the path of a voter that is away another directory is, which was used before and is none any more: that one was away
-/// itself, was replaced, and is back.
+/// Returns whether the path of an absent voter has another directory that was used before and is no
+/// longer a voter. That directory was absent itself, was replaced, and has returned.
 fn is_put_back(present: &[Present], epoch: &Epoch, path: &str) -> bool {
     let votes = |it: &Present| epoch.voters().iter().any(|member| member.uuid() == it.uuid);
     present.iter().any(|it| it.path == path && !it.epochs.is_empty() && !votes(it))
 }
 
-/// The members of an epoch that begins on `usable` directories after `epoch`.
+/// Returns the members of an epoch that begins on `usable` directories after `epoch`.
 ///
 /// # Errors
-/// Too few of the voters are usable for anything to be acknowledged, in words.
+/// A description if too few of the voters are usable to acknowledge anything.
 pub fn members_after(epoch: &Epoch, usable: &[(Uuid, String)]) -> Result<Vec<Member>, String> {
     let is_usable = |member: &Member| usable.iter().any(|(uuid, _)| *uuid == member.uuid());
     let is_replaced =
@@ -338,7 +345,7 @@ pub fn members_after(epoch: &Epoch, usable: &[(Uuid, String)]) -> Result<Vec<Mem
         ));
     }
     let mut members: Vec<Member> = usable.iter().map(|(uuid, path)| Member::new(*uuid, path)).collect();
-    // A majority without them: what they alone say counts for nothing any more.
+    // The majority excludes absent members. Their records alone are no longer valid.
     let without_absent = voters.len() > 2 && usable.len() > 2;
     for member in epoch.members.iter().filter(|member| !is_usable(member)) {
         let mut away = member.clone();

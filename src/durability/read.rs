@@ -1,6 +1,6 @@
-//! Reading what the data directories have of the metadata log: lists, copies, and their frames one by one.
+//! Reads the metadata log from the data directories: lists, copies, and their frames one by one.
 //!
-//! Nothing that cannot be read is replaced by a default: it is told to the rule (`proof`) as damage.
+//! Unreadable data is never replaced by a default. It is reported to the rule (`proof`) as damage.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -24,7 +24,7 @@ use super::resumable::{Resumable, resumable_copies};
 use super::shipped::{ShippedLog, ShippedReader};
 use uniffle_io::{Disk, File, ReadTarget};
 
-/// Where the log can be read at a moment, by any of the sources; a generation that begins later removes them.
+/// Sources from which the log can be read at a moment. A later generation removes them.
 #[derive(Debug)]
 pub(super) struct Places {
     pub(super) sources: Vec<Source>,
@@ -32,61 +32,62 @@ pub(super) struct Places {
     pub(super) deadline: Duration,
 }
 
-/// The list of data directories.
+/// File with the list of data directories.
 pub(super) const MEMBERS: &str = "members";
-/// The file of a copy, in a directory of its own, so that it gets its name and loses it at once.
+/// File of a copy. It has a directory of its own, so that it can be renamed and removed at once.
 const LOG: &str = "log";
-/// The file beside it that says how much of it is acknowledged (`mark`).
+/// File beside the copy that states how much of it is acknowledged (`mark`).
 pub(super) const MARK: &str = "acknowledged";
-/// Bytes read at a time.
+/// Number of bytes read at a time.
 const WINDOW_BYTES: u64 = 1 << 20;
 
-/// How a data directory is, as far as the log has to know.
+/// Health of a data directory for the log.
 pub trait Health: fmt::Debug + Send + Sync {
-    /// None when it cannot be written; the least is the best.
+    /// Returns the rank of the directory, or `None` if it cannot be written. The lowest rank is the
+    /// best.
     fn rank(&self) -> Option<u8>;
-    /// An operation failed.
+    /// Notes a failed operation.
     fn failed(&self, error: &io::Error);
 }
 
-/// A data directory that is here.
+/// A present data directory.
 #[derive(Debug, Clone)]
 pub struct Directory {
-    /// Its identity.
+    /// Identity of the directory.
     pub uuid: Uuid,
-    /// Its root, for messages.
+    /// Root of the directory, for messages.
     pub label: String,
-    /// Its files.
+    /// Files of the directory.
     pub io: Arc<dyn Disk>,
-    /// How it is; gone with the store, and then nothing is written any more.
+    /// Health of the directory. Dropped with the store, after which nothing is written.
     pub health: Weak<dyn Health>,
 }
 
 impl Directory {
-    /// See [`Health::rank`].
+    /// Returns the rank, see [`Health::rank`].
     pub(super) fn rank(&self) -> Option<u8> {
         self.health.upgrade()?.rank()
     }
 }
 
-/// Directory of a copy.
+/// Returns the directory of a copy.
 pub(super) fn copy_directory(generation: u64, number: usize) -> PathBuf {
     Path::new(METADATA).join(format!("{generation}.{number}"))
 }
 
-/// File of a copy.
+/// Returns the file of a copy.
 pub(super) fn copy_file(directory: &Path) -> PathBuf {
     directory.join(LOG)
 }
 
-/// Generation in the name of a copy's directory; none of one that was not finished.
+/// Returns the generation in the name of a copy's directory, or `None` for an unfinished one.
 pub(super) fn generation_of(name: &str) -> Option<u64> {
     let (generation, number) = name.split_once('.')?;
     number.parse::<usize>().ok()?;
     generation.parse().ok()
 }
 
-/// `TimedOut` when it takes too long. The operation itself may run on.
+/// Runs `operation`, or fails with `TimedOut`. The operation itself may continue.
 pub(super) async fn within<T>(
     deadline: Duration,
     operation: impl Future<Output = io::Result<T>>,
@@ -95,17 +96,17 @@ pub(super) async fn within<T>(
     ended.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "disk timeout")))
 }
 
-/// What is known of all directories.
+/// State of all directories.
 #[derive(Debug)]
 pub struct Survey {
     pub(super) present: Vec<Present>,
-    /// Files of the copies, as in `present`.
+    /// Files of the copies, in the order of `present`.
     files: Vec<Vec<PathBuf>>,
-    /// The highest generation in a name, that of what was not finished included.
+    /// The highest generation in a name, including those of unfinished copies.
     pub(super) generation: u64,
-    /// Record of the process before.
+    /// Hand-off record of the previous process.
     hand_off: Option<HandOff>,
-    /// The directories hold files of shuffles.
+    /// True if the directories have files of shuffles.
     has_data: bool,
 }
 
@@ -122,19 +123,19 @@ impl Survey {
         Self { present, files, generation, hand_off: None, has_data: false }
     }
 
-    /// The same with the record of the process before.
+    /// Adds the hand-off record of the previous process.
     #[must_use]
     pub fn with_hand_off(self, hand_off: Option<HandOff>) -> Self {
         Self { hand_off, ..self }
     }
 
-    /// The same for directories that hold files of shuffles if `has_data`: without a log, these are incomplete.
+    /// Sets whether the directories have files of shuffles. Without a log, these are incomplete.
     #[must_use]
     pub fn beside_data(self, has_data: bool) -> Self {
         Self { has_data, ..self }
     }
 
-    /// What follows from it.
+    /// Returns the recovery decision.
     pub(super) fn judged(&self) -> Judgement {
         let mut judged = judge(&self.present, self.hand_off.as_ref());
         if judged.is_fresh && self.has_data {
@@ -151,7 +152,7 @@ impl Survey {
         self.judged().is_fresh
     }
 
-    /// Directories that did not answer, and how.
+    /// Returns the directories that did not answer, with the errors.
     pub(super) fn unread(&self) -> BTreeMap<usize, String> {
         let unread = self.present.iter().enumerate().filter(|(_, it)| it.is_unread);
         unread.map(|(at, it)| (at, it.damaged.join("; "))).collect()
@@ -165,7 +166,8 @@ impl Survey {
         Some(Resumable::new(places.iter().map(file).collect(), &self.present[directory].copies[copy]))
     }
 
-    /// The copies at these places, to be read as far as they fit; `whole` copies are read only up to where they stop.
+    /// Returns a source of the copies at `places`. If `is_proven`, a copy is read only up to the
+    /// end of its valid frames.
     pub(super) fn source(&self, places: &[(usize, usize)], is_proven: bool) -> Source {
         let part = |(directory, copy): &(usize, usize)| {
             let seen = &self.present[*directory].copies[*copy];
@@ -182,7 +184,7 @@ impl Survey {
     }
 }
 
-/// What is known of one directory.
+/// State of one directory.
 struct Seen {
     present: Present,
     files: Vec<PathBuf>,
@@ -232,8 +234,8 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
     Seen { present, files, generation: highest }
 }
 
-/// Whether an error says nothing of a file's content, which may be intact: no permission, no answer, no descriptor. What
-/// cannot be asked is not damaged, and must not be written over.
+/// Returns whether an error reveals nothing about a file's content, which may be intact: no
+/// permission, no answer, no descriptor. Such a file is not damaged, and must not be overwritten.
 fn says_nothing(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);
     error.kind() == io::ErrorKind::TimedOut
@@ -243,7 +245,8 @@ fn says_nothing(error: &io::Error) -> bool {
         )
 }
 
-/// The newest epoch that a directory knows, whosever it is: by its list, or else by what its newest copy of the log begins with.
+/// Returns the newest epoch that a directory knows, regardless of its owner. It is read from its
+/// list, or else from the beginning of its newest copy of the log.
 pub async fn newest_epoch(io: &dyn Disk, deadline: Duration) -> Option<Epoch> {
     if let Ok(Some((_, epoch))) = read_members(io, deadline).await {
         return Some(epoch);
@@ -273,7 +276,8 @@ async fn read_members(io: &dyn Disk, deadline: Duration) -> io::Result<Option<(u
     }
 }
 
-/// What stands beside a copy; nothing that can be read says nothing.
+/// Returns the number of acknowledged frames according to the mark beside a copy. An unreadable
+/// mark counts as 0.
 async fn read_mark(directory: &Directory, log: &Path, generation: u64, deadline: Duration) -> u64 {
     let read = within(deadline, directory.io.read_small(&log.with_file_name(MARK))).await;
     read.map_or(0, |mark| frame::decode_mark(&mark, generation))
@@ -323,12 +327,12 @@ struct CopyReader {
     deadline: Duration,
     generation: u64,
     size: u64,
-    /// Where `window` begins.
+    /// Offset of `window` in the file.
     start: u64,
     window: Bytes,
     at: u64,
     previous: u32,
-    /// Frames that fit, from the beginning, and their bytes.
+    /// Number of valid frames from the beginning.
     fitting: u64,
     fitting_bytes: u64,
     torn: Option<Torn>,
@@ -356,7 +360,8 @@ impl CopyReader {
         })
     }
 
-    /// The next frame whose own checksum fits, whatever is before it; `None` at the end.
+    /// Returns the next frame whose own checksum matches, regardless of the frames before it.
+    /// Returns `None` at the end.
     async fn next(&mut self) -> Option<Frame> {
         loop {
             if self.at >= self.size {
@@ -382,7 +387,7 @@ impl CopyReader {
         }
     }
 
-    /// Takes a frame of so many bytes, behind which it is now.
+    /// Advances past a frame of `bytes` bytes.
     fn accept(&mut self, frame: &Frame, bytes: u64) {
         let fits = frame.sequence == self.fitting && frame.previous == self.previous;
         match &mut self.torn {
@@ -421,7 +426,7 @@ impl CopyReader {
         }))
     }
 
-    /// Moves to the next place behind this one where a frame may begin; false when there is none.
+    /// Moves to the next position where a frame may begin. Returns false if there is none.
     async fn find(&mut self) -> bool {
         self.at += 1;
         loop {
@@ -440,7 +445,7 @@ impl CopyReader {
         }
     }
 
-    /// The next `len` bytes, or `None` when the file ends before.
+    /// Returns the next `len` bytes, or `None` if the file ends before.
     async fn bytes(&mut self, len: u64) -> io::Result<Option<Bytes>> {
         if self.at.checked_add(len).is_none_or(|end| end > self.size) {
             return Ok(None);
@@ -462,22 +467,22 @@ impl CopyReader {
     }
 }
 
-/// A copy that is to be read.
+/// A copy to be read.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
     /// Index of the directory.
     pub(super) directory: usize,
     pub(super) path: PathBuf,
     pub(super) generation: u64,
-    /// None where the beginning of the copy is damaged.
+    /// Id of the epoch, or `None` if the beginning of the copy is damaged.
     pub(super) epoch: Option<u64>,
-    /// So many frames from the beginning; all that can be read if it is [`u64::MAX`].
+    /// Number of frames to read from the beginning, or [`u64::MAX`] for all that can be read.
     pub(super) frames: u64,
-    /// The open file, if this process writes it: it can be read when its name is gone.
+    /// The open file, if this process writes it. It can be read even after its name is removed.
     pub(super) file: Option<Arc<dyn File>>,
 }
 
-/// The log at a moment: where it can be read, and which of its shuffles live.
+/// The log at a moment: where it can be read, and which of its shuffles are living.
 #[derive(Debug)]
 pub(super) struct Snapshot {
     pub(super) places: Places,
@@ -487,16 +492,17 @@ pub(super) struct Snapshot {
     pub(super) moved: Vec<Incarnation>,
 }
 
-/// Where the present contents of the log can be read.
+/// Copies from which the current contents of the log can be read.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Source {
     pub(super) parts: Vec<Part>,
-    /// The log in the object store, if it is needed, and the shuffles of which its records count, and not those of the parts.
+    /// The log in the object store, if it is needed, with the shuffles whose records are taken from
+    /// it instead of the parts.
     pub(super) shipped: Option<(Arc<ShippedLog>, Treemap)>,
 }
 
 impl Source {
-    /// All entries but the epochs, each once; in the order of the copy.
+    /// Returns a reader of all entries except epochs, each once, in the order of the copy.
     pub(super) fn read<'a>(&self, directories: &'a [Directory], deadline: Duration) -> SourceReader<'a> {
         let parts = self.parts.clone().into_iter();
         let shipped = self.shipped.as_ref().map(|(log, from_it)| (log.reader(), from_it.clone()));
@@ -512,7 +518,8 @@ impl Source {
     }
 }
 
-/// A generation: each counts its records from 0. A copy whose beginning is damaged is taken for one of its own.
+/// A generation, which counts its records from 0. A copy with a damaged beginning counts as a
+/// generation of its own.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Written {
     Known { epoch: u64, generation: u64 },
@@ -528,29 +535,29 @@ impl Written {
     }
 }
 
-/// See [`Source::read`].
+/// Reader of the entries of a source, see [`Source::read`].
 pub(super) struct SourceReader<'a> {
     directories: &'a [Directory],
     deadline: Duration,
     parts: std::vec::IntoIter<Part>,
     open: Option<(Part, CopyReader)>,
-    /// Sequences by generation: its copies say the same.
+    /// Sequences seen by generation, because its copies have the same entries.
     seen: HashMap<Written, Treemap>,
     shipped: Option<(ShippedReader, Treemap)>,
-    /// Of the entry that was read last.
+    /// Size of the last entry.
     entry_bytes: u64,
 }
 
 impl SourceReader<'_> {
-    /// Bytes of the entry that was read last.
+    /// Returns the size of the last entry.
     pub(super) fn entry_bytes(&self) -> u64 {
         self.entry_bytes
     }
 
-    /// The next entry.
+    /// Returns the next entry.
     ///
     /// # Errors
-    /// A copy of which a number of frames is wanted has less, or cannot be read.
+    /// A copy cannot be read, or has fewer frames than required.
     pub(super) async fn next(&mut self) -> io::Result<Option<Entry>> {
         while let Some(entry) = self.next_of_parts().await? {
             if !matches!(&entry, Entry::Said(shuffle, _) if self.is_shipped(shuffle)) {

@@ -1,12 +1,14 @@
-//! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Versions 1 and 2 are FROZEN (see
-//! the golden tests). Earlier programs do not know version 2: it is written only of a report that has record numbers, and of
-//! a registration that repeats all that was said before, so that the records before it can be dropped.
+//! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Versions 1
+//! and 2 are FROZEN (see the golden tests). Earlier programs do not know version 2. It is only
+//! written for a report with record numbers, and for a registration that repeats all earlier ones,
+//! so that those can be dropped.
 //!
-//! A record is one byte kind, one byte version, then the fields in postcard's format: integers as LEB128 (signed ones
-//! zigzag), text and lists with their length before them. Not prost, which the rest of the worker has: version 1 was written
-//! by hand and is frozen, postcard writes it byte for byte, and protobuf's would be another format with a tag before each
-//! field, which a program that finds older directories would have to read beside this one. Block ids are sorted and
-//! written as differences. Not here: how records reach a disk (`tiers`), what they do (`service`). Pure: no I/O.
+//! A record is one byte kind, one byte version, then the fields in postcard's format: integers as
+//! LEB128 (signed ones zigzag), text and lists prefixed by their length. The rest of the worker
+//! uses prost, but this format is frozen and postcard writes it byte for byte. Protobuf would be a
+//! second format beside that of older directories. Block ids are sorted and written as differences.
+//!
+//! Tiers write records to disks (`tiers`), and `service` applies them. Pure: no I/O.
 
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
@@ -14,9 +16,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uniffle_wire::types::{Distribution, PartitionId};
 
 pub(super) const VERSION: u8 = 1;
-/// Of a report with record numbers.
+/// Version of a report with record numbers.
 const WITH_RECORDS: u8 = 2;
-/// Of a registration that replaces those before it; the fields are the same.
+/// Version of a registration that replaces earlier ones. The fields are the same.
 const REPLACES: u8 = 2;
 const REGISTRATION: u8 = 1;
 pub(super) const REPORT: u8 = 2;
@@ -30,7 +32,7 @@ pub enum Record {
     Report(Report),
 }
 
-/// What a registration said, in the order in which it is written.
+/// A registration, with its fields in the order in which they are written.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Registration {
     /// Closed ranges of partitions.
@@ -40,23 +42,23 @@ pub struct Registration {
     pub distribution: Distribution,
     /// Spark user.
     pub user: String,
-    /// Kept properties, sorted by key.
+    /// Stored properties, sorted by key.
     pub properties: Vec<(String, String)>,
-    /// Whether the client sent any properties.
+    /// True if the client sent any properties.
     pub sent_properties: bool,
-    /// What the app wants instead of the configured timeout.
+    /// Timeout that the application requested instead of the configured one.
     #[serde(serialize_with = "zero_for_none", deserialize_with = "none_for_zero")]
     pub heartbeat_timeout_ms: Option<u64>,
-    /// Stage attempt known then.
+    /// Stage attempt known at that time.
     pub stage_attempt: i32,
-    /// Remote storage of the shuffle, in its own encoding; empty when it has none.
+    /// Remote storage of the shuffle, in its own encoding. Empty if it has none.
     pub remote_storage: Vec<u8>,
 }
 
-/// What a report said.
+/// A report of a task attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
-    /// `bitmapNum`.
+    /// The `bitmapNum` of the client.
     pub bitmap_count: i32,
     pub task_attempt: i64,
     /// Block ids per partition.
@@ -65,10 +67,10 @@ pub struct Report {
     pub records: Vec<(PartitionId, Vec<(i64, i64)>)>,
 }
 
-/// Why bytes are not a record.
+/// Reason why bytes are not a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
-    /// A later program wrote it.
+    /// A later program version wrote the record.
     #[error("record has unknown kind {kind} and version {version}")]
     Unknown {
         /// First byte.
@@ -76,13 +78,13 @@ pub enum RecordError {
         /// Second byte.
         version: u8,
     },
-    /// It ends too early, or a field cannot be what it is.
+    /// The record ends too early, or a field is invalid.
     #[error("record is malformed")]
     Malformed,
 }
 
 impl Record {
-    /// The record as bytes.
+    /// Encodes the record.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Self::Registration(registration) => record((REGISTRATION, VERSION), registration),
@@ -90,19 +92,19 @@ impl Record {
         }
     }
 
-    /// Returns the bytes of a registration that says all that those of its shuffle before it said.
+    /// Encodes a registration that includes the content of all earlier ones of its shuffle.
     #[must_use]
     pub fn encode_replacing(registration: &Registration) -> Vec<u8> {
         record((REGISTRATION, REPLACES), registration)
     }
 
-    /// Whether bytes of a record are a registration that replaces those before it.
+    /// Returns whether an encoded record is a registration that replaces earlier ones.
     #[must_use]
     pub fn replaces_registrations(bytes: &[u8]) -> bool {
         bytes.starts_with(&[REGISTRATION, REPLACES])
     }
 
-    /// Returns the record that says the same and replaces nothing.
+    /// Returns the same record without the replacement of earlier ones.
     #[must_use]
     pub fn without_replacing(bytes: &Bytes) -> Bytes {
         match bytes.strip_prefix(&[REGISTRATION, REPLACES]) {
@@ -111,16 +113,16 @@ impl Record {
         }
     }
 
-    /// Whether bytes of a record are a registration.
+    /// Returns whether an encoded record is a registration.
     #[must_use]
     pub fn is_registration(bytes: &[u8]) -> bool {
         bytes.first() == Some(&REGISTRATION)
     }
 
-    /// Reads a record. Whatever the bytes are, nothing is allocated that they do not pay for.
+    /// Decodes a record. Allocations are bounded by the length of `bytes`, whatever their content.
     ///
     /// # Errors
-    /// [`RecordError`].
+    /// A [`RecordError`] if the bytes are not a record.
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
         let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(RecordError::Malformed)?;
         let record = match (kind, version) {
@@ -137,7 +139,8 @@ impl Record {
     }
 }
 
-/// Fields that take all of `bytes`. Nothing is allocated that the bytes do not pay for: lists grow as they are read.
+/// Decodes fields that occupy all of `bytes`. Lists grow as they are read, so allocations are
+/// bounded by the length of `bytes`.
 fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     let (fields, rest) = postcard::take_from_bytes(bytes).ok()?;
     rest.is_empty().then_some(fields)
@@ -148,7 +151,7 @@ fn record((kind, version): (u8, u8), fields: &impl Serialize) -> Vec<u8> {
         .expect("tuples and lists of known length always have a form")
 }
 
-/// Written as its number: 0 or 1.
+/// Distribution, encoded as its number: 0 or 1.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Distribution")]
 enum DistributionNumber {
@@ -156,7 +159,7 @@ enum DistributionNumber {
     LocalOrder,
 }
 
-/// A timeout is at least a minute, so that 0 is free.
+/// Encodes a missing timeout as 0, which is free because a timeout is at least a minute.
 fn zero_for_none<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
     value.unwrap_or(0).serialize(serializer)
 }
@@ -165,10 +168,10 @@ fn none_for_zero<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u6
     Ok(Some(u64::deserialize(deserializer)?).filter(|value| *value > 0))
 }
 
-/// As written: `bitmapNum`, task attempt, differences of sorted ids per partition.
+/// Encoded fields: `bitmapNum`, task attempt, differences of sorted ids per partition.
 type ReportFields = (i32, i64, Vec<(i32, Vec<u64>)>);
 
-/// As written behind them in version 2: task attempts with their record numbers, per partition.
+/// Further fields of version 2: task attempts with their record numbers, per partition.
 type RecordFields = Vec<(i32, Vec<(i64, i64)>)>;
 
 impl Report {
@@ -190,7 +193,7 @@ impl Report {
         record((REPORT, WITH_RECORDS), &(fields, records))
     }
 
-    /// None for ids beyond 64 bits.
+    /// Converts decoded fields. Returns `None` for ids beyond 64 bits.
     fn from_fields(
         (bitmap_count, task_attempt, partitions): ReportFields,
         records: RecordFields,
@@ -221,7 +224,8 @@ mod tests {
         record.encode().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The format is a promise to every later version: these bytes must not change while the version is 1.
+    /// The format is a promise to every later version: these bytes must not change while the
+    /// version is 1.
     #[test]
     fn version_1_is_frozen() {
         let registration = Registration {

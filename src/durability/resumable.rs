@@ -1,8 +1,10 @@
-//! Copies of the metadata log to which a successor may append, in the same generation and epoch. Pure: no I/O.
+//! Copies of the metadata log to which a successor may append, in the same generation and epoch.
+//! Pure: no I/O.
 //!
-//! All has to be as the outgoing process said ([`HandOff`]): the same directories, each of which knows the epoch, both copies with
-//! exactly these records, and no gap. Otherwise, and after a crash, a generation begins (`generation`), because what is
-//! read may never have reached the device.
+//! The state must match the record of the outgoing process ([`HandOff`]): the same directories,
+//! which all know the epoch, both copies with exactly these records, and no gap. Otherwise, and
+//! after a crash, a new generation begins (`generation`), because data that is read may never have
+//! reached the device.
 
 use std::path::PathBuf;
 
@@ -15,20 +17,21 @@ use super::proof::{CopySeen, Judgement, Present};
 pub(super) struct Resumable {
     /// Directories and files, in the order of the directories.
     pub(super) copies: Vec<(usize, PathBuf)>,
-    /// The encoder behind the last frame of each copy.
+    /// Encoder positioned after the last frame of each copy.
     pub(super) encoder: Encoder,
-    /// Bytes of each copy.
+    /// Size of each copy in bytes.
     pub(super) bytes: u64,
 }
 
 impl Resumable {
-    /// Creates it for copies that [`resumable_copies`] has chosen, which are all like `seen`.
+    /// Creates it from copies chosen by [`resumable_copies`], which are all like `seen`.
     pub(super) fn new(copies: Vec<(usize, PathBuf)>, seen: &CopySeen) -> Self {
         Self { copies, encoder: Encoder::after(seen.generation, seen.frames, seen.crc), bytes: seen.bytes }
     }
 }
 
-/// Returns the copies to which a start may append, by directory and copy. Returns none if a generation has to begin.
+/// Returns the copies to which a start may append, by directory and copy. Returns `None` if a
+/// generation has to begin.
 pub(super) fn resumable_copies(
     present: &[Present],
     judged: &Judgement,

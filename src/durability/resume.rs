@@ -1,4 +1,5 @@
-//! Resumes the metadata log that the process before handed off: nothing is written anew, and the first entry is appended at once.
+//! Resumes the metadata log that the previous process handed off. Nothing is written again, and the
+//! first entry is appended at once.
 
 use std::collections::BTreeSet;
 
@@ -9,12 +10,13 @@ use super::writer::{Copy, Writer};
 use uniffle_io::{Lane, WriteOpen};
 
 impl Writer {
-    /// Opens the copies that the process before handed off, to append to them. Returns false if a generation has to begin.
+    /// Opens the copies that the previous process handed off, to append to them. Returns false if a
+    /// generation has to begin.
     pub(super) async fn resume(&mut self) -> bool {
         let Some(resumable) = self.resumable.take() else { return false };
         let directories: Vec<usize> = resumable.copies.iter().map(|(directory, _)| *directory).collect();
         let all: BTreeSet<usize> = (0..self.directories.len()).collect();
-        // A disk that takes nothing any more has no part in the next generation.
+        // A disk that no longer accepts writes is not part of the next generation.
         let is_the_same = self.places(&BTreeSet::new()) == directories && self.usable_now() == all;
         if self.is_blind || !is_the_same {
             return false;

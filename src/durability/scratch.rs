@@ -1,4 +1,4 @@
-//! Files without a name, for what a process may lose: they are gone when it ends, however it ends.
+//! Unnamed files for data that a process may lose. They disappear when it ends in any way.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,32 +12,33 @@ use uuid::Uuid;
 use super::read::{Directory, Health, within};
 use uniffle_io::{File, ReadTarget, WriteOpen};
 
-/// Where such files are made: on the best data directory that takes one.
+/// Factory of unnamed files, on the best data directory that accepts one.
 #[derive(Debug)]
 pub struct Scratch {
     directories: Vec<Directory>,
-    /// Directory below each data directory in which a file has its name until it is open. What a kill leaves there is removed.
+    /// Directory below each data directory in which a file has its name until it is open. Files
+    /// that a kill leaves there are removed.
     place: PathBuf,
     deadline: Duration,
     turn: Mutex<()>,
 }
 
 impl Scratch {
-    /// No file yet. An operation that takes longer than `deadline` has failed.
+    /// Creates the factory without a file. An operation that exceeds `deadline` has failed.
     #[must_use]
     pub fn new(directories: Vec<Directory>, place: &Path, deadline: Duration) -> Self {
         Self { directories, place: place.to_path_buf(), deadline, turn: Mutex::default() }
     }
 
-    /// Waits until nobody else writes: the memory that writing takes is there once.
+    /// Waits until no other caller writes, because the memory for writing exists once.
     pub async fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().await
     }
 
-    /// Makes a file.
+    /// Creates a file.
     ///
     /// # Errors
-    /// What the last directory says; none can be written.
+    /// The error of the last directory, if none is writable.
     pub(super) async fn file(&self) -> io::Result<ScratchFile> {
         let mut ranked: Vec<_> = self.directories.iter().filter_map(|it| Some((it.rank()?, it))).collect();
         ranked.sort_by_key(|(rank, _)| *rank);
@@ -60,7 +61,7 @@ impl Scratch {
         let new = WriteOpen { create: true, ..WriteOpen::default() };
         let writer = within(deadline, io.open_write(&path, new)).await?;
         let reader = within(deadline, io.open_read(&path)).await;
-        // Whoever empties the place may have been first.
+        // A caller that empties the directory may have been first.
         match within(deadline, io.remove_part(&path, 0)).await {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             Ok(_) | Err(_) => {}
@@ -69,7 +70,7 @@ impl Scratch {
     }
 }
 
-/// An open file without a name.
+/// An open unnamed file.
 #[derive(Debug)]
 pub(super) struct ScratchFile {
     directory: Directory,

@@ -1,10 +1,13 @@
-//! The metadata log on its way into an object store.
+//! Ships the metadata log to an object store.
 //!
-//! Entries are stored in order, as objects that are never changed (`objects`). Each has a position; the store knows an entry once the
-//! position that is known there has reached it. What cannot be stored now is stored later, under the same name. A start, a queue that has
-//! become too long, and every [`REFRESH`] begin a new generation with a checkpoint of all that lives; earlier ones are deleted then.
+//! Entries are stored in order, as objects that never change (`objects`). Each entry has a
+//! position. The store knows an entry once its known position has reached that. Objects that cannot
+//! be stored now are stored later, under the same name. A start, a queue that has become too long,
+//! and every [`REFRESH`] begin a new generation with a checkpoint of all living entries. Earlier
+//! generations are then deleted.
 //!
-//! Without local disks the store is the only holder of the log: entries that cannot be stored are dropped and their callers told.
+//! Without local disks the store is the only holder of the log. Entries that cannot be stored are
+//! then dropped, and their callers get the error.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -27,67 +30,69 @@ use crate::budget::{Budget, Charge};
 use crate::clock::{Instant, sleep};
 use crate::runtime::Tasks;
 
-/// A new generation begins at least this often, so that a rule of the bucket that deletes objects by age spares the log.
+/// Maximum age of a generation, so that a bucket rule that deletes objects by age does not delete
+/// the log.
 pub const REFRESH: Duration = Duration::from_secs(12 * 3600);
-/// Objects behind a checkpoint after which the next one begins: a start reads them a bounded number at a time.
+/// Number of objects after a checkpoint that begins the next one. A start reads objects with
+/// bounded concurrency.
 const OBJECTS_MAX: u64 = 1000;
-/// Bytes behind a checkpoint after which the next one begins, unless the checkpoint is larger.
+/// Bytes after a checkpoint that begin the next one, unless the checkpoint is larger.
 const BYTES_MAX: u64 = 64 << 20;
-/// Bytes of frames in an object; a longer entry has one of its own.
+/// Size of the frames in an object. A longer entry has an object of its own.
 const OBJECT_BYTES: usize = 1 << 20;
-/// Frames in an object.
+/// Maximum number of frames in an object.
 const OBJECT_FRAMES: usize = 4096;
-/// Bytes of entries that wait. With more, a checkpoint replaces them.
+/// Maximum size of waiting entries. Beyond it, a checkpoint replaces them.
 const QUEUE_BYTES_MAX: u64 = 8 << 20;
-/// Bookkeeping of an entry that waits.
+/// Bookkeeping of a waiting entry in bytes.
 const ENTRY_BYTES: u64 = 64;
-/// Entries that nobody waits for are stored together after this time.
+/// Time for which entries without waiting callers are collected.
 const TOGETHER: Duration = Duration::from_secs(1);
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(15);
-/// Pause until it is looked again whether an earlier generation is still read.
+/// Pause before the next check whether an earlier generation is still being read.
 const GARBAGE_PAUSE: Duration = Duration::from_secs(30);
 
-/// The log on the disks, of which a checkpoint for the store is made.
+/// The log on the disks, the source of checkpoints for the store.
 pub(super) trait CheckpointSource: fmt::Debug + Send + Sync {
     /// Waits until the log has begun a generation on the disks, or has failed to.
     fn begun(&self) -> BoxFuture<'_, ()>;
 
-    /// Returns where the log can be read now, and which of its shuffles live.
+    /// Returns where the log can be read now, and which of its shuffles are living.
     fn snapshot(&self) -> BoxFuture<'_, Result<Snapshot, LogError>>;
 }
 
-/// Holder of the log that a checkpoint is made of.
+/// Source of a checkpoint.
 #[derive(Debug)]
 enum Origin {
     Disks(Arc<dyn CheckpointSource>),
     Store,
 }
 
-/// Handle of the log in the store; clones share it.
+/// Handle of the log in the store. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Shipper(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// Work for the task.
+    /// Notified when the task has work.
     wake: Notify,
 }
 
 #[derive(Debug)]
 struct State {
-    /// Entries that wait, with their positions.
+    /// Waiting entries with their positions.
     queue: VecDeque<(u64, Entry)>,
     charge: Charge,
     has_overflowed: bool,
     /// Position of the last entry.
     end: u64,
-    /// Position up to which the store knows everything.
+    /// Position up to which the store has everything.
     known: u64,
     waiters: Vec<(u64, oneshot::Sender<Result<(), LogError>>)>,
     is_begun: bool,
-    /// Nothing is stored any more.
+    /// Error after which nothing is stored.
     ended: Option<LogError>,
     begin: Option<oneshot::Sender<Origin>>,
 }
@@ -115,7 +120,7 @@ impl State {
     fn wait(&mut self, position: u64) -> oneshot::Receiver<Result<(), LogError>> {
         let (done, waiting) = oneshot::channel();
         if let Some(error) = &self.ended {
-            // The caller is here.
+            // The receiver exists, because the caller is waiting.
             let _ = done.send(Err(error.clone()));
         } else if self.is_begun && position <= self.known {
             let _ = done.send(Ok(()));
@@ -128,7 +133,7 @@ impl State {
     fn advance(&mut self, position: u64) {
         self.known = self.known.max(position);
         for (_, done) in self.waiters.extract_if(.., |(wanted, _)| *wanted <= position) {
-            // A caller may have gone away.
+            // The caller may have been dropped.
             let _ = done.send(Ok(()));
         }
     }
@@ -149,8 +154,8 @@ fn bytes_of(entry: &Entry) -> u64 {
 }
 
 impl Shipper {
-    /// Opens the log for start number `start` of the worker, behind what was found. Nothing is stored before
-    /// [`begin`](Self::begin) or `MetadataLog::ship_by`.
+    /// Opens the log for start number `start` of the worker, after the found entries. Nothing is
+    /// stored before [`begin`](Self::begin) or `MetadataLog::ship_by`.
     #[must_use]
     pub fn open(
         objects: Arc<dyn LogObjects>,
@@ -189,7 +194,7 @@ impl Shipper {
         Self(shared)
     }
 
-    /// Begins to store what the disks' log has.
+    /// Begins to store the contents of the disks' log.
     pub(super) fn begin_from_disks(&self, log: Arc<dyn CheckpointSource>) {
         self.begin_from(Origin::Disks(log));
     }
@@ -225,10 +230,11 @@ impl Shipper {
         end
     }
 
-    /// Adds a record of a shuffle of a worker without disks, the first one if `is_first`, and waits until the store knows it.
+    /// Adds a record of a shuffle of a worker without disks, and waits until the store has it.
+    /// `is_first` marks the first record of the shuffle.
     ///
     /// # Errors
-    /// The store does not take it, or it is too long.
+    /// The store does not take the record, or it is too long.
     pub async fn append(&self, shuffle: Incarnation, record: Bytes, is_first: bool) -> Result<(), LogError> {
         if record.len() > PAYLOAD_BYTES_MAX / 2 {
             return Err(LogError::of(io::ErrorKind::InvalidInput, "the record is too long"));
@@ -237,7 +243,8 @@ impl Shipper {
         self.store(moved.into_iter().chain([Entry::Said(shuffle, record)])).await
     }
 
-    /// Marks a shuffle of a worker without disks incomplete for `reason`, and waits until the store knows it.
+    /// Marks a shuffle of a worker without disks as incomplete for `reason`, and waits until the
+    /// store has the mark.
     ///
     /// # Errors
     /// The store does not take it.
@@ -266,7 +273,8 @@ impl Shipper {
         self.add([Entry::Purged(shuffle)])
     }
 
-    /// Adds an entry that says nothing, and returns its position. Once the store knows it, the store has taken something since.
+    /// Adds an entry without effect, and returns its position. Once the store has it, a write to
+    /// the store has succeeded since.
     pub fn add_mark(&self) -> u64 {
         self.add([Entry::Begun])
     }
@@ -277,7 +285,7 @@ impl Shipper {
         self.0.state.lock().end
     }
 
-    /// Returns whether the store knows everything up to a position.
+    /// Returns whether the store has everything up to a position.
     #[must_use]
     pub fn knows(&self, position: u64) -> bool {
         self.0.state.lock().known >= position
@@ -289,7 +297,8 @@ impl Shipper {
         self.0.state.lock().is_begun
     }
 
-    /// Waits until the store knows everything up to a position, and a generation of this process has begun.
+    /// Waits until the store has everything up to a position, and a generation of this process has
+    /// begun.
     ///
     /// # Errors
     /// The next attempt to store it failed.
@@ -310,12 +319,12 @@ impl Shipper {
     }
 }
 
-/// An object whose last request was not answered with success.
+/// An object whose last request did not succeed.
 #[derive(Debug)]
 struct Pending {
     object: LogObject,
     bytes: Bytes,
-    /// Position that the store knows with it.
+    /// Position up to which the store has everything once the object is stored.
     position: u64,
 }
 
@@ -333,12 +342,12 @@ struct Task {
     origin: Origin,
     /// The log of earlier processes, until the first generation has begun.
     found: Option<Arc<ShippedLog>>,
-    /// The same, for as long as somebody reads it.
+    /// The same log, while it is being read.
     read: Weak<ShippedLog>,
     generation: u64,
     process: u32,
     encoder: Encoder,
-    /// What the present generation says; kept if the store is the only holder.
+    /// Living shuffles of the current generation. Maintained if the store is the only holder.
     census: Census,
     parts: Vec<LogObject>,
     pending: Option<Pending>,
@@ -379,7 +388,7 @@ impl Task {
 
     async fn run(mut self) {
         if let Origin::Disks(log) = &self.origin {
-            // A start does not wait for it.
+            // A start does not wait for this.
             tokio::select! {
                 () = log.begun() => {}
                 () = self.waited_for() => {}
@@ -412,7 +421,7 @@ impl Task {
             tracing::warn!(%error, "the object store does not take registrations or reports; they are not acknowledged");
         }
         if self.is_only_holder() {
-            // Their callers are told now. An end is stored later.
+            // The callers of these entries get the error now. Ends of shuffles are stored later.
             state.queue.retain(|(_, entry)| matches!(entry, Entry::Purged(_)));
             state.recharge();
         }
@@ -423,7 +432,7 @@ impl Task {
         }
     }
 
-    /// Waits after a failure, until somebody waits for the store.
+    /// Pauses after a failure, until a caller waits for the store.
     async fn rest(&self, pause: Duration) {
         tokio::select! {
             () = self.waited_for() => {}
@@ -439,7 +448,7 @@ impl Task {
 
     async fn step(&mut self) -> Result<(), LogError> {
         if self.is_only_holder() {
-            // Whether the store has it decides what the next generation is made of.
+            // The next generation depends on whether the store has the object.
             self.put_pending().await?;
         }
         if self.is_due() {
@@ -463,7 +472,7 @@ impl Task {
         is_long || is_old || self.shared.state.lock().has_overflowed
     }
 
-    /// Waits until there is something to be stored; false if there is something else to do.
+    /// Waits until there are entries to store. Returns false if there is other work.
     async fn wait(&self) -> bool {
         let mut together = None;
         loop {
@@ -491,7 +500,7 @@ impl Task {
         }
     }
 
-    /// Makes an object of entries that wait.
+    /// Creates an object from waiting entries.
     fn take(&mut self) {
         let (first, mut out) = (self.encoder.count(), BytesMut::new());
         let (mut position, mut frames, mut taken) = (0, 0, Vec::new());
@@ -518,13 +527,13 @@ impl Task {
         }
     }
 
-    /// The object of the frames since `first`.
+    /// Returns the object of the frames since `first`.
     fn object(&self, first: u64) -> LogObject {
         let frames = u32::try_from(self.encoder.count() - first).unwrap_or(u32::MAX);
         LogObject { generation: self.generation, process: self.process, first, frames }
     }
 
-    /// Stores the object that is pending, by the same bytes and name each time.
+    /// Stores the pending object, with the same bytes and name on each attempt.
     async fn put_pending(&mut self) -> Result<(), LogError> {
         let Some(pending) = &self.pending else { return Ok(()) };
         let _charge = self.memory.force_charge(pending.bytes.len() as u64);
@@ -537,7 +546,7 @@ impl Task {
         Ok(())
     }
 
-    /// Begins a generation with a checkpoint of all that lives.
+    /// Begins a generation with a checkpoint of all living entries.
     async fn begin(&mut self) -> Result<(), LogError> {
         let before = std::mem::take(&mut self.parts);
         let known = self.shared.state.lock().known;
@@ -572,7 +581,7 @@ impl Task {
         Ok(())
     }
 
-    /// Deletes earlier generations. What is not deleted now is deleted with the next.
+    /// Deletes earlier generations. The remaining ones are deleted with the next generation.
     async fn delete_earlier(&mut self) {
         let deleting = async {
             let mut all = self.objects.list().await?;
@@ -586,7 +595,7 @@ impl Task {
     }
 }
 
-/// A checkpoint while it is written.
+/// A checkpoint that is being written.
 struct Checkpoint {
     objects: Arc<dyn LogObjects>,
     memory: Budget,
@@ -597,7 +606,7 @@ struct Checkpoint {
     out: BytesMut,
     parts: Vec<LogObject>,
     size: Size,
-    /// What the checkpoint says.
+    /// Living shuffles in the checkpoint.
     census: Census,
 }
 
@@ -617,7 +626,7 @@ impl Checkpoint {
         }
     }
 
-    /// Writes what the disks' log has. Returns the position that it covers.
+    /// Writes the contents of the disks' log. Returns the position that it covers.
     async fn copy_disks(
         &mut self,
         shared: &Shared,
@@ -625,7 +634,7 @@ impl Checkpoint {
         attempt: usize,
     ) -> Result<u64, LogError> {
         let covered = {
-            // What waits is on the disks already.
+            // All waiting entries are already on the disks.
             let mut state = shared.state.lock();
             state.clear();
             state.has_overflowed = false;
@@ -659,7 +668,8 @@ impl Checkpoint {
         self.end().await
     }
 
-    /// Writes what lives of the log in the store. If something of it cannot be read, all its shuffles are incomplete from now on.
+    /// Writes the living entries of the log in the store. If some of them cannot be read, all of
+    /// its shuffles become incomplete.
     async fn copy_store(
         &mut self,
         mut reader: ShippedReader,

@@ -1,8 +1,9 @@
-//! The metadata log as it is found in an object store.
+//! The metadata log found in an object store at start.
 //!
-//! The newest generation with a whole checkpoint counts. Records are missing if objects of it are; a start then proves nothing by it.
-//! A generation whose checkpoint ends before its last record was interrupted and is skipped. Objects are read in order, a bounded number
-//! ahead, and their bytes are charged.
+//! The newest generation with a whole checkpoint is used. If objects of it are missing, so are
+//! records, and it proves nothing. A generation whose checkpoint ends before its last record was
+//! interrupted and is skipped. Objects are read in order, a bounded number ahead, and their bytes
+//! are charged.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -22,18 +23,18 @@ use super::record::Record;
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::ShuffleKey;
 
-/// Objects that are requested at a time.
+/// Number of objects that are requested concurrently.
 const AT_ONCE: usize = 16;
 
 /// The log in the store when this process starts.
 pub struct ShippedLog {
     objects: Arc<dyn LogObjects>,
     memory: Budget,
-    /// Objects that are read, in order.
+    /// Objects to read, in order.
     parts: Vec<LogObject>,
-    /// The newest epoch of the disks that is known there; the default if there were no disks.
+    /// The newest epoch of the disks in the store, or the default if there were no disks.
     pub(super) epoch: Epoch,
-    /// Why records may be missing.
+    /// Reason why records may be missing.
     gap: Option<String>,
     pub(super) census: Census,
     /// The greatest generation of any object.
@@ -58,7 +59,7 @@ pub(super) struct Census {
 }
 
 impl Census {
-    /// Takes an entry that has `bytes` bytes, in any order.
+    /// Adds an entry of `bytes` bytes. Entries may come in any order.
     pub(super) fn take(&mut self, entry: &Entry, bytes: u64) {
         self.contents.took(entry, bytes);
         self.replacements.count(entry);
@@ -86,7 +87,7 @@ impl Census {
     }
 }
 
-/// Number of registrations of each shuffle that replace those before them.
+/// Number of registrations of each shuffle that replace earlier ones.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Replacements(HashMap<u64, u32>);
 
@@ -101,7 +102,7 @@ impl Replacements {
         }
     }
 
-    /// Returns whether a later registration replaces this entry. To be asked of each entry in order.
+    /// Returns whether a later registration replaces this entry. Called for each entry in order.
     pub(super) fn replace(&mut self, entry: &Entry) -> bool {
         let Entry::Said(shuffle, record) = entry else { return false };
         let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
@@ -112,15 +113,15 @@ impl Replacements {
     }
 }
 
-/// A generation as a list shows it.
+/// A generation as listed.
 struct Generation {
     parts: Vec<LogObject>,
-    /// Why objects in its middle are missing.
+    /// Reason why objects in its middle are missing.
     hole: Option<String>,
 }
 
 impl ShippedLog {
-    /// Reads the log of which the store has `listed` objects.
+    /// Reads the log of a store with the `listed` objects.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -156,7 +157,7 @@ impl ShippedLog {
             log.gap = log.gap.take().or(damage.clone());
             if is_begun {
                 (log.parts, log.epoch, log.census) = (parts, epoch, census);
-                // What a damaged later one has is read, too: nothing is proven by it.
+                // Entries of a damaged later generation are read too, although it proves nothing.
                 log.add_skipped(skipped).await?;
                 log.keep_latest();
                 return Ok(Arc::new(log));
@@ -174,7 +175,7 @@ impl ShippedLog {
         Ok(Arc::new(log))
     }
 
-    /// A registration that a later one of its shuffle has replaced is over.
+    /// Removes registrations that a later one of their shuffle has replaced.
     fn keep_latest(&mut self) {
         let kept: Treemap = self.census.shuffles().values().map(|found| found.incarnation).collect();
         self.census.contents.keep(&kept);
@@ -204,7 +205,7 @@ impl ShippedLog {
         self.census.shuffles()
     }
 
-    /// Returns whether a registration is over, or a later one of its shuffle is in the log.
+    /// Returns whether a registration has ended, or a later one of its shuffle is in the log.
     #[must_use]
     pub fn is_over(&self, shuffle: &Incarnation) -> bool {
         let latest = self.census.shuffles().get(&shuffle.key).map_or(0, |found| found.incarnation);
@@ -217,24 +218,24 @@ impl ShippedLog {
         self.census.shuffles().get(&shuffle.key).is_some_and(|found| found.incarnation == shuffle.number)
     }
 
-    /// Returns whether it has living shuffles, or may have had.
+    /// Returns whether the log has living shuffles, or may have had some.
     pub(super) fn says_anything(&self) -> bool {
         self.gap.is_some() || !self.shuffles().is_empty()
     }
 
-    /// Returns why records may be missing.
+    /// Returns the reason why records may be missing.
     #[must_use]
     pub fn gap(&self) -> Option<&str> {
         self.gap.as_deref()
     }
 
-    /// Returns whether registrations may be missing, also because of what an earlier start found.
+    /// Returns whether registrations may be missing, including those that an earlier start missed.
     #[must_use]
     pub fn may_lack_registrations(&self) -> bool {
         self.gap.is_some() || self.epoch.gap.is_some()
     }
 
-    /// Returns why there may be shuffles that are not known, for this reason or one of an earlier start.
+    /// Returns the reason why unknown shuffles may exist, also one of an earlier start.
     #[must_use]
     pub fn unknown_gap(&self) -> Option<&str> {
         let earlier = self.epoch.gap.as_ref().filter(|_| !self.shuffles().is_empty());
@@ -300,7 +301,7 @@ fn generations(names: &BTreeSet<LogObject>) -> Vec<Generation> {
     all
 }
 
-/// Reads the records of some registrations in order.
+/// Reader of the records of some registrations, in order.
 pub struct ShippedRecords<'a> {
     reader: ShippedReader,
     of: &'a Treemap,
@@ -313,7 +314,7 @@ impl fmt::Debug for ShippedRecords<'_> {
 }
 
 impl ShippedRecords<'_> {
-    /// Returns the next record with its shuffle; none at the end.
+    /// Returns the next record with its shuffle, or `None` at the end.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -331,14 +332,14 @@ impl ShippedRecords<'_> {
 
 type Fetched = (LogObject, Result<Vec<(Frame, u64)>, String>, Charge);
 
-/// Reads entries of the log in order.
+/// Reader of the entries of the log, in order.
 pub(super) struct ShippedReader {
     fetched: BoxStream<'static, Result<Fetched, LogError>>,
     current: std::vec::IntoIter<(Frame, u64)>,
     _charge: Option<Charge>,
     /// The last object, and the checksum of its last frame.
     last: Option<(LogObject, u32)>,
-    /// Why an object cannot be read.
+    /// Reason why an object cannot be read.
     pub(super) damage: Option<String>,
 }
 
@@ -356,7 +357,7 @@ impl ShippedReader {
         }
     }
 
-    /// Returns the next entry with the bytes of its frame; none at the end.
+    /// Returns the next entry with the size of its frame, or `None` at the end.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -393,7 +394,7 @@ impl ShippedReader {
     }
 }
 
-/// Reads one object: the first copy that is whole.
+/// Reads one object from its first copy that is whole.
 async fn fetch(objects: Arc<dyn LogObjects>, memory: Budget, object: LogObject) -> Result<Fetched, LogError> {
     let mut damage = format!("object {} of the metadata log is missing", object.name(0));
     for copy in 0..OBJECT_COPIES {
@@ -410,7 +411,7 @@ async fn fetch(objects: Arc<dyn LogObjects>, memory: Budget, object: LogObject) 
     Ok((object, Err(damage), memory.nothing()))
 }
 
-/// Incarnations that are over.
+/// Returns whether an entry belongs to an incarnation in `purged`.
 pub(super) fn is_over(purged: &Treemap, entry: &Entry) -> bool {
     entry.shuffle().is_some_and(|shuffle| purged.contains(shuffle.number))
 }

@@ -1,4 +1,5 @@
-//! The ledgers of a shuffle's partitions, shared: to ask one costs a load where nothing was ever in question.
+//! The shared ledgers of a shuffle's partitions. A query costs one load if no block was ever in
+//! question.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -14,33 +15,33 @@ use super::loss::Loss;
 use super::present::{HeldIds, PresentIds};
 use crate::budget::Budget;
 
-/// A ledger for each partition that was ever in question, under one lock.
+/// A ledger for each partition with blocks that were ever in question, under one lock.
 #[derive(Debug)]
 pub struct ShuffleLedger {
-    /// Ids are charged to it.
+    /// Budget to which ids are charged.
     heap: Budget,
     state: Mutex<State>,
-    /// Some partition has a ledger. Once it is true it stays so.
+    /// True once some partition has a ledger.
     is_watched: AtomicBool,
     lost_blocks: AtomicU64,
     verifying: AtomicU64,
-    /// A look has ended.
+    /// Notified when a look has ended.
     looked: Notify,
     incomplete: OnceLock<String>,
-    /// How often everything in a partition was in question.
+    /// Number of times that all blocks of a partition were in question.
     alarms: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct State {
     partitions: HashMap<PartitionId, Ledger>,
-    /// An earlier process left the shuffle, and nothing in the partitions that have no ledger: nothing at all, or nothing
-    /// but what may be in remote files. None = nothing was ever in question.
+    /// Set for a shuffle of an earlier process. Partitions without a ledger are then empty if true,
+    /// or only have blocks in remote files if false. `None` if no block was ever in question.
     others_are_empty: Option<bool>,
 }
 
 impl ShuffleLedger {
-    /// Returns a table of no partitions, whose ids are charged to `heap`.
+    /// Creates a table without partitions, whose ids are charged to `heap`.
     #[must_use]
     pub fn new(heap: &Budget) -> Self {
         Self {
@@ -55,12 +56,13 @@ impl ShuffleLedger {
         }
     }
 
-    /// Returns what ids are charged to.
+    /// Returns the budget to which ids are charged.
     pub fn heap(&self) -> &Budget {
         &self.heap
     }
 
-    /// An earlier process left these blocks: all that there are, or there may be more in remote files.
+    /// Enters the blocks of an earlier process. `is_all` is false if remote files may have further
+    /// blocks.
     pub fn take_over(&self, blocks: PresentIds, is_all: bool) {
         let mut state = self.state.lock();
         state.others_are_empty = Some(is_all);
@@ -69,7 +71,8 @@ impl ShuffleLedger {
         self.is_watched.store(true, Ordering::Release);
     }
 
-    /// Runs `act` on a partition's ledger, under a lock. One of which nothing was ever in question is not kept.
+    /// Runs `act` on a partition's ledger, under a lock. A ledger is only stored once a block was
+    /// in question.
     pub fn with<T>(&self, partition: PartitionId, act: impl FnOnce(&mut Ledger) -> T) -> T {
         let sizes =
             |it: &Ledger| (it.lost_blocks(), u64::from(it.phase() == Phase::Verifying), it.is_looking());
@@ -94,33 +97,33 @@ impl ShuffleLedger {
         done
     }
 
-    /// Everything in a partition is in question; as [`Ledger::question`].
+    /// Puts all blocks of a partition in question. Returns like [`Ledger::question`].
     pub fn question_all(&self, partition: PartitionId) -> bool {
         self.alarms.fetch_add(1, Ordering::AcqRel);
         self.with(partition, |it| it.question(None))
     }
 
-    /// How often everything in a partition was in question.
+    /// Returns the number of times that all blocks of a partition were in question.
     pub fn alarms(&self) -> u64 {
         self.alarms.load(Ordering::Acquire)
     }
 
-    /// Whether ledgers must hear of commits and reports.
+    /// Returns whether ledgers must be informed of commits and reports.
     pub fn is_watched(&self) -> bool {
         self.is_watched.load(Ordering::Acquire)
     }
 
-    /// Lost blocks.
+    /// Returns the number of lost blocks.
     pub fn lost_blocks(&self) -> u64 {
         self.lost_blocks.load(Ordering::Acquire)
     }
 
-    /// Partitions of which it is being found out what is there.
+    /// Returns the number of partitions that are being verified.
     pub fn verifying(&self) -> u64 {
         self.verifying.load(Ordering::Acquire)
     }
 
-    /// Waits until a partition is known, or a look has failed.
+    /// Waits until a partition is verified, or a look has failed.
     pub async fn looked(&self, partition: PartitionId) {
         loop {
             let looked = self.looked.notified();
@@ -132,7 +135,7 @@ impl ShuffleLedger {
         }
     }
 
-    /// See [`Ledger::verdict`]; `wanted` runs under the lock.
+    /// Returns the decision about a read, see [`Ledger::verdict`]. `wanted` runs under the lock.
     pub fn verdict(&self, partition: PartitionId, wanted: impl Fn(&IdSet) -> IdSet) -> Verdict {
         if self.lost_blocks() == 0 && self.verifying() == 0 {
             return Verdict::Serve;
@@ -141,7 +144,7 @@ impl ShuffleLedger {
         state.partitions.get(&partition).map_or(Verdict::Serve, |ledger| ledger.verdict(wanted))
     }
 
-    /// What is lost.
+    /// Returns all losses.
     pub fn losses(&self) -> Vec<(PartitionId, Loss)> {
         if self.lost_blocks() == 0 {
             return Vec::new();
@@ -153,12 +156,12 @@ impl ShuffleLedger {
         state.partitions.iter().flat_map(of).collect()
     }
 
-    /// Reports may be missing, for this reason.
+    /// Notes that reports may be missing, with the reason.
     pub fn mark_incomplete(&self, reason: String) {
         let _ = self.incomplete.set(reason);
     }
 
-    /// Why reports may be missing, if they may.
+    /// Returns the reason why reports may be missing.
     pub fn incomplete(&self) -> Option<&str> {
         self.incomplete.get().map(String::as_str)
     }

@@ -1,6 +1,8 @@
-//! What an earlier process left in the metadata log: which shuffles live, and whether all that they said is known.
+//! Recovers the metadata log of an earlier process: which shuffles are living, and whether all of
+//! their records are known.
 //!
-//! What they said is not held. It is told a record at a time, when this start has a generation of its own.
+//! Records are not kept in memory. They are delivered one at a time, once this start has a
+//! generation of its own.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
@@ -19,25 +21,26 @@ use super::shipped::ShippedLog;
 use super::writer::{Deadlines, Told, Writer};
 use uniffle_wire::types::ShuffleKey;
 
-/// What an earlier process left.
+/// Recovered state of an earlier process.
 #[derive(Debug, Default)]
 pub struct Found {
     /// Shuffles that were not purged.
     pub shuffles: BTreeMap<ShuffleKey, FoundShuffle>,
-    /// Directories that are not here and may have data of them.
+    /// Absent directories that may have data of these shuffles.
     pub absent: Vec<(Uuid, String)>,
-    /// Why there may be shuffles that are not known, now or from an earlier start on.
+    /// Reason why unknown shuffles may exist, found now or by an earlier start.
     pub gap: Option<String>,
-    /// Whether this start found it out.
+    /// True if this start found the gap.
     pub has_new_gap: bool,
-    /// Starts before that could not see everything.
+    /// Number of earlier starts that could not see everything.
     pub blind_starts: u32,
-    /// Greater than any incarnation that the log knows.
+    /// Number greater than any incarnation in the log.
     pub next_incarnation: u64,
 }
 
 impl Writer {
-    /// One that goes on with what a survey found, by the rule (`proof`), and what that is.
+    /// Creates a writer that continues with the result of a survey, by the rule (`proof`). Also
+    /// returns the recovered state.
     pub(super) async fn on(
         directories: Vec<Directory>,
         deadlines: Deadlines,
@@ -59,8 +62,9 @@ impl Writer {
         (writer, found)
     }
 
-    /// Looks again at directories that could not be read at the start, as long as nothing could be written since: they may
-    /// have all there is. Results stay refused until the next start, which then finds everything.
+    /// Surveys directories again that could not be read at start, while nothing was written since:
+    /// they may have the whole log. Results stay refused until the next start, which then finds
+    /// everything.
     pub(super) async fn look_again(&mut self) {
         if !self.is_told || self.is_open || !self.copies.is_empty() || self.unread.is_empty() {
             return;
@@ -83,7 +87,7 @@ impl Writer {
         );
     }
 
-    /// Reads all there is.
+    /// Reads the whole log.
     async fn take_over(&mut self, judged: &Judgement) -> Found {
         let mut heard = HashMap::new();
         let (source, directories) = (self.source.clone(), self.directories.clone());
@@ -137,11 +141,12 @@ impl Writer {
         }
         let kept: Treemap = shuffles.values().map(|found| found.incarnation).collect();
         self.contents.keep(&kept);
-        // A resumed generation says what was incomplete, and not what is now.
+        // A resumed generation would record the former incomplete shuffles instead of the current
+        // ones.
         let has_incomplete = !earlier.is_empty() || !self.contents.incomplete.is_empty();
         self.resumable = self.resumable.take().filter(|_| !has_incomplete && unread.is_none());
         if shuffles.is_empty() {
-            // What is away has nothing of a living shuffle.
+            // Absent directories have no data of living shuffles.
             let here: Vec<Uuid> = self.directories.iter().map(|it| it.uuid).collect();
             self.epoch.members.retain(|member| member.votes || here.contains(&member.uuid()));
         }
@@ -156,7 +161,7 @@ impl Writer {
         }
     }
 
-    /// Takes what the object store has beside the directories, if that is needed.
+    /// Adds the entries of the object store to those of the directories, if they are needed.
     async fn take_over_shipped(
         &mut self,
         judged: &Judgement,
@@ -171,13 +176,13 @@ impl Writer {
         }
         let moved = |number: &u64| log.census.contents.moved.contains_key(number);
         if judged.is_fresh && !is_whole {
-            // Data of any of them may have been moved.
+            // Data of any of these shuffles may have been moved.
             let all = heard
                 .iter()
                 .map(|(number, key)| (*number, Incarnation { key: key.clone(), number: *number }));
             self.contents.moved.extend(all);
         } else if judged.is_fresh {
-            // Only disks that are gone have the data of a shuffle of which nothing was moved.
+            // Only lost disks have the data of a shuffle that was not moved.
             let lost: Vec<u64> = heard.keys().filter(|number| !moved(number)).copied().collect();
             for number in lost {
                 self.contents.purge(number);
@@ -192,13 +197,13 @@ impl Writer {
         Ok(())
     }
 
-    /// Returns the shuffles of which the object store has every acknowledged record.
+    /// Returns the shuffles whose acknowledged records are all in the object store.
     fn proven_by_store(&self) -> HashSet<u64> {
         let whole = self.shipped.as_ref().filter(|log| log.gap().is_none());
         whole.map(|log| log.census.contents.moved.keys().copied().collect()).unwrap_or_default()
     }
 
-    /// Takes an entry, of so many bytes, of what an earlier process left, in any order.
+    /// Adds an entry of `bytes` bytes of an earlier process. Entries may come in any order.
     fn absorb(&mut self, (entry, bytes): (Entry, u64), heard: &mut HashMap<u64, ShuffleKey>) {
         self.contents.took(&entry, bytes);
         match entry {
@@ -214,8 +219,8 @@ impl Writer {
         self.directories.iter().all(|directory| directory.uuid != member.uuid())
     }
 
-    /// Tells what living shuffles said, in the order in which it was written; a copy that cannot be read to its end is gone
-    /// on with in the other.
+    /// Sends the records of living shuffles, in the order in which they were written. If a copy
+    /// cannot be read to its end, the other one is used from there.
     pub(super) async fn tell(&self, to: &mpsc::Sender<Told>) {
         let (mut told, mut failed) = (0, None);
         for source in std::iter::once(&self.source).chain(&self.others) {
@@ -226,11 +231,12 @@ impl Writer {
                 break;
             }
         }
-        // The one that asked may be gone.
+        // The receiver may have been dropped.
         let _ = to.send(failed.map_or(Ok(None), Err)).await;
     }
 
-    /// Tells what a source has behind its first `told` entries; how many it has told of.
+    /// Sends the entries of a source after its first `told` ones. Returns the number of entries
+    /// sent so far.
     async fn tell_from(&self, source: &Source, told: u64, to: &mpsc::Sender<Told>) -> (u64, io::Result<()>) {
         let mut reader = source.read(&self.directories, self.deadlines.name);
         let mut at = 0;
@@ -238,7 +244,7 @@ impl Writer {
             match reader.next().await {
                 Ok(None) => return (at, Ok(())),
                 Err(error) => return (at, Err(error)),
-                // Was told from another source.
+                // This entry was sent from another source.
                 Ok(Some(_)) if at < told => {}
                 Ok(Some(entry)) => {
                     if !self.tell_one(entry, to).await {
@@ -250,7 +256,7 @@ impl Writer {
         }
     }
 
-    /// False when nobody listens any more.
+    /// Sends one entry. Returns false if the receiver was dropped.
     async fn tell_one(&self, entry: Entry, to: &mpsc::Sender<Told>) -> bool {
         match entry {
             Entry::Said(shuffle, content) if !self.contents.is_purged(shuffle.number) => {

@@ -1,7 +1,8 @@
-//! The one task that writes the metadata log: group commit.
+//! The single task that writes the metadata log, with group commit.
 //!
-//! It takes all entries that wait, appends them to both copies with one sync each, and answers all. A copy that fails or is
-//! late is given up: what there is is written once more, to the best directories (`generation`), and only then goes it on.
+//! It takes all waiting entries, appends them to both copies with one sync each, and acknowledges
+//! them. A copy that fails or is late is abandoned. The log is then written to the best directories
+//! again (`generation`) before it continues.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -28,44 +29,44 @@ use crate::clock::Instant;
 use uniffle_io::{File, Vanished};
 use uniffle_wire::types::ShuffleKey;
 
-/// Entries written together.
+/// Maximum number of entries written together.
 const BATCH_MAX: usize = 1024;
-/// Fewer dead bytes than this are not worth a new generation.
+/// Minimum number of dead bytes that justifies a new generation.
 const DEAD_BYTES_MIN: u64 = 8 << 20;
 
-/// Whether an error concerns a file and not its directory.
+/// Returns whether an error concerns a file and not its directory.
 fn wants_new_file(error: &io::Error) -> bool {
     Vanished::of(error) == Some(Vanished::File) || error.kind() == io::ErrorKind::FileTooLarge
 }
 
-/// How long things may take.
+/// Deadlines of disk operations.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
-    /// One write with its sync.
+    /// Deadline of one write with its sync.
     pub write: Duration,
-    /// Anything else.
+    /// Deadline of all other operations.
     pub name: Duration,
 }
 
-/// What is told of what shuffles said; none is the end.
+/// A recovered record of a shuffle, or `None` at the end.
 pub(super) type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
 pub(super) enum Request {
-    /// Answered with the position of the entry on its way into the object store.
+    /// Append an entry. Answered with its position on the way to the object store.
     Append(Entry, oneshot::Sender<Result<u64, LogError>>),
-    /// Look whether the copies are where they should be.
+    /// Check whether the copies are where they should be.
     Settle(oneshot::Sender<()>),
-    /// This start could not see everything.
+    /// Record that this start could not see everything.
     Blind(oneshot::Sender<()>),
-    /// Write nothing more, and say what is durable.
+    /// Stop writing, and return the hand-off record.
     Release(oneshot::Sender<Result<HandOff, LogError>>),
-    /// Where the log can be read now, and what of it lives.
+    /// Return where the log can be read now, and its living shuffles.
     Snapshot(oneshot::Sender<Result<Snapshot, LogError>>),
-    /// Tell what living shuffles said.
+    /// Send the records of living shuffles.
     Tell(mpsc::Sender<Told>),
 }
 
-/// A copy that is written.
+/// A copy that is being written.
 #[derive(Debug, Clone)]
 pub(super) struct Copy {
     pub(super) directory: usize,
@@ -74,43 +75,45 @@ pub(super) struct Copy {
     pub(super) file: Arc<dyn File>,
 }
 
-/// The one who writes.
+/// Writer of the log.
 pub(super) struct Writer {
     pub(super) directories: Vec<Directory>,
     pub(super) deadlines: Deadlines,
     pub(super) epoch: Epoch,
     pub(super) generation: u64,
     pub(super) contents: Contents,
-    /// Empty, or of a generation that nothing may be appended to any more: a new one has to begin.
+    /// Current copies. If empty or not open, a new generation has to begin.
     pub(super) copies: Vec<Copy>,
     pub(super) is_open: bool,
     pub(super) encoder: Encoder,
-    /// Bytes of the copies that hold frames.
+    /// Length of the frames in each copy, in bytes.
     pub(super) end: u64,
-    /// Where all of it can be read ...
+    /// Source of the complete log.
     pub(super) source: Source,
-    /// ... or else here.
+    /// Alternative sources, used if `source` fails.
     pub(super) others: Vec<Source>,
-    /// Copies of the process before that can be appended to, until a generation is resumed or begun.
+    /// Copies of the previous process that can be appended to, until a generation is resumed or
+    /// begun.
     pub(super) resumable: Option<Resumable>,
     pub(super) avoided: Vec<Option<Instant>>,
-    /// Directories whose metadata could not be read at the start, and why: written over, what they know would be gone.
+    /// Directories whose metadata could not be read at start, with the errors. They are not
+    /// overwritten, because their content would be lost.
     pub(super) unread: BTreeMap<usize, String>,
-    /// Directories that could be written when the epoch began.
+    /// Directories that were writable when the epoch began.
     pub(super) usable: BTreeSet<usize>,
     pub(super) is_blind: bool,
-    /// What the start found was told: it must not become something else before.
+    /// True once the recovered records were delivered. They must not change before.
     pub(super) is_told: bool,
     pub(super) marks: Marks,
-    /// The log on its way into the object store, where there is one.
+    /// Shipper to the object store, if there is one.
     pub(super) shipper: Option<Shipper>,
-    /// The log that the object store has from earlier processes, until a generation has begun.
+    /// The log of earlier processes in the object store, until a generation has begun.
     pub(super) shipped: Option<Arc<ShippedLog>>,
-    /// That log has living registrations that the directories do not have.
+    /// True if that log has living registrations that the directories do not have.
     pub(super) has_strangers: bool,
-    /// A generation was begun by this process, or gone on with.
+    /// True once this process has begun or resumed a generation.
     pub(super) is_begun: Arc<AtomicBool>,
-    /// Whether this process has tried to begin one, be it in vain.
+    /// True once this process has tried to begin a generation, successfully or not.
     pub(super) was_tried: watch::Sender<bool>,
 }
 
@@ -177,11 +180,11 @@ impl Writer {
             }
             let results = self.append(&entries).await;
             for (done, result) in answers.into_iter().zip(results) {
-                // The caller may be gone.
+                // The caller may have been dropped.
                 let _ = done.send(result);
             }
             if !looking.is_empty() && !self.is_open {
-                // The reason is given below.
+                // The error is returned by `snapshot` below.
                 let _: Result<(), _> = self.open(&mut BTreeSet::new()).await;
             }
             for done in looking {
@@ -202,7 +205,8 @@ impl Writer {
         }
     }
 
-    /// Begins or resumes a generation for the first time. Whoever waits for that continues even if it fails.
+    /// Begins or resumes a generation for the first time. Waiting callers continue even if it
+    /// fails.
     pub(super) async fn begin_first(&mut self) {
         if !self.is_open
             && let Err(error) = self.open(&mut BTreeSet::new()).await
@@ -215,12 +219,12 @@ impl Writer {
         self.was_tried.send_replace(true);
     }
 
-    /// Resumes the generation of the process before, or begins one as [`Writer::begin`].
+    /// Resumes the generation of the previous process, or begins one like [`Writer::begin`].
     async fn open(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
         if self.resume().await { Ok(()) } else { self.begin(excluded).await }
     }
 
-    /// Returns where all of the log can be read now, and what of it lives.
+    /// Returns where the complete log can be read now, and its living shuffles.
     fn snapshot(&self) -> Result<Snapshot, LogError> {
         if !self.is_open {
             return Err(LogError::told("the metadata log is not writable"));
@@ -237,7 +241,7 @@ impl Writer {
         })
     }
 
-    /// Returns the record for a successor.
+    /// Returns the hand-off record for a successor.
     fn hand_off(&self) -> Result<HandOff, LogError> {
         if !self.is_open {
             return Err(LogError::told("cannot write the metadata log now"));
@@ -246,7 +250,7 @@ impl Writer {
         Ok(HandOff { epoch, frames, generation })
     }
 
-    /// Waits for requests, and marks meanwhile what is acknowledged.
+    /// Waits for requests. Writes the mark of acknowledged frames meanwhile.
     async fn wait_for(
         &mut self,
         requests: &mut mpsc::Receiver<Request>,
@@ -272,13 +276,14 @@ impl Writer {
         requests.recv_many(waiting, BATCH_MAX).await
     }
 
-    /// Writes entries, on other directories when those that have the copies fail.
+    /// Writes entries. Uses other directories if those with the copies fail.
     async fn append(&mut self, entries: &[Entry]) -> Vec<Result<u64, LogError>> {
         let (mut excluded, mut renewed) = (BTreeSet::new(), BTreeSet::new());
         if entries.is_empty() {
             return Vec::new();
         }
-        // Every turn but the last leaves out a directory more, or gives one a new file for the first time.
+        // Every iteration except the last excludes a further directory, or gives one a new file for
+        // the first time.
         loop {
             if !self.is_open
                 && let Err(error) = self.open(&mut excluded).await
@@ -296,7 +301,7 @@ impl Writer {
             let failed: Vec<Copy> = failed.into_iter().map(|(copy, _)| copy).collect();
             excluded.retain(|at| kept.iter().all(|copy| copy.directory != *at));
             if kept.is_empty() {
-                // No copy has it; what the files hold behind the last acknowledged frame is never read.
+                // No copy has the entry. Bytes after the last acknowledged frame are never read.
                 (self.encoder, self.end) = before;
                 (self.copies, self.is_open) = (failed, false);
                 continue;
@@ -319,7 +324,8 @@ impl Writer {
         }
     }
 
-    /// The frames of `entries`, and how long each is; none of one that is too long, which is left out.
+    /// Encodes `entries`. Returns the frames and their sizes. An entry that is too long is left out
+    /// and has `None`.
     fn encode(&mut self, entries: &[Entry]) -> (Bytes, Vec<Option<u64>>) {
         let mut out = BytesMut::new();
         let mut batch = 0;
@@ -333,7 +339,8 @@ impl Writer {
         (out.freeze(), sizes)
     }
 
-    /// Appends to all copies; those that have it, and those that failed, each with whether a new file may do there.
+    /// Appends to all copies. Returns the successful and the failed ones. A failed one has whether
+    /// a new file in its directory may work.
     async fn write_all(&mut self, copies: Vec<Copy>, bytes: Bytes) -> (Vec<Copy>, Vec<(Copy, bool)>) {
         let (end, deadline) = (self.end, self.deadlines.write);
         let length = bytes.len() as u64;
@@ -355,7 +362,7 @@ impl Writer {
         (kept, failed)
     }
 
-    /// A directory failed: others are better for a while.
+    /// Notes that a directory failed. Others are preferred for a while.
     pub(super) fn blame(&mut self, directory: usize, path: &Path, error: &io::Error) {
         let disk = &self.directories[directory];
         let path = disk.io.root().join(path);
@@ -389,7 +396,8 @@ impl Writer {
         self.source = self.copies.first().map(source).expect("a generation has a copy");
     }
 
-    /// Looks whether the files of the log are where a start looks for them. What other programs have removed is written anew.
+    /// Verifies that the files of the log are where a start looks for them. Writes files again that
+    /// other programs removed.
     async fn look_for_files(&mut self) {
         if !self.is_open {
             return;
@@ -416,7 +424,7 @@ impl Writer {
         }
     }
 
-    /// After a batch: a better place for the copies, or less of what is dead.
+    /// Improves the log after a batch: moves misplaced copies, and drops dead entries.
     async fn tidy(&mut self, is_asked: bool) {
         if is_asked {
             self.look_again().await;

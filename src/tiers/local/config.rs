@@ -168,7 +168,7 @@ impl LocalConfig {
     }
 
     /// Returns the number of threads of the disks in addition to the runtime: one per disk with
-    /// io_uring.
+    /// `io_uring`.
     pub fn own_threads(&self) -> usize {
         match self.engine {
             Engine::Blocking => 0,

@@ -15,10 +15,10 @@
 //! then the records      40 bytes each (docs/protocol.md §5.2), in entry order, offsets relative to the extent
 //! ```
 //!
-//! The blocks of an extent are contiguous, so a record's offset is the sum of the lengths before it.
-//! [`decode`] and the reader check that. The bases are promises to clients, so the group stores them
-//! and recovery restores them. A group may appear in two index logs, after an append with an unknown
-//! outcome. Both have the same sequence and the same bytes. Pure: no I/O.
+//! The blocks of an extent are contiguous, so a record's offset is the sum of the lengths before
+//! it. [`decode`] and the reader check that. The bases are promises to clients, so the group stores
+//! them and recovery restores them. A group may appear in two index logs, after an append with an
+//! unknown outcome. Both have the same sequence and the same bytes. Pure: no I/O.
 
 use bytes::Bytes;
 use uuid::Uuid;
