@@ -26,5 +26,5 @@ pub fn suggested_claim(refusal: &str) -> Option<(PathBuf, Vec<u8>)> {
 /// a claim as new.
 #[must_use]
 pub fn new_claim() -> Vec<u8> {
-    b"uniffle-worker local store 1\n0badc1a1-0000-4000-8000-000000000001\n".to_vec()
+    b"uniffle-worker local store 1\n0badc1a1-0000-4000-8000-000000000001\ncrc32 15554f1a\n".to_vec()
 }
