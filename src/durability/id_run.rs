@@ -355,7 +355,7 @@ mod tests {
         assert_eq!(runs_to_merge(&[1000, 10, 10, 10, 10]), 4, "the large one stays");
         assert_eq!(runs_to_merge(&[100, 10, 10, 10, 10]), 5);
         assert_eq!(runs_to_merge(&[1000, 100, 10]), 0);
-        // However many runs are written, a look-up reads few.
+        // However many runs are written, a lookup reads few.
         let mut sizes = Vec::new();
         for _ in 0..10_000 {
             sizes.push(1);

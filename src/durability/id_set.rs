@@ -480,7 +480,7 @@ mod tests {
                 } else {
                     let (removes, there) = (!ids.is_empty(), ids.iter().filter(|id| model.remove(id)).count() as u64);
                     prop_assert_eq!(set.remove_all(&ids.into_iter().collect()), there);
-                    // To remove nothing leaves the late list as it is.
+                    // Removing nothing leaves the late list unchanged.
                     prop_assert!(!removes || set.len() == model.len() as u64);
                 }
                 prop_assert!(set.len() >= model.len() as u64);

@@ -61,7 +61,7 @@ mod tests {
     use super::super::{Record, Report};
     use super::*;
 
-    /// As [`Record::decode`] reads them.
+    /// Returns the ids as read by [`Record::decode`].
     fn decoded(bytes: &[u8]) -> Option<(i32, Vec<(PartitionId, i64)>)> {
         let Ok(Record::Report(Report { bitmap_count, partitions, records, .. })) = Record::decode(bytes)
         else {

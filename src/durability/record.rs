@@ -265,7 +265,7 @@ mod tests {
         assert!(!Record::replaces_registrations(&record.encode()));
     }
 
-    /// Version 1 with a list behind it: partitions, each with attempts and numbers.
+    /// Version 1 followed by a list of partitions, each with attempts and numbers.
     #[test]
     fn version_2_is_frozen() {
         let report = Report {

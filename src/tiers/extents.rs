@@ -196,7 +196,7 @@ mod tests {
 
     use super::*;
 
-    /// Of so many words beyond its place.
+    /// An extent with `WORDS` words besides its base and length.
     #[derive(Debug, Clone, Copy)]
     struct Extent<const WORDS: usize> {
         base: u64,

@@ -17,7 +17,7 @@ enum Step {
     Settle,
     Commit(Ids),
     Report(Ids),
-    /// A tier cannot read blocks any more, and says so.
+    /// A tier can no longer read blocks, and reports it.
     Vanish(Ids),
 }
 
@@ -50,19 +50,20 @@ fn held(heap: &Budget, ids: &Ids) -> Option<HeldIds> {
     held.add(&list(ids)).then_some(held)
 }
 
-/// The ledger beside what is true, and a caller that looks as it is told.
+/// The ledger with the true state, and a caller that looks when it should.
 struct Model {
     heap: Budget,
     ledger: Ledger,
     there: Ids,
     acknowledged: Ids,
-    /// What is there when the look under way began, and what it seeks.
+    /// Blocks that were present when the current look began, and those that it seeks.
     look: Option<(Ids, Ids)>,
     has_looker: bool,
 }
 
 impl Model {
-    /// `left` by an earlier process: acknowledged blocks, those on local disks and those in remote files.
+    /// `left` by an earlier process: acknowledged blocks, those on local disks and those in remote
+    /// files.
     fn new(heap: Budget, left: Option<(Ids, Ids, Ids)>, has_remote: bool) -> Self {
         let Some((acknowledged, local, remote)) = left else {
             let (ledger, none) = (Ledger::new(&heap), Ids::new);
@@ -108,7 +109,7 @@ impl Model {
                 Ok(is_first) => {
                     assert!(!(is_first && self.has_looker), "exactly one looks");
                     self.has_looker |= is_first;
-                    // Tasks report what they have sent.
+                    // Tasks report blocks that they have sent.
                     let is_sent = |id: &&u64| self.has_looker || self.there.contains(id);
                     self.acknowledged.extend(ids.iter().filter(is_sent));
                 }
@@ -154,7 +155,8 @@ impl Model {
 }
 
 proptest! {
-    /// No acknowledged block that is gone is ever served as if it were there, and none that is there is called lost.
+    /// No missing acknowledged block is ever served as present, and no present one is reported as
+    /// lost.
     #[test]
     fn missing_blocks_are_reported_and_present_ones_served(
         left: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(), heap in prop_oneof![Just(u64::MAX), 0u64..400],

@@ -1,4 +1,4 @@
-//! The rule against directories over several lives, and case by case.
+//! The recovery rule against directories over several process lifetimes, and case by case.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,11 +7,11 @@ use proptest::prelude::*;
 use super::super::frame::{LINEAGE_AWAY_MAX, LINEAGE_MAX};
 use super::*;
 
-/// Directories over several lives, each of which sees some of them.
+/// Directories over several process lifetimes, each with some of them.
 #[derive(Debug, Default)]
 struct Fixture {
     directories: Vec<Directory>,
-    /// All that was ever acknowledged, by shuffle.
+    /// Everything that was ever acknowledged, by shuffle.
     acknowledged: BTreeMap<u64, BTreeSet<u64>>,
     next_id: u64,
 }
@@ -29,7 +29,7 @@ struct Copied {
     log: Log,
 }
 
-/// What a log says.
+/// Content of a log.
 #[derive(Debug, Clone, Default)]
 struct Log {
     records: BTreeMap<u64, BTreeSet<u64>>,
@@ -74,12 +74,13 @@ impl Fixture {
         seen.collect()
     }
 
-    /// One life on the directories `here`, in which every one of `shuffles` reports once if that is acknowledged.
+    /// Simulates one process lifetime on the directories `here`. Each of `shuffles` reports once if
+    /// that is acknowledged.
     fn live(&mut self, here: &[usize], shuffles: &[u64]) {
         let seen = self.see(here);
         let judged = judge(&seen, None);
         if judged.is_fresh && self.next_id > 0 {
-            // Directories that have never met the others say nothing of them.
+            // Directories that have never met the others know nothing about them.
             return;
         }
         let mut log = Log::default();
@@ -98,7 +99,8 @@ impl Fixture {
         }
         let gap = judged.carried(judged.epoch.gap.as_ref());
         for (shuffle, ids) in &self.acknowledged {
-            // Neither refused as incomplete, nor, being unknown, for the gap: then it has to be all there.
+            // The shuffle is neither refused as incomplete nor, if unknown, because of the gap.
+            // Then it must be complete.
             let is_refused = match log.records.contains_key(shuffle) {
                 true => log.incomplete.contains_key(shuffle),
                 false => gap.is_some(),
@@ -114,7 +116,7 @@ impl Fixture {
         for (shuffle, id) in shuffles.iter().zip(self.next_id * 1000..) {
             let promised = self.acknowledged.entry(*shuffle).or_default();
             if !log.records.contains_key(shuffle) {
-                // It is registered anew: what it said before, if it did, is promised no more.
+                // The shuffle is registered again, so its earlier records are no longer promised.
                 promised.clear();
             }
             promised.insert(id);
@@ -131,7 +133,7 @@ impl Fixture {
     }
 }
 
-/// Lives with some of so many directories, in any order.
+/// Generates lifetimes with some of `count` directories, in any order.
 fn lives(count: usize) -> impl Strategy<Value = Vec<(Vec<usize>, Vec<u64>)>> {
     let all: Vec<usize> = (0..count).collect();
     let some = prop::sample::subsequence(all, 1..=count).prop_shuffle();
@@ -141,7 +143,7 @@ fn lives(count: usize) -> impl Strategy<Value = Vec<(Vec<usize>, Vec<u64>)>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Whichever directories are away in turn: what is not refused is complete.
+    /// Whichever directories are absent in turn, results that are not refused are complete.
     #[test]
     fn proven_results_are_complete_without_any_directory(lives in (1usize..=5).prop_flat_map(lives)) {
         let mut fixture = Fixture::of(5);
@@ -214,7 +216,7 @@ fn single_directory_of_two_waits_for_the_other() {
     assert!(gap.reason.contains("was used separately from the others") && gap.until_back.is_empty());
 }
 
-/// A directory that went on alone, and cannot be read at the next start.
+/// A directory that was used alone, and cannot be read at the next start.
 #[test]
 fn unreadable_copies_are_awaited_and_damaged_ones_not() {
     let mut fixture = Fixture::of(2);

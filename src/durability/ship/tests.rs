@@ -1,4 +1,4 @@
-//! The log over a store in memory.
+//! The shipped log on a store in memory.
 
 use std::collections::BTreeMap;
 
@@ -64,7 +64,7 @@ impl Log {
         ShippedLog::read(objects, &listed, &Budget::new(u64::MAX)).await.unwrap()
     }
 
-    /// Start number `start` of the worker.
+    /// Opens the log for start number `start` of the worker.
     async fn open(objects: &Arc<MemoryObjects>, start: u32) -> Self {
         let found = Self::found(objects).await;
         let (tasks, memory) = (Tasks::new(), Budget::new(u64::MAX));
@@ -125,7 +125,7 @@ async fn failed_record_is_not_acknowledged_and_later_ones_are() {
     log.append(7, b"fourth").await.unwrap();
     assert!(log.shipper.knows(end), "an end is stored later");
     let found = Log::found(&log.end().await).await;
-    // The second was on its way; the third was dropped when its caller was told.
+    // The second was in progress. The third was dropped when its caller got the error.
     assert_eq!(records(&found).await, ["first", "second", "fourth"]);
 }
 

@@ -193,7 +193,7 @@ mod tests {
         assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
         assert!(!lost.exists(), "it may not be mounted");
 
-        // One that another worker uses, and a marker of something else.
+        // A directory that another worker uses, and an unrelated marker.
         let disk = &config(&[&held]).real_disks()[0];
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
         let none = BTreeMap::new();
@@ -209,7 +209,7 @@ mod tests {
         assert!(told[0].contains("is damaged, and the identity of the directory is unknown"), "{told:?}");
     }
 
-    /// A failing directory that the running worker does without is no obstacle. One that hangs
+    /// A failing directory that the running worker does not use is no obstacle. One that hangs
     /// always is.
     #[tokio::test(start_paused = true)]
     async fn directory_that_hangs_is_an_obstacle_with_its_remedy() {
@@ -236,8 +236,7 @@ mod tests {
         }
     }
 
-    /// Directories with these identities, what they are configured with, and what a worker that
-    /// runs on the first two has.
+    /// Directories with these identities. A worker runs on the first two.
     struct Copied {
         dir: tempfile::TempDir,
         identities: BTreeMap<PathBuf, [u8; 16]>,
@@ -261,7 +260,7 @@ mod tests {
             std::fs::write(self.dir.path().join(name).join(MARKER), content).unwrap();
         }
 
-        /// Returns the obstacles for a successor on `names`. The running worker does without
+        /// Returns the obstacles for a successor on `names`. The running worker does not use
         /// `unhealthy`.
         async fn told(&self, names: &[&str], unhealthy: &[&str]) -> String {
             let paths = |names: &[&str]| names.iter().map(|name| self.dir.path().join(name)).collect();
@@ -319,7 +318,7 @@ mod tests {
             );
             assert!(told.starts_with(&expected) && told.lines().count() == 1, "{told}");
         }
-        // One that the running worker does not have.
+        // A directory that the running worker does not have.
         copied.mark("d2", b"");
         std::fs::create_dir(copied.dir.path().join("d2/apps")).unwrap();
         let told = copied.told(&["d0", "d2"], &[]).await;
@@ -343,7 +342,7 @@ mod tests {
             let told = copied.told(&["d0", "d1"], unhealthy).await;
             assert!(told.contains("d1: not the directory of the running worker"), "{told}");
         }
-        // Noticed and given up: its claim is gone, of which the start would die.
+        // Without its claim an unused directory may be empty. Other content prevents the start.
         std::fs::remove_file(copied.dir.path().join("d1").join(MARKER)).unwrap();
         assert_eq!(copied.told(&["d0", "d1"], &["d1"]).await, "", "an empty one in its place");
         std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();

@@ -217,8 +217,8 @@ mod tests {
         assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(left));
         assert_eq!(of("/a", &members[..1], &[uuid(1)]), Identity::Unknown, "a copy of one that is here");
         assert_eq!(identity("/a", None, &[]), Identity::Unknown);
-        // Replaced before by an empty one at its path, or away when the list was written: it is
-        // neither of these.
+        // It was replaced by an empty one at its path, or absent when the list was written, so it
+        // is neither of these.
         (members[0].votes, members[2].may_go_alone) = (false, true);
         members.push(Member::new(uuid(4), "/a"));
         assert_eq!(by(of("/a", &members, &[uuid(2)])), Some((4, true)));

@@ -154,17 +154,17 @@ mod tests {
         assert!(!is_full(true, 0.69, 0.8, 0.7));
     }
 
-    /// A disk in the simulation below: it shares its speed among what it has to write, in order.
+    /// A disk in the simulation below. It writes its queue in order.
     struct Disk {
         mib_per_second: f64,
         paces: Paces,
-        /// When what it has is written, with its bytes.
+        /// Time at which each queued write ends, with its bytes.
         queue: Vec<(Instant, u64)>,
         batches: u32,
     }
 
-    /// `writers` that write one batch after the other for `seconds`; returns how many batches each
-    /// disk got.
+    /// Simulates `writers` that write one batch after the other for `seconds`. Returns the number
+    /// of batches per disk.
     fn simulate(disks: &mut [Disk], writers: usize, batch: u64, start: Instant, seconds: u64) -> Vec<u32> {
         let mut free_at = vec![start; writers];
         disks.iter_mut().for_each(|disk| disk.batches = 0);
@@ -189,8 +189,8 @@ mod tests {
             let in_flight = candidates[chosen].in_flight_bytes + batch;
             disk.queue.push((end, batch));
             disk.batches += 1;
-            // Told at the beginning: a simplification that only makes the average quicker by one
-            // batch.
+            // Recorded at the beginning, a simplification that only updates the average one batch
+            // earlier.
             disk.paces.record(in_flight, end - now, now);
             free_at[writer] = end;
         }
@@ -201,8 +201,8 @@ mod tests {
     }
 
     proptest! {
-        /// The slow disk gets its share of what both can carry or less, is asked again and again
-        /// all the same, and gets half of everything once it is as fast as the other.
+        /// The slow disk gets at most its share of the total speed and is tried repeatedly. It gets
+        /// half of the batches once it is as fast as the other.
         #[test]
         fn slower_disk_gets_a_smaller_share_until_it_recovers(
             slower in 4f64..40.0, writers in 2usize..20, batch_mib in 4u64..64, first: bool,

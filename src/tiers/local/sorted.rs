@@ -44,7 +44,7 @@ pub(super) fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Part
 mod tests {
     use super::*;
 
-    /// Of a later epoch.
+    /// Base sequence of a later epoch.
     const LATER: u64 = 1 << 32;
 
     fn extent(base: u64, length: u64) -> Extent {

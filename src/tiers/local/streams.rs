@@ -240,14 +240,14 @@ mod tests {
 
     use super::*;
 
-    /// What happens to a partition.
+    /// An operation on a partition.
     #[derive(Debug, Clone, Copy)]
     enum Happens {
         Publish {
             log: u16,
             length: u64,
         },
-        /// Of what lies on the disks, in thousandths.
+        /// Fraction of the stream on the disks, in thousandths.
         Release(u64),
         Lose(u64),
     }

@@ -1,9 +1,10 @@
-//! Data directories that are not what their paths say: copies, disks that are not mounted, roots that go away.
+//! Data directories that are not what their paths suggest: copies, unmounted disks, disappearing
+//! roots.
 
 use super::*;
 use crate::tiers::local::marker::marker_of;
 
-/// Everything that is in a directory.
+/// Returns the content of a directory.
 fn content(disk: &TestDisk) -> BTreeMap<PathBuf, Vec<u8>> {
     disk.memory.snapshot()
 }
@@ -27,7 +28,7 @@ async fn copied_directory_is_refused_with_its_name() {
     let text = error.to_string();
     assert!(text.starts_with("/copy: ") && text.contains("same directory as /a, or a copy of it"), "{text}");
     assert_eq!([content(&disks[0]), content(&disks[1]), content(&copy)], before);
-    // With one of them left out it starts.
+    // Without one of them the store starts.
     let store = store_on(&disks).await;
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
 }
@@ -63,7 +64,7 @@ async fn empty_directory_on_root_is_refused_if_mounts_are_required() {
     assert!(disk.memory.files().is_empty(), "nothing is written below the mount point");
     disk.memory.set_mount_point("/data");
     drop(open(&config, &disk).await.unwrap());
-    // It is claimed: where it is does not matter any more.
+    // A claimed directory is accepted regardless of its mount point.
     disk.memory.set_mount_point("/");
     drop(open(&config, &disk).await.unwrap());
     let other = TestDisk::new("/other");
@@ -71,7 +72,7 @@ async fn empty_directory_on_root_is_refused_if_mounts_are_required() {
     drop(open(&LocalConfig::default(), &other).await.unwrap());
 }
 
-/// Two data directories on disks of their own, with a shuffle that has a block on the second.
+/// Creates two data directories on separate disks, with a shuffle that has a block on the second.
 async fn on_two_mounts() -> [TestDisk; 2] {
     let disks = [TestDisk::new("/a/data"), TestDisk::new("/b/data")];
     disks[0].memory.set_mount_point("/a");
@@ -86,7 +87,8 @@ async fn on_two_mounts() -> [TestDisk; 2] {
     disks
 }
 
-/// Opens a store. Returns the paths in use, the ids of the only shuffle's blocks, and why its results are refused.
+/// Opens a store. Returns the paths in use, the ids of the only shuffle's blocks, and why its
+/// results are refused.
 async fn opened(
     require_mounted: Option<bool>,
     disks: [&TestDisk; 2],
@@ -114,9 +116,9 @@ async fn empty_directory_of_an_unmounted_disk_is_left_out() {
         assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
         assert!(unmounted.memory.files().is_empty(), "nothing was written");
     }
-    // Mounted again, it has everything that it had.
+    // Mounted again, the directory has all of its data.
     assert_eq!(opened(None, [&disks[0], &disks[1]]).await, all);
-    // The operator says that the disk is gone for good.
+    // The operator says that the disk is gone permanently.
     let (paths, ..) = opened(Some(false), [&disks[0], &unmounted]).await;
     assert_eq!(paths, [Path::new("/a/data"), Path::new("/b/data")]);
 }
@@ -131,10 +133,10 @@ async fn new_disk_at_the_mount_point_of_another_is_taken() {
     assert_eq!(paths, all.0);
     assert!(ids.len() < all.1.len(), "what was on it is lost");
     assert!(incomplete.is_some_and(|reason| reason.contains("/b/data is missing")));
-    // The old one comes back: its blocks are served again.
+    // The old directory returns, and its blocks are served again.
     let (_, ids, _) = opened(None, [&disks[0], &disks[1]]).await;
     assert_eq!(ids, all.1);
-    // One that was on the root file system gets a disk of its own.
+    // A directory on the root file system gets a disk of its own.
     new.memory.set_mount_point("/");
     opened(None, [&disks[0], &new]).await;
     let own = TestDisk::new("/b/data");
@@ -156,13 +158,13 @@ async fn empty_directories_are_refused_if_their_data_is_known() {
     let text = error.to_string();
     assert!(text.contains("has 3 shuffles") && text.contains("require_mounted = false"), "{text}");
     assert!(disks.iter().all(|disk| content(disk).is_empty()), "a claim would make them look used");
-    // The operator says that they are new, or that nothing is kept.
+    // The operator says that they are new, or that no data is recovered.
     for (had_data, require_mounted, recovery) in
         [(known, Some(false), true), (known, Some(true), true), (known, None, false), (None, None, true)]
     {
         open(&empty(), had_data, require_mounted, recovery).await.unwrap();
     }
-    // One that was used knows the others.
+    // A used directory knows the others.
     let [used, new] = empty();
     open(std::slice::from_ref(&used), None, None, true).await.unwrap();
     open(&[used, new], known, None, true).await.unwrap();
@@ -187,7 +189,7 @@ async fn missing_directory_receives_nothing_until_it_returns() {
     assert_eq!(content(&disks[0]), before, "nothing is written there, not even by a probe");
     let error = read_all(&store, &key, 1).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Unhealthy, "readers wait");
-    // Another one in its place is not it.
+    // Another directory in its place is not accepted.
     let other = Some(marker_of(uuid::Uuid::from_u128(7)).into_bytes());
     disks[0].memory.put(Path::new(MARKER), other);
     store.probe().await;
@@ -199,7 +201,7 @@ async fn missing_directory_receives_nothing_until_it_returns() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..12).collect::<Vec<_>>());
 }
 
-/// A worker's data directories with a shuffle, its claims as they were.
+/// Data directories of a worker with a shuffle and their original claims.
 struct Claimed {
     root: tempfile::TempDir,
     count: usize,
@@ -218,7 +220,7 @@ impl Claimed {
         claimed
     }
 
-    /// With a quote in its name, as the line for the shell has to have it.
+    /// The name has a quote, which the shell command must escape.
     fn path(&self, number: usize) -> PathBuf {
         self.root.path().join(format!("it's d{number}"))
     }
@@ -232,7 +234,7 @@ impl Claimed {
         open_real(LocalConfig { paths, ..LocalConfig::default() }.real_disks()).await
     }
 
-    /// Names and sizes of everything that is there.
+    /// Returns names and sizes of all files.
     fn listing(&self) -> Vec<(PathBuf, u64)> {
         let (mut all, mut left) = (Vec::new(), vec![self.root.path().to_path_buf()]);
         while let Some(directory) = left.pop() {
@@ -246,7 +248,7 @@ impl Claimed {
         all
     }
 
-    /// Runs the line that an error ends with.
+    /// Runs the command at the end of an error.
     fn repair(&self, error: &StoreError) {
         let text = error.to_string();
         let (_, line) = text.split_once("to restore the claim: ").expect("it says how");
@@ -293,7 +295,7 @@ async fn damaged_claim_is_restored_with_the_reported_line() {
     }
 }
 
-/// The list is damaged, too: the copy of the log beside it begins with the same.
+/// The list is damaged too. The copy of the log beside it begins with the same epoch.
 #[tokio::test]
 async fn directory_without_claim_is_identified_by_list_or_log() {
     let claimed = Claimed::new(2).await;

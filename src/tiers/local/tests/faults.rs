@@ -1,4 +1,5 @@
-//! Every I/O error, one by one: what is published stays readable, what failed goes elsewhere or back to its caller.
+//! Every I/O error, one by one: published blocks stay readable, failed ones are written elsewhere
+//! or returned.
 
 use super::*;
 use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, Fault, Operation, Rule};
@@ -11,13 +12,14 @@ async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
     (disks, store, key)
 }
 
-/// Fails `rule` on the disk that is to take the next batch; the batch must come out whole all the same.
+/// Fails `rule` on the disk that is next for a batch. The batch must be written completely all the
+/// same.
 async fn survives(rule: Rule, expect_healthy: bool, expect_full: bool) {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 8000)], true)]).await.unwrap(); // to disk 0
     store.write(&key, vec![extent(1, &[(2, 9000)], true)]).await.unwrap(); // to disk 1
     disks[0].faults.add(rule.clone());
-    // Disk 0 has more space left: it is its turn.
+    // Disk 0 has more space left, so it is next.
     let batch = vec![extent(1, &[(3, 9000)], true), extent(2, &[(4, 70_000)], false)];
     let published = store.write(&key, batch).await.unwrap();
     assert_eq!(disks[0].faults.injected(), 1, "{rule:?}");
@@ -27,7 +29,7 @@ async fn survives(rule: Rule, expect_healthy: bool, expect_full: bool) {
     let info = &store.disks()[0];
     assert_eq!((info.is_healthy(), info.is_full()), (expect_healthy, expect_full), "{rule:?}");
 
-    // The disk comes back, and a log that saw an error is never written again.
+    // The disk recovers, and a log that saw an error is never written again.
     let before: Vec<_> = disks[0].app_files();
     store.probe().await;
     store.maintain_once().await;
@@ -158,7 +160,7 @@ fn mismatches(store: &LocalStore) -> [u64; 2] {
     [metrics.read_crc_mismatches.get(), metrics.blocks_damaged.get()]
 }
 
-/// By way of the page cache and around it, with the block in one chunk and in several.
+/// Through the page cache and bypassing it, with the block in one chunk and in several.
 #[tokio::test(start_paused = true)]
 async fn block_that_is_valid_on_reread_is_served() {
     for sizes in [[500, 600, 700], [50_000, 60_000, 70_000], [500_000, 1_000_000, 3_000_000]] {
@@ -173,7 +175,8 @@ async fn block_that_is_valid_on_reread_is_served() {
     }
 }
 
-/// The wrong bytes are with the client before the block's end shows them: the answer ends, and nothing is given up.
+/// The client has the wrong bytes before the end of the block reveals them. The response ends, and
+/// no block is marked.
 #[tokio::test(start_paused = true)]
 async fn block_misread_once_is_not_abandoned() {
     let (disks, store, key) = two_disks().await;
@@ -211,7 +214,8 @@ async fn damaged_block_does_not_affect_others() {
             assert_eq!(range_of(&store, &key, 1, place).await.unwrap(), payload(id, size));
             assert!(!store.data(&key, p, place.0, place.1).unwrap().has_hole());
         }
-        // Who knows the index from before is told that there is a hole, and the service whether somebody misses it.
+        // A client with an older index learns of the hole, and the service learns of the possible
+        // loss.
         assert!(store.data(&key, p, size as u64 - 1, 2).unwrap().has_hole());
         store.write(&key, vec![extent(1, &[(2, size)], false)]).await.unwrap();
         assert_eq!(present(&store, &key, p).await, [1, 2, 3]);
@@ -283,7 +287,7 @@ async fn failed_probe_reports_the_cause() {
     assert!(store.disks()[1].is_healthy(), "one EMFILE says nothing about the disk");
 }
 
-/// Eight writers at a time.
+/// Writes with eight concurrent writers. Returns the number of batches per disk.
 async fn write_many(store: &LocalStore, key: &ShuffleKey, ids: std::ops::Range<i64>) -> [u32; 2] {
     use futures::StreamExt;
     let writes = ids.map(|id| store.write(key, vec![extent(1, &[(id, 9000)], true)]));
@@ -306,7 +310,8 @@ async fn slow_disk_gets_less_until_it_is_fast() {
     slow(&disks[1], 50);
     let began = tokio::time::Instant::now();
     let taken = write_many(&store, &key, 0..2000).await;
-    // By work in flight alone the slow one would hold half of the writers: 180 batches, 22 s.
+    // With placement by in-flight work alone, the slow disk would get half of the writers: 180
+    // batches, 22 s.
     assert!((1..=100).contains(&taken[0]), "{taken:?}");
     assert!(began.elapsed() < std::time::Duration::from_secs(18), "{:?}", began.elapsed());
     disks[0].faults.clear();

@@ -1,4 +1,5 @@
-//! Disks that do not answer, and callers that go away. Time is paused: deadlines pass as soon as nothing else happens.
+//! Disks that do not answer, and callers that are dropped. Time is paused: deadlines pass when
+//! nothing else happens.
 
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ async fn hung_write_moves_to_another_disk() {
     assert_nothing_left(&store, &disks).await;
 }
 
-/// One disk with far more to write than it can: calls miss their deadline in its queue, and others come through.
+/// One overloaded disk: calls miss their deadline in its queue, and others complete.
 #[tokio::test(start_paused = true)]
 async fn device_with_long_queue_is_busy_and_not_hung() {
     let disks = [TestDisk::new("/a")];
@@ -83,7 +84,7 @@ async fn device_with_long_queue_is_busy_and_not_hung() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [2, 3]);
 }
 
-/// So much memory; who wants more waits.
+/// Bounded read memory. Further requests wait.
 struct BoundedBuffers {
     free: Arc<Semaphore>,
     asked: AtomicUsize,
@@ -160,7 +161,7 @@ async fn hung_reads_leave_memory_for_other_disks() {
     assert_eq!(first_chunk(0).await.unwrap(), Some(1_000_000));
 }
 
-/// One deletion that takes its 600 s: the disk that failed meanwhile is probed, and what is to be deleted on it is.
+/// One deletion takes 600 s. Meanwhile the failed disk is probed, and deletions on it continue.
 #[tokio::test(start_paused = true)]
 async fn slow_deletion_does_not_delay_probes_or_other_disks() {
     let (disks, store, key) = two_disks().await;
@@ -191,7 +192,7 @@ async fn slow_deletion_does_not_delay_probes_or_other_disks() {
     assert!(disks[0].app_directories().iter().all(|path| path.starts_with("apps/spare")));
 }
 
-/// Purges as the service has them done: 16 at a time for all disks.
+/// Purges like the service: 16 at a time for all disks.
 async fn purge_all(store: &Arc<LocalStore>, keys: &[ShuffleKey]) {
     let purges = keys.iter().filter_map(|key| {
         Tier::forget(Arc::clone(store), &key.app, std::slice::from_ref(key), Purge::App(Cause::Expired))
@@ -199,7 +200,7 @@ async fn purge_all(store: &Arc<LocalStore>, keys: &[ShuffleKey]) {
     stream::iter(purges).buffer_unordered(16).collect().await
 }
 
-/// Two disks and 40 apps with files on both.
+/// Creates two disks and 40 applications with files on both.
 async fn two_disks_of_many() -> ([TestDisk; 2], Arc<LocalStore>, Vec<ShuffleKey>) {
     let (disks, store, _) = two_disks().await;
     let keys: Vec<_> = (0..40).map(|app| super::key(&format!("many{app}"), 1)).collect();
@@ -285,7 +286,7 @@ async fn hung_opens_reads_and_removals_end_at_their_deadline() {
     disks[0].faults.release().await;
     store.probe().await;
     store.maintain_once().await;
-    // The open that hung through the purge found its directory gone.
+    // The open that hung during the purge found its directory removed.
     assert!(disks[0].app_files().is_empty() && disks[1].app_files().is_empty());
 }
 
@@ -300,7 +301,8 @@ async fn hung_disk_delays_no_probe_or_maintenance_of_others() {
     assert!(!infos[0].is_healthy() && (infos[0].condition == DiskCondition::Hung) && infos[1].is_healthy());
 }
 
-/// A writer that is dropped in the middle of its index append leaves the outcome unknown: the next one finishes it.
+/// A writer that is dropped during its index append leaves the outcome unknown. The next one
+/// finishes it.
 #[tokio::test(start_paused = true)]
 async fn cancelled_publish_is_finished_by_the_next() {
     let (disks, store, key) = two_disks().await;
@@ -348,7 +350,8 @@ async fn purge_that_is_dropped_is_finished_later() {
     assert_nothing_left(&store, &disks).await;
 }
 
-/// Two apps that go at the same time: the files of both are removed by the first of them, and it takes long.
+/// Two applications end at the same time. The first purge removes the files of both, which takes
+/// long.
 #[tokio::test(start_paused = true)]
 async fn app_directories_are_removed_by_concurrent_purges() {
     let (disks, store, first) = two_disks().await;

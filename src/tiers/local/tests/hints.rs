@@ -1,4 +1,4 @@
-//! What a reader says it will read next.
+//! Hints of readers about their next reads.
 
 #![expect(clippy::single_range_in_vec_init, reason = "a request may have one hint")]
 
@@ -20,7 +20,7 @@ async fn opened(direct_io: bool) -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
     (disk, store, key)
 }
 
-/// What the disk was told after a hint, by order in the log.
+/// Returns the ranges prefetched from the disk after a hint, in the order of the log.
 async fn told(disk: &TestDisk, store: &LocalStore, key: &ShuffleKey, ranges: &[Range<u64>]) -> Vec<Vec<u8>> {
     let before = disk.memory.advised().len();
     store.hint(key, P, ranges);
@@ -56,18 +56,18 @@ async fn hostile_hints_are_ignored_or_limited() {
         store.write(&key, vec![extent(1, &[(id, 100_000)], false)]).await.unwrap();
     }
     let bytes = store.partition_bytes(&key, P);
-    // Beyond what is published, also by a byte, and of what does not exist.
+    // Ranges beyond the published end, by one byte or more, and of unknown partitions and shuffles.
     assert!(told(&disk, &store, &key, &[0..u64::MAX, 0..bytes + 1, bytes..bytes + 1]).await.is_empty());
     store.hint(&key, PartitionId(2), &[0..1]);
     store.hint(&super::key("other", 1), P, &[0..1]);
     assert!(told(&disk, &store, &key, &[]).await.is_empty());
-    // Every one overlaps the others.
+    // All ranges overlap.
     let whole = vec![0..bytes; 1000];
     let told_bytes = told(&disk, &store, &key, &whole).await.iter().map(|it| it.len() as u64).sum::<u64>();
     assert_eq!(told_bytes, HINTED_BYTES_MAX);
     let ends: Vec<_> = (0..1000).map(|n| n % 400 * 100_000..n % 400 * 100_000 + 1).collect();
     assert_eq!(told(&disk, &store, &key, &ends).await.len(), HINTED_EXTENTS_MAX);
-    // Of a shuffle that is gone.
+    // A hint for a purged shuffle.
     store.purge(&key).await;
     assert!(told(&disk, &store, &key, &[0..1]).await.is_empty());
     assert_nothing_left(&store, &[disk]).await;
@@ -92,12 +92,12 @@ async fn prefetch_runs_once_per_disk_beside_reads() {
     disk.faults.release().await;
     store.reader.tasks.drained().await;
     assert_eq!(disk.memory.advised().len(), 1);
-    // An error says nothing of the disk, and the next one comes through.
+    // An error does not affect the health of the disk, and the next hint works.
     disk.faults.add(Rule::once(Operation::Advise, Fault::Errno(EIO)));
     assert!(told(&disk, &store, &key, &[0..5000]).await.is_empty());
     assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
     assert_eq!(told(&disk, &store, &key, &[0..5000]).await.len(), 1);
-    // A disk that fails is left alone.
+    // A failing disk gets no hints.
     store.core.disks[0].note(&io::Error::from_raw_os_error(EIO));
     assert_ne!(store.disks()[0].condition, DiskCondition::Healthy);
     assert!(told(&disk, &store, &key, &[0..5000]).await.is_empty());

@@ -1,4 +1,4 @@
-//! Claims and restarts, shuffles that come and go, writers and purges at once.
+//! Claims and restarts, short-lived shuffles, concurrent writers and purges.
 
 use futures::future::join_all;
 
@@ -62,7 +62,7 @@ async fn open_read_of_a_purged_shuffle_ends_with_an_error() {
     assert!(store.disks()[0].is_healthy(), "a name that is gone says nothing about the disk");
 }
 
-/// Writes and reads back; true when everything was as it may be.
+/// Writes and reads back. Returns whether every result was valid.
 async fn write_in_a_race(store: &LocalStore, handle: &ShuffleHandle, key: &ShuffleKey, id: i64) -> bool {
     let batch = vec![extent(1, &[(id, 3000)], id % 2 == 0), extent(2, &[(id, 10)], false)];
     match handle.write(&batch).await {
@@ -71,7 +71,7 @@ async fn write_in_a_race(store: &LocalStore, handle: &ShuffleHandle, key: &Shuff
     }
 }
 
-/// Writers, readers and a purge on real threads: whatever order they get, nothing is left.
+/// Writers, readers and a purge on real threads. Nothing is left, whatever their order.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn purges_and_writes_race() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
@@ -85,7 +85,7 @@ async fn purges_and_writes_race() {
             let (store, handle, key, good) =
                 (Arc::clone(&store), handle.clone(), key.clone(), Arc::clone(&good));
             tasks.spawn("writer", async move {
-                // A panic in a task does not fail the test: a count that is too small does.
+                // A panic in a task does not fail the test, but a count that is too small does.
                 let fine = write_in_a_race(&store, &handle, &key, id).await;
                 good.fetch_add(u64::from(fine), Ordering::Relaxed);
             });
@@ -197,7 +197,7 @@ async fn read_only_disk_serves_reads_until_writable() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..16).collect::<Vec<_>>());
 }
 
-/// All that is left is a read-only disk: it serves.
+/// Only a read-only disk is left, and it is served.
 #[tokio::test]
 async fn worker_starts_with_only_a_read_only_disk() {
     let disks = [TestDisk::new("/a")];

@@ -1,4 +1,5 @@
-//! The metadata log on the disks of a store: what is proven after damage, absence and power loss, and what is not.
+//! The metadata log on the disks of a store: which records are proven after damage, absence and
+//! power loss.
 
 use std::time::Duration;
 
@@ -9,13 +10,13 @@ use super::*;
 use crate::durability::{HandOff, LogError};
 use uniffle_testkit::fault::{EACCES, EIO, EMFILE, Fault, Operation, Rule};
 
-/// A shuffle that says something.
+/// Appends a record of a shuffle.
 pub(super) async fn say(store: &LocalStore, key: &ShuffleKey, said: &[u8]) {
     let handle = store.register(key);
     store.append_metadata(&handle, said).await.unwrap();
 }
 
-/// What is known of a shuffle, and whether it is incomplete.
+/// Returns the records of a shuffle, and why it is incomplete.
 pub(super) fn found(heard: &Heard, key: &ShuffleKey) -> (Vec<Bytes>, Option<String>) {
     let shuffle = heard.shuffles.iter().find(|shuffle| shuffle.key == *key);
     let said = heard.said.get(key).cloned().unwrap_or_default();
@@ -46,13 +47,14 @@ async fn new_shuffle_survives_power_loss_without_synced_data() {
     }
 }
 
-/// Starts on `disks` with the record of the process before.
+/// Starts on `disks` with the hand-off record of the previous process.
 async fn successor(disks: &[TestDisk], hand_off: Option<&HandOff>) -> Arc<LocalStore> {
     let config = LocalConfig { index_cache_bytes: 0, hand_off: hand_off.cloned(), ..LocalConfig::default() };
     open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap()
 }
 
-/// Where this process becomes the next one, the log is not written anew: what follows is appended, and found by every later start.
+/// A successor with a hand-off record does not write the log again. Its records are appended, and
+/// every later start finds them.
 #[tokio::test(start_paused = true)]
 async fn successor_continues_the_log() {
     for count in 1..=3 {
@@ -91,7 +93,8 @@ async fn successor_continues_the_log() {
     }
 }
 
-/// What is not as the process before says, or cannot stay so, is written anew as after a crash; nothing of it is missing.
+/// A log that differs from the hand-off record, or cannot stay in place, is written again as after
+/// a crash. No record is missing.
 #[tokio::test(start_paused = true)]
 async fn changed_log_is_rewritten() {
     type Change = fn(&[TestDisk], &mut Option<HandOff>);
@@ -127,7 +130,8 @@ async fn changed_log_is_rewritten() {
         assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "{what}");
         say(&store, &second, b"second").await;
     }
-    // What was said after the word is no part of it: who said it may have ended before it was on the device.
+    // A record after the hand-off is not part of it: its writer may have ended before it was on the
+    // device.
     let disks = &disks::<2>();
     let store = store_on(disks).await;
     say(&store, &first, b"first").await;
@@ -142,8 +146,8 @@ async fn changed_log_is_rewritten() {
     assert!(log_copies(disks).iter().all(|copy| !copies.contains(copy)), "an old word");
 }
 
-/// Who takes over what is left does not wait for the device: it is told from the old copies, and written anew behind that, or before the
-/// first entry.
+/// Recovery does not wait for the device. Records are read from the old copies, and the log is
+/// written again afterwards, or before the first entry.
 #[tokio::test(start_paused = true)]
 async fn recovered_records_are_read_before_the_rewrite() {
     let disks = &disks::<2>();
@@ -156,7 +160,7 @@ async fn recovered_records_are_read_before_the_rewrite() {
     let store = store_on(disks).await;
     assert!(!store.metadata.is_begun());
     assert_eq!(log_copies(disks), before);
-    // It ends here, and with the power.
+    // The process ends here with a power loss.
     drop(store);
     disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
     let store = store_on(disks).await;
@@ -209,7 +213,8 @@ async fn flipped_byte_is_repaired_unless_in_both_copies() {
                     reason.contains("/log is corrupt at record") && reason.contains("unregister"),
                     "{reason}"
                 );
-                // It stays so, whatever the next starts find; what is registered anew is not touched.
+                // The shuffle stays incomplete in all later starts. A new registration is not
+                // affected.
                 let fresh = key("app", 3);
                 say(&store, &fresh, b"new").await;
                 drop(store);
@@ -275,7 +280,8 @@ async fn alternating_directories_give_no_short_results() {
     assert!(reason.contains("was used separately from the others"), "{reason}");
 }
 
-/// Away for a start, which makes an empty one at its path: that one is away when it is back.
+/// Absent for one start, which creates an empty directory at its path. That directory is absent
+/// when the first returns.
 #[tokio::test(start_paused = true)]
 async fn returned_directory_names_its_replacement() {
     let disks = disks::<2>();
@@ -297,7 +303,7 @@ async fn returned_directory_names_its_replacement() {
             assert!(reason.contains("/b is an earlier one") && reason.contains(&named), "{reason}");
         }
     }
-    // By a path of its own it says that it has nothing newer.
+    // At a path of its own, the directory shows that it has nothing newer.
     let aside = TestDisk::new("/c");
     for directory in between.memory.directories() {
         aside.memory.create_dir_all(&directory).await.unwrap();
@@ -380,7 +386,7 @@ async fn one_sync_acknowledges_all_waiters() {
     let mut first = Box::pin(store.append_metadata(&handle, b"first"));
     let early = tokio::time::timeout(Duration::from_secs(4), &mut first).await;
     assert!(early.is_err());
-    // A sync each, in one group, if nobody waits for another's.
+    // One sync each, in one group, if no caller waits for another's.
     disks[0].faults.add(Rule::always(Operation::Sync, Fault::Slow(Duration::from_secs(2))).on("/log"));
     let mut others = Box::pin(join_all((0..20).map(|_| store.append_metadata(&handle, b"another"))));
     assert!((&mut others).now_or_never().is_none());
@@ -422,7 +428,7 @@ async fn records_are_read_from_the_other_copy_on_errors() {
         say(&store, &shuffle, record).await;
     }
     for failing in [0, 1] {
-        // Not the first window of 1 MiB, and not those of both copies.
+        // Fails neither the first window of 1 MiB nor those of both copies.
         disks[failing].faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log").after(2));
         assert_eq!(hear_log(&store).await.unwrap(), records);
         disks.iter().for_each(|disk| disk.faults.clear());

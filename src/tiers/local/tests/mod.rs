@@ -1,4 +1,4 @@
-//! Tests of the whole local store; what they share.
+//! Tests of the whole local store, with their shared fixtures.
 
 #![expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "test data is small")]
 
@@ -57,24 +57,25 @@ impl TestDisk {
         Arc::new(FaultDisk::new(Arc::new(self.memory.clone()), self.faults.clone()))
     }
 
-    /// Files that apps wrote.
+    /// Returns the files of applications.
     pub(super) fn app_files(&self) -> Vec<PathBuf> {
         self.memory.files().into_iter().filter(|path| path.starts_with("apps")).collect()
     }
 
-    /// Everything below `apps`.
+    /// Returns all directories below `apps`.
     pub(super) fn app_directories(&self) -> Vec<PathBuf> {
         let below = |path: &PathBuf| path.starts_with("apps") && path != Path::new("apps");
         self.memory.directories().into_iter().filter(below).collect()
     }
 }
 
-/// A store over so many fresh memory disks.
+/// Opens a store on fresh memory disks.
 pub(super) async fn store_on(disks: &[TestDisk]) -> Arc<LocalStore> {
     open(disks.iter().map(TestDisk::disk).collect()).await.unwrap()
 }
 
-/// Two disks, a store on them, and a shuffle that is registered and has written so many blocks, each alone.
+/// Creates two disks, a store on them, and a registered shuffle with `blocks` blocks, each in a
+/// batch of its own.
 pub(super) async fn two_disks_with_blocks(
     blocks: i64,
 ) -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey, ShuffleHandle) {
@@ -90,17 +91,17 @@ pub(super) async fn two_disks_with_blocks(
 }
 
 pub(super) async fn open(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, StoreError> {
-    // Without the cache of index records every index read asks the disk, where the faults are.
+    // Without the cache of index records every index read accesses the disk, where the faults are.
     let config = LocalConfig { index_cache_bytes: 0, ..LocalConfig::default() };
     open_with(config, disks).await
 }
 
-/// The same on disks of the machine, however full they are.
+/// Opens a store on real disks, however full they are.
 pub(super) async fn open_real(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, StoreError> {
     open_with(LocalConfig { index_cache_bytes: 0, ..roomy() }, disks).await
 }
 
-/// What else is on the machine's disks is none of a test's business.
+/// Configuration that ignores the fill level of the machine's disks.
 pub(super) fn roomy() -> LocalConfig {
     LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() }
 }
@@ -112,7 +113,7 @@ pub(super) async fn open_with(
     LocalStore::open(config, disks, &Budget::new(u64::MAX), &Registry::new()).await
 }
 
-/// Ids of the blocks of a partition that can be read, sorted.
+/// Returns the ids of the readable blocks of a partition, sorted.
 pub(super) async fn present(store: &LocalStore, key: &ShuffleKey, partition: PartitionId) -> Vec<u64> {
     let mut ids = Vec::new();
     store.visit_present(key, partition, &mut |id| ids.push(id)).await.unwrap();
@@ -120,7 +121,7 @@ pub(super) async fn present(store: &LocalStore, key: &ShuffleKey, partition: Par
     ids
 }
 
-/// What a start found, with what shuffles had said.
+/// State that a start recovered, with the records of shuffles.
 pub(super) struct Heard {
     pub(super) recovered: Recovered,
     pub(super) said: BTreeMap<ShuffleKey, Vec<Bytes>>,
@@ -136,7 +137,7 @@ impl std::ops::Deref for Heard {
 
 pub(super) async fn hear(store: &LocalStore) -> Heard {
     let (mut recovered, mut said) = (store.take_recovered(), BTreeMap::<_, Vec<_>>::new());
-    // One that cannot be read to its end says what it said before.
+    // A log that cannot be read to its end returns the records before the failure.
     while let Ok(Some((key, record))) = recovered.said.next().await {
         said.entry(key).or_default().push(record);
     }
@@ -148,12 +149,12 @@ pub(super) fn key(app: &str, shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
 }
 
-/// The bytes of block `id`.
+/// Returns the content of block `id`.
 pub(super) fn payload(id: i64, len: usize) -> Vec<u8> {
     (0..len).map(|at| (id as usize * 31 + at * 7 + at / 251) as u8).collect()
 }
 
-/// An extent of blocks (id, length), in aligned memory or in one piece per block.
+/// Creates an extent of blocks (id, length), in aligned memory or in one piece per block.
 pub(super) fn extent(partition: i32, blocks: &[(i64, usize)], aligned: bool) -> ExtentWrite {
     let payloads: Vec<_> = blocks.iter().map(|(id, len)| payload(*id, *len)).collect();
     let metas = blocks.iter().zip(&payloads).map(|((id, len), bytes)| BlockMeta {
@@ -207,7 +208,7 @@ pub(super) async fn range_of(
     Ok(bytes)
 }
 
-/// Reads a partition as a client does and checks every block; returns the ids in order.
+/// Reads a partition as a client does and checks every block. Returns the ids in order.
 pub(super) async fn read_all(
     store: &LocalStore,
     key: &ShuffleKey,
@@ -235,7 +236,7 @@ pub(super) async fn read_all(
     Ok(ids)
 }
 
-/// Every copy of the metadata log, by its disk.
+/// Returns every copy of the metadata log with its disk.
 pub(super) fn log_copies(disks: &[TestDisk]) -> Vec<(usize, PathBuf)> {
     let of = |(at, disk): (usize, &TestDisk)| {
         let all = disk.memory.files().into_iter().filter(|path| path.ends_with("log"));
@@ -244,7 +245,7 @@ pub(super) fn log_copies(disks: &[TestDisk]) -> Vec<(usize, PathBuf)> {
     disks.iter().enumerate().flat_map(of).collect()
 }
 
-/// What recovery would find: all whole groups of a shuffle's index logs, by sequence.
+/// Returns all whole groups of a shuffle's index logs by sequence, as recovery finds them.
 pub(super) fn groups(disks: &[TestDisk]) -> Vec<index::IndexGroup> {
     let mut found = Vec::new();
     for disk in disks {
@@ -261,7 +262,7 @@ pub(super) fn groups(disks: &[TestDisk]) -> Vec<index::IndexGroup> {
     found
 }
 
-/// After all shuffles are gone nothing may be left: no file, no byte counted, no write in flight.
+/// Asserts that purged shuffles left nothing: no file, no counted byte, no write in flight.
 pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) {
     store.maintain_once().await;
     for disk in disks {

@@ -1,4 +1,5 @@
-//! The store against a model: a partition is a `Vec<u8>` and a list of block ids, whatever the disks do.
+//! The store against a model: a partition is a `Vec<u8>` and a list of block ids, regardless of
+//! disk faults.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,7 @@ use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation};
 
 #[derive(Debug, Clone)]
 struct Batch {
-    /// Partition, block lengths, aligned.
+    /// Partition, block lengths, and whether the memory is aligned.
     extents: Vec<(i32, Vec<usize>, bool)>,
 }
 
@@ -67,7 +68,7 @@ async fn run(batches: Vec<Batch>, disks: usize, seed: u64, faults: bool, ranges:
                 disks.iter().for_each(|disk| disk.faults.clear());
             }
             store.probe().await;
-            // A disk that said "no space" again and again is left alone for a while.
+            // A disk that repeatedly reported "no space" is avoided for a while.
             tokio::time::sleep(std::time::Duration::from_secs(600)).await;
             store.maintain_once().await;
         }
@@ -99,7 +100,8 @@ async fn check(
     for (partition, expected) in model {
         let mut ids = read_all(store, key, *partition).await.unwrap();
         if faults {
-            // A batch whose index append failed everywhere is published by a later one: twice, never not at all.
+            // A batch whose index append failed on all disks is published by a later one. It may
+            // appear twice, but is never missing.
             ids.sort_unstable();
             ids.dedup();
             assert_eq!(ids, expected.ids);

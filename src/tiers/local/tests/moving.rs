@@ -1,11 +1,11 @@
-//! What is moved away: reads for that, and files that go.
+//! Migration: reads of data to be moved, and removal of its files.
 
 use futures::FutureExt as _;
 
 use super::*;
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
-/// All of a partition, as a run.
+/// Returns a whole partition as one run.
 fn run_of(moving: &Moving, partition: i32) -> Run {
     moving.next_run(PartitionId(partition), 0, u64::MAX).unwrap()
 }
@@ -44,13 +44,13 @@ async fn damaged_block_found_by_a_move_is_omitted() {
     assert!(store.data(&key, PartitionId(1), 0, 9000).unwrap().has_hole());
 }
 
-/// Gives up all that a shuffle has, as when it has been moved.
+/// Releases all data of a shuffle, as after a migration.
 async fn release_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64, StoreError> {
     let all = store.oldest(handle, u64::MAX, &Stops::new()).await;
     store.release(handle, all.ends).await
 }
 
-/// Files of data, and of what waits to be deleted.
+/// Returns data files and files that wait for deletion.
 fn data_files(disks: &[TestDisk]) -> Vec<PathBuf> {
     let of_data =
         |path: &PathBuf| path.starts_with("trash") || path.extension().is_some_and(|it| it == "data");
@@ -76,7 +76,7 @@ async fn unremoved_file_is_removed_by_maintenance() {
         let mut read = store.data(&key, PartitionId(1), 0, 9000).unwrap();
         disks[0].faults.add(Rule::once(Operation::Rename, fault).on(".data"));
         match fault {
-            // The call goes away before the disk has answered.
+            // The call is dropped before the disk has answered.
             Fault::Hang => assert!(release_all(&store, &handle).now_or_never().is_none()),
             _ => assert_eq!(release_all(&store, &handle).await.unwrap_err().kind, StoreErrorKind::NoSpace),
         }

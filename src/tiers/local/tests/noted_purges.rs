@@ -1,4 +1,4 @@
-//! Purges in the metadata log: what is purged does not come back, and nothing else goes.
+//! Purges in the metadata log: purged shuffles do not return, and all others stay.
 
 use futures::FutureExt as _;
 use futures::future::join_all;
@@ -52,7 +52,7 @@ async fn unlogged_purge_keeps_the_files() {
     assert!(hear(&*store_on(&disks).await).await.shuffles.is_empty());
 }
 
-/// Entries in a copy of the log, by the magic of their frames.
+/// Returns the number of entries in a copy of the log, by the magic of their frames.
 fn entries(disks: &[TestDisk]) -> usize {
     let (at, path) = log_copies(disks)[0].clone();
     let content = disks[at].memory.content(&path).unwrap();

@@ -1,5 +1,5 @@
-//! What a power loss leaves: everything that was acknowledged where writes are synced, and no silent wrong byte
-//! where they are not.
+//! Effects of a power loss. Acknowledged data survives if writes are synced. Otherwise no read
+//! returns wrong bytes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -101,7 +101,7 @@ async fn without_syncing_no_data_is_synced() {
     assert_eq!(disks[0].faults.injected(), 0);
 }
 
-/// `localfile_store.sync = "off"`, and the machine is switched off after the worker was stopped.
+/// The machine is switched off after a worker with `localfile_store.sync = "off"` was stopped.
 #[tokio::test(start_paused = true)]
 async fn last_sync_reaches_all_responsive_devices() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
@@ -124,15 +124,15 @@ async fn last_sync_reaches_all_responsive_devices() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..20).collect::<Vec<_>>());
 }
 
-/// What was acknowledged in one life.
+/// Acknowledged data of one process lifetime.
 #[derive(Default)]
 struct Told {
     metadata: Vec<Vec<u8>>,
-    /// Blocks by id with their place in the stream, as an index said.
+    /// Blocks by id with their place in the stream, as listed by an index.
     records: BTreeMap<i64, IndexRecord>,
 }
 
-/// Writes at random, with disks that fail, until the power goes away in the middle of it.
+/// Writes at random to failing disks, until the power fails during a write.
 async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &mut Told) {
     let store = open_with(disks, sync).await;
     let key = key("app", 1);
@@ -167,13 +167,13 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
         }
         store.probe().await;
     }
-    // What is readable is promised, with its place.
+    // Readable blocks are promised at their place.
     for record in index_of(&store, &key, 1).await.unwrap().0 {
         if record.block_id != FILLER_BLOCK_ID {
             told.records.insert(record.block_id, record);
         }
     }
-    // The last writes are under way when it gets dark.
+    // The last writes are in progress when the power fails.
     let kind = *[".data", ".index"].get(random.random_range(0..2)).unwrap();
     disks.iter().for_each(|disk| disk.faults.add(Rule::once(Operation::Sync, Fault::Hang).on(kind)));
     let last = vec![extent(1, &[(next + 1, 70_000)], true)];
@@ -199,7 +199,7 @@ fn history(seed: u64, sync: SyncWrites, check: impl AsyncFn(Arc<LocalStore>, &To
     });
 }
 
-/// `POWER_SEEDS=10000 cargo test --lib power` runs more.
+/// `POWER_SEEDS=10000 cargo test --lib power` runs more seeds.
 #[test]
 fn synced_data_survives_power_loss_in_place() {
     let seeds = std::env::var("POWER_SEEDS").map_or(150, |text| text.parse().unwrap());
@@ -230,7 +230,7 @@ fn synced_data_survives_power_loss_in_place() {
     assert!(blocks.get() > 10 * seeds, "{}", blocks.get());
 }
 
-/// Without syncing power takes blocks, but no read gives other bytes than were written.
+/// Without syncs a power loss takes blocks, but no read returns wrong bytes.
 #[test]
 fn unsynced_data_is_lost_and_never_wrong() {
     let (damaged, gone) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
@@ -244,7 +244,8 @@ fn unsynced_data_is_lost_and_never_wrong() {
                     continue;
                 }
                 let place = (record.offset as u64, record.length as u32);
-                // It was found damaged before: from then on it is a hole, which is refused or nobody's.
+                // The block was already found damaged. It is a hole since then, and reads of it are
+                // refused or marked.
                 if store.data(&key, PartitionId(1), place.0, place.1).is_ok_and(|read| read.has_hole()) {
                     damaged.set(damaged.get() + 1);
                     continue;

@@ -1,4 +1,4 @@
-//! The cache of index records, idle descriptors, and what a probe calls busy.
+//! The cache of index records, idle descriptors, and probes of busy disks.
 
 use std::time::Duration;
 
@@ -38,7 +38,7 @@ async fn published_index_is_cached_until_purge() {
 #[tokio::test]
 async fn evicted_index_is_read_once_and_cached() {
     let disks = [TestDisk::new("/a")];
-    // Room for eight extents of one block.
+    // Capacity for eight extents of one block.
     let store = cached(&disks, 8 * 200).await;
     let key = key("app", 1);
     store.register(&key);
@@ -90,7 +90,7 @@ async fn delayed_probe_does_not_fail_a_disk() {
     let hang = || disks[0].faults.add(Rule::once(Operation::Sync, Fault::Hang));
 
     hang();
-    // The probe is begun first and hangs; a read comes through meanwhile.
+    // The probe begins first and hangs. A read completes meanwhile.
     let (probed, read) = tokio::join!(biased; store.core.disks[0].probe(false), read_all(&store, &key, 1));
     assert_eq!((probed.unwrap_err().kind(), read.unwrap()), (io::ErrorKind::TimedOut, vec![1]));
     assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "busy");
@@ -127,7 +127,7 @@ async fn crossing_the_high_watermark_marks_the_disk_full() {
     assert_eq!((store.available_disks(), store.usage(&key)), (2, TierUsage::default()));
 }
 
-/// Heap buffers, at most so large.
+/// Heap buffers with a maximum size.
 struct SmallBuffers(usize);
 
 impl ReadBuffers for SmallBuffers {
@@ -148,7 +148,8 @@ async fn several_large_extents_are_read_in_one_call() {
     let store = open_with(config, vec![disks[0].disk()]).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
-    // Three large ones, a small one, and one that is larger than any buffer; all one behind the other in the log.
+    // Three large pieces, a small one, and one that exceeds every buffer. All are contiguous in the
+    // log.
     let sizes = [(1, 100_000), (2, 70_001), (3, 300_000), (4, 5000), (5, 3_000_001), (6, 66_000)];
     for (id, size) in sizes {
         store.write(&key, vec![extent(1, &[(id, size)], id % 2 == 0)]).await.unwrap();

@@ -1,5 +1,5 @@
-//! P5: what is deleted does not hold up what is written, and does not wait where there is nothing to hold up. Time is paused:
-//! it passes in pauses alone.
+//! Deletions do not delay writes, and do not pause if there is nothing to delay. Time is paused, so
+//! it only passes in pauses.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 const MIB: usize = 1 << 20;
 
-/// A disk, a store on it, and a shuffle whose data log is 48 MiB long.
+/// Creates a disk, a store on it, and a shuffle whose data log is 48 MiB long.
 async fn large_log() -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
     let disk = TestDisk::new("/a");
     let store = open(vec![disk.disk()]).await.unwrap();
@@ -25,14 +25,14 @@ async fn large_log() -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
     (disk, store, key)
 }
 
-/// MiB that shuffles have, deleted or not.
+/// Returns the remaining MiB of shuffles, including deleted ones.
 fn left(disk: &TestDisk) -> usize {
     let files = disk.memory.snapshot().into_iter();
     let of_shuffles = files.filter(|(path, _)| path.starts_with("trash") || path.starts_with("apps"));
     of_shuffles.map(|(_, bytes)| bytes.len()).sum::<usize>() / MIB
 }
 
-/// Has `purge` remove the first 16 of 48 MiB, after which it pauses.
+/// Runs `purge` until the first 16 of 48 MiB are removed and it pauses.
 async fn until_it_pauses(disk: &TestDisk, mut purge: impl Future<Output = ()> + Unpin) {
     for _ in 0..10_000 {
         if left(disk) <= 32 {
@@ -70,7 +70,7 @@ async fn idle_or_full_disk_deletes_without_pauses() {
         let (disk, store, key) = large_log().await;
         let writing = InFlight::begin(&store.core.disks[0], if is_idle { 0 } else { 1 });
         if !is_idle {
-            // Between the watermarks.
+            // The fill level is between the watermarks.
             disk.memory.set_capacity(Some(64 * MIB as u64));
             store.maintain_once().await;
         }
@@ -96,7 +96,7 @@ async fn purge_dropped_between_parts_is_finished_later() {
     assert_nothing_left(&store, &[disk]).await;
 }
 
-/// A reader's file is cut back beneath it.
+/// The file of a reader is truncated during the read.
 #[tokio::test(start_paused = true)]
 async fn read_overtaken_by_a_purge_does_not_blame_the_disk() {
     for mode in ["data", "index"] {
@@ -120,7 +120,7 @@ async fn read_overtaken_by_a_purge_does_not_blame_the_disk() {
     }
 }
 
-/// An upgrade would have waited for all of it with its listeners closed.
+/// Otherwise an upgrade would wait for the whole removal with its listeners closed.
 #[tokio::test(start_paused = true)]
 async fn successor_finishes_a_removal() {
     let (disk, store, key) = large_log().await;
@@ -142,7 +142,7 @@ async fn successor_finishes_a_removal() {
     assert_nothing_left(&successor, &[disk]).await;
 }
 
-/// A shuffle with a record and a file.
+/// Creates a shuffle with a record and a file.
 async fn registered(disk: &TestDisk) -> (Arc<LocalStore>, ShuffleKey) {
     let store = open(vec![disk.disk()]).await.unwrap();
     let key = key("app", 1);
@@ -152,7 +152,7 @@ async fn registered(disk: &TestDisk) -> (Arc<LocalStore>, ShuffleKey) {
     (store, key)
 }
 
-/// A start would know the shuffle and miss its files.
+/// Otherwise a start would know the shuffle and miss its files.
 #[tokio::test(start_paused = true)]
 async fn sweep_spares_files_of_an_unlogged_purge() {
     let disk = TestDisk::new("/a");

@@ -1,4 +1,5 @@
-//! What a later process finds: the same streams with the same offsets, or holes of the same length.
+//! State that a later process recovers: the same streams with the same offsets, or holes of the
+//! same length.
 
 use super::*;
 use uniffle_io::blocking::BlockingDisk;
@@ -6,7 +7,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 const P1: PartitionId = PartitionId(1);
 
-/// The bytes of a partition's stream and the ids in its index.
+/// Returns the bytes of a partition's stream and the records of its index.
 async fn stream_of(store: &LocalStore, key: &ShuffleKey, partition: i32) -> (Vec<u8>, Vec<IndexRecord>) {
     let (records, length) = index_of(store, key, partition).await.unwrap();
     let end = records.iter().map(|record| record.offset + i64::from(record.length)).max().unwrap_or(0);
@@ -84,7 +85,7 @@ async fn torn_end_is_skipped_by_the_next_process() {
         store.write(&key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
     }
     drop((handle, store));
-    // The process died in the middle of its last append, of a group and of a record in both copies.
+    // The process died during its last append, of a group and of a record in both copies.
     let index =
         disks[0].app_files().into_iter().find(|path| path.extension().is_some_and(|it| it == "index"));
     let logs = log_copies(&disks).into_iter().map(|(_, path)| (path, 0));
@@ -108,7 +109,7 @@ async fn torn_end_is_skipped_by_the_next_process() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 7]);
 }
 
-/// Two disks; returns them with what was published on each.
+/// Creates two disks. Returns them with the ids published on the second and the stream.
 async fn two_disks(key: &ShuffleKey) -> ([TestDisk; 2], Vec<i64>, (Vec<u8>, Vec<IndexRecord>)) {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let store = store_on(&disks).await;
@@ -117,7 +118,7 @@ async fn two_disks(key: &ShuffleKey) -> ([TestDisk; 2], Vec<i64>, (Vec<u8>, Vec<
     let mut on_second = Vec::new();
     for id in 0..12 {
         let published = store.write(key, vec![extent(1, &[(id, 2000)], false)]).await.unwrap();
-        // An idle disk of the same size is as good as the other: make them take turns.
+        // An idle disk of the same size is as good as the other, so the sizes make them alternate.
         disks[published.disk].memory.set_capacity(Some(1 << 38));
         disks[1 - published.disk].memory.set_capacity(Some(1 << 40));
         store.maintain_once().await;
@@ -139,7 +140,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     assert_eq!(recovered.missing_disks, ["/b"]);
     let shuffle = &recovered.shuffles[0];
     assert_eq!(recovered.said[&key], [&b"registered"[..]], "a record is on two disks");
-    // Of two directories, the other one may have gone on alone.
+    // The other one of two directories may have been used alone.
     assert!(shuffle.incomplete.as_ref().unwrap().contains("/b is missing"), "{:?}", shuffle.incomplete);
     assert!(shuffle.reason.contains("/b is missing"), "{}", shuffle.reason);
     let there: Vec<u64> = (0..12).filter(|id| !on_second.contains(id)).map(|id| id as u64).collect();
@@ -151,7 +152,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
         let read = range_of(&store, &key, 1, (record.offset as u64, record.length as u32)).await.unwrap();
         assert_eq!(read, payload(record.block_id, 2000));
     }
-    // What is written now cannot land on an offset that somebody may have been told.
+    // A new block cannot get an offset that a client may already know.
     store.write(&key, vec![extent(1, &[(77, 500)], false)]).await.unwrap();
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     assert!(records.last().unwrap().offset >= before.0.len() as i64);
@@ -165,7 +166,7 @@ async fn missing_disk_leaves_holes_and_keeps_offsets() {
     assert!(hole.has_hole());
     drop((hole, store));
 
-    // The disk comes back: everything is there again, and what was written meanwhile too.
+    // The disk returns. All of its data is back, and so is the data written meanwhile.
     let store = store_on(&disks).await;
     let recovered = hear(&store).await;
     assert!(recovered.missing_disks.is_empty());
@@ -213,7 +214,7 @@ async fn latest_incarnation_wins_and_numbers_continue() {
     let store = store_on(&disks).await;
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
-    // Its removal does not get through before the end.
+    // Its removal does not complete before the end.
     disks.iter().for_each(|disk| disk.faults.add(Rule::always(Operation::Rename, Fault::Errno(EIO))));
     store.purge(&key).await;
     store.probe().await;
@@ -256,7 +257,7 @@ async fn files_left_for_a_later_start_are_not_swept() {
     drop((handle, store));
     let store = store_on(&disks).await;
     store.leave(&shuffle);
-    // Its application goes on.
+    // Its application continues.
     let other = key("app", 2);
     store.register(&other);
     store.write(&other, vec![extent(1, &[(9, 100)], false)]).await.unwrap();
@@ -294,7 +295,8 @@ async fn record_on_too_few_disks_is_an_error() {
     );
 }
 
-/// What an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release --lib recovery_of_ten -- --ignored --nocapture`
+/// Measures the start that an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release
+/// --lib recovery_of_ten -- --ignored --nocapture`
 #[tokio::test]
 #[ignore = "a measurement"]
 async fn recovery_of_ten_gigabytes_is_measured() {
@@ -377,7 +379,7 @@ async fn stray_file_named_like_a_shuffle_is_kept() {
     let stray = dir.path().join("apps/app/2.70");
     std::fs::write(&stray, "hi").unwrap();
     let store = open_real(disks()).await.unwrap();
-    // Its name is given to no shuffle, and nothing that removes what belongs to none takes it along.
+    // No shuffle gets its name, and removals of unknown directories leave it alone.
     let other = key("app", 2);
     let handle = store.register(&other);
     assert_eq!(format!("{handle:?}"), "ShuffleHandle(app/2.71)");

@@ -1,4 +1,5 @@
-//! What every disk must carry: one suite over memory and over the operating system, buffered and direct.
+//! Contract of every disk: one suite over memory and over the operating system, buffered and
+//! direct.
 
 use super::*;
 use uniffle_io::blocking::BlockingDisk;
@@ -30,7 +31,7 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
     assert_eq!(read_all(&store, &key, 7).await.unwrap(), [7, 8]);
     assert_eq!(store.partition_bytes(&key, PartitionId(7)), 4106);
 
-    // Ranges across extents, and what is none.
+    // Ranges across extents, and invalid ranges.
     let whole = [payload(1, 100), payload(2, 5000), payload(3, 1), payload(6, 4096)].concat();
     assert_eq!(range_of(&store, &key, 5, (90, 5020)).await.unwrap(), whole[90..5110]);
     let length = store.partition_bytes(&key, PartitionId(5));
@@ -107,7 +108,7 @@ async fn local_order_batches_keep_their_order() {
     let store = store_on(&disks).await;
     let key = key("app", 1);
     store.register(&key);
-    // Sorted by task attempt (id % 7), as memory hands them over: ids are not ascending.
+    // Sorted by task attempt (id % 7), as memory passes them on, so ids are not ascending.
     let sorted = [(7, 900), (14, 5000), (1, 3), (8, 70), (2, 4096)];
     store.write(&key, vec![extent(1, &sorted, false)]).await.unwrap();
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), sorted.map(|(id, _)| id));

@@ -1,5 +1,5 @@
-//! Files and directories that other programs remove, replace or move away while the worker uses them, and what a disk that
-//! refuses a write says of it.
+//! Files and directories that other programs remove, replace or move during use, and the reasons of
+//! a disk that refuses writes.
 
 use parking_lot::Mutex;
 use tokio::task::yield_now;
@@ -7,13 +7,13 @@ use tokio::task::yield_now;
 use super::*;
 use uniffle_testkit::fault::{ENOSPC, Fault, Operation, Rule};
 
-/// "File too large".
+/// The error "File too large".
 const EFBIG: i32 = rustix::io::Errno::FBIG.raw_os_error();
 
-/// Partitions of which it was told that blocks are gone.
+/// Partitions reported to have lost blocks.
 type ToldOf = Arc<Mutex<Vec<i32>>>;
 
-/// A store on one disk, with a shuffle that has two blocks there.
+/// Creates a store on one disk, with a shuffle that has two blocks there.
 async fn with_two_blocks() -> (TestDisk, Arc<LocalStore>, ShuffleKey, ToldOf) {
     let disk = TestDisk::new("/a");
     let store = open(vec![disk.disk()]).await.unwrap();
@@ -42,7 +42,7 @@ async fn present(store: &LocalStore, key: &ShuffleKey) -> Vec<u64> {
     ids
 }
 
-/// Waits for what was begun in the background.
+/// Waits for the background tasks.
 async fn settled(store: &LocalStore) {
     while store.writer.tasks.running() > 0 {
         yield_now().await;
@@ -75,7 +75,7 @@ async fn append_to_a_changed_file_uses_a_new_one_and_reports_loss() {
         let store = open(vec![disk.disk()]).await.unwrap();
         let heard = hear(&store).await;
         assert_eq!(heard.said[&key], [&b"registered"[..]], "{number}");
-        // What is in another file of the same name is found out by its readers.
+        // Readers detect the wrong content of a file with the same name.
         let there = present(&store, &key).await;
         assert!(there == [3] || number == 4 && there == [1, 2, 3], "{number}: after a restart {there:?}");
     }
@@ -183,7 +183,7 @@ async fn full_disk_says_why_and_takes_data_after_one_probe() {
     let (disk, store, key, _) = with_two_blocks().await;
     let write = async |id: i64| store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await;
     for id in 3..6 {
-        // Another program uses up the inodes, again and again.
+        // Another program repeatedly uses up the inodes.
         let used = disk.memory.files().len() + disk.memory.directories().len();
         disk.memory.set_inodes(Some(used as u64));
         let current = store.handle(&key).unwrap().shuffle.logs();
@@ -212,7 +212,7 @@ async fn last_flush_tries_every_disk_until_enospc() {
     let store = open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap();
     let key = key("app", 1);
     let handle = store.register(&key);
-    // One refused a write some time ago, both are above the watermark.
+    // One refused a write some time ago, and both are above the watermark.
     store.core.disks[0].note(&std::io::Error::from_raw_os_error(ENOSPC));
     disks.iter().for_each(|disk| disk.memory.put(Path::new("other"), Some(vec![0; 100_000])));
     store.core.disks[1].measure().await.unwrap();
