@@ -7,7 +7,7 @@
 //! only when they register (`hdfs_store.precheck_enable` tries configured paths). `hdfs-native` has
 //! no login without a connection, and GSSAPI's own calls would be `unsafe`. A wrong principal would
 //! only fail at the first flush, after data was acknowledged. The owner of the ticket cache is
-//! always needed: the worker must not impersonate that user.
+//! always needed: the worker need not impersonate that user.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};

@@ -173,7 +173,7 @@ struct Rebuild<'a> {
     known: &'a Known,
     sources: HashMap<(Uuid, u32), Source>,
     sequences: HashSet<u64>,
-    /// The first file number, by disk, that no group refers to.
+    /// The lowest file number, by disk, above all numbers that groups refer to.
     unnamed: HashMap<Uuid, u32>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: PresentIds,
@@ -459,7 +459,7 @@ impl<'a> Rebuild<'a> {
         (recovered, bytes, blocks)
     }
 
-    /// Counts the present blocks of a partition again, after some of its extents were left out.
+    /// Determines the present blocks of a partition again, after some of its extents were left out.
     async fn reread_present(&mut self, id: PartitionId, partition: &Partition) {
         self.present.clear(id);
         for extent in partition.extents.iter().filter(|extent| !extent.is_lost()) {

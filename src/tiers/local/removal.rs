@@ -5,9 +5,9 @@
 //! with `discard`, and writes to the device wait meanwhile. Directories are therefore deleted in
 //! parts, one at a time per disk.
 //!
-//! While batches are written to the disk, each part is followed by a longer pause, unless the disk
-//! is short of space. A worker that hands over starts no further part: its successor empties the
-//! trash.
+//! While batches are written to the disk, a pause follows each part and is longer than the part
+//! took, unless the disk is short of space. A worker that hands over starts no further part: its
+//! successor empties the trash.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
