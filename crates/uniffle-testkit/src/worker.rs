@@ -422,10 +422,18 @@ impl Worker {
     /// Returns the Spark settings that a worker with an embedded coordinator prints, separated by
     /// blanks.
     pub fn printed_settings(&self) -> String {
-        let log = self.log();
         // An upgraded or restarted worker prints them again, so the last ones count.
-        let last = log.rfind("spark-submit \\\n").expect("a worker with an embedded coordinator prints them");
-        let command = log[last..].lines().take_while(|line| !line.contains("YOUR_APPLICATION"));
+        let last =
+            |log: &str| log.rfind("spark-submit \\\n").filter(|at| log[*at..].contains("YOUR_APPLICATION"));
+        // They may be printed after the ready file is written.
+        wait_until(
+            "a worker with an embedded coordinator prints its settings",
+            Duration::from_secs(30),
+            || last(&self.log()).map(drop).ok_or_else(|| self.log()),
+        );
+        let log = self.log();
+        let printed = &log[last(&log).unwrap_or_default()..];
+        let command = printed.lines().take_while(|line| !line.contains("YOUR_APPLICATION"));
         let settings: Vec<_> =
             command.filter_map(|line| line.trim().strip_prefix("--conf ")?.strip_suffix(" \\")).collect();
         assert!(settings.iter().any(|setting| setting.contains("RssShuffleManager")), "{settings:?}");
