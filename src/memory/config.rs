@@ -53,7 +53,8 @@ section! {
          backing = \"auto\": memfd if systemd preserves it (FDSTORE is set) and there are local \
          disks with recovery, else private.\n\
          memfd and a directory need local disks.\n\
-         huge_pages: the first use of a huge page costs more; flushing is up to a tenth cheaper."
+         huge_pages = \"auto\" is for hosts that take free memory back: there the first use of a huge page \
+         costs more. Small pages make flushes slower."
     )]
     pub struct MemoryConfig |machine| {
         /// Memory for blocks, reserved or stored. Default: 40 % of the machine's or container's
@@ -84,7 +85,7 @@ section! {
         /// Memory with huge pages (2 MiB). `auto`: read buffers, and blocks whose pages are
         /// allocated ahead (`prefault`, or a `backing` other than private).
         #[key("memory_store.huge_pages", word(), Restart)]
-        pub huge_pages: HugePages = HugePages::Auto,
+        pub huge_pages: HugePages = HugePages::On,
         /// When pages of block memory are allocated: off = on first use, idle = after the start by a
         /// background thread, up to the whole capacity.
         #[key("memory_store.prefault", word(), Restart)]
@@ -189,7 +190,8 @@ mod tests {
         assert_eq!(with(HugePages::Auto, Prefault::Idle), (true, true));
         assert_eq!(with(HugePages::On, Prefault::Off), (true, true));
         assert_eq!(with(HugePages::Off, Prefault::Idle), (false, false));
-        let in_file = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::default() };
+        let in_file =
+            MemoryConfig { backing: Backing::Memfd, huge_pages: HugePages::Auto, ..MemoryConfig::default() };
         assert!(in_file.has_huge_block_pages());
     }
 
