@@ -418,7 +418,7 @@ impl Task {
     fn fail(&self, error: LogError, is_over: bool) {
         let mut state = self.shared.state.lock();
         if !state.waiters.is_empty() {
-            tracing::warn!(%error, "the object store does not take registrations or reports; they are not acknowledged");
+            tracing::warn!(%error, "cannot write registrations or reports to the object store; they are not acknowledged");
         }
         if self.is_only_holder() {
             // The callers of these entries get the error now. Ends of shuffles are stored later.
@@ -589,7 +589,7 @@ impl Task {
             if all.is_empty() { Ok(()) } else { self.objects.delete(all).await }
         };
         if let Err(error) = deleting.await {
-            tracing::warn!(%error, "earlier objects of the metadata log are not deleted yet");
+            tracing::warn!(%error, "cannot delete earlier objects of the metadata log yet; retrying");
         }
         self.has_garbage = false;
     }

@@ -85,7 +85,7 @@ pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
         tracing::error!(
             reason = gap,
             registrations = unknown.len(),
-            "metadata in the object store is lost; segments of registrations that it does not know stay"
+            "the metadata log in the object store is incomplete; keeping segments of unknown registrations"
         );
         for name in unknown {
             let incomplete = Some(gap.to_owned());
@@ -127,7 +127,7 @@ async fn list(core: &Core) -> Result<Listed, StoreError> {
             None if key == claim_key(root) => {}
             None if is_page(root, key) => return Err(earlier_layout(key)),
             None => {
-                tracing::warn!(key, "an object below this worker's prefix is not its own, it is left alone")
+                tracing::warn!(key, "ignoring an object of another program below this worker's prefix")
             }
         }
     }

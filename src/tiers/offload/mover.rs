@@ -84,7 +84,7 @@ impl OffloadTier {
             Err(error) if error.kind == StoreErrorKind::Purged => true,
             Err(error) => {
                 self.metrics.failures.inc();
-                tracing::warn!(shuffle = %shuffle.key, %error, "data was not moved to the object store, it stays on the disks");
+                tracing::warn!(shuffle = %shuffle.key, %error, "cannot move data to the object store; it stays on the disks, retrying later");
                 false
             }
         }
@@ -159,7 +159,7 @@ impl OffloadTier {
             return;
         }
         if let Err(error) = self.object.set_drained(is_drained).await {
-            tracing::warn!(%error, is_drained, "the object store is not told yet whether the local disks are drained");
+            tracing::warn!(%error, is_drained, "cannot record in the object store whether the local disks are drained; retrying");
         }
     }
 

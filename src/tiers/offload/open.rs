@@ -118,7 +118,7 @@ impl OffloadTier {
     /// Deletes the segments of a registration that is over by the metadata log, unless something of that is missing.
     fn discard_found(&self, key: &ShuffleKey) {
         if self.local.metadata_gap().is_some() {
-            tracing::warn!(shuffle = %key, "metadata is missing; segments of a registration that is not known stay");
+            tracing::warn!(shuffle = %key, "metadata is missing; keeping segments of an unknown registration");
             return self.object.leave(key);
         }
         if let Some(uploads) = self.object.uploads(key) {

@@ -64,7 +64,7 @@ impl OffloadTier {
         }
         if let Some((partitions, error)) = source.unread {
             passed.has_stopped = true;
-            tracing::warn!(shuffle = %shuffle.key, partitions, %error, "what cannot be read, and what is behind it, stays on the disks for now");
+            tracing::warn!(shuffle = %shuffle.key, partitions, %error, "unreadable data; it and later data of the partitions stay on the disks for now");
         }
         Ok(passed)
     }
@@ -75,7 +75,7 @@ impl OffloadTier {
         match self.local.release(&shuffle.local, ends.collect::<Vec<_>>()).await {
             Ok(bytes) => self.metrics.freed_bytes.inc_by(bytes),
             Err(error) => {
-                tracing::warn!(shuffle = %shuffle.key, %error, "a file of which everything is in the object store stays for now");
+                tracing::warn!(shuffle = %shuffle.key, %error, "cannot delete a data file that was moved completely; retrying later");
             }
         }
     }
