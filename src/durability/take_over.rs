@@ -129,10 +129,9 @@ impl Writer {
         for (key, found) in &mut shuffles {
             let earlier = earlier.get(&found.incarnation).map(|(_, gap)| gap);
             found.is_moved = self.contents.moved.contains_key(&found.incarnation);
-            let gap = match proven.contains(&found.incarnation) {
-                true => earlier.cloned(),
-                false => judged.carried(earlier),
-            };
+            // What the store proves since the shuffle was moved does not make up for an earlier gap.
+            let is_proven = proven.contains(&found.incarnation) && earlier.is_none();
+            let gap = if is_proven { None } else { judged.carried(earlier) };
             if let Some(gap) = gap.or_else(|| unread.clone()) {
                 found.incomplete = Some(gap.reason.clone());
                 let shuffle = Incarnation { key: key.clone(), number: found.incarnation };

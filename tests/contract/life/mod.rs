@@ -146,6 +146,14 @@ fn reregistered_shuffle_hides_moved_results_of_predecessor() {
     }
 }
 
+/// Directories that ran apart made the shuffle incomplete before it was moved. Once both were back
+/// the next start took it for complete.
+#[test]
+fn gap_of_moved_shuffle_outlives_returned_directories() {
+    let ran = run_safely(631, Storage::BothDamaged, Mutation::None);
+    assert!(ran.is_ok(), "DAMAGED_LIFE_SEED=631: {ran:?}");
+}
+
 fn run_seeds((variable, count): (&str, u64), storage: Storage, elsewhere: &[&[&str]]) {
     let (seeds, alone) = seeds::from_env(variable, count);
     if alone {
