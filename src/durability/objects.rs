@@ -62,6 +62,7 @@ impl LogObject {
         let (generation, process, first, frames) = (number()?, number()?, number()?, number()?);
         let copy = usize::try_from(number()?).ok().filter(|copy| *copy < OBJECT_COPIES)?;
         let (process, frames) = (u32::try_from(process).ok()?, u32::try_from(frames).ok()?);
+        first.checked_add(u64::from(frames))?;
         let object = Self { generation, process, first, frames };
         (object.name(copy) == name).then_some((object, copy))
     }
@@ -102,15 +103,23 @@ mod tests {
     use super::*;
     use bytes::BytesMut;
 
+    /// Its last sequence exceeds 64 bits.
+    const FIRST_TOO_GREAT: &str = "0000000700000001.00000abc.ffffffffffffffff.0000000c.1";
+
     #[test]
     fn object_name_is_read_back() {
         let object = LogObject { generation: (7 << 32) | 1, process: 0xabc, first: 300, frames: 12 };
         let name = object.name(1);
         assert_eq!(name, "0000000700000001.00000abc.00000000012c.0000000c.1");
         assert_eq!(LogObject::parse(&name), Some((object, 1)));
-        for other in
-            ["", "0000000700000001", "7.abc.12c.c.1", &name.replace(".1", ".2"), &format!("{name}.0")]
-        {
+        for other in [
+            "",
+            "0000000700000001",
+            "7.abc.12c.c.1",
+            &name.replace(".1", ".2"),
+            &format!("{name}.0"),
+            FIRST_TOO_GREAT,
+        ] {
             assert_eq!(LogObject::parse(other), None, "{other}");
         }
     }

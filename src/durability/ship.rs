@@ -270,7 +270,15 @@ impl Shipper {
 
     /// Adds the end of a shuffle of a worker without disks. Returns its position.
     pub fn purge(&self, shuffle: Incarnation) -> u64 {
-        self.add([Entry::Purged(shuffle)])
+        let mut state = self.0.state.lock();
+        if state.ended.is_some() {
+            return state.end;
+        }
+        // Without disks a long queue is never dropped: nothing else has its entries.
+        let end = state.push(Entry::Purged(shuffle));
+        drop(state);
+        self.0.wake.notify_one();
+        end
     }
 
     /// Adds an entry without effect, and returns its position. Once the store has it, a write to

@@ -113,6 +113,21 @@ async fn records_of_each_start_are_found_by_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn purge_behind_a_long_queue_drops_no_record() {
+    let log = Log::open(&Arc::default(), 1).await;
+    log.append(7, b"first").await.unwrap();
+    let long = Bytes::from(vec![1; 5 << 20]);
+    let append = || log.shipper.append(shuffle(7), long.clone(), false);
+    // All three are in the queue before the task takes any.
+    let appended = async { futures::join!(append(), append(), async { log.shipper.purge(shuffle(6)) }) };
+    let (one, other, _) = tokio::time::timeout(Duration::from_secs(60), appended).await.unwrap();
+    one.unwrap();
+    other.unwrap();
+    let found = Log::found(&log.end().await).await;
+    assert_eq!((records(&found).await.len(), found.gap()), (3, None));
+}
+
+#[tokio::test(start_paused = true)]
 async fn failed_record_is_not_acknowledged_and_later_ones_are() {
     let log = Log::open(&Arc::default(), 1).await;
     log.append(7, b"first").await.unwrap();
