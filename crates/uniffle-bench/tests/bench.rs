@@ -141,7 +141,7 @@ fn report_page_and_floors_are_created() {
     let text = std::fs::read_to_string(&page).expect("the page was written");
     assert!(text.starts_with("<!doctype html>") && text.contains("<svg"));
     let report = figures(&["hdd", "--bytes", "8MiB", "--partitions", "20,200"]);
-    assert!(report["hdd"].as_array().is_some_and(|lines| lines.len() == 6));
+    assert!(report["hdd"].as_array().is_some_and(|lines| lines.len() == 4));
     fails_with(&bench(&["floor", "--dir", &path("missing")]), "is not a directory");
     fails_with(&bench(&["write", "--html", "/nowhere/page.html"]), "cannot write");
 }
