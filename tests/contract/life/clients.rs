@@ -1,6 +1,6 @@
 //! Simulated clients: they register, send in pieces, abort, report and unregister.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -75,6 +75,29 @@ impl History {
 
     pub(super) async fn open_send(&mut self) {
         let Some(key) = self.known_key() else { return self.register().await };
+        let is_left = self.rng.random_bool(0.1); // The ticket is left to expire.
+        if self.begin_send(key, is_left) && self.rng.random_bool(0.5) {
+            self.feed(self.sends.len() - 1, usize::MAX);
+        }
+    }
+
+    /// Sends some blocks to a shuffle at once. Returns the new ones, unless there is no memory for
+    /// them.
+    pub(super) fn send_to(&mut self, key: Key) -> BTreeSet<(i32, i64)> {
+        let first = self.next_block;
+        if !self.begin_send(key, false) {
+            return BTreeSet::new();
+        }
+        let last = self.sends.len() - 1;
+        let ids = self.sends[last].blocks.iter().map(|(partition, id, _)| (*partition, *id));
+        let fresh = ids.filter(|(_, id)| *id >= first).collect();
+        self.feed(last, usize::MAX);
+        fresh
+    }
+
+    /// Requires memory for blocks, and begins to send them unless the ticket `is_left` unused.
+    /// Returns whether it has begun.
+    fn begin_send(&mut self, key: Key, is_left: bool) -> bool {
         let blocks = self.blocks(key);
         let bytes: usize = blocks.iter().map(|(_, _, data)| data.len() + 32).sum();
         let partitions: Vec<i32> = (0..PARTITIONS).collect();
@@ -90,11 +113,11 @@ impl History {
             Err(error) => {
                 self.tally.refused_tickets += 1;
                 assert_eq!(error.status() as i32, 2, "only NO_BUFFER may refuse a small request: {error}");
-                return;
+                return false;
             }
         };
-        if self.rng.random_bool(0.1) {
-            return; // The ticket is left to expire.
+        if is_left {
+            return false;
         }
         let header = SendHeader {
             app: key.0,
@@ -110,10 +133,7 @@ impl History {
         }
         let epoch = expected.epoch;
         self.sends.push(OpenSend { key, epoch, session, blocks, next: 0 });
-        if self.rng.random_bool(0.5) {
-            let last = self.sends.len() - 1;
-            self.feed(last, usize::MAX);
-        }
+        true
     }
 
     fn blocks(&mut self, key: Key) -> Vec<(i32, i64, Vec<u8>)> {

@@ -1,16 +1,21 @@
 //! Faults of the disks at the start of a process.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rand::RngExt;
 use rand::seq::IndexedRandom;
 
 use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_testkit::in_process::InProcess;
+use uniffle_testkit::oracle::verify;
+use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
 use super::Mutation;
-use super::history::History;
+use super::history::{History, Key, LAYOUT};
 use super::invariants::Invariants;
 
 const SECTOR_BYTES: usize = 512;
@@ -99,7 +104,14 @@ impl History {
     }
 
     /// Removes application files or a metadata copy from a disk in use, as another program might.
-    pub(super) fn remove_files(&mut self) {
+    /// Blocks that are sent later must go to other files.
+    pub(super) async fn remove_files(&mut self) {
+        self.heal_the_disks().await;
+        // The files of this shuffle are open.
+        let written = self.known_key();
+        if let Some(key) = written {
+            self.send_and_flush(key).await;
+        }
         let disk = self.rng.random_range(0..self.disks.len());
         let all = self.disks[disk].files().into_iter().chain(self.disks[disk].directories());
         let mut paths: Vec<PathBuf> =
@@ -117,6 +129,29 @@ impl History {
         self.expected.values_mut().for_each(Invariants::lose_files);
         // Their offsets are invalid.
         self.readers.clear();
+        if let Some(key) = written {
+            self.send_after_removal(key).await;
+        }
+    }
+
+    /// Sends blocks to a shuffle whose files may have been removed. They must be served.
+    async fn send_after_removal(&mut self, name: Key) {
+        let sent = self.send_and_flush(name).await;
+        let client = InProcess { service: self.service(), layout: LAYOUT };
+        let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
+        let told = self.expected[&name].told();
+        let is_there = |partition, id: BlockId| sent.contains(&(partition, id.0));
+        let findings = verify(&client, &key, &told, LAYOUT, is_there).await;
+        assert!(findings.violations.is_empty(), "{:?}", findings.violations);
+        let withheld = findings.withheld.first();
+        assert!(withheld.is_none(), "{key}: {withheld:?} was sent after files were removed");
+    }
+
+    async fn send_and_flush(&mut self, key: Key) -> BTreeSet<(i32, i64)> {
+        let sent = self.send_to(key);
+        self.process().flusher.flush_all();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        sent
     }
 
     /// Resolves a refused start as an operator does: restores the claim, omits the named directory

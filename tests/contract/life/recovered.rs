@@ -28,7 +28,9 @@ impl History {
             let refusal = findings.results_refused.as_ref();
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
             let is_known = self.knows(&key);
-            if findings.results_refused.is_some() && (!is_known || self.forgotten.contains(&name)) {
+            let is_predecessor = !findings.withheld.is_empty() && self.may_know_predecessor(name);
+            let is_forgotten = !is_known || self.forgotten.contains(&name) || is_predecessor;
+            if findings.results_refused.is_some() && is_forgotten {
                 // Its job fails. The worker may know an earlier registration, or both.
                 if is_known {
                     self.service().lifecycle.unregister_shuffle(name.0, name.1).expect("the app is known");
@@ -77,6 +79,14 @@ impl History {
     fn divergence_is_hidden(&self) -> bool {
         let unlisted = self.unlisted.as_ref();
         unlisted.is_some_and(|(disk, path)| self.ran_without.contains(disk) && path.ends_with(METADATA))
+    }
+
+    /// Returns whether the worker may know only an earlier registration of the shuffle. A directory
+    /// whose metadata could not be listed took blocks of the last one, but not its registration, and
+    /// the directory that has it is missing now.
+    fn may_know_predecessor(&self, name: Key) -> bool {
+        let is_behind = self.behind.iter().any(|disk| self.missing.is_some_and(|missing| missing != *disk));
+        is_behind && self.expected[&name].is_again
     }
 
     fn knows(&self, key: &ShuffleKey) -> bool {
