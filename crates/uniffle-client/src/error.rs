@@ -11,6 +11,7 @@ const MISSING_NAMED: usize = 16;
 
 /// Error of an operation.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// An argument or a setting is invalid.
     #[error("{0}")]
@@ -82,6 +83,7 @@ impl Error {
 
 /// Blocks that no replica has.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MissingBlocks {
     /// Number of missing blocks.
     pub count: u64,
