@@ -132,7 +132,7 @@ fn blocks_of_damaged_objects_are_served_or_reported_lost() {
     run_seeds(
         ("DAMAGED_LIFE", DAMAGED_SEEDS_DEFAULT),
         Storage::BothDamaged,
-        &[&["refused_starts"], UNMOUNTED_EVENTS, DISKS_ALONE_EVENTS],
+        &[&["refused_tickets"], &["refused_starts"], UNMOUNTED_EVENTS, DISKS_ALONE_EVENTS],
     );
 }
 
