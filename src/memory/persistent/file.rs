@@ -215,14 +215,17 @@ impl Held {
         }
     }
 
-    /// Returns whether the file was truncated, and restores its length. Missing pages then read as
-    /// zeros; without this, accessing them would end the process (SIGBUS).
+    /// Returns whether the file was truncated, and restores a changed length. Missing pages then read
+    /// as zeros; without this, accessing them would end the process (SIGBUS). A longer file would be
+    /// refused by the next process.
     pub(in crate::memory) fn was_cut(&self) -> bool {
-        let was_cut = self.bytes().is_ok_and(|bytes| bytes < self.bytes);
-        if was_cut && let Err(error) = rustix::fs::ftruncate(&self.file, self.bytes) {
-            tracing::error!(%error, "the file of memory_store.backing was cut short and cannot be extended; an access to a missing page ends the process");
+        let Ok(bytes) = self.bytes() else { return false };
+        if bytes != self.bytes
+            && let Err(error) = rustix::fs::ftruncate(&self.file, self.bytes)
+        {
+            tracing::error!(%error, bytes, "the length of the file of memory_store.backing was changed and cannot be restored; if it is shorter, an access to a missing page ends the process; if it is longer, an upgrade fails");
         }
-        was_cut
+        bytes < self.bytes
     }
 
     /// Returns whether the file has a path.

@@ -322,3 +322,21 @@ fn file_that_was_cut_short_is_noticed_and_made_whole() {
         memory.let_go();
     }
 }
+
+#[test]
+fn file_that_was_extended_gets_its_length_back() {
+    let directory = shm();
+    let memory = in_directory(directory.path(), |_, _| {}).unwrap();
+    restored(&memory, |_, _, _| false);
+    names::send_one(&memory, 0, 1);
+    let entry = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+    let bytes = std::fs::metadata(&entry).unwrap().len();
+    std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(bytes + MIB).unwrap();
+    assert!(!memory.backing_vanished() && memory.outlives_process(), "no block is affected");
+    assert_eq!(std::fs::metadata(&entry).unwrap().len(), bytes, "the next process takes the file");
+    let read = buffer(&memory, 0, 0).read(None, u64::MAX, None);
+    assert_eq!(read.data.concat(), payload(1, 5000));
+    drop(read);
+    (0..SHUFFLES).for_each(|shuffle| drop(memory.forget(&key(shuffle))));
+    memory.let_go();
+}
