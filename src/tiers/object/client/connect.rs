@@ -1,27 +1,29 @@
-//! A connection to the store: name, TCP, TLS, HTTP/1.1, each within the one deadline.
+//! Opens connections to the store: name lookup, TCP, TLS and HTTP/1.1 within one deadline.
 
+use std::error::Error as _;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::Uri;
 use hyper::client::conn::http1;
+use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioIo;
 use prometheus::IntGauge;
-use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpStream, lookup_host};
 use tokio::sync::oneshot;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{self, ClientConfig};
+use tower::ServiceExt as _;
 
 use super::pool::{Alive, Connection, Origin};
 use crate::runtime::Tasks;
 
-/// A connection whose other end is gone without a word is found out after a minute.
-const KEEPALIVE: TcpKeepalive =
-    TcpKeepalive::new().with_time(Duration::from_secs(30)).with_interval(Duration::from_secs(10));
-/// What one connection holds of an answer that nobody takes.
+/// Idle time before the first TCP probe, and interval of the next ones. They detect a vanished peer.
+const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// Limit for unread response bytes of one connection.
 const READ_BUFFER_BYTES_MAX: usize = 256 << 10;
 
 /// A server that does not prove to be the store.
@@ -47,21 +49,45 @@ impl Untrusted {
 /// Opens connections, each served by a task.
 #[derive(Debug)]
 pub(super) struct Connector {
-    pub(super) tls: Option<Arc<ClientConfig>>,
-    pub(super) timeout: Duration,
-    pub(super) tasks: Tasks,
-    pub(super) connections: IntGauge,
+    tcp: HttpConnector,
+    tls: Option<Arc<ClientConfig>>,
+    timeout: Duration,
+    tasks: Tasks,
+    connections: IntGauge,
 }
 
 impl Connector {
-    /// A new connection to `origin`.
+    /// Creates a connector that counts open connections in `connections`.
+    pub(super) fn new(
+        tls: Option<Arc<ClientConfig>>,
+        timeout: Duration,
+        tasks: Tasks,
+        connections: IntGauge,
+    ) -> Self {
+        let mut tcp = HttpConnector::new();
+        tcp.set_nodelay(true);
+        tcp.set_keepalive(Some(KEEPALIVE_TIME));
+        tcp.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
+        // Divided among the addresses of a host, so that an address that does not answer leaves time for the next.
+        tcp.set_connect_timeout(Some(timeout));
+        Self { tcp, tls, timeout, tasks, connections }
+    }
+
+    /// Opens a connection to `origin`.
     pub(super) async fn connect(&self, origin: &Origin) -> io::Result<Connection> {
         let opened = crate::clock::timeout(self.timeout, self.open(origin)).await;
         opened.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "connect timeout")))
     }
 
     async fn open(&self, origin: &Origin) -> io::Result<Connection> {
-        let stream = dial(origin).await?;
+        let address = format!("http://{}:{}", origin.host, origin.port);
+        let address: Uri = address.parse().map_err(io::Error::other)?;
+        let stream = self.tcp.clone().oneshot(address).await;
+        // Its own text does not name the cause.
+        let stream = stream.map_err(|error| {
+            io::Error::other(error.source().map_or_else(|| error.to_string(), ToString::to_string))
+        })?;
+        let stream = stream.into_inner();
         if !origin.is_encrypted {
             return self.greet(origin, stream).await;
         }
@@ -81,35 +107,18 @@ impl Connector {
         let (sender, connection) = http.handshake(TokioIo::new(stream)).await.map_err(io::Error::other)?;
         let (end, ended) = oneshot::channel();
         self.connections.inc();
-        let alive = Alive { end: Some(end), count: self.connections.clone() };
+        let alive = Alive { _end: end, count: self.connections.clone() };
         let cancelled = self.tasks.cancelled();
         self.tasks.spawn("object store connection", async move {
             tokio::select! {
                 biased;
                 () = cancelled => {}
-                // Nobody sends or reads any more.
+                // The `Connection` was dropped.
                 _ = ended => {}
-                // Who waits for an answer is told; an idle connection may end.
+                // The server has closed it. A pending request gets the error.
                 _ = connection => {}
             }
         });
         Ok(Connection { sender, origin: origin.clone(), _alive: alive })
     }
-}
-
-/// The first of the host's addresses that answers.
-async fn dial(origin: &Origin) -> io::Result<TcpStream> {
-    let host = origin.host.trim_start_matches('[').trim_end_matches(']');
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "host name has no address");
-    for address in lookup_host((host, origin.port)).await? {
-        match TcpStream::connect(address).await {
-            Ok(stream) => {
-                stream.set_nodelay(true)?;
-                SockRef::from(&stream).set_tcp_keepalive(&KEEPALIVE)?;
-                return Ok(stream);
-            }
-            Err(error) => last = io::Error::new(error.kind(), format!("{address}: {error}")),
-        }
-    }
-    Err(last)
 }

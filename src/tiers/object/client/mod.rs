@@ -1,22 +1,11 @@
-//! The connection to a store that speaks S3: `object_store` over this worker's own HTTP and TLS.
+//! The client of a store that speaks S3: `object_store` over the worker's own HTTP and TLS.
 //!
-//! The rest of the tier sees an `ObjectStore` whose paths begin below `object_store.url`, and [`Failure`], which says what
-//! an error of it means. Objects and parts are sent as the caller's `Bytes`; answers come in pieces of at most 256 KiB.
+//! The rest of the tier sees an `ObjectStore` whose paths begin below `object_store.url`, and [`Failure`], the meaning of
+//! its errors. `object_store` makes, signs and retries requests. This module limits and counts them, bounds responses,
+//! reuses connections, and reads credentials from a file. Responses arrive in pieces of at most 256 KiB.
 //!
-//! | file | does |
-//! | --- | --- |
-//! | `open` | a client as it is configured, and what of that can be checked beforehand |
-//! | `service` | one attempt of a request: permit, connection, deadline, counts |
-//! | `answer` | its body: bounded, counted, timed |
-//! | `pool`, `connect`, `trust` | connections that are used again, new ones, whom they trust |
-//! | `operation` | what a request asks, whether an answer fits (pure) |
-//! | `credentials` | keys out of a file that changes |
-//! | `failure` | what an error means and what helps (pure) |
-//! | `probe` | whether the store can be used at all |
-//! | `uploads` | uploads that nobody will end |
-//!
-//! Invariant: every request ends, with an answer or an error, within its deadlines, and one that is dropped ends at once;
-//! no task and no connection outlives the [`Client`].
+//! Invariant: every request ends, with a response or an error, within its deadlines, and a dropped request ends at once.
+//! No task and no connection outlives the [`Client`].
 
 mod answer;
 mod connect;

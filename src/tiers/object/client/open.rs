@@ -64,12 +64,9 @@ impl Client {
         metrics.show_all();
         let metrics = Arc::new(metrics);
         let is_encrypted = needs_tls(config);
-        let connector = Connector {
-            tls: is_encrypted.then(|| trust::client_config(config.ca_file.as_deref())).transpose()?,
-            timeout: config.connect_timeout,
-            tasks: tasks.clone(),
-            connections: metrics.connections.clone(),
-        };
+        let tls = is_encrypted.then(|| trust::client_config(config.ca_file.as_deref())).transpose()?;
+        let connector =
+            Connector::new(tls, config.connect_timeout, tasks.clone(), metrics.connections.clone());
         let patience = Patience { request: config.request_timeout, stall: config.stall_timeout };
         let service = Service::new(connector, config.max_concurrency, patience, metrics);
         let bucket_url = bucket_url(config, &url);

@@ -41,14 +41,13 @@ pub(super) struct Connection {
 
 /// Counts the connection, and ends its task when it is dropped.
 pub(super) struct Alive {
-    pub(super) end: Option<oneshot::Sender<()>>,
+    pub(super) _end: oneshot::Sender<()>,
     pub(super) count: IntGauge,
 }
 
 impl Drop for Alive {
     fn drop(&mut self) {
         self.count.dec();
-        drop(self.end.take());
     }
 }
 
