@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytesize::ByteSize;
 use parking_lot::Mutex;
 use serde::Serialize;
 
@@ -58,6 +59,8 @@ pub struct Explanation {
     pub bytes: Bytes,
     /// Whether the object store fails.
     pub object_store_is_failing: bool,
+    /// Whether all data directories are full.
+    pub all_disks_full: bool,
     /// Retried and failed operations.
     pub retries: Retries,
     /// Configured quotas with the usage of the application and its user.
@@ -166,18 +169,25 @@ impl Gone {
     }
 }
 
+/// Condition of the tiers below memory.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct StorageCondition {
+    pub(super) object_store_is_failing: bool,
+    pub(super) all_disks_full: bool,
+}
+
 /// Returns the explanation of `app`.
 pub(super) fn explanation(
     app: &App,
     presence: Presence,
     (statistics, quotas): (&AppStatistics, Vec<QuotaUse>),
     memory: &Memory,
-    object_store_is_failing: bool,
+    storage: StorageCondition,
 ) -> Explanation {
     let account = app.account();
     let sum = |stage| account.sum(stage);
     let disk_read = sum(Stage::DiskRead);
-    let received = sum(Stage::Receive).bytes;
+    let received = statistics.received_bytes;
     let mut explanation = Explanation {
         app: app.id().to_string(),
         user: app.user(),
@@ -196,7 +206,8 @@ pub(super) fn explanation(
             read_from_memory: account.memory_reads.bytes(),
             read_from_disks: disk_read.bytes,
         },
-        object_store_is_failing,
+        object_store_is_failing: storage.object_store_is_failing,
+        all_disks_full: storage.all_disks_full,
         retries: Retries {
             tickets_granted: account.tickets_granted.count(),
             tickets_refused_memory: sum(Stage::TicketWait).count,
@@ -215,6 +226,12 @@ pub(super) fn explanation(
         incomplete: incomplete_of(app).into_iter().take(LOSSES_MAX).collect(),
     };
     explanation.findings = findings(&explanation);
+    if presence != Presence::Known {
+        // The removal of the application frees its data.
+        let bytes = &mut explanation.bytes;
+        (bytes.in_memory, bytes.on_local_disks, bytes.in_object_store, bytes.local_files) = (0, 0, 0, 0);
+        explanation.top_partitions.iter_mut().for_each(|partition| partition.in_memory_bytes = 0);
+    }
     explanation
 }
 
@@ -236,6 +253,10 @@ fn top_partitions(app: &App, memory: &Memory) -> Vec<TopPartition> {
 fn keep_largest(top: &mut Vec<TopPartition>) {
     top.sort_unstable_by_key(|it| (Reverse(it.received_bytes), it.shuffle, it.partition));
     top.truncate(TOP_PARTITIONS);
+}
+
+fn size(bytes: u64) -> String {
+    ByteSize(bytes).display().iec().to_string()
 }
 
 fn name(stage: Stage) -> &'static str {
@@ -289,13 +310,13 @@ fn findings(it: &Explanation) -> Vec<String> {
         found.push(format!("{blocks} blocks are lost; their readers fail and Spark reruns the map tasks"));
     }
     if it.object_store_is_failing && it.bytes.in_object_store > 0 {
-        let bytes = it.bytes.in_object_store;
-        found.push(format!(
-            "the object store with {bytes} bytes of the application fails; their readers wait"
-        ));
+        let bytes = size(it.bytes.in_object_store);
+        found.push(format!("the object store with {bytes} of the application fails; their readers wait"));
     }
     for quota in it.quotas.iter().filter(|quota| quota.refused > 0) {
         let QuotaUse { quota, max, used, refused, .. } = quota;
+        let [max, used] =
+            [*max, *used].map(|n| if quota.ends_with("_disk") { size(n) } else { n.to_string() });
         found.push(format!("{refused} requests were refused by {quota} = {max}, {used} in use"));
     }
     if share(Stage::PartitionWait) >= WAIT_SHARE {
@@ -307,17 +328,20 @@ fn findings(it: &Explanation) -> Vec<String> {
     }
     if share(Stage::TicketWait) >= WAIT_SHARE {
         let waited = total(Stage::TicketWait);
-        found.push(format!(
-            "writers waited {waited:.1} s for memory; the disks are slower than the writers, or \
-             memory_store.capacity is too small"
-        ));
+        let cause = if it.all_disks_full {
+            "all disks are full, so memory is not flushed"
+        } else {
+            "the disks are slower than the writers, or memory_store.capacity is too small"
+        };
+        found.push(format!("writers waited {waited:.1} s for memory; {cause}"));
     }
     if it.retries.flushes_retried > 0 {
         found.push(format!("{} batches failed on all disks and were retried", it.retries.flushes_retried));
     }
     if p99(Stage::FlushQueue) >= slow {
         let p99 = p99(Stage::FlushQueue);
-        found.push(format!("batches wait up to {p99:.1} s for a flush worker; the disks are too slow"));
+        let cause = if it.all_disks_full { "all disks are full" } else { "the disks are too slow" };
+        found.push(format!("batches wait up to {p99:.1} s for a flush worker; {cause}"));
     }
     if p99(Stage::DiskRead) >= slow {
         found.push(format!("reads wait up to {:.1} s for disks", p99(Stage::DiskRead)));
@@ -358,6 +382,7 @@ mod tests {
                 read_from_disks: 0,
             },
             object_store_is_failing: false,
+            all_disks_full: false,
             retries: Retries {
                 tickets_granted: 0,
                 tickets_refused_memory: 0,
@@ -397,6 +422,16 @@ mod tests {
     }
 
     #[test]
+    fn full_disks_are_named_instead_of_slow_ones() {
+        let mut it = Explanation { all_disks_full: true, ..explanation() };
+        it.stages[0].total_seconds = 5.0;
+        it.stages[3].p99_seconds = 2.0;
+        let found = findings(&it);
+        assert_eq!(found[0], "writers waited 5.0 s for memory; all disks are full, so memory is not flushed");
+        assert_eq!(found[1], "batches wait up to 2.0 s for a flush worker; all disks are full");
+    }
+
+    #[test]
     fn findings_are_sorted_by_severity() {
         let mut it = explanation();
         it.stages[0].total_seconds = 5.0;
@@ -405,7 +440,7 @@ mod tests {
         let quota = QuotaUse { quota: "quota.app_disk", max: 9, used: 7, by: None, refused: 3 };
         it.quotas.push(quota);
         let text = findings(&it).join("\n");
-        assert!(text.contains("3 requests were refused by quota.app_disk = 9, 7 in use"), "{text}");
+        assert!(text.contains("3 requests were refused by quota.app_disk = 9 B, 7 B in use"), "{text}");
         let memory = text.find("5.0 s for memory").unwrap();
         let disks = text.find("the disks are too slow").unwrap();
         let skew = text.find("20 times as large").unwrap();
@@ -413,7 +448,7 @@ mod tests {
         it.bytes.in_object_store = 7;
         assert!(!findings(&it).join("\n").contains("object store"), "it answers");
         it.object_store_is_failing = true;
-        assert!(findings(&it)[0].starts_with("the object store with 7 bytes"));
+        assert!(findings(&it)[0].starts_with("the object store with 7 B"));
         it.losses.push(ShuffleLoss {
             app: "app-1".to_owned(),
             shuffle: 1,

@@ -10,11 +10,11 @@ use crate::clock::Instant;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::tiers::Tiers;
+use crate::tiers::{DiskCondition, Tiers};
 use uniffle_wire::types::AppId;
 
 use super::aside::own_aside;
-use super::explain::{Explanation, Gone, Presence, explanation};
+use super::explain::{Explanation, Gone, Presence, StorageCondition, explanation};
 use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use super::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
 use super::metrics::ServiceMetrics;
@@ -71,9 +71,16 @@ impl Insight {
     fn explanation(&self, app: &App, presence: Presence) -> Explanation {
         let (statistics, quotas) =
             (statistics_of(app, &self.memory, &self.tiers), quota::of_app(self.apps.quotas(), app));
-        let mut stores = self.tiers.iter().filter_map(|tier| tier.state().object_store);
-        let is_failing = stores.any(|store| store.is_failing);
-        explanation(app, presence, (&statistics, quotas), &self.memory, is_failing)
+        let states: Vec<_> = self.tiers.iter().map(|tier| tier.state()).collect();
+        let mut disks = states.iter().flat_map(|state| &state.disks).peekable();
+        let storage = StorageCondition {
+            object_store_is_failing: states
+                .iter()
+                .filter_map(|state| state.object_store)
+                .any(|it| it.is_failing),
+            all_disks_full: disks.peek().is_some() && disks.all(|disk| disk.condition == DiskCondition::Full),
+        };
+        explanation(app, presence, (&statistics, quotas), &self.memory, storage)
     }
 
     /// Returns the configured quotas, each with its largest user.

@@ -8,7 +8,7 @@ use std::cmp::Reverse;
 use serde::Serialize;
 use uniffle_wire::types::AppId;
 
-use crate::app::App;
+use crate::app::{App, Stage};
 use crate::memory::Memory;
 use crate::tiers::Tiers;
 
@@ -23,8 +23,11 @@ pub struct AppStatistics {
     pub partitions: u64,
     /// Number of huge partitions among them.
     pub huge_partitions: u64,
-    /// Payload received for the currently registered shuffles.
+    /// Payload received, including removed shuffles. A restart forgets removed ones.
     pub received_bytes: u64,
+    /// Payload received for the registered shuffles.
+    #[serde(skip)]
+    pub registered_bytes: u64,
     /// Payload in memory, including bytes in flight.
     pub in_memory_bytes: u64,
     /// Blocks in memory, including those in flight.
@@ -50,10 +53,10 @@ impl AppStatistics {
     /// any.
     #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
     pub fn skew(&self) -> f64 {
-        if self.received_bytes == 0 {
+        if self.registered_bytes == 0 {
             return 0.0;
         }
-        self.largest_partition_bytes as f64 * self.partitions_with_data as f64 / self.received_bytes as f64
+        self.largest_partition_bytes as f64 * self.partitions_with_data as f64 / self.registered_bytes as f64
     }
 
     /// Returns the mean payload of the blocks in memory, or `None` without any.
@@ -69,6 +72,7 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
         partitions: 0,
         huge_partitions: 0,
         received_bytes: 0,
+        registered_bytes: 0,
         in_memory_bytes: 0,
         in_memory_blocks: 0,
         largest_partition_bytes: 0,
@@ -95,13 +99,15 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
         let Some(buffers) = memory.shuffle(shuffle.key()) else { continue };
         for buffer in buffers.all() {
             let received_bytes = buffer.received_bytes();
-            sum.received_bytes += received_bytes;
+            sum.registered_bytes += received_bytes;
             sum.largest_partition_bytes = sum.largest_partition_bytes.max(received_bytes);
             sum.partitions_with_data += u64::from(received_bytes > 0);
             sum.in_memory_bytes += buffer.in_memory_bytes();
             sum.in_memory_blocks += buffer.block_count() as u64;
         }
     }
+    // After a restart the account starts at 0.
+    sum.received_bytes = app.account().sum(Stage::Receive).bytes.max(sum.registered_bytes);
     sum
 }
 
@@ -139,6 +145,7 @@ mod tests {
             partitions: 1,
             huge_partitions: 0,
             received_bytes,
+            registered_bytes: received_bytes,
             in_memory_bytes,
             in_memory_blocks,
             largest_partition_bytes: received_bytes,
