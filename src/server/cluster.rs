@@ -142,6 +142,7 @@ fn node(known: &KnownNode) -> ClusterNode {
         used_bytes: node.used_bytes,
         reserved_bytes: node.details.reserved_bytes,
         available_bytes: node.available_bytes,
+        received_bytes: node.details.apps.iter().map(|app| unsigned(app.total_size)).sum(),
         unfinished_batches: node.details.unfinished_batches,
         disks: node.details.disks.iter().map(disk).collect(),
         apps: node.details.apps.len(),

@@ -19,14 +19,14 @@ use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
 use crate::listeners::http;
 use crate::listeners::http::api::model::{
-    AppTotals, Connections, Coordinator, Disk, Flush, HeapUse, Memory, Node, ObjectStore, Process, Status,
-    Tickets, Tier, Totals,
+    AppTotals, Connections, Coordinator, Disk, Flush, Hdfs, HeapUse, Memory, Node, ObjectStore, Process,
+    Status, Tickets, Tier, Totals,
 };
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
 use crate::telemetry::panic_count;
-use crate::tiers::{DiskCondition, DiskInfo, ObjectStoreState};
+use crate::tiers::{DiskCondition, DiskInfo, HdfsState, ObjectStoreState};
 use uniffle_io::Media;
 
 use super::cluster::ClusterPage;
@@ -50,6 +50,7 @@ pub(super) struct NodeSnapshot {
     incomplete: Incompleteness,
     tiers: Vec<Tier>,
     object_store: Option<ObjectStoreState>,
+    hdfs: Option<HdfsState>,
     tickets: Tickets,
     connections: Connections,
     totals: Totals,
@@ -145,6 +146,7 @@ impl http::Node for Inspector {
             tiers: snapshot.tiers.clone(),
             disks: disks.iter().map(disk).collect(),
             object_store: snapshot.object_store.map(object_store),
+            hdfs: snapshot.hdfs.map(hdfs),
             flush: *flush,
             tickets: *tickets,
             coordinators: self.coordinators(),
@@ -186,13 +188,14 @@ impl Inspector {
             capacity_bytes: memory.capacity_bytes,
             used_bytes: memory.used_bytes,
         }];
-        let (mut disks, mut object_store) = (Vec::new(), None);
+        let (mut disks, mut object_store, mut hdfs) = (Vec::new(), None, None);
         for tier in service.tiers().iter() {
             let (state, name) = (tier.state(), tier.capability().names.name);
             let known = |capacity_bytes| Tier { tier: name, capacity_bytes, used_bytes: state.used_bytes };
             tiers.extend(state.capacity_bytes.map(known));
             disks.extend(state.disks);
             object_store = object_store.or(state.object_store);
+            hdfs = hdfs.or(state.hdfs);
         }
         NodeSnapshot {
             taken: Instant::now(),
@@ -207,6 +210,7 @@ impl Inspector {
             tiers,
             disks,
             object_store,
+            hdfs,
             apps: service.insight.app_statistics(),
             quotas: service.insight.quotas(),
             lost_blocks: service.apps().apps().iter().map(|app| service.insight.lost_blocks(app)).sum(),
@@ -280,10 +284,6 @@ impl Inspector {
     }
 
     fn coordinators(&self) -> Vec<Coordinator> {
-        let own = self.cluster.is_some().then(|| {
-            let address = format!("{}:{}", self.fixed.ip, self.fixed.grpc_port);
-            Coordinator { address, link: "embedded", reason: None }
-        });
         let told = |link: Link| match link {
             Link::Untried => ("untried", None),
             Link::Up { .. } => ("up", None),
@@ -295,8 +295,18 @@ impl Inspector {
         };
         let quorum =
             self.live.heartbeats().into_iter().flat_map(|heartbeats| heartbeats.links().map(coordinator));
-        own.into_iter().chain(quorum).collect()
+        let own = self.cluster.is_some().then(|| format!("{}:{}", self.fixed.ip, self.fixed.grpc_port));
+        with_embedded(own, quorum.collect())
     }
+}
+
+/// Returns the embedded coordinator and those of the quorum, which may name the embedded one.
+fn with_embedded(own: Option<String>, mut coordinators: Vec<Coordinator>) -> Vec<Coordinator> {
+    if let Some(address) = own {
+        coordinators.retain(|other| other.address != address);
+        coordinators.insert(0, Coordinator { address, link: "embedded", reason: None });
+    }
+    coordinators
 }
 
 fn heap_use(kind: HeapKind, budget: &Budget) -> HeapUse {
@@ -313,6 +323,10 @@ fn object_store(state: ObjectStoreState) -> ObjectStore {
         cache_misses,
     } = state;
     ObjectStore { stored_bytes, is_failing, cache_used_bytes, cache_capacity_bytes, cache_hits, cache_misses }
+}
+
+fn hdfs(HdfsState { stores, failing, written_bytes }: HdfsState) -> Hdfs {
+    Hdfs { stores, failing_stores: failing, written_bytes }
 }
 
 fn disk(info: &DiskInfo) -> Disk {
@@ -359,4 +373,19 @@ fn process() -> Process {
 
 fn open(gauge: &IntGauge) -> u64 {
     u64::try_from(gauge.get()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn embedded_coordinator_in_quorum_is_listed_once() {
+        let up = |address: &str| Coordinator { address: address.to_owned(), link: "up", reason: None };
+        let embedded = Coordinator { link: "embedded", ..up("10.0.0.1:19999") };
+        let quorum = vec![up("10.0.0.1:19999"), up("10.0.0.2:19999")];
+        let listed = with_embedded(Some("10.0.0.1:19999".to_owned()), quorum.clone());
+        assert_eq!(listed, [embedded, up("10.0.0.2:19999")]);
+        assert_eq!(with_embedded(None, quorum.clone()), quorum);
+    }
 }

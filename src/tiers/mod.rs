@@ -29,7 +29,9 @@ pub use self::local::{
 };
 pub use self::object::ObjectConfig;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};
-pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
+pub use self::state::{
+    DiskCondition, DiskInfo, HdfsState, MountUsage, ObjectStoreState, TierState, by_mount,
+};
 pub use self::tier::{
     Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
     RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierRole, TierShuffle,

@@ -21,6 +21,19 @@ pub struct TierState {
     pub disks: Vec<DiskInfo>,
     /// Object store of the tier, if it has one.
     pub object_store: Option<ObjectStoreState>,
+    /// HDFS clusters of the tier, if it writes to any.
+    pub hdfs: Option<HdfsState>,
+}
+
+/// The HDFS clusters to which known shuffles write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct HdfsState {
+    /// Number of remote stores in use, by file system and user.
+    pub stores: usize,
+    /// Number of those that fail.
+    pub failing: usize,
+    /// Payload written for known shuffles.
+    pub written_bytes: u64,
 }
 
 /// An object store, and the read cache in front of it.

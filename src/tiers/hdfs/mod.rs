@@ -51,7 +51,7 @@ use self::writer::Writers;
 use crate::clock::sleep;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
-use crate::tiers::{ExtentWrite, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
+use crate::tiers::{ExtentWrite, HdfsState, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Maximum number of remote file systems (by settings and user) in use, because clients name them.
@@ -256,8 +256,19 @@ impl HdfsStore {
 
     /// Returns whether remote stores are in use and all of them fail.
     pub fn all_failing(&self) -> bool {
+        let state = self.state();
+        state.stores > 0 && state.failing == state.stores
+    }
+
+    /// Returns the stores in use and the payload written to them.
+    pub fn state(&self) -> HdfsState {
         let remotes = self.core.remotes();
-        !remotes.is_empty() && remotes.iter().all(|remote| remote.is_failing())
+        let written = |shuffle: &Arc<Shuffle>| shuffle.written_bytes.load(Ordering::Relaxed);
+        HdfsState {
+            stores: remotes.len(),
+            failing: remotes.iter().filter(|remote| remote.is_failing()).count(),
+            written_bytes: self.shuffles.iter().map(|shuffle| written(shuffle.value())).sum(),
+        }
     }
 
     /// Probes failing remote stores that are not tried, until `stop`. Deleting a missing file

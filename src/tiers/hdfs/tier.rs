@@ -55,7 +55,7 @@ impl Tier for HdfsStore {
     fn state(&self) -> TierState {
         let complaint =
             self.all_failing().then_some("all remote stores fail, and memory has no other tier below it");
-        TierState { complaint, ..TierState::default() }
+        TierState { complaint, hdfs: Some(HdfsStore::state(self)), ..TierState::default() }
     }
 
     /// Clients that name no remote path read memory and local disks only.

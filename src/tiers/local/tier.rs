@@ -81,7 +81,7 @@ impl Tier for LocalStore {
             capacity_bytes: Some(disks.iter().map(|disk| disk.total_bytes).sum()),
             used_bytes: disks.iter().map(|disk| disk.used_bytes).sum(),
             disks,
-            object_store: None,
+            ..TierState::default()
         }
     }
 

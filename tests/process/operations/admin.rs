@@ -9,8 +9,7 @@ use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{
-    CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, ShuffleServerHeartBeatRequest,
-    ShuffleServerId, StatusCode as Code,
+    CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode as Code,
 };
 use uniffle_worker::service::WorkerState;
 use uniffle_worker::tiers::LocalStore;
@@ -62,13 +61,7 @@ async fn decommission_can_be_cancelled() {
 #[tokio::test]
 async fn lost_node_is_removed_from_the_list_on_request() {
     let fixture = AdminFixture::with("[embedded_coordinator]\nnode_timeout_sec = 2").await;
-    let channel = format!("http://{}", fixture.worker.addresses().grpc);
-    let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
-    let server_id =
-        ShuffleServerId { id: "w-1".to_owned(), ip: "127.0.0.1".to_owned(), port: 1, ..Default::default() };
-    let heartbeat = ShuffleServerHeartBeatRequest { server_id: Some(server_id), ..Default::default() };
-    let answer = coordinator.heartbeat(heartbeat).await.unwrap().into_inner();
-    assert_eq!(answer.status, Code::Success as i32, "{}", answer.ret_msg);
+    fixture.heartbeat_once("w-1").await;
     let lost = async || {
         let http = fixture.worker.addresses().http;
         let view = reqwest::get(format!("http://{http}/api/v1/cluster")).await.unwrap().text().await.unwrap();
@@ -88,7 +81,6 @@ async fn lost_node_is_removed_from_the_list_on_request() {
     }
     let (status, answer) = call().await;
     assert_eq!(status, StatusCode::NOT_FOUND, "{answer}");
-    drop(coordinator);
     fixture.finish().await;
 }
 
@@ -121,7 +113,6 @@ async fn changed_tags_reach_coordinator_at_once() {
         let (status, answer) = fixture.call("/admin/tags", bad).await;
         assert_eq!(status, StatusCode::BAD_REQUEST, "{bad}: {answer}");
     }
-    drop(coordinator);
     fixture.finish().await;
 }
 

@@ -90,6 +90,25 @@ async fn status_covers_every_component() {
 }
 
 #[tokio::test]
+async fn removed_data_counts_as_received_but_not_as_stored() {
+    let fixture = AdminFixture::start().await;
+    let key = fixture.push("app-1", 4).await;
+    let received = |answer: &Value| answer["apps"][0]["received_bytes"] == json!(100_000);
+    fixture.eventually("/apps", |answer| received(answer)).await;
+    fixture.client.unregister(&key).await.unwrap();
+    let empty = |answer: &Value| answer["apps"][0]["in_memory_bytes"] == json!(0) && received(answer);
+    fixture.eventually("/apps", empty).await;
+    fixture.push("app-1", 4).await;
+    fixture.client.unregister_app("app-1").await.unwrap();
+    let ended = |answer: &Value| answer["gone"][0]["received_bytes"] == json!(200_000);
+    fixture.eventually("/apps", ended).await;
+    let explanation = fixture.told("/apps/app-1/explain").await;
+    assert_eq!(explanation["bytes"]["in_memory"], json!(0), "{explanation}");
+    assert_eq!(explanation["top_partitions"][0]["in_memory_bytes"], json!(0), "{explanation}");
+    fixture.finish().await;
+}
+
+#[tokio::test]
 async fn applications_are_listed_by_size_up_to_limit() {
     let fixture = AdminFixture::start().await;
     for (app, partitions) in [("small", 1), ("large", 12), ("middle", 4)] {

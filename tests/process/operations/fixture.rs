@@ -11,6 +11,8 @@ use uniffle_testkit::config::Lines;
 pub(crate) use uniffle_testkit::config::{parse, start_from};
 pub(crate) use uniffle_testkit::eventually;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_worker::proto::{ShuffleServerHeartBeatRequest, ShuffleServerId, StatusCode as Code};
 use uniffle_worker::server::Worker;
 
 pub(crate) struct AdminFixture {
@@ -100,6 +102,17 @@ impl AdminFixture {
             .collect();
         self.client.push(&key, SendForm::Classic, &batch).await.unwrap();
         key
+    }
+
+    /// Sends one heartbeat of a node that does not exist to the embedded coordinator.
+    pub(crate) async fn heartbeat_once(&self, id: &str) {
+        let channel = format!("http://{}", self.worker.addresses().grpc);
+        let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
+        let server_id =
+            ShuffleServerId { id: id.to_owned(), ip: "127.0.0.1".to_owned(), port: 1, ..Default::default() };
+        let heartbeat = ShuffleServerHeartBeatRequest { server_id: Some(server_id), ..Default::default() };
+        let answer = coordinator.heartbeat(heartbeat).await.unwrap().into_inner();
+        assert_eq!(answer.status, Code::Success as i32, "{}", answer.ret_msg);
     }
 
     /// Returns the sum of a metric over its labels that contain `label`.

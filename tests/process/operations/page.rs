@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use uniffle_testkit::tools::kept_dir;
 
@@ -54,6 +55,19 @@ const boxes = [...document.querySelectorAll('.tile, .card, .disk, .pill, dialog[
 const cut = boxes.filter(it => it.checkVisibility() && it.scrollWidth > it.clientWidth + 1).map(it => it.textContent.slice(0, 40));
 return { contrast: worst[0], of: worst[1], texts: texts.length, cut };";
 
+/// Returns what the page shows without applications, its links, and the labels of the axes.
+const EMPTY: &str = "return {
+  options: document.getElementById('apps-empty').checkVisibility() ? document.getElementById('spark-options').textContent : '',
+  storage: document.getElementById('disks-empty').textContent,
+  links: [...document.querySelectorAll('footer a')].map(it => new URL(it.href).pathname),
+  asked: [...new Set(performance.getEntriesByType('resource').map(it => new URL(it.name).pathname))],
+  units: [...new Set([...document.querySelectorAll('#memory text')].map(it => it.textContent.split(' ')[1]).filter(it => /B$/.test(it)))],
+};";
+
+/// Returns the names and links of the cluster's nodes.
+const NODE_LINKS: &str = "return [...document.querySelectorAll('#cluster-nodes tbody tr')]
+  .map(row => [row.querySelector('td.app').firstChild.textContent, row.querySelector('a')?.href, row.querySelector('.pill').textContent]);";
+
 /// Returns the rows of the cluster's nodes, with all applications expanded.
 const NODES: &str = "document.getElementById('cluster-more').open = true;
 return document.getElementById('cluster').checkVisibility()
@@ -87,6 +101,23 @@ async fn until_both_nodes_are_shown(browser: &Browser) {
     }
 }
 
+/// Waits until the page lists a lost node, and a live one with a link to `page`.
+async fn until_lost_node_is_shown(browser: &Browser, page: &str) {
+    let start = Instant::now();
+    let wanted = |rows: &Value| {
+        let rows = rows.as_array().unwrap();
+        rows.iter().any(|row| row[1] == json!(page)) && rows.contains(&json!(["w-1", null, "lost"]))
+    };
+    loop {
+        let rows = browser.run(NODE_LINKS).await;
+        if wanted(&rows) {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "the lost node is not shown: {rows}");
+        sleep(Duration::from_millis(100)).await;
+    }
+}
+
 /// Opens the cluster's first application and waits for the explanations of its workers.
 async fn open_cluster_explanation(browser: &Browser) {
     let start = Instant::now();
@@ -97,6 +128,46 @@ async fn open_cluster_explanation(browser: &Browser) {
         assert!(start.elapsed() < PATIENCE, "no explanation of the cluster");
         sleep(Duration::from_millis(100)).await;
     }
+}
+
+/// Returns the address of a server that forwards everything below `/w1` to `origin`, as a reverse proxy does.
+async fn proxied(origin: String, tasks: &mut JoinSet<()>) -> String {
+    let forward = move |request: axum::extract::Request| {
+        let url = format!("{origin}{}", request.uri());
+        async move {
+            let answer = reqwest::get(url).await.unwrap();
+            (answer.headers().clone(), answer.bytes().await.unwrap())
+        }
+    };
+    let routes = axum::Router::new().nest_service("/w1", axum::Router::new().fallback(forward));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tasks.spawn(async move { axum::serve(listener, routes).await.unwrap() });
+    format!("http://{address}/w1")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn status_page_works_behind_a_path_prefix() {
+    let Some(browser) = Browser::start().await else { return };
+    let fixture = AdminFixture::with("[embedded_coordinator]\nnode_timeout_sec = 2\n").await;
+    let mut tasks = JoinSet::new();
+    let prefix = proxied(format!("http://{}", fixture.worker.addresses().http), &mut tasks).await;
+    for page in [format!("{prefix}/"), prefix] {
+        browser.open(&page).await;
+        until(&browser, "the page has data", |seen| seen["state"] == json!("active")).await;
+        let seen = browser.run(EMPTY).await;
+        assert_eq!(seen["links"], json!(["/w1/metrics", "/w1/health/ready", "/w1/api/v1"]));
+        let paths = seen["asked"].as_array().unwrap();
+        assert!(paths.iter().all(|path| path.as_str().unwrap().starts_with("/w1/api/v1/")), "{seen}");
+        let options = seen["options"].as_str().unwrap();
+        let quorum = format!("spark.rss.coordinator.quorum {}\n", fixture.worker.addresses().grpc);
+        assert!(options.contains(&quorum) && options.contains("storage.type MEMORY_LOCALFILE"), "{options}");
+        assert_eq!(seen["units"], json!(["MiB"]), "an axis has one unit");
+    }
+    fixture.heartbeat_once("w-1").await;
+    until_lost_node_is_shown(&browser, &format!("http://{}/", fixture.worker.addresses().http)).await;
+    browser.close().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

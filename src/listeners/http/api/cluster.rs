@@ -46,6 +46,8 @@ pub struct ClusterNode {
     pub reserved_bytes: u64,
     /// Free memory.
     pub available_bytes: u64,
+    /// Payload received from the applications that the node reports.
+    pub received_bytes: u64,
     /// Batches being flushed.
     pub unfinished_batches: u64,
     /// Disks of the node.

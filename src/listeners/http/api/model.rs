@@ -23,6 +23,9 @@ pub struct Status {
     /// The object store, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub object_store: Option<ObjectStore>,
+    /// HDFS, if the worker writes to it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hdfs: Option<Hdfs>,
     /// Flushing from memory.
     pub flush: Flush,
     /// Memory reserved for sends.
@@ -140,6 +143,17 @@ pub struct ObjectStore {
     pub cache_hits: u64,
     /// Number of chunks fetched into the cache.
     pub cache_misses: u64,
+}
+
+/// The HDFS clusters to which known shuffles write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Hdfs {
+    /// Number of remote stores in use, by file system and user.
+    pub stores: usize,
+    /// Number of those that fail.
+    pub failing_stores: usize,
+    /// Payload written for known shuffles.
+    pub written_bytes: u64,
 }
 
 /// A data directory.

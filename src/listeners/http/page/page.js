@@ -6,6 +6,9 @@ const SVG = 'http://www.w3.org/2000/svg';
 const WINDOW_MS = 15 * 60 * 1000;
 const WINDOW_MIN_MS = 60 * 1000;
 const POLL_MS = 2000;
+// The page may be behind a path prefix, with or without a slash at its end.
+const BASE = location.pathname.replace(/\/?$/, '/');
+for (const link of document.querySelectorAll('footer a')) link.href = BASE + link.getAttribute('href');
 
 // --- words for numbers
 
@@ -19,6 +22,13 @@ function bytes(value) {
 const size = value => bytes(value).join(' ');
 const rate = value => size(value) + '/s';
 const count = value => Math.round(value).toLocaleString('en-US');
+// One unit for all labels of an axis.
+function axisLabel(value, step, most, suffix) {
+  let unit = 1;
+  while (unit * 1024 <= most) unit *= 1024;
+  const digits = step >= unit ? 0 : step * 2 >= unit ? 1 : 2;
+  return `${(value / unit).toFixed(digits)} ${bytes(unit)[1]}${suffix}`;
+}
 function duration(seconds) {
   if (seconds === 0) return '0 s';
   if (seconds < 0.001) return Math.max(1, Math.round(seconds * 1e6)) + ' µs';
@@ -122,7 +132,7 @@ class Chart {
     const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': this.options.title });
     for (let v = 0; v <= max * 1.001; v += step) {
       root.append(svg('line', { x1: left, x2: width - right, y1: y(v), y2: y(v), class: v === 0 ? 'axis' : 'grid' }));
-      root.append(svg('text', { x: left - 8, y: y(v) + 4, 'text-anchor': 'end' }, v === 0 ? '0' : this.options.label(v)));
+      root.append(svg('text', { x: left - 8, y: y(v) + 4, 'text-anchor': 'end' }, v === 0 ? '0' : axisLabel(v, step, max, this.options.suffix)));
     }
     for (const part of [1, 2 / 3, 1 / 3, 0]) {
       const anchor = part === 1 ? 'start' : part === 0 ? 'end' : 'middle';
@@ -133,6 +143,7 @@ class Chart {
     if (this.options.limit && this.top) {
       const line = { x1: left, x2: width - right, y1: y(this.top), y2: y(this.top) };
       root.append(svg('line', { ...line, stroke: 'var(--red)', 'stroke-dasharray': '5 4', 'stroke-opacity': 0.8 }));
+      root.append(svg('text', { x: width - right, y: y(this.top) + 14, 'text-anchor': 'end' }, 'capacity'));
     }
     this.root.replaceChildren(root, this.tip);
     this.showTip(root, x, y, width, height - bottom);
@@ -177,12 +188,12 @@ const throughput = new Chart('throughput', [
   { key: 'received', name: 'received', colour: COLOURS.received },
   { key: 'read', name: 'read', colour: COLOURS.read },
   { key: 'flushed', name: 'flushed', colour: COLOURS.flushed },
-], { label: rate, title: 'Bytes per second received, read and flushed' });
+], { label: rate, suffix: '/s', title: 'Bytes per second received, read and flushed' });
 const memoryChart = new Chart('memory', [
   { key: 'data', name: 'stored', colour: COLOURS.data },
   { key: 'flight', name: 'being flushed', colour: COLOURS.flight },
   { key: 'reserved', name: 'reserved', colour: COLOURS.reserved },
-], { label: size, title: 'Memory in use', stacked: true, limit: true });
+], { label: size, suffix: '', title: 'Memory in use', stacked: true, limit: true });
 
 // --- samples → points
 
@@ -267,26 +278,43 @@ function showAlarms(status) {
   text('alarm', alarms.join(' · '));
 }
 
+const MEMORY_ONLY = 'This worker keeps data in memory only.';
+const STORES = { HDFS: 'HDFS', OBJECT: 'the object store' };
 const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], read_only: ['warn', 'read-only'], detached: ['bad', 'unmounted or replaced'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
 
-function showDisks(disks, store) {
+function storageCard(name, kind, word, ...parts) {
+  const pill = el('span', { class: 'pill', 'data-kind': kind }, el('i'), word);
+  return el('article', { class: 'disk' }, el('header', {}, el('code', {}, name), pill), ...parts);
+}
+function hdfsCard({ stores, failing_stores: failing, written_bytes: written }) {
+  const [kind, word] = failing ? ['bad', `${failing} of ${stores} fail`] : stores ? ['good', 'healthy'] : ['wait', 'not in use'];
+  const note = stores ? `${size(written)} written to ${plural(stores, 'remote store')}` : 'Applications choose the path in spark.rss.remote.storage.path.';
+  return storageCard('HDFS', kind, word, el('p', { class: 'sub' }, note));
+}
+function objectCard(store) {
+  const { cache_used_bytes: used, cache_capacity_bytes: capacity, cache_hits: hits, cache_misses: misses } = store;
+  const asked = hits + misses;
+  const cache = capacity ? `, read cache ${size(used)} of ${size(capacity)}${asked ? `, ${percent(hits / asked)} hits` : ''}` : '';
+  return storageCard('object store', store.is_failing ? 'bad' : 'good', store.is_failing ? 'fails' : 'healthy',
+    capacity ? bar([[used / capacity, 'blue']]) : null, el('p', { class: 'sub' }, `${size(store.stored_bytes)} stored${cache}`));
+}
+function showDisks({ disks, object_store: store, hdfs, node }) {
   $('disks-empty').hidden = disks.length > 0;
+  const below = Object.keys(STORES).find(it => node.store_type.includes(it));
+  text('disks-empty', below ? `This worker has no data directory. It flushes memory to ${STORES[below]}.` : MEMORY_ONLY);
   const total = disks.reduce((sum, disk) => sum + disk.used_bytes, 0);
   const parts = disks.length ? [`${size(total)} of shuffle data on ${plural(disks.length, 'disk')}`] : [];
-  if (store) parts.push(`${size(store.stored_bytes)} in the object store${store.is_failing ? ', which fails' : ''}`);
-  if (store && store.cache_capacity_bytes) parts.push(`read cache ${size(store.cache_used_bytes)} of ${size(store.cache_capacity_bytes)}`);
   text('disks-sub', parts.join(', '));
   $('disks').replaceChildren(...disks.map(disk => {
     const [kind, word] = CONDITIONS[disk.condition] || ['warn', disk.condition];
     const others = Math.max(0, disk.total_bytes - disk.free_bytes - disk.used_bytes);
     const share = value => disk.total_bytes ? value / disk.total_bytes : 0;
     const failures = disk.failures ? `, ${plural(disk.failures, 'failure')}` : '';
-    return el('article', { class: 'disk' },
-      el('header', {}, el('code', {}, disk.path), el('span', { class: 'pill', 'data-kind': kind }, el('i'), word)),
+    return storageCard(disk.path, kind, word,
       bar([[share(disk.used_bytes), 'blue'], [share(others), 'grey']]),
       el('p', { class: 'sub' }, `${size(disk.used_bytes)} used by this worker, ${size(disk.free_bytes)} free of ${size(disk.total_bytes)}${failures}`),
       disk.fault ? el('p', { class: 'bad' }, disk.fault) : null);
-  }));
+  }), ...(hdfs ? [hdfsCard(hdfs)] : []), ...(store ? [objectCard(store)] : []));
 }
 
 function cell(label, value, attributes) {
@@ -296,6 +324,13 @@ function appCell(app, detail, where = 'app') {
   const button = el('button', { class: 'link' }, app);
   button.addEventListener('click', () => { location.hash = `#${where}/` + encodeURIComponent(app); });
   return el('td', { class: 'app' }, button, detail ? el('small', {}, detail) : null);
+}
+function showSparkOptions({ coordinators, node }) {
+  text('spark-options', ['spark.shuffle.manager org.apache.spark.shuffle.RssShuffleManager',
+    'spark.serializer org.apache.spark.serializer.KryoSerializer',
+    `spark.rss.coordinator.quorum ${coordinators.map(it => it.address).join(',')}`,
+    `spark.rss.storage.type ${node.store_type.includes('OBJECT') ? 'MEMORY_LOCALFILE' : node.store_type}`,
+    `spark.rss.client.type ${node.tcp_port ? 'GRPC_NETTY' : 'GRPC'}`].join('\n'));
 }
 function showApps(answer) {
   $('apps').hidden = answer.apps.length === 0;
@@ -340,6 +375,23 @@ function showRest(status) {
   $('facts').replaceChildren(...facts.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
 }
 
+// Bytes per second that a node receives. Its figures change with its heartbeats.
+const heard = new Map();
+function receiving(node) {
+  const at = Date.now() / 1000 - node.silent_seconds, before = heard.get(node.id);
+  if (before && at - before.at < 0.5) return before.rate;
+  const grown = before ? node.received_bytes - before.bytes : -1;
+  // An application that ends takes its bytes out of the sum.
+  const rate = grown < 0 ? undefined : grown / (at - before.at);
+  heard.set(node.id, { at, bytes: node.received_bytes, rate });
+  return rate;
+}
+function nodeName(node) {
+  if (!node.http_port) return node.id;
+  const host = node.ip.includes(':') ? `[${node.ip}]` : node.ip;
+  return el('a', { href: `${location.protocol}//${host}:${node.http_port}/` }, node.id);
+}
+
 // The view of this worker's own coordinator, where it has one and is not alone.
 const CLUSTER_ROWS = 100;
 async function showCluster(status) {
@@ -352,15 +404,19 @@ async function showCluster(status) {
   if (cluster.lost.length) states.set('lost', cluster.lost.length);
   text('cluster-sub', [...states].map(([state, n]) => `${n} ${state}`).join(', '));
   const out = n => cell('Disks failed', n ? count(n) : '–', n ? { class: 'n bad' } : {});
+  const rates = new Map(cluster.nodes.map(node => [node.id, receiving(node)]));
   $('cluster-nodes').tBodies[0].replaceChildren(...cluster.nodes.slice(0, CLUSTER_ROWS).map(node => el('tr', {},
-    el('td', { class: 'app' }, node.id, el('small', {}, `${node.ip}:${node.http_port}`)),
+    el('td', { class: 'app' }, nodeName(node), el('small', {}, `${node.ip}:${node.http_port}`)),
     cell('State', el('span', { class: 'pill', 'data-kind': KINDS[node.state] || 'warn' }, el('i'), node.state), { class: '' }),
     cell('Memory', size(node.used_bytes)),
-    cell('Free', size(node.available_bytes)),
+    cell('Memory share', percent(node.used_bytes / Math.max(1, node.used_bytes + node.available_bytes))),
+    cell('Receiving', rates.get(node.id) === undefined ? '–' : rate(rates.get(node.id))),
     cell('Disks used', size(node.disks.reduce((sum, disk) => sum + disk.used_bytes, 0))),
     out(node.disks.filter(disk => disk.condition !== 'normal').length),
     cell('Applications', count(node.apps)),
-    cell('Last heartbeat', duration(Math.round(node.silent_seconds))))));
+    cell('Last heartbeat', duration(Math.round(node.silent_seconds))))), ...cluster.lost.slice(0, CLUSTER_ROWS).map(id => el('tr', {},
+    el('td', { class: 'app' }, id),
+    cell('State', el('span', { class: 'pill', 'data-kind': 'bad' }, el('i'), 'lost'), { class: '' }))));
   $('cluster-more').hidden = cluster.apps.length === 0;
   $('cluster-apps').tBodies[0].replaceChildren(...cluster.apps.slice(0, CLUSTER_ROWS).map(app => el('tr', {},
     appCell(app.app, '', 'cluster'),
@@ -441,7 +497,7 @@ function showExplanation(it) {
 // --- the loop
 
 async function get(path) {
-  const answer = await fetch('/api/v1/' + path, { cache: 'no-store', signal: AbortSignal.timeout(10000) });
+  const answer = await fetch(`${BASE}api/v1/${path}`, { cache: 'no-store', signal: AbortSignal.timeout(10000) });
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
   return answer.json();
 }
@@ -467,7 +523,7 @@ async function poll() {
     const last = samples.length ? samples[samples.length - 1].at_ms : 0;
     const [status, history] = await Promise.all([get('status'), get(`history?after_ms=${last}`)]);
     takeSamples(history.samples);
-    showNode(status); showAlarms(status); showDisks(status.disks, status.object_store); showRest(status);
+    showNode(status); showAlarms(status); showDisks(status); showRest(status); showSparkOptions(status);
     drawCharts(status.memory.capacity_bytes);
     if (turn++ % 2 === 0) { showApps(await get('apps?limit=50')); await showCluster(status); if (wanted()) await explain(); }
     document.querySelector('main').classList.remove('stale');
