@@ -190,10 +190,13 @@ impl Verifier {
             });
             let failed: Vec<_> = looked.buffer_unordered(LOOKS).filter_map(ready).collect().await;
             let Some((suspect, error)) = failed.first() else { break };
-            tracing::warn!(
-                partitions = failed.len(), shuffle = %suspect.shuffle.key(), partition = %suspect.partition, %error,
-                "cannot determine which blocks are lost; retrying"
-            );
+            // The first attempt often meets the damage itself, and decides about it.
+            if pause > PAUSE_MIN {
+                tracing::warn!(
+                    partitions = failed.len(), shuffle = %suspect.shuffle.key(), partition = %suspect.partition,
+                    %error, "cannot determine which blocks are lost; retrying"
+                );
+            }
             suspects = failed.into_iter().map(|(suspect, _)| suspect).collect();
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);

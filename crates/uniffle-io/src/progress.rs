@@ -106,12 +106,17 @@ impl ReadProgress {
                 self.filled += count;
                 // A direct call that ends inside a block has reached the end of the file.
                 let at_end = count == 0 || self.direct && !self.filled.is_multiple_of(BLOCK_ALIGN);
-                if !self.is_done() && at_end { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+                if !self.is_done() && at_end { Err(too_short()) } else { Ok(()) }
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
             Err(error) => Err(error),
         }
     }
+}
+
+/// Returns the error of a read beyond the end of the file.
+pub(super) fn too_short() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before the range")
 }
 
 /// Bounce buffer of a direct read whose target is not aligned to blocks.

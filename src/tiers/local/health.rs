@@ -56,12 +56,13 @@ pub fn judge(error: &io::Error) -> Verdict {
     }
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Verdict::Full,
-        io::ErrorKind::FileTooLarge | io::ErrorKind::StaleNetworkFileHandle => Verdict::TheFile,
+        io::ErrorKind::FileTooLarge
+        | io::ErrorKind::StaleNetworkFileHandle
+        // A file is shorter than what was written to it: another program cut it.
+        | io::ErrorKind::UnexpectedEof => Verdict::TheFile,
         io::ErrorKind::ReadOnlyFilesystem => Verdict::ReadOnly,
         io::ErrorKind::TimedOut => Verdict::Hung,
-        io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof | io::ErrorKind::WriteZero => {
-            Verdict::Broken
-        }
+        io::ErrorKind::InvalidData | io::ErrorKind::WriteZero => Verdict::Broken,
         // These are our own errors: a missing name, a wrong argument, a task that ended with the
         // runtime.
         _ => Verdict::NotTheDisk,

@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::Advice;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-use crate::progress::{BounceBuffer, ReadProgress};
+use crate::progress::{BounceBuffer, ReadProgress, too_short};
 use crate::{BLOCK_ALIGN, ReadTarget};
 
 /// Largest range per advice. By default the kernel reads no more ahead per call (`read_ahead_kb`)
@@ -44,7 +44,8 @@ pub(super) fn fill(file: &File, direct: bool, target: &mut ReadTarget) -> io::Re
     let mut filled = filled.into_iter();
     each(target, |bytes, offset| {
         let filled: usize = filled.next().unwrap_or(0);
-        file.read_exact_at(&mut bytes[filled..], offset + filled as u64)
+        let read = file.read_exact_at(&mut bytes[filled..], offset + filled as u64);
+        read.map_err(|error| if error.kind() == io::ErrorKind::UnexpectedEof { too_short() } else { error })
     })
 }
 
