@@ -9,10 +9,12 @@ use parking_lot::Mutex;
 
 use super::frame::{Entry, Gap, Incarnation};
 use super::record::Record;
+use uniffle_wire::types::ShuffleKey;
 
 /// Bytes of one living shuffle.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Living {
+    key: ShuffleKey,
     all: u64,
     /// Bytes of registrations, which are included in `all`.
     registrations: u64,
@@ -79,7 +81,7 @@ impl Contents {
                 if let Entry::Incomplete(_, gap) = entry {
                     self.incomplete.insert(shuffle.number, (shuffle.clone(), gap.clone()));
                 }
-                self.add(entry, shuffle.number, bytes);
+                self.add(entry, shuffle, bytes);
             }
             Entry::Purged(_) => {
                 self.incomplete.remove(&shuffle.number);
@@ -92,9 +94,11 @@ impl Contents {
         }
     }
 
-    fn add(&mut self, entry: &Entry, number: u64, bytes: u64) {
+    fn add(&mut self, entry: &Entry, shuffle: &Incarnation, bytes: u64) {
+        let number = shuffle.number;
         let mut all = self.living.0.lock();
-        let living = all.entry(number).or_default();
+        let new = || Living { key: shuffle.key.clone(), all: 0, registrations: 0 };
+        let living = all.entry(number).or_insert_with(new);
         if let Entry::Said(_, record) = entry
             && Record::is_registration(record)
         {
@@ -112,6 +116,19 @@ impl Contents {
         }
         living.all += bytes;
         self.living_bytes += bytes;
+    }
+
+    /// Returns the living shuffles.
+    pub(super) fn living(&self) -> Vec<Incarnation> {
+        let all = self.living.0.lock();
+        all.iter().map(|(number, living)| Incarnation { key: living.key.clone(), number: *number }).collect()
+    }
+
+    /// Marks shuffles that have no earlier gap as incomplete.
+    pub(super) fn mark_incomplete(&mut self, shuffles: Vec<Incarnation>, gap: &Gap) {
+        for shuffle in shuffles {
+            self.incomplete.entry(shuffle.number).or_insert_with(|| (shuffle, gap.clone()));
+        }
     }
 
     /// Marks incarnations that are not in `kept` as purged, because a later one has replaced them.
@@ -176,7 +193,7 @@ mod tests {
     use super::super::record::Registration;
     use super::*;
     use bytes::Bytes;
-    use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+    use uniffle_wire::types::{AppId, ShuffleId};
 
     fn said(number: u64, record: Vec<u8>) -> Entry {
         let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));

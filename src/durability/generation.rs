@@ -19,9 +19,11 @@ use uuid::Uuid;
 
 use super::contents::Replacing;
 use super::error::LogError;
-use super::frame::{Encoder, Entry, Epoch, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
+use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::proof::members_after;
-use super::read::{Directory, MEMBERS, METADATA, Source, copy_directory, copy_file, generation_of, within};
+use super::read::{
+    Directory, MEMBERS, METADATA, Part, Source, copy_directory, copy_file, generation_of, within,
+};
 use super::record::Record;
 use super::writer::{Copy, Writer};
 use uniffle_io::{File, Lane, WriteOpen};
@@ -73,7 +75,9 @@ impl Writer {
     /// Begins a generation on the best directories. A directory that fails is added to `excluded`,
     /// and the attempt is repeated without it.
     pub(super) async fn begin(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
-        let mut last_error = None;
+        let (mut last_error, mut damaged) = (None, Vec::new());
+        // An attempt clears the counts.
+        let living = self.contents.living();
         self.resumable = None;
         loop {
             let places = self.places(excluded);
@@ -111,12 +115,43 @@ impl Writer {
                     // one.
                     self.is_open &= !may_be_known;
                 }
-                Err(Failed::Source(error)) => match self.others.pop() {
-                    Some(other) => self.source = other,
-                    None => return Err(error),
-                },
+                Err(Failed::Source(error)) => {
+                    damaged.extend(self.source.parts.clone());
+                    match self.others.pop() {
+                        Some(other) => self.source = other,
+                        None if self.can_salvage(&error) => {
+                            self.salvage(std::mem::take(&mut damaged), living.clone(), &error);
+                        }
+                        None => return Err(error),
+                    }
+                }
             }
         }
+    }
+
+    /// Returns whether another program has damaged all copies of the log that this process wrote.
+    fn can_salvage(&self, error: &LogError) -> bool {
+        error.kind == io::ErrorKind::InvalidData && self.is_begun.load(Ordering::Acquire)
+    }
+
+    /// Continues with the readable records of damaged copies. Others are lost, so living shuffles
+    /// are incomplete for the next start. This process still knows all of their records.
+    fn salvage(&mut self, damaged: Vec<Part>, living: Vec<Incarnation>, error: &LogError) {
+        tracing::error!(
+            %error,
+            "another program damaged all copies of the metadata log; after the next start or upgrade, results of \
+             the present shuffles are refused"
+        );
+        let reason = format!("the metadata log was damaged while it was in use: {error}");
+        self.damage.send_replace(Some(reason.as_str().into()));
+        self.damaged.extend(living.iter().map(|shuffle| shuffle.number));
+        let gap = Gap { reason, until_back: Vec::new() };
+        self.contents.mark_incomplete(living, &gap);
+        self.epoch.gap.get_or_insert(gap);
+        // The directories learn of the gap by a new epoch.
+        self.is_open = false;
+        let all = damaged.into_iter().map(|part| Part { frames: u64::MAX, ..part });
+        self.source = Source { parts: all.collect(), shipped: None };
     }
 
     fn next_epoch(&mut self, members: Vec<Member>, places: &[usize], is_whole: bool) -> Epoch {

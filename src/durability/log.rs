@@ -45,6 +45,7 @@ pub struct MetadataLog {
     gap: Option<Arc<str>>,
     is_begun: Arc<AtomicBool>,
     was_tried: watch::Receiver<bool>,
+    damage: watch::Receiver<Option<Arc<str>>>,
     living: LogShares,
 }
 
@@ -69,6 +70,7 @@ impl MetadataLog {
         }
         let gap = found.gap.as_deref().map(Arc::from);
         let (is_begun, was_tried) = (Arc::clone(&writer.is_begun), writer.was_tried.subscribe());
+        let damage = writer.damage.subscribe();
         let living = writer.contents.living.clone();
         let (requests, receiver) = mpsc::channel(WAITING_MAX);
         let cancelled = tasks.cancelled();
@@ -79,7 +81,7 @@ impl MetadataLog {
                 () = writer.run(receiver) => {}
             }
         });
-        (Self { requests, gap, is_begun, was_tried, living }, found)
+        (Self { requests, gap, is_begun, was_tried, damage, living }, found)
     }
 
     /// Returns whether the state of an earlier process is on the device. That process may have
@@ -100,6 +102,13 @@ impl MetadataLog {
     #[must_use]
     pub fn gap(&self) -> Option<Arc<str>> {
         self.gap.clone()
+    }
+
+    /// Returns why the log lacks records of living shuffles that this process has acknowledged:
+    /// another program damaged all copies. The next start refuses results of these shuffles.
+    #[must_use]
+    pub fn damage(&self) -> Option<Arc<str>> {
+        self.damage.borrow().clone()
     }
 
     /// Appends a record of a shuffle. After `Ok` it survives process and power. Continues if

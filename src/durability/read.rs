@@ -336,6 +336,8 @@ struct CopyReader {
     fitting: u64,
     fitting_bytes: u64,
     torn: Option<Torn>,
+    /// Kind of the failed read that tore it.
+    failed: Option<io::ErrorKind>,
 }
 
 impl CopyReader {
@@ -357,6 +359,7 @@ impl CopyReader {
             fitting: 0,
             fitting_bytes: 0,
             torn: None,
+            failed: None,
         })
     }
 
@@ -381,6 +384,7 @@ impl CopyReader {
                 }
                 Err(error) => {
                     self.tear(&error.to_string());
+                    self.failed = Some(error.kind());
                     return None;
                 }
             }
@@ -557,7 +561,7 @@ impl SourceReader<'_> {
     /// Returns the next entry.
     ///
     /// # Errors
-    /// A copy cannot be read, or has fewer frames than required.
+    /// A copy cannot be read. `InvalidData`: it has fewer frames than required.
     pub(super) async fn next(&mut self) -> io::Result<Option<Entry>> {
         while let Some(entry) = self.next_of_parts().await? {
             if !matches!(&entry, Entry::Said(shuffle, _) if self.is_shipped(shuffle)) {
@@ -608,7 +612,9 @@ impl SourceReader<'_> {
             let Some(frame) = frame else {
                 if part.frames != u64::MAX && reader.fitting < part.frames {
                     let why = reader.torn.as_ref().map_or("file is too short", |torn| torn.why.as_str());
-                    return Err(io::Error::other(format!("{}: {why}", part.path.display())));
+                    let kind = reader.failed.unwrap_or(io::ErrorKind::InvalidData);
+                    let path = self.directories[part.directory].io.root().join(&part.path);
+                    return Err(io::Error::new(kind, format!("{}: {why}", path.display())));
                 }
                 self.open = None;
                 continue;

@@ -78,7 +78,8 @@ impl Writer {
         let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
         let (is_begun, was_tried) = (Arc::clone(&self.is_begun), self.was_tried.clone());
         let (living, shipper) = (self.contents.living.clone(), self.shipper.clone());
-        *self = Self { shipper, is_blind, generation, is_told: true, is_begun, was_tried, ..next };
+        let damage = self.damage.clone();
+        *self = Self { shipper, is_blind, generation, is_told: true, damage, is_begun, was_tried, ..next };
         living.become_like(&self.contents.living);
         self.contents.living = living;
         tracing::warn!(

@@ -12,6 +12,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use croaring::Treemap;
 use futures::future::join_all;
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -111,6 +112,9 @@ pub(super) struct Writer {
     pub(super) shipped: Option<Arc<ShippedLog>>,
     /// True if that log has living registrations that the directories do not have.
     pub(super) has_strangers: bool,
+    /// Why the records of `damaged` shuffles are incomplete in the log, while one of them lives.
+    pub(super) damage: watch::Sender<Option<Arc<str>>>,
+    pub(super) damaged: Treemap,
     /// True once this process has begun or resumed a generation.
     pub(super) is_begun: Arc<AtomicBool>,
     /// True once this process has tried to begin a generation, successfully or not.
@@ -151,6 +155,8 @@ impl Writer {
             shipper: None,
             shipped: None,
             has_strangers: false,
+            damage: watch::Sender::default(),
+            damaged: Treemap::new(),
             is_begun: Arc::default(),
             was_tried: watch::Sender::new(false),
         }
@@ -309,6 +315,10 @@ impl Writer {
             self.copies = kept;
             for (entry, size) in entries.iter().zip(&sizes) {
                 self.contents.took(entry, size.unwrap_or(0));
+            }
+            if !self.damaged.is_empty() && self.damaged.is_subset(&self.contents.purged) {
+                self.damaged.clear();
+                self.damage.send_replace(None);
             }
             self.read_from_copies();
             if !failed.is_empty() {

@@ -113,7 +113,9 @@ pub(super) fn risks(service: &Service) -> Vec<String> {
              space there"
         )
     });
-    unprotected.into_iter().chain(service.memory().backing_fault()).collect()
+    let doubt = |doubt| format!("a start or upgrade would refuse results that are served now: {doubt}");
+    let doubts = service.tiers().iter().filter_map(|tier| tier.successor_doubts()).map(doubt);
+    unprotected.into_iter().chain(service.memory().backing_fault()).chain(doubts).collect()
 }
 
 /// Returns why no disk of `disks` takes writes. Returns `None` if there are no disks, or one takes

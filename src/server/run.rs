@@ -213,6 +213,10 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
         );
         return Err(Refusal { by: RefusedBy::Tiers, why });
     }
+    if let Some(doubt) = worker.service().tiers().iter().find_map(|tier| tier.successor_doubts()) {
+        let why = format!("the successor would refuse results that this worker serves: {doubt}");
+        return Err(Refusal { by: RefusedBy::Tiers, why });
+    }
     tracing::info!("upgrade: rehearsal of the successor started");
     let rehearsed = async {
         let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;

@@ -70,6 +70,11 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         None
     }
 
+    /// Returns why the next process would refuse results that this one serves.
+    fn successor_doubts(&self) -> Option<String> {
+        None
+    }
+
     /// Calls `visit` with the id of each readable block of a partition, in any order. For rare
     /// paths only, because it may read all index records.
     fn visit_present<'a>(

@@ -119,6 +119,10 @@ impl Tier for OffloadTier {
         Tier::scratch(&*self.local)
     }
 
+    fn successor_doubts(&self) -> Option<String> {
+        self.local.successor_doubts()
+    }
+
     fn metadata_gap(&self) -> Option<Arc<str>> {
         self.local.metadata_gap()
     }

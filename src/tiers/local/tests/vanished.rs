@@ -82,6 +82,18 @@ async fn append_to_a_changed_file_uses_a_new_one_and_reports_loss() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn read_of_a_truncated_file_is_not_a_fault_of_the_disk() {
+    let (disk, store, key, told) = with_two_blocks().await;
+    disk.memory.cut(&file(&disk, "data"), 9000);
+    for _ in 0..3 {
+        range_of(&store, &key, 1, (9000, 9000)).await.unwrap_err();
+    }
+    store.mark_damaged_lost(&key, PartitionId(1)).await;
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+    assert!(told.lock().contains(&1));
+}
+
+#[tokio::test(start_paused = true)]
 async fn removed_file_is_noticed_without_an_append() {
     for extension in ["data", "index"] {
         let (disk, store, key, told) = with_two_blocks().await;
@@ -155,6 +167,41 @@ async fn removed_metadata_log_is_rewritten() {
             let expected: &[&[u8]] = if asked { &[b"before"] } else { &[b"before", b"after"] };
             assert_eq!(said, expected, "{count} {asked}");
             assert_eq!((incomplete, store.metadata_gap()), (None, None), "{count} {asked}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn truncated_metadata_log_is_continued_and_reported() {
+    for keeps_some in [false, true] {
+        for asked in [false, true] {
+            let disks = metadata::disks::<2>();
+            let store = store_on(&disks).await;
+            metadata::say(&store, &key("app", 1), b"first").await;
+            metadata::say(&store, &key("app", 1), b"second").await;
+            for (at, path) in log_copies(&disks) {
+                let length = disks[at].memory.content(&path).unwrap().len();
+                disks[at].memory.cut(&path, if keeps_some { length - 1 } else { 0 });
+            }
+            if asked {
+                store.maintain_once().await;
+            }
+            metadata::say(&store, &key("app", 1), b"after").await;
+            metadata::say(&store, &key("app", 2), b"new").await;
+            assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy));
+            assert!(store.successor_doubts().unwrap().contains("was damaged"), "{keeps_some} {asked}");
+            drop(store);
+            let store = store_on(&disks).await;
+            let heard = hear(&store).await;
+            let (said, incomplete) = metadata::found(&heard, &key("app", 1));
+            assert_eq!(said.last().unwrap(), &b"after"[..], "{keeps_some} {asked}");
+            assert_eq!(said.len() > 1, keeps_some, "{keeps_some} {asked}: {said:?}");
+            assert!(
+                incomplete.unwrap().contains("was damaged while it was in use"),
+                "{keeps_some} {asked}: {said:?}"
+            );
+            assert_eq!(metadata::found(&heard, &key("app", 2)), (vec![Bytes::from_static(b"new")], None));
+            assert!(store.metadata_gap().unwrap().contains("was damaged"), "{keeps_some} {asked}");
         }
     }
 }
@@ -279,11 +326,16 @@ async fn moved_directory_is_detached_and_not_recreated() {
     std::fs::create_dir(real.root()).unwrap();
     real.store.probe().await;
     assert_eq!(real.store.disks()[0].condition, DiskCondition::Detached, "another one in its place");
+    let doubt = real.store.successor_doubts().unwrap();
+    assert!(doubt.contains(&format!("{} was unmounted", real.root().display())), "{doubt}");
     assert_eq!(std::fs::read_dir(real.root()).unwrap().count(), 0);
     std::fs::remove_dir(real.root()).unwrap();
     std::fs::rename(&away, real.root()).unwrap();
     real.store.probe().await;
-    assert_eq!(real.store.disks()[0].condition, DiskCondition::Healthy);
+    assert_eq!(
+        (real.store.disks()[0].condition, real.store.successor_doubts()),
+        (DiskCondition::Healthy, None)
+    );
     assert_eq!(read_all(&real.store, &real.key, 1).await.unwrap(), (0..8).collect::<Vec<_>>());
 }
 
