@@ -3,7 +3,8 @@
 //!
 //! It is proven if
 //! 1. no newer epoch can exist on an absent directory: of one or two voters all are present, of
-//!    more a majority, and no member that may recover alone is absent ([`Member::may_go_alone`]);
+//!    more a majority, and no member that may recover alone is absent ([`Member::may_go_alone`]). A
+//!    successor that was handed the newest epoch knows this anyway ([`HandOff`]);
 //! 2. no present directory was used alone: every epoch seen is a predecessor of the newest one;
 //! 3. one copy of the newest generation is whole. A record is acknowledged once it is on the device
 //!    in every copy, so a whole copy has all of them. Its end may be torn (the last write before a
@@ -190,7 +191,7 @@ pub fn judge(present: &[Present], hand_off: Option<&HandOff>) -> Judgement {
     let separate = gone_separately(present, &judgement.epoch);
     let is_forked = separate.is_some();
     judgement.gap = separate.or_else(|| whole.as_ref().err().cloned()).map_or_else(
-        || missing(present, &judgement.epoch),
+        || if hand_off.is_some() { None } else { missing(present, &judgement.epoch) },
         |reason| Some(Gap { reason, until_back: Vec::new() }),
     );
     judgement.sources = match whole {

@@ -17,7 +17,7 @@ use super::stop::{Ending, LeftMemory};
 use super::successor::Successor;
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
-use crate::tiers::local::claimable::HUNG_REMEDY;
+use crate::tiers::local::claimable::{DETACHED_REMEDY, HUNG_REMEDY};
 use crate::tiers::{DiskCondition, DiskInfo, LocalStore};
 
 /// A command to a running worker.
@@ -213,16 +213,16 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
         );
         return Err(Refusal { by: RefusedBy::Tiers, why });
     }
-    if let Some(doubt) = worker.service().tiers().iter().find_map(|tier| tier.successor_doubts()) {
-        let why = format!("the successor would refuse results that this worker serves: {doubt}");
-        return Err(Refusal { by: RefusedBy::Tiers, why });
-    }
     tracing::info!("upgrade: rehearsal of the successor started");
     let rehearsed = async {
         let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
         rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })
     };
     let ((), takes_memory) = tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
+    if let Some(doubt) = worker.service().tiers().iter().find_map(|tier| tier.successor_doubts()) {
+        let why = format!("the successor would refuse results that this worker serves: {doubt}");
+        return Err(Refusal { by: RefusedBy::Tiers, why });
+    }
     // Memory whose file the successor would not find is flushed.
     let is_passed_on = takes_memory && worker.memory().is_kept() && !worker.memory().backing_vanished();
     if is_passed_on {
@@ -236,8 +236,9 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
         let (emptied, ()) = tokio::join!(worker.prepare_to_hand_over(), worker.end_deletions());
         emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
     }
-    // A disk may have started to hang in the meantime.
+    // A disk may have started to hang, or may have been unmounted, in the meantime.
     require_no_hung_thread(worker).await?;
+    require_attached(worker).await?;
     if is_passed_on {
         tracing::info!("upgrade: rehearsal succeeded; handing over memory");
         return Ok(LeftMemory::PassedOn);
@@ -254,6 +255,21 @@ fn disks_of(worker: &Worker) -> Vec<DiskInfo> {
 async fn require_no_hung_thread(worker: &Worker) -> Result<(), Refusal> {
     let refused = |threads| Refusal { by: RefusedBy::Hang, why: hung(threads, &disks_of(worker)) };
     hung_threads::awake().await.map_err(refused)
+}
+
+/// Refuses an upgrade while a path leads to another directory than the one in use: the successor
+/// would start without its metadata.
+async fn require_attached(worker: &Worker) -> Result<(), Refusal> {
+    let Some(store) = worker.service().tiers().find::<LocalStore>() else { return Ok(()) };
+    let detached = store.detached().await;
+    if detached.is_empty() {
+        return Ok(());
+    }
+    let why = format!(
+        "localfile_store.data_paths: {}: not the directory of the running worker; {DETACHED_REMEDY}",
+        detached.join(", ")
+    );
+    Err(Refusal { by: RefusedBy::Rehearsal, why })
 }
 
 /// Describes the hang and its remedy.

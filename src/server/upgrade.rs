@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::memory::Backing;
 use crate::metrics;
-use crate::tiers::DiskInfo;
 use crate::tiers::local::claimable::HeldBy;
+use crate::tiers::{DiskCondition, DiskInfo};
 
 use super::sockets::{ADMIN, Addresses};
 
@@ -82,7 +82,8 @@ pub(super) struct Facts {
     bind_address: IpAddr,
     /// Empty without a local tier.
     data_paths: Vec<PathBuf>,
-    /// Directories in `data_paths` that do not work.
+    /// Directories in `data_paths` that do not work. Excludes detached ones, which a successor must
+    /// not replace.
     #[serde(default)]
     unhealthy: Vec<PathBuf>,
     /// Identities of the claimed directories.
@@ -114,7 +115,8 @@ impl Facts {
             true => config.local.paths.clone(),
             false => Vec::new(),
         };
-        let works = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path && disk.is_healthy());
+        let is_needed = |disk: &DiskInfo| disk.is_healthy() || disk.condition == DiskCondition::Detached;
+        let works = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path && is_needed(disk));
         Self {
             grpc_port: addresses.grpc.port(),
             http_port: addresses.http.port(),

@@ -118,6 +118,32 @@ async fn upgrade_with_damaged_claim_file_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn upgrade_is_refused_while_a_directory_is_detached() {
+    let tables = "disk_healthy_check_interval_sec = 1\n";
+    let mut refusing = RefusedUpgrades::start(Setup { tables, ..setup("detached") }).await;
+    refusing.written.task(&refusing.client, 0, 1000).await.expect("sent");
+    let path = refusing.worker.data_paths()[1].clone();
+    let away = refusing.worker.dir().join("away");
+    let config = refusing.config.clone();
+    let told = format!("{}: not the directory of the running worker", path.display());
+    // Refused before and after the worker has noticed it.
+    std::fs::rename(&path, &away).expect("moved");
+    refusing.refuses(&config, &told).await;
+    block_in_place(|| refusing.worker.wait_log("data directory was unmounted, moved or replaced"));
+    refusing.refuses(&config, &told).await;
+    std::fs::create_dir(&path).expect("an empty directory");
+    refusing.refuses(&config, &told).await;
+    assert_eq!(std::fs::read_dir(&path).expect("a directory").count(), 0, "nothing is written there");
+    std::fs::remove_dir(&path).expect("removed");
+    std::fs::write(&path, "a file").expect("a file");
+    refusing.refuses(&config, &told).await;
+    std::fs::remove_file(&path).expect("removed");
+    std::fs::rename(&away, &path).expect("moved back");
+    block_in_place(|| refusing.worker.wait_log("disk responds again"));
+    refusing.finish_with_an_upgrade().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn upgrade_with_port_in_use_is_refused() {
     let mut refusing = RefusedUpgrades::start(setup("new-port")).await;
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");

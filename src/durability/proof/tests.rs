@@ -260,6 +260,20 @@ fn hand_off_proves_only_its_own_epoch() {
     assert_eq!(judge(&all, Some(&hand_off(epoch + 1, 9))).gap, None, "of another epoch");
 }
 
+/// The outgoing process had the log to itself, so an absent directory has nothing newer.
+#[test]
+fn hand_off_proves_the_log_without_an_absent_directory() {
+    let mut fixture = Fixture::of(2);
+    fixture.live(&[0, 1], &[1]);
+    let one = fixture.see(&[0]);
+    let judged = judge(&one, None);
+    assert!(judged.gap.is_some());
+    let hand_off = |epoch, frames| HandOff { epoch, frames, generation: judged.generation };
+    assert_eq!(judge(&one, Some(&hand_off(judged.epoch.id, 2))).gap, None);
+    assert!(judge(&one, Some(&hand_off(judged.epoch.id, 9))).gap.is_some(), "the copy has fewer records");
+    assert_eq!(judge(&one, Some(&hand_off(judged.epoch.id + 1, 2))).gap, judged.gap, "of another epoch");
+}
+
 #[test]
 fn majority_of_three_is_proof_and_one_is_not() {
     let mut fixture = Fixture::of(3);

@@ -25,11 +25,14 @@ use uniffle_io::Disk;
 pub const HUNG_REMEDY: &str =
     "decommission the worker, wait until its applications have ended, then restart it";
 
+/// Remedy for a data directory whose path no longer leads to it.
+pub const DETACHED_REMEDY: &str = "mount its disk or move it back, then repeat the upgrade; if it is gone permanently, put an empty directory in its place and restart the worker";
+
 /// The data directories of the running worker.
 #[derive(Debug, Clone, Copy)]
 pub struct HeldBy<'a> {
-    /// Configured directories that the worker does not use: read-only, detached, hung, broken, or
-    /// never claimed.
+    /// Configured directories that the worker does not use: read-only, hung, broken, or never
+    /// claimed.
     pub unhealthy: &'a [PathBuf],
     /// Identities of the directories that it has claimed.
     pub identities: &'a BTreeMap<PathBuf, [u8; 16]>,
@@ -107,8 +110,8 @@ fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
     let uuid = Uuid::from_bytes(*held.identities.get(root)?);
     (now != uuid).then(|| {
         format!(
-            "{}: not the directory of the running worker (identity {now}, in use is {uuid}); restore that \
-             directory, or replace it by an empty one",
+            "{}: not the directory of the running worker (identity {now}, in use is {uuid}); \
+             {DETACHED_REMEDY}",
             root.display()
         )
     })
@@ -122,16 +125,16 @@ async fn try_out(
     deadline: Duration,
 ) -> Result<(), Obstacle> {
     let (is_claimed, is_unhealthy) = (held.is_claimed(disk.root()), held.is_unhealthy(disk.root()));
+    if is_claimed && is_gone(&content) {
+        // The successor would claim another directory, or start without this one. Its metadata
+        // would be missing, also after its return.
+        let why = format!("not the directory of the running worker (no {MARKER}); {DETACHED_REMEDY}");
+        return Err(Obstacle::fatal(why));
+    }
     match content? {
         Content::Foreign | Content::Outdated | Content::Unclaimed(_) => return Ok(()),
         // The disk may not be mounted, or an empty one may have replaced it.
         Content::Nothing if is_unhealthy => return Ok(()),
-        Content::Nothing if is_claimed => {
-            return Err(Obstacle {
-                why: format!("{MARKER} is missing; check whether the disk is mounted"),
-                is_fatal: false,
-            });
-        }
         Content::Nothing => within(deadline, disk.create_dir_all(Path::new(""))).await?,
         Content::Ours(_) if !is_claimed => require_unlocked(disk, deadline).await?,
         Content::Ours(_) => {}
@@ -144,6 +147,16 @@ async fn try_out(
         made => {
             made?;
             Ok(within(deadline, disk.remove_dir(&trial)).await?)
+        }
+    }
+}
+
+/// Returns whether the path leads nowhere, to an empty directory or to a file.
+fn is_gone(content: &Result<Content, StoreError>) -> bool {
+    match content {
+        Ok(content) => matches!(content, Content::Nothing),
+        Err(error) => {
+            error.source.as_ref().is_some_and(|source| source.kind() == io::ErrorKind::NotADirectory)
         }
     }
 }
@@ -187,7 +200,10 @@ mod tests {
         let by = HeldBy { unhealthy: std::slice::from_ref(&lost), identities: &identities };
         let told = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), by).await;
         assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told[0].contains("gone") && told[0].contains("disk is mounted"), "{told:?}");
+        assert!(
+            told[0].contains("gone: not the directory") && told[0].contains("mount its disk"),
+            "{told:?}"
+        );
         assert!(told[1].contains("full") && told[1].contains("content of another program"), "{told:?}");
         let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
         assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
@@ -342,11 +358,33 @@ mod tests {
             let told = copied.told(&["d0", "d1"], unhealthy).await;
             assert!(told.contains("d1: not the directory of the running worker"), "{told}");
         }
-        // Without its claim an unused directory may be empty. Other content prevents the start.
         std::fs::remove_file(copied.dir.path().join("d1").join(MARKER)).unwrap();
-        assert_eq!(copied.told(&["d0", "d1"], &["d1"]).await, "", "an empty one in its place");
         std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();
         let told = copied.told(&["d0", "d1"], &["d1"]).await;
         assert!(told.contains("content of another program"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn detached_directory_is_refused_to_the_successor() {
+        let copied = Copied::new();
+        let path = copied.dir.path().join("d1");
+        let away = copied.dir.path().join("away");
+        std::fs::rename(&path, &away).unwrap();
+        let expected = format!(
+            "localfile_store.data_paths: {}: not the directory of the running worker (no {MARKER}); \
+             {DETACHED_REMEDY}",
+            path.display()
+        );
+        for unhealthy in [&[][..], &["d1"]] {
+            assert_eq!(copied.told(&["d0", "d1"], unhealthy).await, expected, "moved away");
+            std::fs::create_dir(&path).unwrap();
+            assert_eq!(copied.told(&["d0", "d1"], unhealthy).await, expected, "an empty one");
+            std::fs::remove_dir(&path).unwrap();
+            std::fs::write(&path, "x").unwrap();
+            assert_eq!(copied.told(&["d0", "d1"], unhealthy).await, expected, "a file");
+            std::fs::remove_file(&path).unwrap();
+        }
+        std::fs::rename(&away, &path).unwrap();
+        assert_eq!(copied.told(&["d0", "d1"], &[]).await, "", "it is back");
     }
 }

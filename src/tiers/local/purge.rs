@@ -357,6 +357,15 @@ impl LocalStore {
         }
     }
 
+    /// Checks all data directories. Returns those whose paths no longer lead to them.
+    pub async fn detached(&self) -> Vec<String> {
+        let looks = self.core.disks.iter().map(async |disk| {
+            let is_detached = disk.require_attached().await.is_err();
+            is_detached.then(|| disk.label.clone())
+        });
+        join_all(looks.collect::<Vec<_>>()).await.into_iter().flatten().collect()
+    }
+
     async fn keep_cleaning(&self, disk: &LocalDisk) {
         let mut last_sweep = Instant::now();
         loop {
