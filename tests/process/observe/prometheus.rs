@@ -125,7 +125,7 @@ fn promtool_reports_no_error() {
         return;
     }
     let report = run(Command::new("promtool").args(["check", "rules", RULES]));
-    assert!(report.contains("SUCCESS: 10 rules found"), "{report}");
+    assert!(report.contains("SUCCESS: 33 rules found"), "{report}");
     let worker = Worker::start(&Setup::default());
     Load::start(&worker, "5MB", 1).finish();
     let text = worker.page("/metrics").unwrap();
@@ -212,7 +212,7 @@ fn prometheus_scrapes_and_answers_dashboard_queries() {
         .iter()
         .flat_map(|g| g["rules"].as_array().unwrap())
         .collect();
-    assert_eq!(alerts.len(), 10, "{text}");
+    assert_eq!(alerts.len(), 33, "{text}");
     for alert in alerts {
         assert_ne!(alert["health"], "err", "{alert}");
         assert_ne!(alert["state"], "firing", "{alert}");
