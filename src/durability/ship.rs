@@ -27,7 +27,7 @@ use super::objects::{LogObject, LogObjects};
 use super::read::Snapshot;
 use super::shipped::{Census, Replacements, ShippedLog, ShippedReader, is_over};
 use crate::budget::{Budget, Charge};
-use crate::clock::{Instant, sleep};
+use crate::clock::{Instant, sleep, timeout};
 use crate::runtime::Tasks;
 
 /// Maximum age of a generation, so that a bucket rule that deletes objects by age does not delete
@@ -50,6 +50,9 @@ const ENTRY_BYTES: u64 = 64;
 const TOGETHER: Duration = Duration::from_secs(1);
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(15);
+/// Longest wait of a caller for the store. Longer than the default limits of a request with its
+/// retries, so that a store that refuses requests is reported with its own error.
+const WAIT_MAX: Duration = Duration::from_secs(120);
 /// Pause before the next check whether an earlier generation is still being read.
 const GARBAGE_PAUSE: Duration = Duration::from_secs(30);
 
@@ -145,6 +148,17 @@ impl State {
     }
 }
 
+/// Waits for the store until [`WAIT_MAX`].
+async fn answer(waiting: oneshot::Receiver<Result<(), LogError>>) -> Result<(), LogError> {
+    match timeout(WAIT_MAX, waiting).await {
+        Ok(answered) => answered.unwrap_or_else(|_| Err(LogError::told("the worker ends"))),
+        Err(_elapsed) => {
+            let text = format!("the object store has not answered for {} s", WAIT_MAX.as_secs());
+            Err(LogError::of(io::ErrorKind::TimedOut, &text))
+        }
+    }
+}
+
 fn bytes_of(entry: &Entry) -> u64 {
     let content = match entry {
         Entry::Said(_, record) => record.len() as u64,
@@ -234,7 +248,7 @@ impl Shipper {
     /// `is_first` marks the first record of the shuffle.
     ///
     /// # Errors
-    /// The store does not take the record, or it is too long.
+    /// The store does not take the record or does not answer, or the record is too long.
     pub async fn append(&self, shuffle: Incarnation, record: Bytes, is_first: bool) -> Result<(), LogError> {
         if record.len() > PAYLOAD_BYTES_MAX / 2 {
             return Err(LogError::of(io::ErrorKind::InvalidInput, "the record is too long"));
@@ -265,7 +279,7 @@ impl Shipper {
             state.wait(end)
         };
         self.0.wake.notify_one();
-        waiting.await.unwrap_or_else(|_| Err(LogError::told("the worker ends")))
+        answer(waiting).await
     }
 
     /// Adds the end of a shuffle of a worker without disks. Returns its position.
@@ -309,14 +323,14 @@ impl Shipper {
     /// begun.
     ///
     /// # Errors
-    /// The next attempt to store it failed.
+    /// The next attempt to store it failed, or the store does not answer.
     pub async fn known(&self, position: u64) -> Result<(), LogError> {
         let waiting = {
             let mut state = self.0.state.lock();
             state.wait(position)
         };
         self.0.wake.notify_one();
-        waiting.await.unwrap_or_else(|_| Err(LogError::told("the worker ends")))
+        answer(waiting).await
     }
 
     fn end(&self, error: LogError) {

@@ -18,6 +18,12 @@ use super::process::ROOT;
 
 /// Limit for a report of a shuffle that has nothing in the store.
 const REPORT_DEADLINE: Duration = Duration::from_secs(5);
+/// Limit for any report: waits for the end of an earlier registration and for the store.
+const HUNG_DEADLINE: Duration = Duration::from_secs(150);
+/// More than the worker takes after an answer of the store until it has written a mark to the disks.
+const ANSWERED_MAX: Duration = Duration::from_millis(100);
+/// Interval of heartbeats while a report waits.
+const HEARTBEAT: Duration = Duration::from_secs(15);
 
 impl History {
     /// Starts a worker on empty directories between two processes on the disks, which must lose
@@ -92,29 +98,49 @@ impl History {
     }
 
     /// Lets the store hang while tasks of all shuffles report. Shuffles without moved data do not
-    /// wait.
+    /// wait, and no report waits forever.
     pub(super) async fn hang_the_store(&mut self) {
         let Some(store) = self.store().filter(|_| self.has_disks()) else { return };
         self.heal_the_disks().await;
-        let moved = self.moved_shuffles(&store).await;
         store.set(|call, _| if call == Call::Get { Fault::None } else { Fault::Hold });
+        // A move whose first request was answered writes its mark, which the store may have.
+        tokio::time::sleep(ANSWERED_MAX).await;
+        let moved = self.moved_shuffles(&store).await;
         // Moves begin in the meantime.
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let mut unmoved: Vec<Key> = self.expected.keys().copied().collect();
-        unmoved.sort_unstable();
-        unmoved
-            .retain(|(app, shuffle)| APPS.contains(app) && !moved.contains(&((*app).to_owned(), *shuffle)));
-        // The store may have objects of an earlier registration.
-        unmoved.retain(|key| !self.expected[key].is_again);
-        for key in unmoved {
-            let reported = tokio::time::timeout(REPORT_DEADLINE, self.report_of(key, true)).await;
+        let mut keys: Vec<Key> = self.expected.keys().copied().collect();
+        keys.sort_unstable();
+        for key in keys {
+            let waited = self.report_to_hung_store(key).await;
+            // The store may have objects of an earlier registration.
+            let is_unmoved = !self.expected[&key].is_again && !moved.contains(&(key.0.to_owned(), key.1));
             assert!(
-                reported.is_ok(),
+                !is_unmoved || waited <= REPORT_DEADLINE,
                 "a report of {key:?}, of which the store has nothing, waits for the store"
             );
-            self.tally.hung_stores += 1;
+            self.tally.hung_stores += u64::from(is_unmoved);
         }
         self.heal_the_store(&store);
+    }
+
+    /// Reports to a worker whose store hangs. Returns how long it took.
+    async fn report_to_hung_store(&mut self, key: Key) -> Duration {
+        let (began, service) = (tokio::time::Instant::now(), self.service());
+        let heartbeats = async {
+            loop {
+                tokio::time::sleep(HEARTBEAT).await;
+                for app in APPS {
+                    let _ = service.lifecycle.heartbeat(app);
+                }
+            }
+        };
+        let is_ended = tokio::select! {
+            () = self.report_of(key, true) => true,
+            () = heartbeats => false,
+            () = tokio::time::sleep(HUNG_DEADLINE) => false,
+        };
+        assert!(is_ended, "a report of {key:?} waits for the store that hangs");
+        began.elapsed()
     }
 }
 

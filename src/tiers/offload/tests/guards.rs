@@ -1,5 +1,7 @@
 //! Nothing is deleted because of what another place says, and a store that hangs delays nobody who does not need it.
 
+use std::time::Duration;
+
 use tokio::task::JoinSet;
 use uniffle_testkit::eventually;
 use uniffle_testkit::object_fault::{Call, Fault};
@@ -56,6 +58,43 @@ async fn reports_do_not_wait_for_a_hung_first_move() {
     let process = process.kill().await.on_an_empty_machine().start().await;
     let (recovered, said) = heard(&process).await;
     assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
+}
+
+/// The store hangs between its first answer and the record that data may move from now on. It may
+/// have that record, so a later one must not be acknowledged without it.
+#[tokio::test(start_paused = true)]
+async fn report_behind_a_hung_move_ends_in_time() {
+    let process = Fixture::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    let (tier, shuffle) = (Arc::clone(&process.tier), process.tier.find(&key).unwrap());
+    let moved = Arc::clone(&shuffle);
+    process.fixture.store.set(
+        move |call, _| {
+            if call == Call::Put && moved.is_moved() { Fault::Hold } else { Fault::None }
+        },
+    );
+    let mut moving = JoinSet::new();
+    moving.spawn(async move { tier.move_some(Wanted::Oldest(0), &shuffle).await });
+    let held = || if process.fixture.store.held() > 0 { Ok(()) } else { Err("not held".to_owned()) };
+    eventually("the record of the move is on its way", held).await;
+    for _ in 0..2 {
+        let report = process.say(&key, b"report");
+        let ended = tokio::time::timeout(Duration::from_secs(125), report).await;
+        let error = ended.expect("it ends").unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::Unreachable, "{error}");
+        assert!(error.to_string().contains("has not answered"), "{error}");
+    }
+    assert!(moving.join_next().await.unwrap().unwrap().is_err(), "the next pass tries again");
+
+    process.fixture.store.heal();
+    process.say(&key, b"report").await.unwrap();
+    process.move_all(&key).await.unwrap();
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&key].len(), &recovered.shuffles[0].incomplete), (2, &None));
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..10, 3000));
 }
 
 #[tokio::test(start_paused = true)]
