@@ -125,9 +125,9 @@ impl Contents {
     }
 
     /// Marks shuffles that have no earlier gap as incomplete.
-    pub(super) fn mark_incomplete(&mut self, shuffles: Vec<Incarnation>, gap: &Gap) {
+    pub(super) fn mark_incomplete(&mut self, shuffles: &[Incarnation], gap: &Gap) {
         for shuffle in shuffles {
-            self.incomplete.entry(shuffle.number).or_insert_with(|| (shuffle, gap.clone()));
+            self.incomplete.entry(shuffle.number).or_insert_with(|| (shuffle.clone(), gap.clone()));
         }
     }
 

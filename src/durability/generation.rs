@@ -115,18 +115,26 @@ impl Writer {
                     // one.
                     self.is_open &= !may_be_known;
                 }
-                Err(Failed::Source(error)) => {
-                    damaged.extend(self.source.parts.clone());
-                    match self.others.pop() {
-                        Some(other) => self.source = other,
-                        None if self.can_salvage(&error) => {
-                            self.salvage(std::mem::take(&mut damaged), living.clone(), &error);
-                        }
-                        None => return Err(error),
-                    }
-                }
+                Err(Failed::Source(error)) => self.change_source(&mut damaged, &living, error)?,
             }
         }
+    }
+
+    /// Replaces a source that cannot be read by another one, or by the readable parts of all. Adds
+    /// the parts of the former source to `damaged`.
+    fn change_source(
+        &mut self,
+        damaged: &mut Vec<Part>,
+        living: &[Incarnation],
+        error: LogError,
+    ) -> Result<(), LogError> {
+        damaged.append(&mut self.source.parts.clone());
+        match self.others.pop() {
+            Some(other) => self.source = other,
+            None if self.can_salvage(&error) => self.salvage(std::mem::take(damaged), living, &error),
+            None => return Err(error),
+        }
+        Ok(())
     }
 
     /// Returns whether another program has damaged all copies of the log that this process wrote.
@@ -136,7 +144,7 @@ impl Writer {
 
     /// Continues with the readable records of damaged copies. Others are lost, so living shuffles
     /// are incomplete for the next start. This process still knows all of their records.
-    fn salvage(&mut self, damaged: Vec<Part>, living: Vec<Incarnation>, error: &LogError) {
+    fn salvage(&mut self, damaged: Vec<Part>, living: &[Incarnation], error: &LogError) {
         tracing::error!(
             %error,
             "another program damaged all copies of the metadata log; after the next start or upgrade, results of \

@@ -173,36 +173,34 @@ async fn removed_metadata_log_is_rewritten() {
 
 #[tokio::test(start_paused = true)]
 async fn truncated_metadata_log_is_continued_and_reported() {
-    for keeps_some in [false, true] {
-        for asked in [false, true] {
-            let disks = metadata::disks::<2>();
-            let store = store_on(&disks).await;
-            metadata::say(&store, &key("app", 1), b"first").await;
-            metadata::say(&store, &key("app", 1), b"second").await;
-            for (at, path) in log_copies(&disks) {
-                let length = disks[at].memory.content(&path).unwrap().len();
-                disks[at].memory.cut(&path, if keeps_some { length - 1 } else { 0 });
-            }
-            if asked {
-                store.maintain_once().await;
-            }
-            metadata::say(&store, &key("app", 1), b"after").await;
-            metadata::say(&store, &key("app", 2), b"new").await;
-            assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy));
-            assert!(store.successor_doubts().unwrap().contains("was damaged"), "{keeps_some} {asked}");
-            drop(store);
-            let store = store_on(&disks).await;
-            let heard = hear(&store).await;
-            let (said, incomplete) = metadata::found(&heard, &key("app", 1));
-            assert_eq!(said.last().unwrap(), &b"after"[..], "{keeps_some} {asked}");
-            assert_eq!(said.len() > 1, keeps_some, "{keeps_some} {asked}: {said:?}");
-            assert!(
-                incomplete.unwrap().contains("was damaged while it was in use"),
-                "{keeps_some} {asked}: {said:?}"
-            );
-            assert_eq!(metadata::found(&heard, &key("app", 2)), (vec![Bytes::from_static(b"new")], None));
-            assert!(store.metadata_gap().unwrap().contains("was damaged"), "{keeps_some} {asked}");
+    for (keeps_some, asked) in [(false, false), (false, true), (true, false), (true, true)] {
+        let disks = metadata::disks::<2>();
+        let store = store_on(&disks).await;
+        metadata::say(&store, &key("app", 1), b"first").await;
+        metadata::say(&store, &key("app", 1), b"second").await;
+        for (at, path) in log_copies(&disks) {
+            let length = disks[at].memory.content(&path).unwrap().len();
+            disks[at].memory.cut(&path, if keeps_some { length - 1 } else { 0 });
         }
+        if asked {
+            store.maintain_once().await;
+        }
+        metadata::say(&store, &key("app", 1), b"after").await;
+        metadata::say(&store, &key("app", 2), b"new").await;
+        assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy));
+        assert!(store.successor_doubts().unwrap().contains("was damaged"), "{keeps_some} {asked}");
+        drop(store);
+        let store = store_on(&disks).await;
+        let heard = hear(&store).await;
+        let (said, incomplete) = metadata::found(&heard, &key("app", 1));
+        assert_eq!(said.last().unwrap(), &b"after"[..], "{keeps_some} {asked}");
+        assert_eq!(said.len() > 1, keeps_some, "{keeps_some} {asked}: {said:?}");
+        assert!(
+            incomplete.unwrap().contains("was damaged while it was in use"),
+            "{keeps_some} {asked}: {said:?}"
+        );
+        assert_eq!(metadata::found(&heard, &key("app", 2)), (vec![Bytes::from_static(b"new")], None));
+        assert!(store.metadata_gap().unwrap().contains("was damaged"), "{keeps_some} {asked}");
     }
 }
 
