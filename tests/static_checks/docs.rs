@@ -95,6 +95,11 @@ fn page(text: &str) -> Page {
     page
 }
 
+/// Returns the anchors of a page.
+pub(super) fn anchors(text: &str) -> BTreeSet<String> {
+    page(text).anchors
+}
+
 /// Returns a heading's anchor, as GitHub generates it.
 fn anchor(title: &str) -> String {
     let kept = title

@@ -4,5 +4,6 @@
 
 mod docs;
 mod layers;
+mod monitoring;
 mod packaging;
 mod prose;
