@@ -1,9 +1,10 @@
 //! The file of a region: created or found, locked, and checked by its header before any of it is
 //! used.
 //!
-//! A larger capacity grows the file and keeps its contents. Refused with an error that states the
-//! reason: a smaller capacity, another layout version, node or boot of the machine, a file that
-//! another process holds, a file outside memory. A refused file is not touched.
+//! A larger capacity grows the file and keeps its contents. A file that is longer than the capacity
+//! is shortened if no block is beyond it. Refused with an error that states the reason: blocks
+//! beyond the capacity, another layout version, node or boot of the machine, a file that another
+//! process holds, a file outside memory. A refused file is not touched.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -137,10 +138,10 @@ pub enum Refusal {
     /// The header is not of this version.
     #[error("{0}; {REMEDY}")]
     Damaged(Damage),
-    /// The configured capacity is smaller.
+    /// There are blocks beyond the configured capacity.
     #[error(
-        "memory file has room for {found} bytes, memory_store.capacity requires {wanted}; start with the \
-         previous capacity and stop the worker cleanly, or {REMEDY}"
+        "memory file has room for {found} bytes, and not all of its blocks are in the first {wanted} of \
+         memory_store.capacity; start with the previous capacity and stop the worker cleanly, or {REMEDY}"
     )]
     Size {
         /// Bytes of segments in the file.
@@ -347,6 +348,22 @@ impl Held {
         self.bytes = needs;
         Ok(())
     }
+
+    /// Removes the part of the file that is beyond the region.
+    fn shorten(&self) -> Result<(), Refusal> {
+        let has = self.bytes()?;
+        if has > self.bytes {
+            let (bytes, capacity_end) = (has, self.bytes);
+            tracing::warn!(
+                bytes,
+                capacity_end,
+                "the file of memory_store.backing is longer than memory_store.capacity requires; no block is \
+                 there, shortening it"
+            );
+            rustix::fs::ftruncate(&self.file, self.bytes)?;
+        }
+        Ok(())
+    }
 }
 
 fn lock(file: &OwnedFd) -> Result<(), Refusal> {
@@ -372,11 +389,21 @@ fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, R
     if file_bytes < has.bytes() {
         return Err(Refusal::Short { has: file_bytes, needs: has.bytes() });
     }
-    let data_bytes = file_bytes.saturating_sub(has.front_bytes());
-    if wants < data_bytes {
-        return Err(Refusal::Size { found: data_bytes, wanted: wants });
-    }
     Ok(Geometry { data_bytes: wants, ..has })
+}
+
+/// Maps the region of `geometry`. Fails if an existing file has blocks beyond it.
+fn map(held: &Held, geometry: Geometry) -> Result<Arc<Table>, Refusal> {
+    let front = usize::try_from(geometry.front_bytes()).map_err(io::Error::other)?;
+    let region = Region::shared(&held.file, front, geometry.data_bytes)?;
+    let table = Table::new(region, geometry).map_err(Refusal::NoPages)?;
+    let file_bytes = held.bytes()?;
+    if file_bytes > geometry.bytes() && !table.has_all_blocks() {
+        table.let_go();
+        let found = file_bytes - geometry.front_bytes();
+        return Err(Refusal::Size { found, wanted: geometry.data_bytes });
+    }
+    Ok(table)
 }
 
 impl AsFd for Held {
@@ -412,9 +439,8 @@ pub(in crate::memory) fn open(
         }
     };
     held.grow(geometry)?;
-    let front = usize::try_from(geometry.front_bytes()).map_err(io::Error::other)?;
-    let region = Region::shared(&held.file, front, geometry.data_bytes)?;
-    let table = Table::new(region, geometry).map_err(Refusal::NoPages)?;
+    let table = map(&held, geometry)?;
+    held.shorten()?;
     if found.is_none() {
         table.begin(&wanted);
     }
@@ -449,8 +475,12 @@ pub(in crate::memory) fn check(
     let bytes = file.bytes()?;
     let Some(found) = file.header()? else { return Ok(()) };
     let needs = judge(&found, &wanted, bytes)?;
+    if needs.bytes() <= bytes {
+        map(&file, needs)?.let_go();
+        return Ok(());
+    }
     let lacks = needs.resident_bytes().saturating_sub(file.resident_bytes()?);
-    if needs.bytes() == bytes { Ok(()) } else { room(&rustix::fs::statvfs(directory)?, lacks) }
+    room(&rustix::fs::statvfs(directory)?, lacks)
 }
 
 /// Returns the path of the file in `directory`, which must be in a tmpfs.

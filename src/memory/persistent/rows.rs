@@ -74,6 +74,11 @@ impl Table {
         if words[0] == 0 { None } else { Row::decode(&words, at) }
     }
 
+    /// Returns whether all committed blocks of an earlier process are in the region.
+    pub(super) fn has_all_blocks(&self) -> bool {
+        self.found_rows(self.rows.to_be_read()).all(|(_, row)| self.pieces(&row).is_some())
+    }
+
     /// Loads rows into the cache. Unlike in decoding, no load waits for the previous one.
     pub(super) fn bring(&self, rows: &[u32]) {
         let front = self.region().front();

@@ -66,7 +66,6 @@ fn foreign_files_are_refused_and_not_changed() {
     let said = |change: fn(&mut MemoryConfig, &mut Owner)| {
         in_directory(directory.path(), change).unwrap_err().to_string()
     };
-    assert!(said(|config, _| config.capacity_bytes = MIB).contains("memory_store.capacity"));
     assert!(said(|_, owner| owner.node = "other".to_owned()).contains("belongs to worker 10.0.0.1-19999"));
     assert!(said(|_, owner| owner.boot = 8).contains("last boot of the machine"));
     let nowhere = in_directory(std::path::Path::new("/proc"), |_, _| {});
@@ -123,7 +122,7 @@ fn incomplete_region_is_created_again() {
 
 /// The header does not change: no store turns it into another region.
 #[test]
-fn region_grows_with_its_content_and_never_shrinks() {
+fn region_grows_with_its_content_and_shrinks_without_blocks() {
     let directory = shm();
     left(directory.path());
     let grown = |config: &mut MemoryConfig, _: &mut Owner| config.capacity_bytes = 8 * MIB;
@@ -138,8 +137,27 @@ fn region_grows_with_its_content_and_never_shrinks() {
         drop((fill, funds));
         again.let_go();
     }
+    let bytes = || std::fs::metadata(directory.path().join("uniffle-worker.memory")).unwrap().len();
+    let grown_bytes = bytes();
+    let again = in_directory(directory.path(), |_, _| {}).unwrap();
+    assert_eq!(bytes(), grown_bytes - 6 * MIB, "no block is behind");
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+    drop(again);
+    let again = in_directory(directory.path(), grown).unwrap();
+    restored(&again, |_, _, _| false);
+    let (mut funds, buffer) = (funds(&again, 6 * MIB).unwrap(), buffer(&again, 0, 1));
+    let mut fill = buffer.reserve(5 << 20, &mut funds).unwrap();
+    fill.write(&payload(2, 5 << 20));
+    let (block_id, task_attempt_id, length) = (BlockId(2), TaskAttemptId(1), 5 << 20);
+    let meta = BlockMeta { block_id, task_attempt_id, length, uncompressed_length: 1, crc: 0 };
+    buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
+    drop(funds);
+    again.let_go();
+    drop((buffer, again));
     let refused = in_directory(directory.path(), |_, _| {}).unwrap_err();
     assert!(matches!(refused, Refusal::Size { .. }), "{refused}");
+    assert!(refused.to_string().contains("memory_store.capacity"), "{refused}");
+    assert_eq!(bytes(), grown_bytes, "it is not changed");
     let check = |change: fn(&mut MemoryConfig)| {
         let mut config = config(Backing::Directory(directory.path().to_owned()));
         change(&mut config);
@@ -148,6 +166,30 @@ fn region_grows_with_its_content_and_never_shrinks() {
     assert!(matches!(check(|_| {}), Err(Refusal::Size { .. })));
     assert!(check(|config| config.capacity_bytes = 8 * MIB).is_ok());
     assert!(check(|config| config.capacity_bytes = 16 * MIB).is_ok());
+}
+
+/// Another program extended the file, and the worker was killed before it noticed.
+#[test]
+fn file_extended_before_a_kill_is_accepted() {
+    for with_bytes in [false, true] {
+        let directory = shm();
+        left(directory.path());
+        let path = directory.path().join("uniffle-worker.memory");
+        let bytes = std::fs::metadata(&path).unwrap().len();
+        for more in [777, MIB, 4 * MIB, 1 << 40] {
+            let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+            file.set_len(bytes + more).unwrap();
+            if with_bytes {
+                rustix::io::pwrite(&file, &[7; 777], bytes + more - 777).unwrap();
+            }
+            Memory::check(&config(Backing::Directory(directory.path().to_owned())), &owner()).unwrap();
+            let again = in_directory(directory.path(), |_, _| {}).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), bytes, "{more} more");
+            assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]), "{more} more");
+            assert_eq!(read(&again), Found::from([((0, 0), vec![1])]), "{more} more");
+            again.let_go();
+        }
+    }
 }
 
 /// The size of the block table is fixed at creation.
