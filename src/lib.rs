@@ -9,7 +9,7 @@
 //! | state | [`app`], [`memory`], [`tiers`] | siblings that do not know each other |
 //! | durability | [`durability`] | the metadata log, and whether it is complete |
 //! | shared | [`budget`], [`clock`], [`profile`], [`runtime`], [`telemetry`] | used everywhere |
-//! | shared | [`metrics`], [`proto`], [`schema`] | used everywhere |
+//! | shared | [`build`], [`metrics`], [`proto`], [`schema`] | used everywhere |
 //!
 //! Imports point only down this table; `tests/static_checks/layers.rs` enforces that. Formats
 //! (`uniffle-wire`) and disks (`uniffle-io`) are crates below all layers.
@@ -44,6 +44,7 @@ pub mod runtime;
 pub mod telemetry;
 
 pub mod budget;
+pub mod build;
 pub mod clock;
 pub mod metrics;
 pub mod proto;

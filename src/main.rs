@@ -14,10 +14,12 @@ use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{self, ExitCode};
+use std::sync::LazyLock;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use tokio::sync::mpsc;
+use uniffle_worker::build::{Build, last_commit};
 use uniffle_worker::config::{self, Config, LimitsTooLow, Machine, SystemLimits};
 use uniffle_worker::profile::{self, heap};
 use uniffle_worker::runtime::probe_threads;
@@ -38,7 +40,7 @@ static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 /// Without a configuration it uses defaults: memory, one local data directory and the embedded
 /// coordinator. It then prints the settings for Spark.
 #[derive(Debug, Parser)]
-#[command(name = "uniffle-worker", version = VERSION)]
+#[command(name = "uniffle-worker", version = VERSION.as_str())]
 struct CommandLine {
     /// Configuration file (TOML) [default: the value of WORKER_CONFIG_PATH]
     #[arg(short, long, value_name = "FILE")]
@@ -86,7 +88,9 @@ enum Other {
 
 /// Exit code of a stop that lost acknowledged data.
 const LOST: u8 = 3;
-const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
+/// This program.
+const BUILD: Build = Build::of(&last_commit(include_bytes!(env!("WORKER_REFLOG"))));
+static VERSION: LazyLock<String> = LazyLock::new(|| BUILD.to_string());
 
 fn main() -> ExitCode {
     // Not a clap subcommand, which completions would show: only a worker starts it.
@@ -235,7 +239,7 @@ fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
 fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
-    let rehearsed = runtime.block_on(server::rehearse(config, facts));
+    let rehearsed = runtime.block_on(server::rehearse(BUILD, config, facts));
     // Does not wait for a hung disk.
     runtime.shutdown_background();
     rehearsed.map_err(|problems| format!("upgrade is not possible:\n  {}", problems.join("\n  ")))
@@ -251,8 +255,8 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
     }
-    let environment =
-        Environment { log: Some(telemetry.filter().clone()), origin: Some(origin), ..Environment::default() };
+    let log = Some(telemetry.filter().clone());
+    let environment = Environment { build: BUILD, log, origin: Some(origin), ..Environment::default() };
     loop {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(config.worker.threads)
@@ -363,6 +367,6 @@ mod tests {
     #[test]
     fn version_contains_the_commit() {
         let version = CommandLine::command().render_version();
-        assert!(version.contains(env!("CARGO_PKG_VERSION")) && version.contains(env!("WORKER_GIT_COMMIT")));
+        assert!(version.contains(&format!("{} ({})", env!("CARGO_PKG_VERSION"), BUILD.commit)), "{version}");
     }
 }

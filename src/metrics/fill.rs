@@ -14,8 +14,8 @@ pub struct Description {
     pub name: String,
     /// `counter`, `gauge` or `histogram`.
     pub kind: &'static str,
-    /// The label, if it has one.
-    pub label: Option<&'static str>,
+    /// Names of the labels.
+    pub labels: &'static [&'static str],
     /// The exported help text.
     pub help: String,
     /// Path of the module that declares it.

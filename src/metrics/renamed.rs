@@ -62,7 +62,7 @@ impl View {
     /// Returns the documentation of the view.
     pub fn describe(&self, module: &'static str, fill: Fill<'_>) -> Description {
         let (name, help) = (filled(self.name, fill), filled(self.help, fill));
-        Description { name, kind: "histogram", label: None, help, module }
+        Description { name, kind: "histogram", labels: &[], help, module }
     }
 }
 

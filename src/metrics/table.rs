@@ -21,8 +21,8 @@ pub struct Row {
     pub name: &'static str,
     /// Help text, with the same placeholders.
     pub help: &'static str,
-    /// The label, if it has one.
-    pub label: Option<&'static str>,
+    /// Names of the labels.
+    pub labels: &'static [&'static str],
     /// Further names under which the same values are exported.
     pub also: &'static [&'static str],
     /// Upper bounds of a histogram's buckets, ascending.
@@ -39,7 +39,7 @@ impl Row {
         if !self.buckets.is_empty() {
             options.buckets = self.buckets.to_vec();
         }
-        let family = M::Family::create(options, self.label.as_slice())?;
+        let family = M::Family::create(options, self.labels)?;
         registry.register(Box::new(family.clone()))?;
         for name in self.also {
             also(registry, &family, &filled(name, fill))?;
@@ -52,7 +52,7 @@ impl Row {
         let described = |name: &&str| Description {
             name: filled(name, fill),
             kind: M::Family::KIND,
-            label: self.label,
+            labels: self.labels,
             help: filled(self.help, fill),
             module,
         };
@@ -136,7 +136,7 @@ macro_rules! table {
         $vis:vis struct $table:ident $(each $fill:ident)? {
             $(
                 $(#[$field_meta:meta])*
-                $field:ident: $kind:ident $([$label:literal])? = $name:literal, $help:literal
+                $field:ident: $kind:ident $([$($label:literal),+])? = $name:literal, $help:literal
                     $(, also $other:literal)* $(, in $buckets:expr)?;
             )*
         }
@@ -157,7 +157,7 @@ macro_rules! table {
             $vis fn new(registry: &::prometheus::Registry $(, $fill: $crate::metrics::Fill<'_>)?) -> ::prometheus::Result<Self> {
                 let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
                 Ok(Self {
-                    $($field: $crate::metrics::table!(@row $name, $help, [$($label)?], [$($other),*], [$($buckets)?])
+                    $($field: $crate::metrics::table!(@row $name, $help, [$($($label),+)?], [$($other),*], [$($buckets)?])
                         .register(registry, fill)?,)*
                     $($($part: $part_table::new(registry)?,)*)?
                 })
@@ -167,18 +167,18 @@ macro_rules! table {
             $vis fn described($($fill: $crate::metrics::Fill<'_>)?) -> Vec<$crate::metrics::Description> {
                 let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
                 [
-                    $($crate::metrics::table!(@row $name, $help, [$($label)?], [$($other),*], [$($buckets)?])
+                    $($crate::metrics::table!(@row $name, $help, [$($($label),+)?], [$($other),*], [$($buckets)?])
                         .describe::<$kind>(module_path!(), fill),)*
                     $($($part_table::described(),)*)?
                 ].concat()
             }
         }
     };
-    (@row $name:literal, $help:literal, [$($label:literal)?], [$($other:literal),*], [$($buckets:expr)?]) => {
+    (@row $name:literal, $help:literal, [$($label:literal),*], [$($other:literal),*], [$($buckets:expr)?]) => {
         $crate::metrics::Row {
             name: $name,
             help: $help,
-            label: [$(Some($label),)? None][0],
+            labels: &[$($label),*],
             also: &[$($other),*],
             buckets: [$($buckets,)? &[] as &[f64]][0],
         }
@@ -226,13 +226,13 @@ mod tests {
         }
         assert!(Table::new(&registry).is_err(), "each name once per registry");
         let described = [Table::described(), Method::described(&[("{method}", "read")])].concat();
-        let names: Vec<_> = described.iter().map(|it| (it.name.as_str(), it.kind, it.label)).collect();
-        let expected = [
-            ("hits", "counter", None),
-            ("used", "gauge", Some("root")),
-            ("theirs", "gauge", Some("root")),
-            ("wait", "histogram", None),
-            ("read_calls", "counter", None),
+        let names: Vec<_> = described.iter().map(|it| (it.name.as_str(), it.kind, it.labels)).collect();
+        let expected: [(_, _, &[&str]); 5] = [
+            ("hits", "counter", &[]),
+            ("used", "gauge", &["root"]),
+            ("theirs", "gauge", &["root"]),
+            ("wait", "histogram", &[]),
+            ("read_calls", "counter", &[]),
         ];
         assert_eq!(names, expected);
         let module = module_path!();
@@ -241,7 +241,7 @@ mod tests {
             help: "calls of read".into(),
             module,
             kind: "counter",
-            label: None,
+            labels: &[],
         };
         assert_eq!(described.last(), Some(&calls));
     }

@@ -1,12 +1,15 @@
 //! The list of all metrics of a worker, source of `docs/metrics.md`.
 
+use prometheus::{IntGaugeVec, Registry};
+
+use crate::build::Build;
 use crate::coordinator::{embedded, heartbeat};
 use crate::flush::metrics::FlushMetrics;
 use crate::listeners::http::admin::metrics::AdminMetrics;
 use crate::listeners::http::{HttpMetrics, push};
 use crate::listeners::{grpc, tcp};
 use crate::memory::metrics::MemoryMetrics;
-use crate::metrics::Description;
+use crate::metrics::{self, Description};
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::metrics::ServiceMetrics;
@@ -17,6 +20,19 @@ use crate::tiers::{hdfs, local, object};
 
 use super::reload::ReloadMetrics;
 use super::upgrade::UpgradeMetrics;
+
+metrics::table! {
+    struct BuildMetrics {
+        info: IntGaugeVec["version", "commit"] =
+            "uniffle_worker_build_info", "Always 1; the labels name the running program";
+    }
+}
+
+/// Exports which program runs.
+pub(super) fn register_build(build: Build, registry: &Registry) -> prometheus::Result<()> {
+    BuildMetrics::new(registry)?.info.with_label_values(&[build.version, build.commit]).set(1);
+    Ok(())
+}
 
 /// Returns the metric descriptions of all modules. A `{…}` in a name is a part known only at run
 /// time.
@@ -41,6 +57,7 @@ pub fn metric_descriptions() -> Vec<Description> {
         heartbeat::Metrics::described(),
         ReloadMetrics::described(),
         UpgradeMetrics::described(),
+        BuildMetrics::described(),
         RuntimeMetrics::described(),
         AllocatorMetrics::described(),
         TelemetryMetrics::described(),

@@ -34,14 +34,17 @@ mod upgrade;
 
 use std::net::IpAddr;
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use bytesize::ByteSize;
 use prometheus::Registry;
 
 use crate::app::AppRegistry;
 use crate::budget::Heap;
+use crate::build::Build;
 use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::identity;
@@ -78,6 +81,7 @@ pub use self::upgrade::UPGRADE_FROM;
 /// A running worker.
 #[derive(Debug)]
 pub struct Worker {
+    build: Build,
     addresses: Addresses,
     ip: IpAddr,
     apps: Arc<AppRegistry>,
@@ -108,6 +112,8 @@ pub struct Worker {
 /// several in a process.
 #[derive(Debug, Clone, Default)]
 pub struct Environment {
+    /// The program.
+    pub build: Build,
     /// The log filter, if this worker may change it.
     pub log: Option<LogFilter>,
     /// The origin of the configuration, if it can be reloaded.
@@ -154,6 +160,8 @@ impl Worker {
             allocator: AllocatorMetrics::new(&registry)?,
         };
         let server_id = server_id(ip, &addresses);
+        log_start(environment.build, config, &server_id);
+        metrics::register_build(environment.build, &registry)?;
         let memory = memory_backing::open(config, &server_id, left_memory, &registry).await?;
         let beside = Beside { server_id, precheck, hand_off, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
@@ -180,15 +188,15 @@ impl Worker {
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
-        let upgrades = UpgradeMetrics::new(&registry)?;
-        RefusedBy::ALL.iter().for_each(|by| drop(upgrades.refused.with_label_values(&[by.as_str()])));
         let held = for_a_successor(&sockets, &memory, was_passed)?;
         let worker = Self {
+            build: environment.build,
             addresses,
             ip,
             apps,
             memory,
             service,
+            upgrades: UpgradeMetrics::with_labels(&registry)?,
             registry,
             live,
             embedded,
@@ -202,7 +210,6 @@ impl Worker {
             grpc_handover: Handover::default(),
             tcp_handover: Handover::default(),
             flush_timeout: config.worker.flush_timeout,
-            upgrades,
         };
         worker.spawn_upkeep(config);
         worker.open_listeners(config, sockets, tls, gauges)?;
@@ -323,6 +330,24 @@ impl Worker {
     fn note_refused_upgrade(&self, by: RefusedBy) {
         self.upgrades.refused.with_label_values(&[by.as_str()]).inc();
     }
+}
+
+/// Logs which program starts with which configuration, as one line.
+fn log_start(build: Build, config: &Config, server_id: &str) {
+    let file = config.source.as_deref().unwrap_or(Path::new("none"));
+    let paths = config.local.paths.iter().filter(|_| config.worker.store_type.has_local());
+    let objects = config.object.url.iter().filter(|_| config.worker.store_type.has_object());
+    let data = paths.map(|path| path.display().to_string()).chain(objects.map(ToString::to_string));
+    tracing::info!(
+        version = build.version,
+        commit = build.commit,
+        config = %file.display(),
+        id = server_id,
+        store_type = config.worker.store_type.as_str(),
+        capacity = %ByteSize(config.memory.capacity_bytes),
+        data = data.collect::<Vec<_>>().join(", "),
+        "starting"
+    );
 }
 
 /// Creates the embedded coordinator if the configuration enables it.

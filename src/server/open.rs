@@ -55,6 +55,7 @@ impl Worker {
         let metrics = HttpMetrics::new(&self.registry)?;
         let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
         let inspector = Arc::new(Inspector {
+            build: self.build,
             fixed: self.report(),
             store_type: config.worker.store_type.as_str(),
             service: Arc::clone(&self.service),
@@ -140,8 +141,8 @@ impl Worker {
         let mut fixed = NodeReport::new(self.server_id(), self.ip, grpc_port);
         fixed.netty_port = netty_port;
         fixed.http_port = Some(self.addresses.http.port());
-        fixed.version = env!("CARGO_PKG_VERSION").to_owned();
-        fixed.git_commit = env!("WORKER_GIT_COMMIT").to_owned();
+        fixed.version = self.build.version.to_owned();
+        fixed.git_commit = self.build.commit.to_owned();
         fixed.start_time_ms = self.started_ms;
         fixed
     }

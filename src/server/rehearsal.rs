@@ -12,6 +12,7 @@
 
 use anyhow::Context as _;
 
+use crate::build::Build;
 use crate::config::Config;
 use crate::coordinator::identity;
 use crate::memory::{Memory, Owner};
@@ -28,13 +29,16 @@ pub const REHEARSED: &str = "rehearsed: the running worker may let go";
 /// flush is needed.
 pub(super) const TAKES_MEMORY: &str = "takes over the memory";
 
-/// Checks whether this program with `config` may follow the worker that wrote `facts`. Returns the
+/// Start of the line that names the successor, printed before [`REHEARSED`].
+pub(super) const PROGRAM: &str = "program: ";
+
+/// Checks whether the program `build` with `config` may follow the worker that wrote `facts`. Returns the
 /// lines for that worker. Needs tokio's timers and blocking threads, some of which may hang when it
 /// returns.
 ///
 /// # Errors
 /// The obstacles, one line each.
-pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String>> {
+pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<String, Vec<String>> {
     let facts = Facts::parse(facts).map_err(|error| vec![error])?;
     let mut problems = facts.problems(config);
     if !problems.is_empty() {
@@ -58,7 +62,7 @@ pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String
         return Err(problems);
     }
     let memory = if facts.leaves_memory_to(config) { format!("{TAKES_MEMORY}\n") } else { String::new() };
-    Ok(format!("{memory}{REHEARSED}\n"))
+    Ok(format!("{PROGRAM}{build}\n{memory}{REHEARSED}\n"))
 }
 
 fn map_memory(config: &Config) -> anyhow::Result<()> {

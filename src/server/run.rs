@@ -14,7 +14,7 @@ use crate::runtime::Tasks;
 
 use super::sockets::{Inherited, now_ms};
 use super::stop::{Ending, LeftMemory};
-use super::successor::Successor;
+use super::successor::{Rehearsed, Successor};
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify, reap};
 use crate::tiers::local::claimable::{DETACHED_REMEDY, HUNG_REMEDY};
@@ -88,13 +88,14 @@ async fn run_worker(
     mut commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
     let (gap_began_ms, is_returned) = (inherited.gap_began_ms, inherited.is_returned);
+    let predecessor = inherited.predecessor.clone();
     let forced_stop = environment.forced_stop.clone();
     let worker = Worker::start_in(environment, inherited, config).await?;
     forced_stop.watch(worker.service(), worker.memory());
     if is_returned {
         worker.note_refused_upgrade(RefusedBy::Exec);
     }
-    tell_ready(config, &worker, gap_began_ms)?;
+    tell_ready(config, &worker, gap_began_ms, predecessor)?;
     loop {
         let told = match config.worker.decommission_shutdown {
             true => told_or_retired(&worker, &mut commands).await,
@@ -125,7 +126,7 @@ async fn run_worker(
 }
 
 async fn hand_over(worker: Worker, successor: Successor, memory: LeftMemory) -> Ended {
-    let store = worker.service().tiers().find::<LocalStore>();
+    let (build, store) = (worker.build, worker.service().tiers().find::<LocalStore>());
     let stopped = worker.hand_over(memory).await;
     let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
     if tasks_left > 0 || unflushed > 0 {
@@ -135,7 +136,8 @@ async fn hand_over(worker: Worker, successor: Successor, memory: LeftMemory) -> 
             "connections or tasks did not end in time; the successor starts anyway"
         );
     }
-    let mut sockets = Inherited { until_exec: Some(stopped.memory), ..stopped.sockets };
+    let predecessor = Some(build.to_string());
+    let mut sockets = Inherited { until_exec: Some(stopped.memory), predecessor, ..stopped.sockets };
     if memory == LeftMemory::Empty {
         // The successor creates a new region, with another lifetime and its configured size.
         sockets.memory = None;
@@ -218,11 +220,13 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
         let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
         rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })
     };
-    let ((), takes_memory) = tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
+    let ((), Rehearsed { takes_memory, program }) =
+        tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
     if let Some(doubt) = worker.service().tiers().iter().find_map(|tier| tier.successor_doubts()) {
         let why = format!("the successor would refuse results that this worker serves: {doubt}");
         return Err(Refusal { by: RefusedBy::Tiers, why });
     }
+    let (from, to) = (worker.build, program.unwrap_or_else(|| "unknown".to_owned()));
     // Memory whose file the successor would not find is flushed.
     let is_passed_on = takes_memory && worker.memory().is_kept() && !worker.memory().backing_vanished();
     if is_passed_on {
@@ -231,7 +235,7 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
             return Err(Refusal { by: RefusedBy::Flush, why });
         }
     } else {
-        tracing::info!("upgrade: rehearsal succeeded; flushing");
+        tracing::info!(%from, to, "upgrade: rehearsal succeeded; flushing");
         // Unfinished deletions are left to the successor.
         let (emptied, ()) = tokio::join!(worker.prepare_to_hand_over(), worker.end_deletions());
         emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
@@ -240,7 +244,7 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
     require_no_hung_thread(worker).await?;
     require_attached(worker).await?;
     if is_passed_on {
-        tracing::info!("upgrade: rehearsal succeeded; handing over memory");
+        tracing::info!(%from, to, "upgrade: rehearsal succeeded; handing over memory");
         return Ok(LeftMemory::PassedOn);
     }
     Ok(LeftMemory::Empty)
@@ -301,13 +305,31 @@ fn left_in_memory(left: &[InMemory]) -> String {
     )
 }
 
-fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> anyhow::Result<()> {
+/// Reports that the worker serves. `gap_began_ms` is set if it follows another worker in this process,
+/// and `predecessor` if that was another program.
+fn tell_ready(
+    config: &Config,
+    worker: &Worker,
+    gap_began_ms: Option<u64>,
+    predecessor: Option<String>,
+) -> anyhow::Result<()> {
     let addresses = worker.addresses();
-    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, tcp = ?addresses.tcp, admin = ?addresses.admin, "listening");
+    tracing::info!(
+        grpc = %addresses.grpc,
+        http = %addresses.http,
+        tcp = addresses.tcp.map(tracing::field::display),
+        admin = addresses.admin.map(tracing::field::display),
+        "listening"
+    );
     let gap_ms = gap_began_ms.map(|began| now_ms().saturating_sub(began));
     if let Some(gap_ms) = gap_ms {
         worker.upgrades.gap_ms.set(clamped(gap_ms));
-        tracing::info!(gap_ms, "upgraded; no connection was accepted during the gap");
+        match predecessor {
+            Some(from) => {
+                tracing::info!(from, to = %worker.build, gap_ms, "upgraded; no connection was accepted during the gap");
+            }
+            None => tracing::info!(gap_ms, "accepting connections again after the failed upgrade"),
+        }
     }
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
         write_ready_file(path.as_ref(), addresses, gap_ms).context("WORKER_READY_FILE")?;

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use prometheus::IntGauge;
 
 use crate::budget::{Budget, HeapKind};
+use crate::build::Build;
 use crate::clock::Instant;
 use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
@@ -60,6 +61,7 @@ pub(super) struct NodeSnapshot {
 /// The sources of the figures, and the latest snapshot.
 #[derive(Debug)]
 pub(super) struct Inspector {
+    pub(super) build: Build,
     pub(super) fixed: NodeReport,
     pub(super) store_type: &'static str,
     pub(super) service: Arc<Service>,
@@ -243,8 +245,8 @@ impl Inspector {
             grpc_port: fixed.grpc_port,
             tcp_port: fixed.netty_port,
             http_port: fixed.http_port.unwrap_or(0),
-            version: env!("CARGO_PKG_VERSION"),
-            commit: env!("WORKER_GIT_COMMIT"),
+            version: self.build.version,
+            commit: self.build.commit,
             started_ms: fixed.start_time_ms,
             uptime_seconds: now.saturating_sub(started).as_secs_f64(),
         }

@@ -63,6 +63,8 @@ pub struct Inherited {
     pub(super) tcp_connections: Vec<TcpStream>,
     /// When the predecessor stopped accepting, in ms since 1970.
     pub(super) gap_began_ms: Option<u64>,
+    /// Version and commit of the predecessor, if another program was executed.
+    pub(super) predecessor: Option<String>,
     /// Returned to this same program, because the successor could not be executed.
     pub(super) is_returned: bool,
     /// State of the metadata log at the end of the previous process.
@@ -77,6 +79,8 @@ pub struct Inherited {
 
 /// Carries [`Inherited::gap_began_ms`].
 pub(super) const GAP_BEGAN: &str = "WORKER_UPGRADE_BEGAN_MS";
+/// Carries [`Inherited::predecessor`].
+pub(super) const PREDECESSOR: &str = "WORKER_UPGRADED_FROM";
 /// Carries [`Inherited::hand_off`], as JSON.
 pub(super) const HAND_OFF: &str = "WORKER_HAND_OFF";
 
@@ -99,7 +103,9 @@ impl Inherited {
         let gap_began_ms = gap_began_ms.filter(|began| *began > 0 && passed.len() > 0);
         let hand_off = env.get(HAND_OFF).filter(|_| gap_began_ms.is_some());
         let hand_off = hand_off.and_then(|text| serde_json::from_str(text).ok());
-        let mut inherited = Self { gap_began_ms, hand_off, ..Self::default() };
+        let predecessor =
+            gap_began_ms.map(|_| env.get(PREDECESSOR).cloned().unwrap_or_else(|| "unknown".to_owned()));
+        let mut inherited = Self { gap_began_ms, hand_off, predecessor, ..Self::default() };
         for index in 0..passed.len() {
             // A descriptor that is not a TCP socket is not ours to close.
             let name = names.get(index).copied().unwrap_or_default();

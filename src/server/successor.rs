@@ -21,8 +21,8 @@ use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::ChildStdout;
 
-use super::rehearsal::{REHEARSED, TAKES_MEMORY};
-use super::sockets::{GAP_BEGAN, HAND_OFF, Inherited};
+use super::rehearsal::{PROGRAM, REHEARSED, TAKES_MEMORY};
+use super::sockets::{GAP_BEGAN, HAND_OFF, Inherited, PREDECESSOR};
 use crate::durability::HandOff;
 
 /// Time limit of a rehearsal. It gives up on disks after 30 s and on remote stores after 60 s;
@@ -60,12 +60,11 @@ impl Successor {
     /// Runs the new binary with `--check` in a child process, to prove that it can take over.
     ///
     /// The environment variable `facts` describes this process to it. For a binary that only knows
-    /// `--check` the exit code decides. Returns whether the successor takes over the memory
-    /// contents.
+    /// `--check` the exit code decides.
     ///
     /// # Errors
     /// The error output of the new binary.
-    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<bool> {
+    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<Rehearsed> {
         let program = self.program.display();
         let mut child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
@@ -88,7 +87,7 @@ impl Successor {
             };
             tokio::select! {
                 biased;
-                takes_memory = verdict => Ok(Verdict::Rehearsed { takes_memory }),
+                rehearsed = verdict => Ok(Verdict::Rehearsed(rehearsed)),
                 status = ended => status.map(Verdict::Ended),
             }
         })
@@ -99,8 +98,8 @@ impl Successor {
         };
         match status? {
             Verdict::Ended(status) if !status.success() => bail!("{program} --check: {status}: {}", said()),
-            Verdict::Ended(_) => Ok(false),
-            Verdict::Rehearsed { takes_memory } => Ok(takes_memory),
+            Verdict::Ended(_) => Ok(Rehearsed::default()),
+            Verdict::Rehearsed(rehearsed) => Ok(rehearsed),
         }
     }
 
@@ -108,10 +107,13 @@ impl Successor {
     /// sockets.
     pub fn exec(&self, mut sockets: Inherited) -> (io::Error, Inherited) {
         let (gap_began_ms, hand_off) = (sockets.gap_began_ms, sockets.hand_off.take());
+        let predecessor = sockets.predecessor.take().unwrap_or_default();
         let until_exec = sockets.until_exec.take();
         let named = sockets.into_named();
         let error = match self.passing(&named, gap_began_ms, hand_off.as_ref()) {
-            Ok((mut next, _copies)) => next.env("LISTEN_PID", std::process::id().to_string()).exec(),
+            Ok((mut next, _copies)) => {
+                next.env(PREDECESSOR, predecessor).env("LISTEN_PID", std::process::id().to_string()).exec()
+            }
             Err(error) => error,
         };
         // Exec failed: the next worker of this program maps the memory again.
@@ -149,27 +151,35 @@ impl Successor {
     }
 }
 
+/// A successor that can take over.
+#[derive(Debug, Default)]
+pub(super) struct Rehearsed {
+    /// It takes over the memory contents without a flush.
+    pub(super) takes_memory: bool,
+    /// Its version and commit, if it reports them.
+    pub(super) program: Option<String>,
+}
+
 /// Outcome of a rehearsal.
 enum Verdict {
     /// Nothing prevents the upgrade.
-    Rehearsed {
-        /// The successor takes over the memory contents without a flush.
-        takes_memory: bool,
-    },
+    Rehearsed(Rehearsed),
     /// The child ended without printing a verdict.
     Ended(ExitStatus),
 }
 
-/// Resolves when the rehearsal prints that nothing prevents the upgrade, otherwise never. Returns
-/// whether the successor takes over the memory contents.
-async fn verdict(stdout: ChildStdout) -> bool {
+/// Resolves when the rehearsal prints that nothing prevents the upgrade, otherwise never.
+async fn verdict(stdout: ChildStdout) -> Rehearsed {
     let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
-    let mut takes_memory = false;
+    let mut rehearsed = Rehearsed::default();
     while let Ok(Some(line)) = lines.next_line().await {
         if line == REHEARSED {
-            return takes_memory;
+            return rehearsed;
         }
-        takes_memory |= line == TAKES_MEMORY;
+        rehearsed.takes_memory |= line == TAKES_MEMORY;
+        if let Some(program) = line.strip_prefix(PROGRAM) {
+            rehearsed.program = Some(program.to_owned());
+        }
     }
     std::future::pending().await
 }

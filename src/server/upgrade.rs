@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use prometheus::{IntCounterVec, IntGauge};
+use prometheus::{IntCounterVec, IntGauge, Registry};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -31,6 +31,15 @@ metrics::table! {
             "upgrade_gap_ms",
             "Milliseconds that new connections waited during the upgrade to this process; 0 after an \
              ordinary start";
+    }
+}
+
+impl UpgradeMetrics {
+    /// Registers the metrics, with 0 for each reason of a refusal.
+    pub(super) fn with_labels(registry: &Registry) -> prometheus::Result<Self> {
+        let upgrades = Self::new(registry)?;
+        RefusedBy::ALL.iter().for_each(|by| drop(upgrades.refused.with_label_values(&[by.as_str()])));
+        Ok(upgrades)
     }
 }
 

@@ -57,7 +57,7 @@ fn described() -> Vec<Description> {
     let process = process.iter().map(|family| Description {
         name: family.name().to_owned(),
         kind: kind(family),
-        label: None,
+        labels: &[],
         help: family.help().to_owned(),
         module: "prometheus",
     });
@@ -95,6 +95,7 @@ const TOPICS: &[(&str, &str)] = &[
     ("coordinator::heartbeat", "Heartbeats"),
     ("server::reload", "Reload"),
     ("server::upgrade", "Upgrade"),
+    ("server", "Build"),
     ("runtime", "Runtime"),
     ("profile::allocator::jemalloc", "Allocator"),
     ("telemetry", "Logs and traces"),
@@ -107,15 +108,15 @@ fn page(metrics: &[Description]) -> String {
     let module =
         |it: &Description| it.module.trim_start_matches("uniffle_worker::").trim_end_matches("::metrics");
     for of_module in metrics.chunk_by(|a, b| module(a) == module(b)) {
-        let head = "| name | type | label | |\n| --- | --- | --- | --- |\n";
+        let head = "| name | type | labels | |\n| --- | --- | --- | --- |\n";
         let module = module(&of_module[0]);
         let topic = TOPICS.iter().find(|(known, _)| *known == module).expect("every module has a heading").1;
         write!(page, "\n## {topic}\n\n{head}").expect("a string takes it");
         let mut rows: Vec<_> = of_module.iter().collect();
         rows.sort_by_key(|it| &it.name);
-        for Description { name, kind, label, help, .. } in rows {
-            let label = label.unwrap_or_default();
-            writeln!(page, "| `{name}` | {kind} | {label} | {help} |").expect("a string takes it");
+        for Description { name, kind, labels, help, .. } in rows {
+            let labels = labels.join(", ");
+            writeln!(page, "| `{name}` | {kind} | {labels} | {help} |").expect("a string takes it");
         }
     }
     page

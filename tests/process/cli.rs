@@ -118,14 +118,32 @@ fn version_contains_the_commit() {
     let output =
         Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
     let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
-    // A tarball has no commit. A checkout has exactly this one, except in a development build.
-    let commit = match git {
-        _ if cfg!(debug_assertions) => "development".to_owned(),
-        Ok(git) if git.status.success() => text(&git.stdout),
+    // A source archive has no commit unless the build was given one.
+    let commit = match (option_env!("WORKER_GIT_COMMIT"), git) {
+        (Some(given), _) => given.chars().take(12).collect(),
+        (None, Ok(git)) if git.status.success() => text(&git.stdout),
         _ => "unknown".to_owned(),
     };
     let expected = format!("uniffle-worker {} ({})", env!("CARGO_PKG_VERSION"), commit.trim());
     assert_eq!(text(&output.stdout).trim(), expected);
+}
+
+#[test]
+fn start_logs_program_and_configuration_in_one_line() {
+    let worker = Worker::start(&Setup { name: "start-line", capacity: "64M", ..Setup::default() });
+    let log = worker.log();
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains(" starting version=")).collect();
+    assert_eq!(lines.len(), 1, "{log}");
+    let (version, path) = (env!("CARGO_PKG_VERSION"), worker.data_paths()[0].display().to_string());
+    let id = format!("id=\"127.0.0.1-{}", worker.ready().grpc_port);
+    let version = format!("version=\"{version}\" commit=\"");
+    for part in [&version, "config=", "config.toml", &id, "store_type=", "capacity=61.0 MiB", &path] {
+        assert!(lines[0].contains(part), "{part} in {}", lines[0]);
+    }
+    assert!(!log.contains("Some(") && !log.contains("None"), "{log}");
+    let told = worker.metrics().total_of("uniffle_worker_build_info", "commit=\"");
+    assert_eq!(told, Some(1.0));
+    worker.stop();
 }
 
 #[test]

@@ -353,6 +353,8 @@ async fn unusable_binary_leaves_old_process_serving() {
     });
     assert!(knocking.end() > 0);
     assert!(worker.log().contains("cannot execute the successor"));
+    assert!(worker.log().contains("accepting connections again after the failed upgrade"));
+    assert!(!worker.log().contains(" upgraded; "));
     // A binary that is not a worker is refused; afterwards a valid one is accepted.
     script(&binary, "#!/bin/sh\nexit 7\n");
     worker.signal(rustix::process::Signal::USR2);
@@ -362,8 +364,16 @@ async fn unusable_binary_leaves_old_process_serving() {
     block_in_place(|| {
         worker.begin_upgrade();
         worker.finish_upgrade();
-        worker.stop();
     });
+    let (log, version) = (worker.log(), env!("CARGO_PKG_VERSION"));
+    for event in ["rehearsal succeeded", "upgraded; no connection"] {
+        let line = log.lines().rev().find(|line| line.contains(event)).expect("a line");
+        for part in [format!("from={version} ("), format!("to=\"{version} (")] {
+            let unquoted = part.replace('"', "");
+            assert!(line.replace('"', "").contains(&unquoted), "{unquoted} in {line}");
+        }
+    }
+    block_in_place(|| worker.stop());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -26,7 +26,7 @@ const LAYERS: &[&[&str]] = &[
     &["durability"],
     &["profile"],
     &["runtime", "telemetry"],
-    &["budget", "clock", "metrics", "proto", "schema"],
+    &["budget", "build", "clock", "metrics", "proto", "schema"],
 ];
 
 type Names = Vec<String>;

@@ -188,6 +188,22 @@ fn image_has_two_stages_and_runs_as_ordinary_user() {
     }
 }
 
+/// Files that name the image use this version, and the image's build gets the commit.
+#[test]
+fn image_tags_are_of_this_version() {
+    let page = include_str!("../../docs/kubernetes.md");
+    for text in [COMPOSE, MANIFESTS, UNDER_OPERATOR, page] {
+        let tags = text.split("uniffle-worker:").skip(1).filter_map(|tag| tag.split_whitespace().next());
+        // Others are ports.
+        let versions: Vec<&str> = tags.filter(|tag| tag.contains('.')).collect();
+        assert!(versions.iter().all(|version| *version == env!("CARGO_PKG_VERSION")), "{versions:?}");
+        assert!(!versions.is_empty());
+    }
+    assert!(
+        DOCKERFILE.contains("ARG COMMIT\n") && DOCKERFILE.contains("WORKER_GIT_COMMIT=\"$COMMIT\" cargo")
+    );
+}
+
 /// Returns the indented text after `mark`.
 fn indented(text: &str, mark: &str) -> String {
     let begin = text.find(mark).unwrap() + mark.len();

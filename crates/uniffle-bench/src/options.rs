@@ -2,11 +2,13 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use uniffle_worker::build::{Build, last_commit};
 
 use crate::content::Sizes;
 use crate::plan::PARTITIONS_MAX;
@@ -17,12 +19,15 @@ const WRITERS_MAX: u32 = 100_000;
 /// Most tasks that fit the layout of block ids.
 const TASKS_MAX: u32 = 1 << 22;
 
+const BUILD: Build = Build::of(&last_commit(include_bytes!(env!("WORKER_REFLOG"))));
+static VERSION: LazyLock<String> = LazyLock::new(|| BUILD.to_string());
+
 /// Runs a cluster of Spark writers and readers against any server that speaks Uniffle's protocols.
 ///
 /// Every byte that is read is compared with the written byte. Exit code 0 means that everything was
 /// correct.
 #[derive(Debug, Parser)]
-#[command(name = "uniffle-bench", version)]
+#[command(name = "uniffle-bench", version = VERSION.as_str())]
 pub(crate) struct CommandLine {
     #[command(subcommand)]
     pub(crate) command: Command,
