@@ -17,9 +17,8 @@ use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
 use crate::durability::{self, OnDamage, Scratch};
 use crate::tiers::{
-    Admission, Capability, ChunkRead, DiskCondition, MetadataLog, Purge, Recovered, RemoteStorage,
-    ServedData, ServedIndex, ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole, TierShuffle,
-    TierState, TierUsage,
+    Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
+    ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
@@ -177,19 +176,8 @@ impl Tier for LocalStore {
     }
 
     fn successor_doubts(&self) -> Option<String> {
-        if let Some(damage) = self.metadata.damage() {
-            return Some(format!("{damage}; wait until the applications of that time have ended"));
-        }
-        let disks = self.disks();
-        let away: Vec<_> = disks.iter().filter(|disk| disk.condition == DiskCondition::Detached).collect();
-        // Without a majority a start cannot prove that it finds all reports.
-        (!away.is_empty() && away.len() * 2 >= disks.len()).then_some(())?;
-        let paths: Vec<String> = away.iter().map(|disk| disk.path.display().to_string()).collect();
-        Some(format!(
-            "localfile_store.data_paths: {} was unmounted, moved or replaced while in use; restore it, or stop \
-             and start the worker without it",
-            paths.join(", ")
-        ))
+        let damage = self.metadata.damage()?;
+        Some(format!("{damage}; wait until the applications of that time have ended"))
     }
 }
 
