@@ -15,6 +15,7 @@ mod power;
 mod reads;
 mod removal;
 mod restarts;
+mod returned;
 mod suite;
 mod vanished;
 

@@ -1,0 +1,124 @@
+//! Directories that return after processes ran without them, while the metadata of others could not
+//! be listed. Everything is readable again, or its results are refused with a reason.
+
+use super::metadata::{disks, found, say};
+use super::*;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+
+const P1: PartitionId = PartitionId(1);
+
+fn unlistable() -> Rule {
+    Rule::always(Operation::Other, Fault::Errno(EIO)).on(METADATA)
+}
+
+/// Writes blocks in batches of their own, so that every disk has some.
+async fn write(store: &LocalStore, key: &ShuffleKey, ids: std::ops::Range<i64>) {
+    for id in ids {
+        store.write(key, vec![extent(1, &[(id, 900)], true)]).await.unwrap();
+    }
+}
+
+/// Reads every block and checks its bytes. Returns the ids.
+async fn read_around_gaps(store: &LocalStore, key: &ShuffleKey) -> Vec<i64> {
+    let (records, _) = index_of(store, key, 1).await.unwrap();
+    let blocks: Vec<_> = records.iter().filter(|record| record.block_id != FILLER_BLOCK_ID).collect();
+    for block in &blocks {
+        let (offset, length) = (block.offset as u64, block.length as u32);
+        let bytes = range_of(store, key, 1, (offset, length)).await.unwrap();
+        assert_eq!(bytes, payload(block.block_id, bytes.len()), "block {}", block.block_id);
+    }
+    blocks.iter().map(|block| block.block_id).collect()
+}
+
+/// Runs everything that deletes files.
+async fn maintain(store: &LocalStore) {
+    store.maintain_once().await;
+    store.sweep().await;
+    store.maintain_once().await;
+}
+
+/// The metadata of the first disk cannot be listed while a shuffle is registered again, so only the
+/// second knows the last registration. Then the second is missing.
+#[tokio::test(start_paused = true)]
+async fn registration_unknown_to_the_present_disk_keeps_its_blocks() {
+    for is_written_alone in [false, true] {
+        let disks = disks::<2>();
+        let shuffle = key("app", 1);
+        let store = store_on(&disks).await;
+        say(&store, &shuffle, b"first").await;
+        write(&store, &shuffle, 1..5).await;
+        drop(store);
+
+        disks[0].faults.add(unlistable());
+        let store = store_on(&disks).await;
+        hear(&store).await;
+        store.purge(&shuffle).await;
+        say(&store, &shuffle, b"second").await;
+        write(&store, &shuffle, 11..20).await;
+        drop(store);
+        disks[0].faults.clear();
+        assert!(disks.iter().all(|disk| !disk.app_files().is_empty()));
+        let before = disks[0].app_files();
+
+        let store = store_on(&disks[..1]).await;
+        let heard = hear(&store).await;
+        let reason = found(&heard, &shuffle).1.expect("results are refused");
+        assert!(reason.contains("/b is missing"), "{reason}");
+        assert!(store.metadata_gap().is_some(), "so are those of unknown shuffles");
+        if is_written_alone {
+            say(&store, &shuffle, b"third").await;
+            write(&store, &shuffle, 21..23).await;
+        }
+        maintain(&store).await;
+        drop((heard, store));
+        let after = disks[0].app_files();
+        assert!(before.iter().all(|path| after.contains(path)), "{before:?} {after:?}");
+
+        let store = store_on(&disks).await;
+        let heard = hear(&store).await;
+        let (said, incomplete) = found(&heard, &shuffle);
+        assert_eq!(said.last().unwrap(), &b"second"[..]);
+        let reason = incomplete.expect("the first disk was used without the other");
+        assert!(reason.contains("/a was used separately"), "{reason}");
+        maintain(&store).await;
+        assert_eq!(read_around_gaps(&store, &shuffle).await, (11..20).collect::<Vec<_>>());
+    }
+}
+
+/// Each of two disks took a block at the same place without the other. Then both are back, and the
+/// metadata of one cannot be listed.
+#[tokio::test(start_paused = true)]
+async fn hidden_divergence_refuses_results_and_keeps_files() {
+    for hidden in [0, 1] {
+        let disks = disks::<2>();
+        let shuffle = key("app", 1);
+        let store = store_on(&disks).await;
+        say(&store, &shuffle, b"first").await;
+        write(&store, &shuffle, 1..5).await;
+        drop(store);
+        for (at, ids) in [(0, 11..13), (1, 21..23)] {
+            let store = store_on(std::slice::from_ref(&disks[at])).await;
+            hear(&store).await;
+            write(&store, &shuffle, ids).await;
+        }
+        let before: Vec<_> = disks.iter().map(TestDisk::app_files).collect();
+
+        disks[hidden].faults.add(unlistable());
+        for is_hidden in [true, false] {
+            let store = store_on(&disks).await;
+            let heard = hear(&store).await;
+            let reason = found(&heard, &shuffle).1.expect("results are refused");
+            let text = if is_hidden { "cannot list" } else { "was used separately" };
+            assert!(reason.contains(text), "{reason}");
+            maintain(&store).await;
+            let served = present(&store, &shuffle, P1).await;
+            assert!((1..5).all(|id| served.contains(&id)), "{served:?}");
+            drop((heard, store));
+            for (disk, before) in disks.iter().zip(&before) {
+                let after = disk.app_files();
+                assert!(before.iter().all(|path| after.contains(path)), "{before:?} {after:?}");
+            }
+            disks[hidden].faults.clear();
+        }
+    }
+}
