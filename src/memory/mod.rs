@@ -111,7 +111,7 @@ struct KeptMemory {
     /// Recovered blocks of shuffles that only a later start may know. They are kept until the
     /// shuffles are registered or end.
     for_later: Mutex<HashMap<ShuffleKey, LeftShuffle>>,
-    file: Held,
+    file: Arc<Held>,
     /// The path no longer leads to the file.
     has_vanished: AtomicBool,
 }
@@ -160,7 +160,7 @@ impl Memory {
             leftover: Mutex::new(Search::begin(&table)),
             for_later: Mutex::default(),
             table,
-            file,
+            file: Arc::new(file),
             has_vanished: AtomicBool::new(false),
         });
         let heap = Heap::returning(config.heap_bytes, FREED_BYTES_MAX, || return_freed(FREED_BYTES_MAX));

@@ -17,6 +17,7 @@ use super::config::{MemoryConfig, region_size};
 use super::parts::{on_threads, threads_for};
 use super::persistent::file::{self, Owner, Refusal};
 use super::persistent::restore::LeftShuffle;
+use super::persistent::sigbus;
 use super::{IsElsewhere, KeptMemory, Memory};
 use crate::budget::Budget;
 use crate::durability::OnDamage;
@@ -192,6 +193,17 @@ impl Memory {
             );
         }
         has_vanished
+    }
+
+    /// Lets the process survive an access to memory whose file was cut short: missing pages read as
+    /// zeros. Changes the signal handler of the process.
+    ///
+    /// # Errors
+    /// If the kernel refuses the handler.
+    pub fn survive_truncation(&self) -> io::Result<()> {
+        let Some(kept) = &self.kept else { return Ok(()) };
+        let shown = kept.file.path().map_or("a memfd".to_owned(), |path| path.display().to_string());
+        sigbus::guard(Arc::downgrade(&kept.file), &shown)
     }
 
     /// Returns the reason why a kill loses blocks although the memory is in a file, if this was

@@ -285,6 +285,7 @@ pub(super) async fn open(
     let owner = Owner::now(server_id).context("memory_store.backing")?;
     let memory = Memory::open(section, &owner, left, registry)
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
+    memory.survive_truncation().context("cannot install the handler of SIGBUS")?;
     tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).words());
     Ok(memory)
 }

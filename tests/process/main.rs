@@ -20,6 +20,7 @@ mod rss;
 mod runtime_state;
 mod systemd;
 mod tcp_rss;
+mod truncated_memory;
 mod upgrade_flush;
 mod upgrade_objects;
 mod upgrade_waits;

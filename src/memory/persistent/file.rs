@@ -12,6 +12,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{Access, FlockOperation, MemfdFlags, Mode, OFlags, StatVfs};
 use rustix::io::Errno;
@@ -195,9 +196,15 @@ pub(in crate::memory) struct Held {
     path: Option<PathBuf>,
     /// Length that the mapping needs. 0 before there is a mapping.
     bytes: u64,
+    /// True if the file was found to be shorter than that.
+    is_cut: AtomicBool,
 }
 
 impl Held {
+    fn new(file: OwnedFd, path: Option<PathBuf>) -> Self {
+        Self { file, path, bytes: 0, is_cut: AtomicBool::new(false) }
+    }
+
     /// Deletes the file from its directory. The memory is freed when nobody has it mapped. A
     /// replacement at the same path is kept.
     pub(in crate::memory) fn remove(&self) -> io::Result<()> {
@@ -216,17 +223,26 @@ impl Held {
         }
     }
 
-    /// Returns whether the file was truncated, and restores a changed length. Missing pages then read
-    /// as zeros; without this, accessing them would end the process (SIGBUS). A longer file would be
-    /// refused by the next process.
+    /// Returns whether the file was ever truncated, and restores a changed length. A longer file would
+    /// be shortened by the next process.
     pub(in crate::memory) fn was_cut(&self) -> bool {
-        let Ok(bytes) = self.bytes() else { return false };
-        if bytes != self.bytes
-            && let Err(error) = rustix::fs::ftruncate(&self.file, self.bytes)
-        {
-            tracing::error!(%error, bytes, "the length of the file of memory_store.backing was changed and cannot be restored; if it is shorter, an access to a missing page ends the process; if it is longer, an upgrade fails");
+        if let Err(error) = self.restore_length() {
+            tracing::error!(%error, "the length of the file of memory_store.backing was changed and cannot be restored; if it is shorter, an access to a missing page ends the process");
         }
-        bytes < self.bytes
+        self.is_cut.load(Ordering::Relaxed)
+    }
+
+    /// Restores a changed length. Returns whether the file was shorter. Its missing pages then read
+    /// as zeros. Async-signal-safe.
+    pub(in crate::memory) fn restore_length(&self) -> io::Result<bool> {
+        let bytes = u64::try_from(rustix::fs::fstat(&self.file)?.st_size).unwrap_or_default();
+        if bytes == self.bytes {
+            return Ok(false);
+        }
+        let is_cut = bytes < self.bytes;
+        self.is_cut.fetch_or(is_cut, Ordering::Relaxed);
+        rustix::fs::ftruncate(&self.file, self.bytes)?;
+        Ok(is_cut)
     }
 
     /// Returns whether the file has a path.
@@ -270,7 +286,7 @@ impl Held {
             let ours = rustix::fs::fstat(&file)?;
             let same = |there: rustix::fs::Stat| (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino);
             if rustix::fs::stat(&path).is_ok_and(same) {
-                return Ok(Self { file, path: Some(path), bytes: 0 });
+                return Ok(Self::new(file, Some(path)));
             }
         }
         Err(Refusal::InUse)
@@ -287,7 +303,7 @@ impl Held {
         match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty()) {
             Ok(file) => {
                 lock(&file)?;
-                Ok(Some(Self { file, path: Some(path), bytes: 0 }))
+                Ok(Some(Self::new(file, Some(path))))
             }
             Err(Errno::NOENT) => Ok(None),
             Err(error) => Err(error.into()),
@@ -301,13 +317,13 @@ impl Held {
 
     fn without_name() -> Result<Self, Refusal> {
         let file = rustix::fs::memfd_create("uniffle-worker-memory", MemfdFlags::CLOEXEC)?;
-        Ok(Self { file, path: None, bytes: 0 })
+        Ok(Self::new(file, None))
     }
 
     /// Wraps an inherited descriptor. It needs no lock: a process has it only if it was given it.
     pub(super) fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
         rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
-        Ok(Self { file, path: None, bytes: 0 })
+        Ok(Self::new(file, None))
     }
 
     pub(super) fn header(&self) -> Result<Option<Header>, Refusal> {
@@ -462,7 +478,7 @@ pub(in crate::memory) fn check(
     let path = check_directory(directory)?;
     let file = match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
     {
-        Ok(file) => Held { file, path: None, bytes: 0 },
+        Ok(file) => Held::new(file, None),
         Err(Errno::NOENT) => {
             rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?;
             let of = rustix::fs::statvfs(directory)?;

@@ -47,6 +47,7 @@ pub(super) mod passed;
 mod places;
 pub(super) mod restore;
 pub(super) mod rows;
+pub(super) mod sigbus;
 pub(super) mod table;
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! One mapping of memory, handed out in segments. Its `copy`, `mapping` and `range`, and
-//! `io::uring`, have the only `unsafe` of the crate.
+//! One mapping of memory, handed out in segments. Most `unsafe` of the crate is in its `copy`,
+//! `mapping` and `range`.
 //!
 //! Other modules define who pays ([`super::budget`]), which pieces are free ([`super::buddy`]), and
 //! the meaning of the bytes.

@@ -17,7 +17,7 @@ use uniffle_io::{Space, Vanished};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// Not about the disk: the process lacks descriptors or memory, a name is gone, a task was
-    /// dropped.
+    /// dropped, memory is missing.
     NotTheDisk,
     /// The file cannot be written, and a new one may work: it was removed or replaced, or is too
     /// large.
@@ -45,9 +45,14 @@ pub fn judge(error: &io::Error) -> Verdict {
     if let Some(errno) = error.raw_os_error().map(Errno::from_raw_os_error) {
         return match errno {
             Errno::NOSPC | Errno::DQUOT => Verdict::Full,
-            Errno::MFILE | Errno::NFILE | Errno::INTR | Errno::NOMEM | Errno::AGAIN | Errno::NOENT => {
-                Verdict::NotTheDisk
-            }
+            // FAULT: the memory is missing, because its file was cut short.
+            Errno::MFILE
+            | Errno::NFILE
+            | Errno::INTR
+            | Errno::NOMEM
+            | Errno::AGAIN
+            | Errno::NOENT
+            | Errno::FAULT => Verdict::NotTheDisk,
             Errno::FBIG | Errno::STALE => Verdict::TheFile,
             Errno::ROFS => Verdict::ReadOnly,
             Errno::TIMEDOUT => Verdict::Hung,
@@ -202,7 +207,9 @@ mod tests {
 
     #[test]
     fn errors_are_classified() {
-        for own in [Errno::MFILE, Errno::NFILE, Errno::INTR, Errno::NOMEM, Errno::AGAIN, Errno::NOENT] {
+        for own in
+            [Errno::MFILE, Errno::NFILE, Errno::INTR, Errno::NOMEM, Errno::AGAIN, Errno::NOENT, Errno::FAULT]
+        {
             assert_eq!(judge(&errno(own)), Verdict::NotTheDisk, "{own:?}");
         }
         assert_eq!(judge(&io::Error::other("dropped")), Verdict::NotTheDisk);
