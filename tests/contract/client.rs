@@ -62,15 +62,14 @@ fn options() -> ClientOptions {
         first: Duration::from_millis(10),
         longest: Duration::from_millis(100),
     };
-    ClientOptions {
-        no_buffer: backoff(600),
-        failures: backoff(3),
-        rpc_timeout: Duration::from_secs(20),
-        heartbeat_interval: Duration::from_millis(500),
-        send_bytes_max: 1 << 20,
-        read_buffer_bytes: 1 << 20,
-        ..Default::default()
-    }
+    ClientOptions::default().with(|options| {
+        options.no_buffer = backoff(600);
+        options.failures = backoff(3);
+        options.rpc_timeout = Duration::from_secs(20);
+        options.heartbeat_interval = Duration::from_millis(500);
+        options.send_bytes_max = 1 << 20;
+        options.read_buffer_bytes = 1 << 20;
+    })
 }
 
 /// Returns the content of block `sequence` of a task.
@@ -115,7 +114,8 @@ async fn blocks_are_read_from_memory_and_disk_over_both_transports() {
     const LENGTH: u32 = 100_000;
     let node = Node::start("16MiB", "", "").await;
     for (transport, id) in [(Transport::Grpc, "both-grpc"), (Transport::Tcp, "both-tcp")] {
-        let cluster = Cluster::new([node.address()], ClientOptions { transport, ..options() }).unwrap();
+        let options = options().with(|options| options.transport = transport);
+        let cluster = Cluster::new([node.address()], options.clone()).unwrap();
         let application = cluster.application(id).await.unwrap();
         let small = application.register_shuffle(ShuffleId(0), 2).await.unwrap();
         write_task(&small, 1, 2, 3, 1000).await;
@@ -124,7 +124,7 @@ async fn blocks_are_read_from_memory_and_disk_over_both_transports() {
         // Another process writes and reads with only the handle.
         let large = application.register_shuffle(ShuffleId(1), 4).await.unwrap();
         let handle = ShuffleHandle::decode(&large.handle().encode()).unwrap();
-        let elsewhere = Cluster::new([node.address()], ClientOptions { transport, ..options() }).unwrap();
+        let elsewhere = Cluster::new([node.address()], options).unwrap();
         let large = elsewhere.attach(handle).unwrap();
         let (one, two) = (large.clone(), large.clone());
         tokio::join!(write_task(&one, 1, 4, 40, LENGTH), write_task(&two, 2, 4, 40, LENGTH));
@@ -150,15 +150,16 @@ async fn three_replicas_survive_one_stopped_worker() {
     let (second, third) = (Node::start("32MiB", &quorum, "").await, Node::start("32MiB", &quorum, "").await);
     let replicas = Replicas { total: 3, write: 2, read: 2 };
     for (transport, id) in [(Transport::Grpc, "replicas-grpc"), (Transport::Tcp, "replicas-tcp")] {
-        let cluster =
-            Cluster::new([first.address()], ClientOptions { transport, replicas, ..options() }).unwrap();
+        let options = options().with(|options| (options.transport, options.replicas) = (transport, replicas));
+        let cluster = Cluster::new([first.address()], options).unwrap();
         let application = cluster.application(id).await.unwrap();
         let shuffle = until_registered(&application, 3).await;
         write_task(&shuffle, 1, 6, 4, 10_000).await;
         assert_reads(&shuffle, &[1], 6, 4, 10_000).await;
         application.unregister().await.unwrap();
     }
-    let cluster = Cluster::new([first.address()], ClientOptions { replicas, ..options() }).unwrap();
+    let options = options().with(|options| options.replicas = replicas);
+    let cluster = Cluster::new([first.address()], options).unwrap();
     let application = cluster.application("replicas-stopped").await.unwrap();
     let shuffle = until_registered(&application, 3).await;
     write_task(&shuffle, 1, 6, 4, 10_000).await;
@@ -203,7 +204,7 @@ async fn cluster_works_with_one_of_three_coordinators() {
     // The kernel accepts connections, but nobody responds.
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addresses = [refusing.clone(), silent.local_addr().unwrap().to_string(), node.address()];
-    let quick = ClientOptions { rpc_timeout: Duration::from_secs(2), ..options() };
+    let quick = options().with(|options| options.rpc_timeout = Duration::from_secs(2));
     let cluster = Cluster::new(&addresses, quick.clone()).unwrap();
     let application = cluster.application("quorum").await.unwrap();
     let shuffle = application.register_shuffle(ShuffleId(0), 2).await.unwrap();
@@ -341,11 +342,10 @@ async fn evicted_blocks_are_read_from_remote_files() {
     files.0.insert(stem(&node.id(), 4) + ".index", Bytes::new());
     files.add(&stem(&(node.id() + "9"), 0), &[&blocks[5]]);
 
-    let options = ClientOptions {
-        storage: StorageType::MemoryLocalfileHdfs,
-        remote_files: Some(Arc::new(files)),
-        ..options()
-    };
+    let options = options().with(|options| {
+        options.storage = StorageType::MemoryLocalfileHdfs;
+        options.remote_files = Some(Arc::new(files));
+    });
     let cluster = Cluster::new([node.address()], options).unwrap();
     let application = cluster.application("remote").await.unwrap();
     let shuffle = application.register_shuffle(ShuffleId(0), 2).await.unwrap();
@@ -376,7 +376,7 @@ async fn evicted_blocks_are_read_from_remote_files() {
 async fn example_counts_words() {
     let node = Node::start("16MiB", "", "").await;
     for transport in [Transport::Grpc, Transport::Tcp] {
-        let options = ClientOptions { transport, ..options() };
+        let options = options().with(|options| options.transport = transport);
         let counts = timeout(PATIENCE, word_count::run(&node.address(), options)).await.unwrap().unwrap();
         assert_eq!(counts, word_count::expected());
     }

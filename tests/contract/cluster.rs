@@ -183,7 +183,7 @@ async fn cluster_continues_after_a_coordinator_dies() {
     assert_eq!(until_nodes(&mut of_b, 3).await, ids, "each reports to both");
     assert_eq!(servers(&assign(&mut of_b, 1, &[]).await), ids);
 
-    let options = ClientOptions { rpc_timeout: Duration::from_secs(5), ..ClientOptions::default() };
+    let options = ClientOptions::default().with(|options| options.rpc_timeout = Duration::from_secs(5));
     let cluster = Cluster::new(&members, options).expect("a quorum");
     let application = cluster.application("app-1").await.expect("registered");
     write_and_read(&application, ShuffleId(0)).await;

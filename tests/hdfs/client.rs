@@ -67,11 +67,10 @@ async fn client_combines_memory_and_remote_files() {
         ..Setup::default()
     };
     let worker = block_in_place(|| Worker::start(&setup));
-    let options = ClientOptions {
-        storage: StorageType::MemoryHdfs,
-        remote_files: Some(Arc::new(Hdfs::new())),
-        ..ClientOptions::default()
-    };
+    let options = ClientOptions::default().with(|options| {
+        options.storage = StorageType::MemoryHdfs;
+        options.remote_files = Some(Arc::new(Hdfs::new()));
+    });
     let address = format!("127.0.0.1:{}", worker.ready().grpc_port);
     let application = Cluster::new([address], options).unwrap().application("client").await.unwrap();
     let shuffle = application.register_shuffle(ShuffleId(0), 2).await.unwrap();

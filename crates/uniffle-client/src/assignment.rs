@@ -11,6 +11,7 @@ use crate::proto::{PartitionRangeAssignment, ShuffleServerId};
 
 /// Address of a shuffle server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct ServerAddress {
     /// `ip-grpcPort` or `ip-grpcPort-tcpPort`. Names of remote files begin with it.
     pub id: String,

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
 use crate::assignment::{Assignment, ServerAddress};
 use crate::error::Error;
@@ -16,6 +16,7 @@ use crate::grpc::{ClientError, check, failed};
 use crate::options::ClientOptions;
 use crate::proto::coordinator_server_client::CoordinatorServerClient;
 use crate::proto::{self, StatusCode};
+use crate::tls;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Largest response: an assignment of 2^20 ranges has about 60 MB.
@@ -66,8 +67,8 @@ pub struct Coordinators {
 }
 
 impl Coordinators {
-    /// Creates the quorum of the coordinators at `addresses`, each `host:port`. Must be called in a
-    /// tokio runtime.
+    /// Creates the quorum of the coordinators at `addresses`, each `host:port`. `http://host:port`
+    /// is in plaintext although the options have TLS. Must be called in a tokio runtime.
     ///
     /// # Errors
     /// [`Error::Invalid`] without an address, or for an invalid address or option.
@@ -292,11 +293,7 @@ impl Coordinators {
 impl Member {
     fn new(address: &str, options: &ClientOptions) -> Result<Self, Error> {
         let invalid = |error| Error::Invalid(format!("coordinator {address:?}: {error}"));
-        let endpoint =
-            Endpoint::from_shared(format!("http://{address}")).map_err(|error| invalid(error.to_string()))?;
-        if endpoint.uri().port().is_none() {
-            return Err(invalid("expected host:port".to_owned()));
-        }
+        let endpoint = tls::endpoint(address, options.tls.as_ref()).map_err(invalid)?;
         let channel = endpoint.connect_timeout(options.connect_timeout).tcp_nodelay(true).connect_lazy();
         let stub = Stub::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
         Ok(Self { address: address.to_owned(), stub })

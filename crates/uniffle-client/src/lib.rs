@@ -61,6 +61,7 @@ mod remote;
 mod results;
 mod server;
 mod shuffle;
+mod tls;
 mod writer;
 
 #[cfg(feature = "hdfs")]
@@ -85,4 +86,5 @@ pub use self::options::{ClientOptions, Replicas, StorageType, Transport};
 pub use self::reader::{ShuffleReader, TaskFilter};
 pub use self::remote::{BoxFuture, RemoteFile, RemoteFiles};
 pub use self::shuffle::{Shuffle, ShuffleHandle};
+pub use self::tls::TlsOptions;
 pub use self::writer::{ShuffleWriter, WriteTotals};

@@ -9,6 +9,7 @@ use crate::block::IdLayout;
 use crate::error::Error;
 use crate::grpc::Backoff;
 use crate::remote::RemoteFiles;
+use crate::tls::TlsOptions;
 use uniffle_wire::types::BLOCK_BYTES_MAX;
 
 /// Largest `send_bytes_max`. Plus one block of maximum size, and doubled over TCP, the size still
@@ -22,11 +23,13 @@ const ANSWER_METADATA_BYTES: usize = 256 << 20;
 
 /// Transport of block data. Registration, tickets, reports and heartbeats always use gRPC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Transport {
     /// Over gRPC, like all other calls (client type `GRPC`).
     #[default]
     Grpc,
-    /// Over the raw TCP protocol of Uniffle's Netty port (client type `GRPC_NETTY`).
+    /// Over the raw TCP protocol of Uniffle's Netty port (client type `GRPC_NETTY`). Never
+    /// encrypted.
     Tcp,
 }
 
@@ -43,6 +46,7 @@ impl Transport {
 
 /// Tiers that a reader visits after the servers' memory (`rss.storage.type`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum StorageType {
     /// The servers' own disks.
     #[default]
@@ -99,10 +103,23 @@ impl Default for Replicas {
 }
 
 /// Settings of a [`Cluster`](crate::Cluster).
+///
+/// ```
+/// use uniffle_client::{ClientOptions, Replicas};
+///
+/// let options = ClientOptions::default().with(|options| {
+///     options.replicas = Replicas { total: 3, write: 2, read: 2 };
+///     options.send_bytes_max = 8 << 20;
+/// });
+/// assert_eq!(options.replicas.write, 2);
+/// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ClientOptions {
     /// Transport of block data. Default: gRPC.
     pub transport: Transport,
+    /// TLS of gRPC. Default: none, gRPC in plaintext.
+    pub tls: Option<TlsOptions>,
     /// Tiers that a reader visits. Default: memory and the servers' disks.
     pub storage: StorageType,
     /// Replication. Default: one server, no replicas.
@@ -151,6 +168,7 @@ impl Default for ClientOptions {
     fn default() -> Self {
         Self {
             transport: Transport::default(),
+            tls: None,
             storage: StorageType::default(),
             replicas: Replicas::default(),
             layout: IdLayout::SPARK,
@@ -177,12 +195,22 @@ impl Default for ClientOptions {
 }
 
 impl ClientOptions {
+    /// Returns the settings after `set` has changed them.
+    #[must_use]
+    pub fn with(mut self, set: impl FnOnce(&mut Self)) -> Self {
+        set(&mut self);
+        self
+    }
+
     /// Rejects invalid settings.
     pub(crate) fn validate(&self) -> Result<(), Error> {
         let Replicas { total, write, read } = self.replicas;
         let durations =
             [self.rpc_timeout, self.connect_timeout, self.unregister_timeout, self.heartbeat_interval];
+        let sends_plaintext =
+            self.transport == Transport::Tcp && self.tls.as_ref().is_some_and(|tls| !tls.has_plain_tcp());
         let rules = [
+            (!sends_plaintext, "transport: raw TCP has no TLS; use gRPC or TlsOptions::with_plain_tcp"),
             (
                 total >= 1 && (1..=total).contains(&write) && (1..=total).contains(&read),
                 "replicas: 1 ≤ write, read ≤ total",
@@ -248,6 +276,19 @@ mod tests {
             make_wrong(&mut options);
             assert!(matches!(options.validate(), Err(Error::Invalid(_))), "{options:?}");
         }
+    }
+
+    #[test]
+    fn plaintext_data_beside_tls_must_be_allowed() {
+        let authority = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        let tls = TlsOptions::new(authority.cert.pem()).unwrap();
+        let options = ClientOptions::default().with(|options| options.tls = Some(tls.clone()));
+        assert!(options.validate().is_ok());
+        let over_tcp = options.with(|options| options.transport = Transport::Tcp);
+        let error = over_tcp.validate().unwrap_err().to_string();
+        assert!(error.contains("with_plain_tcp"), "{error}");
+        let allowed = over_tcp.with(|options| options.tls = Some(tls.with_plain_tcp()));
+        assert!(allowed.validate().is_ok());
     }
 
     #[test]

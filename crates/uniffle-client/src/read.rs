@@ -17,6 +17,7 @@ pub const INDEX_RECORD_BYTES: usize = 40;
 
 /// A response that contradicts itself or the protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Malformed {
     /// A number is negative or out of range.
     #[error("{what} is {value}")]

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use croaring::Treemap;
+use futures::stream::{self, BoxStream};
 use tokio::time::timeout;
 
 use crate::block::Block;
@@ -158,7 +159,21 @@ impl ShuffleReader {
         }
     }
 
-    /// Reads all blocks.
+    /// Returns the blocks as a stream, which ends after the last block or after the first error.
+    ///
+    /// A request is only made while the stream is polled and has no block left, so at most one
+    /// response is in memory: `read_buffer_bytes` and one block, besides the partition's index of
+    /// 40 bytes per block. The stream is [`Unpin`].
+    #[must_use]
+    pub fn into_stream(self) -> BoxStream<'static, Result<Block, Error>> {
+        let blocks = stream::try_unfold(self, |mut reader| async move {
+            Ok(reader.next().await?.map(|block| (block, reader)))
+        });
+        Box::pin(blocks)
+    }
+
+    /// Reads all blocks into memory. [`ShuffleReader::next`] and [`ShuffleReader::into_stream`]
+    /// need memory for one response only.
     ///
     /// # Errors
     /// See [`ShuffleReader::next`].
@@ -364,4 +379,85 @@ impl ShuffleReader {
 
 fn malformed(source: Malformed) -> ClientError {
     ClientError::Malformed { rpc: "read", source }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::StreamExt as _;
+
+    use super::*;
+    use crate::assignment::Assignment;
+    use crate::grpc::tests::{Double, PARTITION, Running, Script, blocks, disk, key, memory, serve};
+    use crate::options::ClientOptions;
+    use crate::proto::{PartitionRangeAssignment, ShuffleServerId};
+    use crate::{Cluster, ShuffleHandle};
+
+    /// A reader of the double's partition with a read buffer of 300 bytes.
+    async fn reader(script: Script) -> (Double, ShuffleReader, Running) {
+        let (double, address, running) = serve(script).await;
+        let server = ShuffleServerId {
+            id: "h-1".to_owned(),
+            ip: address.ip().to_string(),
+            port: address.port().into(),
+            netty_port: 0,
+            jetty_port: 0,
+        };
+        let range = PartitionRangeAssignment { start_partition: 0, end_partition: 2, server: vec![server] };
+        let assignment = Assignment::new(3, 1, &[range]).unwrap();
+        let options = ClientOptions::default().with(|options| {
+            options.read_buffer_bytes = 300;
+            options.failures.attempts = 1;
+        });
+        let cluster = Cluster::new(["localhost:1"], options).unwrap();
+        let handle = ShuffleHandle { key: key(), assignment, remote_storage: None };
+        let shuffle = cluster.attach(handle).unwrap();
+        let reader = shuffle.reader(PARTITION, &TaskFilter::all()).await.unwrap();
+        (double, reader, running)
+    }
+
+    fn report(script: &mut Script, blocks: &[Block]) {
+        script.reported = blocks.iter().map(|block| block.meta.block_id.0.cast_unsigned()).collect();
+    }
+
+    #[tokio::test]
+    async fn stream_requests_data_only_when_polled() {
+        let all = blocks(0..10);
+        let mut script = Script::default();
+        script.memory.extend([memory(&all[8..], None), memory(&[], None)]);
+        disk(&mut script, &all[..8]);
+        report(&mut script, &all);
+        let (double, reader, running) = reader(script).await;
+        let mut stream = reader.into_stream();
+        let requests = || {
+            let script = double.0.lock();
+            (script.cursors.len(), script.data_reads.len())
+        };
+        assert_eq!(requests(), (0, 0));
+        let mut read = Vec::new();
+        // Two blocks from memory, then three blocks from each range of at least 300 bytes.
+        for expected in [(1, 0), (1, 0), (2, 1), (2, 1), (2, 1), (2, 2), (2, 2), (2, 2), (2, 3)] {
+            read.push(stream.next().await.unwrap().unwrap());
+            assert_eq!(requests(), expected, "after {} blocks", read.len());
+        }
+        read.push(stream.next().await.unwrap().unwrap());
+        assert!(stream.next().await.is_none());
+        read.sort_by_key(|block| block.meta.block_id);
+        assert_eq!(read, all);
+        drop(stream);
+        running.end().await;
+    }
+
+    #[tokio::test]
+    async fn stream_ends_after_missing_blocks() {
+        let all = blocks(0..3);
+        let mut script = Script::default();
+        script.memory.push_back(memory(&all[..2], Some(true)));
+        report(&mut script, &all);
+        let (_double, reader, running) = reader(script).await;
+        let read: Vec<Result<Block, Error>> = reader.into_stream().collect().await;
+        assert_eq!(read.len(), 3);
+        let Err(Error::MissingBlocks { missing, expected: 3, .. }) = &read[2] else { panic!("{read:?}") };
+        assert_eq!(missing.first, [all[2].meta.block_id]);
+        running.end().await;
+    }
 }

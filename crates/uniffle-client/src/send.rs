@@ -16,6 +16,7 @@ pub type Batch = [(PartitionId, Vec<Block>)];
 
 /// Placement of the block data in the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum SendForm {
     /// Data inside each block, as in every stock client.
     #[default]

@@ -15,7 +15,6 @@ use parking_lot::Mutex;
 use tokio::net::lookup_host;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tonic::transport::Endpoint;
 
 use crate::assignment::ServerAddress;
 use crate::block::IdLayout;
@@ -27,6 +26,7 @@ use crate::proto::{ShuffleRegisterRequest, StatusCode};
 use crate::read;
 use crate::send::{Batch, SendForm};
 use crate::tcp::TcpClient;
+use crate::tls;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
 /// No retries.
@@ -63,7 +63,7 @@ impl Server {
         if options.transport == Transport::Tcp && address.tcp_port.is_none() {
             return Err(Error::Assignment(format!("server {:?} has no TCP port", address.id)));
         }
-        let endpoint = Endpoint::from_shared(format!("http://{authority}")).map_err(invalid)?;
+        let endpoint = tls::endpoint(&authority, options.tls.as_ref()).map_err(invalid)?;
         let channel = grpc::tuned(endpoint).connect_timeout(options.connect_timeout).connect_lazy();
         let grpc =
             ShuffleClient::on(channel).with_backoff(ONCE).with_answer_bytes_max(options.answer_bytes_max());

@@ -21,6 +21,7 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 
 /// Description of a shuffle for other processes. An engine's driver sends it to its executors.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ShuffleHandle {
     /// Application and shuffle.
     pub key: ShuffleKey,

@@ -36,6 +36,7 @@ const QUEUE_LENGTH: usize = 16;
 
 /// Error of a request.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum TcpClientError {
     /// The connection ended before the response.
     #[error("the connection ended before the response")]

@@ -35,6 +35,7 @@ pub struct ShuffleWriter {
 
 /// Totals of a task attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct WriteTotals {
     /// Number of blocks.
     pub blocks: u64,

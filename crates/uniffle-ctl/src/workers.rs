@@ -84,8 +84,10 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
 }
 
 async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
-    let mut options = ClientOptions { rpc_timeout: arguments.timeout, ..ClientOptions::default() };
-    options.failures.attempts = 1;
+    let options = ClientOptions::default().with(|options| {
+        options.rpc_timeout = arguments.timeout;
+        options.failures.attempts = 1;
+    });
     let coordinators = Coordinators::new(&arguments.coordinator, options)
         .map_err(|error| Failure::Usage(format!("--coordinator: {error}")))?;
     let servers = coordinators.servers().await;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::StreamExt as _;
 use hyper_util::rt::TokioIo;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tempfile::TempDir;
@@ -17,6 +18,8 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName}
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use tonic::transport::Endpoint;
 use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::types::{PartitionId, ShuffleId, TaskAttemptId};
+use uniffle_client::{ClientOptions, Cluster, TaskFilter, TlsOptions};
 use uniffle_worker::proto::AppHeartBeatRequest;
 use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
 use uniffle_worker::server::Worker;
@@ -51,6 +54,10 @@ impl Certificates {
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    fn read(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.path(name)).unwrap()
     }
 
     /// Returns lines for `[tls]`.
@@ -212,6 +219,49 @@ async fn ctl_uses_tls_and_client_certificate() {
     }
     let done = super::ctl::run(&["ctl", "status", "--worker", &http]).await;
     assert!(done.code == 3 && done.stderr.contains("https needs --ca-file"), "{}", done.stderr);
+    assert_eq!(worker.stop().await, 0);
+}
+
+/// The worker requires client certificates; its coordinator has the same listener.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn client_crate_writes_and_reads_with_tls() {
+    let (certificates, others) = (Certificates::make(), Certificates::make());
+    let dir = tempfile::tempdir().unwrap();
+    let tls = certificates.table() + &format!("client_ca_file = {:?}", certificates.path("ca.pem"));
+    let worker = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap();
+    let address = worker.addresses().grpc.to_string();
+    let trusting = |made: &Certificates| TlsOptions::new(made.read("ca.pem")).unwrap();
+    let with_identity =
+        |tls: TlsOptions| tls.with_identity(certificates.read("client.pem"), certificates.read("client.key"));
+    let cluster = |address: &str, tls: Option<TlsOptions>| {
+        let options = ClientOptions::default().with(|options| {
+            options.tls = tls;
+            options.failures.attempts = 1;
+        });
+        Cluster::new([address], options).unwrap()
+    };
+    let accepted = with_identity(trusting(&certificates)).unwrap();
+    let application = cluster(&address, Some(accepted.clone())).application("tls").await.unwrap();
+    let shuffle = application.register_shuffle(ShuffleId(0), 1).await.unwrap();
+    let mut writer = shuffle.writer(TaskAttemptId(0)).unwrap();
+    writer.write(PartitionId(0), &b"a block"[..]).await.unwrap();
+    writer.finish().await.unwrap();
+    let reader = shuffle.reader(PartitionId(0), &TaskFilter::all()).await.unwrap();
+    let read: Vec<_> = reader.into_stream().map(|block| block.unwrap().data).collect().await;
+    assert_eq!(read, [&b"a block"[..]]);
+    application.unregister().await.unwrap();
+
+    let refused = [
+        ("an unknown authority", &address, Some(with_identity(trusting(&others)).unwrap())),
+        ("no client certificate", &address, Some(trusting(&certificates))),
+        ("another name", &address, Some(accepted.clone().with_server_name("other.example").unwrap())),
+        ("no TLS", &address, None),
+        ("plaintext", &format!("http://{address}"), Some(accepted)),
+    ];
+    for (case, address, tls) in refused {
+        let error = cluster(address, tls).application("refused").await.unwrap_err();
+        assert!(matches!(error, uniffle_client::Error::Call { .. }), "{case}: {error}");
+    }
     assert_eq!(worker.stop().await, 0);
 }
 

@@ -48,6 +48,7 @@ fn describe(status: &tonic::Status) -> String {
 
 /// Error of one call.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ClientError {
     /// No connection.
     #[error("connect: {0}")]
@@ -140,6 +141,7 @@ impl Backoff {
 
 /// Response of a memory read.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct MemoryAnswer {
     /// Blocks in the server's order.
     pub blocks: Vec<Block>,
@@ -149,6 +151,7 @@ pub struct MemoryAnswer {
 
 /// Response of an index read.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct IndexAnswer {
     /// Blocks on disk.
     pub records: Vec<IndexRecord>,

@@ -44,6 +44,7 @@ impl Default for ReadOptions {
 
 /// Blocks that were read from a partition.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PartitionRead {
     /// Block data by block id.
     pub blocks: BTreeMap<BlockId, Bytes>,

@@ -198,18 +198,18 @@ async fn end(client: ShuffleClient, running: Running) {
     running.end().await;
 }
 
-fn key() -> ShuffleKey {
+pub(crate) fn key() -> ShuffleKey {
     ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1))
 }
 
-const PARTITION: PartitionId = PartitionId(2);
+pub(crate) const PARTITION: PartitionId = PartitionId(2);
 
-fn blocks(sequences: std::ops::Range<u32>) -> Vec<Block> {
+pub(crate) fn blocks(sequences: std::ops::Range<u32>) -> Vec<Block> {
     let length = |n: u32| usize::try_from(100 + n).unwrap();
     sequences.map(|n| sample(PARTITION, TaskAttemptId(i64::from(n % 2)), n, length(n))).collect()
 }
 
-fn memory(blocks: &[Block], is_end: Option<bool>) -> proto::GetMemoryShuffleDataResponse {
+pub(crate) fn memory(blocks: &[Block], is_end: Option<bool>) -> proto::GetMemoryShuffleDataResponse {
     let mut response = proto::GetMemoryShuffleDataResponse { is_end, ..Default::default() };
     let mut data = Vec::new();
     for Block { meta, data: bytes } in blocks {
@@ -227,7 +227,7 @@ fn memory(blocks: &[Block], is_end: Option<bool>) -> proto::GetMemoryShuffleData
     response
 }
 
-fn disk(script: &mut Script, blocks: &[Block]) {
+pub(crate) fn disk(script: &mut Script, blocks: &[Block]) {
     let mut index = Vec::new();
     for Block { meta, data } in blocks {
         index.extend(i64::try_from(script.file.len()).unwrap().to_be_bytes());
