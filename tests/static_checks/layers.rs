@@ -1,5 +1,6 @@
 //! Direction of imports inside `src/`: top-level modules import only lower ones of the table in
-//! `src/lib.rs`, and the files of a module form no cycle.
+//! `src/lib.rs`, and the files of a module form no cycle. Nor do the files of the crates in
+//! `crates/`.
 //!
 //! A file imports another if a path in its code, `use` or macro arguments names an item of the
 //! other. A re-exported name (`pub use` of a submodule) counts as an import of its original file.
@@ -157,9 +158,15 @@ struct Tree(BTreeMap<Names, Source>);
 impl Tree {
     /// Reads all modules below `src/`, including test files.
     fn read() -> Self {
-        let mut tree = Self(BTreeMap::new());
-        tree.add(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &[]);
+        let tree = Self::of_crate(Path::new(env!("CARGO_MANIFEST_DIR")));
         assert!(tree.0.len() > 100, "only {} files found: the search is broken", tree.0.len());
+        tree
+    }
+
+    /// Reads all modules below `src/` of the crate in `dir`.
+    fn of_crate(dir: &Path) -> Self {
+        let mut tree = Self(BTreeMap::new());
+        tree.add(&dir.join("src"), &[]);
         tree
     }
 
@@ -205,13 +212,20 @@ impl Tree {
     }
 
     /// Returns the imports between files of a top-level module, without tests.
+    fn imports_inside_modules(&self) -> BTreeSet<(String, String)> {
+        let mut imports = self.imports();
+        imports.retain(|(from, to)| from.split("::").next() == to.split("::").next());
+        imports
+    }
+
+    /// Returns the imports between all files, without tests. `lib.rs` has the name "".
     fn imports(&self) -> BTreeSet<(String, String)> {
         let mut found = BTreeSet::new();
         for (file, source) in &self.0 {
             for import in source.imports.iter().filter(|import| !import.in_test) {
                 let Some(to) = self.file_of(import, &source.names) else { continue };
                 let only_hands_on = import.is_reexport && to.starts_with(file);
-                if to != *file && to.first() == file.first() && !only_hands_on {
+                if to != *file && !only_hands_on {
                     found.insert((file.join("::"), to.join("::")));
                 }
             }
@@ -256,9 +270,22 @@ fn modules_import_downwards() {
 
 #[test]
 fn files_of_a_module_form_no_cycle() {
-    let imports = Tree::read().imports();
+    assert_no_cycle(&Tree::read().imports_inside_modules());
+}
+
+#[test]
+fn files_of_other_crates_form_no_cycle() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates");
+    let crates: Vec<_> = std::fs::read_dir(crates).expect("a readable directory").flatten().collect();
+    assert!(crates.len() > 4, "only {} crates found: the search is broken", crates.len());
+    for each in crates {
+        assert_no_cycle(&Tree::of_crate(&each.path()).imports());
+    }
+}
+
+fn assert_no_cycle(imports: &BTreeSet<(String, String)>) {
     let wrong: Vec<_> =
-        cycles(&imports).iter().map(|line| format!("{line}\n{}", inside(line, &imports))).collect();
+        cycles(imports).iter().map(|line| format!("{line}\n{}", inside(line, imports))).collect();
     assert!(wrong.is_empty(), "files that reach each other:\n{}", wrong.join("\n"));
 }
 

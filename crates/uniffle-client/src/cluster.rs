@@ -10,12 +10,15 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 use crate::assignment::{Assignment, ServerAddress};
-use crate::coordinators::{Coordinators, RemoteStorage};
+use crate::calls::first_error;
+use crate::coordinators::Coordinators;
 use crate::error::Error;
 use crate::grpc::register_request;
+use crate::handle::ShuffleHandle;
 use crate::options::ClientOptions;
+use crate::remote::RemoteStorage;
 use crate::server::Server;
-use crate::shuffle::{Shuffle, ShuffleHandle};
+use crate::shuffle::Shuffle;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 /// Entry point of the client. Clones share connections.
@@ -173,16 +176,6 @@ impl Application {
         }
         first_error(calls).await
     }
-}
-
-/// Waits for all calls. Returns the first error.
-pub(crate) async fn first_error(mut calls: JoinSet<Result<(), Error>>) -> Result<(), Error> {
-    let mut result = Ok(());
-    while let Some(ended) = calls.join_next().await {
-        // A call is only cancelled when its runtime shuts down.
-        result = result.and(ended.unwrap_or(Ok(())));
-    }
-    result
 }
 
 /// Registers on all servers at once. Returns the id of a server that failed, and its error.

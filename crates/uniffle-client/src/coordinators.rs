@@ -7,15 +7,17 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tonic::transport::Channel;
 
 use crate::assignment::{Assignment, ServerAddress};
+use crate::calls::within;
 use crate::error::Error;
 use crate::grpc::{ClientError, check, failed};
 use crate::options::ClientOptions;
+use crate::proto;
 use crate::proto::coordinator_server_client::CoordinatorServerClient;
-use crate::proto::{self, StatusCode};
+use crate::remote::RemoteStorage;
 use crate::tls;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
@@ -23,33 +25,6 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 const ANSWER_BYTES_MAX: usize = 512 << 20;
 
 type Stub = CoordinatorServerClient<Channel>;
-
-/// A directory of remote files and its Hadoop settings.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct RemoteStorage {
-    /// URL, such as `hdfs://nameservice/uniffle`.
-    pub path: String,
-    /// Hadoop settings as (key, value).
-    pub conf: Vec<(String, String)>,
-}
-
-impl RemoteStorage {
-    pub(crate) fn from_message(message: proto::RemoteStorage) -> Self {
-        let conf = message.remote_storage_conf.into_iter().map(|item| (item.key, item.value)).collect();
-        Self { path: message.path, conf }
-    }
-
-    pub(crate) fn to_message(&self) -> proto::RemoteStorage {
-        let item = |(key, value): &(String, String)| proto::RemoteStorageConfItem {
-            key: key.clone(),
-            value: value.clone(),
-        };
-        proto::RemoteStorage {
-            path: self.path.clone(),
-            remote_storage_conf: self.conf.iter().map(item).collect(),
-        }
-    }
-}
 
 #[derive(Debug, Clone)]
 struct Member {
@@ -298,26 +273,4 @@ impl Member {
         let stub = Stub::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
         Ok(Self { address: address.to_owned(), stub })
     }
-}
-
-/// Runs `call` with a deadline.
-pub(crate) async fn within<T>(
-    rpc: &'static str,
-    deadline: std::time::Duration,
-    call: impl Future<Output = Result<T, ClientError>>,
-) -> Result<T, ClientError> {
-    timeout(deadline, call).await.unwrap_or(Err(ClientError::Timeout { rpc, after: deadline }))
-}
-
-/// Returns true for statuses that mean "do not retry" in every version of the protocol.
-pub(crate) fn is_final(status: StatusCode) -> bool {
-    matches!(
-        status,
-        StatusCode::NoRegister
-            | StatusCode::AppNotFound
-            | StatusCode::InternalNotRetryError
-            | StatusCode::ExceedHugePartitionHardLimit
-            | StatusCode::HardSplitFromServer
-            | StatusCode::AccessDenied
-    )
 }

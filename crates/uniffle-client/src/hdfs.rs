@@ -9,8 +9,7 @@ use hdfs_native::file::FileReader;
 use hdfs_native::{Client, ClientBuilder, HdfsError};
 use parking_lot::Mutex;
 
-use crate::coordinators::RemoteStorage;
-use crate::remote::{BoxFuture, RemoteFile, RemoteFiles};
+use crate::remote::{BoxFuture, RemoteFile, RemoteFiles, RemoteStorage};
 
 /// Default port of a NameNode.
 const NAMENODE_PORT: u16 = 8020;

@@ -52,9 +52,12 @@
 //! messages and services.
 
 mod assignment;
+mod calls;
 mod cluster;
+mod context;
 mod coordinators;
 mod error;
+mod handle;
 mod options;
 mod reader;
 mod remote;
@@ -79,12 +82,14 @@ pub use uniffle_wire::types;
 pub use self::assignment::{Assignment, ServerAddress};
 pub use self::block::{Block, IdLayout};
 pub use self::cluster::{Application, Cluster};
-pub use self::coordinators::{Coordinators, RemoteStorage};
+pub use self::coordinators::Coordinators;
 pub use self::error::{Error, MissingBlocks};
 pub use self::grpc::{Backoff, ClientError};
+pub use self::handle::ShuffleHandle;
 pub use self::options::{ClientOptions, Replicas, StorageType, Transport};
-pub use self::reader::{ShuffleReader, TaskFilter};
-pub use self::remote::{BoxFuture, RemoteFile, RemoteFiles};
-pub use self::shuffle::{Shuffle, ShuffleHandle};
+pub use self::reader::ShuffleReader;
+pub use self::remote::{BoxFuture, RemoteFile, RemoteFiles, RemoteStorage};
+pub use self::results::TaskFilter;
+pub use self::shuffle::Shuffle;
 pub use self::tls::TlsOptions;
 pub use self::writer::{ShuffleWriter, WriteTotals};

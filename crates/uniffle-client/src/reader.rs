@@ -15,37 +15,14 @@ use futures::stream::{self, BoxStream};
 use tokio::time::timeout;
 
 use crate::block::Block;
-use crate::coordinators::RemoteStorage;
+use crate::context::ShuffleContext;
 use crate::error::{Error, MissingBlocks};
 use crate::grpc::{BARREN_ANSWERS_MAX, ClientError, IndexAnswer, MemoryAnswer};
 use crate::read::{self, IndexRecord, Malformed, Segment};
-use crate::remote::{self, FilePair, RemoteFile, RemoteFiles};
+use crate::remote::{self, FilePair, RemoteFile, RemoteFiles, RemoteStorage};
+use crate::results::TaskFilter;
 use crate::server::Server;
-use crate::shuffle::Shuffle;
-use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
-
-/// Task attempts whose blocks a reader wants.
-#[derive(Debug, Clone, Default)]
-pub struct TaskFilter(Option<Treemap>);
-
-impl TaskFilter {
-    /// Accepts the blocks of every task attempt that reported.
-    #[must_use]
-    pub fn all() -> Self {
-        Self(None)
-    }
-
-    /// Accepts the blocks of these task attempts only: the successful ones if several attempts of a
-    /// task reported (speculation), or a subset if several readers share a large partition.
-    #[must_use]
-    pub fn of(tasks: impl IntoIterator<Item = TaskAttemptId>) -> Self {
-        Self(Some(tasks.into_iter().map(|task| task.0.cast_unsigned()).collect()))
-    }
-
-    pub(crate) fn accepts(&self, task: TaskAttemptId) -> bool {
-        self.0.as_ref().is_none_or(|tasks| tasks.contains(task.0.cast_unsigned()))
-    }
-}
+use uniffle_wire::types::{BlockId, PartitionId};
 
 /// Next part of the current replica to read.
 #[derive(Debug)]
@@ -81,7 +58,7 @@ struct OpenFile {
 /// Reads one partition block by block, in no particular order.
 #[derive(Debug)]
 pub struct ShuffleReader {
-    shuffle: Shuffle,
+    shuffle: Arc<ShuffleContext>,
     partition: PartitionId,
     /// Sent to servers, which leave unwanted blocks out of memory responses.
     tasks: Option<Treemap>,
@@ -97,7 +74,7 @@ pub struct ShuffleReader {
 
 impl ShuffleReader {
     pub(crate) fn new(
-        shuffle: Shuffle,
+        shuffle: Arc<ShuffleContext>,
         partition: PartitionId,
         expected: Treemap,
         filter: &TaskFilter,
@@ -107,7 +84,7 @@ impl ShuffleReader {
         Self {
             shuffle,
             partition,
-            tasks: filter.0.clone(),
+            tasks: filter.tasks().cloned(),
             expected: expected.cardinality(),
             missing: expected,
             ready: VecDeque::new(),

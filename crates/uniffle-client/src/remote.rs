@@ -10,13 +10,40 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::coordinators::RemoteStorage;
+use crate::proto;
 use crate::read::{self, IndexRecord};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Largest index that is read: six million blocks in one file.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
+
+/// A directory of remote files and its Hadoop settings.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RemoteStorage {
+    /// URL, such as `hdfs://nameservice/uniffle`.
+    pub path: String,
+    /// Hadoop settings as (key, value).
+    pub conf: Vec<(String, String)>,
+}
+
+impl RemoteStorage {
+    pub(crate) fn from_message(message: proto::RemoteStorage) -> Self {
+        let conf = message.remote_storage_conf.into_iter().map(|item| (item.key, item.value)).collect();
+        Self { path: message.path, conf }
+    }
+
+    pub(crate) fn to_message(&self) -> proto::RemoteStorage {
+        let item = |(key, value): &(String, String)| proto::RemoteStorageConfItem {
+            key: key.clone(),
+            value: value.clone(),
+        };
+        proto::RemoteStorage {
+            path: self.path.clone(),
+            remote_storage_conf: self.conf.iter().map(item).collect(),
+        }
+    }
+}
 
 /// A boxed future, for methods of trait objects.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;

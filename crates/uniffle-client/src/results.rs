@@ -4,15 +4,42 @@ use std::collections::BTreeMap;
 
 use croaring::Treemap;
 
+use crate::context::ShuffleContext;
 use crate::error::Error;
-use crate::reader::TaskFilter;
-use crate::shuffle::Shuffle;
-use uniffle_wire::types::{BlockId, PartitionId};
+use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
+
+/// Task attempts whose blocks a reader wants.
+#[derive(Debug, Clone, Default)]
+pub struct TaskFilter(Option<Treemap>);
+
+impl TaskFilter {
+    /// Accepts the blocks of every task attempt that reported.
+    #[must_use]
+    pub fn all() -> Self {
+        Self(None)
+    }
+
+    /// Accepts the blocks of these task attempts only: the successful ones if several attempts of a
+    /// task reported (speculation), or a subset if several readers share a large partition.
+    #[must_use]
+    pub fn of(tasks: impl IntoIterator<Item = TaskAttemptId>) -> Self {
+        Self(Some(tasks.into_iter().map(|task| task.0.cast_unsigned()).collect()))
+    }
+
+    /// Returns the accepted task attempts, or `None` for all.
+    pub(crate) fn tasks(&self) -> Option<&Treemap> {
+        self.0.as_ref()
+    }
+
+    fn accepts(&self, task: TaskAttemptId) -> bool {
+        self.0.as_ref().is_none_or(|tasks| tasks.contains(task.0.cast_unsigned()))
+    }
+}
 
 /// Returns the expected block ids of each of `partitions`, in their order. Partitions with the same
 /// replicas share a call.
 pub(crate) async fn expected_blocks(
-    shuffle: &Shuffle,
+    shuffle: &ShuffleContext,
     partitions: &[PartitionId],
     filter: &TaskFilter,
 ) -> Result<Vec<Treemap>, Error> {
@@ -40,7 +67,7 @@ pub(crate) async fn expected_blocks(
 /// Asks one replica after another until `replicas.read` have answered. A report was acknowledged by
 /// `replicas.write` replicas, so at least one of these knows it.
 async fn reported_ids(
-    shuffle: &Shuffle,
+    shuffle: &ShuffleContext,
     replicas: &[usize],
     partitions: &[PartitionId],
 ) -> Result<Treemap, Error> {

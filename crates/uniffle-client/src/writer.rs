@@ -11,8 +11,8 @@ use bytes::Bytes;
 use tokio::task::JoinSet;
 
 use crate::block::Block;
+use crate::context::ShuffleContext;
 use crate::error::Error;
-use crate::shuffle::Shuffle;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, PartitionId, TaskAttemptId};
 
 /// Blocks of one partition in one batch.
@@ -21,7 +21,7 @@ type Part = (PartitionId, Vec<Block>);
 /// Writes the output of one task attempt.
 #[derive(Debug)]
 pub struct ShuffleWriter {
-    shuffle: Shuffle,
+    shuffle: Arc<ShuffleContext>,
     task: TaskAttemptId,
     sequences: HashMap<PartitionId, u32>,
     pending: BTreeMap<PartitionId, Vec<Block>>,
@@ -44,7 +44,7 @@ pub struct WriteTotals {
 }
 
 impl ShuffleWriter {
-    pub(crate) fn new(shuffle: Shuffle, task: TaskAttemptId) -> Result<Self, Error> {
+    pub(crate) fn new(shuffle: Arc<ShuffleContext>, task: TaskAttemptId) -> Result<Self, Error> {
         if shuffle.options().layout.block_id(0, PartitionId(0), task).is_none() {
             return Err(Error::Invalid(format!("task attempt id {task} does not fit the block id layout")));
         }
@@ -154,7 +154,7 @@ impl ShuffleWriter {
         }
         let batch: Vec<Part> = std::mem::take(&mut self.pending).into_iter().collect();
         self.pending_bytes = 0;
-        self.sends.spawn(deliver(self.shuffle.clone(), batch));
+        self.sends.spawn(deliver(Arc::clone(&self.shuffle), batch));
         Ok(())
     }
 
@@ -202,7 +202,7 @@ fn next_round(progress: &mut [Progress], needed: usize) -> BTreeMap<usize, Vec<u
 
 /// Sends a batch to `replicas.write` servers of each partition. Replaces failed servers with other
 /// replicas.
-async fn deliver(shuffle: Shuffle, batch: Vec<Part>) -> Result<(), Error> {
+async fn deliver(shuffle: Arc<ShuffleContext>, batch: Vec<Part>) -> Result<(), Error> {
     let needed = shuffle.options().replicas.write;
     let replicas = batch.iter().map(|(partition, _)| shuffle.replicas(*partition).map(Progress::new));
     let mut progress = replicas.collect::<Result<Vec<_>, _>>()?;
@@ -227,7 +227,7 @@ async fn deliver(shuffle: Shuffle, batch: Vec<Part>) -> Result<(), Error> {
 /// Reports a task's blocks to all replicas of its partitions. `replicas.write` of them must
 /// acknowledge.
 async fn report(
-    shuffle: &Shuffle,
+    shuffle: &ShuffleContext,
     task: TaskAttemptId,
     written: &BTreeMap<PartitionId, Vec<BlockId>>,
 ) -> Result<(), Error> {

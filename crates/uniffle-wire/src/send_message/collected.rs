@@ -5,7 +5,7 @@
 //! payload. The partitions' block counts sum up to the number of blocks. Growth is bounded by the
 //! caller's limit, never by an announced count.
 
-use super::decoder::{block_length, block_too_large};
+use super::grammar::{block_length, block_too_large};
 use crate::{BlockHeader, BlockSink, DecodeError};
 
 /// Reason why headers are rejected. The decoder adds the position in the message.

@@ -5,7 +5,7 @@
 //! message.
 
 use super::collected::{CollectedBlocks, Refusal};
-use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT};
+use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT, block_length, block_too_large};
 use super::varint::Varint;
 use super::{Limits, Summary};
 use crate::types::BLOCK_BYTES_MAX;
@@ -511,12 +511,4 @@ impl Decoder {
             Refusal::TooLarge(too_large) => too_large,
         }
     }
-}
-
-pub(super) fn block_length(length: u64) -> Option<u32> {
-    u32::try_from(length).ok().filter(|length| *length <= BLOCK_BYTES_MAX)
-}
-
-pub(super) fn block_too_large(length: u64) -> DecodeError {
-    DecodeError::TooLarge { what: "block length", len: length, max: u64::from(BLOCK_BYTES_MAX) }
 }

@@ -1,4 +1,7 @@
-//! The grammar of the message: nesting levels, decoding steps and known fields.
+//! The grammar of the message: nesting levels, decoding steps, known fields and block lengths.
+
+use crate::DecodeError;
+use crate::types::BLOCK_BYTES_MAX;
 
 /// The message that contains the current position. Its depth is the index into `Decoder::ends`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,4 +63,14 @@ pub(super) enum Step {
     BlockBytes(u64),
     /// Payload of the collected blocks (contiguous and combined form).
     CollectedBytes(u64),
+}
+
+/// Returns `length` if a block may have it.
+pub(super) fn block_length(length: u64) -> Option<u32> {
+    u32::try_from(length).ok().filter(|length| *length <= BLOCK_BYTES_MAX)
+}
+
+/// Returns the error for a block of `length` bytes.
+pub(super) fn block_too_large(length: u64) -> DecodeError {
+    DecodeError::TooLarge { what: "block length", len: length, max: u64::from(BLOCK_BYTES_MAX) }
 }

@@ -1,0 +1,61 @@
+//! A registered shuffle as its writers and readers see it: options, servers and handle.
+
+use std::sync::Arc;
+
+use crate::error::Error;
+use crate::handle::ShuffleHandle;
+use crate::options::ClientOptions;
+use crate::server::Server;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Shared by a shuffle, its writers and its readers.
+#[derive(Debug)]
+pub(crate) struct ShuffleContext {
+    options: Arc<ClientOptions>,
+    /// Servers, numbered as in the assignment.
+    servers: Vec<Arc<Server>>,
+    handle: ShuffleHandle,
+}
+
+impl ShuffleContext {
+    pub(crate) fn new(options: Arc<ClientOptions>, servers: Vec<Arc<Server>>, handle: ShuffleHandle) -> Self {
+        Self { options, servers, handle }
+    }
+
+    pub(crate) fn key(&self) -> &ShuffleKey {
+        &self.handle.key
+    }
+
+    pub(crate) fn handle(&self) -> &ShuffleHandle {
+        &self.handle
+    }
+
+    pub(crate) fn servers(&self) -> &[Arc<Server>] {
+        &self.servers
+    }
+
+    pub(crate) fn options(&self) -> &ClientOptions {
+        &self.options
+    }
+
+    pub(crate) fn server(&self, number: usize) -> &Arc<Server> {
+        &self.servers[number]
+    }
+
+    /// Returns the replicas of `partition` in the assignment's order, with recently failed ones
+    /// last.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the partition does not exist.
+    pub(crate) fn replicas(&self, partition: PartitionId) -> Result<Vec<usize>, Error> {
+        let mut replicas = self.handle.assignment.replicas(partition).to_vec();
+        if replicas.is_empty() {
+            let partitions = self.handle.assignment.partitions();
+            return Err(Error::Invalid(format!(
+                "partition {partition} does not exist; the shuffle has {partitions}"
+            )));
+        }
+        replicas.sort_by_key(|&number| self.servers[number].is_suspect());
+        Ok(replicas)
+    }
+}
