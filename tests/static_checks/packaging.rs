@@ -12,12 +12,12 @@ const TMPFILES: &str = include_str!("../../deploy/systemd/uniffle-worker.tmpfile
 const DOCKERFILE: &str = include_str!("../../deploy/docker/Dockerfile");
 const COMPOSE: &str = include_str!("../../deploy/compose.yaml");
 const RULES: &str = include_str!("../../deploy/prometheus/uniffle-worker.rules.yml");
-const MANIFESTS: &str = include_str!("../../deploy/kubernetes/uniffle-worker.yaml");
-const SERVICES: &str = include_str!("../../deploy/kubernetes/services.yaml");
+pub(super) const MANIFESTS: &str = include_str!("../../deploy/kubernetes/uniffle-worker.yaml");
+pub(super) const SERVICES: &str = include_str!("../../deploy/kubernetes/services.yaml");
 const UNDER_OPERATOR: &str = include_str!("../../deploy/kubernetes/operator/uniffle-worker.yaml");
 
 /// Runs `tool` and asserts success. Prints a line if it is missing; in CI that panics.
-fn accepts(tool: &str, arguments: &[&str]) {
+pub(super) fn accepts(tool: &str, arguments: &[&str]) {
     if !available(&format!("{tool} on deploy/"), &[tool]) {
         return;
     }
@@ -26,7 +26,7 @@ fn accepts(tool: &str, arguments: &[&str]) {
     assert!(output.status.success(), "{tool}: {}", String::from_utf8_lossy(&said));
 }
 
-fn deploy(path: &str) -> String {
+pub(super) fn deploy(path: &str) -> String {
     format!("{}/deploy/{path}", env!("CARGO_MANIFEST_DIR"))
 }
 
@@ -62,7 +62,7 @@ fn yamllint_accepts_the_manifests() {
 /// Checks against the schemas of Kubernetes, without unknown fields.
 #[test]
 fn kubernetes_accepts_the_manifests() {
-    for file in ["kubernetes/uniffle-worker.yaml", "kubernetes/services.yaml"] {
+    for file in ["kubernetes/namespace.yaml", "kubernetes/uniffle-worker.yaml", "kubernetes/services.yaml"] {
         accepts("kubernetes-validate", &["--strict", &deploy(file)]);
     }
     let dir = tempfile::tempdir().unwrap();
@@ -214,7 +214,7 @@ fn indented(text: &str, mark: &str) -> String {
 }
 
 /// Parses the configuration after `mark`.
-fn configured(text: &str, mark: &str) -> Config {
+pub(super) fn configured(text: &str, mark: &str) -> Config {
     let text = indented(text, mark);
     let machine = Machine { memory_bytes: 16 << 30, cores: 4, state_dir: PathBuf::from("/nonexistent") };
     Config::parse(&text, &HashMap::new(), &machine).unwrap_or_else(|error| panic!("{error}\n{text}"))
