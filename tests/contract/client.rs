@@ -4,6 +4,17 @@
 #[path = "../../crates/uniffle-client/examples/word_count.rs"]
 mod word_count;
 
+/// The example of the crate's README.
+mod quick_start {
+    #![allow(dead_code, reason = "the test calls `run` instead of `main`")]
+
+    include!("../../crates/uniffle-client/examples/quick_start.rs");
+
+    pub(super) async fn run_at(coordinator: String) -> Result<Vec<u8>, Error> {
+        run(&[coordinator]).await
+    }
+}
+
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
@@ -139,6 +150,13 @@ async fn blocks_are_read_from_memory_and_disk_over_both_transports() {
         large.unregister().await.unwrap();
         application.unregister().await.unwrap();
     }
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn readme_example_reads_what_it_writes() {
+    let node = Node::start("16MiB", "", "").await;
+    assert_eq!(quick_start::run_at(node.address()).await.unwrap(), b"the records of partition 3");
     node.stop().await;
 }
 

@@ -1,55 +1,18 @@
-//! A Rust client for Apache Uniffle's remote shuffle servers: this repository's worker, and the
-//! Java servers since 0.9.
+#![doc = include_str!("../README.md")]
 //!
-//! ```no_run
-//! use uniffle_client::{ClientOptions, Cluster, Error, TaskFilter};
-//! use uniffle_client::types::{PartitionId, ShuffleId, TaskAttemptId};
+//! # Types
 //!
-//! # async fn example() -> Result<(), Error> {
-//! // The driver: an application with heartbeats, and a shuffle of 8 partitions.
-//! let cluster = Cluster::new(["coordinator1:21100", "coordinator2:21100"], ClientOptions::default())?;
-//! let application = cluster.application("my-job-0001").await?;
-//! let shuffle = application.register_shuffle(ShuffleId(0), 8).await?;
-//!
-//! // A map task, perhaps in another process: `cluster.attach(ShuffleHandle::decode(&bytes)?)`.
-//! let mut writer = shuffle.writer(TaskAttemptId(0))?;
-//! writer.write(PartitionId(3), &b"records of one partition, serialised and compressed by the engine"[..]).await?;
-//! writer.finish().await?;
-//!
-//! // A reduce task, after the map tasks.
-//! let mut reader = shuffle.reader(PartitionId(3), &TaskFilter::all()).await?;
-//! while let Some(block) = reader.next().await? {
-//!     println!("{} bytes of task {}", block.data.len(), block.meta.task_attempt_id);
-//! }
-//!
-//! shuffle.unregister().await?;
-//! application.unregister().await
-//! # }
-//! ```
-//!
-//! `examples/word_count.rs` is a complete program. The client provides:
-//!
-//! - **Coordinators** ([`Coordinators`]): any member of a quorum answers queries. All members
-//!   receive the application and its heartbeats.
-//! - **Transports** ([`Transport`]): block data over gRPC or over the raw TCP protocol of Uniffle's
-//!   Netty port.
-//! - **Writing** ([`ShuffleWriter`]): block ids in Java's layouts, checksums, batches of bounded
-//!   size, retries while a server has no memory, resends, [`Replicas`], and the report that makes
-//!   blocks visible.
-//! - **Reading** ([`ShuffleReader`]): reported blocks from a quorum of replicas; memory, the
-//!   servers' disks and remote files; each block once and undamaged; failover to the next replica;
-//!   an error that lists missing blocks.
-//! - **Remote files** ([`RemoteFiles`]): the feature `hdfs` provides HDFS (`hdfs::Hdfs`).
-//!   Applications can bring their own.
-//!
-//! Every call has a deadline and every retry is bounded ([`ClientOptions`]). The engine provides
-//! task scheduling, unique task attempt ids ([`block::task_attempt_id`]), serialisation,
-//! compression, and the choice of the successful attempts ([`TaskFilter`]). Reassignment of
-//! partitions during a write and server-side merge are not supported.
-//!
-//! Tests and load generators use the single calls of the protocol directly: [`send`] and [`read`]
-//! are codecs, [`grpc`] and [`tcp`] are connections to one server, and [`proto`] has the generated
-//! messages and services.
+//! - [`Cluster`], [`Application`], [`Coordinators`]: coordinators, and the heartbeats of an
+//!   application
+//! - [`Shuffle`], [`ShuffleHandle`], [`Assignment`]: a registered shuffle, and its form for other
+//!   processes
+//! - [`ShuffleWriter`], [`IdLayout`], [`block::task_attempt_id`]: writing, with block ids in Java's
+//!   layouts
+//! - [`ShuffleReader`], [`TaskFilter`]: reading each reported block once and undamaged
+//! - [`ClientOptions`], [`Transport`], [`StorageType`], [`Replicas`], [`TlsOptions`], [`Backoff`]:
+//!   settings
+//! - [`RemoteFiles`]: access to remote files
+//! - [`Error`], [`ClientError`]: errors of operations, and of the single calls below them
 
 mod assignment;
 mod calls;
@@ -71,11 +34,16 @@ mod writer;
 pub mod hdfs;
 
 pub mod block;
-pub mod grpc;
-pub mod proto;
-pub mod read;
-pub mod send;
-pub mod tcp;
+
+#[cfg_attr(
+    not(feature = "proto"),
+    allow(dead_code, unreachable_pub, unused_imports, reason = "public with the feature `proto`")
+)]
+mod protocol;
+#[cfg(feature = "proto")]
+pub use self::protocol::{grpc, proto, read, send, tcp};
+#[cfg(not(feature = "proto"))]
+use self::protocol::{grpc, proto, read, send, tcp};
 
 pub use uniffle_wire::types;
 
@@ -87,9 +55,20 @@ pub use self::error::{Error, MissingBlocks};
 pub use self::grpc::{Backoff, ClientError};
 pub use self::handle::ShuffleHandle;
 pub use self::options::{ClientOptions, Replicas, StorageType, Transport};
+pub use self::proto::StatusCode;
+pub use self::read::Malformed;
 pub use self::reader::ShuffleReader;
 pub use self::remote::{BoxFuture, RemoteFile, RemoteFiles, RemoteStorage};
 pub use self::results::TaskFilter;
 pub use self::shuffle::Shuffle;
 pub use self::tls::TlsOptions;
 pub use self::writer::{ShuffleWriter, WriteTotals};
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn readme_shows_the_tested_example() {
+        let (readme, example) = (include_str!("../README.md"), include_str!("../examples/quick_start.rs"));
+        assert!(readme.contains(&format!("```rust,no_run\n{example}```\n")), "README.md differs from it");
+    }
+}

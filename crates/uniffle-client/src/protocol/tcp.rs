@@ -17,11 +17,11 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{mpsc, oneshot};
 
-use super::block::Block;
-use super::send::Batch;
+use crate::block::Block;
 use crate::grpc::{ClientError, IndexAnswer, MemoryAnswer};
 use crate::proto::{ShuffleDataBlockSegment, StatusCode};
 use crate::read::{self, Malformed};
+use crate::send::Batch;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
 use uniffle_wire::reply::{self, Answer, Reply};

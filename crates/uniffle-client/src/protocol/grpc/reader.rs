@@ -1,7 +1,7 @@
 //! Reads a partition as the Java client does: memory until it is empty, then the index once, then
 //! the data.
 //!
-//! Splitting responses into blocks is in [`super::super::read`]. Invariants: each block is counted
+//! Splitting responses into blocks is in [`crate::read`]. Invariants: each block is counted
 //! once by id, the checksum of every counted block was compared, and a server that repeats itself
 //! endlessly is an error.
 

@@ -8,7 +8,7 @@
 use bytes::{Buf, Bytes};
 use croaring::{JvmLegacy, Treemap};
 
-use super::block::Block;
+use crate::block::Block;
 use crate::proto;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 

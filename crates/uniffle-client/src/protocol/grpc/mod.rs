@@ -14,11 +14,11 @@ use croaring::Treemap;
 use tokio::time::sleep;
 use tonic::transport::{Channel, Endpoint};
 
-use super::block::{Block, IdLayout};
-use super::read::{self, IndexRecord, Malformed};
-use super::send::{self, Batch, SendForm};
+use crate::block::{Block, IdLayout};
 use crate::proto::shuffle_server_client::ShuffleServerClient;
 use crate::proto::{self, StatusCode};
+use crate::read::{self, IndexRecord, Malformed};
+use crate::send::{self, Batch, SendForm};
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
 
 pub(crate) use self::reader::BARREN_ANSWERS_MAX;

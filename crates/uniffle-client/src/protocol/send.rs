@@ -3,7 +3,7 @@
 use bytes::{Bytes, BytesMut};
 use prost::Message;
 
-use super::block::Block;
+use crate::block::Block;
 use crate::proto;
 use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 
