@@ -1,4 +1,5 @@
-//! Log lines for lost blocks: one per shuffle, however many of its partitions are affected.
+//! Log lines for lost blocks, and for partitions that cannot be verified now: one per shuffle,
+//! however many of its partitions are affected.
 //!
 //! The partitions and ids are listed in `/losses`, and in the log at DEBUG.
 
@@ -20,11 +21,20 @@ const GATHER: Duration = Duration::from_secs(1);
 /// Interval of further lines with the losses found since the previous one.
 const GATHER_AGAIN: Duration = Duration::from_secs(60);
 
-/// Losses that are not logged yet, by shuffle.
+/// Events that are not logged yet, by shuffle.
 #[derive(Debug)]
 pub(super) struct LossLog {
-    gathered: Mutex<HashMap<ShuffleKey, Gathered>>,
+    gathered: Mutex<HashMap<(ShuffleKey, Event), Gathered>>,
     tasks: Tasks,
+}
+
+/// Event in some partitions of a shuffle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Event {
+    /// Blocks are lost.
+    Lost,
+    /// It cannot be determined now which blocks are lost.
+    Unverified,
 }
 
 #[derive(Debug, Default)]
@@ -57,20 +67,32 @@ impl LossLog {
         bytes: u64,
         reason: &Arc<str>,
     ) {
+        self.gather(key, Event::Lost, |of_shuffle| {
+            of_shuffle.blocks += blocks;
+            of_shuffle.bytes += bytes;
+            of_shuffle.add(partition, reason);
+        });
+    }
+
+    /// Schedules a log line for a partition that cannot be verified now, together with others of
+    /// the shuffle.
+    pub(super) fn add_unverified(self: &Arc<Self>, key: &ShuffleKey, partition: PartitionId, reason: &str) {
+        self.gather(key, Event::Unverified, |of_shuffle| of_shuffle.add(partition, &Arc::from(reason)));
+    }
+
+    fn gather(self: &Arc<Self>, key: &ShuffleKey, event: Event, add: impl FnOnce(&mut Gathered)) {
+        let key = (key.clone(), event);
         let mut gathered = self.gathered.lock();
-        let is_first = !gathered.contains_key(key);
-        let of_shuffle = gathered.entry(key.clone()).or_default();
-        of_shuffle.blocks += blocks;
-        of_shuffle.bytes += bytes;
-        of_shuffle.add(partition, reason);
+        let is_first = !gathered.contains_key(&key);
+        add(gathered.entry(key.clone()).or_default());
         drop(gathered);
         if is_first {
-            self.tasks.spawn("log losses", Arc::clone(self).log(key.clone()));
+            self.tasks.spawn("log losses", Arc::clone(self).log(key));
         }
     }
 
-    /// Logs the losses of a shuffle until there are no more, or the worker stops.
-    async fn log(self: Arc<Self>, key: ShuffleKey) {
+    /// Logs the events of a shuffle until there are no more, or the worker stops.
+    async fn log(self: Arc<Self>, key: (ShuffleKey, Event)) {
         let mut pause = GATHER;
         loop {
             let is_stopped = tokio::select! {
@@ -80,14 +102,18 @@ impl LossLog {
             };
             {
                 let mut gathered = self.gathered.lock();
-                let losses = gathered.get_mut(&key).map(std::mem::take).unwrap_or_default();
-                if losses.blocks == 0 || is_stopped {
+                let events = gathered.get_mut(&key).map(std::mem::take).unwrap_or_default();
+                if events.partitions.is_empty() || is_stopped {
                     gathered.remove(&key);
                 }
-                if losses.blocks == 0 {
+                if events.partitions.is_empty() {
                     return;
                 }
-                losses.log(&key);
+                let (key, event) = &key;
+                match event {
+                    Event::Lost => events.log_losses(key),
+                    Event::Unverified => events.log_unverified(key),
+                }
             }
             if is_stopped {
                 return;
@@ -104,7 +130,7 @@ impl Gathered {
         self.has_more_reasons |= first != reason;
     }
 
-    fn log(&self, key: &ShuffleKey) {
+    fn log_losses(&self, key: &ShuffleKey) {
         let Self { partitions, blocks, bytes, reason, has_more_reasons } = self;
         let reason = reason.as_deref().unwrap_or_default();
         let (partitions, first) = (partitions.cardinality(), partitions.minimum());
@@ -112,6 +138,16 @@ impl Gathered {
             target: AUDIT,
             shuffle = %key, partitions, first, blocks, bytes, reason, has_more_reasons,
             "blocks are lost"
+        );
+    }
+
+    fn log_unverified(&self, key: &ShuffleKey) {
+        let Self { partitions, reason, has_more_reasons, .. } = self;
+        let reason = reason.as_deref().unwrap_or_default();
+        let (partitions, first) = (partitions.cardinality(), partitions.minimum());
+        tracing::warn!(
+            shuffle = %key, partitions, first, reason, has_more_reasons,
+            "cannot determine which blocks are lost; retrying"
         );
     }
 }
@@ -158,6 +194,25 @@ mod tests {
         losses.add(&key(0), PartitionId(2), &loss(9..10, "in memory"));
         sleep(GATHER_AGAIN).await;
         assert_eq!(lines(&log).len(), 3);
+        sleep(2 * GATHER_AGAIN).await;
+        assert!(losses.gathered.lock().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unverified_partitions_are_one_line_per_shuffle() {
+        let (log, tasks) = (CapturedLog::of_this_thread(), Tasks::new());
+        let losses = LossLog::new(&tasks);
+        losses.add(&key(0), PartitionId(3), &loss(0..3, "a disk is missing"));
+        for _ in 0..2 {
+            for partition in 0..1000 {
+                losses.add_unverified(&key(0), PartitionId(partition), "a file is cut");
+            }
+        }
+        sleep(2 * GATHER).await;
+        let text = lines(&log);
+        assert_eq!(text.len(), 2, "{text:?}");
+        let line = text.iter().find(|line| line.contains("cannot determine")).unwrap();
+        assert!(line.contains("shuffle=app/0 partitions=1000 first=0 reason=\"a file is cut\""), "{line}");
         sleep(2 * GATHER_AGAIN).await;
         assert!(losses.gathered.lock().is_empty());
     }

@@ -189,13 +189,13 @@ impl Verifier {
                 settled.err().map(|error| (suspect, error))
             });
             let failed: Vec<_> = looked.buffer_unordered(LOOKS).filter_map(ready).collect().await;
-            let Some((suspect, error)) = failed.first() else { break };
+            if failed.is_empty() {
+                break;
+            }
             // The first attempt often meets the damage itself, and decides about it.
-            if pause > PAUSE_MIN {
-                tracing::warn!(
-                    partitions = failed.len(), shuffle = %suspect.shuffle.key(), partition = %suspect.partition,
-                    %error, "cannot determine which blocks are lost; retrying"
-                );
+            for (suspect, error) in failed.iter().filter(|_| pause > PAUSE_MIN) {
+                let key = suspect.shuffle.key();
+                self.loss_log.add_unverified(key, suspect.partition, &error.to_string());
             }
             suspects = failed.into_iter().map(|(suspect, _)| suspect).collect();
             sleep(pause).await;

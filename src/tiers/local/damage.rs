@@ -217,7 +217,8 @@ impl Damage {
         if self.mark_lost(shuffle, partition, extent).is_some() {
             self.core.metrics.extents_lost.inc();
             let (bytes, blocks) = (extent.length, extent.blocks);
-            tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "extent is lost");
+            // Lost blocks are logged once per shuffle.
+            tracing::debug!(shuffle = %shuffle.key, %partition, bytes, blocks, "extent is lost");
         }
     }
 
