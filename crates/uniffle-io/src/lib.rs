@@ -27,6 +27,7 @@ pub use futures::future::BoxFuture;
 
 pub use self::buffers::{ReadBuffer, ReadBuffers, ReadPart, ReadPermit, ReadPermits, ReadTarget};
 pub use self::mount::{Media, Mount};
+pub use self::progress::too_short;
 pub use self::vanished::{FileId, Location, Vanished};
 
 /// Alignment of memory, file offset and length of a direct write. Devices require 512 or 4,096.
@@ -81,8 +82,8 @@ pub trait File: Send + Sync + fmt::Debug {
     }
 
     /// Checks that a [named](WriteOpen::is_named) file that is open for writing still exists at its
-    /// path, with everything that was written to it. Fails with [`Vanished`] as the source
-    /// otherwise.
+    /// path, with everything that was written to it, and on [`Lane::Metadata`] with nothing else.
+    /// Fails with [`Vanished`] as the source otherwise.
     fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
@@ -91,7 +92,8 @@ pub trait File: Send + Sync + fmt::Debug {
 /// Queue of a file's writes and syncs. Calls only wait for calls of the same lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Lane {
-    /// Small records that a caller waits for, such as registrations and reports.
+    /// Small records that a caller waits for, such as registrations and reports. Writes to a file
+    /// of this lane must not overlap.
     Metadata,
     /// Index records, which make bulk data readable.
     Index,
@@ -110,7 +112,8 @@ pub struct WriteOpen {
     /// Lane of its writes and syncs.
     pub lane: Lane,
     /// Others will look for the file by its path: writes fail with [`Vanished`] as their source
-    /// once it is not there.
+    /// once it is not there, or was truncated. On [`Lane::Metadata`] they also fail once another
+    /// program has written to the file.
     pub is_named: bool,
 }
 

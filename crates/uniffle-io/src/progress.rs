@@ -115,8 +115,9 @@ impl ReadProgress {
 }
 
 /// Returns the error of a read beyond the end of the file.
-pub(super) fn too_short() -> io::Error {
-    io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before the range")
+#[must_use]
+pub fn too_short() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the file is shorter than expected")
 }
 
 /// Bounce buffer of a direct read whose target is not aligned to blocks.

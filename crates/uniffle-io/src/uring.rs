@@ -101,14 +101,13 @@ impl File for UringFile {
         let (written, reads) = (self.open.clone(), self.reads.clone());
         let end = pieces.iter().fold(offset, |end, piece| end + piece.len() as u64);
         Box::pin(async move {
-            let permits = open.require_length(gate.enter().await).await?;
+            let permits = open.require_unchanged(gate.enter().await).await?;
             let (done, answer) = oneshot::channel();
             let progress = WriteProgress::new(pieces, offset, open.direct);
             ring.post(Job { open, work: Work::Write(progress, done), _permits: permits })?;
             answer.await.unwrap_or_else(|_| Err(ring_ended()))?;
-            written.wrote(end);
             // Checked on another thread: the ring's thread must not block on a path lookup.
-            written.verify(reads).await
+            written.wrote(end, reads).await
         })
     }
 

@@ -39,7 +39,7 @@ pub struct Location {
 /// [`io::Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Vanished {
-    /// The file was removed, replaced by another one, or cut short.
+    /// The file was removed, replaced by another one, cut short, or written by another program.
     File,
     /// The root directory was unmounted, moved or replaced.
     Root,
@@ -56,7 +56,7 @@ impl Vanished {
 impl fmt::Display for Vanished {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::File => "the file was removed, replaced or truncated while it was in use",
+            Self::File => "the file was removed, replaced, truncated or changed while it was in use",
             Self::Root => "the path no longer leads to the directory: it was unmounted, moved or replaced",
         })
     }
@@ -126,12 +126,25 @@ pub(super) struct Expected {
     id: FileId,
     /// End of the bytes that are known to be written.
     end: AtomicU64,
+    /// Modification time after the last own write. Only for files whose writes never overlap, since
+    /// only their exact state is known.
+    modified: Option<Mutex<Modified>>,
+}
+
+/// Seconds and nanoseconds of a modification time.
+type Modified = (i64, i64);
+
+fn modified(metadata: &std::fs::Metadata) -> Modified {
+    (metadata.mtime(), metadata.mtime_nsec())
 }
 
 impl Expected {
-    pub(super) fn new(root: Root, path: PathBuf, file: &File) -> io::Result<Self> {
+    /// Expects the current state of `file`. If `is_exact`, also detects that another program
+    /// extends or overwrites it.
+    pub(super) fn new(root: Root, path: PathBuf, file: &File, is_exact: bool) -> io::Result<Self> {
         let metadata = file.metadata()?;
-        Ok(Self { root, path, id: FileId::of(&metadata), end: AtomicU64::new(metadata.len()) })
+        let modified = is_exact.then(|| Mutex::new(modified(&metadata)));
+        Ok(Self { root, path, id: FileId::of(&metadata), end: AtomicU64::new(metadata.len()), modified })
     }
 
     pub(super) fn id(&self) -> FileId {
@@ -139,14 +152,23 @@ impl Expected {
     }
 
     /// Records that the bytes before `end` were written.
-    pub(super) fn wrote(&self, end: u64) {
+    pub(super) fn wrote(&self, file: &File, end: u64) -> io::Result<()> {
         self.end.fetch_max(end, Ordering::Relaxed);
+        if let Some(expected) = &self.modified {
+            *expected.lock() = modified(&file.metadata()?);
+        }
+        Ok(())
     }
 
-    /// Checks before a write that the file was not truncated: writing past the end would hide it.
-    pub(super) fn require_length(&self, file: &File) -> io::Result<()> {
-        let end = self.end.load(Ordering::Relaxed);
-        if file.metadata()?.len() < end { Err(self.vanished()) } else { Ok(()) }
+    /// Checks before a write that no other program truncated the file: writing past the end would
+    /// hide it. Checks also the rest of the state of an exact file.
+    pub(super) fn require_unchanged(&self, file: &File) -> io::Result<()> {
+        let (metadata, end) = (file.metadata()?, self.end.load(Ordering::Relaxed));
+        let is_unchanged = match &self.modified {
+            Some(expected) => metadata.len() == end && modified(&metadata) == *expected.lock(),
+            None => metadata.len() >= end,
+        };
+        if is_unchanged { Ok(()) } else { Err(self.vanished()) }
     }
 
     /// Checks after a write that the file still exists at its path.

@@ -14,7 +14,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -22,8 +22,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use uniffle_io::{
-    BoxFuture, Disk, DiskLock, File, FileId, Location, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space,
-    Vanished, WriteOpen, require_inside,
+    BoxFuture, Disk, DiskLock, File, FileId, Lane, Location, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX,
+    Space, Vanished, WriteOpen, require_inside, too_short,
 };
 
 use self::tree::{Content, Stored, Tree, not_found};
@@ -70,8 +70,15 @@ impl MemoryDisk {
 
     /// Truncates a file while the disk is in use.
     pub fn cut(&self, path: &Path, bytes: usize) {
+        self.change(path, |content| content.truncate(bytes));
+    }
+
+    /// Changes a file's content as another program would, while the disk is in use.
+    pub fn change(&self, path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
         if let Some(content) = self.tree.lock().files.get(path) {
-            content.lock().bytes.truncate(bytes);
+            let mut stored = content.lock();
+            change(&mut stored.bytes);
+            stored.changes += 1;
         }
     }
 
@@ -124,7 +131,7 @@ impl MemoryDisk {
         let mut tree = self.tree.lock();
         match content {
             Some(bytes) => {
-                let stored = Stored { durable: bytes.clone(), bytes, doomed: false };
+                let stored = Stored { durable: bytes.clone(), bytes, ..Stored::default() };
                 tree.files.insert(path.to_path_buf(), Arc::new(Mutex::new(stored)));
             }
             None => tree.remove_below(path),
@@ -191,9 +198,12 @@ impl MemoryDisk {
         Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false, expected: None })
     }
 
-    fn file_to_write(&self, (path, is_named): (PathBuf, bool), content: Content) -> Arc<dyn File> {
-        let end = AtomicUsize::new(content.lock().bytes.len());
-        let expected = is_named.then(|| Arc::new(Expected { path, end }));
+    fn file_to_write(&self, path: PathBuf, how: WriteOpen, content: Content) -> Arc<dyn File> {
+        let stored = content.lock();
+        let end = AtomicUsize::new(stored.bytes.len());
+        let changes = (how.lane == Lane::Metadata).then(|| AtomicU64::new(stored.changes));
+        drop(stored);
+        let expected = how.is_named.then(|| Arc::new(Expected { path, end, changes }));
         Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false, expected })
     }
 }
@@ -209,13 +219,13 @@ impl Disk for MemoryDisk {
             tree.require_writable()?;
             if !how.create {
                 let content = tree.find(&path)?;
-                return Ok(disk.file_to_write((path, how.is_named), content));
+                return Ok(disk.file_to_write(path, how, content));
             }
             if tree.files.contains_key(&path) {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
             let content = tree.create(path.clone())?;
-            Ok(disk.file_to_write((path, how.is_named), content))
+            Ok(disk.file_to_write(path, how, content))
         })
     }
 
@@ -348,7 +358,7 @@ impl Disk for MemoryDisk {
         self.run(path, |tree, path| {
             tree.require_writable()?;
             let durable = content.clone();
-            *tree.create(path)?.lock() = Stored { bytes: content, durable, doomed: false };
+            *tree.create(path)?.lock() = Stored { bytes: content, durable, ..Stored::default() };
             Ok(())
         })
     }
@@ -411,17 +421,31 @@ struct MemoryFile {
 struct Expected {
     path: PathBuf,
     end: AtomicUsize,
+    /// Changes after the last own write, of a file of [`Lane::Metadata`].
+    changes: Option<AtomicU64>,
 }
 
 impl Expected {
-    /// Fails if the file is elsewhere or was truncated.
+    /// Records the state of the file after a write.
+    fn wrote(&self, content: &Content) {
+        let stored = content.lock();
+        self.end.fetch_max(stored.bytes.len(), Ordering::Relaxed);
+        self.changes.iter().for_each(|changes| changes.store(stored.changes, Ordering::Relaxed));
+    }
+
+    /// Fails if the file is elsewhere or was changed.
     fn require(&self, tree: &Tree, content: &Content) -> io::Result<()> {
         if tree.lies_about_files {
             return Ok(());
         }
         let is_there = tree.files.get(&self.path).is_some_and(|it| Arc::ptr_eq(it, content));
-        let is_whole = content.lock().bytes.len() >= self.end.load(Ordering::Relaxed);
-        if is_there && is_whole { Ok(()) } else { Err(Vanished::File.into()) }
+        let (stored, end) = (content.lock(), self.end.load(Ordering::Relaxed));
+        let is_unchanged = match &self.changes {
+            Some(changes) => stored.bytes.len() == end && stored.changes == changes.load(Ordering::Relaxed),
+            None => stored.bytes.len() >= end,
+        };
+        drop(stored);
+        if is_there && is_unchanged { Ok(()) } else { Err(Vanished::File.into()) }
     }
 }
 
@@ -431,6 +455,7 @@ fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::R
     let capacity = tree.capacity_bytes.unwrap_or(u64::MAX);
     let mut room = capacity.saturating_sub(tree.used_bytes());
     let mut content = content.lock();
+    content.changes += 1;
     let content = &mut content.bytes;
     let mut at = usize::try_from(offset).map_err(io::Error::other)?;
     for piece in pieces {
@@ -460,7 +485,7 @@ fn read(content: &[u8], target: &mut ReadTarget) -> io::Result<()> {
         let start = usize::try_from(target.parts[part].offset).unwrap_or(usize::MAX);
         let bytes = target.part_mut(part).ok_or(io::ErrorKind::InvalidInput)?;
         let stored = content.get(start..start.saturating_add(bytes.len()));
-        bytes.copy_from_slice(stored.ok_or(io::ErrorKind::UnexpectedEof)?);
+        bytes.copy_from_slice(stored.ok_or_else(too_short)?);
     }
     Ok(())
 }
@@ -476,7 +501,7 @@ impl File for MemoryFile {
             }
             let written = write(&tree, &content, &pieces, offset);
             if let Some(expected) = &expected {
-                expected.end.fetch_max(content.lock().bytes.len(), Ordering::Relaxed);
+                expected.wrote(&content);
             }
             written
         })

@@ -398,29 +398,35 @@ impl OpenFile {
         self.expected.as_ref().map(|expected| expected.id())
     }
 
-    /// Records that the bytes before `end` were written.
+    /// Records that the bytes before `end` were written, and checks that the file still exists at
+    /// its path.
     #[cfg(feature = "io-uring")]
-    pub(super) fn wrote(&self, end: u64) {
-        self.expected.iter().for_each(|expected| expected.wrote(end));
+    pub(super) fn wrote(&self, end: u64, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
+        let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
+        let Some(expected) = expected else { return Box::pin(std::future::ready(Ok(()))) };
+        Box::pin(blocking(gate, move || {
+            expected.wrote(&file, end)?;
+            expected.require_place()
+        }))
     }
 
     pub(super) fn verify(&self, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
         let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
         let Some(expected) = expected else { return Box::pin(std::future::ready(Ok(()))) };
         Box::pin(blocking(gate, move || {
-            expected.require_length(&file)?;
+            expected.require_unchanged(&file)?;
             expected.require_place()
         }))
     }
 
-    /// Checks before a write that the file was not truncated. The check runs on a blocking thread,
+    /// Checks before a write that the file was not changed. The check runs on a blocking thread,
     /// because `fstat` may wait for a remote file system. Returns the permits of the write.
     #[cfg(feature = "io-uring")]
-    pub(super) async fn require_length(&self, permits: Permits) -> io::Result<Permits> {
+    pub(super) async fn require_unchanged(&self, permits: Permits) -> io::Result<Permits> {
         let (file, expected) = (Arc::clone(&self.file), self.expected.clone());
         let Some(expected) = expected else { return Ok(permits) };
         let checking = tokio::task::spawn_blocking(move || {
-            expected.require_length(&file)?;
+            expected.require_unchanged(&file)?;
             Ok(permits)
         });
         checking.await.unwrap_or_else(|error| Err(io::Error::other(error)))
@@ -431,12 +437,12 @@ impl OpenFile {
     fn append(&self, pieces: Vec<Bytes>, offset: u64, synced: bool) -> io::Result<()> {
         let Some(expected) = &self.expected else { return self.write(pieces, offset) };
         let bytes: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
-        expected.require_length(&self.file)?;
+        expected.require_unchanged(&self.file)?;
         self.write(pieces, offset)?;
-        expected.wrote(offset + bytes);
         if synced {
             self.file.sync_data()?;
         }
+        expected.wrote(&self.file, offset + bytes)?;
         expected.require_place()
     }
 
@@ -492,7 +498,9 @@ fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenFile>
     } else {
         (options.create_new(how.create).open(&path)?, false)
     };
-    let expected = if how.is_named { Some(Arc::new(Expected::new(root, path, &file)?)) } else { None };
+    let is_exact = how.lane == Lane::Metadata;
+    let expected = || Expected::new(root, path, &file, is_exact).map(Arc::new);
+    let expected = how.is_named.then(expected).transpose()?;
     Ok(OpenFile { expected, ..OpenFile::new(file, direct) })
 }
 
@@ -570,6 +578,8 @@ impl File for BlockingFile {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt as _;
+
     use super::*;
     use crate::Vanished;
 
@@ -629,6 +639,35 @@ mod tests {
         bytes(&file, 8).await.unwrap();
         std::fs::remove_file(root.path().join("log")).unwrap();
         assert!(bytes(&file, 16).await.is_err() && file.verify().await.is_err());
+    }
+
+    #[tokio::test]
+    async fn metadata_file_changed_by_another_program_is_detected() {
+        let root = tempfile::tempdir().unwrap();
+        let disk = BlockingDisk::new(root.path(), 1, 1);
+        let path = root.path().join("log");
+        let changes: [fn(&std::fs::File); 3] = [
+            |file| file.set_len(0).unwrap(),
+            |file| file.set_len(17).unwrap(),
+            |file| file.write_all_at(b"other", 4).unwrap(),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let how =
+                WriteOpen { create: true, is_named: true, lane: Lane::Metadata, ..WriteOpen::default() };
+            let file = disk.open_write(Path::new("log"), how).await.unwrap();
+            bytes(&file, 0).await.unwrap();
+            Arc::clone(&file).write_synced(vec![Bytes::from_static(b"12345678")], 8).await.unwrap();
+            file.verify().await.unwrap();
+            let before = std::fs::metadata(&path).unwrap().modified().unwrap();
+            let other = OpenOptions::new().write(true).open(&path).unwrap();
+            // Two writes within one tick of the kernel's clock have the same time.
+            while other.metadata().unwrap().modified().unwrap() == before {
+                change(&other);
+            }
+            assert_eq!(Vanished::of(&file.verify().await.unwrap_err()), Some(Vanished::File), "{number}");
+            assert!(bytes(&file, 16).await.is_err(), "{number}");
+            std::fs::remove_file(&path).unwrap();
+        }
     }
 
     #[tokio::test]

@@ -25,6 +25,8 @@ pub(super) struct Stored {
     pub(super) durable: Vec<u8>,
     /// Set after a failed sync: no further data reaches the device, whatever later syncs report.
     pub(super) doomed: bool,
+    /// Number of changes, in place of a modification time.
+    pub(super) changes: u64,
 }
 
 impl Stored {
