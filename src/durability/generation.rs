@@ -26,7 +26,7 @@ use super::read::{
 };
 use super::record::Record;
 use super::writer::{Copy, Writer};
-use uniffle_io::{File, Lane, WriteOpen};
+use uniffle_io::{Disk, File, Lane, Vanished, WriteOpen};
 
 /// Number of copies of the log.
 pub(super) const COPIES: usize = 2;
@@ -130,7 +130,10 @@ impl Writer {
     ) -> Result<(), LogError> {
         damaged.append(&mut self.source.parts.clone());
         match self.others.pop() {
-            Some(other) => self.source = other,
+            Some(other) => {
+                tracing::warn!(%error, "cannot read a copy of the metadata log; reading another one");
+                self.source = other;
+            }
             None if self.can_salvage(&error) => self.salvage(std::mem::take(damaged), living, &error),
             None => return Err(error),
         }
@@ -189,11 +192,12 @@ impl Writer {
                 self.create(*at, &directory, &path).await.map_err(|error| self.fail(*at, &path, &error))?;
             copies.push(Copy { directory: *at, generation: self.generation, path, file });
         }
-        let (frames, end) = self.fill(epoch, &copies).await?;
-        let (writer, generation) = (&*self, self.generation);
+        let spare = self.create_spare(places[0], self.contents.living_bytes).await;
+        let filled = self.fill(epoch, &copies, spare).await?;
+        let (writer, generation, end) = (&*self, self.generation, filled.end);
         let finishing = copies.iter().enumerate().map(|(number, copy)| async move {
             let directory = copy_directory(generation, number);
-            let file = writer.finish(copy, &directory).await?;
+            let file = writer.finish(copy, &directory, end).await?;
             Ok((copy_file(&directory), file))
         });
         // Finished together, because a start waits for their syncs.
@@ -212,7 +216,7 @@ impl Writer {
         for (at, result) in told.into_iter().zip(results) {
             result.map_err(|error| self.fail(at, &Path::new(METADATA).join(MEMBERS), &error).known())?;
         }
-        (self.encoder, self.end) = (frames, end);
+        (self.encoder, self.end, self.spare) = (filled.encoder, filled.end, filled.spare);
         Ok(copies)
     }
 
@@ -232,10 +236,9 @@ impl Writer {
         .await
     }
 
-    /// Fills all copies with the epoch and the living entries. Returns the encoder after the last
-    /// frame, and the number of bytes.
-    async fn fill(&mut self, epoch: &Epoch, copies: &[Copy]) -> Result<(Encoder, u64), Failed> {
-        let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0 };
+    /// Fills all copies with the epoch and the living entries.
+    async fn fill(&mut self, epoch: &Epoch, copies: &[Copy], spare: Option<Copy>) -> Result<Fill, Failed> {
+        let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0, spare };
         fill.put(&Entry::Epoch(Box::new(epoch.clone())));
         let has_replaced = !self.contents.replaced.is_empty();
         self.contents.begin();
@@ -263,7 +266,7 @@ impl Writer {
             }
         }
         self.write_chunk(&mut fill, copies).await?;
-        Ok((fill.encoder, fill.end))
+        Ok(fill)
     }
 
     /// Finds the registrations that replace others. Copies with different content have no common
@@ -326,13 +329,16 @@ impl Writer {
         for (copy, result) in copies.iter().zip(results) {
             result.map_err(|error| self.fail(copy.directory, &copy.path, &error))?;
         }
+        if let Some(spare) = fill.spare.take() {
+            fill.spare = Self::append_to_spare(spare, bytes, fill.end, self.deadlines.write).await;
+        }
         fill.end += length;
         Ok(())
     }
 
-    /// Syncs a copy and renames it. Returns the file opened by its final name, where a start looks
-    /// for it.
-    async fn finish(&self, copy: &Copy, directory: &Path) -> io::Result<Arc<dyn File>> {
+    /// Syncs a copy of `bytes` bytes and renames it. Returns the file opened by its final name,
+    /// where a start looks for it.
+    async fn finish(&self, copy: &Copy, directory: &Path, bytes: u64) -> io::Result<Arc<dyn File>> {
         let io = &self.directories[copy.directory].io;
         within(self.deadlines.write, copy.file.sync()).await?;
         within(self.deadlines.name, async {
@@ -342,8 +348,7 @@ impl Writer {
             io.rename(&unfinished, directory).await?;
             io.sync_dir(Path::new(METADATA)).await?;
             io.sync_dir(Path::new("")).await?;
-            let how = WriteOpen { lane: Lane::Metadata, is_named: true, ..WriteOpen::default() };
-            io.open_write(&copy_file(directory), how).await
+            open_copy(&**io, &copy_file(directory), bytes).await
         })
         .await
     }
@@ -415,11 +420,21 @@ impl Writer {
     }
 }
 
+/// Opens a copy of `bytes` bytes to append to it. Fails with [`Vanished::File`] if another program
+/// has changed its length.
+pub(super) async fn open_copy(io: &dyn Disk, path: &Path, bytes: u64) -> io::Result<Arc<dyn File>> {
+    let how = WriteOpen { lane: Lane::Metadata, is_named: true, ..WriteOpen::default() };
+    let file = io.open_write(path, how).await?;
+    if file.size().await? == bytes { Ok(file) } else { Err(Vanished::File.into()) }
+}
+
 /// Encoder of the frames of a generation, with its unwritten bytes.
 struct Fill {
     encoder: Encoder,
     out: BytesMut,
     end: u64,
+    /// The unnamed copy, until a write to it fails.
+    spare: Option<Copy>,
 }
 
 impl Fill {
@@ -465,7 +480,7 @@ fn without_replacing(entry: Entry) -> Entry {
 /// Suffix of unfinished files.
 const UNFINISHED: &str = ".new";
 
-fn unfinished(path: &Path) -> PathBuf {
+pub(super) fn unfinished(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(UNFINISHED);
     name.into()

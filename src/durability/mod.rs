@@ -34,6 +34,7 @@ mod scratch;
 mod ship;
 mod shipped;
 mod shuffle_ledger;
+mod spare;
 mod take_over;
 mod writer;
 

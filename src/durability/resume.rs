@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 
 use futures::future::join_all;
 
+use super::generation::open_copy;
 use super::read::within;
 use super::writer::{Copy, Writer};
-use uniffle_io::{Lane, WriteOpen};
 
 impl Writer {
     /// Opens the copies that the previous process handed off, to append to them. Returns false if a
@@ -22,8 +22,8 @@ impl Writer {
             return false;
         }
         let opened = resumable.copies.iter().map(|(directory, path)| {
-            let how = WriteOpen { lane: Lane::Metadata, is_named: true, ..WriteOpen::default() };
-            within(self.deadlines.name, self.directories[*directory].io.open_write(path, how))
+            let io = &*self.directories[*directory].io;
+            within(self.deadlines.name, open_copy(io, path, resumable.bytes))
         });
         let opened = join_all(opened.collect::<Vec<_>>()).await;
         let mut copies = Vec::new();
@@ -39,7 +39,7 @@ impl Writer {
                 }
             }
         }
-        (self.encoder, self.end) = (resumable.encoder, resumable.bytes);
+        (self.encoder, self.end, self.spare) = (resumable.encoder, resumable.bytes, None);
         self.opened(copies, all);
         tracing::debug!(generation = self.generation, "metadata log resumed");
         true

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use croaring::Treemap;
-use futures::future::join_all;
+use futures::future::{OptionFuture, join_all};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::Contents;
@@ -86,6 +86,8 @@ pub(super) struct Writer {
     /// Current copies. If empty or not open, a new generation has to begin.
     pub(super) copies: Vec<Copy>,
     pub(super) is_open: bool,
+    /// Unnamed copy of the generation, if there is one.
+    pub(super) spare: Option<Copy>,
     pub(super) encoder: Encoder,
     /// Length of the frames in each copy, in bytes.
     pub(super) end: u64,
@@ -141,6 +143,7 @@ impl Writer {
             contents,
             copies: Vec::new(),
             is_open: false,
+            spare: None,
             encoder: Encoder::new(generation),
             end: 0,
             source,
@@ -357,7 +360,10 @@ impl Writer {
         let writes = copies
             .iter()
             .map(|copy| within(deadline, Arc::clone(&copy.file).write_synced(vec![bytes.clone()], end)));
-        let results = join_all(writes.collect::<Vec<_>>()).await;
+        let writes = join_all(writes.collect::<Vec<_>>());
+        let spare = self.spare.take().map(|spare| Self::append_to_spare(spare, bytes.clone(), end, deadline));
+        let (results, spare) = tokio::join!(writes, OptionFuture::from(spare));
+        self.spare = spare.flatten();
         self.end += length;
         let (mut kept, mut failed) = (Vec::new(), Vec::new());
         for (copy, result) in copies.into_iter().zip(results) {
@@ -402,7 +408,8 @@ impl Writer {
             let parts = vec![Part { directory, path, generation, epoch, frames, file }];
             Source { parts, shipped: None }
         };
-        self.others = self.copies.iter().skip(1).map(source).collect();
+        // The last one is tried first.
+        self.others = self.copies.iter().skip(1).chain(&self.spare).map(source).collect();
         self.source = self.copies.first().map(source).expect("a generation has a copy");
     }
 
@@ -439,6 +446,7 @@ impl Writer {
         if is_asked {
             self.look_again().await;
             self.look_for_files().await;
+            self.restore_spare().await;
         }
         let is_mostly_dead = self.contents.dead_bytes > DEAD_BYTES_MIN.max(self.contents.living_bytes);
         let is_misplaced = is_asked && (self.places(&BTreeSet::new()) != self.held() || self.has_changed());

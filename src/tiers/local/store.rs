@@ -21,6 +21,7 @@ use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
 use super::removal::DeletionQueue;
 use super::shuffle::Shuffle;
+use crate::clock::timeout;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
 use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
@@ -268,7 +269,13 @@ impl LocalStore {
     /// Syncs data and indexes of all disks, unless each write was synced. A disk that is late or
     /// fails delays no other.
     pub(super) async fn sync_disks(&self, time: Duration) {
-        if self.core.config.sync == SyncWrites::Group || self.shuffles.is_empty() {
+        if self.shuffles.is_empty() {
+            return;
+        }
+        // Another program may have damaged the metadata log since it was last checked. A log that
+        // cannot be settled in time is left as it is.
+        let _: Result<(), _> = timeout(time, self.log().settle()).await;
+        if self.core.config.sync == SyncWrites::Group {
             return;
         }
         let syncs = self.core.disks.iter().map(async |disk| {

@@ -48,7 +48,7 @@ async fn new_shuffle_survives_power_loss_without_synced_data() {
 }
 
 /// Starts on `disks` with the hand-off record of the previous process.
-async fn successor(disks: &[TestDisk], hand_off: Option<&HandOff>) -> Arc<LocalStore> {
+pub(super) async fn successor(disks: &[TestDisk], hand_off: Option<&HandOff>) -> Arc<LocalStore> {
     let config = LocalConfig { index_cache_bytes: 0, hand_off: hand_off.cloned(), ..LocalConfig::default() };
     open_with(config, disks.iter().map(TestDisk::disk).collect()).await.unwrap()
 }

@@ -1,12 +1,16 @@
 //! Files and directories that other programs remove, replace or move during use, and the reasons of
 //! a disk that refuses writes.
 
+use std::time::Duration;
+
 use parking_lot::Mutex;
 use tokio::task::yield_now;
 
 use super::*;
-use uniffle_testkit::fault::{ENOSPC, Fault, Operation, Rule};
+use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
+/// End of the path of the unnamed copy of the metadata log.
+const SPARE: &str = ".2.new";
 /// The error "File too large".
 const EFBIG: i32 = rustix::io::Errno::FBIG.raw_os_error();
 
@@ -171,10 +175,119 @@ async fn removed_metadata_log_is_rewritten() {
     }
 }
 
+/// Damage of a file by another program.
+type Change = fn(&TestDisk, &Path);
+
+const CHANGES: [(&str, Change); 6] = [
+    ("cut", |disk, path| disk.memory.cut(path, 0)),
+    ("cut in a record", |disk, path| disk.memory.change(path, |bytes| bytes.truncate(bytes.len() - 1))),
+    ("extended", |disk, path| disk.memory.change(path, |bytes| bytes.extend([7; 777]))),
+    ("overwritten", |disk, path| {
+        disk.memory.change(path, |bytes| {
+            let middle = bytes.len() / 2;
+            bytes[middle..middle + 9].fill(0);
+        });
+    }),
+    ("removed", |disk, path| disk.memory.put(path, None)),
+    ("created again", |disk, path| disk.memory.put(path, Some(Vec::new()))),
+];
+
+/// Checks that a start on `disks` proves the `expected` records of the shuffle.
+async fn all_is_proven(disks: &[TestDisk], expected: &[&[u8]], what: &str) {
+    let store = store_on(disks).await;
+    let heard = hear(&store).await;
+    let (said, incomplete) = metadata::found(&heard, &key("app", 1));
+    assert_eq!(said, expected, "{what}");
+    assert_eq!((incomplete, store.metadata_gap()), (None, None), "{what}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn damaged_metadata_log_is_rewritten_without_loss() {
+    for (what, change) in CHANGES {
+        for (damaged, asked) in [(1, false), (1, true), (2, false), (2, true)] {
+            let what = format!("{damaged} {what}, asked {asked}");
+            let disks = metadata::disks::<2>();
+            let store = store_on(&disks).await;
+            metadata::say(&store, &key("app", 1), b"first").await;
+            metadata::say(&store, &key("app", 1), b"second").await;
+            for (at, path) in &log_copies(&disks)[..damaged] {
+                change(&disks[*at], path);
+            }
+            let mut expected: Vec<&[u8]> = vec![b"first", b"second"];
+            if asked {
+                // A kill right after this loses nothing.
+                store.maintain_once().await;
+            } else {
+                metadata::say(&store, &key("app", 1), b"after").await;
+                expected.push(b"after");
+            }
+            assert_eq!(store.successor_doubts(), None, "{what}");
+            assert!(store.disks().iter().all(|disk| disk.condition == DiskCondition::Healthy), "{what}");
+            drop(store);
+            all_is_proven(&disks, &expected, &what).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn stop_or_upgrade_rewrites_a_damaged_metadata_log() {
+    for is_upgrade in [false, true] {
+        let disks = metadata::disks::<2>();
+        let store = store_on(&disks).await;
+        metadata::say(&store, &key("app", 1), b"first").await;
+        for (at, path) in log_copies(&disks) {
+            disks[at].memory.cut(&path, 0);
+        }
+        match is_upgrade {
+            true => assert!(store.release_log().await.is_some()),
+            false => store.sync_disks(Duration::from_secs(10)).await,
+        }
+        drop(store);
+        all_is_proven(&disks, &[b"first"], &is_upgrade.to_string()).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn successor_restores_a_damaged_metadata_log() {
+    let disks = metadata::disks::<2>();
+    let store = store_on(&disks).await;
+    metadata::say(&store, &key("app", 1), b"first").await;
+    let hand_off = store.release_log().await;
+    drop(store);
+    let copies = log_copies(&disks);
+    let store = metadata::successor(&disks, hand_off.as_ref()).await;
+    hear(&store).await;
+    store.maintain_once().await;
+    assert_eq!(log_copies(&disks), copies, "nothing was written anew");
+    for (at, path) in copies {
+        disks[at].memory.cut(&path, 0);
+    }
+    metadata::say(&store, &key("app", 1), b"second").await;
+    drop(store);
+    all_is_proven(&disks, &[b"first", b"second"], "after an upgrade").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn cut_index_loses_only_its_own_extents() {
+    let (disk, store, key, told) = with_two_blocks().await;
+    let cut = file(&disk, "index");
+    store.write(&key, vec![extent(2, &[(3, 9000)], true)]).await.unwrap();
+    let groups = disk.memory.content(&cut).unwrap().len();
+    disk.memory.cut(&cut, groups - 30);
+    let error = read_all(&store, &key, 2).await.unwrap_err().to_string();
+    assert!(error.contains(&*cut.to_string_lossy()) && error.contains("shorter than expected"), "{error}");
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
+    assert!(!told.lock().contains(&1));
+}
+
 #[tokio::test(start_paused = true)]
 async fn truncated_metadata_log_is_continued_and_reported() {
     for (keeps_some, asked) in [(false, false), (false, true), (true, false), (true, true)] {
         let disks = metadata::disks::<2>();
+        for disk in &disks {
+            disk.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(EIO)).on(SPARE));
+        }
         let store = store_on(&disks).await;
         metadata::say(&store, &key("app", 1), b"first").await;
         metadata::say(&store, &key("app", 1), b"second").await;
