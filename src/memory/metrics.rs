@@ -42,6 +42,8 @@ metrics::table! {
             "Bytes of blocks in responses that clients have not consumed";
         heap: IntGaugeVec["kind"] = "heap_charged_bytes", "Bytes charged to the heap budget, by kind";
         heap_capacity: IntGauge = "heap_capacity_bytes", "Size of the heap budget in bytes";
+        heap_kind_capacity: IntGaugeVec["kind"] =
+            "heap_kind_capacity_bytes", "Largest part of the heap budget for a kind, in bytes";
         evicted_tickets: IntCounter = "total_evict_timeout_tickets_num", "Expired tickets";
         expired_tickets: IntCounter = "total_expired_preAllocated_buffer_num", "Expired tickets";
         taken_back: IntCounter = "tickets_taken_back_total",

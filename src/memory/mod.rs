@@ -459,7 +459,9 @@ impl Memory {
         metrics.buffers.set(clamped(buffers as u64));
         metrics.answered.set(clamped(self.answered.used()));
         for kind in HeapKind::ALL {
-            metrics.heap.with_label_values(&[kind.name()]).set(clamped(self.heap.of(kind).used()));
+            let (label, budget) = ([kind.name()], self.heap.of(kind));
+            metrics.heap.with_label_values(&label).set(clamped(budget.used()));
+            metrics.heap_kind_capacity.with_label_values(&label).set(clamped(budget.capacity()));
         }
         metrics.heap_capacity.set(clamped(self.heap.whole().capacity()));
         let Supply { region, lists, .. } = &self.shared.supply;

@@ -1,6 +1,7 @@
 //! Observability with real tools: `go tool pprof`, Prometheus, promtool, a Pushgateway and an OTLP
 //! receiver. Includes hostile requests to the HTTP listener.
 
+mod alerts;
 mod bad_input;
 mod logs;
 mod profiles;

@@ -18,7 +18,8 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const DASHBOARD: &str = include_str!("../../../deploy/grafana/uniffle-worker.json");
-const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.rules.yml");
+pub(super) const RULES: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.rules.yml");
 
 /// Returns every expression of the dashboard.
 fn dashboard_queries() -> Vec<String> {
@@ -69,7 +70,7 @@ fn promtool_reports_no_error() {
 }
 
 /// Queries the API of a Prometheus.
-fn query(port: u16, query: &str) -> Result<Value, String> {
+pub(super) fn query(port: u16, query: &str) -> Result<Value, String> {
     let encoded: String =
         query
             .bytes()
@@ -90,10 +91,13 @@ fn is_listening(port: u16) -> Result<(), String> {
     std::net::TcpStream::connect(("127.0.0.1", port)).map(drop).map_err(|error| error.to_string())
 }
 
-fn prometheus(directory: &Path, target: u16) -> (Running, u16) {
+/// Starts a Prometheus that scrapes `targets` and evaluates the rule file every second. Returns its
+/// port too.
+pub(super) fn prometheus(directory: &Path, rules: &Path, targets: &[u16]) -> (Running, u16) {
+    let targets: Vec<String> = targets.iter().map(|port| format!("127.0.0.1:{port}")).collect();
     let config = format!(
-        "global:\n  scrape_interval: 1s\n  evaluation_interval: 1s\nrule_files: [{RULES:?}]\nscrape_configs:\n\
-         - job_name: uniffle-worker\n  static_configs:\n  - targets: [\"127.0.0.1:{target}\"]\n"
+        "global:\n  scrape_interval: 1s\n  evaluation_interval: 1s\n  external_labels: {{uniffle_docs: \"https://docs/\"}}\n\
+         rule_files: [{rules:?}]\nscrape_configs:\n- job_name: uniffle-worker\n  static_configs:\n  - targets: {targets:?}\n"
     );
     let file = directory.join("prometheus.yml");
     std::fs::write(&file, config).unwrap();
@@ -105,6 +109,7 @@ fn prometheus(directory: &Path, target: u16) -> (Running, u16) {
         .arg(format!("--storage.tsdb.path={}", directory.join("data").display()))
         .arg(format!("--web.listen-address=127.0.0.1:{port}"));
     let running = Running::start(&mut command, &directory.join("prometheus.log"));
+    wait_until("prometheus listens", PATIENCE, || is_listening(port));
     (running, port)
 }
 
@@ -115,8 +120,7 @@ fn prometheus_scrapes_and_answers_dashboard_queries() {
     }
     let directory = tempfile::tempdir().unwrap();
     let worker = Worker::start(&Setup::default());
-    let (_prometheus, port) = prometheus(directory.path(), worker.ready().http_port);
-    wait_until("prometheus listens", PATIENCE, || is_listening(port));
+    let (_prometheus, port) = prometheus(directory.path(), Path::new(RULES), &[worker.ready().http_port]);
     let load = Load::start(&worker, "100MB", 2);
     wait_until("prometheus has seen data", PATIENCE, || {
         let result = query(port, "total_received_data > 0 and on (instance) up == 1")?;
