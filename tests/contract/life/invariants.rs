@@ -96,6 +96,11 @@ impl Invariants {
         self.acknowledged.entry(partition).or_default().insert(id, block);
     }
 
+    /// Returns whether an acknowledged report has the block.
+    pub(crate) fn is_reported(&self, partition: i32, id: i64) -> bool {
+        contains(&self.reported, partition, id)
+    }
+
     /// Returns whether a block is certain to be in a tier.
     fn is_safe(&self, partition: i32, id: i64, now: Now) -> bool {
         if now.reads_fail {

@@ -79,6 +79,10 @@ enum Mutation {
     NoPlaces,
     /// Files of a shuffle are removed before its end is logged.
     EarlySweep,
+    /// Reports wait for the object store, whatever it has of their shuffle.
+    ReportsWait,
+    /// A start that misses an object of the log in the store deletes moved data.
+    DamagedLogDropsData,
 }
 
 fn run_history(seed: u64, storage: Storage, mutation: Mutation) -> Tally {
@@ -247,6 +251,16 @@ fn directory_taken_for_two_fails_the_model() {
 #[test]
 fn files_removed_before_a_logged_end_fail_the_model() {
     must_be_noticed(Storage::Disks, Mutation::EarlySweep);
+}
+
+#[test]
+fn reports_that_wait_for_a_hanging_store_fail_the_model() {
+    must_be_noticed(Storage::Both, Mutation::ReportsWait);
+}
+
+#[test]
+fn deletion_of_moved_data_for_a_damaged_log_fails_the_model() {
+    must_be_noticed(Storage::BothDamaged, Mutation::DamagedLogDropsData);
 }
 
 #[test]

@@ -109,8 +109,14 @@ impl History {
         if !is_last && self.life() > 1 && self.rng.random_bool(0.4) {
             self.damage_an_object(store, &before).await;
         }
+        let mut after = store.snapshot().await;
+        let is_log = |key: &str| matches!(parse_key(ROOT, key), Some(Name::Log(..)));
+        let is_damaged = before.iter().any(|(key, bytes)| is_log(key) && after.get(key) != Some(bytes));
+        if self.mutation == Mutation::DamagedLogDropsData && is_damaged {
+            self.remove_segments(store).await;
+            after = store.snapshot().await;
+        }
         // Damage is permanent.
-        let after = store.snapshot().await;
         self.objects.as_mut().expect("there is a store").earlier = after;
     }
 

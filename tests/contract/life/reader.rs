@@ -31,6 +31,8 @@ pub(crate) struct Reader {
     required: BTreeMap<i64, Vec<u8>>,
     found: BTreeMap<i64, Vec<u8>>,
     phase: Phase,
+    /// A read was refused.
+    is_refused: bool,
 }
 
 impl Reader {
@@ -49,6 +51,7 @@ impl Reader {
             required: expected.required(partition, now),
             found: BTreeMap::new(),
             phase: Phase::Memory { cursor: -1 },
+            is_refused: false,
         }
     }
 
@@ -72,7 +75,10 @@ impl Reader {
             Phase::Done => Ok(()),
         };
         match step {
-            Err(error) => self.check_refusal(history, &error),
+            Err(error) => {
+                self.is_refused = true;
+                self.check_refusal(history, &error);
+            }
             // A restart in between loses memory: the client notices missing blocks and retries.
             Ok(()) if self.is_done() && self.began.life == history.life() => self.check_found(history),
             Ok(()) => {}
@@ -108,6 +114,24 @@ impl Reader {
             _ if now.has_holes() || self.began.has_holes() => {}
             other => panic!("a read failed: {other}"),
         }
+    }
+
+    /// Checks bytes with a wrong checksum. A hole is read as zeros, so that clients can fetch the
+    /// bytes between two blocks at once. Only a reader with an older index takes a hole for a block.
+    /// The checksum tells its client, which reads again: then it finds a copy of a reported block, or
+    /// is told that it is lost.
+    async fn check_hole(&self, history: &mut History, id: i64, bytes: &[u8]) {
+        assert!(bytes.iter().all(|byte| *byte == 0), "block {id} is neither intact nor a hole");
+        let expected = &history.expected[&self.key];
+        if expected.is_refused || !expected.is_reported(self.partition, id) {
+            return;
+        }
+        let mut again = Self::new(self.key, self.partition, 10_000, (expected, history.now()));
+        while !again.is_done() {
+            Box::pin(again.step(history)).await;
+        }
+        let is_known = again.is_refused || again.found.contains_key(&id);
+        assert!(is_known, "the reported block {id} reads as a hole, and the next read misses it");
     }
 
     fn read_memory(&mut self, history: &mut History, cursor: i64) -> Result<(), ServiceError> {
@@ -188,14 +212,14 @@ impl Reader {
             let bytes = &data[at..at + u32_at(&records, record * RECORD + 8) as usize];
             let crc = u64_at(&records, record * RECORD + 16);
             let fits = crc == u64::from(crc32fast::hash(bytes));
+            let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are positive");
             // The index may be of a process under which files were removed: a later one has a hole.
             if !fits && (history.now().has_holes() || self.began.files_removed) {
-                // A hole: the client notices the wrong checksum and ends.
+                self.check_hole(history, id, bytes).await;
                 self.required.clear();
                 return Ok(());
             }
             assert!(fits, "crc of a block on disk");
-            let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are positive");
             self.found.insert(id, bytes.to_vec());
             history.tally.read_from_disk += 1;
             history.tally.read_across_restarts += u64::from(older);

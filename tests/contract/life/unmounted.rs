@@ -9,6 +9,7 @@ use uniffle_testkit::fault::Faults;
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
 use uniffle_worker::durability::METADATA;
 use uniffle_worker::durability::frame::{self, Entry};
+use uniffle_worker::tiers::object::ObjectTier;
 use uniffle_worker::tiers::object::layout::{Name, parse_key};
 use uniffle_worker::tiers::{LocalConfig, StoreErrorKind};
 
@@ -134,8 +135,16 @@ impl History {
                 }
             }
         };
+        let is_mutated = self.mutation == Mutation::ReportsWait;
+        let object = self.process().flusher.tiers().find::<ObjectTier>().expect("there is a store");
+        let reporting = async {
+            self.report_of(key, true).await;
+            if is_mutated {
+                let _ = object.known(object.log().end_position() + 1).await;
+            }
+        };
         let is_ended = tokio::select! {
-            () = self.report_of(key, true) => true,
+            () = reporting => true,
             () = heartbeats => false,
             () = tokio::time::sleep(HUNG_DEADLINE) => false,
         };
