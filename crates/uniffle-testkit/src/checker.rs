@@ -11,7 +11,6 @@ mod clients;
 mod history;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Debug;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,19 +18,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
-use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep};
-use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::block::Block;
 use uniffle_client::grpc::{ClientError, ShuffleClient, register_request};
 use uniffle_client::send::SendForm;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
-use uniffle_worker::proto::{RemoteStorage, StatusCode};
+use uniffle_worker::proto::StatusCode;
 
-use self::clients::{Clients, read_patiently, shuffle};
+use self::clients::{Clients, LAYOUT, PARTITIONS, read_patiently, shuffle};
+pub use self::clients::{Remote, RemoteRead};
 use self::history::{Blocks, History};
 use crate::block_generator::BlockGenerator;
 use crate::clients::client_of;
@@ -42,14 +41,8 @@ use crate::worker::Worker;
 
 const WRITERS: u32 = 4;
 const READERS: u32 = 2;
-const PARTITIONS: i32 = 6;
 /// Number of shuffles that are kept over several rounds.
 const SHUFFLES_KEPT: usize = 3;
-
-const LAYOUT: IdLayout = IdLayout::SPARK;
-
-/// Time limit for blocks in remote files to become readable after a disturbance.
-const REMOTE_PATIENCE: Duration = Duration::from_secs(120);
 
 /// Returns the number of rounds (`PROCESS_ROUNDS`) and the random generator (`PROCESS_SEED` repeats
 /// a run).
@@ -118,22 +111,6 @@ impl DiskBlocks {
         self.blocks.get(key).is_some_and(|blocks| blocks.contains(&(partition, id)))
     }
 }
-
-/// A worker's remote files, as its clients see them.
-pub trait Remote: Debug + Send + Sync {
-    /// Returns the storage with which clients register.
-    fn storage(&self) -> RemoteStorage;
-    /// Returns the blocks that clients find of a partition, or an error if the storage does not
-    /// answer.
-    fn read<'a>(&'a self, key: &'a ShuffleKey, partition: i32) -> RemoteRead<'a>;
-    /// Breaks something while writers and readers run.
-    fn disturb(&self);
-    /// Repairs the disturbance.
-    fn heal(&self);
-}
-
-/// Result of a remote read: blocks by id.
-pub type RemoteRead<'a> = BoxFuture<'a, Result<BTreeMap<BlockId, Bytes>, String>>;
 
 /// A worker and its remote files, as the oracle sees them.
 #[derive(Debug)]

@@ -222,7 +222,7 @@ async fn ctl_uses_tls_and_client_certificate() {
     assert_eq!(worker.stop().await, 0);
 }
 
-/// The worker requires client certificates; its coordinator has the same listener.
+/// The worker requires client certificates. Its embedded coordinator uses the same listener.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_crate_writes_and_reads_with_tls() {
     let (certificates, others) = (Certificates::make(), Certificates::make());

@@ -1,27 +1,52 @@
 //! The writers and readers of a checked worker.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
+use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use rand::RngExt as _;
 use rand_chacha::ChaCha8Rng;
 use tokio::time::{Instant, sleep};
-use uniffle_client::block::Block;
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ClientError, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::proto::RemoteStorage;
 use uniffle_worker::runtime::Tasks;
 
 use super::history::History;
-use super::{LAYOUT, PARTITIONS, REMOTE_PATIENCE, Remote};
 use crate::block_generator::BlockGenerator;
 use crate::clients::{key, local, long_backoff};
+
+pub(super) const PARTITIONS: i32 = 6;
+
+pub(super) const LAYOUT: IdLayout = IdLayout::SPARK;
+
+/// Time limit for blocks in remote files to become readable after a disturbance.
+const REMOTE_PATIENCE: Duration = Duration::from_secs(120);
+
+/// A worker's remote files, as its clients see them.
+pub trait Remote: Debug + Send + Sync {
+    /// Returns the storage with which clients register.
+    fn storage(&self) -> RemoteStorage;
+    /// Returns the blocks that clients find of a partition, or an error if the storage does not
+    /// answer.
+    fn read<'a>(&'a self, key: &'a ShuffleKey, partition: i32) -> RemoteRead<'a>;
+    /// Breaks something while writers and readers run.
+    fn disturb(&self);
+    /// Repairs the disturbance.
+    fn heal(&self);
+}
+
+/// Result of a remote read: blocks by id.
+pub type RemoteRead<'a> = BoxFuture<'a, Result<BTreeMap<BlockId, Bytes>, String>>;
 
 #[derive(Debug, Clone)]
 pub(super) struct Clients {
