@@ -7,6 +7,7 @@ use crate::DecodeError;
 pub struct SendHeader<'a> {
     /// The application, not validated.
     pub app: &'a str,
+    /// Shuffle id, not validated.
     pub shuffle: i32,
     /// The ticket of `requireBuffer`.
     pub ticket: i64,
@@ -15,6 +16,7 @@ pub struct SendHeader<'a> {
 /// A block's fields except its bytes, as the peer sent them. Absent fields are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BlockHeader {
+    /// Block id, not validated.
     pub block_id: i64,
     /// Number of bytes. Equals the bytes written to the sink by the time of
     /// [`BlockSink::end_block`].

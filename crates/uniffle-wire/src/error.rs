@@ -4,6 +4,7 @@
 
 /// The input breaks the rules of its format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum DecodeError {
     /// The input ended before the message did.
     #[error("the message is incomplete")]

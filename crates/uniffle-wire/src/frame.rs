@@ -108,6 +108,7 @@ impl FrameType {
 pub struct FrameHeader {
     /// Bytes of the message.
     pub message_bytes: u32,
+    /// Type of the message.
     pub kind: FrameType,
     /// Bytes of raw payload after the message; 0 in every request.
     pub body_bytes: u32,

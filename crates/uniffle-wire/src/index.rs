@@ -7,6 +7,7 @@
 
 use crate::types::BlockMeta;
 
+/// Length of a record, in bytes.
 pub const RECORD_BYTES: usize = 40;
 
 /// Block id of a record that covers bytes of unknown content. No client writes such a block: its
@@ -24,6 +25,7 @@ pub struct IndexRecord {
     pub uncompressed_length: i32,
     /// CRC-32 of the stored bytes, 0 = not computed.
     pub crc: i64,
+    /// Block id, unique in the partition. [`FILLER_BLOCK_ID`] marks unknown content.
     pub block_id: i64,
     /// Task attempt that wrote the block.
     pub task_attempt_id: i64,
@@ -43,6 +45,7 @@ impl IndexRecord {
         }
     }
 
+    /// Returns the record as 40 bytes, big-endian.
     pub fn encode(&self) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
         bytes[0..8].copy_from_slice(&self.offset.to_be_bytes());

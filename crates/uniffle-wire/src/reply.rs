@@ -20,6 +20,7 @@ const SEGMENT_BYTES: usize = 36;
 /// Common prefix of every reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplyPrefix<'a> {
+    /// Id of the request, as the client chose it.
     pub request_id: i64,
     /// Number of `StatusCode`.
     pub status: i32,
@@ -58,6 +59,7 @@ pub enum ReplyFields<'a> {
 }
 
 impl ReplyFields<'_> {
+    /// Returns the frame type of a reply with these fields.
     pub fn kind(&self) -> FrameType {
         match self {
             Self::Rpc => FrameType::RpcReply,
@@ -139,6 +141,7 @@ fn encode_segments(blocks: &[BlockMeta], out: &mut BytesMut) {
 /// A block of a memory reply, as the client decodes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
+    /// Block id.
     pub block_id: i64,
     /// Offset in the body.
     pub offset: i32,
@@ -146,6 +149,7 @@ pub struct Segment {
     pub length: i32,
     /// Bytes after decompression.
     pub uncompressed_length: i32,
+    /// CRC-32 of the bytes as stored, 0 = not computed.
     pub crc: i64,
     /// Task attempt that wrote the block.
     pub task_attempt_id: i64,
@@ -154,6 +158,7 @@ pub struct Segment {
 /// A decoded reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reply {
+    /// Id of the request, as the client chose it.
     pub request_id: i64,
     /// Number of `StatusCode`.
     pub status: i32,

@@ -32,7 +32,9 @@ pub struct Target<'a> {
     pub request_id: i64,
     /// Application id, not validated.
     pub app: &'a str,
+    /// Shuffle id, not validated.
     pub shuffle: i32,
+    /// Partition id, not validated.
     pub partition: i32,
 }
 
@@ -176,6 +178,7 @@ impl<'a> ReadRequest<'a> {
         }
     }
 
+    /// Returns the frame type of the request.
     pub fn kind(&self) -> FrameType {
         match self {
             Self::LocalIndex(_) => FrameType::LocalIndex,
@@ -295,8 +298,11 @@ pub struct SendRequest {
     pub request_id: i64,
     /// Application id.
     pub app: String,
+    /// Shuffle id.
     pub shuffle: i32,
+    /// Ticket of `requireBuffer`.
     pub ticket: i64,
+    /// Partition ids with their blocks, in the order of sending.
     pub partitions: Vec<(i32, Vec<SendBlock>)>,
     /// Client's clock in milliseconds.
     pub timestamp_ms: i64,
@@ -305,11 +311,13 @@ pub struct SendRequest {
 /// A block of a [`SendRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SendBlock {
+    /// Block id.
     pub block_id: i64,
     /// CRC-32 of the data.
     pub crc: i64,
     /// Task attempt that wrote the block.
     pub task_attempt_id: i64,
+    /// Content, at most [`BLOCK_BYTES_MAX`](crate::types::BLOCK_BYTES_MAX) bytes.
     pub data: Bytes,
     /// Servers that the client sends the block to. Servers ignore them.
     pub servers: Vec<BlockServer>,
@@ -326,7 +334,9 @@ pub struct BlockServer {
     pub id: String,
     /// Host name or IP address.
     pub host: String,
+    /// gRPC port.
     pub grpc_port: i32,
+    /// Port of the raw TCP protocol.
     pub netty_port: i32,
 }
 

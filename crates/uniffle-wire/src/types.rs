@@ -15,6 +15,7 @@ pub const BLOCK_BYTES_MAX: u32 = 512 << 20;
 
 /// Reason why a string is not an application id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum InvalidAppId {
     /// The id has no characters.
     #[error("application id is empty")]
@@ -115,6 +116,7 @@ id!(
 pub struct ShuffleKey {
     /// The application.
     pub app: AppId,
+    /// The shuffle.
     pub shuffle: ShuffleId,
 }
 
