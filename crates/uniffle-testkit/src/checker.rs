@@ -16,7 +16,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
 use croaring::Treemap;
 use parking_lot::Mutex;
 use rand::{RngExt as _, SeedableRng as _};
