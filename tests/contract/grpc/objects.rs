@@ -138,7 +138,8 @@ async fn failing_store_keeps_blocks_in_memory_and_refuses_readers() {
     fixture.begin_flush();
     eventually("a segment is refused", || {
         match store.calls().iter().filter(|it| it.0 == Call::Put).count() {
-            // The claim, twice; the log's checkpoint and the registration with their copies; and the first segment.
+            // The claim, twice; the log's checkpoint and the registration with their copies; and
+            // the first segment.
             0..=7 => Err("not yet".to_owned()),
             _ => Ok(()),
         }

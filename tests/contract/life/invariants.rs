@@ -33,7 +33,8 @@ pub(crate) struct Block {
 /// - A shuffle whose end was acknowledged is not recovered.
 /// - Empty directories are refused while the object store has part of the data on the disks. Where
 ///   they are accepted, they lose nothing.
-/// - A store that hangs delays no report of a shuffle that has nothing in it, and no report forever.
+/// - A store that hangs delays no report of a shuffle that has nothing in it, and no report
+///   forever.
 /// - After everything is unregistered, all counters are zero and no file remains.
 #[derive(Debug, Default)]
 pub(crate) struct Invariants {

@@ -1,8 +1,8 @@
 //! Simulated runs on an object store instead of disks.
 //!
 //! Requests fail, hang, or succeed without a response. Before a start, one object may be missing,
-//! damaged or outdated. A damaged segment may lose blocks of its shuffle. A damaged object of the metadata
-//! log loses nothing, because it has a copy.
+//! damaged or outdated. A damaged segment may lose blocks of its shuffle. A damaged object of the
+//! metadata log loses nothing, because it has a copy.
 
 use std::collections::BTreeMap;
 

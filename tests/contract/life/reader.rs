@@ -117,9 +117,9 @@ impl Reader {
     }
 
     /// Checks bytes with a wrong checksum. A hole is read as zeros, so that clients can fetch the
-    /// bytes between two blocks at once. Only a reader with an older index takes a hole for a block.
-    /// The checksum tells its client, which reads again: then it finds a copy of a reported block, or
-    /// is told that it is lost.
+    /// bytes between two blocks at once. Only a reader with an older index takes a hole for a
+    /// block. The checksum tells its client, which reads again: then it finds a copy of a reported
+    /// block, or is told that it is lost.
     async fn check_hole(&self, history: &mut History, id: i64, bytes: &[u8]) {
         assert!(bytes.iter().all(|byte| *byte == 0), "block {id} is neither intact nor a hole");
         let expected = &history.expected[&self.key];

@@ -74,13 +74,13 @@ impl History {
         gap.is_some_and(|gap| gap.contains("was used separately from the others"))
     }
 
-    /// Returns whether a directory that was used separately cannot be recognised as such, because its
-    /// metadata cannot be listed.
+    /// Returns whether a directory that was used separately cannot be recognised as such, because
+    /// its metadata cannot be listed.
     ///
-    /// Two directories may have given one place of a stream to different blocks, and only one of them
-    /// can be served there. This hides no loss: results are refused, with the directory in the text,
-    /// so no job computes without the others. No file is deleted. Once the metadata can be listed,
-    /// the text says that the directory was used separately
+    /// Two directories may have given one place of a stream to different blocks, and only one of
+    /// them can be served there. This hides no loss: results are refused, with the directory in the
+    /// text, so no job computes without the others. No file is deleted. Once the metadata can be
+    /// listed, the text says that the directory was used separately
     /// (`hidden_divergence_refuses_results_and_keeps_files`).
     fn divergence_is_hidden(&self) -> bool {
         let unlisted = self.unlisted.as_ref();
@@ -88,11 +88,11 @@ impl History {
     }
 
     /// Returns whether the worker may know only an earlier registration of the shuffle. A directory
-    /// whose metadata could not be listed took blocks of the last one, but not its registration, and
-    /// the directory that has it is missing now.
+    /// whose metadata could not be listed took blocks of the last one, but not its registration,
+    /// and the directory that has it is missing now.
     ///
-    /// This hides no loss: results are refused, with the missing directory in the text. The files of
-    /// the unknown registration stay, and its blocks are served once the directory is back
+    /// This hides no loss: results are refused, with the missing directory in the text. The files
+    /// of the unknown registration stay, and its blocks are served once the directory is back
     /// (`registration_unknown_to_the_present_disk_keeps_its_blocks`).
     fn may_know_predecessor(&self, name: Key) -> bool {
         let is_behind = self.behind.iter().any(|disk| self.missing.is_some_and(|missing| missing != *disk));

@@ -67,7 +67,8 @@ impl History {
         );
     }
 
-    /// Ends a shuffle while no disk has room for the metadata log. Its files must stay, since a start would find it again.
+    /// Ends a shuffle while no disk has room for the metadata log. Its files must stay, since a
+    /// start would find it again.
     pub(super) async fn end_on_full_disks(&mut self) {
         let Some((app, shuffle)) = self.known_key() else { return };
         self.heal_the_disks().await;

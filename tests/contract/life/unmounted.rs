@@ -21,7 +21,8 @@ use super::process::ROOT;
 const REPORT_DEADLINE: Duration = Duration::from_secs(5);
 /// Limit for any report: waits for the end of an earlier registration and for the store.
 const HUNG_DEADLINE: Duration = Duration::from_secs(150);
-/// More than the worker takes after an answer of the store until it has written a mark to the disks.
+/// More than the worker takes after an answer of the store until it has written a mark to the
+/// disks.
 const ANSWERED_MAX: Duration = Duration::from_millis(100);
 /// Interval of heartbeats while a report waits.
 const HEARTBEAT: Duration = Duration::from_secs(15);

@@ -32,7 +32,8 @@ const NAMES: [&str; 12] = [
     "spark-4.1.1-client-master-tcp-local.rec",
     "spark-4.1.1-client-master-tcp-memory.rec",
 ];
-/// Limit for the size of all recordings, which are in git. Their common parts take little room in its packs.
+/// Limit for the size of all recordings, which are in git. Their common parts take little room in
+/// its packs.
 const RECORDINGS_BYTES_MAX: usize = 1_700_000;
 /// Purges continue after the response to an unregistration.
 const CLEAN_DEADLINE: Duration = Duration::from_secs(10);
