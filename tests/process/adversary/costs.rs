@@ -4,10 +4,12 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures::future::{self, BoxFuture, FutureExt as _};
-use tokio::task::block_in_place;
+use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep};
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ReadOptions, ShuffleClient, register_request};
@@ -18,17 +20,38 @@ use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
 
 use super::attacks::{APP, Target, client};
-use super::{ALONE, Attack, Siege};
+use super::honest::{self, Figures, Health};
+use super::{MEMORY, Siege};
 
 /// Working time of the honest application after each start.
 const AFTERWARDS: Duration = Duration::from_secs(2);
 /// Pause before a connection is retried.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Both copies of the metadata log: twice the compaction threshold plus the live records.
-const LOG_BYTES_MAX: u64 = 2 * (2 * (8 << 20) + (8 << 20));
+/// Period after which the cost of an attack is checked.
+const ROUND: Duration = Duration::from_secs(1);
+/// Rounds in which an attack must cost enough.
+const ROUNDS_MAX: usize = 120;
+/// Dead bytes in a copy of the metadata log above which it is rewritten.
+const DEAD_BYTES: u64 = 8 << 20;
+/// Upper bound on the live records of an attack.
+const LIVE_BYTES: u64 = 3 << 20;
+/// Both copies of the metadata log while it is rewritten.
+const LOG_BYTES_MAX: u64 = 2 * (DEAD_BYTES + 2 * LIVE_BYTES);
 
-/// Sends one-byte blocks with widely spaced ids, and reports some of them.
-fn scattered_blocks(target: Target) -> BoxFuture<'static, io::Error> {
+/// Blocks of a send with scattered ids: the heap for the blocks of unfinished sends takes no more.
+const SEND_BLOCKS: usize = 5_000;
+
+/// An attack. It counts what was acknowledged, in its own unit.
+type CostlyAttack = fn(Target, Arc<AtomicU64>) -> BoxFuture<'static, io::Error>;
+
+/// Returns ascending ids whose distances have no pattern, so that a set of them cannot be packed.
+fn scattered_id(at: i64) -> BlockId {
+    let noise = at.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 31;
+    BlockId(at << 33 | noise.cast_signed())
+}
+
+/// Sends one-byte blocks with widely spaced ids, and reports some of them. Counts blocks.
+fn scattered_blocks(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
         let mut next = i64::try_from(target.seed % 1000).expect("small") << 20;
@@ -39,11 +62,16 @@ fn scattered_blocks(target: Target) -> BoxFuture<'static, io::Error> {
             };
             for partition in 0..10 {
                 let partition = PartitionId(partition);
-                let ids: Vec<BlockId> = (next..next + 40_000).map(|at| BlockId(at << 33)).collect();
+                let ids: Vec<BlockId> = (next..next + 40_000).map(scattered_id).collect();
                 next += 40_000;
                 let block = |id: &BlockId| Block::new(*id, TaskAttemptId(1), generator.content(*id, 1));
                 let blocks: Vec<Block> = ids.iter().map(block).collect();
-                let _ = client.push(&key(APP, 0), SendForm::Classic, &[(partition, blocks)]).await;
+                for send in blocks.chunks(SEND_BLOCKS) {
+                    let send = [(partition, send.to_vec())];
+                    if client.push(&key(APP, 0), SendForm::Classic, &send).await.is_ok() {
+                        cost.fetch_add(SEND_BLOCKS as u64, Ordering::Relaxed);
+                    }
+                }
                 let some = [(partition, ids[..4000].to_vec())];
                 let _ = client.report(&key(APP, 0), TaskAttemptId(next), &some).await;
             }
@@ -52,9 +80,11 @@ fn scattered_blocks(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Registers a few shuffles repeatedly, each time with other properties and ranges.
-fn changing_registrations(target: Target) -> BoxFuture<'static, io::Error> {
+/// Registers a few shuffles repeatedly, each time with other properties and ranges. Counts bytes of
+/// properties.
+fn changing_registrations(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, io::Error> {
     async move {
+        let cost = &cost;
         let flood = (0..8).map(|shuffle| async move {
             for n in 0.. {
                 let Ok(client) = client(target).await else {
@@ -66,8 +96,11 @@ fn changing_registrations(target: Target) -> BoxFuture<'static, io::Error> {
                     let first = 2 * ((100 * n + round) % 10_000);
                     let mut request = register_request(&key(APP, shuffle), &[(first, first)]);
                     let value = format!("{n}-{round}-").repeat(2000);
+                    let bytes = value.len() as u64;
                     request.properties = [("spark.rss.changing".to_owned(), value)].into();
-                    let _ = client.register_with(request).await;
+                    if client.register_with(request).await.is_ok() {
+                        cost.fetch_add(bytes, Ordering::Relaxed);
+                    }
                 }
             }
         });
@@ -77,9 +110,10 @@ fn changing_registrations(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Sends reports that repeat thousands of ids and add one.
-fn repeated_reports(target: Target) -> BoxFuture<'static, io::Error> {
+/// Sends reports that repeat thousands of ids and add one. Counts bytes of ids.
+fn repeated_reports(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, io::Error> {
     async move {
+        let cost = &cost;
         let flood = (0..8).map(|partition| async move {
             let known: Vec<BlockId> = (0..20_000).map(|at| BlockId(at << 21)).collect();
             for n in 0.. {
@@ -91,8 +125,11 @@ fn repeated_reports(target: Target) -> BoxFuture<'static, io::Error> {
                     let task = 100_000 * (1 + i64::from(partition)) + 20 * n + round;
                     let mut ids = known.clone();
                     ids.push(BlockId((1 << 50) + task));
+                    let bytes = 8 * ids.len() as u64;
                     let report = [(PartitionId(partition), ids)];
-                    let _ = client.report(&key(APP, 0), TaskAttemptId(task), &report).await;
+                    if client.report(&key(APP, 0), TaskAttemptId(task), &report).await.is_ok() {
+                        cost.fetch_add(bytes, Ordering::Relaxed);
+                    }
                 }
             }
         });
@@ -102,8 +139,9 @@ fn repeated_reports(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Sends one-byte blocks to one partition each; each takes a page on disk.
-fn blocks_that_fill_pages(target: Target) -> BoxFuture<'static, io::Error> {
+/// Sends one-byte blocks to one partition each; their index takes far more on disk. Counts sends that
+/// the quota refuses.
+fn blocks_that_fill_pages(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, io::Error> {
     async move {
         let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
         for task in 0.. {
@@ -115,7 +153,11 @@ fn blocks_that_fill_pages(target: Target) -> BoxFuture<'static, io::Error> {
             let tiny =
                 |at| (PartitionId(at), vec![generator.block(PartitionId(at), TaskAttemptId(task), 0, 1)]);
             let batch: Vec<_> = (0..5000).map(tiny).collect();
-            let _ = client.push(&key(APP, 1), SendForm::Classic, &batch).await;
+            if let Err(error) = client.push(&key(APP, 1), SendForm::Classic, &batch).await
+                && error.to_string().contains("quota.app_disk")
+            {
+                cost.fetch_add(1, Ordering::Relaxed);
+            }
         }
         io::ErrorKind::QuotaExceeded.into()
     }
@@ -173,44 +215,72 @@ impl Siege {
     }
 }
 
-/// Runs an attack beside the honest application, then restarts the worker twice.
-async fn survives_restarts_after(
-    name: &'static str,
-    tables: &str,
-    attack: Attack,
-    then: impl AsyncFn(&Siege),
-) {
-    let mut siege = Siege::start_with(name, tables).await;
-    let outcome = siege.run(&[attack], ALONE).await;
-    then(&siege).await;
-    siege.assert_bounds(&outcome);
-    siege.restart(End::Kill).await;
-    then(&siege).await;
-    siege.restart(End::Upgrade).await;
-    then(&siege).await;
-    siege.end().await;
+impl Siege {
+    /// Runs `attack` beside the honest application until it has cost enough.
+    async fn run_until(
+        &mut self,
+        attack: CostlyAttack,
+        is_enough: impl Fn(&Self, u64) -> bool,
+    ) -> (Figures, Health) {
+        let (cost, mut attacking) = (Arc::new(AtomicU64::new(0)), JoinSet::new());
+        attacking.spawn(attack(self.target(), Arc::clone(&cost)));
+        let (mut figures, mut health) = (Figures::default(), Health::default());
+        for _ in 0..ROUNDS_MAX {
+            let until = Instant::now() + ROUND;
+            let watch = honest::watch(self.worker.ready().http_port, until);
+            let (sends, checks) = tokio::join!(self.honest.work(&self.client, until), watch);
+            figures.add(sends);
+            health.add(&checks);
+            if is_enough(self, cost.load(Ordering::Relaxed)) {
+                attacking.shutdown().await;
+                return (figures, health);
+            }
+        }
+        panic!("{}: the attack only cost {cost:?}", self.name);
+    }
+
+    /// Restarts the worker after a kill and by an upgrade. `holds` asserts a bound after each.
+    async fn restart_twice(mut self, outcome: (Figures, Health), holds: impl AsyncFn(&Self)) {
+        holds(&self).await;
+        self.assert_bounds(&outcome);
+        for end in [End::Kill, End::Upgrade] {
+            self.restart(end).await;
+            holds(&self).await;
+        }
+        self.end().await;
+    }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn restart_after_scattered_ids_serves_everyone() {
-    survives_restarts_after("scattered ids", "", scattered_blocks, async |_| {}).await;
-}
+/// The smallest heap. The ids of [`SCATTERED_BLOCKS`] blocks take 3 bytes each, more than the part of
+/// it that one application gets for ids.
+const SMALL_HEAP: &str =
+    "heap_capacity = \"32MiB\"\nbuffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1";
+const IDS_BYTES_MAX: f64 = 8.0 * 1024.0 * 1024.0;
+const SCATTERED_BLOCKS: u64 = 3_500_000;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
-    let mut siege = Siege::start_with("scattered ids, read", "").await;
+    let mut siege = Siege::start_with("scattered ids", SMALL_HEAP, "").await;
     let generator = BlockGenerator::new(1, IdLayout::SPARK);
-    let ids: Vec<BlockId> = (1..40_001).map(|at| BlockId(at << 33)).collect();
+    let ids: Vec<BlockId> = (1..4_001).map(|at| BlockId(at << 33)).collect();
     let blocks: Vec<Block> =
         ids.iter().map(|id| Block::new(*id, TaskAttemptId(1), generator.content(*id, 1))).collect();
     let (shuffle, partition) = (key(APP, 0), PartitionId(7));
     siege.client.push(&shuffle, SendForm::Classic, &[(partition, blocks)]).await.expect("sent");
     siege.client.report(&shuffle, TaskAttemptId(1), &[(partition, ids.clone())]).await.expect("reported");
-    let outcome = siege.run(&[scattered_blocks], ALONE).await;
+    let outcome = siege.run_until(scattered_blocks, |_, blocks| blocks >= SCATTERED_BLOCKS).await;
     siege.assert_bounds(&outcome);
     // After an upgrade everything is on the disks.
-    siege.restart(End::Upgrade).await;
-    siege.restart(End::Kill).await;
+    for end in [End::Upgrade, End::Kill] {
+        siege.restart(end).await;
+        let metrics = block_in_place(|| siege.worker.metrics());
+        #[expect(clippy::cast_precision_loss, reason = "a number of blocks")]
+        let all = SCATTERED_BLOCKS as f64;
+        assert!(metrics.expect("recovered_blocks") >= all, "the start finds them");
+        let held = metrics.total_of("heap_charged_bytes", "kind=\"reported_ids\"").unwrap_or_default();
+        say(&format!("adversary, {}: {held} bytes of heap for ids", siege.name));
+        assert!(held <= IDS_BYTES_MAX, "{held} bytes of heap for ids of one application");
+    }
     let client: &ShuffleClient = &siege.client;
     let reported = client.results(&shuffle, &[partition], None).await.expect("results");
     assert!(ids.iter().all(|id| reported.contains(id.0.cast_unsigned())));
@@ -221,32 +291,48 @@ async fn scattered_blocks_on_disk_are_readable_after_a_restart() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn changing_registrations_do_not_fill_the_log() {
-    survives_restarts_after("changing registrations", "", changing_registrations, log_is_small).await;
+    let mut siege = Siege::start("changing registrations").await;
+    let outcome = siege.run_until(changing_registrations, |_, bytes| bytes >= 2 * LOG_BYTES_MAX).await;
+    siege.restart_twice(outcome, log_is_small).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn repeated_reports_do_not_fill_the_log() {
-    survives_restarts_after("repeated reports", "", repeated_reports, log_is_small).await;
+    let mut siege = Siege::start("repeated reports").await;
+    let outcome = siege.run_until(repeated_reports, |_, bytes| bytes >= 4 * LOG_BYTES_MAX).await;
+    siege.restart_twice(outcome, log_is_small).await;
 }
 
 async fn log_is_small(siege: &Siege) {
     let bytes = on_disks(siege, "uniffle-worker.metadata");
+    say(&format!("adversary, {}: the metadata log has {} KiB", siege.name, bytes >> 10));
     assert!(bytes <= LOG_BYTES_MAX, "{}: the metadata log has {} MiB", siege.name, bytes >> 20);
 }
 
+/// Disk quota of the attack with tiny blocks.
+const QUOTA: u64 = 16 << 20;
+/// One flush of its shuffle: a page of each partition, and index records. One may begin before the
+/// quota is reached, and another takes what is in memory then.
+const FLUSH_BYTES: u64 = 5000 * (4 << 10) + (8 << 20);
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disk_quota_counts_pages_of_tiny_blocks() {
-    let tables = "[quota]\napp_disk = \"32MiB\"";
-    survives_restarts_after("pages of tiny blocks", tables, blocks_that_fill_pages, async |siege| {
-        let bytes = on_disks(siege, &format!("apps/{APP}"));
-        let max = (32 << 20) + super::CAPACITY_BYTES;
-        assert!(bytes <= max, "{} MiB on disk with a quota of 32 MiB", bytes >> 20);
+    let table = format!("[quota]\napp_disk = {QUOTA}");
+    let mut siege = Siege::start_with("pages of tiny blocks", MEMORY, &table).await;
+    let on_disk = |siege: &Siege| on_disks(siege, &format!("apps/{APP}"));
+    let is_over = |siege: &Siege, refused| refused > 0 || on_disk(siege) > QUOTA + 3 * FLUSH_BYTES;
+    let outcome = siege.run_until(blocks_that_fill_pages, is_over).await;
+    let holds = async |siege: &Siege| {
+        let bytes = on_disk(siege);
+        say(&format!("adversary, {}: {} KiB on disk", siege.name, bytes >> 10));
+        let max = QUOTA + 2 * FLUSH_BYTES;
+        assert!(bytes <= max, "{} MiB on disk with a quota of {} MiB", bytes >> 20, QUOTA >> 20);
         let metrics = block_in_place(|| siege.worker.metrics());
         let used = metrics.largest("quota_used").unwrap_or_default().0;
         // The page cache may hold more than the last count of the worker.
         #[expect(clippy::cast_precision_loss, reason = "a comparison of sums of MiB")]
         let counted = used >= 0.5 * bytes as f64;
         assert!(counted, "quotas count {used} of {bytes} bytes");
-    })
-    .await;
+    };
+    siege.restart_twice(outcome, holds).await;
 }

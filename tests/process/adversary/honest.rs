@@ -96,12 +96,28 @@ impl Honest {
 }
 
 impl Figures {
+    /// Adds the sends of a later period.
+    pub(super) fn add(&mut self, later: Self) {
+        self.sends += later.sends;
+        self.took.extend(later.took);
+    }
+
     /// Returns the latency that `percent` percent of the sends did not exceed.
     pub(super) fn percentile(&self, percent: usize) -> Duration {
         let mut sorted = self.took.clone();
         sorted.sort_unstable();
         let at = (sorted.len() * percent / 100).min(sorted.len().saturating_sub(1));
         sorted.get(at).copied().unwrap_or_default()
+    }
+}
+
+impl Health {
+    /// Adds the checks of a later period.
+    pub(super) fn add(&mut self, later: &Self) {
+        self.asked += later.asked;
+        self.late += later.late;
+        self.missed += later.missed;
+        self.longest = self.longest.max(later.longest);
     }
 }
 

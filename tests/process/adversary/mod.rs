@@ -35,6 +35,8 @@ use crate::writes::{client_of, key};
 
 const CAPACITY_BYTES: u64 = 256_000_000;
 const ALLOWANCE_BYTES: u64 = 256 << 20;
+/// Unused reservations of an attacker expire before the honest application gives up.
+const MEMORY: &str = "buffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1";
 /// Duration of a single attack.
 const ALONE: Duration = Duration::from_secs(5);
 /// Default duration of the combined attack.
@@ -61,19 +63,18 @@ struct Siege {
 
 impl Siege {
     async fn start(name: &'static str) -> Self {
-        Self::start_with(name, "").await
+        Self::start_with(name, MEMORY, "").await
     }
 
-    /// Starts the worker with further `tables` in its configuration.
-    async fn start_with(name: &'static str, tables: &str) -> Self {
+    /// Starts the worker with these keys of `[memory_store]` and further `tables`.
+    async fn start_with(name: &'static str, memory: &'static str, tables: &str) -> Self {
         let group = Group::with_limit(CAPACITY_BYTES + ALLOWANCE_BYTES);
         let seed = number("ADVERSARY_SEED").unwrap_or(1);
         say(&format!("adversary, {name}: seed {seed}"));
         let setup = Setup {
             name: "adversary",
             capacity: "256M",
-            // Unused reservations of an attacker expire before the honest application gives up.
-            memory: "buffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1",
+            memory,
             // Below the number of connections that attacks open, so that idle ones are evicted.
             // Above the number that they keep busy (about 260 over gRPC, twice that between
             // rounds): otherwise the honest connection would be evicted when it pauses.

@@ -1,6 +1,7 @@
 //! Slow or stalled sends, and unused tickets, that hold nearly all memory. After each attack the
 //! worker is upgraded and must still have the honest application's data.
 
+use std::collections::VecDeque;
 use std::io;
 use std::time::Duration;
 
@@ -27,6 +28,8 @@ use super::honest::Health;
 const SIZES: [i32; 4] = [4_000_000, 500_000, 60_000, 8_000];
 /// Upper bound on granted sends of one size.
 const SENDS: usize = 80;
+/// Sends of one connection. The worker refuses more streams of a connection beside many others.
+const CALLS: usize = 4;
 /// Leading bytes of a send that are sent at once.
 const FIRST_BYTES: usize = 4 << 10;
 /// Bytes of a send that are sent one at a time, for longer than any attack is made.
@@ -42,6 +45,8 @@ const LATE: Duration = Duration::from_secs(8);
 const LATE_BYTES: i32 = 4_000_000;
 /// Applications of the attack that uses many.
 const APPS: usize = 64;
+/// Counter of slow sends that the worker ended for others.
+const SLOW: &str = "slow_sends_ended_total";
 /// An application that comes while an attack holds the memory.
 const LATE_APP: &str = "late";
 
@@ -63,18 +68,64 @@ async fn ticket(client: &ShuffleClient, app: &str, size: i32) -> io::Result<Opti
     Ok((answer.status == i32::from(proto::StatusCode::Success)).then_some(answer.require_buffer_id))
 }
 
-/// Takes tickets for all free memory. Returns each with a block of its size.
-async fn all_tickets(target: Target) -> io::Result<Vec<(i64, Block)>> {
-    let client = client(target).await?;
-    let mut granted = Vec::new();
-    for size in SIZES {
-        let block = block(size);
-        for _ in 0..SENDS {
-            let Some(ticket) = ticket(&client, APP, size).await? else { break };
-            granted.push((ticket, block.clone()));
-        }
+/// Tickets for all free memory. Each is used at once, because unused ones are taken back.
+struct Tickets {
+    client: ShuffleClient,
+    /// Blocks of the sizes that are left.
+    blocks: VecDeque<Block>,
+    /// Tickets left of the first size.
+    left: usize,
+}
+
+impl Tickets {
+    async fn of(target: Target) -> io::Result<Self> {
+        let blocks = SIZES.map(block).into();
+        Ok(Self { client: client(target).await?, blocks, left: SENDS })
     }
-    Ok(granted)
+
+    /// Returns the next ticket and a block of its size.
+    async fn next(&mut self) -> io::Result<Option<(i64, Block)>> {
+        while let Some(block) = self.blocks.front().cloned() {
+            let size = i32::try_from(block.data.len()).expect("small");
+            if self.left > 0
+                && let Some(ticket) = ticket(&self.client, APP, size).await?
+            {
+                self.left -= 1;
+                return Ok(Some((ticket, block)));
+            }
+            self.blocks.pop_front();
+            self.left = SENDS;
+        }
+        Ok(None)
+    }
+}
+
+/// Sends over gRPC that have begun.
+#[derive(Default)]
+struct Calls(Vec<(Connection, Vec<u32>)>);
+
+impl Calls {
+    async fn begin(&mut self, port: u16, (ticket, block): (i64, Block)) -> io::Result<()> {
+        if self.0.last().is_none_or(|(_, calls)| calls.len() == CALLS) {
+            self.0.push((Connection::open(port, 1 << 20).await?, Vec::new()));
+        }
+        let (connection, calls) = self.0.last_mut().expect("it was just added");
+        let id = connection.begin("ShuffleServer/sendShuffleData").await?;
+        connection.data(id, &message(ticket, &block)[..FIRST_BYTES], false).await?;
+        calls.push(id);
+        Ok(())
+    }
+
+    /// Sends a ping on each connection and a byte of each call.
+    async fn trickle(&mut self) -> io::Result<()> {
+        for (connection, calls) in &mut self.0 {
+            connection.ping().await?;
+            for id in calls {
+                connection.data(*id, b"x", false).await?;
+            }
+        }
+        Ok(())
+    }
 }
 
 fn message(ticket: i64, block: &Block) -> Vec<u8> {
@@ -103,19 +154,12 @@ fn message(ticket: i64, block: &Block) -> Vec<u8> {
 fn trickle_over_grpc(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         repeat(|| async {
-            let mut connections = Vec::new();
-            for some in all_tickets(target).await?.chunks(15) {
-                let mut connection = Connection::open(target.grpc, 1 << 20).await?;
-                let mut calls = Vec::new();
-                for (ticket, block) in some {
-                    let id = connection.begin("ShuffleServer/sendShuffleData").await?;
-                    connection.data(id, &message(*ticket, block)[..FIRST_BYTES], false).await?;
-                    calls.push(id);
-                }
-                connections.push((connection, calls));
+            let (mut tickets, mut calls) = (Tickets::of(target).await?, Calls::default());
+            while let Some(send) = tickets.next().await? {
+                calls.begin(target.grpc, send).await?;
             }
             for _ in 0..TRICKLED {
-                trickle(&mut connections).await?;
+                calls.trickle().await?;
                 sleep(BETWEEN_BYTES).await;
             }
             Ok(())
@@ -125,23 +169,12 @@ fn trickle_over_grpc(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
-/// Sends a ping on each connection and a byte of each call.
-async fn trickle(connections: &mut [(Connection, Vec<u32>)]) -> io::Result<()> {
-    for (connection, calls) in connections {
-        connection.ping().await?;
-        for id in calls {
-            connection.data(*id, b"x", false).await?;
-        }
-    }
-    Ok(())
-}
-
 /// Sends a byte now and then, on a connection per send.
 fn trickle_over_tcp(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         repeat(|| async {
-            let mut streams = Vec::new();
-            for (ticket, block) in all_tickets(target).await? {
+            let (mut tickets, mut streams) = (Tickets::of(target).await?, Vec::new());
+            while let Some((ticket, block)) = tickets.next().await? {
                 let mut stream = TcpStream::connect(local(target.tcp)).await?;
                 stream.write_all(&frame(ticket, &block)[..FIRST_BYTES]).await?;
                 streams.push(stream);
@@ -163,12 +196,11 @@ fn trickle_over_tcp(target: Target) -> BoxFuture<'static, io::Error> {
 fn stalls(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         repeat(|| async {
-            let mut connection = Connection::open(target.grpc, 0).await?;
+            let (mut tickets, mut calls) = (Tickets::of(target).await?, Calls::default());
             let mut streams = Vec::new();
-            for (at, (ticket, block)) in all_tickets(target).await?.into_iter().enumerate() {
-                if at % 2 == 0 {
-                    let id = connection.begin("ShuffleServer/sendShuffleData").await?;
-                    connection.data(id, &message(ticket, &block)[..FIRST_BYTES], false).await?;
+            while let Some((ticket, block)) = tickets.next().await? {
+                if ticket % 2 == 0 {
+                    calls.begin(target.grpc, (ticket, block)).await?;
                 } else {
                     let mut stream = TcpStream::connect(local(target.tcp)).await?;
                     stream.write_all(&frame(ticket, &block)[..FIRST_BYTES]).await?;
@@ -219,8 +251,9 @@ async fn first_ticket(target: Target) -> io::Result<Instant> {
     Ok(Instant::now())
 }
 
-/// Runs `attack` beside the honest application and one that comes later, then upgrades.
-async fn upgrade_after(name: &'static str, attack: Attack) {
+/// Runs `attack` beside the honest application and one that comes later, then upgrades. The counter
+/// `ended` shows that the attack held memory until the worker took it back.
+async fn upgrade_after(name: &'static str, attack: Attack, ended: &str) {
     let mut siege = Siege::start(name).await;
     let mut late = JoinSet::new();
     late.spawn(first_ticket(siege.target()));
@@ -228,6 +261,8 @@ async fn upgrade_after(name: &'static str, attack: Attack) {
     let outcome = siege.run(&[attack], HELD).await;
     let granted = late.join_next().await.expect("it runs").expect("no panic").expect("an answer");
     assert!(granted < attack_ends, "{name}: another application got no memory before the attack ended");
+    let metrics = block_in_place(|| siege.worker.metrics());
+    assert!(metrics.expect(ended) > 0.0, "{name}: {ended} is 0, so the attack held no memory");
     siege.client.unregister_app(LATE_APP).await.expect("known");
     for number in 0..APPS {
         let _unknown = siege.client.unregister_app(&app(number)).await;
@@ -280,20 +315,20 @@ async fn stalled_sends_do_not_delay_upgrade() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trickling_grpc_sends_do_not_block_honest_clients() {
-    upgrade_after("trickling sends over gRPC", trickle_over_grpc).await;
+    upgrade_after("trickling sends over gRPC", trickle_over_grpc, SLOW).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trickling_tcp_sends_do_not_block_honest_clients() {
-    upgrade_after("trickling sends over TCP", trickle_over_tcp).await;
+    upgrade_after("trickling sends over TCP", trickle_over_tcp, SLOW).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stalled_sends_do_not_block_honest_clients() {
-    upgrade_after("stalled sends", stalls).await;
+    upgrade_after("stalled sends", stalls, SLOW).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unused_tickets_do_not_block_honest_clients() {
-    upgrade_after("unused tickets of many applications", unused_tickets_of_many_apps).await;
+    upgrade_after("unused tickets", unused_tickets_of_many_apps, "tickets_taken_back_total").await;
 }
