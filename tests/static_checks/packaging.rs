@@ -144,6 +144,15 @@ fn operator_resource_matches_worker_configuration() {
 }
 
 #[test]
+fn github_accepts_the_workflows() {
+    for file in std::fs::read_dir(deploy("../.github/workflows")).unwrap() {
+        let file = file.unwrap().path();
+        let schema = ["--builtin-schema", "vendor.github-workflows"];
+        accepts("check-jsonschema", &[&schema[..], &[file.to_str().unwrap()]].concat());
+    }
+}
+
+#[test]
 fn hadolint_accepts_the_dockerfile() {
     accepts("hadolint", &[&deploy("docker/Dockerfile")]);
 }
@@ -171,13 +180,22 @@ fn unit_reloads_restarts_and_stops() {
 /// The image runs as an ordinary user, without a shell between the worker and its signals. The file
 /// shows it without a container engine.
 #[test]
-fn image_has_two_stages_and_runs_as_ordinary_user() {
+fn image_runs_as_ordinary_user_without_sources() {
     let instructions: Vec<&str> = DOCKERFILE
         .lines()
         .filter_map(|line| line.split_once(' ').map(|(word, _)| word))
         .filter(|word| word.chars().all(|c| c.is_ascii_uppercase()) && word.len() > 2)
         .collect();
-    assert_eq!(instructions.iter().filter(|word| **word == "FROM").count(), 2);
+    let stages: Vec<&str> = DOCKERFILE.split("\nFROM ").skip(1).collect();
+    assert_eq!(instructions.iter().filter(|word| **word == "FROM").count(), stages.len());
+    // The last stage takes one file from the others.
+    let last = stages.last().unwrap();
+    assert!(
+        last.starts_with("debian:") && last.matches("COPY --from=").count() == 1 && !last.contains(" . .")
+    );
+    // Dependencies have a layer of their own, above the sources.
+    let (dependencies, sources) = stages[2].split_once("COPY . .").unwrap();
+    assert!(dependencies.contains("cargo build") && sources.contains("touch {} +"));
     assert!(!DOCKERFILE.contains(":latest"));
     assert!(DOCKERFILE.contains("cargo build --release --locked"));
     let user = DOCKERFILE.find("\nUSER 10001").expect("a user");
@@ -200,7 +218,8 @@ fn image_tags_are_of_this_version() {
         assert!(!versions.is_empty());
     }
     assert!(
-        DOCKERFILE.contains("ARG COMMIT\n") && DOCKERFILE.contains("WORKER_GIT_COMMIT=\"$COMMIT\" cargo")
+        DOCKERFILE.matches("ARG COMMIT\n").count() == 2
+            && DOCKERFILE.contains("WORKER_GIT_COMMIT=\"$COMMIT\" cargo")
     );
 }
 
