@@ -50,6 +50,10 @@ struct CommandLine {
     #[arg(long)]
     check: bool,
 
+    /// With --check, also examine this machine: ports, directories, address, memory
+    #[arg(long, requires = "check")]
+    here: bool,
+
     /// Print the effective configuration as TOML, without secrets, and exit
     #[arg(long)]
     print_config: bool,
@@ -116,7 +120,8 @@ fn main() -> ExitCode {
     }
     let fitted = fit(&mut config, &env);
     if command_line.check {
-        return fitted.map_or_else(|error| fail(2, &error.to_string()), |()| check(&config, &env));
+        let here = command_line.here;
+        return fitted.map_or_else(|error| fail(2, &error.to_string()), |()| check(&config, &env, here));
     }
     if let Err(error) = fitted {
         return fail(1, &error.to_string());
@@ -222,8 +227,8 @@ fn fit(config: &mut Config, env: &HashMap<String, String>) -> Result<(), LimitsT
 }
 
 /// Reports whether the configuration is valid. For a running worker that asks, also whether this
-/// program can take over from it in place.
-fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
+/// program can take over from it in place; with `here`, whether it could start on this machine.
+fn check(config: &Config, env: &HashMap<String, String>, here: bool) -> ExitCode {
     if let Err(error) = server::check_files(config) {
         return fail(2, &format!("{error:#}"));
     }
@@ -231,18 +236,34 @@ fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
         Ok(verdict) => verdict.unwrap_or_default(),
         Err(problems) => return fail(2, &problems),
     };
+    let examined = if here { examine(config) } else { Ok(String::new()) };
+    let facts = match examined {
+        Ok(facts) => facts,
+        Err(problems) => return fail(2, &problems),
+    };
     let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
-    print(format!("the configuration{source} is valid\n{}{verdict}", notes(config)).as_bytes())
+    print(format!("the configuration{source} is valid\n{}{facts}{verdict}", notes(config)).as_bytes())
 }
 
 /// Returns the lines that the running worker expects, or the obstacles to an upgrade.
 fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
+    let rehearsed = block_on(server::rehearse(BUILD, config, facts))?;
+    rehearsed.map_err(|problems| format!("upgrade is not possible:\n  {}", problems.join("\n  ")))
+}
+
+/// Returns the findings about this machine, or the reasons why the worker cannot start on it.
+fn examine(config: &Config) -> Result<String, String> {
+    let examined = block_on(server::examine_machine(config))?;
+    examined.map_err(|problems| format!("the worker cannot start here:\n  {}", problems.join("\n  ")))
+}
+
+/// Runs a check to its end. Does not wait for threads of hung disks.
+fn block_on<T>(check: impl Future<Output = T>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
-    let rehearsed = runtime.block_on(server::rehearse(BUILD, config, facts));
-    // Does not wait for a hung disk.
+    let result = runtime.block_on(check);
     runtime.shutdown_background();
-    rehearsed.map_err(|problems| format!("upgrade is not possible:\n  {}", problems.join("\n  ")))
+    Ok(result)
 }
 
 /// Runs the worker, and after an upgrade the next one. The next one is another program in this

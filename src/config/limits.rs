@@ -126,7 +126,7 @@ impl Config {
         let danger = if is_fatal { "" } else { "the kernel may kill the process; " };
         let remedy = match fits {
             0 => "raise the limit".to_owned(),
-            _ => format!("set at most {}", ByteSize(fits)),
+            _ => format!("must be at most {}", ByteSize(fits)),
         };
         Some(Finding {
             key: "memory_store.capacity",
@@ -331,7 +331,8 @@ mod tests {
         let mut large = config("[memory_store]\ncapacity = \"512GiB\"");
         let mut system = SystemLimits { memory: limit("memory.max", 23 * GIB), ..SystemLimits::default() };
         let refused = refusal(&mut large, &system);
-        for part in ["memory_store.capacity: ", "512.0 GiB", "memory.max is 23.0 GiB", "set at most 21.7 GiB"]
+        for part in
+            ["memory_store.capacity: ", "512.0 GiB", "memory.max is 23.0 GiB", "must be at most 21.7 GiB"]
         {
             assert!(refused.contains(part), "{part}: {refused}");
         }

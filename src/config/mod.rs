@@ -29,7 +29,7 @@ pub use limits::{Finding, LimitsTooLow};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};
 
-use crate::schema::{Reader, Section as _, files, nested, redact};
+use crate::schema::{Reader, Section as _, files, names, nested, redact};
 
 /// Size limit of a configuration file. Real ones have a few KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -54,7 +54,7 @@ pub enum ConfigError {
         text: String,
     },
     /// The file is TOML and has invalid content.
-    #[error("the configuration{} has {}:{}", at(.path.as_deref()), counted(.problems.len()), listed(.problems))]
+    #[error("the configuration{} has {}:{}{}", at(.path.as_deref()), counted(.problems.len()), listed(.problems), pointer(.problems))]
     Invalid {
         /// The file, if there is one.
         path: Option<PathBuf>,
@@ -69,6 +69,16 @@ fn at(path: Option<&Path>) -> String {
 
 fn counted(count: usize) -> String {
     if count == 1 { "a problem".to_owned() } else { format!("{count} problems") }
+}
+
+/// Remedy for a configuration of another server.
+const IMPORT: &str =
+    "a configuration of the Java server or of riffle must be converted with `uniffle-worker import FILE`";
+
+/// Returns a line that points to `import` if a key is unlike any key of this worker.
+fn pointer(problems: &[Problem]) -> String {
+    let is_foreign = |problem: &Problem| names::is_java(&problem.key) || names::is_foreign(&problem.allowed);
+    if problems.iter().any(is_foreign) { format!("\n  {IMPORT}") } else { String::new() }
 }
 
 fn listed(problems: &[Problem]) -> String {
@@ -110,7 +120,10 @@ impl Config {
     pub fn parse(text: &str, env: &HashMap<String, String>, machine: &Machine) -> Result<Self, ConfigError> {
         let table: Table = text.parse().map_err(|error: toml::de::Error| ConfigError::Syntax {
             path: None,
-            text: redact::text(&error.to_string()),
+            text: match import::is_java(text) {
+                true => format!("{}; {IMPORT}", redact::text(error.to_string().trim_end())),
+                false => redact::text(&error.to_string()),
+            },
         })?;
         let mut reader = Reader::new(&sections::schema(), table, env.clone());
         let mut config = Self::read(&mut reader, machine);

@@ -77,6 +77,17 @@ fn walk(schema: &Schema, prefix: &str, table: Table, sorted: &mut Sorted) {
     }
 }
 
+/// Returns true if `key`, as a [`Problem`] names it, is a key of the Java server.
+pub fn is_java(key: &str) -> bool {
+    let key = key.trim_start_matches('[');
+    key == "rss]" || key.starts_with("rss.")
+}
+
+/// Returns true if `allowed` of a [`Problem`] says that no key or table is similar.
+pub fn is_foreign(allowed: &str) -> bool {
+    [UNKNOWN_KEY, UNKNOWN_TABLE].contains(&allowed)
+}
+
 fn shown(path: &str) -> String {
     let end = path.floor_char_boundary(SHOWN_BYTES_MAX);
     format!("{}{}", &path[..end], if end < path.len() { "…" } else { "" })

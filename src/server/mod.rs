@@ -11,6 +11,7 @@ mod cluster;
 mod forced_stop;
 mod health;
 mod hung_threads;
+mod machine;
 mod memory_backing;
 mod metrics;
 mod notify;
@@ -68,6 +69,7 @@ use self::tls::Tls;
 use self::upgrade::{RefusedBy, UpgradeMetrics};
 
 pub use self::forced_stop::ForcedStop;
+pub use self::machine::examine_machine;
 pub use self::metrics::metric_descriptions;
 pub use self::rehearsal::{REHEARSED, rehearse};
 pub use self::reload::{Origin, Reloaded};

@@ -46,7 +46,8 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
     }
     let said = |result: anyhow::Result<()>| result.err().map(|error| format!("{error:#}"));
     problems.extend(said(check_files(config)));
-    problems.extend(sockets::unavailable(config, |name, port| facts.has_listener(name, port)));
+    let unavailable = sockets::unavailable(config, |name, port| port == 0 || facts.has_listener(name, port));
+    problems.extend(unavailable.iter().map(|error| format!("{error:#}")));
     problems.extend(said(map_memory(config)));
     problems.extend(said(find_memory(config, &facts).await));
     let local = async {
@@ -65,7 +66,7 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
     Ok(format!("{PROGRAM}{build}\n{memory}{REHEARSED}\n"))
 }
 
-fn map_memory(config: &Config) -> anyhow::Result<()> {
+pub(super) fn map_memory(config: &Config) -> anyhow::Result<()> {
     let registry = crate::metrics::registry()?;
     let mapped = Memory::new(&config.memory, &registry);
     mapped

@@ -254,12 +254,12 @@ impl Wanted {
 }
 
 /// Binds new listeners of `config` for a moment. Skips those for which `is_open` returns true.
-/// Returns the errors, one line each.
-pub(super) fn unavailable(config: &Config, is_open: impl Fn(&str, u16) -> bool) -> Vec<String> {
+/// Returns the errors.
+pub(super) fn unavailable(config: &Config, is_open: impl Fn(&str, u16) -> bool) -> Vec<anyhow::Error> {
     let Wanted { grpc, http, tcp, admin } = Wanted::by(config);
     let wanted = [Some(grpc), Some(http), tcp, admin].into_iter().flatten();
-    let new = wanted.filter(|(name, address)| address.port() != 0 && !is_open(name, address.port()));
-    new.filter_map(|(name, address)| bind(name, address).err()).map(|error| format!("{error:#}")).collect()
+    let new = wanted.filter(|(name, address)| !is_open(name, address.port()));
+    new.filter_map(|(name, address)| bind(name, address).err()).collect()
 }
 
 /// Returns the listeners with their names, for the service manager's store.

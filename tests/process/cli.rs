@@ -92,6 +92,107 @@ fn start_errors_take_one_line() {
     assert_eq!(std::fs::read_to_string(foreign.path().join("thesis.doc")).expect("still there"), "precious");
 }
 
+/// Returns stdout of `--check --here`, or stderr if it refuses.
+fn examined(config: &str) -> Result<String, String> {
+    let output = worker(&["--check", "--here"], config);
+    match output.status.code() {
+        Some(0) => Ok(text(&output.stdout)),
+        code => {
+            assert_eq!(code, Some(2), "{}", text(&output.stderr));
+            Err(text(&output.stderr))
+        }
+    }
+}
+
+fn with_paths(top: &str, paths: &[&std::path::Path]) -> String {
+    format!("bind_address = \"127.0.0.1\"\n{top}\n[localfile_store]\ndata_paths = {paths:?}\n")
+}
+
+#[test]
+fn check_here_leaves_the_machine_unchanged() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let (empty, missing) = (dir.path().join("empty"), dir.path().join("a/b/missing"));
+    std::fs::create_dir(&empty).expect("a directory");
+    let config = with_paths("grpc_port = 0\nhttp_port = 0\nurpc_port = 0", &[&empty, &missing]);
+    let told = examined(&config).expect("it could start");
+    for part in ["ports are free", "2 data directories are usable", "advertised address is 127.0.0.1"] {
+        assert!(told.contains(part), "{part} in {told}");
+    }
+    assert_eq!(std::fs::read_dir(&empty).expect("a directory").count(), 0);
+    assert_eq!(std::fs::read_dir(dir.path()).expect("a directory").count(), 1);
+    assert_eq!(worker(&["--here"], &config).status.code(), Some(2), "needs --check");
+}
+
+#[test]
+fn check_here_refuses_ports_with_their_remedy() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    for (key, others) in [
+        ("grpc_port", "http_port = 0"),
+        ("http_port", "grpc_port = 0"),
+        ("urpc_port", "grpc_port = 0\nhttp_port = 0"),
+    ] {
+        let config = with_paths(&format!("{key} = {port}\n{others}"), &[&dir.path().join("d")]);
+        let told = examined(&config).expect_err("the port is taken");
+        for part in [&format!("{key} = 127.0.0.1:{port}"), "must be a free port", "ss -ltnp"] {
+            assert!(told.contains(part), "{part} in {told}");
+        }
+    }
+    let config = with_paths("grpc_port = 0\nhttp_port = 0", &[&dir.path().join("d")]);
+    let told = examined(&config.replace("127.0.0.1", "192.0.2.1")).expect_err("a foreign address");
+    assert!(told.contains("bind_address must be an address of this machine"), "{told}");
+}
+
+#[test]
+fn check_here_refuses_unusable_directories() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = |name: &str| dir.path().join(name);
+    std::fs::create_dir(path("foreign")).expect("a directory");
+    std::fs::write(path("foreign/thesis.doc"), "precious").expect("a file");
+    std::fs::write(path("file"), "x").expect("a file");
+    let ports = "grpc_port = 0\nhttp_port = 0";
+    for (unusable, why) in [
+        (path("foreign"), "content of another program"),
+        (path("file"), "must be a directory"),
+        (path("file/below"), "must be a directory"),
+        ("/proc/uniffle".into(), "must be a directory"),
+    ] {
+        let told = examined(&with_paths(ports, &[&path("good"), &unusable])).expect_err("unusable");
+        let named = format!("localfile_store.data_paths: {}", unusable.display());
+        assert!(told.contains(&named) && told.contains(why), "{told}");
+        assert!(!told.contains("/good"), "{told}");
+    }
+    assert!(!path("good").exists());
+
+    // A directory that a running worker has claimed, and the same one afterwards.
+    let running = Worker::start(&Setup { name: "check-here", capacity: "64M", ..Setup::default() });
+    let used = running.data_paths()[0].clone();
+    let told = examined(&with_paths(ports, &[&used])).expect_err("in use");
+    assert!(
+        told.contains("in use by another process") && told.contains(&used.display().to_string()),
+        "{told}"
+    );
+    running.assert_no_error_logged();
+}
+
+#[test]
+fn keys_of_other_servers_point_to_import() {
+    for foreign in [
+        "rss.rpc.server.port 19999\nrss.storage.basePath /data1\n",
+        "rss.rpc.server.port = 19999\n",
+        "[rss.server]\nmerge = 1\n",
+        "[zookeeper_discovery]\naddress = \"z:1\"\n",
+    ] {
+        let output = worker(&["--check"], foreign);
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains("`uniffle-worker import FILE`"), "{stderr}");
+    }
+    let typo = worker(&["--check"], "grcp_port = 1\n");
+    assert!(!text(&typo.stderr).contains("import"), "{}", text(&typo.stderr));
+}
+
 #[test]
 fn outdated_directory_is_refused_unchanged() {
     let old = tempfile::tempdir().expect("a temporary directory");

@@ -108,7 +108,7 @@ fn capacity_beyond_memory_is_refused_with_both_values() {
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{text}");
         let named = text.contains("memory_store.capacity: ") && text.contains("15.0 TiB");
-        assert!(named && text.contains("set at most"), "{text}");
+        assert!(named && text.contains("must be at most"), "{text}");
     }
 }
 

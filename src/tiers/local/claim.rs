@@ -261,7 +261,7 @@ fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), Store
 }
 
 /// Refuses an empty directory on the root file system whose disk may not be mounted.
-async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
+pub(super) async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
     let is_on_root = |mount: Mount| mount.point == Path::new("/");
     if !within(config.name_timeout, disk.mount()).await.is_ok_and(is_on_root) {
         return Ok(());

@@ -1,5 +1,5 @@
-//! Checks whether a successor could claim the data directories, without claiming them: the running
-//! worker holds their locks until it hands over.
+//! Checks whether a successor or a first start could claim the data directories, without claiming
+//! them: a running worker holds their locks until it hands over.
 //!
 //! An unresponsive directory is an obstacle: a thread that hangs in it keeps the running process
 //! from becoming its successor. The check leaves nothing behind except new, empty data directories.
@@ -87,6 +87,52 @@ pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
     obstacles_on(&config.real_disks(), config.name_timeout, held).await
 }
 
+/// Returns the reasons why a worker that starts now could not use the directories of `config`, one
+/// line each. Leaves nothing behind: a missing directory is tried in its nearest parent.
+pub async fn obstacles_to_start(config: &LocalConfig) -> Vec<String> {
+    let (disks, deadline) = (config.real_disks(), config.name_timeout);
+    let identities = BTreeMap::new();
+    let held = HeldBy { unhealthy: &[], identities: &identities };
+    let Examination { contents, refusals } = claim::examine(&disks, deadline, &identities).await;
+    let refused: Vec<String> = refusals.iter().map(ToString::to_string).collect();
+    let tries = disks.iter().zip(contents).map(async |(disk, content)| {
+        let root = disk.root();
+        let tried = match content {
+            Ok(Content::Nothing) => try_new(disk, config).await,
+            content => try_out(disk.as_ref(), content, held, deadline).await,
+        };
+        let why = tried.err()?.why;
+        Some(format!("{}: must be a directory that this worker can claim and write: {why}", root.display()))
+    });
+    let found = join_all(tries.collect::<Vec<_>>()).await;
+    let all = found.into_iter().flatten().chain(refused);
+    all.map(|why| format!("localfile_store.data_paths: {why}")).collect()
+}
+
+/// Checks whether an empty or missing directory could be claimed.
+async fn try_new(disk: &Arc<dyn Disk>, config: &LocalConfig) -> Result<(), Obstacle> {
+    let deadline = config.name_timeout;
+    claim::require_own_disk(disk.as_ref(), config).await?;
+    let mut root = disk.root().to_path_buf();
+    loop {
+        let at = LocalConfig { paths: vec![root.clone()], ..config.clone() }.real_disks();
+        let Some(disk) = at.first() else { return Ok(()) };
+        match within(deadline, disk.list(Path::new(""))).await {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && root.pop() => {}
+            Err(error) => return Err(Obstacle::from(error)),
+            Ok(_) => return try_writing(disk.as_ref(), deadline).await.map_err(Obstacle::from),
+        }
+    }
+}
+
+/// Creates and removes a directory. It needs an inode and a block like a file, and cannot be left
+/// half written.
+async fn try_writing(disk: &dyn Disk, deadline: Duration) -> io::Result<()> {
+    let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
+    within(deadline, disk.create_dir_all(&trial)).await?;
+    within(deadline, disk.remove_dir(&trial)).await
+}
+
 async fn obstacles_on(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<'_>) -> Vec<String> {
     // Runs first, because it would see directories that `try_out` creates.
     let Examination { contents, refusals } = claim::examine(disks, deadline, held.identities).await;
@@ -139,15 +185,10 @@ async fn try_out(
         Content::Ours(_) if !is_claimed => require_unlocked(disk, deadline).await?,
         Content::Ours(_) => {}
     }
-    // A directory needs an inode and a block like a file, and cannot be left half written.
-    let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
-    match within(deadline, disk.create_dir_all(&trial)).await {
+    match try_writing(disk, deadline).await {
         // A read-only directory is served without changing it.
         Err(error) if is_claimed && error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(()),
-        made => {
-            made?;
-            Ok(within(deadline, disk.remove_dir(&trial)).await?)
-        }
+        tried => Ok(tried?),
     }
 }
 

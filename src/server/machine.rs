@@ -1,0 +1,89 @@
+//! Examination of this machine before a start (`--check --here`).
+//!
+//! It binds the ports, resolves the advertised address, tries the data directories and maps the
+//! memory, as a start does. It releases everything at once and leaves nothing behind. Limits of
+//! the system are compared when the configuration is loaded (`config::limits`). Coordinators and
+//! remote stores are not called.
+
+use std::io;
+
+use anyhow::Context as _;
+use bytesize::ByteSize;
+
+use super::rehearsal::map_memory;
+use super::{advertised_ip, sockets};
+use crate::config::Config;
+use crate::coordinator::identity;
+use crate::memory::{Memory, Owner};
+use crate::tiers::local::claimable;
+
+/// Returns what the worker would use on this machine, one line each. Needs tokio's timers and
+/// blocking threads, some of which may hang when it returns.
+///
+/// # Errors
+/// The reasons why a start would fail or use fewer data directories, one line each.
+pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
+    let mut problems: Vec<String> =
+        sockets::unavailable(config, |_, _| false).iter().map(describe_port).collect();
+    let has_local = config.worker.store_type.has_local();
+    if has_local {
+        problems.extend(claimable::obstacles_to_start(&config.local).await);
+    }
+    let address = advertised_ip(config).await.map_err(|error| {
+        problems.push(format!(
+            "{error:#}; WORKER_IP must be an address or a host name by which clients reach this machine"
+        ));
+    });
+    if let Err(error) = map_memory(config) {
+        problems.push(format!(
+            "{error:#}; memory_store.capacity must be at most the memory that this machine can map"
+        ));
+    }
+    let Ok(address) = address else { return Err(problems) };
+    problems.extend(check_backing(config, address).err().map(|error| {
+        format!("{error:#}; must be a tmpfs directory of this worker with room for the capacity, or private")
+    }));
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let directories = if has_local { config.local.paths.len() } else { 0 };
+    Ok(format!(
+        "this machine: ports are free, {directories} data directories are usable, {} of memory can be mapped, \
+         the advertised address is {address}\n",
+        ByteSize(config.memory.capacity_bytes)
+    ))
+}
+
+/// Describes a listener that cannot be opened, with the remedy.
+fn describe_port(error: &anyhow::Error) -> String {
+    let cause = error.root_cause().downcast_ref::<io::Error>().map(io::Error::kind);
+    let remedy = match cause {
+        Some(io::ErrorKind::AddrInUse) => {
+            "must be a free port; stop the process that listens there (`ss -ltnp`)"
+        }
+        Some(io::ErrorKind::AddrNotAvailable) => "bind_address must be an address of this machine",
+        Some(io::ErrorKind::PermissionDenied) => {
+            "must be a port that this user may bind: at least 1024, or grant CAP_NET_BIND_SERVICE"
+        }
+        _ => "must be a port and an address that this machine can bind",
+    };
+    format!("{error:#}; {remedy}")
+}
+
+/// Checks the file of persistent memory. With a port chosen by the system, the worker's id and thus
+/// the owner of the file is unknown, so only the room is checked.
+fn check_backing(config: &Config, ip: std::net::IpAddr) -> anyhow::Result<()> {
+    let (section, worker) = (&config.memory, &config.worker);
+    if section.backing.is_private() {
+        return Ok(());
+    }
+    let has_id = worker.grpc_port != 0 && worker.urpc_port != Some(0);
+    let checked = match has_id {
+        true => {
+            let owner = Owner::now(identity::server_id(ip, worker.grpc_port, worker.urpc_port))?;
+            Memory::check(section, &owner)
+        }
+        false => Memory::check_room(section),
+    };
+    checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
+}
