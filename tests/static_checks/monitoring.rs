@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::docs::anchors;
 
 const RULES: &str = include_str!("../../deploy/prometheus/uniffle-worker.rules.yml");
+const RULE_TESTS: &str = include_str!("../../deploy/prometheus/uniffle-worker.tests.yml");
 const DASHBOARD: &str = include_str!("../../deploy/grafana/uniffle-worker.json");
 const METRICS: &str = include_str!("../../docs/metrics.md");
 const RUNBOOK: &str = include_str!("../../docs/runbook.md");
@@ -131,6 +132,14 @@ fn alerts_have_severity_texts_and_runbook_entry() {
         let anchor = field("runbook_url").strip_prefix(RUNBOOK_OF_ALERTS);
         let anchor = anchor.unwrap_or_else(|| panic!("{name}: {}", field("runbook_url")));
         assert!(anchors.contains(anchor), "{name}: docs/runbook.md has no #{anchor}");
+    }
+}
+
+#[test]
+fn each_alert_has_a_rule_test() {
+    for alert in alerts() {
+        let test = format!("  - name: {}\n", alert["alert"]);
+        assert!(RULE_TESTS.contains(&test), "{} has no test", alert["alert"]);
     }
 }
 

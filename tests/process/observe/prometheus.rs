@@ -18,6 +18,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const DASHBOARD: &str = include_str!("../../../deploy/grafana/uniffle-worker.json");
+const RULE_TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.tests.yml");
 pub(super) const RULES: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.rules.yml");
 
@@ -50,6 +51,7 @@ fn promtool_reports_no_error() {
     }
     let report = run(Command::new("promtool").args(["check", "rules", RULES]));
     assert!(report.contains("SUCCESS: 33 rules found"), "{report}");
+    run(Command::new("promtool").args(["test", "rules", RULE_TESTS]));
     let worker = Worker::start(&Setup::default());
     Load::start(&worker, "5MB", 1).finish();
     let text = worker.page("/metrics").unwrap();
