@@ -44,6 +44,13 @@ const SEND_BLOCKS: usize = 5_000;
 /// An attack. It counts what was acknowledged, in its own unit.
 type CostlyAttack = fn(Target, Arc<AtomicU64>) -> BoxFuture<'static, io::Error>;
 
+/// Adds `units` to the cost of an attack if they were acknowledged.
+fn count<T, E>(cost: &AtomicU64, units: u64, answer: &Result<T, E>) {
+    if answer.is_ok() {
+        cost.fetch_add(units, Ordering::Relaxed);
+    }
+}
+
 /// Returns ascending ids whose distances have no pattern, so that a set of them cannot be packed.
 fn scattered_id(at: i64) -> BlockId {
     let noise = at.cast_unsigned().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 31;
@@ -68,9 +75,8 @@ fn scattered_blocks(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, 
                 let blocks: Vec<Block> = ids.iter().map(block).collect();
                 for send in blocks.chunks(SEND_BLOCKS) {
                     let send = [(partition, send.to_vec())];
-                    if client.push(&key(APP, 0), SendForm::Classic, &send).await.is_ok() {
-                        cost.fetch_add(SEND_BLOCKS as u64, Ordering::Relaxed);
-                    }
+                    let sent = client.push(&key(APP, 0), SendForm::Classic, &send).await;
+                    count(&cost, SEND_BLOCKS as u64, &sent);
                 }
                 let some = [(partition, ids[..4000].to_vec())];
                 let _ = client.report(&key(APP, 0), TaskAttemptId(next), &some).await;
@@ -98,9 +104,7 @@ fn changing_registrations(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'st
                     let value = format!("{n}-{round}-").repeat(2000);
                     let bytes = value.len() as u64;
                     request.properties = [("spark.rss.changing".to_owned(), value)].into();
-                    if client.register_with(request).await.is_ok() {
-                        cost.fetch_add(bytes, Ordering::Relaxed);
-                    }
+                    count(cost, bytes, &client.register_with(request).await);
                 }
             }
         });
@@ -127,9 +131,7 @@ fn repeated_reports(target: Target, cost: Arc<AtomicU64>) -> BoxFuture<'static, 
                     ids.push(BlockId((1 << 50) + task));
                     let bytes = 8 * ids.len() as u64;
                     let report = [(PartitionId(partition), ids)];
-                    if client.report(&key(APP, 0), TaskAttemptId(task), &report).await.is_ok() {
-                        cost.fetch_add(bytes, Ordering::Relaxed);
-                    }
+                    count(cost, bytes, &client.report(&key(APP, 0), TaskAttemptId(task), &report).await);
                 }
             }
         });
