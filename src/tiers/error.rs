@@ -29,6 +29,8 @@ pub enum StoreErrorKind {
     Unclaimed,
     /// The directory has a format that is no longer supported.
     Outdated,
+    /// The directory has a format of another version.
+    OtherFormat,
     /// Another process holds the directory.
     InUse,
     /// Two directories have one identity.
@@ -101,6 +103,10 @@ impl fmt::Display for StoreErrorKind {
             Self::Outdated => {
                 "directory was written by version 0.1.0, which this version cannot read: run 0.1.0 until its applications have \
                  ended, then start with an empty directory"
+            }
+            Self::OtherFormat => {
+                "directory has the format of another version, which this version cannot read: run the version that wrote it \
+                 until its applications have ended, then start with an empty directory"
             }
             Self::InUse => "in use by another process",
             Self::Copied => "directory has the identity of another directory",

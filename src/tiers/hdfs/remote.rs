@@ -158,6 +158,7 @@ fn is_own_fault(kind: StoreErrorKind) -> bool {
         | StoreErrorKind::NotOurs
         | StoreErrorKind::Unclaimed
         | StoreErrorKind::Outdated
+        | StoreErrorKind::OtherFormat
         | StoreErrorKind::InUse
         | StoreErrorKind::Copied
         | StoreErrorKind::NotMounted

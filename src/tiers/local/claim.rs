@@ -72,7 +72,14 @@ pub(super) async fn examine(
     let contents = join_all(looks.collect::<Vec<_>>()).await;
     let ours = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| match content {
         Ok(Content::Ours(uuid)) => Some((disk.root().to_path_buf(), *uuid)),
-        Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) | Err(_) => None,
+        Ok(
+            Content::Nothing
+            | Content::Foreign
+            | Content::Outdated
+            | Content::OtherFormat
+            | Content::Unclaimed(_),
+        )
+        | Err(_) => None,
     };
     let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&contents).filter_map(ours).collect();
     let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
@@ -82,6 +89,7 @@ pub(super) async fn examine(
         match content {
             Ok(Content::Foreign) => refusals.push(StoreError::new(StoreErrorKind::NotOurs, root)),
             Ok(Content::Outdated) => refusals.push(StoreError::new(StoreErrorKind::Outdated, root)),
+            Ok(Content::OtherFormat) => refusals.push(StoreError::new(StoreErrorKind::OtherFormat, root)),
             Ok(Content::Unclaimed(flaw)) => {
                 let identity = identity_of(&**disk, &others, deadline).await;
                 let identity = match in_use.get(root) {
@@ -131,7 +139,13 @@ impl Claims<'_> {
             match content {
                 Ok(Content::Ours(_)) => ours.push((place, disk)),
                 // All other contents were refused by `examine`.
-                Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) => {
+                Ok(
+                    Content::Nothing
+                    | Content::Foreign
+                    | Content::Outdated
+                    | Content::OtherFormat
+                    | Content::Unclaimed(_),
+                ) => {
                     empty.push((place, disk));
                 }
                 Err(error) => self.leave_out(error)?,
@@ -213,6 +227,7 @@ fn is_refused(error: &StoreError) -> bool {
         StoreErrorKind::NotOurs
             | StoreErrorKind::Unclaimed
             | StoreErrorKind::Outdated
+            | StoreErrorKind::OtherFormat
             | StoreErrorKind::InUse
             | StoreErrorKind::Copied
     )
@@ -350,6 +365,7 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
         }
         Content::Foreign => Err(StoreError::new(StoreErrorKind::NotOurs, root)),
         Content::Outdated => Err(StoreError::new(StoreErrorKind::Outdated, root)),
+        Content::OtherFormat => Err(StoreError::new(StoreErrorKind::OtherFormat, root)),
         Content::Unclaimed(flaw) => Err(unclaimed_error(root, flaw, &identity_of(io, &[], deadline).await)),
     }
 }

@@ -138,7 +138,14 @@ async fn obstacles_on(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<
     let Examination { contents, refusals } = claim::examine(disks, deadline, held.identities).await;
     let replaced = disks.iter().zip(&contents).filter_map(|(disk, content)| match content {
         Ok(Content::Ours(now)) => replaced(disk.root(), *now, held),
-        Ok(Content::Nothing | Content::Foreign | Content::Outdated | Content::Unclaimed(_)) | Err(_) => None,
+        Ok(
+            Content::Nothing
+            | Content::Foreign
+            | Content::Outdated
+            | Content::OtherFormat
+            | Content::Unclaimed(_),
+        )
+        | Err(_) => None,
     });
     let refused: Vec<String> = refusals.iter().map(ToString::to_string).chain(replaced).collect();
     let tries = disks.iter().zip(contents).map(async |(disk, content)| {
@@ -178,7 +185,7 @@ async fn try_out(
         return Err(Obstacle::fatal(why));
     }
     match content? {
-        Content::Foreign | Content::Outdated | Content::Unclaimed(_) => return Ok(()),
+        Content::Foreign | Content::Outdated | Content::OtherFormat | Content::Unclaimed(_) => return Ok(()),
         // The disk may not be mounted, or an empty one may have replaced it.
         Content::Nothing if is_unhealthy => return Ok(()),
         Content::Nothing => within(deadline, disk.create_dir_all(Path::new(""))).await?,
@@ -380,6 +387,18 @@ mod tests {
         std::fs::create_dir(copied.dir.path().join("d2/apps")).unwrap();
         let told = copied.told(&["d0", "d2"], &[]).await;
         assert!(told.contains("is empty, and the identity of the directory is unknown"), "{told}");
+    }
+
+    /// Without a proposal to restore the claim of this version.
+    #[tokio::test]
+    async fn newer_format_is_refused_to_an_older_successor() {
+        let copied = Copied::new();
+        let newer = "uniffle-worker local store 2\nanything\n";
+        let newer = format!("{newer}crc32 {:08x}\n", crc32fast::hash(newer.as_bytes()));
+        copied.mark("d0", newer.as_bytes());
+        let told = copied.told(&["d0", "d1"], &[]).await;
+        assert!(told.contains("d0: directory has the format of another version"), "{told}");
+        assert!(!told.contains("printf"), "{told}");
     }
 
     #[tokio::test]

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use uuid::Uuid;
 
-use super::marker::{MARKER, lines_of, uuid_of};
+use super::marker::{MARKER, is_of_other_version, lines_of, uuid_of};
 use super::mounts::MOUNTS;
 use crate::durability::{Epoch, METADATA};
 
@@ -31,6 +31,8 @@ pub(super) enum Content {
     Unclaimed(Flaw),
     /// Written by 0.1.0, in a format that is no longer supported.
     Outdated,
+    /// Written by a version with another format.
+    OtherFormat,
 }
 
 /// Reason why a claim is unusable.
@@ -65,6 +67,7 @@ pub(super) fn content_of(names: &[String], claim: Option<&[u8]>) -> Content {
             // The claim is written and synced before any other file, so no data can exist.
             None if claim.is_empty() && !has_others => Content::Nothing,
             None if claim.is_empty() => Content::Unclaimed(Flaw::Empty),
+            None if is_of_other_version(claim) => Content::OtherFormat,
             None => Content::Unclaimed(Flaw::Damaged),
         },
         None if names.iter().any(is_ours) => Content::Unclaimed(Flaw::Missing),
@@ -191,6 +194,9 @@ mod tests {
         for claim in [None, Some(&intact[..]), Some(b"")] {
             assert_eq!(content_of(&names(&["apps", OLD_LIST, MARKER]), claim), Content::Outdated);
         }
+        let newer = "uniffle-worker local store 2\nanything\n";
+        let newer = format!("{newer}crc32 {:08x}\n", crc32fast::hash(newer.as_bytes()));
+        assert_eq!(content_of(&names(&["apps", MARKER]), Some(newer.as_bytes())), Content::OtherFormat);
         assert_eq!(content_of(&names(&[MARKER]), Some(b"x")), Content::Unclaimed(Flaw::Damaged));
     }
 

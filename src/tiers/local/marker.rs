@@ -6,6 +6,8 @@ use uuid::Uuid;
 pub const MARKER: &str = "uniffle-worker.claim";
 /// First line of the marker: format and version.
 const MARKER_HEAD: &str = "uniffle-worker local store 1";
+/// Start of the first line in every version. The last line stays a checksum of the lines above it.
+const FORMAT: &str = "uniffle-worker local store ";
 /// Prefix of the checksum of the lines above it.
 const CHECKSUM: &str = "crc32 ";
 
@@ -29,6 +31,15 @@ pub(super) fn uuid_of(marker: &[u8]) -> Option<Uuid> {
     (text == marker_of(uuid)).then_some(uuid)
 }
 
+/// Returns whether a marker is intact, but of another version of the format.
+pub(super) fn is_of_other_version(marker: &[u8]) -> bool {
+    let text = std::str::from_utf8(marker).unwrap_or_default();
+    let head = text.lines().next().unwrap_or_default();
+    let Some((lines, checksum)) = text.rsplit_once(CHECKSUM) else { return false };
+    let is_intact = checksum.trim_end() == format!("{:08x}", crc32fast::hash(lines.as_bytes()));
+    is_intact && head.starts_with(FORMAT) && head != MARKER_HEAD
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -43,6 +54,7 @@ mod tests {
             let mut damaged = marker.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
             assert_eq!(uuid_of(&damaged), None, "bit {bit}");
+            assert!(!is_of_other_version(&damaged), "bit {bit}");
         }
     }
 }
