@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde_json::Value;
-use tokio::task::block_in_place;
+use tokio::task::{JoinSet, block_in_place};
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::SendForm;
 use uniffle_testkit::clients::{local, long_backoff};
@@ -118,10 +118,11 @@ fn shortened(rules: &str) -> String {
     rules.lines().map(|line| shortened_line(line) + "\n").collect()
 }
 
-/// Sends blocks until the task is aborted.
-fn fill(worker: &Worker, app: &'static str) -> tokio::task::AbortHandle {
+/// Sends blocks until the set is dropped.
+fn fill(worker: &Worker, app: &'static str) -> JoinSet<()> {
     let port = worker.ready().grpc_port;
-    let task = tokio::spawn(async move {
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
         let client = ShuffleClient::connect(local(port)).await.unwrap().with_backoff(long_backoff());
         let mut written = Written::register(&client, key(app, 0), 4).await;
         for task in 0.. {
@@ -130,7 +131,7 @@ fn fill(worker: &Worker, app: &'static str) -> tokio::task::AbortHandle {
             }
         }
     });
-    task.abort_handle()
+    tasks
 }
 
 #[test]
@@ -165,7 +166,7 @@ async fn alerts_fire_on_full_disk() {
         "UniffleFlushFails",
     ];
     block_in_place(|| watch.wait_firing(&worker, &expected, &["UniffleFlushQueueGrows"]));
-    filling.abort();
+    drop(filling);
 }
 
 /// One disk cannot be written, and one is moved away. The third continues.
@@ -202,7 +203,8 @@ async fn alerts_fire_on_lost_blocks_and_missing_directory() {
     block_in_place(|| worker.start_again());
     let watch = Watch::start(&[&worker]);
     let client = client_of(&worker).await;
-    let asking = tokio::spawn(async move {
+    let mut asking = JoinSet::<()>::new();
+    asking.spawn(async move {
         loop {
             client.results(&key("app", 3), &[PartitionId(0)], None).await.unwrap_err();
             tokio::time::sleep(Duration::from_millis(200)).await;
@@ -215,7 +217,7 @@ async fn alerts_fire_on_lost_blocks_and_missing_directory() {
         "UniffleDiskLeftOut",
     ];
     block_in_place(|| watch.wait_firing(&worker, &expected, &[]));
-    asking.abort();
+    asking.abort_all();
 }
 
 /// Another program removes the files of a running worker.
@@ -241,7 +243,8 @@ async fn alerts_fire_on_removed_files() {
     });
     let apps = worker.data_paths()[0].join("apps");
     remove_files(&apps);
-    let reading = tokio::spawn(async move {
+    let mut reading = JoinSet::<()>::new();
+    reading.spawn(async move {
         loop {
             let _ = written.readable(&client).await;
             tokio::time::sleep(Duration::from_millis(200)).await;
@@ -249,7 +252,7 @@ async fn alerts_fire_on_removed_files() {
     });
     let expected = ["UniffleFilesVanished", "UniffleBlocksLost"];
     block_in_place(|| watch.wait_firing(&worker, &expected, &["UniffleDiskFails"]));
-    reading.abort();
+    reading.abort_all();
 }
 
 /// Removes all files below a directory, and leaves the directories.
@@ -318,7 +321,8 @@ async fn alerts_fire_on_limits_of_clients() {
     let connections = start("[grpc]\nmax_connections = 10\n", "");
     let watch = Watch::start(&[&quota, &heap, &connections]);
     let (client, address) = (client_of(&quota).await, connections.ready().grpc_port);
-    let asking = tokio::spawn(async move {
+    let mut asking = JoinSet::<()>::new();
+    asking.spawn(async move {
         let mut open = Vec::new();
         loop {
             client.register(&key("app", 0), &[(0, 9)]).await.unwrap_err();
@@ -336,7 +340,7 @@ async fn alerts_fire_on_limits_of_clients() {
         watch.wait_firing(&heap, &["UniffleHeapFull"], &[]);
         watch.wait_firing(&connections, &["UniffleConnectionsRefused"], &[]);
     });
-    asking.abort();
+    asking.abort_all();
 }
 
 /// The configuration file gets an unknown key.
