@@ -15,6 +15,7 @@ pub mod object;
 #[cfg(feature = "object")]
 pub mod offload;
 mod record_cache;
+mod records;
 mod recovered;
 mod state;
 #[cfg(test)]

@@ -21,8 +21,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::fs::RemoteFs;
 use super::layout::WriterName;
+use crate::tiers::records::encode_blocks;
 use crate::tiers::{StoreError, StoreErrorKind};
-use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::BlockMeta;
 
 /// Number of used names that are skipped before that counts as a failure.
@@ -180,8 +180,9 @@ impl Writer {
                 Err(error) => return Err(error),
             }
         };
-        let (records, data_bytes) = records_of(blocks, 0);
-        fs.create(&index_path, vec![records]).await?;
+        let mut records = Vec::new();
+        let data_bytes = encode_blocks(blocks, 0, &mut records);
+        fs.create(&index_path, vec![records.into()]).await?;
         self.writers.files.fetch_add(2, Ordering::Relaxed);
         Ok(data_bytes)
     }
@@ -194,9 +195,10 @@ impl Writer {
         data: Vec<Bytes>,
     ) -> Result<u64, StoreError> {
         let (data_path, index_path) = self.paths();
-        let (records, data_bytes) = records_of(blocks, base);
+        let mut records = Vec::new();
+        let data_bytes = encode_blocks(blocks, base, &mut records);
         fs.append(&data_path, data).await?;
-        fs.append(&index_path, vec![records]).await?;
+        fs.append(&index_path, vec![records.into()]).await?;
         Ok(data_bytes)
     }
 
@@ -216,15 +218,4 @@ impl Writer {
         let taken = entries.iter().filter_map(|entry| self.name().failures_of(&entry.name)).max();
         Ok(taken.unwrap_or(self.failures).max(self.failures).saturating_add(1))
     }
-}
-
-/// Returns the records of contiguous blocks that begin at `base`, and the offset of their end.
-fn records_of(blocks: &[BlockMeta], base: u64) -> (Bytes, u64) {
-    let mut records = Vec::with_capacity(blocks.len() * RECORD_BYTES);
-    let mut offset = base;
-    for block in blocks {
-        records.extend_from_slice(&IndexRecord::new(block, offset).encode());
-        offset += u64::from(block.length);
-    }
-    (records.into(), offset)
 }

@@ -12,6 +12,7 @@ use super::files::Mode;
 use super::log::Log;
 use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
+use crate::tiers::records::RecordCheck;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
@@ -22,7 +23,7 @@ const VISITED_BYTES: usize = (256 << 10) / RECORD_BYTES * RECORD_BYTES;
 impl Core {
     /// Calls `show` with the index records of an extent, from record `from` on, until it breaks.
     /// Their offsets are relative to the extent, and they are read in small parts. If `from` is 0,
-    /// the checksum is verified at the end: the records are valid only if this returns `Ok`.
+    /// they are verified at the end: they are valid only if this returns `Ok`.
     pub(super) async fn visit_records(
         &self,
         shuffle: &Shuffle,
@@ -35,7 +36,7 @@ impl Core {
         let failed = |error| self.read_failed(shuffle, &log, error);
         let file = self.files.reader(&log).await.map_err(failed)?;
         let (mut at, end) = (from as usize * RECORD_BYTES, extent.blocks as usize * RECORD_BYTES);
-        let (mut hasher, mut wants_more) = (crc32fast::Hasher::new(), true);
+        let (mut check, mut wants_more) = (RecordCheck::default(), true);
         while at < end && (wants_more || from == 0) {
             let bytes = VISITED_BYTES.min(end - at);
             let place = extent.index_offset + at as u64;
@@ -45,11 +46,11 @@ impl Core {
                 result.map(|()| target)
             });
             let bytes = target.await.map_err(failed)?.buffer.freeze(bytes);
-            hasher.update(&bytes);
+            check.accept(&bytes);
             wants_more = wants_more && records(&bytes).try_for_each(|record| show(&record)).is_continue();
             at += bytes.len();
         }
-        if from == 0 && hasher.finalize() != extent.records_crc {
+        if from == 0 && !check.matches(extent.length, extent.records_crc) {
             return Err(StoreError::corrupt(log.full_path(), "index records are corrupt"));
         }
         Ok(())

@@ -16,13 +16,14 @@
 //! ```
 //!
 //! The blocks of an extent are contiguous, so a record's offset is the sum of the lengths before
-//! it. [`decode`] and the reader check that. The bases are promises to clients, so the group stores
+//! it. [`RecordCheck`](crate::tiers::records::RecordCheck) verifies that. The bases are promises to clients, so the group stores
 //! them and recovery restores them. A group may appear in two index logs, after an append with an
 //! unknown outcome. Both have the same sequence and the same bytes. Pure: no I/O.
 
 use bytes::Bytes;
 use uuid::Uuid;
 
+use crate::tiers::records::{are_sound, encode_blocks};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::{BlockMeta, PartitionId};
@@ -112,9 +113,9 @@ pub enum GroupError {
     /// A later program version wrote the group.
     #[error("index group has version {0}, this program supports {VERSION}")]
     Version(u16),
-    /// A checksum does not match.
-    #[error("checksum of the index group's {0} does not match")]
-    Checksum(&'static str),
+    /// The checksum of the header and the entry table does not match.
+    #[error("checksum of the index group's head does not match")]
+    Checksum,
     /// A field contradicts another.
     #[error("index group's {0} is malformed")]
     Malformed(&'static str),
@@ -134,11 +135,7 @@ pub fn encode(header: &GroupHeader, extents: &[GroupExtent<'_>]) -> EncodedGroup
     let mut places = Vec::with_capacity(extents.len());
     for (n, extent) in extents.iter().enumerate() {
         let start = bytes.len();
-        let mut length = 0;
-        for block in extent.blocks {
-            bytes.extend_from_slice(&IndexRecord::new(block, length).encode());
-            length += u64::from(block.length);
-        }
+        let length = encode_blocks(extent.blocks, 0, &mut bytes);
         let crc = crc32fast::hash(&bytes[start..]);
         places.push(RecordsPlace { offset: start as u64, crc });
         let entry = &mut bytes[HEADER_BYTES + n * ENTRY_BYTES..][..ENTRY_BYTES];
@@ -186,7 +183,7 @@ pub fn total_bytes(head: &[u8]) -> Result<u64, GroupError> {
     let head = head.get(..head_bytes(head)?).ok_or(GroupError::Incomplete)?;
     let word = |at: usize| head[at..].first_chunk().copied().map(u32::from_be_bytes);
     if word(60) != Some(head_crc(head)) {
-        return Err(GroupError::Checksum("head"));
+        return Err(GroupError::Checksum);
     }
     head[8..].first_chunk().copied().map(u64::from_be_bytes).ok_or(GroupError::Incomplete)
 }
@@ -222,7 +219,7 @@ pub fn decode(bytes: &[u8]) -> Result<(IndexGroup, usize), GroupError> {
         .ok_or(GroupError::Malformed("entry count"))?;
     let head = bytes.get(..head_bytes).ok_or(GroupError::Incomplete)?;
     if head_crc(head) != crc {
-        return Err(GroupError::Checksum("head"));
+        return Err(GroupError::Checksum);
     }
     if reserved != 0 {
         return Err(GroupError::Malformed("reserved field"));
@@ -262,12 +259,7 @@ fn decode_entry(entry: &[u8], group: &[u8], at: usize) -> Result<GroupEntry, Gro
     let end = blocks.checked_mul(RECORD_BYTES).and_then(|len| len.checked_add(at));
     let end = end.ok_or(GroupError::Malformed("block count"))?;
     let bytes = group.get(at..end).ok_or(GroupError::Incomplete)?;
-    if crc32fast::hash(bytes) != crc {
-        return Err(GroupError::Checksum("records"));
-    }
-    let records: Vec<_> = records(bytes).collect();
-    let mut check = RecordCheck::default();
-    if blocks == 0 || !records.iter().all(|record| check.accept(record)) || check.length != length {
+    if blocks == 0 || !are_sound(bytes, length, crc) {
         return Err(GroupError::Malformed("records"));
     }
     let in_range = base.checked_add(length).is_some_and(|end| i64::try_from(end).is_ok());
@@ -275,23 +267,7 @@ fn decode_entry(entry: &[u8], group: &[u8], at: usize) -> Result<GroupEntry, Gro
         return Err(GroupError::Malformed("extent"));
     }
     let place = RecordsPlace { offset: at as u64, crc };
-    Ok(GroupEntry { partition, base, data_offset, length, place, records })
-}
-
-/// Checks that records are contiguous.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct RecordCheck {
-    /// Bytes of the records accepted so far.
-    pub length: u64,
-}
-
-impl RecordCheck {
-    /// Returns whether `record` is not empty and begins at the end of the previous one.
-    pub fn accept(&mut self, record: &IndexRecord) -> bool {
-        let fits = record.length > 0 && u64::try_from(record.offset) == Ok(self.length);
-        self.length = self.length.saturating_add(u64::from(record.length.unsigned_abs()));
-        fits
-    }
+    Ok(GroupEntry { partition, base, data_offset, length, place, records: records(bytes).collect() })
 }
 
 /// Returns the CRC of the header, except its CRC field, and of the entry table.

@@ -14,6 +14,7 @@ use super::reads::{self, Asked, Located};
 use super::shuffle::Shuffle;
 use super::streams::{Extent, Stream};
 use super::verify::WRONG_RECORDS;
+use crate::tiers::records::RecordCheck;
 use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -33,7 +34,7 @@ struct Place {
     at: usize,
     /// Bytes of its records that were given.
     done: u64,
-    crc: crc32fast::Hasher,
+    check: RecordCheck,
 }
 
 impl fmt::Debug for IndexRead {
@@ -134,20 +135,21 @@ impl IndexRead {
     fn check(&mut self, piece: &Piece, bytes: &[u8]) -> Result<(), StoreError> {
         let Answer { core, shuffle, .. } = &self.answer;
         let place = &mut self.place;
-        place.crc.update(bytes);
+        let mut is_sound = place.check.accept(bytes);
         place.done = piece.from + bytes.len() as u64;
-        if place.done < piece.extent.records_bytes() {
-            return Ok(());
+        let is_end = place.done >= piece.extent.records_bytes();
+        if is_end {
+            let check = std::mem::take(&mut place.check);
+            is_sound = check.matches(piece.extent.length, piece.extent.records_crc);
+            (place.at, place.done) = (place.at + 1, 0);
         }
-        let crc = std::mem::take(&mut place.crc).finalize();
-        (place.at, place.done) = (place.at + 1, 0);
-        if crc != piece.extent.records_crc {
+        if !is_sound {
             // Also those that were given before this chunk.
             reads::discard(core, shuffle, piece.extent.segment, &piece.extent.records_range());
             return Err(StoreError::corrupt(shuffle.segment_key(piece.extent.segment), WRONG_RECORDS));
         }
         // What was read whole is what a reader of the data needs next.
-        if piece.from == 0 && core.records.takes(bytes.len()) {
+        if is_end && piece.from == 0 && core.records.takes(bytes.len()) {
             core.records.keep(shuffle.records_key(&piece.extent), Bytes::copy_from_slice(bytes));
         }
         Ok(())

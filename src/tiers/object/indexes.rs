@@ -15,6 +15,7 @@ use super::layout::{Entry, FOOTER_BYTES, Footer, segment_key};
 use super::streams::{Extent, Streams};
 use crate::budget::Charge;
 use crate::durability::PresentIds;
+use crate::tiers::records::RecordCheck;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 
@@ -277,8 +278,7 @@ impl<'a> RecordStream<'a> {
     /// Block ids of the next extent, and whether its records are what was written.
     async fn ids_of(&mut self, entry: &Entry) -> Result<(Vec<u64>, bool), StoreError> {
         let mut left = entry.blocks as usize * RECORD_BYTES;
-        let (mut ids, mut length) = (Vec::with_capacity(entry.blocks as usize), 0);
-        let mut crc = crc32fast::Hasher::new();
+        let (mut ids, mut check) = (Vec::with_capacity(entry.blocks as usize), RecordCheck::default());
         while left > 0 {
             if self.window.is_empty() {
                 let window = WINDOW_BYTES / RECORD_BYTES as u64 * RECORD_BYTES as u64;
@@ -291,12 +291,9 @@ impl<'a> RecordStream<'a> {
                 return Err(StoreError::new(StoreErrorKind::Corrupt, self.key));
             }
             left -= some.len();
-            crc.update(&some);
-            for record in records(&some) {
-                ids.push(record.block_id.unsigned_abs());
-                length += u64::from(record.length.unsigned_abs());
-            }
+            check.accept(&some);
+            ids.extend(records(&some).map(|record| record.block_id.unsigned_abs()));
         }
-        Ok((ids, crc.finalize() == entry.records_crc && length == entry.length))
+        Ok((ids, check.matches(entry.length, entry.records_crc)))
     }
 }

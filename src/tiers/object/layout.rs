@@ -35,8 +35,8 @@ use std::fmt::Write as _;
 
 use crate::durability::LogObject;
 use object_store::path::Path;
-use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
-use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleId, ShuffleKey};
+use uniffle_wire::index::RECORD_BYTES;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 /// First bytes of a footer.
 pub const MAGIC: [u8; 4] = *b"UWOS";
@@ -220,18 +220,6 @@ pub enum SegmentError {
     Malformed(&'static str),
 }
 
-/// The records of an extent, with offsets relative to it.
-#[must_use]
-pub fn records_of(blocks: &[BlockMeta]) -> Vec<u8> {
-    let mut records = Vec::with_capacity(blocks.len() * RECORD_BYTES);
-    let mut offset = 0;
-    for block in blocks {
-        records.extend_from_slice(&IndexRecord::new(block, offset).encode());
-        offset += u64::from(block.length);
-    }
-    records
-}
-
 /// The bytes of a table.
 #[must_use]
 pub fn encode_table(entries: &[Entry]) -> Vec<u8> {
@@ -369,9 +357,10 @@ pub(super) fn path_of(key: &str) -> Path {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use uniffle_wire::types::{BlockId, TaskAttemptId};
+    use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
     use super::*;
+    use crate::tiers::records::encode_blocks;
 
     fn registered(app: &str, shuffle: i32, incarnation: u64) -> Registered {
         Registered { key: ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle)), incarnation }
@@ -388,13 +377,14 @@ mod tests {
         let table_end = 30 + 2 * ENTRY_BYTES as u64;
         let (mut entries, mut records) = (Vec::new(), Vec::new());
         for (partition, base, offset, blocks) in extents {
-            let bytes = records_of(&blocks);
+            let mut bytes = Vec::new();
+            let length = encode_blocks(&blocks, 0, &mut bytes);
             entries.push(Entry {
                 partition: PartitionId(partition),
                 blocks: u32::try_from(blocks.len()).unwrap(),
                 base,
                 offset,
-                length: blocks.iter().map(|block| u64::from(block.length)).sum(),
+                length,
                 records: table_end + records.len() as u64,
                 records_crc: crc32fast::hash(&bytes),
             });

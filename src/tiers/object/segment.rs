@@ -4,8 +4,9 @@ use std::collections::{HashMap, VecDeque};
 
 use bytes::Bytes;
 
-use super::layout::{Entry, FOOTER_BYTES, Footer, encode_table, records_of};
+use super::layout::{Entry, FOOTER_BYTES, Footer, encode_table};
 use super::streams::Extent;
+use crate::tiers::records::encode_blocks;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
@@ -73,8 +74,8 @@ impl Prepared {
             if !extent.is_consistent() {
                 return Err(invalid());
             }
-            let length = extent.length;
-            let records: Bytes = records_of(&extent.blocks).into();
+            let mut records = Vec::new();
+            let length = encode_blocks(&extent.blocks, 0, &mut records);
             let (partition, records_crc) = (extent.partition, crc32fast::hash(&records));
             prepared.bytes += length;
             prepared.blocks += u64::from(blocks);
@@ -82,7 +83,7 @@ impl Prepared {
                 partition,
                 length,
                 blocks,
-                records,
+                records: records.into(),
                 records_crc,
                 payload,
             });

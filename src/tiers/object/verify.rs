@@ -21,6 +21,7 @@ use super::streams::{Extent, ExtentList};
 use crate::tiers::StoreError;
 use crate::tiers::block_checks::{BlockChecks, Check, Mark};
 use crate::tiers::record_cache::RecordsKey;
+use crate::tiers::records::are_sound;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 
 /// Records that are asked for at a time where they are not in memory.
@@ -279,8 +280,9 @@ async fn load(
         return Ok(found);
     }
     let mut read = reads::read(core, shuffle, extent.segment, window.range(extent)).await?;
-    let is_wrong =
-        |bytes: &Bytes| window.blocks == extent.blocks && crc32fast::hash(bytes) != extent.records_crc;
+    let is_wrong = |bytes: &Bytes| {
+        window.blocks == extent.blocks && !are_sound(bytes, extent.length, extent.records_crc)
+    };
     if is_wrong(&read) {
         let key = shuffle.segment_key(extent.segment);
         reads::discard(core, shuffle, extent.segment, &window.range(extent));
@@ -294,7 +296,7 @@ async fn load(
 }
 
 /// What is said of records that are not what was written.
-pub(super) const WRONG_RECORDS: &str = "checksum of a partition's index records does not match";
+pub(super) const WRONG_RECORDS: &str = "a partition's index records are corrupt";
 
 /// Whether the records of an extent are read in several windows, so that nothing says whether those of one are what was written.
 pub(super) fn has_windows(extent: &Extent) -> bool {

@@ -21,16 +21,17 @@ use super::damage::Damage;
 use super::damaged::filler;
 use super::extent::{Extent, ExtentList, FILLER_BYTES, NO_LOG};
 use super::files::Mode;
-use super::index::{RecordCheck, occupied_bytes};
+use super::index::occupied_bytes;
 use super::log::Log;
 use super::share::ReadShare;
 use super::shuffle::Shuffle;
 use crate::clock::Instant;
 use crate::runtime::Tasks;
+use crate::tiers::records::RecordCheck;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
-use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;
 
 pub use data::DataRead;
@@ -85,12 +86,11 @@ struct ExtentRecords {
     extent: Extent,
     done_bytes: u64,
     check: RecordCheck,
-    crc: crc32fast::Hasher,
 }
 
 impl ExtentRecords {
     fn new(extent: Extent) -> Self {
-        Self { extent, done_bytes: 0, check: RecordCheck::default(), crc: crc32fast::Hasher::new() }
+        Self { extent, done_bytes: 0, check: RecordCheck::default() }
     }
 
     fn left_bytes(&self) -> u64 {
@@ -402,14 +402,13 @@ impl IndexRead {
 
     /// Verifies the next `bytes` of an extent's records, and converts their offsets to the stream.
     fn check(&mut self, mut current: ExtentRecords, bytes: &mut [u8]) -> Result<(), StoreError> {
-        current.crc.update(bytes);
-        let mut intact = records(bytes).all(|record| current.check.accept(&record));
+        let mut intact = current.check.accept(bytes);
         rebase(bytes, current.extent.base);
         current.done_bytes += bytes.len() as u64;
         let complete = current.left_bytes() == 0;
         if complete {
-            intact &= current.crc.clone().finalize() == current.extent.records_crc;
-            intact &= current.check.length == current.extent.length;
+            let check = std::mem::take(&mut current.check);
+            intact = check.matches(current.extent.length, current.extent.records_crc);
         }
         if !intact {
             let log = self.stream.shuffle.log_at(current.extent.index_log);
