@@ -10,17 +10,15 @@ use futures::future::BoxFuture;
 use futures::{FutureExt as _, TryFutureExt as _};
 use tokio::sync::watch;
 
-use super::read::{DataRead, IndexRead};
 use super::removal::drop_blocking;
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
 use crate::durability::{self, OnDamage, Scratch};
 use crate::tiers::{
-    Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
-    ServedTier, StoreError, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex, ServedTier,
+    StoreError, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };
-use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 pub(in crate::tiers) const NAMES: TierNames = TierNames {
@@ -207,39 +205,5 @@ impl ServedTier for LocalStore {
         partition: PartitionId,
     ) -> BoxFuture<'a, Option<StoreError>> {
         LocalStore::mark_damaged_lost(self, key, partition).boxed()
-    }
-}
-
-impl ChunkRead for IndexRead {
-    fn next_chunk<'a>(
-        &'a mut self,
-        buffers: &'a dyn ReadBuffers,
-    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        IndexRead::next_chunk(self, buffers).boxed()
-    }
-
-    fn next_room(&self) -> usize {
-        IndexRead::next_room(self)
-    }
-
-    fn is_suspect(&self) -> bool {
-        IndexRead::is_suspect(self)
-    }
-}
-
-impl ChunkRead for DataRead {
-    fn next_chunk<'a>(
-        &'a mut self,
-        buffers: &'a dyn ReadBuffers,
-    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        DataRead::next_chunk(self, buffers).boxed()
-    }
-
-    fn next_room(&self) -> usize {
-        DataRead::next_room(self)
-    }
-
-    fn is_suspect(&self) -> bool {
-        DataRead::is_suspect(self)
     }
 }

@@ -18,7 +18,7 @@ use super::tier::OffloadTier;
 use crate::budget::Charge;
 use crate::tiers::local::{DataRead, Moving, Oldest, Run};
 use crate::tiers::object::{Moved, Source, Uploads};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{ChunkRead as _, StoreError, StoreErrorKind};
 use uniffle_io::buffers::StreamBuffers;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;

@@ -12,6 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use smallvec::SmallVec;
 
 use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of};
@@ -23,7 +25,7 @@ use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
 use crate::tiers::local::verify::{SAMPLE, Verifier};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
 use uniffle_wire::types::PartitionId;
@@ -135,31 +137,6 @@ impl DataRead {
         self
     }
 
-    /// Returns whether the last error means that blocks are or may be lost.
-    #[must_use]
-    pub fn is_suspect(&self) -> bool {
-        self.stream.is_suspect
-    }
-
-    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of
-    /// `buffers`.
-    ///
-    /// # Errors
-    /// Errors of the disk. A truncated file is `Corrupt`.
-    pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
-        let len = self.stream.next_len(buffers.chunk_bytes())?;
-        if self.ready.is_empty() && len > 0 {
-            self.stream.failed = true; // See IndexRead::next_chunk.
-            let fetched = self.fetch(len, buffers).await;
-            fetched.inspect_err(|error| self.stream.count_failure(error))?;
-            self.stream.failed = false;
-        }
-        let Some(chunk) = self.ready.pop_front() else { return Ok(None) };
-        self.stream.left -= chunk.len() as u64;
-        self.stream.core.metrics.read_data_bytes.inc_by(chunk.len() as u64);
-        Ok(Some(chunk))
-    }
-
     /// Reads and verifies the next bytes, at most `len` unless they bypass the page cache. A block
     /// with a wrong checksum is first read again.
     async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
@@ -244,21 +221,6 @@ impl DataRead {
             && self.stream.log(*piece).is_some_and(direct)
     }
 
-    /// Returns the maximum room of the next read. Returns 0 at the end, or if the disk has no
-    /// capacity.
-    #[must_use]
-    pub fn next_room(&self) -> usize {
-        if !self.ready.is_empty() || self.stream.left == 0 {
-            return 0;
-        }
-        // A direct read may begin and end within a block.
-        let ends = 2 * BLOCK_ALIGN * (self.pieces.len() - self.next + 1);
-        let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
-        let room = left.saturating_add(ends).next_multiple_of(BLOCK_ALIGN).min(READ_CHUNK_BYTES_MAX);
-        let next = self.current.as_ref().or_else(|| self.pieces.get(self.next));
-        if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
-    }
-
     /// Reads `piece` and following pieces that fit and are direct too, as whole blocks into one
     /// buffer.
     async fn read_aligned(
@@ -327,6 +289,45 @@ impl DataRead {
     fn keep_rest(&mut self, piece: Piece, read: usize) {
         let (offset, length) = (piece.offset + read as u64, piece.length - read as u64);
         self.current = (length > 0).then_some(Piece { offset, length, ..piece });
+    }
+}
+
+impl ChunkRead for DataRead {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        let read = async move {
+            let len = self.stream.next_len(buffers.chunk_bytes())?;
+            if self.ready.is_empty() && len > 0 {
+                self.stream.failed = true; // See `IndexRead`.
+                let fetched = self.fetch(len, buffers).await;
+                fetched.inspect_err(|error| self.stream.count_failure(error))?;
+                self.stream.failed = false;
+            }
+            let Some(chunk) = self.ready.pop_front() else { return Ok(None) };
+            self.stream.left -= chunk.len() as u64;
+            self.stream.core.metrics.read_data_bytes.inc_by(chunk.len() as u64);
+            Ok(Some(chunk))
+        };
+        read.boxed()
+    }
+
+    /// Returns 0 also if the disk of the next chunk has no capacity.
+    fn next_room(&self) -> usize {
+        if !self.ready.is_empty() || self.stream.left == 0 {
+            return 0;
+        }
+        // A direct read may begin and end within a block.
+        let ends = 2 * BLOCK_ALIGN * (self.pieces.len() - self.next + 1);
+        let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
+        let room = left.saturating_add(ends).next_multiple_of(BLOCK_ALIGN).min(READ_CHUNK_BYTES_MAX);
+        let next = self.current.as_ref().or_else(|| self.pieces.get(self.next));
+        if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.stream.is_suspect
     }
 }
 

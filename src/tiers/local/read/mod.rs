@@ -14,6 +14,8 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use smallvec::SmallVec;
 
 use super::core::Core;
@@ -28,7 +30,7 @@ use super::shuffle::Shuffle;
 use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::tiers::records::RecordCheck;
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase};
@@ -328,25 +330,6 @@ impl IndexRead {
         Some(self)
     }
 
-    /// Returns the next chunk of at most 2 MiB, or `None` at the end. Waits for a buffer of
-    /// `buffers`.
-    ///
-    /// # Errors
-    /// Errors of the disk, or `Corrupt` if the records fail verification.
-    pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
-        let len = self.stream.next_len(whole_records(buffers.chunk_bytes()))?;
-        if len == 0 {
-            return Ok(None);
-        }
-        self.stream.failed = true; // Until this chunk is whole: also when the caller gives up in between.
-        let chunk = self.read_chunk(len, buffers).await;
-        let chunk = chunk.inspect_err(|error| self.stream.count_failure(error))?;
-        self.stream.failed = false;
-        self.stream.left -= len as u64;
-        self.stream.core.metrics.read_index_bytes.inc_by(len as u64);
-        Ok(Some(chunk))
-    }
-
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
         let Plan { copies, steps, parts } = self.plan(len);
         let mut buffer = self.stream.read_all(Mode::Read, (len, buffers), parts).await?;
@@ -362,12 +345,6 @@ impl IndexRead {
         let Stream { shuffle, partition, .. } = &self.stream;
         shuffle.damaged.mask(*partition, (*buffer).as_mut().get_mut(..len).unwrap_or_default());
         Ok(buffer.freeze(len))
-    }
-
-    /// Returns whether the last error means that blocks are or may be lost.
-    #[must_use]
-    pub fn is_suspect(&self) -> bool {
-        self.stream.is_suspect
     }
 
     /// Returns the sources of the next `len` bytes. Allocates no buffer: the disks are asked first.
@@ -438,14 +415,6 @@ impl IndexRead {
         Some(numbers.flat_map(|number| gap_filler(&gap, number).encode()).collect())
     }
 
-    /// Returns the maximum room of the next chunk, or 0 at the end and if its disk has no capacity.
-    #[must_use]
-    pub fn next_room(&self) -> usize {
-        let room = usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX);
-        let current = self.current.as_ref().map(|it| &it.extent).or_else(|| self.extents.get(self.next));
-        if current.is_some_and(|extent| self.stream.is_free(extent.index_log, room)) { room } else { 0 }
-    }
-
     /// Returns the next extent's records if they are cached and fit.
     fn cached(&mut self, room: usize) -> Option<Bytes> {
         let Stream { core, shuffle, .. } = &self.stream;
@@ -473,6 +442,39 @@ impl IndexRead {
         if shuffle.is_purged() {
             core.records.forget(std::iter::once(key));
         }
+    }
+}
+
+impl ChunkRead for IndexRead {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        let read = async move {
+            let len = self.stream.next_len(whole_records(buffers.chunk_bytes()))?;
+            if len == 0 {
+                return Ok(None);
+            }
+            self.stream.failed = true; // Until this chunk is whole: also when the caller gives up in between.
+            let chunk = self.read_chunk(len, buffers).await;
+            let chunk = chunk.inspect_err(|error| self.stream.count_failure(error))?;
+            self.stream.failed = false;
+            self.stream.left -= len as u64;
+            self.stream.core.metrics.read_index_bytes.inc_by(len as u64);
+            Ok(Some(chunk))
+        };
+        read.boxed()
+    }
+
+    /// Returns 0 also if the disk of the next chunk has no capacity.
+    fn next_room(&self) -> usize {
+        let room = usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX);
+        let current = self.current.as_ref().map(|it| &it.extent).or_else(|| self.extents.get(self.next));
+        if current.is_some_and(|extent| self.stream.is_free(extent.index_log, room)) { room } else { 0 }
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.stream.is_suspect
     }
 }
 

@@ -34,7 +34,8 @@ use crate::budget::Budget;
 use crate::durability::METADATA;
 use crate::tiers::Tier as _;
 use crate::tiers::{
-    DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage, by_mount,
+    ChunkRead as _, DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier,
+    TierUsage, by_mount,
 };
 use uniffle_io::Disk;
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
