@@ -155,6 +155,25 @@ pub(crate) enum Call {
     },
     /// Reload the configuration
     Reload,
+    /// Upgrade the workers in place, one after the other; stop at the first that fails
+    ///
+    /// The next worker follows once its predecessor runs the new program, is ready, and is
+    /// registered with the coordinator.
+    Upgrade {
+        /// Shell command that sends SIGUSR2 to a worker; {host}, {id} and {http_port} are replaced
+        /// [default: a signal to the process on this host]
+        #[arg(long, value_name = "TEMPLATE")]
+        command: Option<String>,
+        /// Maximum time per worker
+        #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
+        within: Duration,
+        /// List the workers in order, and exit
+        #[arg(long)]
+        dry_run: bool,
+        /// Accepted for symmetry with decommission: an upgrade always waits
+        #[arg(long, hide = true)]
+        wait: bool,
+    },
     /// Write a profile of one worker to a file
     Profile {
         /// Kind of profile
@@ -209,6 +228,7 @@ impl Call {
             | Self::Forget { .. }
             | Self::Orphans { .. }
             | Self::Reload
+            | Self::Upgrade { .. }
             | Self::Profile { .. }
             | Self::Top { .. } => false,
         }

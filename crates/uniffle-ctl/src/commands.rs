@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::http::{Client, TlsFiles, segment};
 use crate::merged::Merged;
 use crate::workers::{Target, targets, token};
-use crate::{complain, lost, orphans, say, text, top, wait};
+use crate::{complain, lost, orphans, say, text, top, upgrade, wait};
 
 /// Time that a busy worker may need to produce a profile, in addition to the sampling.
 const PROFILE_SLACK: Duration = Duration::from_secs(30);
@@ -35,6 +35,10 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         }
         Call::Profile { kind, seconds, flamegraph, file } => {
             return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;
+        }
+        Call::Upgrade { command, within, dry_run, wait: _ } => {
+            let options = upgrade::Options { command: command.as_deref(), within: *within };
+            return upgrade::run(&client, (arguments, &targets), &options, *dry_run).await;
         }
         Call::Orphans { live, remove, older_than } => {
             let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
@@ -105,7 +109,9 @@ async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
         Call::Purge { id } => post(format!("/admin/apps/{}/purge", segment(id)), None).await,
         Call::Forget { id } => post("/admin/coordinator/forget".to_owned(), Some(json!({ "id": id }))).await,
         Call::Reload => post("/admin/reload".to_owned(), None).await,
-        Call::Profile { .. } | Call::Top { .. } | Call::Orphans { .. } => Ok(Value::Null),
+        Call::Upgrade { .. } | Call::Profile { .. } | Call::Top { .. } | Call::Orphans { .. } => {
+            Ok(Value::Null)
+        }
     }
 }
 

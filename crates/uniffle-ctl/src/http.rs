@@ -193,6 +193,12 @@ impl Client {
         json(base, &answer)
     }
 
+    /// Sends `GET`. Returns the answer as text.
+    pub(crate) async fn text(&self, base: &Base, path: &str) -> Result<String, Failure> {
+        let answer = self.call(base, request(Method::GET, base, path), self.patience).await?;
+        Ok(String::from_utf8_lossy(&answer).into_owned())
+    }
+
     /// Sends `POST` to the administration listener, with JSON in both directions.
     pub(crate) async fn post(
         &self,

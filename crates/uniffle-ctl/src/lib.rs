@@ -15,12 +15,14 @@ mod commands;
 mod everywhere;
 mod failure;
 mod http;
+mod local_process;
 mod lost;
 mod manual;
 mod merged;
 mod orphans;
 mod text;
 mod top;
+mod upgrade;
 mod wait;
 mod workers;
 

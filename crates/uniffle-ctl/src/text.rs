@@ -23,6 +23,7 @@ pub(crate) fn answer(call: &Call, answer: &Value) -> String {
         | Call::Purge { .. }
         | Call::Forget { .. }
         | Call::Reload
+        | Call::Upgrade { .. }
         | Call::Profile { .. }
         | Call::Top { .. } => fields(answer),
     }

@@ -83,7 +83,8 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
+/// Returns the workers that the coordinators list.
+pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
     let options = ClientOptions::default().with(|options| {
         options.rpc_timeout = arguments.timeout;
         options.failures.attempts = 1;

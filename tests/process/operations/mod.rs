@@ -11,3 +11,4 @@ mod page;
 mod reload;
 mod tls;
 mod top;
+mod upgrade;

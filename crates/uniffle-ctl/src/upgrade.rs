@@ -1,0 +1,264 @@
+//! `ctl upgrade`: upgrades workers in place, one after the other.
+//!
+//! Invariant: a worker is signalled only after all workers before it run the new program, are
+//! ready, and are registered with a coordinator. The first failure stops the command.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tokio::process::Command;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::answers::pretty;
+use crate::arguments::{Arguments, Output};
+use crate::failure::Failure;
+use crate::http::Client;
+use crate::workers::{Target, known};
+use crate::{complain, local_process, say};
+
+/// Polling interval.
+const LOOK_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Counter of refused upgrades.
+const REFUSED: &str = "upgrades_refused_total";
+
+/// Options of the command.
+pub(crate) struct Options<'a> {
+    /// Template of the command that signals a worker.
+    pub(crate) command: Option<&'a str>,
+    /// Maximum time per worker.
+    pub(crate) within: Duration,
+}
+
+/// A program as its worker reports it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Program {
+    /// Version and commit.
+    build: String,
+    started_ms: i64,
+}
+
+/// Upgrades `targets` in their order, or lists them. Returns the exit code.
+pub(crate) async fn run(
+    client: &Client,
+    (arguments, targets): (&Arguments, &[Target]),
+    options: &Options<'_>,
+    is_dry: bool,
+) -> Result<u8, Failure> {
+    if targets.is_empty() {
+        return Err(Failure::Usage("--coordinator: no worker is registered".to_owned()));
+    }
+    let is_json = arguments.output == Output::Json;
+    let mut rows: Vec<Value> =
+        targets.iter().map(|target| json!({ "worker": target.name, "state": "not upgraded" })).collect();
+    let mut failure = None;
+    if !is_dry {
+        let bar = progress(targets.len());
+        let mut first = None;
+        for (target, row) in targets.iter().zip(&mut rows) {
+            bar.set_message(target.name.clone());
+            let start = Instant::now();
+            match upgrade(client, (arguments, target), options, first.as_deref()).await {
+                Ok((before, after)) => {
+                    *row = json!({
+                        "worker": target.name, "state": "upgraded", "from": before, "to": after,
+                        "seconds": start.elapsed().as_secs_f64(),
+                    });
+                    first.get_or_insert(after);
+                    bar.inc(1);
+                }
+                Err(error) => {
+                    *row = json!({ "worker": target.name, "state": "failed", "error": error.to_string() });
+                    failure = Some(error);
+                    break;
+                }
+            }
+        }
+        bar.finish_and_clear();
+    }
+    match is_json {
+        true => say(&pretty(&Value::Array(rows))),
+        false => say(&rows.iter().map(describe).collect::<String>()),
+    }
+    let Some(failure) = failure else { return Ok(0) };
+    complain(&format!("stopped at the first failure: {failure}"));
+    Ok(failure.code())
+}
+
+fn describe(row: &Value) -> String {
+    let field = |name: &str| row[name].as_str().unwrap_or_default().to_owned();
+    let detail = match row["state"].as_str() {
+        Some("upgraded") => format!(
+            " from {} to {} in {:.1} s",
+            field("from"),
+            field("to"),
+            row["seconds"].as_f64().unwrap_or_default()
+        ),
+        Some("failed") => format!(": {}", field("error")),
+        _ => String::new(),
+    };
+    format!("{}: {}{detail}\n", field("worker"), field("state"))
+}
+
+/// Returns a progress bar, hidden unless stdout and stderr are terminals.
+fn progress(length: usize) -> ProgressBar {
+    let bar = ProgressBar::new(u64::try_from(length).unwrap_or(u64::MAX));
+    if !std::io::IsTerminal::is_terminal(&std::io::stdout()) {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    match ProgressStyle::with_template("upgrade {bar:20} {pos}/{len} {elapsed} {msg}") {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
+/// Upgrades one worker. Returns the builds before and after. `expected` is the build of the workers
+/// that were upgraded before.
+async fn upgrade(
+    client: &Client,
+    (arguments, target): (&Arguments, &Target),
+    options: &Options<'_>,
+    expected: Option<&str>,
+) -> Result<(String, String), Failure> {
+    let deadline = Instant::now() + options.within;
+    let before = ready_program(client, target).await?;
+    let refused = refusals(client, target).await?;
+    signal(target, options).await?;
+    loop {
+        let problem = match settled(client, (arguments, target), &before).await {
+            Ok(after) if expected.is_some_and(|expected| *expected != after) => {
+                let text = format!("{}: runs {after}, unlike the workers before it", target.name);
+                return Err(Failure::Refused { status: 409, text });
+            }
+            Ok(after) => return Ok((before.build, after)),
+            Err(problem @ Failure::Refused { status: 409, .. }) => return Err(problem),
+            Err(problem) => problem,
+        };
+        if refusals(client, target).await.is_ok_and(|now| now > refused) {
+            let text = format!("{}: refused the upgrade; its log has the reason", target.name);
+            return Err(Failure::Refused { status: 409, text });
+        }
+        if Instant::now() + LOOK_INTERVAL > deadline {
+            let within = options.within;
+            return Err(Failure::NotReached(format!(
+                "{}: timed out after {within:?}: {problem}",
+                target.name
+            )));
+        }
+        sleep(LOOK_INTERVAL).await;
+    }
+}
+
+/// Returns the build of the worker once it runs another process than `before`, is ready and is
+/// registered.
+async fn settled(
+    client: &Client,
+    (arguments, target): (&Arguments, &Target),
+    before: &Program,
+) -> Result<String, Failure> {
+    let after = ready_program(client, target).await?;
+    if after.started_ms == before.started_ms {
+        return Err(Failure::NotReached("has not restarted yet".to_owned()));
+    }
+    // A new process counts from zero, and counts a program that could not be executed.
+    if refusals(client, target).await? > 0.0 {
+        let text = format!("{}: the new program cannot be executed; the old one runs again", target.name);
+        return Err(Failure::Refused { status: 409, text });
+    }
+    if arguments.coordinator.is_empty() {
+        return Ok(after.build);
+    }
+    match known(arguments).await?.iter().any(|listed| listed.name == target.name) {
+        true => Ok(after.build),
+        false => Err(Failure::NotReached("is not registered with the coordinator".to_owned())),
+    }
+}
+
+/// Returns the program of a ready worker.
+async fn ready_program(client: &Client, target: &Target) -> Result<Program, Failure> {
+    let status = client.get(&target.http, "/api/v1/status").await?;
+    let node = &status["node"];
+    if let Some(why) = node["not_ready"].as_str() {
+        return Err(Failure::NotReached(format!("{}: not ready: {why}", target.name)));
+    }
+    let text = |name: &str| node[name].as_str().unwrap_or("unknown").to_owned();
+    let build = format!("{} ({})", text("version"), text("commit"));
+    Ok(Program { build, started_ms: node["started_ms"].as_i64().unwrap_or(0) })
+}
+
+/// Returns the number of upgrades that the running process refused.
+async fn refusals(client: &Client, target: &Target) -> Result<f64, Failure> {
+    let metrics = client.text(&target.http, "/metrics").await?;
+    let values = metrics.lines().filter(|line| line.starts_with(REFUSED));
+    Ok(values.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
+}
+
+/// Sends SIGUSR2 to the worker, by the given command or directly.
+async fn signal(target: &Target, options: &Options<'_>) -> Result<(), Failure> {
+    let failed = |text: String| Failure::Refused { status: 500, text: format!("{}: {text}", target.name) };
+    let Some(template) = options.command else {
+        let pid = local_process::find(&target.http);
+        let pid = pid.map_err(|why| Failure::Usage(format!("{}: {why}; use --command", target.name)))?;
+        let pid = Pid::from_raw(pid).ok_or_else(|| failed("invalid process id".to_owned()))?;
+        return kill_process(pid, Signal::USR2).map_err(|error| failed(format!("SIGUSR2: {error}")));
+    };
+    let command = fill(template, target)?;
+    let run = Command::new("sh").args(["-c", &command]).stdin(Stdio::null()).kill_on_drop(true).output();
+    let ended = timeout(options.within, run).await;
+    let output = ended
+        .map_err(|_| Failure::NotReached(format!("{}: --command timed out: {command}", target.name)))?
+        .map_err(|error| failed(format!("--command: {error}")))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => {
+            let told = String::from_utf8_lossy(&output.stderr);
+            Err(failed(format!("--command failed with {}: {command}: {}", output.status, told.trim())))
+        }
+    }
+}
+
+/// Fills in the placeholders. Values come from the coordinator, so only characters without a
+/// meaning to a shell or to an option parser are allowed.
+fn fill(template: &str, target: &Target) -> Result<String, Failure> {
+    let host = target.http.host.trim_start_matches('[').trim_end_matches(']');
+    for value in [host, target.name.as_str()] {
+        let is_plain = value.chars().all(|c| c.is_ascii_alphanumeric() || ".:-_".contains(c));
+        if !is_plain || value.starts_with('-') {
+            return Err(Failure::Usage(format!(
+                "--command: {value:?} has characters that a shell interprets"
+            )));
+        }
+    }
+    let port = target.http.port.to_string();
+    Ok(template.replace("{host}", host).replace("{id}", &target.name).replace("{http_port}", &port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::Base;
+
+    fn target(name: &str, host: &str) -> Target {
+        let http = Base { is_tls: false, host: host.to_owned(), port: 19_998 };
+        Target { name: name.to_owned(), admin: http.clone(), http, is_lost: false }
+    }
+
+    #[test]
+    fn command_is_filled_with_plain_values_only() {
+        let worker = target("10.0.0.1-19999-17000", "10.0.0.1");
+        assert_eq!(
+            fill("ssh {host} up {id} {http_port}", &worker),
+            Ok("ssh 10.0.0.1 up 10.0.0.1-19999-17000 19998".to_owned())
+        );
+        assert_eq!(fill("{host}", &target("w", "[::1]")), Ok("::1".to_owned()));
+        for (name, host) in [("w", "a;reboot"), ("w", "$(reboot)"), ("w", "-oProxyCommand"), ("a b", "h")] {
+            assert_eq!(
+                fill("ssh {host} {id}", &target(name, host)).map_err(|failure| failure.code()),
+                Err(2)
+            );
+        }
+    }
+}

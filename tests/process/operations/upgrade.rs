@@ -1,0 +1,103 @@
+//! `uniffle-worker ctl upgrade` against three workers and their coordinator.
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::ctl::{Outcome, run};
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
+
+/// Three workers, in the order of their ids. One of them has the coordinator.
+struct Fleet {
+    workers: Vec<Worker>,
+    coordinator: String,
+}
+
+impl Fleet {
+    fn start() -> Self {
+        let setup = Setup { name: "fleet", capacity: "64M", ..Setup::default() };
+        let first = Worker::start(&setup);
+        let coordinator = first.quorum();
+        let joined = Setup { quorum: Some(coordinator.clone()), ..setup };
+        let mut workers = vec![first, Worker::start(&joined), Worker::start(&joined)];
+        workers.sort_by_key(|worker| node(worker)["id"].as_str().expect("an id").to_owned());
+        let fleet = Self { workers, coordinator };
+        let url = format!("http://127.0.0.1:{}", fleet.of_coordinator().ready().http_port);
+        wait_until("all workers are registered", Duration::from_secs(30), || {
+            let page = fleet.of_coordinator().page("/api/v1/cluster").expect("the cluster");
+            let known = fleet.ids().iter().filter(|id| page.contains(id.as_str())).count();
+            if known == 3 { Ok(()) } else { Err(format!("{url}: {page}")) }
+        });
+        fleet
+    }
+
+    fn of_coordinator(&self) -> &Worker {
+        self.workers.iter().find(|worker| worker.quorum() == self.coordinator).expect("it is one of them")
+    }
+
+    fn ids(&self) -> Vec<String> {
+        self.workers.iter().map(|worker| node(worker)["id"].as_str().expect("an id").to_owned()).collect()
+    }
+
+    fn starts(&self) -> Vec<i64> {
+        self.workers.iter().map(|worker| node(worker)["started_ms"].as_i64().expect("a time")).collect()
+    }
+
+    async fn upgrade(&self, arguments: &[&str]) -> Outcome {
+        let whole = ["ctl", "upgrade", "--coordinator", &self.coordinator, "--wait", "--within", "60"];
+        run(&[&whole[..], arguments].concat()).await
+    }
+}
+
+fn node(worker: &Worker) -> Value {
+    let status: Value =
+        serde_json::from_str(&worker.page("/api/v1/status").expect("a status")).expect("JSON");
+    status["node"].clone()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fleet_upgrade_replaces_every_worker_in_order() {
+    let fleet = Fleet::start();
+    let (ids, before) = (fleet.ids(), fleet.starts());
+    let listed = fleet.upgrade(&["--dry-run"]).await.succeeded();
+    assert_eq!(listed, ids.iter().map(|id| format!("{id}: not upgraded\n")).collect::<String>());
+    assert_eq!(fleet.starts(), before);
+
+    let rows: Value =
+        serde_json::from_str(&fleet.upgrade(&["--output", "json"]).await.succeeded()).expect("JSON");
+    let state = |row: &Value| (row["worker"].as_str().map(str::to_owned), row["state"].clone());
+    let told: Vec<_> = rows.as_array().expect("rows").iter().map(state).collect();
+    assert_eq!(told, ids.iter().map(|id| (Some(id.clone()), "upgraded".into())).collect::<Vec<_>>());
+    let after = fleet.starts();
+    assert!(after.windows(2).all(|pair| pair[0] < pair[1]), "one after the other: {after:?}");
+    assert!(before.iter().all(|start| *start < after[0]), "{before:?} {after:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fleet_upgrade_stops_at_the_first_refusal() {
+    let fleet = Fleet::start();
+    let (ids, before) = (fleet.ids(), fleet.starts());
+    let config = fleet.workers[1].config();
+    fleet.workers[1].write_config("grcp_port = 1\n");
+    let outcome = fleet.upgrade(&[]).await;
+    let stdout = outcome.stdout.clone();
+    let stderr = outcome.failed(1);
+    assert!(stderr.contains(&format!("{}: refused the upgrade", ids[1])), "{stderr}");
+    for part in [
+        format!("{}: upgraded from", ids[0]),
+        format!("{}: failed: ", ids[1]),
+        format!("{}: not upgraded", ids[2]),
+    ] {
+        assert!(stdout.contains(&part), "{part} in {stdout}");
+    }
+    let after = fleet.starts();
+    assert!(after[0] > before[0] && after[1..] == before[1..], "{before:?} {after:?}");
+
+    // The same by a command that does not reach the worker.
+    fleet.workers[1].write_config(&config);
+    let failing = fleet.upgrade(&["--command", "echo {id} away >&2; exit 7"]).await;
+    let stderr = failing.failed(1);
+    assert!(stderr.contains("exit status: 7") && stderr.contains(&format!("{} away", ids[0])), "{stderr}");
+    assert_eq!(fleet.starts(), after);
+}
