@@ -85,6 +85,11 @@ fn listed(problems: &[Problem]) -> String {
     problems.iter().map(|problem| format!("\n  {problem}")).collect()
 }
 
+/// Returns whether `text` is a configuration of the Java server, whose keys begin with `rss.`.
+fn is_java(text: &str) -> bool {
+    text.lines().any(|line| line.trim_start().starts_with("rss."))
+}
+
 impl Config {
     /// Reads the file `command_line`, else the one in `WORKER_CONFIG_PATH`, else uses the defaults.
     ///
@@ -120,7 +125,7 @@ impl Config {
     pub fn parse(text: &str, env: &HashMap<String, String>, machine: &Machine) -> Result<Self, ConfigError> {
         let table: Table = text.parse().map_err(|error: toml::de::Error| ConfigError::Syntax {
             path: None,
-            text: match import::is_java(text) {
+            text: match is_java(text) {
                 true => format!("{}; {IMPORT}", redact::text(error.to_string().trim_end())),
                 false => redact::text(&error.to_string()),
             },

@@ -62,11 +62,6 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
     Ok(Imported { text: written, missing, refused: refusals(&found), secrets: secrets(&found) })
 }
 
-/// Returns true if `text` is a configuration of the Java server.
-pub(super) fn is_java(text: &str) -> bool {
-    java::read(text).is_some()
-}
-
 /// Returns the keys whose written values contain secrets.
 fn secrets(found: &Found) -> Vec<String> {
     let written = found.entries.iter().filter(|entry| entry.refused.is_none());
