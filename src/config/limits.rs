@@ -1,6 +1,6 @@
 //! Checks a configuration against the limits that the system sets for the process.
 //!
-//! One estimate per resource: memory, threads, descriptors and file size. A limit with which the
+//! One estimate per resource: memory, addresses, threads, descriptors and file size. A limit with which the
 //! worker cannot run is an error, at the start and in `--check`; one that may be reached later is a
 //! warning. Each text names the key, the need and the limit. Connection limits are lowered to the
 //! available descriptors, so that data connections leave some for health and administration.
@@ -13,7 +13,7 @@ use bytesize::ByteSize;
 use super::sections::Config;
 use crate::listeners::http::admin;
 use crate::schema::kind::MIB;
-use crate::schema::limits::{SystemLimit, SystemLimits};
+use crate::schema::limits::{AddressLimit, SystemLimit, SystemLimits};
 
 /// Descriptors independent of clients: listeners, logs, the metadata log, coordinators, and the
 /// trial start of a successor.
@@ -37,6 +37,12 @@ const BLOCKING_MIN: usize = 8;
 const BLOCKING_WORK: u64 = 64;
 /// Maximum number of threads per disk for directory operations and deletions.
 const BLOCKING_PER_DISK: u64 = 10;
+
+/// Addresses that a thread reserves for its stack, the default of Rust.
+const STACK_BYTES: u64 = 2 * MIB;
+/// Minimum size of a file. With less, the metadata log cannot be written, and nothing is
+/// acknowledged.
+const FILE_BYTES_MIN: u64 = MIB;
 
 /// A system limit that is too low for the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -97,14 +103,15 @@ impl Config {
     /// # Errors
     /// All limits with which the worker cannot run.
     pub fn fit(&mut self, system: &SystemLimits) -> Result<(), LimitsTooLow> {
+        let addresses: Vec<_> = system.addresses.iter().map(|limit| self.address_finding(limit)).collect();
         let findings = [
             system.memory.as_ref().and_then(|limit| self.memory_finding(limit, system.swap_bytes)),
             system.threads.as_ref().and_then(|limit| self.threads_finding(limit)),
             system.descriptors.as_ref().and_then(|limit| self.fit_descriptors(limit)),
             system.file_bytes.as_ref().and_then(|limit| self.file_finding(limit)),
         ];
-        let (fatal, others): (Vec<_>, Vec<_>) =
-            findings.into_iter().flatten().partition(|finding| finding.is_fatal);
+        let findings = findings.into_iter().chain(addresses);
+        let (fatal, others): (Vec<_>, Vec<_>) = findings.flatten().partition(|finding| finding.is_fatal);
         self.warnings.extend(others.iter().map(ToString::to_string));
         if fatal.is_empty() { Ok(()) } else { Err(LimitsTooLow(fatal)) }
     }
@@ -137,6 +144,42 @@ impl Config {
         })
     }
 
+    fn address_finding(
+        &self,
+        AddressLimit { limit, used_bytes, has_files }: &AddressLimit,
+    ) -> Option<Finding> {
+        let capacity = self.memory.capacity_bytes;
+        let is_counted = *has_files || self.memory.backing.is_private();
+        let region = if is_counted { capacity } else { 0 };
+        let beside = self.resident_bytes_max() - capacity;
+        let stacks = |threads: u64| threads.saturating_mul(STACK_BYTES);
+        let least = used_bytes + region + stacks(self.threads_min() as u64);
+        let most = used_bytes + region + beside + stacks(self.threads_max());
+        if most <= limit.value {
+            return None;
+        }
+        let is_fatal = least > limit.value;
+        let capacity = ByteSize(capacity);
+        let need = match is_fatal {
+            true => {
+                let least = ByteSize(least);
+                format!("the process reserves at least {least} with a capacity of {capacity}")
+            }
+            false => {
+                let most = ByteSize(most);
+                format!("the process may reserve {most} with a capacity of {capacity}")
+            }
+        };
+        let danger = if is_fatal { "" } else { "a failed allocation ends the process; " };
+        Some(Finding {
+            key: "memory_store.capacity",
+            need,
+            limit: format!("{} is {}", limit.name, ByteSize(limit.value)),
+            remedy: format!("{danger}raise the limit or lower the key"),
+            is_fatal,
+        })
+    }
+
     /// Returns the number of threads that the worker needs to start.
     #[must_use]
     pub fn threads_min(&self) -> usize {
@@ -149,13 +192,17 @@ impl Config {
         if self.worker.urpc_port.is_some() { self.tcp.own_threads } else { 0 }
     }
 
-    fn threads_finding(&self, limit: &SystemLimit) -> Option<Finding> {
-        let least = self.threads_min() as u64;
+    /// Returns the number of threads that are useful.
+    fn threads_max(&self) -> u64 {
         let disks = if self.worker.store_type.has_local() { self.local.paths.len() as u64 } else { 0 };
         let calls = self.local.read_concurrency_per_disk + 2 * self.local.write_concurrency_per_disk;
         let pools = (self.worker.blocking_threads as u64).saturating_mul(1 + self.tcp_threads() as u64);
         let work = disks.saturating_mul(calls as u64 + BLOCKING_PER_DISK).saturating_add(BLOCKING_WORK);
-        let most = least.saturating_add(pools.min(work));
+        (self.threads_min() as u64).saturating_add(pools.min(work))
+    }
+
+    fn threads_finding(&self, limit: &SystemLimit) -> Option<Finding> {
+        let (least, most) = (self.threads_min() as u64, self.threads_max());
         if most <= limit.value {
             return None;
         }
@@ -240,6 +287,15 @@ impl Config {
             return Some(Finding {
                 key: "memory_store.backing",
                 need: format!("the memory file has {}", ByteSize(capacity)),
+                limit: allowed,
+                remedy: raise.to_owned(),
+                is_fatal: true,
+            });
+        }
+        if self.worker.store_type.has_local() && limit.value < FILE_BYTES_MIN {
+            return Some(Finding {
+                key: "localfile_store.data_paths",
+                need: format!("the metadata log needs files of {}", ByteSize(FILE_BYTES_MIN)),
                 limit: allowed,
                 remedy: raise.to_owned(),
                 is_fatal: true,
@@ -404,6 +460,36 @@ mod tests {
         assert!(private.warnings.last().unwrap().starts_with("localfile_store.data_paths: "));
         let mut kept = config("[memory_store]\ncapacity = \"2GiB\"\nbacking = \"memfd\"");
         assert!(refusal(&mut kept, &with(GIB)).contains("memory_store.backing"));
+        for bytes in [0, MIB - 1] {
+            let refused = refusal(&mut private, &with(bytes));
+            for part in
+                ["localfile_store.data_paths: the metadata log needs files of 1.0 MiB", "RLIMIT_FSIZE is"]
+            {
+                assert!(refused.contains(part), "{part}: {refused}");
+            }
+        }
+    }
+
+    #[test]
+    fn address_limits_count_the_region_and_stacks() {
+        let with = |value, has_files| {
+            let limit = limit("RLIMIT_DATA", value).unwrap();
+            let addresses = vec![AddressLimit { limit, used_bytes: 10 * MIB, has_files }];
+            SystemLimits { addresses, ..SystemLimits::default() }
+        };
+        let mut private = config("[memory_store]\ncapacity = \"64MiB\"");
+        let least = 74 * MIB + 2 * MIB * private.threads_min() as u64;
+        let refused = refusal(&mut private, &with(least - 1, false));
+        let needed = format!("memory_store.capacity: the process reserves at least {}", ByteSize(least));
+        assert!(refused.contains(&needed) && refused.contains("RLIMIT_DATA is"), "{refused}");
+        let before = private.warnings.len();
+        assert_eq!(private.fit(&with(least, false)), Ok(()));
+        assert!(private.warnings[before].contains("the process may reserve"), "{:?}", private.warnings);
+        assert_eq!(private.fit(&with(4 * GIB, false)), Ok(()));
+        assert_eq!(private.warnings.len(), before + 1);
+        let mut shared = config("[memory_store]\ncapacity = \"64MiB\"\nbacking = \"memfd\"");
+        assert_eq!(shared.fit(&with(least - 64 * MIB, false)), Ok(()), "a mapped file does not count");
+        assert!(refusal(&mut shared, &with(least - 1, true)).contains("reserves at least"));
     }
 
     proptest! {

@@ -19,6 +19,16 @@ pub struct SystemLimit {
     pub value: u64,
 }
 
+/// A limit for the addresses that this process reserves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AddressLimit {
+    pub limit: SystemLimit,
+    /// Bytes that are reserved now.
+    pub used_bytes: u64,
+    /// True if mapped files count too.
+    pub has_files: bool,
+}
+
 /// The lowest limit of each kind. `None` means unlimited or unknown.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SystemLimits {
@@ -32,6 +42,8 @@ pub struct SystemLimits {
     pub threads: Option<SystemLimit>,
     /// Size of a file in bytes.
     pub file_bytes: Option<SystemLimit>,
+    /// Address space and private memory.
+    pub addresses: Vec<AddressLimit>,
 }
 
 impl SystemLimits {
@@ -42,7 +54,7 @@ impl SystemLimits {
         let of_meminfo = |name| meminfo_bytes(&meminfo, name);
         let machine = limit("this machine's memory (MemTotal of /proc/meminfo)", of_meminfo("MemTotal:"));
         let groups = of_group("memory", &["memory.max", "memory.limit_in_bytes"]);
-        let memory = least([machine.clone(), groups, soft("RLIMIT_AS", Resource::As)]);
+        let memory = least([machine.clone(), groups]);
         let swap_bytes = of_meminfo("SwapTotal:").filter(|_| memory == machine).unwrap_or(0);
         let threads_max = number(Path::new("/proc/sys/kernel/threads-max"));
         let threads = least([
@@ -56,8 +68,22 @@ impl SystemLimits {
             descriptors: soft("RLIMIT_NOFILE", Resource::Nofile),
             threads,
             file_bytes: soft("RLIMIT_FSIZE", Resource::Fsize),
+            addresses: addresses(),
         }
     }
+}
+
+fn addresses() -> Vec<AddressLimit> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let of = |name, resource, used, has_files| {
+        let used_bytes = meminfo_bytes(&status, used).unwrap_or(0);
+        soft(name, resource).map(|limit| AddressLimit { limit, used_bytes, has_files })
+    };
+    let all = [
+        of("RLIMIT_AS (ulimit -v, LimitAS=)", Resource::As, "VmSize:", true),
+        of("RLIMIT_DATA (ulimit -d, LimitDATA=)", Resource::Data, "VmData:", false),
+    ];
+    all.into_iter().flatten().collect()
 }
 
 /// Raises the soft limits of descriptors, threads and file size to the hard limits, if permitted.

@@ -113,6 +113,30 @@ fn capacity_beyond_memory_is_refused_with_both_values() {
 }
 
 #[test]
+fn check_names_limits_of_files_and_addresses() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("config.toml");
+    let paths = format!("data_paths = [{:?}]", dir.path().join("data").display().to_string());
+    std::fs::write(&file, format!("[memory_store]\ncapacity = \"64MiB\"\n[localfile_store]\n{paths}\n"))
+        .unwrap();
+    for (limit, parts) in [
+        ("--fsize=0", ["localfile_store.data_paths: ", "RLIMIT_FSIZE is 0 B"]),
+        ("--data=104857600", ["memory_store.capacity: ", "RLIMIT_DATA (ulimit -d, LimitDATA=) is 100.0 MiB"]),
+    ] {
+        for (arguments, code) in [(&["--check"][..], 2), (&[], 1)] {
+            let mut command = Command::new("prlimit");
+            command.args([limit, env!("CARGO_BIN_EXE_uniffle-worker")]).args(arguments).arg("-c").arg(&file);
+            let output = command.env("XDG_STATE_HOME", dir.path()).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(code), "{limit} {arguments:?}: {text}");
+            for part in parts {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+        }
+    }
+}
+
+#[test]
 fn orphaned_child_is_reaped() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("pid");
