@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use prometheus::Registry;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::send::{Batch, require_size};
@@ -164,6 +164,13 @@ impl TcpFixture {
 
     pub(crate) async fn raw(&self) -> Raw {
         Raw { stream: TcpStream::connect(self.address).await.unwrap() }
+    }
+
+    /// Returns a connection whose socket holds few unread replies.
+    pub(crate) async fn raw_with_small_window(&self) -> Raw {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(64 << 10).unwrap();
+        Raw { stream: socket.connect(self.address).await.unwrap() }
     }
 
     /// Sends `batch` as a client does.
