@@ -153,7 +153,7 @@ impl Expected {
 
     /// Records that the bytes before `end` were written.
     pub(super) fn wrote(&self, file: &File, end: u64) -> io::Result<()> {
-        self.end.fetch_max(end, Ordering::Relaxed);
+        self.end.fetch_max(end, Ordering::Release);
         if let Some(expected) = &self.modified {
             *expected.lock() = modified(&file.metadata()?);
         }
@@ -163,7 +163,9 @@ impl Expected {
     /// Checks before a write that no other program truncated the file: writing past the end would
     /// hide it. Checks also the rest of the state of an exact file.
     pub(super) fn require_unchanged(&self, file: &File) -> io::Result<()> {
-        let (metadata, end) = (file.metadata()?, self.end.load(Ordering::Relaxed));
+        // Loaded first: a write that ends in between makes the file longer than this, never shorter.
+        let end = self.end.load(Ordering::Acquire);
+        let metadata = file.metadata()?;
         let is_unchanged = match &self.modified {
             Some(expected) => metadata.len() == end && modified(&metadata) == *expected.lock(),
             None => metadata.len() >= end,
@@ -185,5 +187,33 @@ impl Expected {
     /// gone, because it may come back.
     fn vanished(&self) -> io::Error {
         self.root.require().err().unwrap_or_else(|| Vanished::File.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use super::*;
+
+    #[test]
+    fn concurrent_own_write_is_no_truncation() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("data");
+        let file = File::create(&path).unwrap();
+        let expected = Expected::new(Root::new(dir.path()), path, &file, false).unwrap();
+        std::thread::scope(|scope| {
+            let writing = scope.spawn(|| {
+                for at in 0..20_000 {
+                    file.write_all_at(b"x", at).unwrap();
+                    expected.wrote(&file, at + 1).unwrap();
+                }
+            });
+            while !writing.is_finished() {
+                expected.require_unchanged(&file).unwrap();
+            }
+        });
+        file.set_len(1).unwrap();
+        expected.require_unchanged(&file).unwrap_err();
     }
 }
