@@ -73,7 +73,7 @@ fn counted(count: usize) -> String {
 
 /// Remedy for a configuration of another server.
 const IMPORT: &str =
-    "a configuration of the Java server or of riffle must be converted with `uniffle-worker import FILE`";
+    "convert a configuration of the Java server or of riffle with `uniffle-worker import FILE`";
 
 /// Returns a line that points to `import` if a key is unlike any key of this worker.
 fn pointer(problems: &[Problem]) -> String {
@@ -83,11 +83,6 @@ fn pointer(problems: &[Problem]) -> String {
 
 fn listed(problems: &[Problem]) -> String {
     problems.iter().map(|problem| format!("\n  {problem}")).collect()
-}
-
-/// Returns whether `text` is a configuration of the Java server, whose keys begin with `rss.`.
-fn is_java(text: &str) -> bool {
-    text.lines().any(|line| line.trim_start().starts_with("rss."))
 }
 
 impl Config {
@@ -125,7 +120,7 @@ impl Config {
     pub fn parse(text: &str, env: &HashMap<String, String>, machine: &Machine) -> Result<Self, ConfigError> {
         let table: Table = text.parse().map_err(|error: toml::de::Error| ConfigError::Syntax {
             path: None,
-            text: match is_java(text) {
+            text: match text.lines().any(|line| names::is_java(line.trim_start())) {
                 true => format!("{}; {IMPORT}", redact::text(error.to_string().trim_end())),
                 false => redact::text(&error.to_string()),
             },

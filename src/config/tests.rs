@@ -214,7 +214,8 @@ fn all_problems_are_reported_at_once() {
     }
     assert_eq!(found.len(), 13, "{found:#?}");
     let shown = parse(text).unwrap_err().to_string();
-    assert!(shown.contains("13 problems") && shown.lines().count() == 14, "{shown}");
+    assert!(shown.contains("13 problems") && shown.lines().count() == 15, "{shown}");
+    assert!(shown.ends_with("with `uniffle-worker import FILE`"), "{shown}");
 }
 
 #[test]
