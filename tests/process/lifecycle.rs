@@ -193,10 +193,10 @@ async fn upgrade_to_unfit_configuration_is_refused() {
     block_in_place(|| worker.stop());
 }
 
-/// Starts a worker whose blocks cannot be flushed, and sends some. The limit of 100 KiB per file is
+/// Starts a worker whose blocks cannot be flushed, and sends some. The limit of 1 MiB per file is
 /// enough for metadata.
 async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
-    let line = "ulimit -f 100; exec \"$@\"";
+    let line = "ulimit -f 1024; exec \"$@\"";
     let worker = Worker::start(&Setup {
         name: "unflushable",
         capacity: "64M",
@@ -206,7 +206,7 @@ async fn unflushable(tables: &'static str) -> (Worker, ShuffleClient, Written) {
     });
     let client = client_of(&worker).await;
     let mut written = Written::register(&client, key("app", 3), 2).await;
-    written.task(&client, 0, 200_000).await.expect("sent");
+    written.task(&client, 0, 2_000_000).await.expect("sent");
     (worker, client, written)
 }
 

@@ -192,7 +192,7 @@ async fn upgrade_with_unmappable_memory_is_refused() {
     let wrapper = ["bash", "-c", "ulimit -v 16777216; exec \"$@\"", "bash"].map(str::to_owned).to_vec();
     let mut refusing = RefusedUpgrades::start(Setup { wrapper, ..setup("no-memory") }).await;
     let config = refusing.config.replace("\"64M\"", "\"20G\"");
-    refusing.refuses(&config, "memory_store.capacity: blocks may use 18.6 GiB, RLIMIT_AS is 16.0 GiB").await;
+    refusing.refuses(&config, "capacity of 18.6 GiB, RLIMIT_AS (ulimit -v, LimitAS=) is 16.0 GiB").await;
     refusing.finish_with_an_upgrade().await;
 }
 
