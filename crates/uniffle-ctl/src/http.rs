@@ -208,13 +208,14 @@ impl Client {
     ) -> Result<Value, Failure> {
         let mut request = self.authorized(request(Method::POST, admin, path))?;
         *request.body_mut() = body.map(|body| Full::from(body.to_string())).unwrap_or_default();
-        json(admin, &self.call(admin, request, self.patience).await?)
+        let answer = self.call(admin, request, self.patience).await;
+        json(admin, &answer.map_err(with_hint)?)
     }
 
     /// Sends `GET` to the administration listener. `longer` is added to the timeout.
     pub(crate) async fn fetch(&self, admin: &Base, path: &str, longer: Duration) -> Result<Bytes, Failure> {
         let request = self.authorized(request(Method::GET, admin, path))?;
-        self.call(admin, request, self.patience + longer).await
+        self.call(admin, request, self.patience + longer).await.map_err(with_hint)
     }
 
     fn authorized(&self, mut request: Request<Full<Bytes>>) -> Result<Request<Full<Bytes>>, Failure> {
@@ -255,6 +256,16 @@ impl Client {
         let told = told.as_ref().and_then(|answer| answer["error"].as_str()).map(str::to_owned);
         let reason = told.unwrap_or_else(|| String::from_utf8_lossy(&body).trim().to_owned());
         Err(Failure::Refused { status: status.as_u16(), text: format!("{base}: {status}: {reason}") })
+    }
+}
+
+/// Names the remedy if the administration listener cannot be reached: it is off by default.
+fn with_hint(failure: Failure) -> Failure {
+    match failure {
+        Failure::Unreachable(text) => Failure::Unreachable(format!(
+            "{text}; commands that change a worker need [admin] port in its configuration, see --admin"
+        )),
+        other => other,
     }
 }
 

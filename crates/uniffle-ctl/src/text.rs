@@ -5,13 +5,15 @@ use serde_json::Value;
 
 use crate::answers::{Answer, pretty};
 use crate::arguments::Call;
+use crate::lists;
+use crate::table::{Table, Width};
 use crate::workers::Target;
 
 /// Formats the answer of one worker.
 pub(crate) fn answer(call: &Call, answer: &Value) -> String {
     match call {
-        Call::Status { .. } => status(answer),
-        Call::Apps { .. } => apps(&[("", answer)]),
+        Call::Status { .. } => status(answer, Width::of_stdout()),
+        Call::Apps { .. } => lists::apps(std::iter::once(answer), usize::MAX, Width::of_stdout()),
         Call::App { .. } => explanation(answer),
         Call::Disks => disks(&[("", answer)]),
         Call::Losses => losses(answer),
@@ -29,15 +31,17 @@ pub(crate) fn answer(call: &Call, answer: &Value) -> String {
     }
 }
 
-/// Formats the answers of a coordinator's workers. Failures are printed separately.
+/// Formats the answers of a coordinator's workers. Reasons of failures are printed separately.
 pub(crate) fn answers(call: &Call, answers: &[(&Target, Answer)]) -> String {
     let heard: Vec<(&str, &Value)> = answers
         .iter()
         .filter_map(|(target, answer)| Some((target.name.as_str(), answer.as_ref().ok()?)))
         .collect();
     match call {
-        Call::Status { .. } => workers(&heard, &[]),
-        Call::Apps { .. } => apps(&heard),
+        Call::Status { .. } => lists::workers(answers, |status| status, None, Width::of_stdout()),
+        Call::Apps { limit } => {
+            lists::apps(heard.iter().map(|(_, answer)| *answer), *limit, Width::of_stdout())
+        }
         Call::Disks => disks(&heard),
         _ => {
             let one = |(name, value): &(&str, &Value)| format!("== {name}\n{}\n", answer(call, value));
@@ -46,101 +50,8 @@ pub(crate) fn answers(call: &Call, answers: &[(&Target, Answer)]) -> String {
     }
 }
 
-/// Formats a table with aligned columns. Numbers are right-aligned.
-pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
-    let cells = |at: usize| rows.iter().filter_map(move |row| row.get(at));
-    let is_number = |text: &String| text.starts_with(|first: char| first.is_ascii_digit()) || text == "-";
-    let columns: Vec<(usize, bool)> = header
-        .iter()
-        .enumerate()
-        .map(|(at, name)| {
-            let width = cells(at).map(|cell| cell.chars().count()).max().unwrap_or(0);
-            (width.max(name.chars().count()), cells(at).all(is_number))
-        })
-        .collect();
-    let mut text = String::new();
-    let names = header.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
-    for row in std::iter::once(&names).chain(rows) {
-        let mut line = String::new();
-        for (cell, (width, to_right)) in row.iter().zip(&columns) {
-            match to_right {
-                true => line.push_str(&format!("{cell:>width$}  ")),
-                false => line.push_str(&format!("{cell:<width$}  ")),
-            }
-        }
-        text.push_str(line.trim_end());
-        text.push('\n');
-    }
-    text
-}
-
-/// Formats a line per worker. `rates` are payload in and out per second, if known.
-pub(crate) fn workers(heard: &[(&str, &Value)], rates: &[Option<(f64, f64)>]) -> String {
-    const HEADER: [&str; 11] =
-        ["worker", "state", "memory", "of", "in flight", "disks", "free", "queue", "in/s", "out/s", "apps"];
-    let row = |(at, (name, status)): (usize, &(&str, &Value))| {
-        let disks = || status["disks"].as_array().into_iter().flatten();
-        let out = disks().filter(|disk| disk["condition"] != "healthy").count();
-        let sum = |field: &str| disks().filter_map(|disk| disk[field].as_u64()).sum::<u64>();
-        let out = if out == 0 { String::new() } else { format!(" ({out} out)") };
-        let (received, read) =
-            rates.get(at).copied().flatten().map_or(("-".into(), "-".into()), |(received, read)| {
-                (per_second(received), per_second(read))
-            });
-        vec![
-            if name.is_empty() { word(&status["node"]["id"]) } else { (*name).to_owned() },
-            word(&status["node"]["state"]),
-            size(&status["memory"]["used_bytes"]),
-            size(&status["memory"]["capacity_bytes"]),
-            size(&status["memory"]["in_flight_bytes"]),
-            format!("{}{out}", shown(sum("used_bytes"))),
-            shown(sum("free_bytes")),
-            word(&status["flush"]["queued_batches"]),
-            received,
-            read,
-            word(&status["apps"]["count"]),
-        ]
-    };
-    let rows: Vec<_> = heard.iter().enumerate().map(row).collect();
-    let keep: Vec<bool> = HEADER.iter().map(|name| !rates.is_empty() || !name.ends_with("/s")).collect();
-    let kept = |row: Vec<String>| row.into_iter().zip(&keep).filter(|(_, keep)| **keep).map(|(cell, _)| cell);
-    let header: Vec<&str> =
-        HEADER.iter().zip(&keep).filter(|(_, keep)| **keep).map(|(name, _)| *name).collect();
-    table(&header, &rows.into_iter().map(|row| kept(row).collect()).collect::<Vec<_>>())
-}
-
-/// Formats the applications of all workers, each once, the largest first.
-pub(crate) fn apps(heard: &[(&str, &Value)]) -> String {
-    struct Sum<'v> {
-        user: &'v Value,
-        workers: u64,
-        sums: [u64; 5],
-        age: f64,
-    }
-    const FIELDS: [&str; 5] =
-        ["received_bytes", "in_memory_bytes", "local_bytes", "remote_bytes", "lost_blocks"];
-    let mut all = std::collections::BTreeMap::<&str, Sum>::new();
-    let every = heard.iter().flat_map(|(_, answer)| answer["apps"].as_array().into_iter().flatten());
-    for app in every {
-        let Some(id) = app["app"].as_str() else { continue };
-        let sum = all.entry(id).or_insert(Sum { user: &app["user"], workers: 0, sums: [0; 5], age: 0.0 });
-        sum.workers += 1;
-        sum.age = sum.age.max(app["age_seconds"].as_f64().unwrap_or(0.0));
-        for (sum, field) in sum.sums.iter_mut().zip(FIELDS) {
-            *sum = sum.saturating_add(app[field].as_u64().unwrap_or(0));
-        }
-    }
-    let mut all: Vec<_> = all.into_iter().collect();
-    all.sort_by_key(|(id, sum)| (std::cmp::Reverse(sum.sums[0]), *id));
-    let row = |(id, sum): &(&str, Sum)| {
-        let [received, in_memory, local, remote, lost] = sum.sums;
-        let sizes = [received, in_memory, local, remote].map(shown);
-        let first = [(*id).to_owned(), word(sum.user), sum.workers.to_string()];
-        let last = [lost.to_string(), format!("{:.0} s", sum.age)];
-        first.into_iter().chain(sizes).chain(last).collect()
-    };
-    let header = ["application", "user", "workers", "received", "memory", "disks", "remote", "lost", "age"];
-    table(&header, &all.iter().map(row).collect::<Vec<_>>())
+fn table(header: &[&'static str], rows: Vec<Vec<String>>) -> String {
+    Table::new(header, rows).text()
 }
 
 /// Formats the workers' objects in the object store, or the removed ones.
@@ -152,7 +63,7 @@ fn orphans(answer: &Value) -> String {
         let rows: Vec<_> = rows_of("removed").iter().map(row).collect();
         return match rows.is_empty() {
             true => "nothing was removed\n".to_owned(),
-            false => table(&["removed", "objects", "bytes"], &rows),
+            false => table(&["removed", "objects", "bytes"], rows),
         };
     }
     let row = |worker: &Value| {
@@ -162,7 +73,7 @@ fn orphans(answer: &Value) -> String {
         names.into_iter().chain(sizes).chain([age]).collect()
     };
     let rows: Vec<_> = rows_of("workers").iter().map(row).collect();
-    table(&["worker", "state", "objects", "bytes", "shuffles", "newest"], &rows)
+    table(&["worker", "state", "objects", "bytes", "shuffles", "newest"], rows)
 }
 
 fn disks(heard: &[(&str, &Value)]) -> String {
@@ -181,10 +92,10 @@ fn disks(heard: &[(&str, &Value)]) -> String {
     let header =
         ["worker", "path", "media", "condition", "used", "in flight", "free", "total", "failures", "fault"];
     let from = usize::from(heard.iter().all(|(name, _)| name.is_empty()));
-    table(&header[from..], &rows.into_iter().map(|row| row[from..].to_vec()).collect::<Vec<_>>())
+    table(&header[from..], rows.into_iter().map(|row| row[from..].to_vec()).collect())
 }
 
-fn status(status: &Value) -> String {
+fn status(status: &Value, width: Width) -> String {
     let (node, memory, flush) = (&status["node"], &status["memory"], &status["flush"]);
     let ready = node["not_ready"].as_str().map_or("ready".to_owned(), |why| format!("not ready: {why}"));
     let disks = status["disks"].as_array().map_or(0, Vec::len);
@@ -209,7 +120,7 @@ fn status(status: &Value) -> String {
         (
             "memory",
             format!(
-                "{} of {}, {} reserved, {} being written to disks",
+                "{} of {}, {} reserved, {} being written",
                 size(&memory["used_bytes"]),
                 size(&memory["capacity_bytes"]),
                 size(&memory["reserved_bytes"]),
@@ -254,7 +165,8 @@ fn status(status: &Value) -> String {
             ),
         ),
     ];
-    lines.iter().map(|(name, text)| format!("{name:<13}{text}\n")).collect()
+    let line = |(name, text): &(&str, String)| width.wrap(&format!("{name:<13}{text}"), 13) + "\n";
+    lines.iter().map(line).collect()
 }
 
 fn explanation(it: &Value) -> String {
@@ -305,7 +217,7 @@ fn explanation(it: &Value) -> String {
         })
         .collect();
     text.push('\n');
-    text.push_str(&table(&["stage", "count", "bytes", "total", "median", "99 %", "longest"], &stages));
+    text.push_str(&table(&["stage", "count", "bytes", "total", "median", "99 %", "longest"], stages));
     // The worker is only shown if there are several.
     let from = usize::from(!it["workers"].is_array());
     let top: Vec<_> = it["top_partitions"]
@@ -320,7 +232,7 @@ fn explanation(it: &Value) -> String {
         .collect();
     if !top.is_empty() {
         text.push('\n');
-        text.push_str(&table(&["worker", "shuffle", "partition", "received", "memory"][from..], &top));
+        text.push_str(&table(&["worker", "shuffle", "partition", "received", "memory"][from..], top));
     }
     if it["losses"].as_array().is_some_and(|losses| !losses.is_empty()) {
         text.push('\n');
@@ -359,7 +271,7 @@ fn by_worker(it: &Value) -> String {
     if !told.is_empty() {
         let header = ["worker", "presence", "received", "memory", "disks", "refused", "flushing", "reading"];
         text.push('\n');
-        text.push_str(&table(&header, &told));
+        text.push_str(&table(&header, told));
     }
     for silent in it["unanswered"].as_array().into_iter().flatten() {
         text.push_str(&format!("no answer: {}: {}\n", word(&silent["worker"]), word(&silent["reason"])));
@@ -378,7 +290,7 @@ fn losses(it: &Value) -> String {
         .collect();
     let mut text = match rows.is_empty() {
         true => "no block is lost\n".to_owned(),
-        false => table(&["application", "shuffle", "partition", "blocks", "reason"], &rows),
+        false => table(&["application", "shuffle", "partition", "blocks", "reason"], rows),
     };
     if let Some(blocks) = it["unlisted_blocks"].as_u64().filter(|blocks| *blocks > 0) {
         text.push_str(&format!("and {blocks} blocks that are not listed\n"));
@@ -409,7 +321,7 @@ fn cluster(it: &Value) -> String {
             format!("{:.0} s", node["silent_seconds"].as_f64().unwrap_or(0.0)),
         ]
     });
-    let mut text = table(&["node", "state", "memory", "free", "disks used", "out", "apps", "silent"], &nodes);
+    let mut text = table(&["node", "state", "memory", "free", "disks used", "out", "apps", "silent"], nodes);
     let lost = list(&it["lost"], ", ");
     if !lost.is_empty() {
         text.push_str(&format!("lost: {lost}\n"));
@@ -422,7 +334,7 @@ fn cluster(it: &Value) -> String {
     });
     if !apps.is_empty() {
         text.push('\n');
-        text.push_str(&table(&["application", "nodes", "received", "memory", "disks", "remote"], &apps));
+        text.push_str(&table(&["application", "nodes", "received", "memory", "disks", "remote"], apps));
     }
     text
 }
@@ -443,7 +355,7 @@ fn list(values: &Value, between: &str) -> String {
 }
 
 /// Formats a value without control characters, because clients choose names.
-fn word(value: &Value) -> String {
+pub(crate) fn word(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
         Value::String(text) => text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect(),
@@ -459,35 +371,10 @@ fn shown(bytes: u64) -> String {
     ByteSize(bytes).display().iec().to_string()
 }
 
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "a rate for people, never negative"
-)]
-fn per_second(bytes: f64) -> String {
-    shown(bytes.max(0.0) as u64)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
-
-    #[test]
-    fn columns_are_aligned_and_numbers_right_aligned() {
-        let rows = [vec!["a".to_owned(), "5".to_owned()], vec!["bcd".to_owned(), "12".to_owned()]];
-        assert_eq!(table(&["name", "n"], &rows), "name   n\na      5\nbcd   12\n");
-    }
-
-    #[test]
-    fn application_on_two_workers_is_one_line() {
-        let app = |bytes: u64| json!({ "apps": [{ "app": "app-1", "user": "etl", "received_bytes": bytes, "age_seconds": 7.0 }] });
-        let (first, second) = (app(1 << 20), app(2 << 20));
-        let text = apps(&[("a", &first), ("b", &second)]);
-        assert_eq!(text.lines().count(), 2, "{text}");
-        let line: Vec<_> = text.lines().last().unwrap_or_default().split_whitespace().collect();
-        assert_eq!(line[..5], ["app-1", "etl", "2", "3.0", "MiB"], "{text}");
-    }
 
     #[test]
     fn ended_application_is_shown_as_ended() {
@@ -513,12 +400,30 @@ mod tests {
     }
 
     #[test]
+    fn status_of_one_worker_fits_80_columns() {
+        let disk = |path: &str| json!({ "path": path, "condition": "read_only" });
+        let coordinator =
+            |at: u8| json!({ "address": format!("coordinator-{at}.example:21000"), "link": "up" });
+        let long = json!({
+            "node": { "state": "active", "not_ready": "too few disks accept data: 0 of 3, localfile_store.healthy_check_min_disks is 1" },
+            "disks": [disk("/data1/uniffle"), disk("/data2/uniffle"), disk("/data3/uniffle")],
+            "coordinators": [coordinator(1), coordinator(2), coordinator(3)],
+        });
+        let text = status(&long, Width { columns: 80, is_strict: true });
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words(&text).contains("/data2/uniffle read_only, /data3/uniffle read_only"), "{text}");
+        let piped = status(&long, Width { columns: 80, is_strict: false });
+        assert!(piped.lines().any(|line| line.contains("coordinator-3.example:21000 up")), "{piped}");
+        assert_eq!(words(&piped), words(&text));
+    }
+
+    #[test]
     fn control_characters_and_missing_values_are_not_shown() {
         assert_eq!(word(&json!("a\u{1b}[2Jb\n")), "a\u{fffd}[2Jb\u{fffd}");
-        assert!(status(&json!({})).contains("memory       - of -"));
+        assert!(status(&json!({}), Width { columns: 80, is_strict: true }).contains("memory       - of -"));
         assert!(explanation(&json!({ "app": "x" })).starts_with("x of -"));
         assert_eq!(losses(&json!({ "losses": [] })), "no block is lost\n");
-        assert!(workers(&[("w", &json!({}))], &[]).contains('w'));
         assert_eq!(fields(&json!({ "changed": ["a", "b"] })), "changed: a, b\n");
     }
 }

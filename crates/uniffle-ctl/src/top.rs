@@ -11,12 +11,13 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::answers::{Answer, all_of, ask_all, pretty, worst};
+use crate::answers::{Answer, all_of, ask_all, failures, pretty, worst};
 use crate::arguments::Arguments;
 use crate::failure::Failure;
 use crate::http::Client;
+use crate::table::Width;
 use crate::workers::{Target, targets};
-use crate::{lost, say, text};
+use crate::{lists, lost, say};
 
 /// Number of applications shown, per worker and in total.
 const APPS: usize = 20;
@@ -39,7 +40,7 @@ pub(crate) async fn run(
     let pace = pace.filter(|_| std::io::stdout().is_terminal());
     let Some(pace) = pace else {
         let looked = look(client, &targets).await;
-        say(&if is_json { pretty(&all_of(&looked)) } else { screen(&looked) });
+        say(&if is_json { pretty(&all_of(&looked)) } else { screen(&looked, Width::of_stdout()) });
         return Ok(worst(&looked));
     };
     // Installed before the screen is switched, so that no signal ends the program on the alternate
@@ -95,13 +96,15 @@ async fn redraw(
     pace: Duration,
 ) -> Infallible {
     loop {
-        let picture = screen(&look(client, &targets).await);
+        let looked = look(client, &targets).await;
+        let width = Width::of_stdout();
+        let picture = screen(&looked, width);
         let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
-        let (columns, rows) = size.map_or((200, 50), |size| (size.ws_col.max(20), size.ws_row.max(4)));
+        let rows = size.map_or(50, |size| size.ws_row.max(4));
         let mut text = "\x1b[H".to_owned();
         let lines: Vec<_> = picture.lines().take(usize::from(rows) - 1).collect();
         for line in lines {
-            text.extend(line.chars().take(usize::from(columns)));
+            text.extend(line.chars().take(width.columns));
             text.push_str("\x1b[K\r\n");
         }
         text.push_str("\x1b[J");
@@ -153,37 +156,28 @@ fn rates(history: &Value) -> Option<(f64, f64)> {
 }
 
 /// Formats the view.
-fn screen(looked: &[(&Target, Answer)]) -> String {
-    let heard: Vec<(&str, &Value)> = looked
-        .iter()
-        .filter_map(|(target, answer)| Some((target.name.as_str(), answer.as_ref().ok()?)))
-        .collect();
-    let silent: Vec<_> =
-        looked.iter().filter_map(|(target, answer)| Some((&target.name, answer.as_ref().err()?))).collect();
-    let rates: Vec<_> = heard
-        .iter()
-        .map(|(_, it)| {
-            Some((it["received_bytes_per_second"].as_f64()?, it["read_bytes_per_second"].as_f64()?))
-        })
-        .collect();
-    let sum =
-        |field: &str| heard.iter().filter_map(|(_, it)| it["status"]["memory"][field].as_u64()).sum::<u64>();
+fn screen(looked: &[(&Target, Answer)], width: Width) -> String {
+    let heard = || looked.iter().filter_map(|(_, answer)| answer.as_ref().ok());
+    let sum = |field: &str| heard().filter_map(|it| it["status"]["memory"][field].as_u64()).sum::<u64>();
     let (used, capacity) = (sum("used_bytes"), sum("capacity_bytes"));
     let share = used.saturating_mul(100).checked_div(capacity).unwrap_or(0);
-    let mut text =
-        format!("{}, {} answering; {share} % of their memory in use\n\n", counted(looked.len()), heard.len());
-    let states: Vec<_> = heard.iter().map(|(name, it)| (*name, &it["status"])).collect();
-    text.push_str(&text::workers(&states, &rates));
-    for (name, failure) in silent {
-        let failure = failure.to_string();
+    let lost = looked.iter().filter(|(target, _)| target.is_lost).count();
+    let lost = if lost == 0 { String::new() } else { format!(", {lost} lost") };
+    let (workers, answering) = (counted(looked.len()), heard().count());
+    let mut text = format!("{workers}, {answering} answering{lost}; {share} % of their memory in use\n\n");
+    let rates =
+        |it: &Value| Some((it["received_bytes_per_second"].as_f64()?, it["read_bytes_per_second"].as_f64()?));
+    text.push_str(&lists::workers(looked, |it| &it["status"], Some(&rates), width));
+    let unanswered = failures(looked).filter(|(target, _)| !target.is_lost);
+    for (target, failure) in unanswered {
+        let (name, failure) = (&target.name, failure.to_string());
         // Without a coordinator the name is the URL, with which the failure begins.
         let named =
             if failure.starts_with(&format!("{name}:")) { failure } else { format!("{name}: {failure}") };
-        text.push_str(&format!("{named}\n"));
+        text.push_str(&format!("{}\n", width.wrap(&named, 2)));
     }
     text.push('\n');
-    let apps = text::apps(&heard);
-    apps.lines().take(APPS + 1).for_each(|line| text.push_str(&format!("{line}\n")));
+    text.push_str(&lists::apps(heard(), APPS, width));
     text
 }
 
@@ -195,6 +189,8 @@ fn counted(workers: usize) -> String {
 mod tests {
     use super::*;
     use crate::http::Base;
+
+    const WIDTH: Width = Width { columns: 80, is_strict: true };
 
     #[test]
     fn rates_cover_first_to_last_sample() {
@@ -237,7 +233,7 @@ mod tests {
             (&target, Err(Failure::Unreachable("http://w:1: refused".to_owned()))),
             (&target, Ok(json!({ "status": { "node": { "state": "active" } }, "apps": [] }))),
         ];
-        let text = screen(&looked);
+        let text = screen(&looked, WIDTH);
         assert!(text.starts_with("2 workers, 1 answering; 0 %"), "{text}");
         assert!(text.contains("w-1: http://w:1: refused") && text.contains("active"), "{text}");
     }
@@ -246,8 +242,8 @@ mod tests {
     fn worker_given_by_url_is_listed_once() {
         let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
         let target = Target { name: base.to_string(), http: base.clone(), admin: base, is_lost: false };
-        let text = screen(&[(&target, Err(Failure::Unreachable("http://w:1: refused".to_owned())))]);
+        let text = screen(&[(&target, Err(Failure::Unreachable("http://w:1: refused".to_owned())))], WIDTH);
         assert!(text.starts_with("1 worker, 0 answering; 0 %"), "{text}");
-        assert_eq!(text.matches("http://w:1").count(), 1, "{text}");
+        assert_eq!(text.matches("http://w:1").count(), 2, "a row and its reason: {text}");
     }
 }

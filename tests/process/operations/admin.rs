@@ -72,6 +72,12 @@ async fn lost_node_is_removed_from_the_list_on_request() {
         assert!(began.elapsed() < PATIENCE, "it sends no heartbeats: {}", lost().await);
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
+    let coordinator = fixture.worker.addresses().grpc.to_string();
+    for call in ["status", "top"] {
+        let listed = super::ctl::run(&["ctl", call, "--coordinator", &coordinator]).await;
+        let row = listed.stdout.lines().find(|line| line.starts_with("w-1 ")).unwrap_or_default();
+        assert!(listed.code == 3 && row.contains(" lost "), "{call}: {}{}", listed.stdout, listed.stderr);
+    }
     let call = || fixture.call("/admin/coordinator/forget", r#"{"id": "w-1"}"#);
     assert_eq!(call().await, (StatusCode::OK, json!({ "forgotten": "w-1" })));
     // What the page shows may be a second old.

@@ -7,8 +7,9 @@ use serde_json::Value;
 use tokio::process::Command;
 use tokio::task::block_in_place;
 
-use super::fixture::{AdminFixture, eventually};
+use super::fixture::{AdminFixture, eventually, parse};
 use crate::writes::{Written, client_of, key};
+use uniffle_testkit::config::Lines;
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::tools::available;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -390,6 +391,9 @@ async fn all_queries_every_worker_of_the_coordinator() {
     second.finish().await;
     // The coordinator still lists the killed worker. The other answers, and the exit code reports
     // the failure.
+    let listed = all(&["status"]).await;
+    let rows = |text: &str| listed.stdout.lines().filter(|line| line.contains(text)).count();
+    assert_eq!((listed.code, rows("no answer"), rows("active")), (3, 1, 1), "{}", listed.stdout);
     let left = all(&["disks", "--output", "json"]).await;
     let answers: Value = serde_json::from_str(&left.stdout).unwrap();
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
@@ -402,6 +406,25 @@ async fn all_queries_every_worker_of_the_coordinator() {
     let shown = all(&["app", "app-1"]).await;
     assert!(shown.code == 3 && shown.stdout.contains(&format!("no answer: {silent}: ")), "{}", shown.stdout);
     fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reading_commands_work_without_admin_listener() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = Lines::default().own_text(&[dir.path().join("data")]);
+    let worker = uniffle_worker::server::Worker::start(&parse(&text)).await.unwrap();
+    assert_eq!(worker.addresses().admin, None);
+    let (http, coordinator) = (worker.addresses().http.to_string(), worker.addresses().grpc.to_string());
+    let nobody = free_port().to_string();
+    for whom in [["--worker", &http], ["--coordinator", &coordinator]] {
+        let whom = [&["ctl", "--admin-port", &nobody][..], &whom].concat();
+        for call in ["status", "apps", "disks", "losses", "cluster", "tags", "top"] {
+            run(&[&whom[..], &[call]].concat()).await.succeeded();
+        }
+        let refused = run(&[&whom[..], &["purge", "x"]].concat()).await.failed(3);
+        assert!(refused.contains("need [admin] port"), "{refused}");
+    }
+    assert_eq!(worker.stop().await, 0);
 }
 
 #[tokio::test]
