@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use uniffle_client::{ClientOptions, Coordinators};
+use uniffle_client::{ClientOptions, Coordinators, TlsOptions};
 
 use crate::arguments::{Arguments, Call};
 use crate::failure::Failure;
@@ -85,14 +85,30 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
 
 /// Returns the workers that the coordinators list.
 pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
+    let tls = match arguments.coordinator.iter().any(|address| address.starts_with("https://")) {
+        true => Some(tls(arguments)?),
+        false => None,
+    };
+    let has_tls = tls.is_some();
     let options = ClientOptions::default().with(|options| {
+        options.tls = tls;
         options.rpc_timeout = arguments.timeout;
         options.failures.attempts = 1;
     });
-    let coordinators = Coordinators::new(&arguments.coordinator, options)
+    // Without a scheme, the client would use TLS for all addresses or none.
+    let addresses = arguments.coordinator.iter().map(|address| match address.contains("://") {
+        true => address.clone(),
+        false => format!("http://{address}"),
+    });
+    let coordinators = Coordinators::new(addresses, options)
         .map_err(|error| Failure::Usage(format!("--coordinator: {error}")))?;
-    let servers = coordinators.servers().await;
-    let servers = servers.map_err(|error| Failure::Unreachable(whole(&error)))?;
+    let servers = coordinators.servers().await.map_err(|error| {
+        let hint = match arguments.ca_file.is_some() && !has_tls {
+            true => "; a coordinator with TLS needs https:// before its address",
+            false => "",
+        };
+        Failure::Unreachable(whole(&error) + hint)
+    })?;
     let target = |server: uniffle_client::ServerAddress| {
         let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host };
         // Port 0 refuses connections, which is reported for the worker.
@@ -102,6 +118,25 @@ pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure>
         Target { name: server.id, http, admin, is_lost: false }
     };
     Ok(servers.into_iter().map(target).collect())
+}
+
+/// Returns the TLS options of the command line for coordinators.
+fn tls(arguments: &Arguments) -> Result<TlsOptions, Failure> {
+    let read = |option: &str, file: &Path| {
+        std::fs::read(file).map_err(|error| Failure::Usage(format!("{option} {}: {error}", file.display())))
+    };
+    let Some(ca) = &arguments.ca_file else {
+        return Err(Failure::Usage("--coordinator: https needs --ca-file".to_owned()));
+    };
+    let options = TlsOptions::new(read("--ca-file", ca)?);
+    let options = match (&arguments.cert_file, &arguments.key_file) {
+        (Some(cert), Some(key)) => {
+            let (cert, key) = (read("--cert-file", cert)?, read("--key-file", key)?);
+            options.and_then(|options| options.with_identity(cert, key))
+        }
+        _ => options,
+    };
+    options.map_err(|error| Failure::Usage(error.to_string()))
 }
 
 /// Returns the error with all its causes: tonic's own text is only "transport error".

@@ -191,6 +191,7 @@ async fn exit_code_identifies_the_failure() {
         &["ctl", "app", "x", "--cluster", "--coordinator", &nobody],
         &["ctl", "drain", "--coordinator", &nobody],
         &["ctl", "status", "--timeout", "0"],
+        &["ctl", "status", "--coordinator", "https://localhost:1"],
         &["ctl", "status", "--ca-file", "/nowhere"],
         &["completions", "sh-1"],
     ] {

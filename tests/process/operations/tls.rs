@@ -217,6 +217,21 @@ async fn ctl_uses_tls_and_client_certificate() {
         assert_eq!((done.code, done.stderr.as_str()), (0, ""), "{call}: {}", done.stdout);
         assert_eq!(ctl(&others, call).await.code, 3, "{call}: another authority");
     }
+    // The embedded coordinator uses the gRPC listener, which has TLS too.
+    let address = format!("localhost:{}", worker.addresses().grpc.port());
+    let (over_tls, plain) = (format!("https://{address}"), address.as_str());
+    let files = |made: &Certificates| {
+        ["ca.pem", "client.pem", "client.key"].map(|name| made.path(name).display().to_string())
+    };
+    let status = |coordinator: String, [ca, cert, key]: [String; 3]| async move {
+        let files = ["--ca-file", &ca, "--cert-file", &cert, "--key-file", &key];
+        super::ctl::run(&[&["ctl", "status", "--coordinator", &coordinator][..], &files].concat()).await
+    };
+    let listed = status(over_tls.clone(), files(&certificates)).await.succeeded();
+    assert!(listed.contains("decommissioned"), "{listed}");
+    let refused = status(plain.to_owned(), files(&certificates)).await;
+    assert!(refused.code == 3 && refused.stderr.contains("needs https://"), "{}", refused.stderr);
+    assert_eq!(status(over_tls, files(&others)).await.code, 3, "another authority");
     let done = super::ctl::run(&["ctl", "status", "--worker", &http]).await;
     assert!(done.code == 3 && done.stderr.contains("https needs --ca-file"), "{}", done.stderr);
     assert_eq!(worker.stop().await, 0);
