@@ -73,6 +73,8 @@ pub(crate) enum Output {
     Text,
     /// The worker's answer; with --coordinator an array of {"worker", "url", "answer" or "error"}
     Json,
+    /// Lists as comma-separated values, with a header and the worker in the first column
+    Csv,
 }
 
 /// Command.

@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::http::{Client, TlsFiles, segment};
 use crate::merged::Merged;
 use crate::workers::{Target, targets, token};
-use crate::{complain, lost, orphans, say, text, top, upgrade, wait};
+use crate::{complain, lost, orphans, rows, say, text, top, upgrade, wait};
 
 /// Time that a busy worker may need to produce a profile, in addition to the sampling.
 const PROFILE_SLACK: Duration = Duration::from_secs(30);
@@ -27,11 +27,11 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
     };
     let client = Client::new(&files, token, arguments.timeout)?;
     let targets = targets(arguments).await?;
-    let is_json = arguments.output == Output::Json;
+    let output = arguments.output;
     match &arguments.call {
         Call::Top { interval, once } => {
-            let pace = (!*once && !is_json).then_some(*interval);
-            return top::run(&client, (arguments, targets), pace, is_json).await;
+            let pace = (!*once && output == Output::Text).then_some(*interval);
+            return top::run(&client, (arguments, targets), pace).await;
         }
         Call::Profile { kind, seconds, flamegraph, file } => {
             return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;
@@ -43,7 +43,11 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         Call::Orphans { live, remove, older_than } => {
             let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
             let answer = orphans::run(&client, (arguments, &targets), &wanted).await?;
-            say(&if is_json { pretty(&answer) } else { text::answer(&arguments.call, &answer) });
+            say(&match output {
+                Output::Json => pretty(&answer),
+                Output::Csv => rows::csv_of(&arguments.call, &answer),
+                Output::Text => text::answer(&arguments.call, &answer),
+            });
             return Ok(0);
         }
         _ => {}
@@ -54,29 +58,42 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
     };
     let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call)).await;
     drop_not_found(&arguments.call, &mut answers);
-    if arguments.coordinator.is_empty() {
-        let Some((_, answer)) = answers.pop() else { return Ok(0) };
-        let answer = answer?;
-        say(&if is_json { pretty(&answer) } else { text::answer(&arguments.call, &answer) });
-        return Ok(0);
+    print(arguments, answers)
+}
+
+/// Prints the answers. Returns the exit code.
+fn print(arguments: &Arguments, mut answers: Vec<(&Target, Answer)>) -> Result<u8, Failure> {
+    let call = &arguments.call;
+    let is_single = arguments.coordinator.is_empty();
+    if is_single && let Some((_, Err(failure))) = answers.pop_if(|(_, answer)| answer.is_err()) {
+        return Err(failure);
     }
-    if let Call::App { id, .. } = &arguments.call
-        && let Some(explanation) = merged(id, &answers)
-    {
-        say(&if is_json { pretty(&explanation) } else { text::answer(&arguments.call, &explanation) });
-    } else if is_json {
-        say(&pretty(&all_of(&answers)));
-    } else {
-        say(&text::answers(&arguments.call, &answers));
-    }
-    if !is_json {
+    let code = worst(&answers);
+    let explanation = match call {
+        Call::App { id, .. } if !is_single => merged(id, &answers),
+        _ => None,
+    };
+    let one = match &answers[..] {
+        [(_, Ok(answer))] if is_single => Some(answer),
+        _ => explanation.as_ref(),
+    };
+    say(&match (arguments.output, one) {
+        (Output::Json, Some(one)) => pretty(one),
+        (Output::Json, None) => pretty(&all_of(&answers)),
+        (Output::Text, Some(one)) => text::answer(call, one),
+        (Output::Text, None) => text::answers(call, &answers),
+        (Output::Csv, _) => match explanation {
+            Some(explanation) => rows::csv_of(call, &explanation),
+            None => rows::csv(call, &answers),
+        },
+    });
+    if arguments.output != Output::Json {
         for (target, failure) in failures(&answers) {
             complain(&format!("{}: {failure}", target.name));
         }
     }
-    Ok(worst(&answers))
+    Ok(code)
 }
-
 async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
     let get = |path: String| async move { client.get(&target.http, &path).await };
     let post = |path: String, body: Option<Value>| async move {

@@ -12,12 +12,12 @@ use serde_json::{Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::answers::{Answer, all_of, ask_all, failures, pretty, worst};
-use crate::arguments::Arguments;
+use crate::arguments::{Arguments, Output};
 use crate::failure::Failure;
 use crate::http::Client;
 use crate::table::Width;
 use crate::workers::{Target, targets};
-use crate::{lists, lost, say};
+use crate::{lists, lost, rows, say};
 
 /// Number of applications shown, per worker and in total.
 const APPS: usize = 20;
@@ -34,13 +34,16 @@ pub(crate) async fn run(
     client: &Client,
     (arguments, targets): (&Arguments, Vec<Target>),
     pace: Option<Duration>,
-    is_json: bool,
 ) -> Result<u8, Failure> {
     let targets = lost::with_lost(client, arguments, targets).await;
     let pace = pace.filter(|_| std::io::stdout().is_terminal());
     let Some(pace) = pace else {
         let looked = look(client, &targets).await;
-        say(&if is_json { pretty(&all_of(&looked)) } else { screen(&looked, Width::of_stdout()) });
+        say(&match arguments.output {
+            Output::Json => pretty(&all_of(&looked)),
+            Output::Csv => rows::csv(&arguments.call, &looked),
+            Output::Text => screen(&looked, Width::of_stdout()),
+        });
         return Ok(worst(&looked));
     };
     // Installed before the screen is switched, so that no signal ends the program on the alternate

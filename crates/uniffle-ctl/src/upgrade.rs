@@ -17,7 +17,7 @@ use crate::arguments::{Arguments, Output};
 use crate::failure::Failure;
 use crate::http::Client;
 use crate::workers::{Target, known};
-use crate::{complain, local_process, say};
+use crate::{complain, local_process, rows, say};
 
 /// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
@@ -51,7 +51,6 @@ pub(crate) async fn run(
     if targets.is_empty() {
         return Err(Failure::Usage("--coordinator: no worker is registered".to_owned()));
     }
-    let is_json = arguments.output == Output::Json;
     let mut rows: Vec<Value> =
         targets.iter().map(|target| json!({ "worker": target.name, "state": "not upgraded" })).collect();
     let mut failure = None;
@@ -79,10 +78,11 @@ pub(crate) async fn run(
         }
         bar.finish_and_clear();
     }
-    match is_json {
-        true => say(&pretty(&Value::Array(rows))),
-        false => say(&rows.iter().map(describe).collect::<String>()),
-    }
+    say(&match arguments.output {
+        Output::Json => pretty(&Value::Array(rows)),
+        Output::Csv => rows::csv_of(&arguments.call, &Value::Array(rows)),
+        Output::Text => rows.iter().map(describe).collect(),
+    });
     let Some(failure) = failure else { return Ok(0) };
     complain(&format!("stopped at the first failure: {failure}"));
     Ok(failure.code())

@@ -191,6 +191,7 @@ async fn exit_code_identifies_the_failure() {
         &["ctl", "app", "x", "--cluster", "--coordinator", &nobody],
         &["ctl", "drain", "--coordinator", &nobody],
         &["ctl", "status", "--timeout", "0"],
+        &["ctl", "drain", "--output", "csv"],
         &["ctl", "status", "--coordinator", "https://localhost:1"],
         &["ctl", "status", "--ca-file", "/nowhere"],
         &["completions", "sh-1"],
@@ -409,6 +410,47 @@ async fn all_queries_every_worker_of_the_coordinator() {
     fixture.finish().await;
 }
 
+/// The column names are pinned in the crate.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn csv_columns_are_filled_from_the_answers() {
+    let fixture = AdminFixture::start().await;
+    fixture.push("app-1", 2).await;
+    let coordinator = fixture.worker.addresses().grpc.to_string();
+    let start = tokio::time::Instant::now();
+    // Statistics are up to a second old.
+    while json(&fixture, &["apps"]).await["apps"][0]["received_bytes"].as_u64().unwrap_or(0) == 0 {
+        assert!(start.elapsed() < super::api::PATIENCE, "the application is not listed");
+    }
+    let rates = ["received_bytes_per_second", "read_bytes_per_second"];
+    // Columns that are empty for a healthy worker.
+    for (call, empty) in [
+        (&["status"][..], &["not_ready", rates[0], rates[1], "error"][..]),
+        (&["top"], &["not_ready", "error"]),
+        (&["apps"], &[]),
+        (&["app", "app-1"], &[]),
+        (&["disks"], &["fault"]),
+        (&["cluster"], &[]),
+    ] {
+        let alone = ctl(&fixture, &[call, &["--output", "csv"]].concat()).await.succeeded();
+        let whole = [&["ctl", "--coordinator", &coordinator], call, &["--output", "csv"]].concat();
+        for text in [alone, run(&whole).await.succeeded()] {
+            assert!(text.ends_with("\r\n"), "{call:?}: {text:?}");
+            let mut lines = text.lines().map(|line| line.split(',').collect::<Vec<_>>());
+            let (header, row) = (lines.next().unwrap(), lines.next().unwrap());
+            assert_eq!(header.len(), row.len(), "{call:?}: {text}");
+            let without = header.iter().zip(row).filter(|(_, cell)| cell.is_empty());
+            let without: Vec<_> = without.map(|(name, _)| *name).collect();
+            // Rates need two samples.
+            let without: Vec<_> =
+                without.into_iter().filter(|name| call != ["top"] || !rates.contains(name)).collect();
+            assert_eq!(without, empty, "{call:?}: {text}");
+        }
+    }
+    let losses = ctl(&fixture, &["losses", "--output", "csv"]).await.succeeded();
+    assert_eq!(losses, "worker,app,shuffle,partition,blocks,reason\r\n");
+    fixture.finish().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reading_commands_work_without_admin_listener() {
     let dir = tempfile::tempdir().unwrap();
@@ -456,7 +498,7 @@ async fn bash_completes_commands_and_arguments() {
         (&["ctl", "dec"][..], &["decommission"][..]),
         (&["ctl", "d"], &["disks", "decommission", "drain"]),
         (&["ctl", "decommission", "--w"], &["--wait", "--within", "--worker"]),
-        (&["ctl", "status", "--output", ""], &["text", "json"]),
+        (&["ctl", "status", "--output", ""], &["text", "json", "csv"]),
         (&["comp"], &["completions"]),
     ] {
         let script = "source \"$1\"; shift; COMP_WORDS=(uniffle-worker \"$@\"); COMP_CWORD=$#\n\
