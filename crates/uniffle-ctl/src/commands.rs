@@ -11,6 +11,7 @@ use crate::everywhere;
 use crate::failure::Failure;
 use crate::http::{Client, TlsFiles, segment};
 use crate::merged::Merged;
+use crate::progress::Progress;
 use crate::workers::{Target, targets, token};
 use crate::{complain, lost, orphans, rows, say, text, top, upgrade, wait};
 
@@ -28,6 +29,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
     let client = Client::new(&files, token, arguments.timeout)?;
     let targets = targets(arguments).await?;
     let output = arguments.output;
+    let progress = Progress::new();
     match &arguments.call {
         Call::Top { interval, once } => {
             let pace = (!*once && output == Output::Text).then_some(*interval);
@@ -42,7 +44,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         }
         Call::Orphans { live, remove, older_than } => {
             let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
-            let answer = orphans::run(&client, (arguments, &targets), &wanted).await?;
+            let answer = orphans::run(&client, (arguments, &targets), &wanted, &progress).await?;
             say(&match output {
                 Output::Json => pretty(&answer),
                 Output::Csv => rows::csv_of(&arguments.call, &answer),
@@ -56,7 +58,8 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         Call::Status { .. } => lost::with_lost(&client, arguments, targets).await,
         _ => targets,
     };
-    let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call)).await;
+    let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call, &progress)).await;
+    drop(progress);
     drop_not_found(&arguments.call, &mut answers);
     print(arguments, answers)
 }
@@ -94,7 +97,7 @@ fn print(arguments: &Arguments, mut answers: Vec<(&Target, Answer)>) -> Result<u
     }
     Ok(code)
 }
-async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
+async fn ask(client: &Client, target: &Target, call: &Call, progress: &Progress) -> Answer {
     let get = |path: String| async move { client.get(&target.http, &path).await };
     let post = |path: String, body: Option<Value>| async move {
         client.post(&target.admin, &path, body.as_ref()).await
@@ -116,8 +119,10 @@ async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
         Call::Cluster => get("/api/v1/cluster".to_owned()).await,
         Call::Decommission { cancel: true, .. } => post("/admin/cancel-decommission".to_owned(), None).await,
         Call::Decommission { wait: false, .. } => post("/admin/decommission".to_owned(), None).await,
-        Call::Decommission { within, .. } => wait::decommission(client, target, *within).await,
-        Call::Drain { within } => wait::drain(client, target, *within).await,
+        Call::Decommission { within, .. } => {
+            wait::decommission(client, target, *within, &progress.bar(&target.name)).await
+        }
+        Call::Drain { within } => wait::drain(client, target, *within, &progress.bar(&target.name)).await,
         Call::Tags { tags, none: false } if tags.is_empty() => {
             let node = get("/api/v1/node".to_owned()).await?;
             Ok(json!({ "tags": node["tags"] }))

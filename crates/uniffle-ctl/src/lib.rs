@@ -21,6 +21,7 @@ mod lost;
 mod manual;
 mod merged;
 mod orphans;
+mod progress;
 mod rows;
 mod table;
 mod text;

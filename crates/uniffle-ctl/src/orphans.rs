@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use crate::arguments::Arguments;
 use crate::failure::Failure;
 use crate::http::Client;
+use crate::progress::Progress;
 use crate::workers::Target;
 
 /// Options of the command.
@@ -30,6 +31,7 @@ pub(crate) async fn run(
     client: &Client,
     (arguments, targets): (&Arguments, &[Target]),
     wanted: &OrphanOptions<'_>,
+    progress: &Progress,
 ) -> Result<Value, Failure> {
     let knows_who_lives = !arguments.coordinator.is_empty();
     if wanted.remove.is_some_and(<[String]>::is_empty) && !knows_who_lives && wanted.live.is_empty() {
@@ -37,6 +39,8 @@ pub(crate) async fn run(
                     --coordinator or --live, or give ids";
         return Err(Failure::Usage(text.to_owned()));
     }
+    let bar = progress.bar("orphans");
+    bar.show(0, "listing objects");
     let (asked, answer) = first_with_a_store(client, targets).await?;
     let mut live: BTreeSet<&str> = wanted.live.iter().map(String::as_str).collect();
     if knows_who_lives {
@@ -54,8 +58,14 @@ pub(crate) async fn run(
         return Err(Failure::Refused { status: 404, text });
     }
     let mut removed = Vec::new();
-    for worker in workers.iter().filter(|worker| goes(worker, named, wanted.older_than)) {
-        removed.push(remove(client, asked, worker["worker"].as_str().unwrap_or_default()).await?);
+    let objects = |worker: &Value| worker["objects"].as_u64().unwrap_or_default();
+    let chosen: Vec<_> = workers.iter().filter(|worker| goes(worker, named, wanted.older_than)).collect();
+    let mut left: u64 = chosen.iter().map(|worker| objects(worker)).sum();
+    for worker in chosen {
+        let id = worker["worker"].as_str().unwrap_or_default();
+        let show = |done: u64| bar.show(left.saturating_sub(done), format!("removing objects of {id}"));
+        removed.push(remove(client, asked, id, show).await?);
+        left = left.saturating_sub(objects(worker));
     }
     Ok(json!({ "removed": removed }))
 }
@@ -105,10 +115,11 @@ fn goes(worker: &Value, named: &[String], older_than: Duration) -> bool {
     named.iter().any(|id| worker["worker"] == id.as_str())
 }
 
-/// Removes all objects of a worker, batch by batch.
-async fn remove(client: &Client, asked: &Target, worker: &str) -> Result<Value, Failure> {
+/// Removes all objects of a worker, batch by batch. `show` gets the number of removed objects.
+async fn remove(client: &Client, asked: &Target, worker: &str, show: impl Fn(u64)) -> Result<Value, Failure> {
     let (mut objects, mut bytes) = (0, 0);
     loop {
+        show(objects);
         let body = json!({ "worker": worker });
         let answer = client.post(&asked.admin, "/admin/orphans/remove", Some(&body)).await?;
         let some = answer["removed"]["objects"].as_u64().unwrap_or_default();

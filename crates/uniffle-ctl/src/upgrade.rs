@@ -6,7 +6,6 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::process::Command;
@@ -16,6 +15,7 @@ use crate::answers::pretty;
 use crate::arguments::{Arguments, Output};
 use crate::failure::Failure;
 use crate::http::Client;
+use crate::progress::Progress;
 use crate::workers::{Target, known};
 use crate::{complain, local_process, rows, say};
 
@@ -55,10 +55,13 @@ pub(crate) async fn run(
         targets.iter().map(|target| json!({ "worker": target.name, "state": "not upgraded" })).collect();
     let mut failure = None;
     if !is_dry {
-        let bar = progress(targets.len());
+        let progress = Progress::new();
+        let bar = progress.bar("upgrade");
         let mut first = None;
-        for (target, row) in targets.iter().zip(&mut rows) {
-            bar.set_message(target.name.clone());
+        for (at, (target, row)) in targets.iter().zip(&mut rows).enumerate() {
+            let left = targets.len() - at;
+            let text = format!("{} of {}: {}", at + 1, targets.len(), target.name);
+            bar.show(u64::try_from(left).unwrap_or(u64::MAX), text);
             let start = Instant::now();
             match upgrade(client, (arguments, target), options, first.as_deref()).await {
                 Ok((before, after)) => {
@@ -67,7 +70,6 @@ pub(crate) async fn run(
                         "seconds": start.elapsed().as_secs_f64(),
                     });
                     first.get_or_insert(after);
-                    bar.inc(1);
                 }
                 Err(error) => {
                     *row = json!({ "worker": target.name, "state": "failed", "error": error.to_string() });
@@ -76,7 +78,6 @@ pub(crate) async fn run(
                 }
             }
         }
-        bar.finish_and_clear();
     }
     say(&match arguments.output {
         Output::Json => pretty(&Value::Array(rows)),
@@ -101,18 +102,6 @@ fn describe(row: &Value) -> String {
         _ => String::new(),
     };
     format!("{}: {}{detail}\n", field("worker"), field("state"))
-}
-
-/// Returns a progress bar, hidden unless stdout and stderr are terminals.
-fn progress(length: usize) -> ProgressBar {
-    let bar = ProgressBar::new(u64::try_from(length).unwrap_or(u64::MAX));
-    if !std::io::IsTerminal::is_terminal(&std::io::stdout()) {
-        bar.set_draw_target(ProgressDrawTarget::hidden());
-    }
-    match ProgressStyle::with_template("upgrade {bar:20} {pos}/{len} {elapsed} {msg}") {
-        Ok(style) => bar.with_style(style),
-        Err(_) => bar,
-    }
 }
 
 /// Upgrades one worker. Returns the builds before and after. `expected` is the build of the workers

@@ -5,19 +5,21 @@
 
 use std::time::Duration;
 
+use bytesize::ByteSize;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use crate::answers::Answer;
 use crate::failure::Failure;
 use crate::http::Client;
+use crate::progress::Bar;
 use crate::workers::Target;
 
 /// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Decommissions `target` and waits until it has no application.
-pub(crate) async fn decommission(client: &Client, target: &Target, within: Duration) -> Answer {
+pub(crate) async fn decommission(client: &Client, target: &Target, within: Duration, bar: &Bar) -> Answer {
     let start = Instant::now();
     client.post(&target.admin, "/admin/decommission", None).await?;
     loop {
@@ -35,13 +37,14 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
             }
             Err(failure) => return Err(failure),
         };
+        bar.show(left, format!("{left} applications are left"));
         pause(start, within, || format!("{}: {left} applications are left", target.http)).await?;
     }
 }
 
 /// Decommissions `target` and flushes it until its memory is empty and no ticket is outstanding.
 /// With an object store, until that has all data.
-pub(crate) async fn drain(client: &Client, target: &Target, within: Duration) -> Answer {
+pub(crate) async fn drain(client: &Client, target: &Target, within: Duration, bar: &Bar) -> Answer {
     let start = Instant::now();
     loop {
         let drained = client.post(&target.admin, "/admin/drain", None).await?;
@@ -60,6 +63,12 @@ pub(crate) async fn drain(client: &Client, target: &Target, within: Duration) ->
             }
             return Ok(told);
         }
+        let left_bytes = if tiers.is_null() { 0 } else { number(&tiers["bytes_left"]) };
+        let memory = ByteSize(in_memory).display().iec();
+        bar.show(
+            in_memory.saturating_add(left_bytes),
+            format!("{memory} in memory, {batches} unfinished batches, {shuffles} shuffles to move"),
+        );
         let left = || {
             let elsewhere = match tiers.is_null() {
                 true => String::new(),

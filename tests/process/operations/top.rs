@@ -164,6 +164,26 @@ async fn status_and_top_fit_80_columns() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn waiting_shows_progress_on_a_terminal_only() {
+    let fixture = AdminFixture::start().await;
+    fixture.push("app-1", 1).await;
+    let addresses = fixture.worker.addresses();
+    let (http, admin) = (addresses.http.to_string(), addresses.admin.unwrap().to_string());
+    let whom = ["ctl", "--worker", &http, "--admin", &admin, "decommission", "--wait", "--within", "1"];
+    let (status, shown) = Terminal::run(&whom, (120, 24)).end().await;
+    assert_eq!(status.code(), Some(4), "{shown}");
+    assert!(shown.contains("1 applications are left") && shown.contains("░"), "{shown:?}");
+    let piped = super::ctl::run(&whom).await;
+    assert_eq!(
+        (piped.code, piped.stdout.as_str(), piped.stderr.lines().count()),
+        (4, "", 1),
+        "{}",
+        piped.stderr
+    );
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn top_restores_terminal_on_any_signal() {
     let fixture = AdminFixture::start().await;
     let http = fixture.worker.addresses().http.to_string();
