@@ -160,8 +160,8 @@ pub(crate) enum Call {
     Reload,
     /// Upgrade the workers in place, one after the other; stop at the first that fails
     ///
-    /// The next worker follows once its predecessor runs the new program, is ready, and is
-    /// registered with the coordinator.
+    /// The next worker follows once its predecessor runs the new program, is ready, has lost no
+    /// block, and is registered with the coordinator.
     Upgrade {
         /// Shell command that sends SIGUSR2 to a worker; {host}, {id} and {http_port} are replaced
         /// [default: a signal to the process on this host]

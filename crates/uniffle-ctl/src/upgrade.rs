@@ -1,7 +1,8 @@
 //! `ctl upgrade`: upgrades workers in place, one after the other.
 //!
 //! Invariant: a worker is signalled only after all workers before it run the new program, are
-//! ready, and are registered with a coordinator. The first failure stops the command.
+//! ready, have lost no block, and are registered with a coordinator. The first failure stops the
+//! command.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -39,6 +40,20 @@ struct Program {
     /// Version and commit.
     build: String,
     started_ms: i64,
+    lost_blocks: u64,
+}
+
+/// Checks the program that runs after the signal against the one before.
+fn compare(name: &str, before: &Program, after: &Program) -> Result<(), Failure> {
+    if after.started_ms == before.started_ms {
+        return Err(Failure::NotReached("has not restarted yet".to_owned()));
+    }
+    let lost = after.lost_blocks.saturating_sub(before.lost_blocks);
+    if lost > 0 {
+        let text = format!("{name}: {lost} more blocks are lost than before; see ctl losses");
+        return Err(Failure::Refused { status: 409, text });
+    }
+    Ok(())
 }
 
 /// Upgrades `targets` in their order, or lists them. Returns the exit code.
@@ -149,9 +164,7 @@ async fn settled(
     before: &Program,
 ) -> Result<String, Failure> {
     let after = ready_program(client, target).await?;
-    if after.started_ms == before.started_ms {
-        return Err(Failure::NotReached("has not restarted yet".to_owned()));
-    }
+    compare(&target.name, before, &after)?;
     // A new process counts from zero, and counts a program that could not be executed.
     if refusals(client, target).await? > 0.0 {
         let text = format!("{}: the new program cannot be executed; the old one runs again", target.name);
@@ -175,7 +188,9 @@ async fn ready_program(client: &Client, target: &Target) -> Result<Program, Fail
     }
     let text = |name: &str| node[name].as_str().unwrap_or("unknown").to_owned();
     let build = format!("{} ({})", text("version"), text("commit"));
-    Ok(Program { build, started_ms: node["started_ms"].as_i64().unwrap_or(0) })
+    let started_ms = node["started_ms"].as_i64().unwrap_or(0);
+    let lost_blocks = status["apps"]["lost_blocks"].as_u64().unwrap_or(0);
+    Ok(Program { build, started_ms, lost_blocks })
 }
 
 /// Returns the number of upgrades that the running process refused.
@@ -233,6 +248,16 @@ mod tests {
     fn target(name: &str, host: &str) -> Target {
         let http = Base { is_tls: false, host: host.to_owned(), port: 19_998 };
         Target { name: name.to_owned(), admin: http.clone(), http, is_lost: false }
+    }
+
+    #[test]
+    fn upgrade_that_loses_blocks_fails() {
+        let program = |started_ms, lost_blocks| Program { build: "1".to_owned(), started_ms, lost_blocks };
+        let code = |after| compare("w-1", &program(5, 2), &after).map_err(|failure| failure.code());
+        assert_eq!(code(program(5, 2)), Err(4), "not restarted");
+        assert_eq!(code(program(6, 2)), Ok(()));
+        assert_eq!(code(program(6, 0)), Ok(()), "their application has ended");
+        assert_eq!(code(program(6, 3)), Err(1));
     }
 
     #[test]
