@@ -27,6 +27,10 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         key: arguments.key_file.as_deref(),
     };
     let client = Client::new(&files, token, arguments.timeout)?;
+    if arguments.output == Output::Csv && !rows::is_list(&arguments.call) {
+        let text = "--output csv is for commands that print a list; use --output json";
+        return Err(Failure::Usage(text.to_owned()));
+    }
     let targets = targets(arguments).await?;
     let output = arguments.output;
     let progress = Progress::new();

@@ -7,8 +7,7 @@ use bytesize::ByteSize;
 use serde_json::Value;
 
 use crate::answers::Answer;
-use crate::table::{Table, Width};
-use crate::text::word;
+use crate::table::{Table, Width, word};
 use crate::workers::Target;
 
 /// Payload received and read per second.

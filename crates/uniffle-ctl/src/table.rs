@@ -5,6 +5,8 @@
 
 use std::io::IsTerminal as _;
 
+use serde_json::Value;
+
 /// Width if stdout is not a terminal and `COLUMNS` is not set.
 const COLUMNS_DEFAULT: usize = 80;
 
@@ -94,7 +96,7 @@ impl Table {
         self.text()
     }
 
-    /// Returns width and alignment of each column; true is right-aligned.
+    /// Returns the width of each column, and whether it is right-aligned.
     fn columns(&self) -> Vec<(usize, bool)> {
         let cells = |at: usize| self.rows.iter().filter_map(move |row| row.get(at));
         let is_number = |text: &String| text.starts_with(|first: char| first.is_ascii_digit()) || text == "-";
@@ -126,6 +128,15 @@ impl Table {
             text.push('\n');
         }
         text
+    }
+}
+
+/// Formats a value without control characters, because clients choose names.
+pub(crate) fn word(value: &Value) -> String {
+    match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) => text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect(),
+        other => other.to_string(),
     }
 }
 

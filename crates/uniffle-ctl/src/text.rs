@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::answers::{Answer, pretty};
 use crate::arguments::Call;
 use crate::lists;
-use crate::table::{Table, Width};
+use crate::table::{Table, Width, word};
 use crate::workers::Target;
 
 /// Formats the answer of one worker.
@@ -352,15 +352,6 @@ fn fields(answer: &Value) -> String {
 
 fn list(values: &Value, between: &str) -> String {
     values.as_array().into_iter().flatten().map(word).collect::<Vec<_>>().join(between)
-}
-
-/// Formats a value without control characters, because clients choose names.
-pub(crate) fn word(value: &Value) -> String {
-    match value {
-        Value::Null => "-".to_owned(),
-        Value::String(text) => text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect(),
-        other => other.to_string(),
-    }
 }
 
 fn size(value: &Value) -> String {

@@ -4,10 +4,9 @@ use std::path::Path;
 
 use uniffle_client::{ClientOptions, Coordinators, TlsOptions};
 
-use crate::arguments::{Arguments, Call, Output};
+use crate::arguments::{Arguments, Call};
 use crate::failure::Failure;
 use crate::http::Base;
-use crate::rows;
 
 /// Default HTTP listener of a worker.
 const WORKER_DEFAULT: &str = "http://127.0.0.1:19998";
@@ -72,9 +71,6 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
     }
     if matches!(arguments.call, Call::Orphans { .. }) && !arguments.only.is_empty() {
         return usage("orphans needs all workers of a --coordinator: --only is not allowed");
-    }
-    if arguments.output == Output::Csv && !rows::is_list(&arguments.call) {
-        return usage("--output csv is for commands that print a list; use --output json");
     }
     if !is_cluster && (arguments.all || !arguments.only.is_empty()) {
         return usage("--only and --all need a --coordinator");
