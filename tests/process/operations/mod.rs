@@ -4,6 +4,7 @@ mod admin;
 mod api;
 mod browser;
 mod ctl;
+mod documents;
 mod fixture;
 #[cfg(feature = "object")]
 mod orphans;
