@@ -98,20 +98,14 @@ fn disks(heard: &[(&str, &Value)]) -> String {
 fn status(status: &Value, width: Width) -> String {
     let (node, memory, flush) = (&status["node"], &status["memory"], &status["flush"]);
     let ready = node["not_ready"].as_str().map_or("ready".to_owned(), |why| format!("not ready: {why}"));
-    let disks = status["disks"].as_array().map_or(0, Vec::len);
-    let out: Vec<String> = status["disks"]
-        .as_array()
-        .into_iter()
-        .flatten()
+    let items = |list: &'static str| status[list].as_array().into_iter().flatten();
+    let disks = items("disks").count();
+    let out: Vec<String> = items("disks")
         .filter(|disk| disk["condition"] != "healthy")
         .map(|disk| format!("{} {}", word(&disk["path"]), word(&disk["condition"])))
         .collect();
-    let coordinators: Vec<String> = status["coordinators"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .map(|it| format!("{} {}", word(&it["address"]), word(&it["link"])))
-        .collect();
+    let coordinators: Vec<String> =
+        items("coordinators").map(|it| format!("{} {}", word(&it["address"]), word(&it["link"]))).collect();
     let lines = [
         ("worker", format!("{} {} ({})", word(&node["id"]), word(&node["version"]), word(&node["commit"]))),
         ("state", format!("{}, {ready}", word(&node["state"]))),
