@@ -87,7 +87,9 @@ pub(crate) async fn run(
                     first.get_or_insert(after);
                 }
                 Err(error) => {
-                    *row = json!({ "worker": target.name, "state": "failed", "error": error.to_string() });
+                    let text = error.to_string();
+                    let text = text.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&text);
+                    *row = json!({ "worker": target.name, "state": "failed", "error": text });
                     failure = Some(error);
                     break;
                 }

@@ -86,7 +86,7 @@ async fn fleet_upgrade_stops_at_the_first_refusal() {
     assert!(stderr.contains(&format!("{}: refused the upgrade", ids[1])), "{stderr}");
     for part in [
         format!("{}: upgraded from", ids[0]),
-        format!("{}: failed: ", ids[1]),
+        format!("{}: failed: refused the upgrade", ids[1]),
         format!("{}: not upgraded", ids[2]),
     ] {
         assert!(stdout.contains(&part), "{part} in {stdout}");
