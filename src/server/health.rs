@@ -158,6 +158,7 @@ mod tests {
             condition,
             fault: fault.map(str::to_owned),
             failures: 0,
+            faults: 0,
             mount: Mount { point: path.into(), media: Media::Ssd },
             total_bytes: 1,
             free_bytes: 1,

@@ -382,6 +382,7 @@ mod tests {
             condition,
             fault: None,
             failures: 0,
+            faults: 0,
             mount: Mount { point: PathBuf::from(path), media: Media::Unknown },
             total_bytes: 0,
             free_bytes: 0,

@@ -84,6 +84,8 @@ pub struct DiskInfo {
     pub fault: Option<String>,
     /// Number of errors counted against the disk.
     pub failures: u64,
+    /// Number of times that it became read-only, detached, hung or broken.
+    pub faults: u64,
     /// Mount point of the disk.
     pub mount: Mount,
     /// Size of its file system.
@@ -160,6 +162,7 @@ mod tests {
             condition,
             fault: None,
             failures: 2,
+            faults: 0,
             mount: Mount { point: point.into(), media: Media::Ssd },
             total_bytes: 1000,
             free_bytes: 400,

@@ -466,6 +466,7 @@ impl LocalDisk {
             condition: state.health.condition(),
             fault: state.health.fault().map(str::to_owned).or_else(|| state.health.why_full(&state.space)),
             failures: state.health.failures(),
+            faults: state.health.faults(),
             mount: self.mount.clone(),
             total_bytes: state.space.total_bytes,
             free_bytes: state.space.free_bytes,

@@ -81,6 +81,8 @@ pub(super) struct Health {
     above_watermark: bool,
     refusal: Option<Refusal>,
     failures: u64,
+    /// Number of changes from no fault to a fault.
+    faults: u64,
 }
 
 #[derive(Debug)]
@@ -162,9 +164,15 @@ impl Health {
         self.failures
     }
 
+    /// Returns how many times a fault began.
+    pub(super) fn faults(&self) -> u64 {
+        self.faults
+    }
+
     /// Applies a failed operation.
     pub(super) fn note(&mut self, error: &io::Error) -> Verdict {
         let verdict = judge(error);
+        let was_healthy = self.fault.is_none();
         let fault = |condition| Some(Fault { text: error.to_string(), condition });
         match verdict {
             Verdict::NotTheDisk | Verdict::TheFile => return verdict,
@@ -175,6 +183,7 @@ impl Health {
             Verdict::Broken => self.fault = fault(DiskCondition::Broken),
         }
         self.failures = self.failures.saturating_add(1);
+        self.faults = self.faults.saturating_add(u64::from(was_healthy && self.fault.is_some()));
         verdict
     }
 
@@ -251,6 +260,19 @@ mod tests {
         assert!(!health.measured(0.75, 0.8, 0.7), "between the watermarks nothing changes");
         assert!(health.measured(0.69, 0.8, 0.7));
         assert_eq!(health.condition(), DiskCondition::Healthy);
+    }
+
+    #[test]
+    fn each_return_to_a_fault_is_counted() {
+        let mut health = Health::default();
+        health.note(&errno(Errno::NOSPC));
+        assert_eq!(health.faults(), 0, "a full disk has no fault");
+        for times in 1..=3 {
+            health.note(&errno(Errno::IO));
+            health.note(&errno(Errno::ROFS));
+            assert_eq!(health.faults(), times);
+            health.proved();
+        }
     }
 
     #[test]

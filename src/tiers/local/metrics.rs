@@ -70,6 +70,8 @@ metrics::table! {
         is_timeout: IntGaugeVec["local_disk_path"] = "local_storage_is_timeout", "Whether the disk hangs: \
              1 = did not respond in time";
         disk_is_healthy: IntGaugeVec["root"] = "local_disk_is_healthy", "Health of the disk: 0 = healthy, 1 = unhealthy";
+        disk_faults: IntGaugeVec["root"] =
+            "local_disk_faults", "Number of times since the start that the disk became unhealthy";
         disk_is_corrupted: IntGaugeVec["root"] =
             "local_disk_is_corrupted", "Whether the disk is broken: 1 = fails or returns wrong bytes";
         disk_is_read_only: IntGaugeVec["root"] =

@@ -429,6 +429,7 @@ impl Core {
         set(&metrics.is_writable, u64::from(info.condition != DiskCondition::Healthy));
         set(&metrics.is_timeout, u64::from(info.condition == DiskCondition::Hung));
         set(&metrics.disk_is_healthy, u64::from(!info.is_healthy()));
+        set(&metrics.disk_faults, info.faults);
         set(&metrics.disk_is_corrupted, u64::from(info.condition == DiskCondition::Broken));
         set(&metrics.disk_is_read_only, u64::from(info.condition == DiskCondition::ReadOnly));
         set(&metrics.disk_is_detached, u64::from(info.condition == DiskCondition::Detached));
