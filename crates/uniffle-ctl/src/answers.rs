@@ -35,6 +35,16 @@ pub(crate) fn failures<'a>(
     answers.iter().filter_map(|(target, answer)| Some((*target, answer.as_ref().err()?)))
 }
 
+/// Returns the state to show for a worker without an answer.
+pub(crate) fn state(target: &Target, failure: &Failure) -> &'static str {
+    match failure {
+        _ if target.is_lost => "lost",
+        Failure::NotReached(_) => "not ready",
+        Failure::Refused { .. } => "refuses",
+        Failure::Unreachable(_) | Failure::Usage(_) => "no answer",
+    }
+}
+
 /// Returns the exit code of several answers: the highest.
 pub(crate) fn worst(answers: &[(&Target, Answer)]) -> u8 {
     failures(answers).map(|(_, failure)| failure.code()).max().unwrap_or(0)

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use bytesize::ByteSize;
 use serde_json::Value;
 
-use crate::answers::Answer;
+use crate::answers::{Answer, state};
 use crate::table::{Table, Width, word};
 use crate::workers::Target;
 
@@ -28,8 +28,8 @@ pub(crate) fn workers(
     let row = |(target, answer): &(&Target, Answer)| {
         let cells = match answer {
             Ok(answer) => worker(&target.name, status(answer), rates.and_then(|rates| rates(answer))),
-            Err(_) => {
-                let state = if target.is_lost { "lost" } else { "no answer" };
+            Err(failure) => {
+                let state = state(target, failure);
                 let mut cells = vec!["-".to_owned(); HEADER.len()];
                 cells[..2].clone_from_slice(&[target.name.clone(), state.to_owned()]);
                 cells
@@ -179,6 +179,8 @@ mod tests {
         let silent = target("w-1", false);
         let answers: [(&Target, Answer); 1] = [(&silent, Err(Failure::Unreachable("refused".to_owned())))];
         let text = workers(&answers, |it| it, None, NARROW);
+        let waiting: [(&Target, Answer); 1] = [(&silent, Err(Failure::NotReached("memory".to_owned())))];
+        assert!(workers(&waiting, |it| it, None, NARROW).contains("w-1     not ready"));
         assert!(
             text.lines().nth(1).is_some_and(|line| line.starts_with("w-1     no answer       -")),
             "{text}"

@@ -6,7 +6,7 @@
 use csv::{Terminator, WriterBuilder};
 use serde_json::{Value, json};
 
-use crate::answers::Answer;
+use crate::answers::{Answer, state};
 use crate::arguments::Call;
 use crate::workers::Target;
 
@@ -198,8 +198,8 @@ pub(crate) fn csv(call: &Call, answers: &[(&Target, Answer)]) -> String {
                 }
             }
             Err(failure) if items.is_empty() => {
-                let state = if target.is_lost { "lost" } else { "no answer" };
-                let item = json!({ "node": { "state": state }, "error": failure.to_string() });
+                let item =
+                    json!({ "node": { "state": state(target, failure) }, "error": failure.to_string() });
                 rows.push(row(columns, &target.name, &item));
             }
             Err(_) => {}
