@@ -121,7 +121,8 @@ struct Generation {
 }
 
 impl ShippedLog {
-    /// Reads the log of a store with the `listed` objects.
+    /// Reads the log of a store with the `listed` objects. `has_data` says that the store has data
+    /// of shuffles, whose registrations were in the log before.
     ///
     /// # Errors
     /// The store does not answer or refuses.
@@ -129,6 +130,7 @@ impl ShippedLog {
         objects: Arc<dyn LogObjects>,
         listed: &[(LogObject, usize)],
         memory: &Budget,
+        has_data: bool,
     ) -> Result<Arc<Self>, LogError> {
         let names: BTreeSet<LogObject> = listed.iter().map(|(object, _)| *object).collect();
         let generation = names.last().map_or(0, |object| object.generation);
@@ -166,7 +168,7 @@ impl ShippedLog {
                 skipped.push(parts);
             }
         }
-        if !names.is_empty() {
+        if !names.is_empty() || has_data {
             let lost = || "the last checkpoint of the metadata log in the object store is lost".to_owned();
             log.gap.get_or_insert_with(lost);
             log.add_skipped(skipped).await?;

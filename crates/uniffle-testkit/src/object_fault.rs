@@ -84,6 +84,8 @@ struct State {
     open_uploads: AtomicU64,
     calls: Mutex<Vec<(Call, String)>>,
     late: Mutex<Vec<(Path, PutPayload)>>,
+    /// What lists answer in place of the objects.
+    listed: Mutex<Option<Vec<ObjectMeta>>>,
 }
 
 impl Default for FaultyObjects {
@@ -96,6 +98,7 @@ impl Default for FaultyObjects {
             open_uploads: AtomicU64::new(0),
             calls: Mutex::default(),
             late: Mutex::default(),
+            listed: Mutex::default(),
         }))
     }
 }
@@ -156,13 +159,20 @@ impl FaultyObjects {
 
     /// Returns keys and sizes of all objects except claims, which stay.
     pub async fn objects(&self) -> Vec<(String, u64)> {
-        let mut listed = self.0.inner.list(None);
-        let mut objects = Vec::new();
-        while let Some(Ok(object)) = listed.next().await {
-            let is_claim = object.location.filename() == Some(CLAIM);
-            objects.extend((!is_claim).then(|| (object.location.to_string(), object.size)));
-        }
-        objects
+        let mut objects = self.list_all().await;
+        objects.retain(|object| object.location.filename() != Some(CLAIM));
+        objects.into_iter().map(|object| (object.location.to_string(), object.size)).collect()
+    }
+
+    /// Lists these objects from now on, or the present ones again. Lists of a prefix are not filtered.
+    pub fn set_list(&self, listed: Option<Vec<ObjectMeta>>) {
+        *self.0.listed.lock() = listed;
+    }
+
+    /// Returns the metadata of all objects.
+    pub async fn list_all(&self) -> Vec<ObjectMeta> {
+        let listed = self.0.inner.list(None);
+        listed.map(|object| object.expect("it is in memory")).collect().await
     }
 
     /// Returns all objects except claims.
@@ -287,7 +297,10 @@ impl ObjectStore for FaultyObjects {
         let (store, prefix) = (self.clone(), prefix.cloned());
         let listed = async move {
             match store.meet(Call::List, prefix.as_ref().unwrap_or(&Path::default())).await {
-                Ok(_) => store.0.inner.list(prefix.as_ref()),
+                Ok(_) => match store.0.listed.lock().clone() {
+                    Some(listed) => futures::stream::iter(listed.into_iter().map(Ok)).boxed(),
+                    None => store.0.inner.list(prefix.as_ref()),
+                },
                 Err(error) => futures::stream::iter([Err(error)]).boxed(),
             }
         };

@@ -61,7 +61,7 @@ impl Log {
     async fn found(objects: &Arc<MemoryObjects>) -> Arc<ShippedLog> {
         let listed = objects.list().await.unwrap();
         let objects = Arc::clone(objects) as Arc<dyn LogObjects>;
-        ShippedLog::read(objects, &listed, &Budget::new(u64::MAX)).await.unwrap()
+        ShippedLog::read(objects, &listed, &Budget::new(u64::MAX), false).await.unwrap()
     }
 
     /// Opens the log for start number `start` of the worker.

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use bytes::Bytes;
 use object_store::path::Path;
-use object_store::{Error, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode, UpdateVersion};
+use object_store::{Error, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode, UpdateVersion};
 use parking_lot::Mutex;
 use uuid::Uuid;
 
@@ -145,6 +145,29 @@ impl Claim {
         self.put(store, update(version), is_drained).await?;
         *self.is_drained.lock() = Some(is_drained);
         Ok(())
+    }
+
+    /// Returns whether a list of objects, which has the claim as `listed`, has the claim that is in
+    /// the store now. A list without it was made before this process took the prefix.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses.
+    pub(super) async fn is_listed(
+        &self,
+        store: &dyn ObjectStore,
+        listed: Option<&ObjectMeta>,
+    ) -> Result<bool, StoreError> {
+        let stored = match store.head(&self.path()).await {
+            Ok(stored) => stored,
+            // A rule of the bucket has just deleted it.
+            Err(Error::NotFound { .. }) => return Ok(true),
+            Err(error) => return Err(failed(&self.key, &error)),
+        };
+        let Some(listed) = listed else { return Ok(false) };
+        let tag = |meta: &ObjectMeta| meta.e_tag.as_ref().map(|tag| tag.trim_matches('"').to_owned());
+        // Some stores give another ETag in lists than in answers to HEAD, whose time has whole seconds.
+        let is_same = matches!((tag(listed), tag(&stored)), (Some(of_list), Some(now)) if of_list == now);
+        Ok(is_same || listed.last_modified.timestamp() >= stored.last_modified.timestamp())
     }
 
     /// Nothing that was written before can be missing in what another process has found at its start.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use object_store::ObjectStore;
+use object_store::{ObjectMeta, ObjectStore};
 use tokio::sync::{Semaphore, watch};
 
 use super::cache::Cache;
@@ -86,6 +86,14 @@ impl Core {
     /// [`Claim::start`].
     pub(super) fn claim_start(&self) -> u32 {
         self.claim.start()
+    }
+
+    /// [`Claim::is_listed`].
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) async fn is_claim_listed(&self, listed: Option<&ObjectMeta>) -> Result<bool, StoreError> {
+        self.claim.is_listed(&*self.store, listed).await
     }
 
     /// [`Claim::is_drained`].

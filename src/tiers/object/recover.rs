@@ -7,11 +7,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
-use object_store::ObjectStore as _;
+use object_store::{ObjectMeta, ObjectStore as _};
 use tokio::sync::mpsc;
 
 use super::claim::{claim_key, earlier_layout};
@@ -21,8 +22,9 @@ use super::lane::Lane;
 use super::layout::{Name, Registered, is_page, parse_key, path_of, shuffle_prefix};
 use super::log::{StoredLog, from_log};
 use super::shuffle::Shuffle;
+use crate::clock::sleep;
 use crate::durability::{FoundShuffle, Incarnation, LogError, LogObject, Said, ShippedLog};
-use crate::tiers::{RecoveredShuffle, StoreError};
+use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
 use uniffle_wire::types::ShuffleKey;
 
 /// Shuffles that are read at a time.
@@ -33,6 +35,10 @@ const NUMBERS_LEFT_OUT: u32 = 1000;
 
 /// Records on their way to whom they are told.
 const TOLD_MAX: usize = 16;
+
+/// Pauses between lists of a start.
+const LIST_PAUSES: [Duration; 4] =
+    [Duration::from_secs(1), Duration::from_secs(3), Duration::from_secs(10), Duration::from_secs(15)];
 
 /// Segments of a registration: bytes by number.
 type Segments = BTreeMap<u32, u64>;
@@ -63,9 +69,9 @@ pub(super) struct Survey {
 /// # Errors
 /// The store does not answer or refuses: then nothing is known, and nothing may be concluded.
 pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
-    let (mut segments, names) = list(core).await?;
+    let (mut segments, names) = list_current(core).await?;
     let objects = Arc::new(StoredLog(Arc::clone(core)));
-    let log = ShippedLog::read(objects, &names, &core.extents).await;
+    let log = ShippedLog::read(objects, &names, &core.extents, !segments.is_empty()).await;
     let log = log.map_err(|error| from_log(&error, &core.settings.root))?;
     let highest = segments.keys().map(|name| name.incarnation.saturating_add(1)).max();
     let next_incarnation = log.next_incarnation().max(highest.unwrap_or(0));
@@ -113,9 +119,33 @@ fn incarnation_of(name: &Registered) -> Incarnation {
 
 type Listed = (BTreeMap<Registered, Segments>, Vec<(LogObject, usize)>);
 
-async fn list(core: &Core) -> Result<Listed, StoreError> {
+/// Lists everything below the worker's prefix. Lists again while the list is older than the claim
+/// of this start, because such a list may lack objects of the process before.
+///
+/// # Errors
+/// The store does not answer or refuses, or its lists stay old.
+async fn list_current(core: &Core) -> Result<Listed, StoreError> {
     let root = &core.settings.root;
-    let (mut segments, mut log): Listed = Default::default();
+    for pause in LIST_PAUSES {
+        let (listed, claim) = list(core).await?;
+        if core.is_claim_listed(claim.as_ref()).await? {
+            return Ok(listed);
+        }
+        tracing::warn!(prefix = root, "the object store's list of objects is old; listing again");
+        sleep(pause).await;
+    }
+    let what = format!(
+        "its list of objects lacks {}, which was written before: it is old and may lack data too; restart when \
+         the store lists current objects",
+        claim_key(root)
+    );
+    Err(StoreError::remote(StoreErrorKind::Unreachable, root, what))
+}
+
+/// Returns the objects below the worker's prefix, and its claim as listed.
+async fn list(core: &Core) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
+    let root = &core.settings.root;
+    let ((mut segments, mut log), mut claim): (Listed, _) = Default::default();
     let mut listed = core.store.list(Some(&path_of(root)));
     while let Some(object) = core.noted(root, listed.try_next().await)? {
         let key = object.location.as_ref();
@@ -124,14 +154,14 @@ async fn list(core: &Core) -> Result<Listed, StoreError> {
                 segments.entry(name).or_default().insert(number, object.size);
             }
             Some(Name::Log(object, copy)) => log.push((object, copy)),
-            None if key == claim_key(root) => {}
+            None if key == claim_key(root) => claim = Some(object),
             None if is_page(root, key) => return Err(earlier_layout(key)),
             None => {
                 tracing::warn!(key, "ignoring an object of another program below this worker's prefix")
             }
         }
     }
-    Ok((segments, log))
+    Ok(((segments, log), claim))
 }
 
 async fn read(

@@ -1,7 +1,9 @@
 //! What a process finds that comes after another.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use object_store::ObjectMeta;
 use tokio::task::JoinSet;
 use uniffle_testkit::object_fault::{Call, Fault};
 
@@ -80,6 +82,70 @@ async fn missing_segment_and_its_successors_are_reported_lost() {
         (vec![0], vec![], vec![0])
     );
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
+}
+
+/// Writes blocks 0 and 1 of a shuffle, and ends.
+async fn written_store() -> FaultyObjects {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register_noted(&key(1)).await;
+    shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
+    process.kill().await
+}
+
+/// Objects as a list has them that was made before the next start.
+async fn old_list(store: &FaultyObjects) -> Vec<ObjectMeta> {
+    let mut listed = store.list_all().await;
+    listed.iter_mut().for_each(|object| object.last_modified -= Duration::from_secs(5));
+    listed
+}
+
+#[tokio::test(start_paused = true)]
+async fn start_with_an_old_list_of_objects_is_refused() {
+    let store = written_store().await;
+    let old = old_list(&store).await;
+    for listed in [old, Vec::new()] {
+        store.set_list(Some(listed));
+        let error = Process::try_start(&store).await.map(drop).expect_err("the list lacks the claim");
+        assert!(error.to_string().contains("its list of objects lacks p/worker-1/!claim"), "{error}");
+    }
+    store.set_list(None);
+    let process = Process::start(&store).await;
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
+}
+
+#[tokio::test(start_paused = true)]
+async fn start_waits_for_a_current_list_of_objects() {
+    let store = written_store().await;
+    store.set_list(Some(old_list(&store).await));
+    let lists = AtomicUsize::new(0);
+    let healing = store.clone();
+    store.set(move |call, _| {
+        if call == Call::List && lists.fetch_add(1, Ordering::Relaxed) == 2 {
+            healing.set_list(None);
+        }
+        Fault::None
+    });
+    let process = Process::start(&store).await;
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
+}
+
+#[tokio::test]
+async fn segments_without_a_log_are_kept_and_reported() {
+    let store = written_store().await;
+    let before = store.snapshot().await;
+    let log = log_objects(&store).await;
+    for key in &log {
+        store.remove(key).await;
+    }
+    let process = Process::start(&store).await;
+    let recovered = process.tier.take_recovered();
+    let reason = recovered.shuffles[0].incomplete.clone().expect("reports may be missing");
+    assert!(
+        reason.contains("the last checkpoint of the metadata log in the object store is lost"),
+        "{reason}"
+    );
+    let kept: Vec<_> = segments(&process.kill().await).await;
+    assert_eq!(kept.len(), 1, "{before:?}");
 }
 
 async fn write_each(shuffle: Arc<dyn TierShuffle>, extents: Vec<ExtentWrite>) {
