@@ -1,14 +1,14 @@
 //! The client crate against real workers in this process, over real sockets. Every wait has a
 //! deadline.
 
-#[path = "../../crates/uniffle-client/examples/word_count.rs"]
+#[path = "../../crates/uniffle-client/examples/word_count/job.rs"]
 mod word_count;
 
 /// The example of the crate's README.
 mod quick_start {
-    #![allow(dead_code, reason = "the test calls `run` instead of `main`")]
-
     include!("../../crates/uniffle-client/examples/quick_start.rs");
+
+    const _: fn() -> Result<(), Error> = main;
 
     pub(super) async fn run_at(coordinator: String) -> Result<Vec<u8>, Error> {
         run(&[coordinator]).await

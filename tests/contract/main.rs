@@ -67,7 +67,6 @@ mod tcp {
 
 /// Connections run on threads with a runtime each, which is the default. Excludes `deadlines`,
 /// which needs the paused clock of the test.
-#[allow(dead_code, reason = "some of the fixture is for the deadlines")]
 #[path = "tcp"]
 mod per_core {
     pub(crate) const OWN_THREADS: usize = 2;

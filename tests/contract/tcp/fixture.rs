@@ -238,17 +238,6 @@ impl TcpFixture {
         eventually_in_no_time(what, PATIENCE, look).await;
     }
 
-    /// Like [`TcpFixture::until`] under paused time, which advances between two checks.
-    pub(crate) async fn until_later(&self, what: &str, reached: impl Fn(&Self) -> bool) {
-        for _ in 0..3600 {
-            if reached(self) {
-                return;
-            }
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        }
-        panic!("never {what}");
-    }
-
     /// Asserts that no task and no memory remains.
     pub(crate) async fn finish(self) {
         self.clients.cancel();

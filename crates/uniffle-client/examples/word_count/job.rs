@@ -1,16 +1,4 @@
-//! Counts words with a shuffle between counting and adding up, as an engine would.
-//!
-//! Several map tasks write concurrently, one attempt fails half-way and is repeated, and one task
-//! runs twice. The partitions are read in parallel.
-//!
-//! Start a worker, whose embedded coordinator listens on port 21100, and then the example:
-//!
-//! ```text
-//! cargo run --release
-//! cargo run --release --package uniffle-client --example word_count -- localhost:21100
-//! ```
-
-#![allow(clippy::print_stdout, reason = "a program for the terminal")]
+//! The tasks of the job, and its expected result.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -36,19 +24,6 @@ const BLOCK_BYTES: usize = 64;
 
 /// Number of occurrences per word.
 pub(crate) type Counts = BTreeMap<String, u64>;
-
-#[tokio::main]
-#[allow(dead_code, reason = "the example also is a module of a test")]
-async fn main() -> Result<(), Error> {
-    let coordinators = std::env::args().nth(1).unwrap_or_else(|| "localhost:21100".to_owned());
-    let counts = run(&coordinators, ClientOptions::default()).await?;
-    for (word, count) in &counts {
-        println!("{count:6} {word}");
-    }
-    assert_eq!(counts, count(&TEXTS.join(" ")), "the shuffle lost or repeated something");
-    println!("{} words, as counted without a shuffle", counts.len());
-    Ok(())
-}
 
 /// Runs the whole job against the coordinators at `addresses` (`host:port,host:port`).
 pub(crate) async fn run(addresses: &str, options: ClientOptions) -> Result<Counts, Error> {
@@ -150,7 +125,6 @@ pub(crate) fn count(text: &str) -> Counts {
 }
 
 /// Returns the expected result of [`run`].
-#[allow(dead_code, reason = "for the test that runs the example")]
 pub(crate) fn expected() -> Counts {
     count(&TEXTS.join(" "))
 }
