@@ -17,32 +17,21 @@ fn in_directory(
 
 /// Leaves a file with one block of a process that has ended.
 fn left(path: &std::path::Path) {
-    let memory = in_directory(path, |_, _| {}).unwrap();
+    with_one_block(path).let_go();
+}
+
+/// Returns the path and the length of the only file in `directory`.
+fn file_in(directory: &std::path::Path) -> (std::path::PathBuf, u64) {
+    let entry = std::fs::read_dir(directory).unwrap().next().unwrap().unwrap();
+    (entry.path(), entry.metadata().unwrap().len())
+}
+
+/// Opens memory in `directory` and stores a block of shuffle 0.
+fn with_one_block(directory: &std::path::Path) -> Arc<Memory> {
+    let memory = in_directory(directory, |_, _| {}).unwrap();
     restored(&memory, |_, _, _| false);
-    let mut fixture = Fixture {
-        memory,
-        file: Arc::new(
-            rustix::fs::open("/dev/null", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap(),
-        ),
-        model: Arc::default(),
-        next_id: 1,
-        lengths: BTreeMap::new(),
-        held: None,
-    };
-    let ids = fixture.ids(&[5000]);
-    let mut funds = funds(&fixture.memory, 100_000).unwrap();
-    let buffer = buffer(&fixture.memory, 0, 0);
-    let mut fill = buffer.reserve(5000, &mut funds).unwrap();
-    fill.write(&payload(ids[0], 5000));
-    let meta = BlockMeta {
-        block_id: BlockId(ids[0]),
-        task_attempt_id: TaskAttemptId(1),
-        length: 5000,
-        uncompressed_length: 1,
-        crc: crc32fast::hash(&payload(ids[0], 5000)),
-    };
-    buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
-    fixture.memory.let_go();
+    names::send_one(&memory, 0, 1);
+    memory
 }
 
 #[test]
@@ -323,7 +312,7 @@ fn removed_or_replaced_file_is_noticed() {
         let memory = in_directory(directory.path(), |_, _| {}).unwrap();
         assert!(memory.outlives_process() && !memory.backing_vanished());
         assert_eq!(memory.backing_fault(), None);
-        let entry = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+        let (entry, _) = file_in(directory.path());
         std::fs::remove_file(&entry).unwrap();
         let other = is_replaced.then(|| in_directory(directory.path(), |_, _| {}).unwrap());
         assert!(memory.backing_vanished() && !memory.outlives_process());
@@ -342,17 +331,14 @@ fn removed_or_replaced_file_is_noticed() {
 fn file_that_was_cut_short_is_noticed_and_made_whole() {
     for left in [0, 4096, MIB] {
         let directory = shm();
-        let memory = in_directory(directory.path(), |_, _| {}).unwrap();
-        restored(&memory, |_, _, _| false);
-        names::send_one(&memory, 0, 1);
-        let entry = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
-        let bytes = std::fs::metadata(&entry).unwrap().len();
+        let memory = with_one_block(directory.path());
+        let (entry, bytes) = file_in(directory.path());
         assert!(!memory.backing_vanished() && left < bytes);
         std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(left).unwrap();
         assert!(memory.backing_vanished() && !memory.outlives_process());
         assert!(memory.backing_fault().is_some_and(|fault| fault.contains("cut short")));
         // No page is missing, so that an access does not end the process. Later blocks are intact.
-        assert_eq!(std::fs::metadata(&entry).unwrap().len(), bytes);
+        assert_eq!(file_in(directory.path()).1, bytes);
         names::send_one(&memory, 1, 2);
         let read = buffer(&memory, 1, 0).read(None, u64::MAX, None);
         assert!(read.data.concat() == payload(2, 5000), "cut to {left}");
@@ -368,14 +354,11 @@ fn file_that_was_cut_short_is_noticed_and_made_whole() {
 #[test]
 fn file_that_was_extended_gets_its_length_back() {
     let directory = shm();
-    let memory = in_directory(directory.path(), |_, _| {}).unwrap();
-    restored(&memory, |_, _, _| false);
-    names::send_one(&memory, 0, 1);
-    let entry = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
-    let bytes = std::fs::metadata(&entry).unwrap().len();
+    let memory = with_one_block(directory.path());
+    let (entry, bytes) = file_in(directory.path());
     std::fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(bytes + MIB).unwrap();
     assert!(!memory.backing_vanished() && memory.outlives_process(), "no block is affected");
-    assert_eq!(std::fs::metadata(&entry).unwrap().len(), bytes, "the next process takes the file");
+    assert_eq!(file_in(directory.path()).1, bytes, "the next process takes the file");
     let read = buffer(&memory, 0, 0).read(None, u64::MAX, None);
     assert_eq!(read.data.concat(), payload(1, 5000));
     drop(read);
