@@ -270,7 +270,7 @@ impl Held {
                     tracing::info!(
                         path = %directory.display(),
                         tmpfs = %tmpfs.display(),
-                        "created the directory of memory_store.backing"
+                        "created the directory that memory_store.backing names"
                     )
                 }
                 Err(Errno::EXIST) => {}

@@ -80,7 +80,7 @@ async fn lost_node_is_removed_from_the_list_on_request() {
     }
     let call = || fixture.call("/admin/coordinator/forget", r#"{"id": "w-1"}"#);
     assert_eq!(call().await, (StatusCode::OK, json!({ "forgotten": "w-1" })));
-    // What the page shows may be a second old.
+    // The view may be a second out of date.
     while lost().await != json!([]) {
         assert!(began.elapsed() < 2 * PATIENCE, "it is removed: {}", lost().await);
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;

@@ -54,7 +54,7 @@ pub struct ClusterNode {
     pub disks: Vec<ClusterDisk>,
     /// Number of applications that the node reports.
     pub apps: usize,
-    /// Whether disks or applications were omitted for lack of room in the coordinator.
+    /// True if the coordinator left out some disks or applications of the node to bound its own memory.
     pub is_cut: bool,
 }
 

@@ -131,9 +131,9 @@ pub struct Tier {
 /// An object store and its read cache.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ObjectStore {
-    /// Bytes of the segments of known shuffles.
+    /// Bytes in segments of registered shuffles.
     pub stored_bytes: u64,
-    /// Whether the latest calls failed because of the store.
+    /// Whether the store fails: its latest calls got errors or no answer.
     pub is_failing: bool,
     /// Bytes of the slots in use in the read cache.
     pub cache_used_bytes: u64,
@@ -145,14 +145,14 @@ pub struct ObjectStore {
     pub cache_misses: u64,
 }
 
-/// The HDFS clusters to which known shuffles write.
+/// The HDFS clusters to which registered shuffles write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Hdfs {
     /// Number of remote stores in use, by file system and user.
     pub stores: usize,
-    /// Number of those that fail.
+    /// Number of remote stores that fail.
     pub failing_stores: usize,
-    /// Payload written for known shuffles.
+    /// Payload written for registered shuffles.
     pub written_bytes: u64,
 }
 

@@ -1,6 +1,7 @@
-//! Connections to the store that wait for their next request.
+//! Pool of idle connections to the store.
 //!
-//! Invariant: a connection is either here, with one request, or gone; it comes back only after the whole answer was read.
+//! Invariant: an open connection is either in the pool or used by one request. It returns to the
+//! pool only after the whole response was read.
 
 use hyper::client::conn::http1::SendRequest;
 use object_store::client::HttpRequestBody;
@@ -11,10 +12,10 @@ use tokio::sync::oneshot;
 
 use crate::clock::Instant;
 
-/// Servers close connections that are idle; one that waited for longer is not worth the try.
+/// Connections that were idle for longer are not used again: servers close idle connections.
 const IDLE_MAX: Duration = Duration::from_secs(20);
 
-/// Who is spoken to: scheme, host and port.
+/// Scheme, host and port of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Origin {
     pub(super) is_encrypted: bool,
@@ -23,7 +24,7 @@ pub(super) struct Origin {
 }
 
 impl Origin {
-    /// Of an absolute address.
+    /// Returns the origin of an absolute address.
     pub(super) fn of(uri: &http::Uri) -> Option<Self> {
         let is_encrypted = uri.scheme_str() == Some("https");
         let port = uri.port_u16().unwrap_or(if is_encrypted { 443 } else { 80 });
@@ -31,11 +32,11 @@ impl Origin {
     }
 }
 
-/// An open connection; dropped, its task ends at once.
+/// An open connection. Its task ends on drop.
 pub(super) struct Connection {
     pub(super) sender: SendRequest<HttpRequestBody>,
     pub(super) origin: Origin,
-    /// Its task watches the other end.
+    /// Keeps the task alive that watches for a disconnect.
     pub(super) _alive: Alive,
 }
 
@@ -51,7 +52,7 @@ impl Drop for Alive {
     }
 }
 
-/// The idle ones.
+/// The idle connections, the one that was used last at the end.
 pub(super) struct Pool {
     idle: Mutex<Vec<(Connection, Instant)>>,
     max: usize,
@@ -64,12 +65,12 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Keeps at most `max`.
+    /// Creates a pool of at most `max` connections.
     pub(super) fn new(max: usize) -> Self {
         Self { idle: Mutex::new(Vec::new()), max }
     }
 
-    /// The one to `origin` that was used last.
+    /// Returns the most recently used connection to `origin`.
     pub(super) fn take(&self, origin: &Origin) -> Option<Connection> {
         let mut idle = self.idle.lock();
         idle.retain(|(connection, since)| !connection.sender.is_closed() && since.elapsed() < IDLE_MAX);
@@ -77,7 +78,7 @@ impl Pool {
         Some(idle.remove(at).0)
     }
 
-    /// Keeps `connection` for the next request, instead of the one that waits the longest when there is no room.
+    /// Adds `connection`. If the pool is full, closes the connection that was idle longest.
     pub(super) fn put(&self, connection: Connection) {
         if connection.sender.is_closed() {
             return;
