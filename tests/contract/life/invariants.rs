@@ -54,6 +54,8 @@ pub(crate) struct Invariants {
     /// Number of the registration of this shuffle.
     pub(crate) epoch: u64,
     pub(crate) local_order: bool,
+    /// A start found two blocks at one place, because directories ran separately.
+    pub(crate) has_overlaps: bool,
     /// Results are refused in the current process, so reported blocks are not required.
     pub(crate) is_refused: bool,
     /// The shuffle was registered before. A missing directory may still contain the earlier

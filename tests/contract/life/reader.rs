@@ -121,8 +121,10 @@ impl Reader {
     /// block. The checksum tells its client, which reads again: then it finds a copy of a reported
     /// block, or is told that it is lost.
     async fn check_hole(&self, history: &mut History, id: i64, bytes: &[u8]) {
-        // Two starts that miss different disks may give one offset to different blocks.
-        let may_overlap = self.began.disk_is_missing && history.now().disk_is_missing;
+        // Two starts that miss different disks may give one offset to different blocks. A start on
+        // all disks then serves one of them, and a start without its disk serves the other.
+        let has_overlaps = self.began.disk_is_missing || history.expected[&self.key].has_overlaps;
+        let may_overlap = has_overlaps && history.now().disk_is_missing;
         let is_hole = bytes.iter().all(|byte| *byte == 0);
         assert!(is_hole || may_overlap, "block {id} is neither intact nor a hole");
         let expected = &history.expected[&self.key];

@@ -56,6 +56,7 @@ impl History {
             let expected = self.expected.get_mut(&name).expect("a known key");
             if runs_again && !findings.withheld.is_empty() {
                 expected.lose_places();
+                expected.has_overlaps = true;
                 // Ends the readers of earlier processes.
                 self.next_epoch += 1;
                 expected.epoch = self.next_epoch;
