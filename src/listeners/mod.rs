@@ -33,5 +33,6 @@ const CLOSING_REQUEST: Duration = Duration::from_secs(1);
 /// Time for a peer to read 1 MiB of a response, or its rest, while the listener closes.
 const CLOSING_ANSWER: Duration = Duration::from_secs(1);
 
-/// Silence after which a connection without a request is closed, while the listener closes.
+/// Time for a peer to acknowledge the end of its connection while the listener closes. Afterwards a
+/// connection without a request is closed once its responses are written, or when it is silent.
 const CLOSING_REST: Duration = Duration::from_secs(1);

@@ -82,7 +82,7 @@ pub(super) struct Seat {
     since: Instant,
     is_open: AtomicBool,
     requests: AtomicU32,
-    was_used: AtomicBool,
+    ended_requests: AtomicU64,
     progressed_ns: AtomicU64,
     wrote_ns: AtomicU64,
     leave: Notify,
@@ -121,7 +121,7 @@ impl Places {
             since: self.since,
             is_open: AtomicBool::new(false),
             requests: AtomicU32::new(0),
-            was_used: AtomicBool::new(false),
+            ended_requests: AtomicU64::new(0),
             progressed_ns: AtomicU64::new(age(self.since)),
             wrote_ns: AtomicU64::new(age(self.since)),
             leave: Notify::new(),
@@ -251,20 +251,31 @@ impl Seat {
         self.progressed_at(moment);
     }
 
-    /// Waits until the connection had no request and transferred no bytes for `time` since the
-    /// call, or had no request for twice that time. Polls rarely.
-    pub(super) async fn resting(&self, time: Duration) {
+    /// Waits until the connection has no request and can be closed: `time` after the call if
+    /// `is_written` confirms that the socket has all responses, after `time` without any bytes, or
+    /// after twice that time without a request. Polls rarely.
+    ///
+    /// Only the task that writes the responses may poll this, and must write before each poll.
+    pub(super) async fn resting(&self, time: Duration, is_written: impl Fn() -> bool) {
         let asked = self.now();
-        let mut idle_since = asked;
+        let (mut idle_since, mut ended_before) = (asked, None);
         loop {
             let now = self.now();
-            let is_busy = self.requests.load(Ordering::Relaxed) > 0;
+            // Read before the number of ended requests, which a request increments first.
+            let is_busy = self.requests.load(Ordering::Acquire) > 0;
+            let ended = (!is_busy).then(|| self.ended_requests.load(Ordering::Relaxed));
             idle_since = if is_busy { now } else { idle_since };
             let silent_since = self.progressed_ns.load(Ordering::Relaxed).max(asked);
             let lasts = |since: u64, time: Duration| Duration::from_nanos(now.saturating_sub(since)) >= time;
-            if !is_busy && lasts(silent_since, time) || lasts(idle_since, 2 * time) {
+            // Responses that were complete at the previous check have been passed to the socket.
+            let is_settled = ended.is_some() && ended == ended_before && is_written();
+            if is_settled && lasts(asked, time)
+                || !is_busy && lasts(silent_since, time)
+                || lasts(idle_since, 2 * time)
+            {
                 return;
             }
+            ended_before = ended;
             sleep(REST_LOOK).await;
         }
     }
@@ -283,7 +294,7 @@ impl Seat {
 
     fn rank(&self) -> Rank {
         let is_busy = self.requests.load(Ordering::Relaxed) > 0;
-        let stage = match (self.is_open(), self.was_used.load(Ordering::Relaxed), is_busy) {
+        let stage = match (self.is_open(), self.ended_requests.load(Ordering::Relaxed) > 0, is_busy) {
             (false, _, _) => Stage::Opening,
             (true, false, false) => Stage::Unused,
             (true, false, true) => Stage::First,
@@ -297,8 +308,8 @@ impl Seat {
 impl Drop for Request {
     fn drop(&mut self) {
         self.0.progressed();
-        self.0.was_used.store(true, Ordering::Relaxed);
-        self.0.requests.fetch_sub(1, Ordering::Relaxed);
+        self.0.ended_requests.fetch_add(1, Ordering::Relaxed);
+        self.0.requests.fetch_sub(1, Ordering::Release);
     }
 }
 
@@ -362,7 +373,7 @@ mod tests {
         let places = Places::new(1);
         let held = take(&places).0;
         advance(LEAVING_DEADLINE * 5).await;
-        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE));
+        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || false));
         let mut waits = async |time| tokio::time::timeout(time, &mut resting).await.is_err();
         assert!(waits(LEAVING_DEADLINE * 3 / 4).await, "what was before does not count");
         held.seat().progressed();
@@ -379,12 +390,56 @@ mod tests {
         assert!(!waits(LEAVING_DEADLINE / 2).await, "it takes too long");
     }
 
+    /// Regression test: a peer that went on sending after its request was refused delayed an upgrade
+    /// by twice the time of a silent one.
+    #[tokio::test(start_paused = true)]
+    async fn received_bytes_do_not_delay_a_settled_connection() {
+        let places = Places::new(1);
+        let (held, is_written) = (take(&places).0, std::cell::Cell::new(true));
+        let request = held.seat().request();
+        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || is_written.get()));
+        let mut waits = async |looks: u32| {
+            for _ in 0..looks {
+                held.seat().progressed();
+                if tokio::time::timeout(REST_LOOK, &mut resting).await.is_ok() {
+                    return false;
+                }
+            }
+            true
+        };
+        assert!(waits(100).await, "its call is being answered");
+        drop(request);
+        is_written.set(false);
+        assert!(waits(10).await, "the socket takes the response");
+        let short = held.seat().request();
+        drop(short);
+        is_written.set(true);
+        assert!(waits(1).await, "the last response may not be written yet");
+        assert!(!waits(2).await, "it is written");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn settled_connection_gets_time_to_announce_requests() {
+        let places = Places::new(1);
+        let held = take(&places).0;
+        let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || true));
+        for _ in 0..LEAVING_DEADLINE.as_millis() / REST_LOOK.as_millis() - 1 {
+            held.seat().progressed();
+            assert!(
+                tokio::time::timeout(REST_LOOK, &mut resting).await.is_err(),
+                "requests may be on their way"
+            );
+        }
+        held.seat().progressed();
+        assert!(tokio::time::timeout(2 * REST_LOOK, &mut resting).await.is_ok());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn connection_is_not_idle_during_a_pause() {
         crate::clock::testing::ticked(async {
             let places = Places::new(1);
             let held = take(&places).0;
-            let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE));
+            let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || false));
             assert!(futures::poll!(&mut resting).is_pending());
             advance(LEAVING_DEADLINE * 100).await;
             assert!(futures::poll!(&mut resting).is_pending());

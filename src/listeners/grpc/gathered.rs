@@ -105,6 +105,8 @@ struct Shared<S> {
     gathered: Option<Buffer>,
     /// Data was written to the stream but not flushed. TLS needs the flush.
     is_unflushed: bool,
+    /// The stream did not take everything in this poll.
+    is_blocked: bool,
     /// Bytes written to the stream in this poll.
     taken: usize,
     cancellations: Cancellations,
@@ -200,6 +202,12 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
     }
 
     fn write(&mut self, context: &mut Context<'_>, pieces: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        let written = self.gather(context, pieces);
+        self.is_blocked |= written.is_pending();
+        written
+    }
+
+    fn gather(&mut self, context: &mut Context<'_>, pieces: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
         let length: usize = pieces.iter().map(|piece| piece.len()).sum();
         if length == 0 {
             return Poll::Ready(Ok(0));
@@ -243,9 +251,17 @@ pub(super) fn gathered<S>(
         held: Bytes::new(),
     };
     let (buffers, gathered) = (Arc::clone(buffers), None);
-    let shared = Shared { stream, buffers, gathered, is_unflushed: false, taken: 0, cancellations };
+    let shared =
+        Shared { stream, buffers, gathered, is_unflushed: false, is_blocked: false, taken: 0, cancellations };
     let shared = Arc::new(Mutex::new(shared));
     (Gathered(Arc::clone(&shared)), Gathering(shared))
+}
+
+impl<S> Gathering<S> {
+    /// Returns whether the socket took everything that was written until the last poll.
+    pub(super) fn is_written(&self) -> bool {
+        !self.0.lock().is_blocked
+    }
 }
 
 impl<S: AsyncWrite + Unpin> Gathering<S> {
@@ -256,13 +272,15 @@ impl<S: AsyncWrite + Unpin> Gathering<S> {
         connection: Pin<&mut F>,
     ) -> Poll<F::Output> {
         let mut shared = self.0.lock();
-        shared.taken = 0;
+        (shared.taken, shared.is_blocked) = (0, false);
         shared.cancellations.left = shared.cancellations.per_poll;
         drop(shared);
         let polled = connection.poll(context);
         let mut shared = self.0.lock();
         shared.taken = 0;
-        if let (Poll::Ready(Err(_)), Poll::Pending) = (shared.flush(context), &polled) {
+        let flushed = shared.flush(context);
+        shared.is_blocked |= flushed.is_pending();
+        if let (Poll::Ready(Err(_)), Poll::Pending) = (flushed, &polled) {
             // The next write or read returns the error as well.
             shared.gathered = None;
             context.waker().wake_by_ref();
@@ -464,6 +482,27 @@ mod tests {
         drop(taken);
         let state = buffers.state.lock();
         assert_eq!((state.given, state.spare.each_ref().map(Vec::len)), ([0; 3], most));
+    }
+
+    #[test]
+    fn full_socket_has_not_everything() {
+        let taken: Arc<Buffers> = Arc::default();
+        let _taken: Vec<_> = std::iter::from_fn(|| taken.take()).collect();
+        for buffers in [Arc::default(), taken] {
+            let (stream, gathering) = gathered(Socket::taking(vec![10, 0, usize::MAX]), &buffers, 1);
+            let frames = frames(&[50]);
+            let mut connection = std::pin::pin!(async {
+                let mut stream = stream;
+                tokio::io::AsyncWriteExt::write_all(&mut stream, &frames[0]).await.unwrap();
+                std::future::pending::<()>().await;
+            });
+            let mut context = Context::from_waker(Waker::noop());
+            for is_written in [false, true] {
+                assert!(gathering.poll(&mut context, connection.as_mut()).is_pending());
+                assert_eq!(gathering.is_written(), is_written);
+            }
+            assert_eq!(gathering.0.lock().stream.came, frames.concat());
+        }
     }
 
     #[test]

@@ -307,6 +307,11 @@ impl Tails {
         Tail { tails: Arc::clone(self), at }
     }
 
+    /// Returns whether HTTP/2 holds the end of no response.
+    pub(super) fn are_taken(&self) -> bool {
+        self.waiting.iter().all(|waiting| waiting.load(Ordering::Relaxed) == 0)
+    }
+
     /// Resolves when the end of a response was not taken in time.
     pub(super) async fn stuck(&self) {
         for period in self.now() + 1.. {
@@ -323,7 +328,7 @@ impl Tails {
         loop {
             self.begun.notified().await;
             let begun = Instant::now();
-            while self.waiting.iter().any(|waiting| waiting.load(Ordering::Relaxed) > 0) {
+            while !self.are_taken() {
                 // A connection that was idle has written nothing for long when a response begins.
                 let untaken = seat.unwritten().min(begun.elapsed());
                 if untaken >= PATIENCE && is_waited_for() {
@@ -537,6 +542,6 @@ mod tests {
             began.elapsed()
         );
         drop(left);
-        assert!(tails.waiting.iter().all(|waiting| waiting.load(Ordering::Relaxed) == 0));
+        assert!(tails.are_taken());
     }
 }

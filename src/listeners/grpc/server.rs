@@ -196,6 +196,8 @@ async fn drive(
         tails.close();
     }
     let rest = poll_fn(|context| gathering.poll(context, connection.as_mut()));
+    // Peers that do not acknowledge the GOAWAY in time read nothing, however much they send.
+    let is_written = || is_stopping && tails.are_taken() && gathering.is_written();
     tokio::select! {
         biased;
         ended = timeout(deadline, rest) => ended.unwrap_or_else(|_elapsed| {
@@ -205,7 +207,7 @@ async fn drive(
             Ok(())
         }),
         // The peer does not answer, and no running call waits for it. Others wait for a successor.
-        () = seat.resting(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }) => Ok(()),
+        () = seat.resting(if is_stopping { CLOSING_REST } else { LEAVING_DEADLINE }, is_written) => Ok(()),
     }
 }
 
