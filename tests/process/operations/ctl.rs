@@ -393,9 +393,6 @@ async fn all_queries_every_worker_of_the_coordinator() {
     second.finish().await;
     // The coordinator still lists the killed worker. The other answers, and the exit code reports
     // the failure.
-    let listed = all(&["status"]).await;
-    let rows = |text: &str| listed.stdout.lines().filter(|line| line.contains(text)).count();
-    assert_eq!((listed.code, rows("no answer"), rows("active")), (3, 1, 1), "{}", listed.stdout);
     let left = all(&["disks", "--output", "json"]).await;
     let answers: Value = serde_json::from_str(&left.stdout).unwrap();
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();

@@ -160,6 +160,10 @@ async fn status_and_top_fit_80_columns() {
         }
     }
     second.finish().await;
+    // The coordinator still lists it.
+    let listed = super::ctl::run(&["ctl", "status", "--coordinator", &coordinator]).await;
+    let rows = |text: &str| listed.stdout.lines().filter(|line| line.contains(text)).count();
+    assert_eq!((listed.code, rows("no answer"), rows("active")), (3, 1, 1), "{}", listed.stdout);
     first.finish().await;
 }
 
