@@ -181,6 +181,7 @@ async fn start_object(
         answers_ahead: section.max_concurrency / 2,
         cache_disks: section.cache_disks(),
         cache_bytes: section.cache_bytes,
+        is_below_disks: config.worker.store_type.has_local(),
         ..ObjectSettings::new(root)
     };
     let (store, extents) = (client.store(), memory.extents());

@@ -1,5 +1,4 @@
-//! The extents of a partition: a list that grows at the end and shrinks at the beginning, and is
-//! cheap to copy.
+//! The extents of a partition: a list that grows at the end and is cheap to copy.
 //!
 //! A reader keeps the list as it was when the read began. A partition of a job of many TB has a
 //! long one, so copies share all full chunks. A copy costs an eighth of a byte per extent and one
@@ -31,27 +30,15 @@ pub(super) const fn chunk_of<T>() -> usize {
 #[derive(Debug, Clone)]
 pub(super) struct ExtentList<T, const CHUNK: usize> {
     /// Full chunks. Most partitions have none.
-    full: Option<Box<FullChunks<T, CHUNK>>>,
+    #[expect(clippy::box_collection, reason = "one word for each of many partitions")]
+    full: Option<Box<Vec<Arc<[T; CHUNK]>>>>,
     /// Extents of the open chunk, fewer than `CHUNK`.
     open: Vec<T>,
-}
-
-#[derive(Debug, Clone)]
-struct FullChunks<T, const CHUNK: usize> {
-    chunks: Vec<Arc<[T; CHUNK]>>,
-    /// Number of leading extents of the first chunk that were already released.
-    skipped: usize,
 }
 
 impl<T, const CHUNK: usize> Default for ExtentList<T, CHUNK> {
     fn default() -> Self {
         Self { full: None, open: Vec::new() }
-    }
-}
-
-impl<T, const CHUNK: usize> Default for FullChunks<T, CHUNK> {
-    fn default() -> Self {
-        Self { chunks: Vec::new(), skipped: 0 }
     }
 }
 
@@ -61,15 +48,11 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
     pub(super) const PLACE_BYTES: u64 = size_of::<T>() as u64 * 5 / 4;
 
     fn chunks(&self) -> &[Arc<[T; CHUNK]>] {
-        self.full.as_ref().map_or(&[], |full| &full.chunks)
-    }
-
-    fn skipped(&self) -> usize {
-        self.full.as_ref().map_or(0, |full| full.skipped)
+        self.full.as_ref().map_or(&[], |full| full)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.chunks().len() * CHUNK - self.skipped() + self.open.len()
+        self.chunks().len() * CHUNK + self.open.len()
     }
 
     /// Appends an extent.
@@ -81,13 +64,12 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         }
         self.open.push(extent);
         if let Ok(chunk) = <[T; CHUNK]>::try_from(self.open.as_slice()) {
-            self.full.get_or_insert_default().chunks.push(Arc::new(chunk));
+            self.full.get_or_insert_default().push(Arc::new(chunk));
             self.open = Vec::new();
         }
     }
 
     pub(super) fn get(&self, at: usize) -> Option<&T> {
-        let at = at + self.skipped();
         match self.chunks().get(at / CHUNK) {
             Some(chunk) => chunk.get(at % CHUNK),
             None => self.open.get(at - self.chunks().len() * CHUNK),
@@ -96,8 +78,8 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
 
     /// Returns an extent for modification. Existing copies of the list do not change.
     pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut T> {
-        let (at, full) = (at + self.skipped(), self.chunks().len());
-        match self.full.as_mut().and_then(|full| full.chunks.get_mut(at / CHUNK)) {
+        let full = self.chunks().len();
+        match self.full.as_mut().and_then(|full| full.get_mut(at / CHUNK)) {
             Some(chunk) => Arc::make_mut(chunk).get_mut(at % CHUNK),
             None => self.open.get_mut(at - full * CHUNK),
         }
@@ -113,7 +95,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
     }
 
     /// Returns the extents that overlap `start..end` of the stream.
-    pub(super) fn touched(&self, start: u64, end: u64) -> impl Iterator<Item = &T> {
+    pub(super) fn touched(&self, start: u64, end: u64) -> impl Iterator<Item = &T> + Clone {
         self.iter_from(self.after(start)).take_while(move |extent| extent.base() < end)
     }
 
@@ -125,30 +107,9 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         let first = self.chunks().partition_point(|chunk| chunk.last().is_some_and(is_before));
         let behind = self.chunks().partition_point(|chunk| chunk.first().is_some_and(begins));
         let chunks = self.chunks().get(first..behind).filter(|chunks| !chunks.is_empty());
-        let skipped = if first == 0 { self.skipped() } else { 0 };
-        let full = chunks.map(|chunks| Box::new(FullChunks { chunks: chunks.to_vec(), skipped }));
+        let full = chunks.map(|chunks| Box::new(chunks.to_vec()));
         let of_open = self.open.partition_point(is_before)..self.open.partition_point(begins);
         Self { full, open: self.open.get(of_open).unwrap_or_default().to_vec() }
-    }
-
-    /// Removes the first `count` extents. Full chunks are not copied.
-    pub(super) fn drop_first(&mut self, count: usize) {
-        if count == 0 {
-            return;
-        }
-        let at = self.skipped() + count;
-        match &mut self.full {
-            Some(full) if at / CHUNK < full.chunks.len() => {
-                full.chunks.drain(..at / CHUNK);
-                full.chunks.shrink_to_fit();
-                full.skipped = at % CHUNK;
-            }
-            _ => {
-                let of_open = at - self.chunks().len() * CHUNK;
-                self.open = self.open.split_off(of_open.min(self.open.len()));
-                self.full = None;
-            }
-        }
     }
 
     /// Returns the index of the first extent that ends after `offset` of the stream.
@@ -156,7 +117,7 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
         let is_before = |extent: &T| extent.end() <= offset;
         let full = self.chunks().partition_point(|chunk| chunk.last().is_some_and(is_before));
         let rest = self.chunks().get(full).map_or(self.open.as_slice(), |chunk| chunk.as_slice());
-        (full * CHUNK + rest.partition_point(is_before)).saturating_sub(self.skipped())
+        full * CHUNK + rest.partition_point(is_before)
     }
 
     /// Returns the index of the extent that begins at `base`.
@@ -168,8 +129,8 @@ impl<T: InStream, const CHUNK: usize> ExtentList<T, CHUNK> {
     /// Returns the heap size of the list.
     fn heap_bytes(&self) -> u64 {
         let chunks = self.full.as_ref().map_or(0, |full| {
-            let table = size_of::<FullChunks<T, CHUNK>>() + full.chunks.capacity() * size_of::<usize>();
-            (full.chunks.len() * CHUNK_BYTES) as u64 + table as u64 * 5 / 4
+            let table = size_of::<Vec<Arc<[T; CHUNK]>>>() + full.capacity() * size_of::<usize>();
+            (full.len() * CHUNK_BYTES) as u64 + table as u64 * 5 / 4
         });
         chunks + self.open.capacity() as u64 * Self::PLACE_BYTES
     }
@@ -247,23 +208,6 @@ mod tests {
     }
 
     #[test]
-    fn remaining_chunks_are_not_copied() {
-        let mut list: List = list(200);
-        let copy = list.clone();
-        for (count, chunks_gone) in [(0, 0), (70, 1), (50, 1), (10, 2)] {
-            list.drop_first(count);
-            let stay = list.chunks().iter().zip(&copy.chunks()[chunks_gone..]);
-            assert!(
-                stay.len() == 3 - chunks_gone && stay.clone().all(|(one, other)| Arc::ptr_eq(one, other))
-            );
-        }
-        assert_eq!((list.len(), list.get(0).unwrap().base, copy.len()), (70, 1300, 200));
-        list.drop_first(60);
-        assert!(list.full.is_none() && list.open.capacity() == 10);
-        assert_eq!((list.len(), list.get(0).unwrap().base), (10, 1900));
-    }
-
-    #[test]
     fn part_contains_exactly_the_touched_chunks() {
         let list: List = list(200_000);
         let chunks = |start, end| {
@@ -304,17 +248,13 @@ mod tests {
         #[test]
         fn extent_list_follows_a_vec(
             lengths in prop::collection::vec(1u64..9, 0..400),
-            drops in prop::collection::hash_map(0usize..400, 0usize..200, 0..4),
             offset in 0u64..2000,
         ) {
             let (mut list, mut base, mut all) = (List::default(), 0, Vec::new());
-            for (number, length) in lengths.into_iter().enumerate() {
+            for length in lengths {
                 list.push(extent(base, length));
                 all.push((base, length));
                 base += length;
-                let first = drops.get(&number).map_or(0, |count| (*count).min(all.len()));
-                list.drop_first(first);
-                all.drain(..first);
             }
             let told: Vec<_> = list.iter().map(|it| (it.base, it.length)).collect();
             prop_assert_eq!((told.len(), &told), (list.len(), &all));

@@ -6,6 +6,7 @@
 
 mod block_checks;
 pub mod error;
+mod extent;
 mod extents;
 pub mod hdfs;
 pub mod local;
@@ -18,6 +19,8 @@ mod record_cache;
 mod records;
 mod recovered;
 mod state;
+mod stored;
+mod streams;
 #[cfg(test)]
 mod test_blocks;
 mod tier;
@@ -33,6 +36,7 @@ pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};
 pub use self::state::{
     DiskCondition, DiskInfo, HdfsState, MountUsage, ObjectStoreState, TierState, by_mount,
 };
+pub use self::stored::{Stored, StoredShuffle};
 pub use self::tier::{
     Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
     RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierRole, TierShuffle,

@@ -1,6 +1,8 @@
 //! Damage that a tier finds on its disks while no client reads: readers get an error that names the
 //! loss, and no zeros of a hole.
 
+use std::collections::HashSet;
+
 use bytes::Bytes;
 
 use super::*;
@@ -64,10 +66,11 @@ impl Fixture {
     /// one range, whose middle byte is in the second block.
     async fn find_damage(&self) {
         let local = self.flusher.tiers().find::<LocalStore>().unwrap();
-        let moving = local.moving(&local.handle(&key()).unwrap());
+        let handle = local.handle(&key()).unwrap();
+        let mut moving = local.oldest(&handle, u64::MAX, HashSet::new()).await;
         self.faults.add(Rule::always(Operation::Read, Fault::Flip).on(".data"));
-        let run = moving.next_run(PartitionId(PARTITION), 0, 2 * u64::from(BLOCK)).unwrap();
-        moving.data(&run).unwrap().next_chunk(&HeapBuffers).await.unwrap_err();
+        let run = moving.next_run().await.unwrap();
+        moving.data(&run).next_chunk(&HeapBuffers).await.unwrap_err();
     }
 
     async fn read_blocks(&self, first: u32, count: u32) -> Result<Vec<u8>, ServiceError> {

@@ -14,7 +14,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use super::core::Core;
-use super::extent::{Extent, NO_LOG};
+use super::extent::Extent;
 use super::failures::is_damage;
 use super::log::Log;
 use super::shuffle::Shuffle;
@@ -123,7 +123,8 @@ impl Damage {
         partition: PartitionId,
         disk: usize,
     ) -> Option<(Vec<Extent>, StoreError)> {
-        let mut suspects: Vec<_> = shuffle.extents(partition).iter().copied().collect();
+        let mut suspects: Vec<_> =
+            shuffle.extents(partition).iter().filter(|it| it.is_on_disk()).copied().collect();
         let mut error = None;
         for attempt in 0..TRIES {
             if attempt > 0 {
@@ -159,7 +160,7 @@ impl Damage {
         if let Some(here) = shuffle.found(&log.disk) {
             here.occupied.take(log.bytes());
         }
-        let is_here = |it: &&Extent| !it.is_lost() && (it.data_log == log.slot || it.index_log == log.slot);
+        let is_here = |it: &&Extent| it.is_on_disk() && (it.data_log == log.slot || it.index_log == log.slot);
         let (mut lost, mut looked) = (Lost::default(), 0);
         for partition in partitions_of(shuffle).await {
             let here: Vec<_> = shuffle.extents(partition).iter().filter(is_here).copied().collect();
@@ -244,7 +245,7 @@ impl Damage {
 
     /// Reads the parts of an extent that are on a disk.
     async fn probe_extent(&self, shuffle: &Shuffle, extent: &Extent, disk: usize) -> Result<(), StoreError> {
-        let here = |slot: u16| slot != NO_LOG && shuffle.log_at(slot).disk.index == disk;
+        let here = |slot: u16| shuffle.log_at(slot).disk.index == disk;
         if here(extent.index_log) {
             self.core.visit_records(shuffle, extent, 0, |_| ControlFlow::Continue(())).await?;
         }

@@ -20,7 +20,6 @@ mod core;
 mod damage;
 mod damaged;
 mod disk;
-mod extent;
 mod failures;
 mod fetch;
 mod files;
@@ -46,13 +45,14 @@ mod share;
 mod shuffle;
 mod sorted;
 mod store;
-mod streams;
 mod take_over;
 mod tier;
-mod uploaded;
 mod verify;
+mod view;
 mod walk;
 mod write;
+
+use super::{extent, stored, streams};
 
 #[cfg(test)]
 mod tests;
@@ -61,8 +61,8 @@ pub use self::batch::Published;
 pub use self::config::{INDEX_CACHE_BYTES, LocalConfig, SyncWrites, VerifyReads};
 pub use self::marker::MARKER;
 pub use self::read::{DataRead, IndexRead};
-pub use self::release::{Moving, Oldest, Run, Stops};
+pub use self::release::{Excluded, Moving, Run};
 pub use self::store::{LocalStore, ShuffleHandle};
-pub use self::uploaded::{Prefixes, Uploaded};
+pub use self::view::{StreamView, ViewRun};
 
 pub(super) use self::tier::NAMES;

@@ -13,8 +13,8 @@ use super::files::Files;
 use super::metrics::Metrics;
 use super::share::ReadShare;
 use super::store::LocalStore;
+use super::stored::Stored;
 use super::take_over::Before;
-use super::uploaded::Uploaded;
 use crate::durability::Hearer;
 use crate::runtime::Tasks;
 use crate::tiers::record_cache::RecordCache;
@@ -36,17 +36,17 @@ impl LocalStore {
         heap: impl Into<TierHeap>,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
-        Self::open_beside(config, disks, Uploaded::default(), heap, registry).await
+        Self::open_beside(config, disks, Stored::default(), heap, registry).await
     }
 
-    /// Like [`LocalStore::open`], for streams whose beginnings are in another tier (`uploaded`).
+    /// Like [`LocalStore::open`], for shuffles with data in an object store (`stored`).
     ///
     /// # Errors
     /// See [`LocalStore::open`].
     pub async fn open_beside(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
-        uploaded: Uploaded,
+        mut stored: Stored,
         heap: impl Into<TierHeap>,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
@@ -73,9 +73,9 @@ impl LocalStore {
             config,
         };
         let tasks = Tasks::new();
-        let (before, metadata) = Before::look(&core, uploaded.log.clone(), &tasks).await;
+        let (before, metadata) = Before::look(&core, stored.log.take(), &tasks).await;
         let store = Self::new(core, metadata, tasks);
-        store.take_over(before, &uploaded).await;
+        store.take_over(before, stored).await;
         store.core.set_gauges();
         Ok(store)
     }

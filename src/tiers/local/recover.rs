@@ -1,6 +1,7 @@
 //! Rebuilds the state of the store from the files of an earlier process, with the same bases.
 //!
-//! Index groups of all disks are merged. If a group or the data of an extent is missing, the stream
+//! Extents in objects of a store above the disks take precedence. Index groups of all disks are
+//! merged. If a group or the data of an extent is missing, the stream
 //! keeps a hole of the same length, so that all other offsets remain as promised to clients. If the
 //! end of a stream may be missing (a disk is absent or does not answer, a sequence number is
 //! missing), new extents begin after a gap.
@@ -28,8 +29,8 @@ use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Restored, Shuffle};
 use super::sorted::sort_extents;
 use super::store::LocalStore;
+use super::stored::{Stored, StoredShuffle, overlapping};
 use super::streams::{Partition, Partitions};
-use super::uploaded::{Prefixes, Uploaded};
 use crate::clock::Instant;
 use crate::durability::{Found, FoundShuffle, PresentIds};
 use crate::metrics::clamped;
@@ -64,7 +65,7 @@ pub(super) struct Known {
 
 impl LocalStore {
     /// Rebuilds the shuffles found on the disks or in the log.
-    pub(super) async fn recover(&self, scans: Vec<DiskScan>, found: Found, uploaded: &Uploaded) -> Recovered {
+    pub(super) async fn recover(&self, scans: Vec<DiskScan>, found: Found, mut stored: Stored) -> Recovered {
         let started = Instant::now();
         let core = &self.core;
         let Found { shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
@@ -93,11 +94,12 @@ impl LocalStore {
         // Two starts that do not see each other count from the same number. Their shuffles must not
         // be mistaken for each other.
         let apart = if incomplete { rand::rng().random_range(0..EPOCH / 2) } else { 0 };
-        let next = first.saturating_add(apart).max(uploaded.incarnations_from);
+        let next = first.saturating_add(apart).max(stored.incarnations_from);
         self.next_incarnation.store(next, Ordering::Relaxed);
-        let rebuilds = by_key
-            .into_iter()
-            .map(|(key, (logged, directories))| self.rebuild(key, (logged, directories), known, uploaded));
+        let rebuilds = by_key.into_iter().map(|(key, found)| {
+            let stored = stored.shuffles.remove(&key);
+            self.rebuild(key, found, known, stored)
+        });
         let mut recovered = Recovered { said: self.metadata.said(), ..Recovered::default() };
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
         while let Some((shuffle, bytes, blocks)) = rebuilds.next().await {
@@ -116,7 +118,7 @@ impl LocalStore {
         key: ShuffleKey,
         (logged, directories): (Option<FoundShuffle>, Vec<FoundDirectory>),
         known: &Known,
-        uploaded: &Uploaded,
+        stored: Option<StoredShuffle>,
     ) -> (RecoveredShuffle, u64, u64) {
         let core = &self.core;
         let incarnation = match &logged {
@@ -139,7 +141,7 @@ impl LocalStore {
         }
         let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len(), &core.extents));
         let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
-        rebuild.elsewhere = uploaded.of(&key, incarnation).cloned();
+        rebuild.stored = stored.filter(|stored| stored.incarnation == incarnation);
         if logged.is_none() && rebuild.incomplete.is_none() {
             // A shuffle that is not in the log may still have been registered.
             rebuild.incomplete.clone_from(&known.gap);
@@ -181,10 +183,10 @@ struct Rebuild<'a> {
     reasons: HashMap<String, Arc<str>>,
     /// Reason why part of the shuffle may be unknown.
     incomplete: Option<String>,
-    /// Prefixes of its streams that are in another tier.
-    elsewhere: Option<Prefixes>,
-    /// Data logs with blocks at offsets where another tier has different ones. They are not served,
-    /// and their files stay.
+    /// Its data in the object store.
+    stored: Option<StoredShuffle>,
+    /// Data logs with blocks at offsets where objects have different ones. They are not served, and
+    /// their files stay.
     only_here: HashSet<(Uuid, u32)>,
 }
 
@@ -219,13 +221,13 @@ impl<'a> Rebuild<'a> {
             lost: Vec::new(),
             reasons: HashMap::new(),
             incomplete,
-            elsewhere: None,
+            stored: None,
             only_here: HashSet::new(),
         }
     }
 
     /// Notes the files found on each disk. Groups may refer to files that were removed because
-    /// their content is in another tier. New files do not reuse such numbers: a later start would
+    /// their content is in objects. New files do not reuse such numbers: a later start would
     /// take their bytes for the removed ones.
     fn note_found(&self, directories: &[FoundDirectory]) {
         let unnamed = |disk: &LocalDisk| self.unnamed.get(&disk.uuid).copied();
@@ -282,8 +284,10 @@ impl<'a> Rebuild<'a> {
     fn take_group(&mut self, group: &IndexGroup, offset: u64, index_log: u16) -> Result<(), StoreError> {
         let source = (group.header.disk, group.header.file_number);
         for entry in &group.entries {
-            if entry.base + entry.length <= self.start_of(entry.partition) {
-                if !self.is_elsewhere(source, entry) {
+            let stored = self.stored.as_ref().and_then(|it| it.extents.get(&entry.partition));
+            let place = entry.base..entry.base + entry.length;
+            if let Some(copy) = stored.and_then(|extents| overlapping(extents, place)) {
+                if !is_copy(copy, entry) && self.sources.contains_key(&source) {
                     self.only_here.insert(source);
                 }
                 continue;
@@ -321,22 +325,10 @@ impl<'a> Rebuild<'a> {
         Ok(())
     }
 
-    /// Returns whether every block of an extent is in another tier, or its file is gone.
-    fn is_elsewhere(&self, source: (Uuid, u32), entry: &GroupEntry) -> bool {
-        let has =
-            |id: i64| self.elsewhere.as_ref().is_some_and(|it| it.has(entry.partition, id.unsigned_abs()));
-        !self.sources.contains_key(&source) || entry.records.iter().all(|record| has(record.block_id))
-    }
-
-    /// Returns the beginning of a partition's stream on the disks.
-    fn start_of(&self, partition: PartitionId) -> u64 {
-        self.elsewhere.as_ref().map_or(0, |elsewhere| elsewhere.end(partition))
-    }
-
-    /// Removes data logs whose content is entirely in another tier, unless missing state may refer
+    /// Removes data logs whose content is entirely in objects, unless missing state may refer
     /// to them.
     async fn remove_left_over(&self) {
-        if self.elsewhere.is_none() || self.incomplete.is_some() {
+        if self.stored.is_none() || self.incomplete.is_some() {
             return;
         }
         if !self.only_here.is_empty() {
@@ -425,11 +417,13 @@ impl<'a> Rebuild<'a> {
         let mut overlapped = Vec::new();
         let (mut bytes, mut blocks) = (0, 0);
         let mut found = std::mem::take(&mut self.extents);
-        for id in self.elsewhere.iter().flat_map(|elsewhere| elsewhere.ends.keys()) {
-            found.entry(*id).or_default();
+        let in_objects = self.stored.as_mut().map(|it| std::mem::take(&mut it.extents)).unwrap_or_default();
+        for (id, extents) in in_objects {
+            // None of the others overlaps them, so their sequence does not matter.
+            found.entry(id).or_default().extend(extents.into_values().map(|extent| (0, extent)));
         }
         for (id, extents) in found {
-            let (mut partition, left_out) = sort_extents(self.start_of(id), extents);
+            let (mut partition, left_out) = sort_extents(extents);
             bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
             blocks += partition.blocks;
             if left_out {
@@ -443,26 +437,32 @@ impl<'a> Rebuild<'a> {
         for id in overlapped {
             self.reread_present(id, &partitions[&id]).await;
         }
-        let extents: usize = partitions.values().map(Partition::known_extents).sum();
+        let extents = partitions.values().flat_map(Partition::on_disks).count();
         self.core.metrics.extents.add(clamped(extents));
         self.shuffle.publish_lock.lock().await.resume_at(next_sequence);
         self.shuffle.restore(Restored { partitions, first_base });
         self.remove_left_over().await;
+        let mut reason = self.incomplete.unwrap_or_default();
+        if let Some(stored) = self.stored {
+            self.present.merge(stored.present);
+            reason = if reason.is_empty() { stored.reason } else { reason };
+        }
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
             incomplete: logged.incomplete,
             is_moved: logged.is_moved,
             present: self.present,
             lost: self.lost,
-            reason: self.incomplete.unwrap_or_default(),
+            reason,
         };
         (recovered, bytes, blocks)
     }
 
-    /// Determines the present blocks of a partition again, after some of its extents were left out.
+    /// Determines the present blocks of a partition on disks again, after some of its extents were
+    /// left out.
     async fn reread_present(&mut self, id: PartitionId, partition: &Partition) {
         self.present.clear(id);
-        for extent in partition.extents.iter().filter(|extent| !extent.is_lost()) {
+        for extent in partition.on_disks() {
             let mut ids = Vec::new();
             let add = |record: &IndexRecord| {
                 ids.push(record.block_id.unsigned_abs());
@@ -474,6 +474,11 @@ impl<'a> Rebuild<'a> {
             self.present.add(id, &ids);
         }
     }
+}
+
+/// Returns whether an extent in an object has the blocks of an entry, at their place.
+fn is_copy(copy: &Extent, entry: &GroupEntry) -> bool {
+    (copy.base, copy.length, copy.records_crc) == (entry.base, entry.length, entry.place.crc)
 }
 
 /// Adds a log to a shuffle's table, for reading only.

@@ -1,13 +1,13 @@
-//! Releases data that has moved to another tier: prefixes of streams, and the data logs without
-//! remaining extents.
+//! Migration of data to objects: which extents move, reads of them, and the removal of data logs
+//! without remaining extents.
 //!
-//! A migration asks for the oldest data ([`LocalStore::oldest`]) and reads it ([`Moving`]). Once it
-//! is safe in the other tier, the migration releases it ([`LocalStore::release`]). Index logs stay
-//! until the shuffle is purged. A later start needs the sequence of all groups to verify that none
-//! is missing, and index logs are small. A reader that still has extents of a removed log gets
-//! `NotFound`, and finds the same bytes in the other tier.
+//! A migration chooses data logs ([`LocalStore::oldest`]) and reads their extents ([`Moving`]). Once
+//! an object with them is stored, it [relocates](LocalStore::relocate) them. Index logs stay until
+//! the shuffle is purged. A later start needs the sequence of all groups to verify that none is
+//! missing, and index logs are small. A reader that still has extents of a removed log gets
+//! `NotFound`, and finds the same bytes in the object.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashSet, VecDeque};
 use std::ops::{ControlFlow, Range};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use bytes::Bytes;
 
 use super::core::Core;
 use super::disk::LocalDisk;
-use super::extent::Extent;
+use super::extent::{Extent, ExtentList};
 use super::log::{Log, LogKind};
 use super::read::{DataRead, Reader};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::walk::{TOGETHER_MAX, partitions_of, turn};
 use crate::metrics::clamped;
-use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
+use crate::tiers::{StoreError, TierUsage};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::PartitionId;
 
@@ -31,35 +31,41 @@ use uniffle_wire::types::PartitionId;
 const RUN_BYTES: u64 = 32 << 20;
 const RUN_BLOCKS: u64 = 32 << 10;
 
-/// A run of contiguous extents of a partition's stream, which are moved together.
+/// Extents to be moved that are contiguous in a partition's stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
     /// Partition of the run.
     pub partition: PartitionId,
-    /// Range of the run in the stream.
-    pub range: Range<u64>,
-    /// Number of blocks in the run.
-    pub blocks: u32,
+    pub(in crate::tiers) extents: Vec<Extent>,
 }
 
-/// The oldest data of a shuffle, which is to be moved next.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Oldest {
-    /// Ends of the data to move, by partition and in its order.
-    pub ends: Vec<(PartitionId, u64)>,
-    /// Number of bytes up to these ends.
-    pub bytes: u64,
-}
+/// Extents that are not moved, by partition and base.
+pub type Excluded = HashSet<(PartitionId, u64)>;
 
-/// Limits in the streams of partitions: extents that end after them are not moved.
-pub type Stops = HashMap<PartitionId, u64>;
-
-/// Reads runs of one registration.
+/// Chosen extents of one registration, in the order of partitions and streams.
 #[derive(Debug)]
 pub struct Moving {
     core: Arc<Core>,
     reader: Reader,
     shuffle: Arc<Shuffle>,
+    /// Chosen data logs, or `None` for all.
+    logs: Option<HashSet<u16>>,
+    partitions: VecDeque<PartitionId>,
+    current: Option<CurrentPartition>,
+    excluded: Excluded,
+    looked: usize,
+}
+
+/// The partition whose extents are moved now.
+#[derive(Debug)]
+struct CurrentPartition {
+    id: PartitionId,
+    extents: ExtentList,
+    /// Index of the next extent, and of the first one that is not moved.
+    next: usize,
+    until: usize,
+    /// Extents before this index are read one by one, because a run with them cannot be read.
+    singly_until: usize,
 }
 
 impl ShuffleHandle {
@@ -84,11 +90,11 @@ impl ShuffleHandle {
 }
 
 impl LocalStore {
-    /// Returns the data of a shuffle to be moved next. It covers every partition's stream up to its
-    /// last extent in the oldest data logs. These logs have at most `bytes_max` bytes together,
-    /// unless the first has more. A stream ends before a lost extent, and at `stops`. The logs are
-    /// closed for writing.
-    pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64, stops: &Stops) -> Oldest {
+    /// Chooses the data of a shuffle to be moved next: every partition's extents up to the last one
+    /// in its oldest data logs, except `excluded` ones. So an object has a contiguous part of the
+    /// stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes together, unless the first has
+    /// more. They are closed for writing.
+    pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64, excluded: Excluded) -> Moving {
         let shuffle = &handle.shuffle;
         let chosen = shuffle.with_streams(|streams| {
             let mut bytes = 0;
@@ -100,19 +106,31 @@ impl LocalStore {
             before.map(|(slot, _)| slot).collect::<HashSet<u16>>()
         });
         self.end_logs(shuffle, |log| chosen.contains(&log.slot)).await;
-        let partitions = partitions_of(shuffle).await;
-        oldest_of(shuffle, partitions, stops, |extent| chosen.contains(&extent.data_log)).await
+        self.moving(handle, partitions_of(shuffle).await, Some(chosen), excluded)
     }
 
-    /// Returns all data of some partitions, with the same limits as [`LocalStore::oldest`].
+    /// Chooses all data of some partitions, except `excluded` extents.
     pub async fn all_of(
         &self,
         handle: &ShuffleHandle,
         partitions: Vec<PartitionId>,
-        stops: &Stops,
-    ) -> Oldest {
+        excluded: Excluded,
+    ) -> Moving {
         self.end_logs(&handle.shuffle, |_| true).await;
-        oldest_of(&handle.shuffle, partitions, stops, |_| true).await
+        self.moving(handle, partitions, None, excluded)
+    }
+
+    fn moving(
+        &self,
+        handle: &ShuffleHandle,
+        mut partitions: Vec<PartitionId>,
+        logs: Option<HashSet<u16>>,
+        excluded: Excluded,
+    ) -> Moving {
+        partitions.sort_unstable();
+        let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&handle.shuffle));
+        let (reader, partitions) = (Reader::new(&core), partitions.into());
+        Moving { core, reader, shuffle, logs, partitions, current: None, excluded, looked: 0 }
     }
 
     /// Returns the bytes of a shuffle's files, by disk.
@@ -133,37 +151,24 @@ impl LocalStore {
         }
     }
 
-    /// Creates the reader for the migration of a shuffle.
-    #[must_use]
-    pub fn moving(&self, handle: &ShuffleHandle) -> Moving {
-        let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&handle.shuffle));
-        Moving { reader: Reader::new(&core), core, shuffle }
-    }
-
-    /// Releases the extents of a shuffle that end at or before `ends`, because they are in another
-    /// tier. Removes the files without remaining extents. Returns the bytes of these files.
+    /// Relocates extents to the objects that have copies of them. Removes the files without
+    /// remaining extents. Returns the bytes of these files.
     ///
     /// # Errors
     /// The error of a file that was not removed. A later call, the maintenance or the next start
     /// removes it.
-    pub async fn release(
+    pub async fn relocate(
         &self,
         handle: &ShuffleHandle,
-        ends: Vec<(PartitionId, u64)>,
+        copies: Vec<(PartitionId, Extent)>,
     ) -> Result<u64, StoreError> {
         let shuffle = &handle.shuffle;
         let mut looked = 0;
-        for (partition, end) in ends {
-            loop {
-                let released = shuffle.release(partition, end, TOGETHER_MAX);
-                let known = || released.iter().filter(|extent| !extent.is_lost());
-                self.core.metrics.extents.sub(clamped(known().count()));
-                self.core.records.forget(known().map(|extent| shuffle.records_key(extent)));
-                turn(&mut looked, 1 + released.len()).await;
-                if released.len() < TOGETHER_MAX {
-                    break;
-                }
-            }
+        for some in copies.chunks(TOGETHER_MAX) {
+            let moved = shuffle.relocate(some);
+            self.core.metrics.extents.sub(clamped(moved.len()));
+            self.core.records.forget(moved.iter().map(|extent| shuffle.records_key(extent)));
+            turn(&mut looked, some.len()).await;
         }
         self.remove_empty_logs(shuffle).await
     }
@@ -226,41 +231,6 @@ fn is_removable(log: &Log) -> bool {
     log.kind == LogKind::Data && log.is_settled() && !log.is_removed()
 }
 
-/// Returns, for each partition, the end of its last wanted extent that can be moved.
-async fn oldest_of(
-    shuffle: &Shuffle,
-    mut partitions: Vec<PartitionId>,
-    stops: &Stops,
-    is_wanted: impl Fn(&Extent) -> bool,
-) -> Oldest {
-    let (mut oldest, mut looked) = (Oldest::default(), 0);
-    partitions.sort_unstable();
-    for id in partitions {
-        let found = shuffle.with_partition(id, |found| found.map(|it| (it.extents.clone(), it.start)));
-        let Some((extents, start)) = found else { continue };
-        let stop = stops.get(&id).copied().unwrap_or(u64::MAX);
-        let mut end = None;
-        for extent in extents.iter() {
-            let place = extent.base..extent.base + extent.length;
-            let can_be_moved = !extent.is_lost()
-                && place.end <= stop
-                && u32::try_from(extent.length).is_ok()
-                && !shuffle.damaged.touches(id, &place);
-            if !can_be_moved {
-                break;
-            }
-            end = if is_wanted(extent) { Some(place.end) } else { end };
-            turn(&mut looked, 1).await;
-        }
-        if let Some(end) = end {
-            oldest.bytes += end - start;
-            oldest.ends.push((id, end));
-        }
-        turn(&mut looked, 1).await;
-    }
-    oldest
-}
-
 impl Core {
     /// Moves the file of a data log without extents directly into the trash. A disk that is short
     /// of space may have no room for another directory.
@@ -279,70 +249,114 @@ impl Core {
     }
 }
 
+impl Run {
+    /// Returns the range of the run in the stream.
+    fn range(&self) -> Range<u64> {
+        let ends = self.extents.first().zip(self.extents.last());
+        ends.map_or(0..0, |(first, last)| first.base..last.base + last.length)
+    }
+}
+
 impl Moving {
-    /// Returns the next run of a partition. It begins at `base`, where an extent begins, and ends
-    /// at or before `end`. Returns `None` at the end.
-    #[must_use]
-    pub fn next_run(&self, partition: PartitionId, base: u64, end: u64) -> Option<Run> {
-        let extents = self.shuffle.part(partition, &(base..end.min(base.saturating_add(RUN_BYTES))));
-        let first = extents.beginning_at(base)?;
-        let (mut until, mut blocks) = (base, 0u64);
-        for extent in extents.iter_from(first) {
-            let (next, more) = (extent.base + extent.length, blocks + u64::from(extent.blocks));
-            let fits = next - base <= RUN_BYTES && more <= RUN_BLOCKS;
-            if next > end || extent.is_lost() || !(fits || blocks == 0) {
-                break;
+    /// Returns the next run, or `None` at the end.
+    pub async fn next_run(&mut self) -> Option<Run> {
+        loop {
+            let mut current = match self.current.take() {
+                Some(current) => current,
+                None => {
+                    let id = self.partitions.pop_front()?;
+                    let extents = self.shuffle.extents(id);
+                    let until = self.end_of_chosen(&extents).await;
+                    CurrentPartition { id, extents, next: 0, until, singly_until: 0 }
+                }
+            };
+            let mut run = Run { partition: current.id, extents: Vec::new() };
+            let mut blocks = 0;
+            while current.next < current.until
+                && let Some(extent) = current.extents.get(current.next)
+            {
+                let is_wanted = self.wants(current.id, extent);
+                blocks += u64::from(extent.blocks);
+                let bytes = extent.base + extent.length - run.range().start;
+                let fits = current.next >= current.singly_until && bytes <= RUN_BYTES && blocks <= RUN_BLOCKS;
+                if !run.extents.is_empty() && !(is_wanted && fits) {
+                    break;
+                }
+                if is_wanted {
+                    run.extents.push(*extent);
+                } else {
+                    blocks = 0;
+                }
+                current.next += 1;
+                turn(&mut self.looked, 1).await;
             }
-            (until, blocks) = (next, more);
+            if !run.extents.is_empty() {
+                self.current = Some(current);
+                return Some(run);
+            }
         }
-        let blocks = u32::try_from(blocks).ok().filter(|blocks| *blocks > 0)?;
-        Some(Run { partition, range: base..until, blocks })
     }
 
-    /// Returns the index records of a run, with offsets relative to it.
+    /// Returns the index after the last extent in a chosen log.
+    async fn end_of_chosen(&mut self, extents: &ExtentList) -> usize {
+        let Some(logs) = &self.logs else { return extents.len() };
+        let mut until = 0;
+        for (at, extent) in extents.iter().enumerate() {
+            until = if logs.contains(&extent.data_log) { at + 1 } else { until };
+            turn(&mut self.looked, 1).await;
+        }
+        until
+    }
+
+    fn wants(&self, partition: PartitionId, extent: &Extent) -> bool {
+        let place = extent.base..extent.base + extent.length;
+        extent.is_on_disk()
+            && u32::try_from(extent.length).is_ok()
+            && !self.excluded.contains(&(partition, extent.base))
+            && !self.shuffle.damaged.touches(partition, &place)
+    }
+
+    /// Returns whether a block of a run is damaged.
+    #[must_use]
+    pub fn has_damage(&self, run: &Run) -> bool {
+        self.shuffle.damaged.touches(run.partition, &run.range())
+    }
+
+    /// Gives back the last run, which cannot be read. Returns its extent if it has only one, which
+    /// is excluded now. Otherwise its extents become runs of their own.
+    pub fn give_back(&mut self, run: &Run) -> Option<(PartitionId, u64)> {
+        let (current, first) = (self.current.as_mut()?, run.extents.first()?);
+        if run.extents.len() > 1 {
+            current.singly_until = current.next;
+            current.next = current.extents.after(first.base);
+            return None;
+        }
+        let excluded = (run.partition, first.base);
+        self.excluded.insert(excluded);
+        Some(excluded)
+    }
+
+    /// Returns the index records of an extent, with offsets relative to it.
     ///
     /// # Errors
     /// An error of the disk, `Corrupt` records, or `Purged`.
-    pub async fn records(&self, run: &Run) -> Result<Bytes, StoreError> {
-        let mut all = Vec::with_capacity(run.blocks as usize * RECORD_BYTES);
-        let extents = self.shuffle.part(run.partition, &run.range);
-        for extent in extents.touched(run.range.start, run.range.end) {
-            let shift = (extent.base - run.range.start).cast_signed();
-            let add = |record: &IndexRecord| {
-                let moved = IndexRecord { offset: record.offset + shift, ..*record };
-                all.extend_from_slice(&moved.encode());
-                ControlFlow::Continue(())
-            };
-            let visited = self.core.visit_records(&self.shuffle, extent, 0, add).await;
-            self.shuffle.require_present()?;
-            visited?;
-        }
-        if all.len() != run.blocks as usize * RECORD_BYTES {
-            self.shuffle.require_present()?;
-            return Err(self.shuffle.error(StoreErrorKind::InvalidRange));
-        }
-        Ok(all.into())
+    pub async fn records(&self, extent: &Extent) -> Result<Bytes, StoreError> {
+        let mut all = Vec::with_capacity(extent.blocks as usize * RECORD_BYTES);
+        let add = |record: &IndexRecord| {
+            all.extend_from_slice(&record.encode());
+            ControlFlow::Continue(())
+        };
+        let visited = self.core.visit_records(&self.shuffle, extent, 0, add).await;
+        self.shuffle.require_present()?;
+        visited.map(|()| all.into())
     }
 
     /// Returns a reader of the data of a run, which verifies every block. Its failures are not
     /// counted as failed reads.
-    ///
-    /// # Errors
-    /// `InvalidRange` if the run is not completely on the disks any longer.
-    pub fn data(&self, run: &Run) -> Result<DataRead, StoreError> {
-        let invalid = || self.shuffle.error(StoreErrorKind::InvalidRange);
-        let length = u32::try_from(run.range.end - run.range.start).map_err(|_| invalid())?;
-        let shuffle = Arc::clone(&self.shuffle);
-        let read = DataRead::new(&self.reader, shuffle, run.partition, run.range.start, length)?;
-        if read.has_hole() {
-            return Err(invalid());
-        }
-        Ok(read.for_moving())
-    }
-
-    /// Returns the beginning of a partition's stream on the disks.
     #[must_use]
-    pub fn start(&self, partition: PartitionId) -> u64 {
-        self.shuffle.with_partition(partition, |found| found.map_or(0, |it| it.start))
+    pub fn data(&self, run: &Run) -> DataRead {
+        let stream = (Arc::clone(&self.shuffle), run.partition);
+        let extents = run.extents.iter();
+        DataRead::new(&self.reader, stream, extents.clone(), run.range()).for_moving(extents)
     }
 }

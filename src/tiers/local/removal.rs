@@ -19,7 +19,6 @@ use parking_lot::Mutex;
 
 use super::core::Core;
 use super::disk::{LocalDisk, TRASH, within};
-use super::extent::NO_LOG;
 use super::shuffle::Shuffle;
 use super::streams::Streams;
 use crate::clock::{Instant, sleep};
@@ -64,9 +63,9 @@ impl DetachedShuffle {
 impl Drop for DetachedShuffle {
     fn drop(&mut self) {
         let Self { core, shuffle, streams } = self;
-        let known = || streams.extents().filter(|extent| extent.index_log != NO_LOG);
+        let known = || streams.extents().filter(|extent| extent.is_on_disk());
         core.metrics.extents.sub(clamped(known().count()));
-        core.records.forget(streams.extents().map(|extent| shuffle.records_key(extent)));
+        core.records.forget(known().map(|extent| shuffle.records_key(extent)));
         let logs = shuffle.logs();
         let mut bytes = vec![0; core.disks.len()];
         for extent in known() {

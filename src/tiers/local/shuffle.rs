@@ -4,7 +4,6 @@
 //! Creating a directory or a file holds the gate for reading. A purge marks the shuffle, then
 //! acquires the gate for writing: no file is created after a purge.
 
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,7 +12,7 @@ use parking_lot::RwLock;
 
 use super::damaged::DamagedBlocks;
 use super::disk::{APPS, LocalDisk, Occupied};
-use super::extent::{Extent, ExtentList, NO_LOG};
+use super::extent::{Extent, ExtentList, OBJECT};
 use super::failures::FailedReads;
 use super::log::{Log, LogKind};
 use super::pending::PublishState;
@@ -219,23 +218,17 @@ impl Shuffle {
         self.is_partly_out_of_reach.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the extent of a partition that begins at `base`, unless it is lost.
+    /// Returns the extent of a partition that begins at `base`, if it is on a disk.
     pub(super) fn extent_at(&self, partition: PartitionId, base: u64) -> Option<Extent> {
         self.with_partition(partition, |found| {
             let extents = &found?.extents;
-            extents.get(extents.beginning_at(base)?).filter(|extent| !extent.is_lost()).copied()
+            extents.get(extents.beginning_at(base)?).filter(|extent| extent.is_on_disk()).copied()
         })
     }
 
     /// Returns the extents of a partition, including lost ones.
     pub(super) fn extents(&self, partition: PartitionId) -> ExtentList {
         self.with_partition(partition, |found| found.map(|it| it.extents.clone())).unwrap_or_default()
-    }
-
-    /// Returns the extents of a range of a partition's stream, like [`ExtentList::part`].
-    pub(super) fn part(&self, partition: PartitionId, range: &Range<u64>) -> ExtentList {
-        let part = |found: Option<&Partition>| found.map(|it| it.extents.part(range.start, range.end));
-        self.with_partition(partition, part).unwrap_or_default()
     }
 
     /// Counts a failed read. Returns whether all extents of the partition on the disk must be tried
@@ -249,13 +242,15 @@ impl Shuffle {
         read(&self.streams.read())
     }
 
-    /// Removes up to `extents_max` extents of a partition that end at or before `until`: the object
-    /// store has them. Returns them.
-    pub(super) fn release(&self, partition: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
-        let released = self.streams.write().release(partition, until, extents_max);
-        let bytes = released.iter().map(|extent| extent.length).sum();
-        self.published_bytes.fetch_sub(bytes, Ordering::Relaxed);
-        released
+    /// Replaces extents on disks by their copies in objects. Returns the replaced extents. Extents
+    /// that are lost or damaged meanwhile stay.
+    pub(super) fn relocate(&self, copies: &[(PartitionId, Extent)]) -> Vec<Extent> {
+        let mut streams = self.streams.write();
+        let is_sound = |id, it: &Extent| !self.damaged.touches(id, &(it.base..it.base + it.length));
+        let sound = copies.iter().filter(|(id, copy)| is_sound(*id, copy));
+        let moved: Vec<_> = sound.filter_map(|(id, copy)| streams.relocate(*id, copy)).collect();
+        self.published_bytes.fetch_sub(moved.iter().map(|it| it.length).sum(), Ordering::Relaxed);
+        moved
     }
 
     /// Marks an extent as lost. Returns it, or `None` if another extent or a hole has its place
@@ -313,7 +308,8 @@ impl Shuffle {
 
     /// Restores the published state of an earlier process.
     pub(super) fn restore(&self, restored: Restored) {
-        let bytes = restored.partitions.values().map(|partition| partition.bytes - partition.start).sum();
+        let on_disks = restored.partitions.values().flat_map(Partition::on_disks);
+        let bytes = on_disks.map(|extent| extent.length).sum();
         self.published_bytes.store(bytes, Ordering::Relaxed);
         self.first_base.store(restored.first_base, Ordering::Relaxed);
         let mut streams = self.streams.write();
@@ -324,10 +320,10 @@ impl Shuffle {
         self.directory.join(format!("{number}.{}", kind.extension()))
     }
 
-    /// Returns the next free slot. A shuffle has at most 65,535 files, which also bounds its
+    /// Returns the next free slot. A shuffle has at most 32,768 files, which also bounds its
     /// failures.
     fn slot(&self, logs: &[Arc<Log>]) -> Result<u16, StoreError> {
-        let slot = u16::try_from(logs.len()).ok().filter(|slot| *slot != NO_LOG);
+        let slot = u16::try_from(logs.len()).ok().filter(|slot| *slot < OBJECT);
         slot.ok_or_else(|| self.error(StoreErrorKind::Unhealthy))
     }
 }

@@ -6,10 +6,9 @@
 use super::extent::Extent;
 use super::streams::Partition;
 
-/// Orders extents, given with their sequences, into a stream that begins at `start`. Also returns
-/// whether some were left out, because they overlap extents that were published later, or the
-/// beginning of the stream.
-pub(super) fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
+/// Orders extents, given with their sequences, into a stream. Also returns whether some were left
+/// out, because they overlap extents that were published later.
+pub(super) fn sort_extents(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
     // The extent published later comes first, so that it takes precedence at its place.
     extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
     let mut kept: Vec<(u64, Extent)> = Vec::with_capacity(extents.len());
@@ -28,12 +27,8 @@ pub(super) fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Part
             kept.push((sequence, extent));
         }
     }
-    let mut partition = Partition::beginning_at(start);
+    let mut partition = Partition::default();
     for (_, extent) in kept {
-        if extent.base < start {
-            left_out |= extent.base + extent.length > start;
-            continue;
-        }
         partition.extend_to(extent.base);
         partition.push(extent);
     }
@@ -53,28 +48,15 @@ mod tests {
 
     #[test]
     fn stream_keeps_holes_and_later_extents() {
-        let (partition, left_out) = sort_extents(0, vec![(2, extent(300, 50)), (0, extent(0, 100))]);
+        let (partition, left_out) = sort_extents(vec![(2, extent(300, 50)), (0, extent(0, 100))]);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
         assert_eq!((partition.bytes, left_out), (350, false));
 
         let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (LATER, extent(150, 20))];
-        let (partition, left_out) = sort_extents(0, overlapping);
+        let (partition, left_out) = sort_extents(overlapping);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
         assert!(left_out);
-    }
-
-    #[test]
-    fn extent_across_the_stream_start_is_reported() {
-        let places = |start, at: u64| {
-            let (partition, left_out) = sort_extents(start, vec![(0, extent(at, 100)), (1, extent(300, 50))]);
-            let places: Vec<_> =
-                partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.base).collect();
-            (places, left_out)
-        };
-        assert_eq!(places(200, 150), (vec![300], true));
-        assert_eq!(places(200, 100), (vec![300], false), "all of it is elsewhere");
-        assert_eq!(places(200, 200), (vec![200, 300], false));
     }
 }

@@ -21,6 +21,7 @@ use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
 use super::removal::DeletionQueue;
 use super::shuffle::Shuffle;
+use super::view::ViewRun;
 use crate::clock::timeout;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
@@ -160,13 +161,16 @@ impl LocalStore {
     /// Returns the index of a partition. It is empty if nothing of the partition is published.
     ///
     /// # Errors
-    /// `NotFound` if the shuffle is unknown.
+    /// `NotFound` if the shuffle is unknown, `InvalidRange` if data of it was moved.
     pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IndexRead, StoreError> {
-        let shuffle = self.find(key)?;
-        Ok(IndexRead::new(&self.reader, shuffle, partition))
+        let view = self.view(key, partition)?;
+        view.require_on_disks()?;
+        let all = ViewRun { extents: 0..view.extents.len(), blocks: view.blocks, is_in_object: false };
+        Ok(self.index_of(&view, &all))
     }
 
-    /// Calls `visit` with the ids of the readable blocks of a partition, from their index records.
+    /// Calls `visit` with the ids of the readable blocks of a partition on disks, from their index
+    /// records.
     pub(super) async fn visit_records_of(
         &self,
         key: &ShuffleKey,
@@ -174,7 +178,7 @@ impl LocalStore {
         visit: &mut (dyn FnMut(u64) + Send),
     ) -> Result<(), StoreError> {
         let shuffle = self.find(key)?;
-        for extent in shuffle.extents(partition).iter().filter(|extent| !extent.is_lost()) {
+        for extent in shuffle.extents(partition).iter().filter(|extent| extent.is_on_disk()) {
             let add = |record: &IndexRecord| {
                 let start = extent.base + record.offset.unsigned_abs();
                 let place = start..start + u64::from(record.length.unsigned_abs());
@@ -194,7 +198,7 @@ impl LocalStore {
     ///
     /// # Errors
     /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not completely
-    /// published.
+    /// published, or if data of the partition was moved.
     pub fn data(
         &self,
         key: &ShuffleKey,
@@ -202,8 +206,10 @@ impl LocalStore {
         offset: u64,
         length: u32,
     ) -> Result<DataRead, StoreError> {
-        let shuffle = self.find(key)?;
-        DataRead::new(&self.reader, shuffle, partition, offset, length)
+        let range = offset..offset.saturating_add(u64::from(length));
+        let view = self.view_part(key, partition, &range)?;
+        view.require_on_disks()?;
+        Ok(self.data_of(&view, range))
     }
 
     /// Applies hints about the next reads ([`read::hints`](super::read)).

@@ -13,7 +13,7 @@ use super::disk::LocalDisk;
 use super::scan::{DiskScan, scan_disk};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
-use super::uploaded::Uploaded;
+use super::stored::Stored;
 use crate::clock::timeout;
 use crate::durability::{
     Deadlines, Directory, Found, HandOff, Health, LogError, LogInStore, MetadataLog, Survey,
@@ -81,10 +81,10 @@ impl Before {
 
 impl LocalStore {
     /// Recovers the state of an earlier process.
-    pub(super) async fn take_over(&self, before: Before, uploaded: &Uploaded) {
+    pub(super) async fn take_over(&self, before: Before, stored: Stored) {
         let Before { scans, found } = before;
         let is_blind = found.has_new_gap;
-        let recovered = self.recover(scans, found, uploaded).await;
+        let recovered = self.recover(scans, found, stored).await;
         if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {
             self.metadata.count_blind_start().await;
         }

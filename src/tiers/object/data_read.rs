@@ -13,14 +13,13 @@ use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Asked, Located};
 use super::shuffle::Shuffle;
-use super::streams::{Extent, ExtentList};
 use super::verify::{Verifier, forget_records, has_windows};
 use crate::tiers::block_checks::Check;
+use crate::tiers::extent::{Extent, ExtentList};
 use crate::tiers::extents::InStream as _;
-use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
+use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
-use uniffle_wire::types::PartitionId;
 
 /// Of a run of bytes in one object so many beyond a chunk are asked for with it: without that each chunk is a request of its own.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
@@ -42,16 +41,16 @@ impl fmt::Debug for DataRead {
     }
 }
 
-/// Where a range of a stream is, which `extents` hold: as parts of segments, in the order of a buffer that takes it.
+/// Returns the parts of objects that have a range of a stream, in the order of a buffer that takes it. Extents on disks are left out.
 pub(super) fn plan(extents: &ExtentList, range: &Range<u64>) -> Vec<Part> {
     let (mut parts, mut filled) = (Vec::new(), 0);
-    for extent in extents.touched(range.start, range.end) {
+    for extent in extents.touched(range.start, range.end).filter(|extent| extent.is_in_object()) {
         let from = range.start.max(extent.base);
         let bytes = usize::try_from(range.end.min(extent.end()) - from).unwrap_or(usize::MAX);
         let place = filled..filled + bytes;
         filled = place.end;
-        let offset = extent.offset + (from - extent.base);
-        fetch::push(&mut parts, Part { segment: extent.segment, offset, range: place });
+        let offset = extent.object_offset() + (from - extent.base);
+        fetch::push(&mut parts, Part { segment: extent.object(), offset, range: place });
     }
     parts
 }
@@ -61,8 +60,8 @@ fn behind(last: &Part, extents: &ExtentList, range: &Range<u64>) -> u64 {
     let mut bytes = 0;
     for extent in extents.touched(range.start, range.end) {
         let from = range.start.max(extent.base);
-        let place = (extent.segment, extent.offset + (from - extent.base));
-        if place != (last.segment, last.end() + bytes) {
+        let place = (extent.object(), extent.object_offset() + (from - extent.base));
+        if !extent.is_in_object() || place != (last.segment, last.end() + bytes) {
             break;
         }
         bytes += range.end.min(extent.end()) - from;
@@ -71,27 +70,21 @@ fn behind(last: &Part, extents: &ExtentList, range: &Range<u64>) -> u64 {
 }
 
 impl DataRead {
-    /// # Errors
-    /// `InvalidRange` when the range is empty or not wholly published.
+    /// Creates a read of a range that `extents` cover, all of them in objects.
     pub(super) fn new(
         core: &Arc<Core>,
         shuffle: Arc<Shuffle>,
-        partition: PartitionId,
-        (offset, length): (u64, u32),
-    ) -> Result<Self, StoreError> {
-        let range = offset..offset.saturating_add(u64::from(length));
-        let Some(extents) = shuffle.part(partition, &range).filter(|_| length > 0) else {
-            shuffle.require_present()?;
-            return Err(shuffle.error(StoreErrorKind::InvalidRange));
-        };
+        extents: ExtentList,
+        range: Range<u64>,
+    ) -> Self {
         let extents = Arc::new(extents);
-        Ok(Self {
-            answer: Answer::new(core, shuffle, u64::from(length)),
+        Self {
+            answer: Answer::new(core, shuffle, range.end - range.start),
             end: range.end,
             verifier: Verifier::new(Arc::clone(&extents), range),
             extents,
             ahead: Ahead::default(),
-        })
+        }
     }
 
     /// What is left.
@@ -154,7 +147,7 @@ impl DataRead {
         core.metrics.crc_mismatches.inc();
         let Range { start, end } = block.place;
         let extent = self.extents.touched(start, end).next();
-        let key = shuffle.segment_key(extent.map_or(0, |extent| extent.segment));
+        let key = shuffle.segment_key(extent.map_or(0, Extent::object));
         tracing::warn!(key, start, end, "block was read with wrong bytes; reading it again");
         if let Some(of_store) = located.of_store_instead(core) {
             return Ok(of_store);

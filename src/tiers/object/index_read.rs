@@ -12,8 +12,8 @@ use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Asked, Located};
 use super::shuffle::Shuffle;
-use super::streams::{Extent, Stream};
 use super::verify::WRONG_RECORDS;
+use crate::tiers::extent::{Extent, ExtentList};
 use crate::tiers::records::RecordCheck;
 use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::ReadBuffers;
@@ -23,7 +23,7 @@ use uniffle_wire::index::{RECORD_BYTES, rebase};
 /// Goes from extent to extent, each with its checksum.
 pub(super) struct IndexRead {
     answer: Answer,
-    stream: Stream,
+    extents: ExtentList,
     place: Place,
 }
 
@@ -56,9 +56,15 @@ struct Piece {
 }
 
 impl IndexRead {
-    pub(super) fn new(core: &Arc<Core>, shuffle: Arc<Shuffle>, stream: Stream) -> Self {
-        let left = stream.blocks * RECORD_BYTES as u64;
-        Self { answer: Answer::new(core, shuffle, left), stream, place: Place::default() }
+    /// Creates a read of the records of `blocks` blocks in `extents`, from index `at` on.
+    pub(super) fn new(
+        core: &Arc<Core>,
+        shuffle: Arc<Shuffle>,
+        (extents, at): (ExtentList, usize),
+        blocks: u64,
+    ) -> Self {
+        let left = blocks * RECORD_BYTES as u64;
+        Self { answer: Answer::new(core, shuffle, left), extents, place: Place { at, ..Place::default() } }
     }
 
     /// Bytes of all records that are left.
@@ -69,7 +75,7 @@ impl IndexRead {
     /// What the next `len` bytes consist of.
     fn plan(&self, len: usize) -> Vec<Piece> {
         let (mut pieces, mut filled, mut from) = (Vec::new(), 0, self.place.done);
-        for extent in self.stream.extents.iter_from(self.place.at) {
+        for extent in self.extents.iter_from(self.place.at) {
             if filled == len {
                 break;
             }
@@ -96,7 +102,7 @@ impl IndexRead {
             match cached {
                 Some(cached) => in_memory.push((range.clone(), cached)),
                 None => {
-                    let (segment, offset) = (extent.segment, extent.records + from);
+                    let (segment, offset) = (extent.object(), extent.records_range().start + from);
                     fetch::push(&mut parts, Part { segment, offset, range: range.clone() });
                 }
             }
@@ -145,8 +151,8 @@ impl IndexRead {
         }
         if !is_sound {
             // Also those that were given before this chunk.
-            reads::discard(core, shuffle, piece.extent.segment, &piece.extent.records_range());
-            return Err(StoreError::corrupt(shuffle.segment_key(piece.extent.segment), WRONG_RECORDS));
+            reads::discard(core, shuffle, piece.extent.object(), &piece.extent.records_range());
+            return Err(StoreError::corrupt(shuffle.segment_key(piece.extent.object()), WRONG_RECORDS));
         }
         // What was read whole is what a reader of the data needs next.
         if is_end && piece.from == 0 && core.records.takes(bytes.len()) {

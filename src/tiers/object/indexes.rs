@@ -3,7 +3,7 @@
 //! All footers are read first, many at a time, and say which segments were published. Then their indexes are read ahead in the order of
 //! the segments. All shuffles together hold at most [`INDEX_BYTES`] of indexes, or the largest one; that is charged.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
@@ -12,12 +12,16 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use super::core::Core;
 use super::fetch;
 use super::layout::{Entry, FOOTER_BYTES, Footer, segment_key};
-use super::streams::{Extent, Streams};
 use crate::budget::Charge;
 use crate::durability::PresentIds;
+use crate::tiers::extent::Extent;
+use crate::tiers::extents::InStream as _;
 use crate::tiers::records::RecordCheck;
+use crate::tiers::stored::overlapping;
+use crate::tiers::streams::Streams;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
+use uniffle_wire::types::PartitionId;
 
 /// Footers of a shuffle that are read at a time.
 const FOOTERS_AT_ONCE: usize = 64;
@@ -25,6 +29,8 @@ const FOOTERS_AT_ONCE: usize = 64;
 const INDEXES_AT_ONCE: usize = 64;
 /// Bytes of indexes that are held at a time, of all shuffles.
 const INDEX_BYTES: u32 = 64 << 20;
+/// Heap of a moved extent that was found, with its place in a tree.
+const MOVED_EXTENT_BYTES: u64 = 3 * size_of::<Extent>() as u64;
 /// Bytes of an index that are read at a time.
 const WINDOW_BYTES: u64 = 1 << 20;
 
@@ -62,6 +68,11 @@ type Chain = BTreeMap<u32, Footer>;
 pub(super) struct Data {
     prefix: String,
     pub(super) streams: Streams,
+    /// Extents below local disks, by base. There may be holes between them.
+    pub(super) moved: HashMap<PartitionId, BTreeMap<u64, Extent>>,
+    /// Memory of these extents.
+    pub(super) charge: Charge,
+    is_below_disks: bool,
     pub(super) present: PresentIds,
     /// Why some of it is not; empty if all is.
     pub(super) reason: String,
@@ -184,8 +195,18 @@ fn table_of(footer: &Footer, window: &Bytes) -> Result<Vec<Entry>, String> {
 impl Data {
     fn new(core: &Core, prefix: &str) -> Self {
         let (present, reason) = (PresentIds::default(), String::new());
-        let streams = Streams::new(&core.extents);
-        Self { prefix: prefix.to_owned(), streams, present, reason, bytes: 0, blocks: 0 }
+        let (streams, charge) = (Streams::new(&core.extents), core.extents.nothing());
+        Self {
+            prefix: prefix.to_owned(),
+            streams,
+            moved: HashMap::new(),
+            charge,
+            is_below_disks: core.settings.is_below_disks,
+            present,
+            reason,
+            bytes: 0,
+            blocks: 0,
+        }
     }
 
     /// The segments that were published, found from the newest backwards. One that cannot be read hides which was before it: then the
@@ -217,6 +238,25 @@ impl Data {
         }
     }
 
+    /// Adds an extent. Returns false if the extents before it do not leave its place free.
+    fn push(&mut self, partition: PartitionId, extent: Extent) -> bool {
+        if !self.is_below_disks {
+            let is_next = self.streams.get(partition).map_or(0, |it| it.bytes) == extent.base;
+            if is_next {
+                self.streams.push(partition, extent, 0);
+            }
+            return is_next;
+        }
+        let extents = self.moved.entry(partition).or_default();
+        if let Some(other) = overlapping(extents, extent.base..extent.end()) {
+            // A process that ended before it knew of an upload has repeated it.
+            return other.is_copy_of(&extent);
+        }
+        extents.insert(extent.base, extent);
+        self.charge.merge(self.charge.budget().force_charge(MOVED_EXTENT_BYTES));
+        true
+    }
+
     /// Takes what a segment has.
     fn take(&mut self, number: u32, index: Index<'_>) {
         if let Some(damage) = &index.damage {
@@ -225,14 +265,15 @@ impl Data {
         for IndexedExtent { entry, ids } in index.extents {
             let is_sound = ids.is_some();
             match ids {
-                Some(ids) if self.streams.push(entry.partition, Extent::of(number, &entry)) => {
+                Some(ids) if self.push(entry.partition, entry.extent(number)) => {
                     self.present.add(entry.partition, &ids);
                     self.bytes += entry.length;
                     self.blocks += u64::from(entry.blocks);
                 }
                 _ if self.reason.is_empty() => {
                     let key = segment_key(&self.prefix, number);
-                    let what = if is_sound { "preceding data is missing" } else { "its index is corrupt" };
+                    let what =
+                        if is_sound { "its place in a stream is not free" } else { "its index is corrupt" };
                     self.reason = format!("object {key}: {what}");
                 }
                 _ => {}

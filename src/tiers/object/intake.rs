@@ -1,12 +1,16 @@
-//! Data that is moved here from local disks: a registration takes extents whose place in their streams is known.
+//! Data that is moved here from local disks, which know the place of each extent in its stream.
 
-use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::core::Core;
+use super::data_read::{DataRead, plan};
+use super::index_read::IndexRead;
+use super::reads;
 use super::shuffle::Shuffle;
 use super::upload::{MOVED_PARTS_IN_FLIGHT, Source, one_from};
-use crate::tiers::StoreError;
+use crate::tiers::extent::{Extent, ExtentList};
+use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
 
@@ -24,24 +28,36 @@ impl Uploads {
         self.shuffle.name.incarnation
     }
 
-    /// Where a partition's stream ends in the store.
-    #[must_use]
-    pub fn end(&self, partition: PartitionId) -> u64 {
-        self.shuffle.stream_bytes(partition)
+    /// Reads the records of `blocks` blocks in extents of objects, from index `first` on.
+    pub(in crate::tiers) fn index(
+        &self,
+        extents: ExtentList,
+        first: usize,
+        blocks: u64,
+    ) -> impl ChunkRead + use<> {
+        IndexRead::new(&self.core, Arc::clone(&self.shuffle), (extents, first), blocks)
     }
 
-    /// Where those of all partitions do.
-    #[must_use]
-    pub fn ends(&self) -> HashMap<PartitionId, u64> {
-        self.shuffle.ends()
+    /// Reads a range of a stream that extents of objects cover.
+    pub(in crate::tiers) fn data(&self, extents: ExtentList, range: Range<u64>) -> impl ChunkRead + use<> {
+        DataRead::new(&self.core, Arc::clone(&self.shuffle), extents, range)
     }
 
-    /// Brings up one object of what `source` has; its payload, or none when there is nothing. When this returns it can be
+    /// Begins to bring the parts of a range that are in objects into the read cache.
+    pub(in crate::tiers) fn hint(&self, extents: &ExtentList, range: &Range<u64>) {
+        let some = range.start..range.end.min(range.start.saturating_add(reads::AHEAD_BYTES));
+        reads::begin_ahead(&self.core, &self.shuffle, &plan(extents, &some));
+    }
+
+    /// Stores one object of what `source` has. Returns its extents, or `None` when there is nothing. When this returns they can be
     /// read from the store.
     ///
     /// # Errors
     /// The source's or the store's: nothing of it counts then.
-    pub async fn take(&self, source: &mut dyn Source) -> Result<Option<u64>, StoreError> {
+    pub async fn take(
+        &self,
+        source: &mut dyn Source,
+    ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
         one_from(&self.core, &self.shuffle, source).await
     }
 

@@ -34,6 +34,7 @@
 use std::fmt::Write as _;
 
 use crate::durability::LogObject;
+use crate::tiers::extent::Extent;
 use object_store::path::Path;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
@@ -203,6 +204,14 @@ pub struct Entry {
     pub records_crc: u32,
 }
 
+impl Entry {
+    /// Returns the extent in the object `number`.
+    pub(super) fn extent(&self, number: u32) -> Extent {
+        let Self { blocks, base, offset, length, records, records_crc, .. } = *self;
+        Extent { blocks, records_crc, ..Extent::gap(base, length) }.in_object(number, offset, records)
+    }
+}
+
 /// Why bytes are no segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SegmentError {
@@ -320,7 +329,8 @@ impl Footer {
             };
             let end = entry.offset.checked_add(entry.length);
             let is_payload = end.is_some_and(|end| end <= self.payload_bytes) && entry.length > 0;
-            let has_end = entry.base.checked_add(entry.length).is_some() && entry.blocks > 0;
+            let end_in_stream = entry.base.checked_add(entry.length).and_then(|end| i64::try_from(end).ok());
+            let has_end = end_in_stream.is_some() && entry.blocks > 0;
             let is_behind = entries.last().is_none_or(|last| {
                 (last.partition, last.base + last.length) <= (entry.partition, entry.base)
             });

@@ -78,8 +78,6 @@ mod segment;
 pub mod settings;
 #[cfg(feature = "object")]
 mod shuffle;
-#[cfg(feature = "object")]
-mod streams;
 #[cfg(test)]
 #[cfg(feature = "object")]
 mod tests;

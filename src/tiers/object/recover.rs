@@ -5,7 +5,7 @@
 //!
 //! Requests go out many at a time, each kind with a bound, and what their answers hold is charged.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,10 +22,12 @@ use super::lane::Lane;
 use super::layout::{Name, Registered, is_page, parse_key, path_of, shuffle_prefix};
 use super::log::{StoredLog, from_log};
 use super::shuffle::Shuffle;
+use crate::budget::Charge;
 use crate::clock::sleep;
 use crate::durability::{FoundShuffle, Incarnation, LogError, LogObject, Said, ShippedLog};
+use crate::tiers::extent::Extent;
 use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
-use uniffle_wire::types::ShuffleKey;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Shuffles that are read at a time.
 const AT_ONCE: usize = 64;
@@ -48,6 +50,9 @@ type Segments = BTreeMap<u32, u64>;
 pub(super) struct Found {
     pub(super) shuffle: Arc<Shuffle>,
     pub(super) told: RecoveredShuffle,
+    /// Its extents below local disks.
+    pub(super) extents: HashMap<PartitionId, BTreeMap<u64, Extent>>,
+    pub(super) charge: Charge,
     /// Keys of objects that are in no chain.
     pub(super) strays: Vec<String>,
     pub(super) bytes: u64,
@@ -192,8 +197,8 @@ async fn read(
     for (number, footer) in &chain {
         shuffle.count(core, footer.payload_bytes, segments.get(number).copied().unwrap_or(0));
     }
-    let (bytes, blocks) = (data.bytes, data.blocks);
-    Ok(Found { shuffle: Arc::new(shuffle), told, strays, bytes, blocks })
+    let (shuffle, bytes, blocks) = (Arc::new(shuffle), data.bytes, data.blocks);
+    Ok(Found { shuffle, told, extents: data.moved, charge: data.charge, strays, bytes, blocks })
 }
 
 /// Returns the records of living registrations. They are read when they are asked for, a bounded number of objects ahead.

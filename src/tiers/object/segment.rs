@@ -5,7 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use bytes::Bytes;
 
 use super::layout::{Entry, FOOTER_BYTES, Footer, encode_table};
-use super::streams::Extent;
+use crate::tiers::extent::Extent;
 use crate::tiers::records::encode_blocks;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::index::RECORD_BYTES;
@@ -17,14 +17,18 @@ const BLOCKS_MAX: u64 = 256 << 10;
 /// An extent whose bytes are brought piece by piece.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Moved {
-    /// The partition, whose stream it goes on with.
+    /// The partition.
     pub partition: PartitionId,
+    /// Offset of the extent in the partition's stream.
+    pub base: u64,
     /// Bytes of data.
     pub length: u64,
     /// Its blocks.
     pub blocks: u32,
     /// Their records, with offsets in it.
     pub records: Bytes,
+    /// CRC-32 of the records.
+    pub records_crc: u32,
 }
 
 /// Heap that an extent takes until its segment is written, beside its records: it is prepared, an entry of the segment and
@@ -52,11 +56,8 @@ pub(super) struct Prepared {
 
 #[derive(Debug)]
 struct PreparedExtent {
-    partition: PartitionId,
-    length: u64,
-    blocks: u32,
-    records: Bytes,
-    records_crc: u32,
+    /// Its base is given when it joins a segment.
+    extent: Moved,
     payload: Vec<Bytes>,
 }
 
@@ -79,14 +80,8 @@ impl Prepared {
             let (partition, records_crc) = (extent.partition, crc32fast::hash(&records));
             prepared.bytes += length;
             prepared.blocks += u64::from(blocks);
-            prepared.extents.push(PreparedExtent {
-                partition,
-                length,
-                blocks,
-                records: records.into(),
-                records_crc,
-                payload,
-            });
+            let extent = Moved { partition, base: 0, length, blocks, records: records.into(), records_crc };
+            prepared.extents.push(PreparedExtent { extent, payload });
         }
         match prepared.extents.is_empty() {
             true => Err(StoreError::new(StoreErrorKind::InvalidBatch, "an empty batch")),
@@ -143,32 +138,24 @@ impl OpenSegment {
 
     /// Takes a batch; `published` says where a partition's stream ends that is not in it yet.
     pub(super) fn push(&mut self, batch: Prepared, published: impl Fn(PartitionId) -> u64) {
-        for extent in batch.extents {
-            let PreparedExtent { partition, length, blocks, records, records_crc, payload } = extent;
-            let end = self.ends.entry(partition).or_insert_with(|| published(partition));
-            let (base, offset) = (*end, self.payload_bytes);
-            *end += length;
-            self.payload_bytes += length;
-            self.blocks += u64::from(blocks);
-            let entry = Entry { partition, blocks, base, offset, length, records: 0, records_crc };
-            self.entries.push((entry, records));
+        for PreparedExtent { mut extent, payload } in batch.extents {
+            let end = self.ends.entry(extent.partition).or_insert_with(|| published(extent.partition));
+            extent.base = *end;
+            *end += extent.length;
+            self.begin(extent);
             self.pending_bytes += payload.iter().map(Bytes::len).sum::<usize>();
             self.pending.extend(payload);
         }
     }
 
-    /// Begins an extent whose bytes follow ([`OpenSegment::add`]); as [`OpenSegment::push`].
-    pub(super) fn begin(&mut self, extent: &Moved, published: impl Fn(PartitionId) -> u64) {
-        let Moved { partition, length, blocks, records } = extent;
-        let end = self.ends.entry(*partition).or_insert_with(|| published(*partition));
-        let (base, offset) = (*end, self.payload_bytes);
-        *end += length;
+    /// Begins an extent whose bytes follow ([`OpenSegment::add`]).
+    pub(super) fn begin(&mut self, extent: Moved) {
+        let Moved { partition, base, length, blocks, records, records_crc } = extent;
+        let offset = self.payload_bytes;
         self.payload_bytes += length;
-        self.blocks += u64::from(*blocks);
-        let (length, records_crc) = (*length, crc32fast::hash(records));
-        let (partition, blocks) = (*partition, *blocks);
+        self.blocks += u64::from(blocks);
         let entry = Entry { partition, blocks, base, offset, length, records: 0, records_crc };
-        self.entries.push((entry, records.clone()));
+        self.entries.push((entry, records));
     }
 
     /// The next bytes of the extent that was begun last.
@@ -231,7 +218,7 @@ impl OpenSegment {
         let extents: Vec<_> = table
             .iter()
             .zip(&all)
-            .map(|(entry, records)| (entry.partition, Extent::of(self.number, entry), records.clone()))
+            .map(|(entry, records)| (entry.partition, entry.extent(self.number), records.clone()))
             .collect();
         let tail = std::iter::once(Bytes::from(encoded))
             .chain(all)
@@ -295,7 +282,7 @@ mod tests {
         for (entry, (partition, extent, records)) in entries.iter().zip(&sealed.extents) {
             let at = usize::try_from(entry.records).unwrap();
             assert_eq!(&object[at..at + records.len()], records);
-            assert_eq!((*extent, *partition), (Extent::of(4, entry), entry.partition));
+            assert_eq!((*extent, *partition), (entry.extent(4), entry.partition));
         }
     }
 

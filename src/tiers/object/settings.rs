@@ -32,6 +32,8 @@ pub struct ObjectSettings {
     pub cache_disks: Vec<Arc<dyn Disk>>,
     /// Bytes of chunks that are kept, on all disks together.
     pub cache_bytes: u64,
+    /// Whether data comes from local disks, which know its extents and write the metadata log.
+    pub is_below_disks: bool,
     /// How long a store may fail before readers are told so instead of being sent away to try again.
     pub expected_back: Duration,
 }
@@ -52,6 +54,7 @@ impl ObjectSettings {
             index_cache_bytes: 16 << 20,
             cache_disks: Vec::new(),
             cache_bytes: 0,
+            is_below_disks: false,
             expected_back: Duration::from_secs(120),
         }
     }

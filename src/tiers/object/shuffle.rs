@@ -1,6 +1,5 @@
 //! One registration of a shuffle in the tier.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -10,9 +9,10 @@ use super::core::Core;
 use super::group::Group;
 use super::lane::{Job, Lane};
 use super::layout::{Registered, segment_key, shuffle_prefix};
-use super::streams::{Extent, ExtentList, Stream, Streams};
 use crate::durability::Incarnation;
+use crate::tiers::extent::{Extent, ExtentList};
 use crate::tiers::record_cache::RecordsKey;
+use crate::tiers::streams::{Partition, Streams};
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::PartitionId;
 
@@ -88,11 +88,12 @@ impl Shuffle {
     }
 
     pub(super) fn records_key(&self, extent: &Extent) -> RecordsKey {
-        RecordsKey { incarnation: self.name.incarnation, log: extent.segment, offset: extent.records }
+        let (log, offset) = (extent.object(), extent.records_range().start);
+        RecordsKey { incarnation: self.name.incarnation, log, offset }
     }
 
     /// What is published of a partition.
-    pub(super) fn stream(&self, partition: PartitionId) -> Stream {
+    pub(super) fn stream(&self, partition: PartitionId) -> Partition {
         self.streams.read().get(partition).cloned().unwrap_or_default()
     }
 
@@ -107,11 +108,6 @@ impl Shuffle {
         self.streams.read().get(partition).map_or(0, |stream| stream.bytes)
     }
 
-    /// Where the streams of all partitions end.
-    pub(super) fn ends(&self) -> HashMap<PartitionId, u64> {
-        self.streams.read().iter().map(|(partition, stream)| (partition, stream.bytes)).collect()
-    }
-
     /// Makes a segment's extents visible, all or none.
     ///
     /// # Errors
@@ -120,8 +116,7 @@ impl Shuffle {
         let mut streams = self.streams.write();
         self.require_present()?;
         for (partition, extent) in extents {
-            let follows = streams.push(*partition, *extent);
-            debug_assert!(follows, "the lane gives bases in order");
+            streams.push(*partition, *extent, 0);
         }
         Ok(())
     }
@@ -152,8 +147,7 @@ impl Shuffle {
     /// Takes out of the caches what it `had` when it was forgotten, and drops it: a walk over all extents and chunks, not for a
     /// runtime thread, nor under a lock. Without it nothing finds them, and they leave as the least recently used.
     pub(super) fn leave_caches(&self, core: &Core, had: Streams) {
-        let extents = had.iter().flat_map(|(_, stream)| stream.extents.iter());
-        core.records.forget(extents.map(|extent| self.records_key(extent)));
+        core.records.forget(had.extents().map(|extent| self.records_key(extent)));
         if let Some(cache) = &core.cache {
             cache.forget(&core.metrics, self.name.incarnation);
         }

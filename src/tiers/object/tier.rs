@@ -1,9 +1,9 @@
 //! The object store as a [`Tier`] that is read through the worker.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 use super::cache::Cache;
 use super::claim::Claim;
 use super::core::Core;
-use super::data_read::{DataRead, plan};
+use super::data_read::DataRead;
 use super::index_read::IndexRead;
 use super::intake::Uploads;
 use super::lane::{Job, Making, Waiter};
@@ -31,18 +31,18 @@ use super::recover::{said, survey};
 use super::segment::{Prepared, making_bytes};
 use super::settings::ObjectSettings;
 use super::shuffle::Shuffle;
-use super::streams::Streams;
 use super::workers::{self, Removed, WorkerObjects};
-use super::{purge, reads, upload};
+use super::{purge, upload};
 use crate::budget::Budget;
 use crate::clock::{Instant, timeout_at};
 use crate::durability::{LogInStore, ShippedLog, Shipper};
 use crate::runtime::Tasks;
 use crate::tiers::numbers::numbers_from;
+use crate::tiers::streams::Streams;
 use crate::tiers::{
     Admission, Capability, ChunkRead as _, Drained, MetadataLog, ObjectStoreState, Purge, Recovered,
-    RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind, Tier, TierBatch,
-    TierRole, TierShuffle, TierState, TierUsage,
+    RecoveredShuffle, RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind,
+    StoredShuffle, Tier, TierBatch, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_wire::index::records;
@@ -66,13 +66,12 @@ pub struct ObjectTier {
     log: Shipper,
     /// Positions of ends that the store may not know yet.
     ends: Mutex<BTreeMap<ShuffleKey, u64>>,
-    /// The log is that of local disks.
-    is_below_disks: AtomicBool,
     next_incarnation: AtomicU64,
     /// Why there may be shuffles that are not known.
     gap: Option<Arc<str>>,
     recovered: Mutex<Recovered>,
-    found: Mutex<Option<Arc<ShippedLog>>>,
+    /// The log that was found, and data below local disks.
+    found: Mutex<Option<(Arc<ShippedLog>, HashMap<ShuffleKey, StoredShuffle>)>>,
 }
 
 impl ObjectTier {
@@ -98,11 +97,18 @@ impl ObjectTier {
         let objects = Arc::new(StoredLog(Arc::clone(&core)));
         let log = Shipper::open(objects, &survey.log, start, &core.extents, &core.tasks);
         let mut recovered = Recovered::default();
-        let (shuffles, mut strays) = (DashMap::new(), Vec::new());
+        let (shuffles, mut strays, mut stored) = (DashMap::new(), Vec::new(), HashMap::new());
         for found in survey.found {
             recovered.bytes += found.bytes;
             recovered.blocks += found.blocks;
-            recovered.shuffles.push(found.told);
+            let incarnation = found.shuffle.name.incarnation;
+            if core.settings.is_below_disks {
+                let RecoveredShuffle { key, present, reason, .. } = found.told;
+                let (extents, _charge) = (found.extents, found.charge);
+                stored.insert(key, StoredShuffle { incarnation, extents, present, reason, _charge });
+            } else {
+                recovered.shuffles.push(found.told);
+            }
             strays.extend(found.strays);
             shuffles.insert(found.shuffle.name.key.clone(), found.shuffle);
         }
@@ -113,11 +119,10 @@ impl ObjectTier {
             shuffles,
             log,
             ends: Mutex::default(),
-            is_below_disks: AtomicBool::new(false),
             next_incarnation: AtomicU64::new(numbers_from(survey.next_incarnation)),
             gap: survey.log.unknown_gap().map(Arc::from),
             recovered: Mutex::new(recovered),
-            found: Mutex::new(Some(survey.log)),
+            found: Mutex::new(Some((survey.log, stored))),
         }))
     }
 
@@ -130,11 +135,9 @@ impl ObjectTier {
     }
 
     /// Takes what was found at the start, for local disks above the store: the log is theirs from now on.
-    pub fn take_found(&self) -> Option<(Recovered, LogInStore)> {
-        self.is_below_disks.store(true, Ordering::Release);
-        let found = self.found.lock().take()?;
-        let recovered = std::mem::take(&mut *self.recovered.lock());
-        Some((recovered, LogInStore { found, shipper: self.log.clone() }))
+    pub fn take_found(&self) -> Option<(HashMap<ShuffleKey, StoredShuffle>, LogInStore)> {
+        let (found, stored) = self.found.lock().take_if(|_| self.core.settings.is_below_disks)?;
+        Some((stored, LogInStore { found, shipper: self.log.clone() }))
     }
 
     /// Returns the log on its way into the store.
@@ -284,6 +287,14 @@ impl ObjectTier {
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
     }
 
+    /// Returns the index of a partition, and the length of its stream.
+    fn index_of(&self, key: &ShuffleKey, partition: PartitionId) -> Result<(IndexRead, u64), StoreError> {
+        let shuffle = self.find(key)?;
+        let stream = shuffle.stream(partition);
+        let read = IndexRead::new(&self.core, shuffle, (stream.extents, 0), stream.blocks);
+        Ok((read, stream.bytes))
+    }
+
     fn register(&self, key: &ShuffleKey) {
         let create = || {
             let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
@@ -294,7 +305,7 @@ impl ObjectTier {
 
     /// Waits until the store knows the log up to here, for as long as it takes; false if nothing may be deleted there any more.
     async fn end_is_known(&self) -> bool {
-        if !self.is_below_disks.load(Ordering::Acquire) {
+        if !self.core.settings.is_below_disks {
             self.log.begin();
         }
         let position = self.log.end_position();
@@ -460,9 +471,7 @@ impl Tier for ObjectTier {
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         let read = async move {
-            let shuffle = self.find(key)?;
-            let stream = shuffle.stream(partition);
-            let mut index = IndexRead::new(&self.core, shuffle, stream);
+            let (mut index, _) = self.index_of(key, partition)?;
             while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
                 records(&chunk).for_each(|record| visit(record.block_id.unsigned_abs()));
             }
@@ -490,7 +499,7 @@ impl Tier for ObjectTier {
         let forgotten: Vec<_> = removed.map(|(_, shuffle)| shuffle).collect();
         let had: Vec<_> =
             forgotten.iter().map(|shuffle| (Arc::clone(shuffle), shuffle.forget(&self.core))).collect();
-        if !self.is_below_disks.load(Ordering::Acquire) {
+        if !self.core.settings.is_below_disks {
             for shuffle in &forgotten {
                 let position = self.log.purge(shuffle.incarnation());
                 self.note_end(shuffle.name.key.clone(), position);
@@ -545,7 +554,7 @@ impl Tier for ObjectTier {
 
     fn take_recovered(&self) -> Recovered {
         let mut recovered = std::mem::take(&mut *self.recovered.lock());
-        if let Some(found) = self.found.lock().take() {
+        if let Some((found, _)) = self.found.lock().take() {
             let living = self.shuffles.iter().map(|shuffle| shuffle.name.incarnation).collect();
             recovered.said = said(&self.core, found, living);
         }
@@ -586,10 +595,7 @@ impl Tier for ObjectTier {
 
 impl ServedTier for ObjectTier {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        let shuffle = self.find(key)?;
-        let stream = shuffle.stream(partition);
-        let data_length = stream.bytes;
-        let read = IndexRead::new(&self.core, shuffle, stream);
+        let (read, data_length) = self.index_of(key, partition)?;
         Ok(ServedIndex { length: read.left(), data_length, chunks: Box::new(read) })
     }
 
@@ -597,22 +603,23 @@ impl ServedTier for ObjectTier {
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-        range: (u64, u32),
+        (offset, length): (u64, u32),
     ) -> Result<ServedData, StoreError> {
-        let shuffle = self.find(key)?;
-        let read = DataRead::new(&self.core, shuffle, partition, range)?;
+        let (shuffle, range) = (self.find(key)?, offset..offset.saturating_add(u64::from(length)));
+        let Some(extents) = shuffle.part(partition, &range).filter(|_| length > 0) else {
+            shuffle.require_present()?;
+            return Err(shuffle.error(StoreErrorKind::InvalidRange));
+        };
+        let read = DataRead::new(&self.core, shuffle, extents, range);
         Ok(ServedData { has_hole: false, chunks: Box::new(read) })
     }
 
     fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
-        if self.core.cache.is_none() {
-            return;
-        }
-        let Ok(shuffle) = self.find(key) else { return };
+        let Some(uploads) = self.uploads(key) else { return };
         for range in ranges {
-            let Some(extents) = shuffle.part(partition, range) else { continue };
-            let some = range.start..range.end.min(range.start.saturating_add(reads::AHEAD_BYTES));
-            reads::begin_ahead(&self.core, &shuffle, &plan(&extents, &some));
+            if let Some(extents) = uploads.shuffle.part(partition, range) {
+                uploads.hint(&extents, range);
+            }
         }
     }
 }

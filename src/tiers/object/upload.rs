@@ -22,7 +22,9 @@ use super::layout::path_of;
 use super::segment::{Moved, OpenSegment, Sealed};
 use super::shuffle::Shuffle;
 use crate::clock::timeout;
+use crate::tiers::extent::Extent;
 use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_wire::types::PartitionId;
 
 /// Parts of an object that is moved from local disks which are on their way at a time: what is moved can wait.
 pub(super) const MOVED_PARTS_IN_FLIGHT: usize = 2;
@@ -35,7 +37,7 @@ const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Extents that are brought up, one after the other.
 pub trait Source: Send {
-    /// The next extent, which goes on where its partition's stream ends; none at the end.
+    /// Returns the next extent, or `None` at the end. Its base is greater than those before in its partition.
     fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>>;
 
     /// The next bytes of it; none when it has no more.
@@ -52,14 +54,7 @@ pub(super) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>) {
 }
 
 async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job) {
-    lane.last_number += 1;
-    let number = lane.last_number;
-    let mut upload = Upload::new(
-        core,
-        shuffle,
-        OpenSegment::new((number, lane.published), shuffle.name.incarnation),
-        number,
-    );
+    let (number, mut upload) = Upload::begin(core, shuffle, lane);
     upload.join(first);
     let filled = tokio::select! {
         biased;
@@ -67,7 +62,7 @@ async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job
         filled = upload.fill() => filled,
     };
     let result = match filled {
-        Ok(sealed) => publish(core, shuffle, sealed).await,
+        Ok(sealed) => publish(core, shuffle, sealed).await.map(drop),
         Err(error) => {
             upload.clean_up(&error).await;
             Err(error)
@@ -84,8 +79,8 @@ async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job
     upload.answer(&result);
 }
 
-/// Brings up the next segment of what `source` has; its payload, or none when there is nothing. When this returns it can be
-/// read from the store.
+/// Stores the next segment of what `source` has. Returns its extents, or `None` when there is nothing. When this returns they can
+/// be read from the store.
 ///
 /// # Errors
 /// The source's or the store's: nothing of it counts then.
@@ -93,12 +88,9 @@ pub(super) async fn one_from(
     core: &Core,
     shuffle: &Shuffle,
     source: &mut dyn Source,
-) -> Result<Option<u64>, StoreError> {
+) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
     let mut lane = shuffle.lane.lock().await;
-    lane.last_number += 1;
-    let number = lane.last_number;
-    let open = OpenSegment::new((number, lane.published), shuffle.name.incarnation);
-    let mut upload = Upload::new(core, shuffle, open, number);
+    let (number, mut upload) = Upload::begin(core, shuffle, &mut lane);
     let filled = tokio::select! {
         biased;
         () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
@@ -112,10 +104,9 @@ pub(super) async fn one_from(
     match filled {
         Ok(None) => Ok(None),
         Ok(Some(sealed)) => {
-            let bytes = sealed.payload_bytes;
-            publish(core, shuffle, sealed).await?;
+            let extents = publish(core, shuffle, sealed).await?;
             lane.published = number;
-            Ok(Some(bytes))
+            Ok(Some(extents))
         }
         Err(error) => {
             upload.clean_up(&error).await;
@@ -125,7 +116,12 @@ pub(super) async fn one_from(
     }
 }
 
-async fn publish(core: &Core, shuffle: &Shuffle, sealed: Sealed) -> Result<(), StoreError> {
+/// Counts a segment, and makes its extents visible unless local disks do that. Returns them.
+async fn publish(
+    core: &Core,
+    shuffle: &Shuffle,
+    sealed: Sealed,
+) -> Result<Vec<(PartitionId, Extent)>, StoreError> {
     let Sealed { extents, payload_bytes, bytes } = sealed;
     // Before they are visible: a purge forgets what is visible, so nothing stays behind.
     for some in extents.chunks(KEPT_IN_A_TURN) {
@@ -135,7 +131,11 @@ async fn publish(core: &Core, shuffle: &Shuffle, sealed: Sealed) -> Result<(), S
         tokio::task::yield_now().await;
     }
     let visible: Vec<_> = extents.iter().map(|(partition, extent, _)| (*partition, *extent)).collect();
-    if let Err(error) = shuffle.publish(&visible) {
+    let published = match core.settings.is_below_disks {
+        true => shuffle.require_present(),
+        false => shuffle.publish(&visible),
+    };
+    if let Err(error) = published {
         core.records.forget(visible.iter().map(|(_, extent)| shuffle.records_key(extent)));
         return Err(error);
     }
@@ -144,7 +144,7 @@ async fn publish(core: &Core, shuffle: &Shuffle, sealed: Sealed) -> Result<(), S
     core.metrics.segments.inc();
     #[expect(clippy::cast_precision_loss, reason = "a histogram's observation")]
     core.metrics.segment_bytes.observe(bytes as f64);
-    Ok(())
+    Ok(visible)
 }
 
 /// A segment on its way.
@@ -161,10 +161,14 @@ struct Upload<'a> {
 }
 
 impl<'a> Upload<'a> {
-    fn new(core: &'a Core, shuffle: &'a Shuffle, open: OpenSegment, number: u32) -> Self {
+    /// Begins a segment with the next number, which is returned.
+    fn begin(core: &'a Core, shuffle: &'a Shuffle, lane: &mut Lane) -> (u32, Self) {
+        lane.last_number += 1;
+        let number = lane.last_number;
+        let open = OpenSegment::new((number, lane.published), shuffle.name.incarnation);
         let key = shuffle.segment_key(number);
         let (path, parts, waiting) = (path_of(&key), FuturesUnordered::new(), Vec::new());
-        Self { core, shuffle, key, path, open, multipart: None, parts, waiting }
+        (number, Self { core, shuffle, key, path, open, multipart: None, parts, waiting })
     }
 
     fn join(&mut self, job: Job) {
@@ -216,15 +220,16 @@ impl<'a> Upload<'a> {
         while self.open.has_room(settings.segment_bytes) {
             self.shuffle.require_present()?;
             let Some(extent) = self.while_sending(source.next_extent()).await? else { break };
-            self.open.begin(&extent, |partition| self.shuffle.stream_bytes(partition));
+            let (partition, mut left) = (extent.partition, extent.length);
+            self.open.begin(extent);
             is_empty = false;
-            let mut left = extent.length;
             while left > 0 {
                 let bytes = self.while_sending(source.next_bytes()).await?.unwrap_or_default();
                 let length = bytes.len() as u64;
-                left = left.checked_sub(length).filter(|_| length > 0).ok_or_else(|| {
-                    StoreError::new(StoreErrorKind::InvalidBatch, extent.partition.to_string())
-                })?;
+                left = left
+                    .checked_sub(length)
+                    .filter(|_| length > 0)
+                    .ok_or_else(|| StoreError::new(StoreErrorKind::InvalidBatch, partition.to_string()))?;
                 self.open.add(bytes);
                 while let Some(part) = self.open.take_part(settings.part_bytes) {
                     self.make_room(MOVED_PARTS_IN_FLIGHT).await?;

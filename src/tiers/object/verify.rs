@@ -17,9 +17,9 @@ use super::core::Core;
 use super::fetch::{self, Part};
 use super::reads;
 use super::shuffle::Shuffle;
-use super::streams::{Extent, ExtentList};
 use crate::tiers::StoreError;
 use crate::tiers::block_checks::{BlockChecks, Check, Mark};
+use crate::tiers::extent::{Extent, ExtentList};
 use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::records::are_sound;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
@@ -64,8 +64,13 @@ impl Window {
 
     /// Where in its segment.
     fn range(&self, extent: &Extent) -> Range<u64> {
-        let at = |record: u32| extent.records + u64::from(record) * RECORD_BYTES as u64;
+        let at = |record: u32| extent.records_range().start + u64::from(record) * RECORD_BYTES as u64;
         at(self.first)..at(self.first + self.blocks)
+    }
+
+    /// Base of its extent, and number of its first record.
+    fn name(&self, extent: &Extent) -> (u64, u32) {
+        (extent.base, self.first)
     }
 
     /// By which it is kept. All records of an extent have its own; no record begins a byte behind another.
@@ -73,6 +78,32 @@ impl Window {
         let whole = shuffle.records_key(extent);
         let is_whole = self.blocks == extent.blocks;
         RecordsKey { offset: self.range(extent).start + u64::from(!is_whole), ..whole }
+    }
+}
+
+/// Base of an extent and number of the first record of a window, with its records.
+type Loaded = ((u64, u32), Bytes);
+
+/// Windows of adjacent extents whose records are adjacent in one object: one request brings them.
+struct Group {
+    windows: Vec<(Extent, Window)>,
+    /// Range of their records in the object.
+    range: Range<u64>,
+    /// The records of the only window, if they are in memory.
+    found: Option<Bytes>,
+}
+
+impl Group {
+    /// Returns whether another window can join.
+    fn takes(&self, extent: &Extent, range: &Range<u64>) -> bool {
+        let is_adjacent = self.windows.last().is_some_and(|(last, _)| last.object() == extent.object())
+            && self.range.end == range.start;
+        self.found.is_none() && is_adjacent && range.end - self.range.start <= WINDOW_BYTES as u64
+    }
+
+    fn add(&mut self, extent: Extent, window: Window, range: Range<u64>) {
+        self.windows.push((extent, window));
+        self.range.end = range.end;
     }
 }
 
@@ -117,7 +148,14 @@ impl Verifier {
 
     /// What is held at most, beside the buffer, until the stream is read up to `until`.
     pub(super) fn beside_bytes(&self, until: u64) -> usize {
-        let blocks: usize = self.unknown(until).map(|(_, extent)| extent.blocks as usize).sum();
+        let mut blocks = 0;
+        for (_, extent) in self.unknown(self.range.end) {
+            // Records of adjacent extents are read ahead.
+            if extent.base >= until && blocks >= WINDOW as usize {
+                break;
+            }
+            blocks += extent.blocks as usize;
+        }
         blocks.min(CHECKS_MAX) * size_of::<Check>()
             + (blocks * RECORD_BYTES).min(WINDOWS_AT_ONCE * WINDOW_BYTES)
     }
@@ -131,7 +169,7 @@ impl Verifier {
             }
             let Range { start, end } = window.range(extent);
             let bytes = usize::try_from(end - start).unwrap_or(usize::MAX);
-            Some(Part { segment: extent.segment, offset: start, range: 0..bytes })
+            Some(Part { segment: extent.object(), offset: start, range: 0..bytes })
         });
         missing.collect()
     }
@@ -153,18 +191,10 @@ impl Verifier {
             && self.checks.known() < CHECKS_MAX
         {
             let window = Window::of(&extent, self.known.0);
-            if loaded.is_empty() {
+            if loaded.front().is_none_or(|(name, _)| *name != window.name(&extent)) {
                 loaded = self.load_some(core, shuffle, until).await?;
             }
-            let all = match loaded.front() {
-                Some((place, all)) if *place == (extent.base, window.first) => {
-                    let all = Bytes::clone(all);
-                    loaded.pop_front();
-                    all
-                }
-                // A further one of an extent of many blocks.
-                _ => load(core, shuffle, &extent, &window).await?,
-            };
+            let Some((_, all)) = loaded.pop_front() else { break };
             let left = (self.known.0 - window.first) as usize * RECORD_BYTES;
             // Enough of them, or the last one.
             let _ = records(all.get(left..).unwrap_or_default())
@@ -176,22 +206,29 @@ impl Verifier {
         Ok(())
     }
 
-    /// The next windows of the extents that are read up to `until`: where their extents begin, their first records, all of them.
+    /// Loads the next windows of the extents that are read up to `until`, and of further ones whose records are adjacent. Returns
+    /// the base of each extent, the number of the window's first record, and its records.
     async fn load_some(
         &self,
         core: &Arc<Core>,
         shuffle: &Arc<Shuffle>,
         until: u64,
-    ) -> Result<VecDeque<((u64, u32), Bytes)>, StoreError> {
-        let mut loads = Vec::with_capacity(WINDOWS_AT_ONCE);
-        for (at, extent) in self.unknown(until).take(WINDOWS_AT_ONCE) {
+    ) -> Result<VecDeque<Loaded>, StoreError> {
+        let mut groups: Vec<Group> = Vec::with_capacity(WINDOWS_AT_ONCE);
+        for (at, extent) in self.unknown(self.range.end) {
+            let is_last = extent.base >= until || groups.len() == WINDOWS_AT_ONCE;
             let window = Window::of(extent, if at == 0 { self.known.0 } else { 0 });
-            loads.push(async move {
-                let all = load(core, shuffle, extent, &window).await?;
-                Ok(((extent.base, window.first), all))
-            });
+            let found = find(core, shuffle, extent, &window);
+            let range = window.range(extent);
+            match groups.last_mut().filter(|last| found.is_none() && last.takes(extent, &range)) {
+                Some(last) => last.add(*extent, window, range),
+                None if is_last => break,
+                None => groups.push(Group { windows: vec![(*extent, window)], range, found }),
+            }
         }
-        stream::iter(loads).buffered(WINDOWS_AT_ONCE).try_collect().await
+        let loads = groups.into_iter().map(|group| load(core, shuffle, group));
+        let loaded: Vec<_> = stream::iter(loads).buffered(WINDOWS_AT_ONCE).try_collect().await?;
+        Ok(loaded.into_iter().flatten().collect())
     }
 
     /// Knows the blocks of an extent of [many](has_windows) by what the store has of its records now, instead of what was read of
@@ -206,10 +243,10 @@ impl Verifier {
         extent: &Extent,
         until: u64,
     ) -> Result<(), StoreError> {
-        let (until, key) = (until.min(self.range.end), shuffle.segment_key(extent.segment));
+        let (until, key) = (until.min(self.range.end), shuffle.segment_key(extent.object()));
         tracing::warn!(key, base = extent.base, "block does not match its index record; reading both again");
         forget_records(core, shuffle, extent);
-        reads::discard(core, shuffle, extent.segment, &extent.records_range());
+        reads::discard(core, shuffle, extent.object(), &extent.records_range());
         let is_next = self.unknown(u64::MAX).next().is_some_and(|(_, next)| next.base == extent.base);
         let known = std::mem::take(&mut self.known);
         let anew = self.checks.anew();
@@ -263,36 +300,55 @@ impl Verifier {
 fn find(core: &Core, shuffle: &Shuffle, extent: &Extent, window: &Window) -> Option<Bytes> {
     let range = window.range(extent);
     let whole = core.records.find(&shuffle.records_key(extent)).and_then(|all| {
-        let at = |place: u64| usize::try_from(place - extent.records).ok();
+        let at = |place: u64| usize::try_from(place - extent.records_range().start).ok();
         let range = at(range.start)?..at(range.end)?;
         (range.end <= all.len()).then(|| all.slice(range))
     });
     whole.or_else(|| core.records.find(&window.key(shuffle, extent)))
 }
 
-async fn load(
-    core: &Arc<Core>,
-    shuffle: &Arc<Shuffle>,
-    extent: &Extent,
-    window: &Window,
-) -> Result<Bytes, StoreError> {
-    if let Some(found) = find(core, shuffle, extent, window) {
-        return Ok(found);
-    }
-    let mut read = reads::read(core, shuffle, extent.segment, window.range(extent)).await?;
-    let is_wrong = |bytes: &Bytes| {
-        window.blocks == extent.blocks && !are_sound(bytes, extent.length, extent.records_crc)
-    };
-    if is_wrong(&read) {
-        let key = shuffle.segment_key(extent.segment);
-        reads::discard(core, shuffle, extent.segment, &window.range(extent));
-        read = fetch::read(core, &key, window.range(extent)).await?;
-        if is_wrong(&read) {
-            return Err(StoreError::corrupt(key, WRONG_RECORDS));
+/// Returns the records of a group's windows, from memory or from the store.
+async fn load(core: &Arc<Core>, shuffle: &Arc<Shuffle>, group: Group) -> Result<Vec<Loaded>, StoreError> {
+    let Group { windows, range, found } = group;
+    let Some((first, _)) = windows.first() else { return Ok(Vec::new()) };
+    let number = first.object();
+    let all = match found {
+        Some(found) => {
+            return Ok(windows.iter().map(|(extent, it)| (it.name(extent), found.clone())).collect());
         }
-    }
-    core.records.keep(window.key(shuffle, extent), read.clone());
-    Ok(read)
+        None => reads::read(core, shuffle, number, range.clone()).await?,
+    };
+    let part = |all: &Bytes, extent: &Extent, window: &Window| {
+        let part = window.range(extent);
+        let at = |place: u64| usize::try_from(place - range.start).unwrap_or(usize::MAX);
+        all.slice(at(part.start)..at(part.end))
+    };
+    let is_wrong = |all: &Bytes| {
+        windows.iter().any(|(extent, window)| {
+            let is_whole = window.blocks == extent.blocks;
+            is_whole && !are_sound(&part(all, extent, window), extent.length, extent.records_crc)
+        })
+    };
+    let all = match is_wrong(&all) {
+        false => all,
+        true => {
+            let key = shuffle.segment_key(number);
+            reads::discard(core, shuffle, number, &range);
+            let again = fetch::read(core, &key, range.clone()).await?;
+            if is_wrong(&again) {
+                return Err(StoreError::corrupt(key, WRONG_RECORDS));
+            }
+            again
+        }
+    };
+    let loaded = windows.iter().map(|(extent, window)| {
+        let records = part(&all, extent, window);
+        // A slice would keep all of the group in memory.
+        let kept = if windows.len() == 1 { records.clone() } else { Bytes::copy_from_slice(&records) };
+        core.records.keep(window.key(shuffle, extent), kept);
+        (window.name(extent), records)
+    });
+    Ok(loaded.collect())
 }
 
 /// What is said of records that are not what was written.
@@ -318,15 +374,7 @@ mod tests {
     #[test]
     fn read_does_not_copy_extent_lists() {
         use tikv_jemalloc_ctl::thread::allocatedp;
-        let extent = |at: u64| Extent {
-            base: at * 10,
-            length: 10,
-            offset: 0,
-            records: 0,
-            segment: 1,
-            blocks: 1,
-            records_crc: 0,
-        };
+        let extent = |at: u64| Extent { blocks: 1, ..Extent::gap(at * 10, 10) }.in_object(1, 0, 0);
         let mut list = ExtentList::default();
         (0..100_000).for_each(|at| list.push(extent(at)));
         let before = allocatedp::read().unwrap().get();

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::pass::Passed;
 use super::policy::{self, DiskView, ShuffleView, Wanted};
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
 use crate::clock::sleep;
 use crate::metrics::clamped;
-use crate::tiers::local::Oldest;
 use crate::tiers::object::Uploads;
 use crate::tiers::{DiskInfo, Drained, StoreError, StoreErrorKind, Tier as _, TierUsage};
 
@@ -65,7 +65,7 @@ impl OffloadTier {
     }
 
     fn view(&self, shuffle: &Shuffle) -> ShuffleView {
-        shuffle.forget_old_stops();
+        shuffle.forget_old_exclusions();
         let bytes = shuffle.local.usage().bytes;
         let is_stuck = shuffle.is_stuck(bytes);
         ShuffleView {
@@ -100,15 +100,21 @@ impl OffloadTier {
         let before = shuffle.local.usage().bytes;
         let is_cold = matches!(wanted, Wanted::Cold(_));
         let cold = is_cold.then(|| shuffle.take_cold());
-        let oldest = match &cold {
-            None => self.oldest(shuffle).await,
+        let excluded = shuffle.excluded();
+        let moving = match &cold {
+            None => self.local.oldest(&shuffle.local, self.settings.pass_bytes, excluded).await,
             Some(cold) => {
                 let partitions = cold.partitions.iter().copied().collect();
-                self.local.all_of(&shuffle.local, partitions, &shuffle.stops()).await
+                self.local.all_of(&shuffle.local, partitions, excluded).await
             }
         };
         self.metrics.passes.inc();
-        let passed = self.pass(shuffle, oldest).await?;
+        let mut passed = self.pass(shuffle, moving).await?;
+        if !is_cold && passed == Passed::default() {
+            // Data that cannot be moved may be as much as a pass takes.
+            let moving = self.local.oldest(&shuffle.local, u64::MAX, shuffle.excluded()).await;
+            passed = self.pass(shuffle, moving).await?;
+        }
         if let Some(cold) = cold {
             cold.done();
         }
@@ -119,16 +125,6 @@ impl OffloadTier {
             shuffle.set_stuck(before);
         }
         Ok(passed.bytes > 0 || is_new)
-    }
-
-    async fn oldest(&self, shuffle: &Shuffle) -> Oldest {
-        let stops = shuffle.stops();
-        let oldest = self.local.oldest(&shuffle.local, self.settings.pass_bytes, &stops).await;
-        match oldest.ends.is_empty() {
-            // What cannot be moved may be as much as a pass takes.
-            true => self.local.oldest(&shuffle.local, u64::MAX, &stops).await,
-            false => oldest,
-        }
     }
 
     /// From now on everything is moved.

@@ -1,10 +1,10 @@
-//! Moving of a shuffle: objects are made of runs of its partitions' streams, partition after partition, each read from the
-//! disks with its checksums checked. What an object has is released on the disks once the store has answered that it is whole.
+//! Moves data of a shuffle: objects are made of chosen extents, partition after partition, each read from the disks with its
+//! checksums verified. Once an object is stored, its extents are relocated to it.
 //!
 //! A pass holds one chunk that is read, and the parts of one object; both are charged before it begins.
 //!
-//! What cannot be read holds up nothing else: from there on its stream is left alone for a while. Mostly that turns out before
-//! the object that is being made has anything of the run; else that object is given up, and the next pass does without.
+//! An extent that cannot be read is excluded for a while. Mostly that turns out before the object in the making has anything of its
+//! run. Otherwise that object is given up, and the next pass continues without the extent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,11 +16,11 @@ use futures::future::BoxFuture;
 use super::shuffle::Shuffle;
 use super::tier::OffloadTier;
 use crate::budget::Charge;
-use crate::tiers::local::{DataRead, Moving, Oldest, Run};
-use crate::tiers::object::{Moved, Source, Uploads};
+use crate::tiers::extent::Extent;
+use crate::tiers::local::{DataRead, Moving, Run};
+use crate::tiers::object::{Moved, Source};
 use crate::tiers::{ChunkRead as _, StoreError, StoreErrorKind};
 use uniffle_io::buffers::StreamBuffers;
-use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
 /// What a pass did.
@@ -34,45 +34,39 @@ pub(super) struct Passed {
 }
 
 impl OffloadTier {
-    /// Moves what was chosen of a shuffle.
+    /// Moves chosen extents of a shuffle.
     ///
     /// # Errors
-    /// What a disk or the store says; what was moved before stays so.
-    pub(super) async fn pass(&self, shuffle: &Arc<Shuffle>, oldest: Oldest) -> Result<Passed, StoreError> {
+    /// An error of a disk or of the store. Extents that were moved before stay moved.
+    pub(super) async fn pass(&self, shuffle: &Arc<Shuffle>, moving: Moving) -> Result<Passed, StoreError> {
         let uploads = self.make_known(shuffle).await?;
         let mut passed = Passed::default();
         let mut source = Runs {
             charge: self.memory.force_charge(uploads.memory_bytes()),
-            records_bytes: 0,
-            moving: self.local.moving(&shuffle.local),
-            uploads: uploads.clone(),
+            given_bytes: 0,
+            moving,
             shuffle: Arc::clone(shuffle),
-            left: oldest.ends.iter().copied().collect(),
-            at: None,
             reading: None,
             unread: None,
             buffers: StreamBuffers::default(),
         };
-        // An earlier process, or a pass that was dropped, may have stopped before it released what it had moved.
-        self.release(shuffle, &uploads, &oldest).await;
-        while let Some(bytes) = uploads.take(&mut source).await? {
+        while let Some(copies) = uploads.take(&mut source).await? {
+            let bytes = copies.iter().map(|(_, copy)| copy.length).sum();
             passed.bytes += bytes;
             passed.objects += 1;
             self.metrics.moved_bytes.inc_by(bytes);
             source.give_records_back();
-            self.release(shuffle, &uploads, &oldest).await;
+            self.relocate(shuffle, copies).await;
         }
-        if let Some((partitions, error)) = source.unread {
+        if let Some((runs, error)) = source.unread {
             passed.has_stopped = true;
-            tracing::warn!(shuffle = %shuffle.key, partitions, %error, "unreadable data; it and later data of the partitions stay on the disks for now");
+            tracing::warn!(shuffle = %shuffle.key, runs, %error, "unreadable data stays on the disks for now");
         }
         Ok(passed)
     }
 
-    /// Gives up on the disks what the store has.
-    async fn release(&self, shuffle: &Shuffle, uploads: &Uploads, oldest: &Oldest) {
-        let ends = oldest.ends.iter().map(|(partition, _)| (*partition, uploads.end(*partition)));
-        match self.local.release(&shuffle.local, ends.collect::<Vec<_>>()).await {
+    async fn relocate(&self, shuffle: &Shuffle, copies: Vec<(PartitionId, Extent)>) {
+        match self.local.relocate(&shuffle.local, copies).await {
             Ok(bytes) => self.metrics.freed_bytes.inc_by(bytes),
             Err(error) => {
                 tracing::warn!(shuffle = %shuffle.key, %error, "cannot delete a data file that was moved completely; retrying later");
@@ -81,93 +75,92 @@ impl OffloadTier {
     }
 }
 
-/// The runs of chosen partitions, as objects are made of them.
+/// Chosen extents, as objects are made of them.
 struct Runs {
-    /// For what is held of the present object.
+    /// Memory of the present object.
     charge: Charge,
-    /// Records of it, which stay until it ends.
-    records_bytes: u64,
+    /// Bytes of records that the present object has. It holds them until it ends.
+    given_bytes: u64,
     moving: Moving,
-    uploads: Uploads,
     shuffle: Arc<Shuffle>,
-    /// Partitions and until where, the present one first.
-    left: VecDeque<(PartitionId, u64)>,
-    /// Where the next run of the present one begins, once it has begun.
-    at: Option<u64>,
     buffers: StreamBuffers,
     reading: Option<Reading>,
-    /// Partitions that were left because they cannot be read, and the first one's error.
+    /// Number of runs that could not be read, and the first error.
     unread: Option<(usize, StoreError)>,
 }
 
 /// A run that is read.
 struct Reading {
-    partition: PartitionId,
-    /// Where in the stream the next chunk begins.
-    at: u64,
-    /// Its first chunk, until it is given.
-    first: Option<Bytes>,
+    run: Run,
+    /// Extents that are left, with their records.
+    left: VecDeque<(Extent, Bytes)>,
+    /// The extent whose bytes are read.
+    base: u64,
+    /// Bytes of it that are left.
+    left_bytes: u64,
+    /// Rest of the last chunk.
+    chunk: Bytes,
     data: DataRead,
+    /// Memory of the records that are left.
+    charge: Charge,
 }
 
 impl Runs {
-    /// The object has ended.
+    /// Gives back the memory of an object that has ended.
     fn give_records_back(&mut self) {
-        drop(self.charge.split_up_to(std::mem::take(&mut self.records_bytes)));
+        drop(self.charge.split_up_to(std::mem::take(&mut self.given_bytes)));
     }
 
-    /// Where the next run of a partition begins; none where the store does not have all that stands before what the disks have.
-    fn begin(&self, partition: PartitionId) -> Option<u64> {
-        let there = self.uploads.end(partition);
-        (there >= self.moving.start(partition)).then_some(there)
+    /// Reads the records of a run, and its first chunk.
+    async fn open(&mut self, run: Run) -> Result<Reading, (Run, StoreError)> {
+        let charge = self.charge.budget().force_charge(run.extents.iter().map(Extent::records_bytes).sum());
+        let mut data = self.moving.data(&run);
+        let opened = async {
+            let mut left = VecDeque::with_capacity(run.extents.len());
+            for extent in &run.extents {
+                left.push_back((*extent, self.moving.records(extent).await?));
+            }
+            let chunk = data.next_chunk(&self.buffers).await?.unwrap_or_default();
+            Ok((left, chunk))
+        };
+        match opened.await {
+            Ok((left, chunk)) => Ok(Reading { run, left, base: 0, left_bytes: 0, chunk, data, charge }),
+            Err(error) => Err((run, error)),
+        }
     }
 
-    /// Begins to read a run.
-    async fn open(&mut self, run: &Run) -> Result<Moved, StoreError> {
-        let bytes = u64::from(run.blocks) * RECORD_BYTES as u64;
-        self.charge.merge(self.charge.budget().force_charge(bytes));
-        self.records_bytes += bytes;
-        let records = self.moving.records(run).await?;
-        let mut data = self.moving.data(run)?;
-        let first = data.next_chunk(&self.buffers).await?;
-        let (partition, at) = (run.partition, run.range.start);
-        self.reading = Some(Reading { partition, at, first, data });
-        Ok(Moved { partition, length: run.range.end - at, blocks: run.blocks, records })
-    }
-
-    fn next_partition(&mut self) {
-        self.left.pop_front();
-        self.at = None;
-    }
-
-    /// Leaves the present partition, which cannot be read from `at` on.
-    fn leave(&mut self, partition: PartitionId, at: u64, error: StoreError) {
-        self.shuffle.stop(partition, at);
-        self.unread.get_or_insert((0, error)).0 += 1;
-        self.next_partition();
+    /// Returns the next extent of the run that is read.
+    fn next_of_run(&mut self) -> Option<Moved> {
+        let reading = self.reading.as_mut()?;
+        let (extent, records) = reading.left.pop_front()?;
+        (reading.base, reading.left_bytes) = (extent.base, extent.length);
+        self.given_bytes += records.len() as u64;
+        self.charge.merge(reading.charge.split_up_to(records.len() as u64));
+        let Extent { base, length, blocks, records_crc, .. } = extent;
+        Some(Moved { partition: reading.run.partition, base, length, blocks, records, records_crc })
     }
 }
 
 impl Source for Runs {
     fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>> {
         let next = async move {
-            while let Some((partition, end)) = self.left.front().copied() {
-                let at = self.at.or_else(|| self.begin(partition));
-                let run = at.and_then(|at| self.moving.next_run(partition, at, end));
-                let Some(run) = run else {
-                    self.next_partition();
-                    continue;
-                };
-                match self.open(&run).await {
-                    Ok(moved) => {
-                        self.at = Some(run.range.end);
-                        return Ok(Some(moved));
+            loop {
+                if let Some(moved) = self.next_of_run() {
+                    return Ok(Some(moved));
+                }
+                self.reading = None;
+                let Some(run) = self.moving.next_run().await else { return Ok(None) };
+                match self.open(run).await {
+                    Ok(reading) => self.reading = Some(reading),
+                    Err((_, error)) if error.kind == StoreErrorKind::Purged => return Err(error),
+                    Err((run, error)) => {
+                        if let Some((partition, base)) = self.moving.give_back(&run) {
+                            self.shuffle.exclude(partition, base);
+                        }
+                        self.unread.get_or_insert((0, error)).0 += 1;
                     }
-                    Err(error) if error.kind == StoreErrorKind::Purged => return Err(error),
-                    Err(error) => self.leave(partition, run.range.start, error),
                 }
             }
-            Ok(None)
         };
         next.boxed()
     }
@@ -175,22 +168,21 @@ impl Source for Runs {
     fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
         let next = async move {
             let Some(reading) = &mut self.reading else { return Ok(None) };
-            let chunk = match reading.first.take() {
-                Some(first) => Ok(Some(first)),
-                None => reading.data.next_chunk(&self.buffers).await,
-            };
-            match chunk {
-                Ok(chunk) => {
-                    reading.at += chunk.as_ref().map_or(0, |chunk| chunk.len() as u64);
-                    Ok(chunk)
-                }
-                Err(error) => {
-                    if error.kind != StoreErrorKind::Purged {
-                        self.shuffle.stop(reading.partition, reading.at);
-                    }
-                    Err(error)
-                }
+            if reading.chunk.is_empty() {
+                let chunk = reading.data.next_chunk(&self.buffers).await;
+                reading.chunk = chunk
+                    .inspect_err(|error| {
+                        // Extents with damaged blocks are left out anyway.
+                        if error.kind != StoreErrorKind::Purged && !self.moving.has_damage(&reading.run) {
+                            self.shuffle.exclude(reading.run.partition, reading.base);
+                        }
+                    })?
+                    .unwrap_or_default();
             }
+            let left = usize::try_from(reading.left_bytes).unwrap_or(usize::MAX);
+            let bytes = reading.chunk.split_to(left.min(reading.chunk.len()));
+            reading.left_bytes -= bytes.len() as u64;
+            Ok((!bytes.is_empty()).then_some(bytes))
         };
         next.boxed()
     }

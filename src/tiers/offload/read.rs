@@ -1,61 +1,43 @@
-//! A stream that lies in both: what the store has of it, then what the disks have.
+//! Reads of streams with extents on disks and in objects.
 //!
-//! A border moves while it is read. The store is looked at first: what it has is not released before, so the disks have all
-//! that stands behind, unless a move has ended in between; then both are looked at again. A file that goes while it is read
-//! is in the store, and the read goes on there.
+//! A read goes from run to run of extents of one kind, and each run is read by its tier. Index logs
+//! stay until a purge, so an index is read from one snapshot. A data file may be removed during a
+//! read. Its extents are in objects then, and the read continues there from a new snapshot.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
-use crate::tiers::object::ObjectTier;
+use crate::tiers::local::StreamView;
+use crate::tiers::object::{ObjectTier, Uploads};
 use crate::tiers::{ChunkRead, LocalStore, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
+use uniffle_io::buffers::HeapBuffers;
+use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Looks at both, each of which a whole move would have to end in.
-const LOOKS_MAX: usize = 16;
-
-/// Both.
+/// Both tiers.
 #[derive(Debug, Clone)]
-pub(super) struct Both {
+pub(super) struct Reads {
     pub(super) local: Arc<LocalStore>,
     pub(super) object: Arc<ObjectTier>,
 }
 
-impl Both {
-    /// Where a partition's stream ends in the store.
-    pub(super) fn border(&self, key: &ShuffleKey, partition: PartitionId) -> u64 {
-        self.object.uploads(key).map_or(0, |uploads| uploads.end(partition))
-    }
-
-    fn moved_too_often(key: &ShuffleKey) -> StoreError {
-        StoreError::new(StoreErrorKind::Unhealthy, key.to_string())
+impl Reads {
+    /// Returns the registration of a snapshot in the store.
+    fn uploads(&self, view: &StreamView) -> Result<Uploads, StoreError> {
+        let (key, incarnation) = view.registration();
+        let uploads = self.object.uploads(key).filter(|it| it.incarnation() == incarnation);
+        uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
     }
 
     pub(super) fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        for _ in 0..LOOKS_MAX {
-            if self.border(key, partition) == 0 {
-                let local = self.local.index(key, partition)?;
-                let (length, data_length) = (local.length, local.data_length);
-                if let Some(local) = local.beginning_at(0) {
-                    return Ok(ServedIndex { length, data_length, chunks: Box::new(local) });
-                }
-                continue;
-            }
-            let there = self.object.index(key, partition)?;
-            let Some(here) = self.local.index(key, partition)?.beginning_at(there.data_length) else {
-                continue;
-            };
-            return Ok(ServedIndex {
-                length: there.length + here.length,
-                data_length: there.data_length.max(here.data_length),
-                chunks: Box::new(BothIndexes { there: Some(there.chunks), here: Box::new(here) }),
-            });
-        }
-        Err(Self::moved_too_often(key))
+        let view = self.local.view(key, partition)?;
+        let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
+        Ok(ServedIndex { length, data_length, chunks: Runs::open(self, view, Left::Index(0))? })
     }
 
     pub(super) fn data(
@@ -64,166 +46,140 @@ impl Both {
         partition: PartitionId,
         (offset, length): (u64, u32),
     ) -> Result<ServedData, StoreError> {
-        let end = offset.saturating_add(u64::from(length));
-        let mut read = BothData {
-            both: self.clone(),
-            key: key.clone(),
-            partition,
-            at: offset,
-            end,
-            part: None,
-            has_failed: false,
-        };
-        // What is not published is refused at once, also behind the border.
-        let border = self.border(key, partition).max(offset);
-        let mut has_hole = false;
-        if border < end {
-            let behind = u32::try_from(end - border).unwrap_or(length);
-            match self.local(key, partition, (border, behind)) {
-                Ok(here) => {
-                    has_hole = here.has_hole;
-                    if border == offset {
-                        read.part = Some(Part { chunks: here.chunks, end, is_here: true });
-                    }
-                }
-                // It has moved since.
-                Err(_) if self.border(key, partition) > border => {}
-                Err(error) => return Err(error),
-            }
-        }
-        if read.part.is_none() {
-            read.open()?;
-        }
-        Ok(ServedData { has_hole, chunks: Box::new(read) })
+        let range = offset..offset.saturating_add(u64::from(length));
+        let view = self.local.view_part(key, partition, &range)?;
+        let has_hole = view.has_hole(&range);
+        Ok(ServedData { has_hole, chunks: Runs::open(self, view, Left::Data(range))? })
     }
 
-    fn local(
+    /// Applies hints. The disks ignore parts that are in objects.
+    pub(super) fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
+        ServedTier::hint(&*self.local, key, partition, ranges);
+        for range in ranges {
+            let Ok(view) = self.local.view_part(key, partition, range) else { continue };
+            if let Ok(uploads) = self.uploads(&view) {
+                uploads.hint(&view.extents, range);
+            }
+        }
+    }
+
+    /// Calls `visit` with the ids of the blocks of a partition that are in objects.
+    pub(super) async fn visit_moved(
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
-        range: (u64, u32),
-    ) -> Result<ServedData, StoreError> {
-        ServedTier::data(&*self.local, key, partition, range)
-    }
-}
-
-/// The index of a partition: that of the store, then that of the disks.
-#[derive(Debug)]
-struct BothIndexes {
-    there: Option<Box<dyn ChunkRead>>,
-    here: Box<dyn ChunkRead>,
-}
-
-impl ChunkRead for BothIndexes {
-    fn next_chunk<'a>(
-        &'a mut self,
-        buffers: &'a dyn ReadBuffers,
-    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        let read = async move {
-            if let Some(there) = &mut self.there {
-                if let Some(chunk) = there.next_chunk(buffers).await? {
-                    return Ok(Some(chunk));
-                }
-                self.there = None;
+        visit: &mut (dyn FnMut(u64) + Send),
+    ) -> Result<(), StoreError> {
+        let view = self.local.view(key, partition)?;
+        let mut next = 0;
+        while let Some(run) = view.run_at(next) {
+            next = run.extents.end;
+            if !run.is_in_object {
+                continue;
             }
-            self.here.next_chunk(buffers).await
-        };
-        read.boxed()
-    }
-
-    fn next_room(&self) -> usize {
-        match self.there.as_ref().map_or(0, |there| there.next_room()) {
-            0 => self.here.next_room(),
-            room => room,
+            let uploads = self.uploads(&view)?;
+            let mut index = uploads.index(view.extents.clone(), run.extents.start, run.blocks);
+            while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
+                records(&chunk).for_each(|record| visit(record.block_id.unsigned_abs()));
+            }
         }
-    }
-
-    fn is_suspect(&self) -> bool {
-        self.here.is_suspect() || self.there.as_ref().is_some_and(|there| there.is_suspect())
+        Ok(())
     }
 }
 
-/// What is read of one of the two.
+/// What is left of a read.
 #[derive(Debug)]
-struct Part {
-    chunks: Box<dyn ChunkRead>,
-    /// Where in the stream it ends.
-    end: u64,
-    is_here: bool,
+enum Left {
+    /// Records of the extents from this index on.
+    Index(usize),
+    /// A range of the data.
+    Data(Range<u64>),
 }
 
-/// A range of a partition's data.
+/// A read of index or data, run by run.
 #[derive(Debug)]
-struct BothData {
-    both: Both,
-    key: ShuffleKey,
-    partition: PartitionId,
-    /// Where in the stream the next byte stands, and where the last one ends.
-    at: u64,
-    end: u64,
-    part: Option<Part>,
+struct Runs {
+    reads: Reads,
+    view: StreamView,
+    left: Left,
+    /// Reader of the present run.
+    run: Option<Box<dyn ChunkRead>>,
     has_failed: bool,
 }
 
-impl BothData {
-    /// Opens the part in which the next byte stands.
-    fn open(&mut self) -> Result<(), StoreError> {
-        for _ in 0..LOOKS_MAX {
-            let border = self.both.border(&self.key, self.partition);
-            let (end, is_here) =
-                if self.at < border { (self.end.min(border), false) } else { (self.end, true) };
-            let length = u32::try_from(end.saturating_sub(self.at)).unwrap_or(u32::MAX);
-            let range = (self.at, length);
-            let opened = match is_here {
-                true => self.both.local(&self.key, self.partition, range),
-                false => self.both.object.data(&self.key, self.partition, range),
-            };
-            match opened {
-                Ok(opened) => {
-                    self.part = Some(Part { chunks: opened.chunks, end, is_here });
-                    return Ok(());
+impl Runs {
+    fn open(reads: &Reads, view: StreamView, left: Left) -> Result<Box<Self>, StoreError> {
+        let mut runs = Self { reads: reads.clone(), view, left, run: None, has_failed: false };
+        runs.open_next()?;
+        Ok(Box::new(runs))
+    }
+
+    /// Opens the next run. Returns false at the end.
+    fn open_next(&mut self) -> Result<bool, StoreError> {
+        let (reads, view, extents) = (&self.reads, &self.view, || self.view.extents.clone());
+        let run: Box<dyn ChunkRead> = match &mut self.left {
+            Left::Index(next) => {
+                let Some(run) = view.run_at(*next) else { return Ok(false) };
+                *next = run.extents.end;
+                match run.is_in_object {
+                    false => Box::new(reads.local.index_of(view, &run)),
+                    true => Box::new(reads.uploads(view)?.index(extents(), run.extents.start, run.blocks)),
                 }
-                Err(_) if is_here && self.both.border(&self.key, self.partition) > self.at => {}
-                Err(error) => return Err(error),
             }
-        }
-        Err(Both::moved_too_often(&self.key))
+            Left::Data(range) if range.is_empty() => return Ok(false),
+            Left::Data(range) => match view.run_in(range) {
+                (end, false) => Box::new(reads.local.data_of(view, range.start..end)),
+                (end, true) => Box::new(reads.uploads(view)?.data(extents(), range.start..end)),
+            },
+        };
+        self.run = Some(run);
+        Ok(true)
+    }
+
+    /// Returns whether the next byte of data is on a disk in the present snapshot and in an object
+    /// in a new one.
+    fn has_moved(&mut self) -> Result<bool, StoreError> {
+        let Left::Data(range) = &self.left else { return Ok(false) };
+        let was_in_object = self.view.run_in(range).1;
+        self.view = self.view.again(range)?;
+        Ok(!was_in_object && self.view.run_in(range).1)
     }
 
     async fn read_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
-        while self.at < self.end {
-            if self.part.is_none() {
-                self.open()?;
-            }
-            let Some(part) = &mut self.part else { continue };
-            match part.chunks.next_chunk(buffers).await {
+        loop {
+            let Some(run) = &mut self.run else {
+                match self.open_next()? {
+                    true => continue,
+                    false => return Ok(None),
+                }
+            };
+            match run.next_chunk(buffers).await {
                 Ok(Some(chunk)) => {
-                    self.at += chunk.len() as u64;
-                    if self.at >= part.end {
-                        self.part = None;
+                    if let Left::Data(range) = &mut self.left {
+                        range.start += chunk.len() as u64;
                     }
                     return Ok(Some(chunk));
                 }
-                Ok(None) => self.part = None,
-                // Its file went, or the disk has failed, and the store has it by now.
-                Err(_) if part.is_here && self.both.border(&self.key, self.partition) > self.at => {
-                    self.part = None;
-                }
-                Err(error) => return Err(error),
+                Ok(None) => self.run = None,
+                // The file was removed or the disk has failed.
+                Err(error) => match self.has_moved()? {
+                    true => self.run = None,
+                    false => return Err(error),
+                },
             }
         }
-        Ok(None)
     }
 }
 
-impl ChunkRead for BothData {
+impl ChunkRead for Runs {
     fn next_chunk<'a>(
         &'a mut self,
         buffers: &'a dyn ReadBuffers,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         let read = async move {
             if self.has_failed {
-                return Err(StoreError::new(StoreErrorKind::Corrupt, self.key.to_string()));
+                let (key, _) = self.view.registration();
+                return Err(StoreError::new(StoreErrorKind::Corrupt, key.to_string()));
             }
             self.has_failed = true; // Until this chunk is whole: also when the caller gives up in between.
             let chunk = self.read_chunk(buffers).await?;
@@ -234,10 +190,10 @@ impl ChunkRead for BothData {
     }
 
     fn next_room(&self) -> usize {
-        self.part.as_ref().map_or(0, |part| part.chunks.next_room())
+        self.run.as_ref().map_or(0, |run| run.next_room())
     }
 
     fn is_suspect(&self) -> bool {
-        self.part.as_ref().is_some_and(|part| part.chunks.is_suspect())
+        self.run.as_ref().is_some_and(|run| run.is_suspect())
     }
 }

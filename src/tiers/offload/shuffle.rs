@@ -10,14 +10,14 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 
 use crate::clock::Instant;
-use crate::tiers::local::Stops;
+use crate::tiers::local::Excluded;
 use crate::tiers::{ExtentWrite, ShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// A read that failed may succeed later: so long nothing is tried that stands behind.
-pub(super) const STOPS_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
+/// Time after which excluded extents are tried again: a read that failed may succeed later.
+pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
 
-/// Both halves of a registration, and where each partition is cut between them.
+/// A registration, and the state of its migration.
 #[derive(Debug)]
 pub(super) struct Shuffle {
     pub(super) key: ShuffleKey,
@@ -31,8 +31,8 @@ pub(super) struct Shuffle {
     pub(super) cold_bytes: AtomicU64,
     /// Published bytes at the last look that found nothing that can be moved.
     stuck_at: AtomicU64,
-    /// From where on streams could not be read, and since when that is known.
-    stops: Mutex<Option<(Instant, Stops)>>,
+    /// Extents that could not be read, and when the first of them failed.
+    excluded: Mutex<Option<(Instant, Excluded)>>,
 }
 
 impl Shuffle {
@@ -46,7 +46,7 @@ impl Shuffle {
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
-            stops: Mutex::default(),
+            excluded: Mutex::default(),
         }
     }
 
@@ -68,22 +68,21 @@ impl Shuffle {
         self.is_known.store(true, Ordering::Release);
     }
 
-    /// What a partition has from this place of its stream on cannot be read, and is not moved for now.
-    pub(super) fn stop(&self, partition: PartitionId, at: u64) {
-        let mut stops = self.stops.lock();
-        let (_, places) = stops.get_or_insert_with(|| (Instant::now(), Stops::new()));
-        places.insert(partition, at);
+    /// Excludes the extent at `base` of a partition's stream from moves, because it cannot be read.
+    pub(super) fn exclude(&self, partition: PartitionId, base: u64) {
+        let mut excluded = self.excluded.lock();
+        excluded.get_or_insert_with(|| (Instant::now(), Excluded::new())).1.insert((partition, base));
     }
 
-    /// Where nothing is moved that stands behind.
-    pub(super) fn stops(&self) -> Stops {
-        self.stops.lock().as_ref().map_or_else(Stops::new, |(_, places)| places.clone())
+    /// Returns the extents that are not moved now.
+    pub(super) fn excluded(&self) -> Excluded {
+        self.excluded.lock().as_ref().map_or_else(Excluded::new, |(_, extents)| extents.clone())
     }
 
-    /// What could not be read long ago is tried again.
-    pub(super) fn forget_old_stops(&self) {
-        let is_old = |(since, _): &mut (Instant, Stops)| since.elapsed() >= STOPS_FORGOTTEN_AFTER;
-        if self.stops.lock().take_if(is_old).is_some() {
+    /// Allows extents to be moved that could not be read long ago.
+    pub(super) fn forget_old_exclusions(&self) {
+        let is_old = |(since, _): &mut (Instant, Excluded)| since.elapsed() >= EXCLUDED_FOR;
+        if self.excluded.lock().take_if(is_old).is_some() {
             self.stuck_at.store(u64::MAX, Ordering::Relaxed);
         }
     }

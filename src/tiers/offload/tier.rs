@@ -14,7 +14,7 @@ use tokio::sync::{Notify, watch};
 use super::log::{Ends, ShuffleLog, forget_end};
 use super::metrics::Metrics;
 use super::policy::Watermarks;
-use super::read::Both;
+use super::read::Reads;
 use super::shuffle::{Handle, Shuffle};
 use crate::budget::Budget;
 use crate::durability::{OnDamage, Scratch};
@@ -60,8 +60,8 @@ pub struct OffloadTier {
 }
 
 impl OffloadTier {
-    fn both(&self) -> Both {
-        Both { local: Arc::clone(&self.local), object: Arc::clone(&self.object) }
+    fn reads(&self) -> Reads {
+        Reads { local: Arc::clone(&self.local), object: Arc::clone(&self.object) }
     }
 
     /// The present registration of a shuffle.
@@ -134,12 +134,9 @@ impl Tier for OffloadTier {
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         let read = async move {
-            // The disks first: what goes from there meanwhile is in the store.
+            // The disks first: extents that move meanwhile are in objects.
             self.local.visit_present(key, partition, visit).await?;
-            if self.object.uploads(key).is_some() {
-                self.object.visit_present(key, partition, visit).await?;
-            }
-            Ok(())
+            self.reads().visit_moved(key, partition, visit).await
         };
         read.boxed()
     }
@@ -264,7 +261,7 @@ impl Tier for OffloadTier {
 
 impl ServedTier for OffloadTier {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        self.both().index(key, partition)
+        self.reads().index(key, partition)
     }
 
     fn data(
@@ -273,20 +270,11 @@ impl ServedTier for OffloadTier {
         partition: PartitionId,
         range: (u64, u32),
     ) -> Result<ServedData, StoreError> {
-        self.both().data(key, partition, range)
+        self.reads().data(key, partition, range)
     }
 
     fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
-        let border = self.both().border(key, partition);
-        let part = |of: Range<u64>| ranges.iter().map(move |it| it.start.max(of.start)..it.end.min(of.end));
-        let there: Vec<_> = part(0..border).filter(|range| !range.is_empty()).collect();
-        let here: Vec<_> = part(border..u64::MAX).filter(|range| !range.is_empty()).collect();
-        if !there.is_empty() {
-            ServedTier::hint(&*self.object, key, partition, &there);
-        }
-        if !here.is_empty() {
-            ServedTier::hint(&*self.local, key, partition, &here);
-        }
+        self.reads().hint(key, partition, ranges);
     }
 
     fn mark_damaged_lost<'a>(

@@ -20,12 +20,12 @@ use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of};
 use crate::tiers::block_checks::Check;
 use crate::tiers::local::config::VerifyReads;
 use crate::tiers::local::damage::Damage;
-use crate::tiers::local::extent::{ExtentList, NO_LOG};
+use crate::tiers::local::extent::{Extent, NO_LOG};
 use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
 use crate::tiers::local::verify::{SAMPLE, Verifier};
-use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
+use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
 use uniffle_wire::types::PartitionId;
@@ -97,42 +97,31 @@ impl DataRead {
             || shuffle.damaged.touches(*partition, &self.range)
     }
 
-    pub(in crate::tiers::local) fn new(
+    /// Creates a read of a range that `extents` cover, none of them in an object.
+    pub(in crate::tiers::local) fn new<'a>(
         reader: &Reader,
-        shuffle: Arc<Shuffle>,
-        partition: PartitionId,
-        offset: u64,
-        length: u32,
-    ) -> Result<Self, StoreError> {
-        let invalid = || shuffle.error(StoreErrorKind::InvalidRange);
-        let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
-        let range = offset..end;
-        // A range may have hundreds of thousands of extents: they are visited without the lock.
-        let found = shuffle.with_streams(|streams| {
-            let partition = streams.get(partition).filter(|it| it.start <= offset && end <= it.bytes)?;
-            Some(partition.extents.part(offset, end))
-        });
-        let extents = found.ok_or_else(|| {
-            let purged = shuffle.is_purged();
-            shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
-        })?;
+        (shuffle, partition): (Arc<Shuffle>, PartitionId),
+        extents: impl Iterator<Item = &'a Extent> + Clone,
+        range: Range<u64>,
+    ) -> Self {
         let mut pieces: Vec<_> =
-            extents.touched(offset, end).map(|extent| piece_of(extent, offset, end)).collect();
+            extents.clone().map(|extent| piece_of(extent, range.start, range.end)).collect();
         find_runs(&mut pieces);
         reader.core.metrics.read_data_file.inc();
-        let verifier = reader.verifies_next().then(|| verifier_of(partition, &extents, &range));
-        let length = u64::from(length);
+        let verifier = reader.verifies_next().then(|| verifier_of(partition, extents, &range));
+        let length = range.end - range.start;
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
-        Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
+        Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier }
     }
 
     /// Converts the read to a read of a migration: always verified, and failures are not counted.
     /// Only reads of clients trigger the search for lost blocks.
-    pub(in crate::tiers::local) fn for_moving(mut self) -> Self {
-        let Stream { shuffle, partition, .. } = &self.stream;
-        let extents = shuffle.part(*partition, &self.range);
-        self.verifier = Some(verifier_of(*partition, &extents, &self.range));
+    pub(in crate::tiers::local) fn for_moving<'a>(
+        mut self,
+        extents: impl Iterator<Item = &'a Extent>,
+    ) -> Self {
+        self.verifier = Some(verifier_of(self.stream.partition, extents, &self.range));
         self.stream.is_readers = false;
         self
     }
@@ -338,9 +327,13 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
     buffer
 }
 
-/// Creates the verifier of a read of a range in `extents`.
-fn verifier_of(partition: PartitionId, extents: &ExtentList, range: &Range<u64>) -> Verifier {
-    let known = extents.touched(range.start, range.end).filter(|extent| !extent.is_lost());
+/// Creates the verifier of a read of a range that `extents` cover.
+fn verifier_of<'a>(
+    partition: PartitionId,
+    extents: impl Iterator<Item = &'a Extent>,
+    range: &Range<u64>,
+) -> Verifier {
+    let known = extents.filter(|extent| !extent.is_lost());
     Verifier::new(partition, known.copied().collect(), range.clone())
 }
 

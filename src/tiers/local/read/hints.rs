@@ -16,7 +16,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::{DIRECT_BYTES_MIN, Piece, Reader, piece_of};
 use crate::tiers::local::core::Core;
 use crate::tiers::local::disk::within;
-use crate::tiers::local::extent::{ExtentList, NO_LOG};
+use crate::tiers::local::extent::ExtentList;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
 use uniffle_wire::types::PartitionId;
@@ -85,12 +85,13 @@ impl Reader {
     }
 }
 
-/// Returns the pieces in `ranges`, without holes.
+/// Returns the pieces on disks in `ranges`.
 fn pieces<'a>(extents: &ExtentList, ranges: impl Iterator<Item = &'a Range<u64>>) -> Vec<Piece> {
     let all = ranges.flat_map(|Range { start, end }| {
-        extents.touched(*start, *end).map(|extent| piece_of(extent, *start, *end))
+        extents.touched(*start, *end).map(|extent| (extent, piece_of(extent, *start, *end)))
     });
-    all.take(HINTED_EXTENTS_MAX).filter(|piece| piece.log != NO_LOG).collect()
+    let on_disks = all.take(HINTED_EXTENTS_MAX).filter(|(extent, _)| extent.is_on_disk());
+    on_disks.map(|(_, piece)| piece).collect()
 }
 
 async fn advise(core: &Core, hinted: Hinted) {

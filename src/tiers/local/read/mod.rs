@@ -27,6 +27,7 @@ use super::index::occupied_bytes;
 use super::log::Log;
 use super::share::ReadShare;
 use super::shuffle::Shuffle;
+use super::view::{StreamView, ViewRun};
 use crate::clock::Instant;
 use crate::runtime::Tasks;
 use crate::tiers::records::RecordCheck;
@@ -71,7 +72,7 @@ impl Reader {
 pub struct IndexRead {
     /// Length of all records in bytes: 40 per block.
     pub length: u64,
-    /// Length of the data stream that these records describe.
+    /// Length of the partition's data stream.
     pub data_length: u64,
     stream: Stream,
     extents: ExtentList,
@@ -162,7 +163,7 @@ struct Stream {
 
 impl fmt::Debug for IndexRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lengths = (self.length, self.data_length, self.stream.left);
+        let lengths = (self.length, self.stream.left);
         f.debug_tuple("IndexRead").field(&self.stream.shuffle.key).field(&lengths).finish()
     }
 }
@@ -304,30 +305,13 @@ fn goes_on(last: &ReadPart, part: &ReadPart) -> bool {
 }
 
 impl IndexRead {
-    pub(super) fn new(reader: &Reader, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
-        // The records and the stream's length must come from one snapshot.
-        let (extents, data_length, blocks) = shuffle.with_partition(partition, |found| {
-            found.map_or((ExtentList::default(), 0, 0), |it| (it.extents.clone(), it.bytes, it.blocks))
-        });
-        let length = blocks * RECORD_BYTES as u64;
+    /// Creates a read of the records of a run without objects.
+    pub(super) fn new(reader: &Reader, view: &StreamView, run: &ViewRun) -> Self {
+        let StreamView { shuffle, partition, extents, bytes: data_length, .. } = view.clone();
+        let (length, next) = (run.blocks * RECORD_BYTES as u64, run.extents.start);
         reader.core.metrics.read_index_file.inc();
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
-        Self { length, data_length, stream, extents, next: 0, current: None, fillers: 0 }
-    }
-
-    /// Skips the extents before `base`, where an extent begins or all end. Returns `None` if later
-    /// bytes have also moved to another tier by now.
-    #[must_use]
-    pub fn beginning_at(mut self, base: u64) -> Option<Self> {
-        self.next = self.extents.after(base);
-        let first = self.extents.get(self.next).map_or(self.data_length, |extent| extent.base);
-        if first > base && self.data_length > base {
-            return None;
-        }
-        let blocks: u64 = self.extents.iter_from(self.next).map(|extent| u64::from(extent.blocks)).sum();
-        self.length = blocks * RECORD_BYTES as u64;
-        self.stream.left = self.length;
-        Some(self)
+        Self { length, data_length, stream, extents, next, current: None, fillers: 0 }
     }
 
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
@@ -470,6 +454,7 @@ impl ChunkRead for IndexRead {
     fn next_room(&self) -> usize {
         let room = usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX);
         let current = self.current.as_ref().map(|it| &it.extent).or_else(|| self.extents.get(self.next));
+        let current = current.filter(|_| room > 0);
         if current.is_some_and(|extent| self.stream.is_free(extent.index_log, room)) { room } else { 0 }
     }
 

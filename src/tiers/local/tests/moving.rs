@@ -3,20 +3,23 @@
 use futures::FutureExt as _;
 
 use super::*;
+use crate::tiers::extent::{Extent, OBJECT};
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 
-/// Returns a whole partition as one run.
-fn run_of(moving: &Moving, partition: i32) -> Run {
-    moving.next_run(PartitionId(partition), 0, u64::MAX).unwrap()
+/// Returns the migration of a whole shuffle, and its first run.
+async fn first_run(store: &LocalStore, handle: &ShuffleHandle) -> (Moving, Run) {
+    let mut moving = store.oldest(handle, u64::MAX, Excluded::new()).await;
+    let run = moving.next_run().await.unwrap();
+    (moving, run)
 }
 
 #[tokio::test(start_paused = true)]
 async fn failed_reads_of_moves_mark_nothing_suspect() {
     let (disks, store, key, handle) = two_disks_with_blocks(1).await;
     disks.iter().for_each(|it| it.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on(".data")));
-    let moving = store.moving(&handle);
+    let (moving, run) = first_run(&store, &handle).await;
     for _ in 0..3 {
-        let mut read = moving.data(&run_of(&moving, 1)).unwrap();
+        let mut read = moving.data(&run);
         read.next_chunk(&HeapBuffers).await.unwrap_err();
         assert!(!read.is_suspect());
     }
@@ -37,17 +40,23 @@ async fn damaged_block_found_by_a_move_is_omitted() {
             disk.app_files().into_iter().filter(|path| path.extension().is_some_and(|it| it == "data"));
         files.for_each(|path| disk.memory.corrupt(&path, 100, 1));
     }
-    let moving = store.moving(&handle);
-    let mut read = moving.data(&run_of(&moving, 1)).unwrap();
+    let (moving, run) = first_run(&store, &handle).await;
+    let mut read = moving.data(&run);
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Corrupt);
     assert_eq!(store.core.metrics.blocks_damaged.get(), 1);
     assert!(store.data(&key, PartitionId(1), 0, 9000).unwrap().has_hole());
 }
 
-/// Releases all data of a shuffle, as after a migration.
-async fn release_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64, StoreError> {
-    let all = store.oldest(handle, u64::MAX, &Stops::new()).await;
-    store.release(handle, all.ends).await
+/// Relocates all data of a shuffle to an object, as after a migration.
+async fn relocate_all(store: &LocalStore, handle: &ShuffleHandle) -> Result<u64, StoreError> {
+    let (mut moving, first) = first_run(store, handle).await;
+    let (mut next, mut copies) = (Some(first), Vec::new());
+    while let Some(run) = next {
+        let copy = |extent: &Extent| (run.partition, Extent { data_log: OBJECT, index_log: 1, ..*extent });
+        copies.extend(run.extents.iter().map(copy));
+        next = moving.next_run().await;
+    }
+    store.relocate(handle, copies).await
 }
 
 /// Returns data files and files that wait for deletion.
@@ -61,7 +70,7 @@ fn data_files(disks: &[TestDisk]) -> Vec<PathBuf> {
 async fn disk_without_room_for_a_directory_is_drained() {
     let (disks, store, key, handle) = two_disks_with_blocks(4).await;
     disks.iter().for_each(|it| it.faults.add(Rule::always(Operation::CreateDir, Fault::Errno(ENOSPC))));
-    assert!(release_all(&store, &handle).await.unwrap() >= 4 * 9000);
+    assert!(relocate_all(&store, &handle).await.unwrap() >= 4 * 9000);
     assert_eq!(data_files(&disks), Vec::<PathBuf>::new());
     disks.iter().for_each(|it| it.faults.clear());
     drop(handle);
@@ -77,8 +86,8 @@ async fn unremoved_file_is_removed_by_maintenance() {
         disks[0].faults.add(Rule::once(Operation::Rename, fault).on(".data"));
         match fault {
             // The call is dropped before the disk has answered.
-            Fault::Hang => assert!(release_all(&store, &handle).now_or_never().is_none()),
-            _ => assert_eq!(release_all(&store, &handle).await.unwrap_err().kind, StoreErrorKind::NoSpace),
+            Fault::Hang => assert!(relocate_all(&store, &handle).now_or_never().is_none()),
+            _ => assert_eq!(relocate_all(&store, &handle).await.unwrap_err().kind, StoreErrorKind::NoSpace),
         }
         assert!(!data_files(&disks).is_empty(), "{fault:?}");
         assert_eq!(store.partition_bytes(&key, PartitionId(1)), 36_000);
@@ -103,7 +112,7 @@ async fn unremoved_file_is_removed_by_maintenance() {
 
 /// The log of a hole may be readable at a later start.
 #[tokio::test(start_paused = true)]
-async fn log_with_a_hole_stays_when_the_rest_is_released() {
+async fn log_with_a_hole_stays_when_the_rest_moves() {
     let disks = [TestDisk::new("/a")];
     let store = store_on(&disks).await;
     let key = key("app", 1);
@@ -118,7 +127,7 @@ async fn log_with_a_hole_stays_when_the_rest_is_released() {
     store.mark_damaged_lost(&key, PartitionId(1)).await.unwrap();
     disks[0].faults.clear();
     store.probe().await;
-    release_all(&store, &handle).await.unwrap();
+    relocate_all(&store, &handle).await.unwrap();
     store.maintain_once().await;
     assert_eq!(data_files(&disks).len(), 1);
     drop((store, handle));

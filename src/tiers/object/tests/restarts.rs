@@ -285,9 +285,10 @@ async fn log_object_damaged_in_one_copy_costs_nothing() {
                 _ => store.replace(object, Bytes::from_static(b"other bytes")).await,
             }
             // It does not begin a generation.
-            let process = Process::start(&store).await;
-            let (recovered, log) = process.tier.take_found().unwrap();
-            assert_eq!((recovered.shuffles.len(), log.found.gap()), (1, None), "{object} {damage}");
+            let settings = ObjectSettings { is_below_disks: true, ..settings() };
+            let process = Process::with(&store, settings).await.unwrap();
+            let (stored, log) = process.tier.take_found().unwrap();
+            assert_eq!((stored.len(), log.found.gap()), (1, None), "{object} {damage}");
             process.kill().await;
             store.replace(object, whole[object].clone()).await;
         }

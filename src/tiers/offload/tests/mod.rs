@@ -59,8 +59,12 @@ impl Fixture {
 
     async fn try_start(&self) -> Result<Process, StoreError> {
         let (memory, tasks) = (Budget::new(u64::MAX), Tasks::new());
-        let objects =
-            ObjectSettings { segment_bytes: 40_000, part_bytes: 8_000, ..ObjectSettings::new("p/worker-1") };
+        let objects = ObjectSettings {
+            segment_bytes: 40_000,
+            part_bytes: 8_000,
+            is_below_disks: true,
+            ..ObjectSettings::new("p/worker-1")
+        };
         let registry = Registry::new();
         let object =
             ObjectTier::open(Arc::new(self.store.clone()), objects, &memory, tasks.clone(), &registry)
@@ -164,6 +168,12 @@ impl Process {
         // It stands for a gap.
         blocks.remove(&FILLER_BLOCK_ID);
         Ok(blocks)
+    }
+
+    /// Bytes of a partition that are in objects.
+    fn moved_bytes(&self, key: &ShuffleKey, partition: i32) -> u64 {
+        let view = self.tier.local.view(key, PartitionId(partition)).unwrap();
+        view.extents.iter().filter(|extent| extent.is_in_object()).map(|extent| extent.length).sum()
     }
 
     async fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<(Vec<u8>, u64), StoreError> {

@@ -1,4 +1,4 @@
-//! Published extents of a shuffle, by partition and in the order of the stream.
+//! The extent map of a shuffle: its published extents, by partition and in the order of the stream.
 //!
 //! They exist until the shuffle is purged, so they are charged: [`Streams`] charges all extents
 //! after the first of a partition. The entry of a partition and its first extent are charged with
@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use indexmap::IndexMap;
 use uniffle_wire::types::PartitionId;
 
-use super::extent::{Extent, ExtentList, NO_LOG};
+use super::extent::{Extent, ExtentList};
 use crate::budget::{Budget, Charge};
 use crate::tiers::extents::recharge;
 
@@ -25,12 +25,12 @@ const FOUND_PARTITION_BYTES: u64 = {
 };
 
 /// Published state of one partition.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Partition {
     /// Extents ordered by base, without gaps.
     pub(super) extents: ExtentList,
-    /// Beginning of the first extent. Earlier bytes of the stream are in the object store.
-    pub(super) start: u64,
+    /// Number of extents in objects.
+    pub(super) in_objects: usize,
     /// Length of the stream.
     pub(super) bytes: u64,
     pub(super) blocks: u64,
@@ -44,27 +44,9 @@ impl Partition {
         partition
     }
 
-    /// Creates a stream whose bytes before `start` are in the object store.
-    pub(super) fn beginning_at(start: u64) -> Self {
-        Self { start, bytes: start, ..Self::default() }
-    }
-
-    /// Removes up to `extents_max` extents that end at or before `until`. Returns them.
-    fn release(&mut self, until: u64, extents_max: usize) -> Vec<Extent> {
-        let count = self.extents.after(until).min(extents_max);
-        if count == 0 {
-            return Vec::new();
-        }
-        let released: Vec<Extent> = self.extents.iter().take(count).copied().collect();
-        self.extents.drop_first(count);
-        self.start = self.extents.get(0).map_or(self.bytes, |extent| extent.base);
-        self.blocks -= released.iter().map(|extent| u64::from(extent.blocks)).sum::<u64>();
-        released
-    }
-
-    /// Returns the number of extents whose records are known.
-    pub(super) fn known_extents(&self) -> usize {
-        self.extents.iter().filter(|extent| extent.index_log != NO_LOG).count()
+    /// Returns its extents on disks.
+    pub(super) fn on_disks(&self) -> impl Iterator<Item = &Extent> {
+        self.extents.iter().filter(|extent| extent.is_on_disk())
     }
 
     /// Extends the stream to `base` with a hole.
@@ -80,6 +62,7 @@ impl Partition {
         assert_eq!(self.bytes, extent.base, "bases are assigned under the publish lock");
         self.bytes += extent.length;
         self.blocks += u64::from(extent.blocks);
+        self.in_objects += usize::from(extent.is_in_object());
         self.extents.push(extent);
     }
 }
@@ -102,7 +85,7 @@ struct Lost(HashSet<u16>);
 
 impl ByLog {
     fn of(&mut self, extent: &Extent) -> Option<&mut InLog> {
-        if extent.is_lost() {
+        if !extent.is_on_disk() {
             return None;
         }
         let slot = usize::from(extent.data_log);
@@ -186,17 +169,17 @@ impl Streams {
         Some(lost)
     }
 
-    /// Returns whether all extents of a data log were released. A log with a hole may be readable
-    /// at a later start.
+    /// Returns whether no extent of a data log is left in it. A log with a hole may be readable at
+    /// a later start.
     pub(super) fn is_left(&self, slot: u16) -> bool {
         self.in_log(slot).extents == 0 && !self.lost.0.contains(&slot)
     }
 
-    /// Returns the index of an extent in its partition, unless it is lost or was replaced.
+    /// Returns the index of an extent in its partition, unless it is lost or has moved.
     fn find(&mut self, id: PartitionId, extent: &Extent) -> Option<(&mut Partition, usize)> {
         let partition = self.by_partition.get_mut(&id)?;
         let at = partition.extents.beginning_at(extent.base)?;
-        let is_there = partition.extents.get(at).is_some_and(|it| !it.is_lost() && it.is_at(extent));
+        let is_there = partition.extents.get(at).is_some_and(|it| it.is_on_disk() && it.is_at(extent));
         is_there.then_some((partition, at))
     }
 
@@ -209,15 +192,16 @@ impl Streams {
         recharge(&mut self.charge, before, partition.extents.further_bytes());
     }
 
-    /// Removes up to `extents_max` extents of a partition that end at or before `until`. Returns
-    /// them.
-    pub(super) fn release(&mut self, id: PartitionId, until: u64, extents_max: usize) -> Vec<Extent> {
-        let Some(partition) = self.by_partition.get_mut(&id) else { return Vec::new() };
-        let before = partition.extents.further_bytes();
-        let released = partition.release(until, extents_max);
-        released.iter().for_each(|extent| self.by_log.take(extent));
-        recharge(&mut self.charge, before, partition.extents.further_bytes());
-        released
+    /// Replaces an extent on a disk by its copy in an object. Returns the extent, or `None` if it is
+    /// lost or purged.
+    pub(super) fn relocate(&mut self, id: PartitionId, copy: &Extent) -> Option<Extent> {
+        let partition = self.by_partition.get_mut(&id)?;
+        let at = partition.extents.beginning_at(copy.base)?;
+        let extent = partition.extents.get_mut(at).filter(|it| it.is_on_disk() && it.is_copy_of(copy))?;
+        let extent = std::mem::replace(extent, *copy);
+        partition.in_objects += 1;
+        self.by_log.take(&extent);
+        Some(extent)
     }
 
     /// Returns up to `most` partitions after the first `at`.
@@ -238,6 +222,7 @@ mod tests {
 
     use proptest::prelude::*;
 
+    use super::super::extent::OBJECT;
     use super::*;
 
     /// An operation on a partition.
@@ -247,22 +232,22 @@ mod tests {
             log: u16,
             length: u64,
         },
-        /// Fraction of the stream on the disks, in thousandths.
-        Release(u64),
+        /// Place in the stream, in thousandths.
+        Relocate(u64),
         Lose(u64),
     }
 
     fn happens() -> impl Strategy<Value = Happens> {
         prop_oneof![
             4 => (0u16..5, 1u64..9).prop_map(|(log, length)| Happens::Publish { log, length }),
-            1 => (0u64..=1000).prop_map(Happens::Release),
+            1 => (0u64..=1000).prop_map(Happens::Relocate),
             1 => (0u64..=1000).prop_map(Happens::Lose),
         ]
     }
 
     fn counted(streams: &Streams) -> Vec<(u16, InLog)> {
         let mut by_log: BTreeMap<u16, InLog> = BTreeMap::new();
-        for extent in streams.extents().filter(|extent| !extent.is_lost()) {
+        for extent in streams.extents().filter(|extent| extent.is_on_disk()) {
             let it = by_log.entry(extent.data_log).or_default();
             (it.extents, it.bytes) = (it.extents + 1, it.bytes + extent.length);
         }
@@ -278,22 +263,25 @@ mod tests {
             let mut streams = Streams::new(&budget);
             for (id, it) in all {
                 let id = PartitionId(id);
-                let (start, bytes) = streams.get(id).map_or((0, 0), |it| (it.start, it.bytes));
-                let place = |thousandths: u64| start + (bytes - start) * thousandths / 1000;
+                let bytes = streams.get(id).map_or(0, |it| it.bytes);
+                let place = |thousandths: u64| bytes * thousandths / 1000;
                 match it {
                     Happens::Publish { log, length } => {
                         let extent = Extent { data_log: log, index_log: 0, ..Extent::gap(bytes, length) };
                         streams.push(id, extent, 0);
                     }
-                    Happens::Release(to) => {
-                        let released = streams.release(id, place(to), 20);
-                        prop_assert!(released.len() <= 20);
+                    Happens::Relocate(at) => {
+                        let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
+                        if let Some(extent) = extents.get(extents.after(place(at))) {
+                            let copy = Extent { data_log: OBJECT, index_log: 1, ..*extent };
+                            prop_assert_eq!(streams.relocate(id, &copy).is_some(), extent.is_on_disk());
+                            prop_assert!(streams.relocate(id, &copy).is_none(), "it has moved");
+                        }
                     }
                     Happens::Lose(at) => {
                         let extents = streams.get(id).map(|it| it.extents.clone()).unwrap_or_default();
                         if let Some(extent) = extents.get(extents.after(place(at))) {
-                            let is_lost = extent.is_lost();
-                            prop_assert_eq!(streams.lose(id, extent).is_none(), is_lost);
+                            prop_assert_eq!(streams.lose(id, extent).is_some(), extent.is_on_disk());
                             prop_assert!(streams.lose(id, extent).is_none(), "a hole stands there");
                         }
                     }
