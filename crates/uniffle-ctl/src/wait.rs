@@ -37,8 +37,8 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
             }
             Err(failure) => return Err(failure),
         };
-        bar.show(left, format!("{left} applications are left"));
-        pause(start, within, || format!("{}: {left} applications are left", target.http)).await?;
+        bar.show(left, format!("applications left: {left}"));
+        pause(start, within, || format!("{}: applications left: {left}", target.http)).await?;
     }
 }
 

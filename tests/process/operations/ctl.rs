@@ -140,7 +140,7 @@ async fn drain_waits_until_worker_exits() {
     assert_eq!((&drained["in_memory_bytes"], &drained["apps"]), (&0.into(), &1.into()));
     assert_eq!(fixture.worker.memory().block_count(), 0);
     let late = ctl(&fixture, &["decommission", "--wait", "--within", "0.5"]).await.failed(4);
-    assert!(late.contains("1 applications are left"), "{late}");
+    assert!(late.contains("applications left: 1"), "{late}");
     assert!(ctl(&fixture, &["decommission"]).await.succeeded().contains("state: decommissioning"));
     assert_eq!(json(&fixture, &["decommission"]).await["state"], "decommissioning");
     assert!(ctl(&fixture, &["status", "--ready"]).await.failed(4).contains("not ready"));

@@ -176,7 +176,7 @@ async fn waiting_shows_progress_on_a_terminal_only() {
     let whom = ["ctl", "--worker", &http, "--admin", &admin, "decommission", "--wait", "--within", "1"];
     let (status, shown) = Terminal::run(&whom, (120, 24)).end().await;
     assert_eq!(status.code(), Some(4), "{shown}");
-    assert!(shown.contains("1 applications are left") && shown.contains("░"), "{shown:?}");
+    assert!(shown.contains("applications left: 1") && shown.contains("░"), "{shown:?}");
     let piped = super::ctl::run(&whom).await;
     assert_eq!(
         (piped.code, piped.stdout.as_str(), piped.stderr.lines().count()),
