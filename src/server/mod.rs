@@ -16,6 +16,7 @@ mod memory_backing;
 mod metrics;
 mod notify;
 mod open;
+mod passed;
 mod reap;
 mod rehearsal;
 mod reload;
@@ -36,7 +37,7 @@ mod upgrade;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
@@ -54,7 +55,7 @@ use crate::memory::{Memory, Prefault};
 use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
-use crate::service::Service;
+use crate::service::{Service, SettingsStore};
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
@@ -150,7 +151,7 @@ impl Worker {
         let tls = Tls::load(config)?;
         let (hand_off, left_memory) = (inherited.hand_off.take(), inherited.memory.take());
         let was_passed = left_memory.is_some();
-        let promised = inherited.tickets.take();
+        let (promised, passed_state) = (inherited.tickets.take(), inherited.state.take());
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
         let ip = advertised_ip(config).await?;
@@ -170,7 +171,7 @@ impl Worker {
         // Before the first block is acknowledged, and after this worker has claimed the
         // directories.
         memory_backing::note(config).await;
-        let state = RuntimeState::read(config).await;
+        let state = RuntimeState::read(config, passed_state).await;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
         let service = Service::new(
             config.service.clone(),
@@ -187,6 +188,8 @@ impl Worker {
         let embedded = embedded_coordinator(config, memory.heap(), &registry)?;
         let parts = (Arc::clone(&service), Arc::clone(&live), embedded.clone());
         let state = Arc::new(resume(config, state, parts));
+        let store: Weak<dyn SettingsStore> = Arc::<StateWriter>::downgrade(&state);
+        service.lifecycle.set_settings_store(store);
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;

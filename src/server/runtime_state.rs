@@ -2,36 +2,40 @@
 //! known to the embedded coordinator.
 //!
 //! They are one JSON file beside each copy of the metadata log, rewritten as a whole after a
-//! change. A start reads the newest readable copy. An upgrade and a kill keep everything. An
-//! orderly stop keeps everything but the decommissioning: the stop completes it, and the next start
-//! accepts shuffles again.
+//! change. A start reads the newest readable copy. An upgrade hands everything to the successor. A
+//! kill keeps everything if there are data directories with `recovery = true`. An orderly stop then
+//! keeps everything but the decommissioning: the stop completes it, and the next start accepts
+//! shuffles again.
 //!
 //! Registrations and reports are not stored here but in the metadata log.
 
 use std::fs;
 use std::io::{self, Read as _};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use futures::future::join_all;
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join_all};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Mutex, Notify};
 use tokio::time::MissedTickBehavior;
 
 use crate::config::Config;
 use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp};
-use crate::service::Service;
+use crate::service::{Service, SettingsStore};
 
 use super::memory_backing::{beside_log, within};
+use super::passed;
 use super::settings::{RuntimeSettings, Tags};
 
 /// Name of the file beside the metadata log.
 const FILE: &str = "state";
 /// Largest file read. A full table of applications takes less than half of it.
 const FILE_BYTES_MAX: u64 = 8 << 20;
-/// Interval at which changes of the applications are saved.
+/// Interval at which changes of the applications are saved, and failed writes are repeated.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Content of the file.
@@ -54,8 +58,16 @@ struct SavedTags {
 }
 
 impl RuntimeState {
-    /// Reads the newest file of all data directories.
-    pub(super) async fn read(config: &Config) -> Self {
+    /// Returns the settings `passed` by the predecessor of an upgrade, otherwise those of the
+    /// newest file.
+    pub(super) async fn read(config: &Config, passed: Option<OwnedFd>) -> Self {
+        match passed.map(passed::read) {
+            Some(Ok(state)) => return state,
+            Some(Err(error)) => {
+                tracing::warn!(%error, "cannot read the settings made at run time of the previous process");
+            }
+            None => {}
+        }
         let reads = beside_log(config, FILE).map(|path| async move {
             let shown = path.display().to_string();
             within(move || read(&path)).await.unwrap_or_else(|error| {
@@ -100,17 +112,23 @@ pub(super) struct StateWriter {
     live: Arc<RuntimeSettings>,
     embedded: Option<EmbeddedCoordinator>,
     paths: Vec<PathBuf>,
+    /// The coordinator counts the applications of a user.
+    has_quota: bool,
     changed: Notify,
     /// The worker is stopping in order.
     is_stopping: AtomicBool,
     latest: Mutex<Latest>,
 }
 
-/// The state most recently written.
+/// The most recent state.
 #[derive(Debug, Default)]
 struct Latest {
     state: RuntimeState,
     apps_version: Option<u64>,
+    /// A copy of the state has been written.
+    is_saved: bool,
+    /// A warning about a state that was not saved has been logged.
+    has_warned: bool,
 }
 
 impl StateWriter {
@@ -120,13 +138,15 @@ impl StateWriter {
         state: RuntimeState,
         (service, live, embedded): (Arc<Service>, Arc<RuntimeSettings>, Option<EmbeddedCoordinator>),
     ) -> Self {
-        let paths = beside_log(config, FILE).collect();
-        let latest = Mutex::new(Latest { state, apps_version: None });
+        // Written again at the start, also to directories that were added.
+        let is_saved = state == RuntimeState::default();
+        let latest = Mutex::new(Latest { state, is_saved, ..Latest::default() });
         Self {
             service,
             live,
             embedded,
-            paths,
+            paths: beside_log(config, FILE).collect(),
+            has_quota: config.embedded.access.apps_per_user_max > 0,
             changed: Notify::new(),
             is_stopping: AtomicBool::new(false),
             latest,
@@ -147,19 +167,61 @@ impl StateWriter {
                 () = self.changed.notified() => {}
                 _ = ticks.tick() => {}
             }
-            self.save().await;
+            // An error has been logged.
+            let _ = self.save().await;
         }
     }
 
     /// Writes the file for an orderly stop, which completes a decommissioning.
     pub(super) async fn save_for_stop(&self) {
         self.is_stopping.store(true, Ordering::Release);
-        self.save().await;
+        // An error has been logged.
+        let _ = self.save().await;
     }
 
-    /// Writes the file if anything has changed.
-    pub(super) async fn save(&self) {
+    /// Writes the file if anything has changed since it was last written.
+    ///
+    /// # Errors
+    /// The path and error of each copy, if none was written. The first such error is logged.
+    pub(super) async fn save(&self) -> Result<(), String> {
         let mut latest = self.latest.lock().await;
+        self.update(&mut latest);
+        if latest.is_saved {
+            return Ok(());
+        }
+        if self.paths.is_empty() {
+            latest.is_saved = true;
+            self.warn_of_loss(&mut latest);
+            return Ok(());
+        }
+        let written = self.write(&latest.state).await;
+        latest.is_saved = written.is_ok();
+        let had_warned = std::mem::replace(&mut latest.has_warned, written.is_err());
+        written.inspect_err(|error| {
+            if !had_warned {
+                tracing::warn!(
+                    decommission = latest.state.decommission,
+                    error,
+                    "cannot save the settings made at run time; a kill loses them; retrying"
+                );
+            }
+        })
+    }
+
+    /// Returns a file with the latest state for a successor. Returns `None` if nothing was ever
+    /// set.
+    pub(super) async fn passed_on(&self) -> Option<OwnedFd> {
+        let mut latest = self.latest.lock().await;
+        self.update(&mut latest);
+        if latest.state == RuntimeState::default() {
+            return None;
+        }
+        let written = passed::write("uniffle-worker-state", &latest.state);
+        written.inspect_err(|error| tracing::warn!(%error, "cannot hand over settings made at run time")).ok()
+    }
+
+    /// Updates `latest` from the running worker.
+    fn update(&self, latest: &mut Latest) {
         let mut state = latest.state.clone();
         let is_stopping = self.is_stopping.load(Ordering::Acquire);
         state.decommission = self.service.status().is_decommission_wanted() && !is_stopping;
@@ -170,32 +232,55 @@ impl StateWriter {
             latest.apps_version = Some(version);
             state.apps = apps;
         }
-        if state == latest.state {
-            return;
+        if state != latest.state {
+            state.sequence += 1;
+            (latest.state, latest.is_saved) = (state, false);
         }
-        state.sequence += 1;
-        // A state of strings, numbers and lists always has a JSON form.
-        let Ok(text) = serde_json::to_vec(&state) else { return };
-        let text: Arc<[u8]> = text.into();
+    }
+
+    /// Warns once if there is a setting that a restart forgets.
+    fn warn_of_loss(&self, latest: &mut Latest) {
+        let RuntimeState { decommission, tags, apps, .. } = &latest.state;
+        let counts_users = self.has_quota && !apps.is_empty();
+        if !latest.has_warned && (*decommission || tags.is_some() || counts_users) {
+            latest.has_warned = true;
+            tracing::warn!(
+                decommission,
+                tags = tags.is_some(),
+                counts_users,
+                "a restart forgets decommissioning, tags set by a call, and the users of applications, because \
+                 no data directory has a metadata log (localfile_store.recovery); set them again after a \
+                 restart"
+            );
+        }
+    }
+
+    /// Writes `state` to all copies.
+    ///
+    /// # Errors
+    /// The path and error of each copy, if none was written.
+    async fn write(&self, state: &RuntimeState) -> Result<(), String> {
+        let text: Arc<[u8]> = serde_json::to_vec(state).map_err(|error| error.to_string())?.into();
         let writes = self.paths.iter().map(|path| {
             let (path, text, shown) = (path.clone(), Arc::clone(&text), path.display().to_string());
             async move {
-                if let Err(error) = within(move || write(&path, &text)).await {
-                    tracing::debug!(path = shown, %error, "cannot save the settings made at run time");
-                    return false;
-                }
-                true
+                let written = within(move || write(&path, &text)).await;
+                written.map_err(|error| format!("{shown}: {error}")).inspect_err(|error| {
+                    tracing::debug!(error, "cannot write a copy of the settings made at run time")
+                })
             }
         });
         let written = join_all(writes.collect::<Vec<_>>()).await;
-        if !written.is_empty() && !written.contains(&true) {
-            tracing::warn!(
-                decommission = state.decommission,
-                "cannot save the settings made at run time in any data directory; they are lost with this \
-                 process"
-            );
+        if written.iter().any(Result::is_ok) {
+            return Ok(());
         }
-        latest.state = state;
+        Err(written.into_iter().filter_map(Result::err).collect::<Vec<_>>().join(", "))
+    }
+}
+
+impl SettingsStore for StateWriter {
+    fn save(&self) -> BoxFuture<'_, Result<(), String>> {
+        Self::save(self).boxed()
     }
 }
 
@@ -214,6 +299,19 @@ mod tests {
         Config::parse(&text, &HashMap::new(), &machine).unwrap()
     }
 
+    #[tokio::test]
+    async fn passed_state_is_preferred_to_files() {
+        let directory = tempfile::tempdir().unwrap();
+        let config = config(&[directory.path()]);
+        let file = RuntimeState { sequence: 9, ..RuntimeState::default() };
+        put(directory.path(), &serde_json::to_vec(&file).unwrap());
+        let state = RuntimeState { sequence: 3, decommission: true, ..RuntimeState::default() };
+        let passed = passed::write("state", &state).unwrap();
+        assert_eq!(RuntimeState::read(&config, Some(passed)).await, state);
+        let unreadable = passed::write("state", &"").unwrap();
+        assert_eq!(RuntimeState::read(&config, Some(unreadable)).await, file);
+    }
+
     fn put(directory: &Path, text: &[u8]) {
         fs::create_dir_all(directory.join(METADATA)).unwrap();
         write(&directory.join(METADATA).join(FILE), text).unwrap();
@@ -223,7 +321,7 @@ mod tests {
     async fn latest_readable_copy_is_taken() {
         let [first, second, third] = [(); 3].map(|()| tempfile::tempdir().unwrap());
         let config = config(&[first.path(), second.path(), third.path()]);
-        assert_eq!(RuntimeState::read(&config).await, RuntimeState::default());
+        assert_eq!(RuntimeState::read(&config, None).await, RuntimeState::default());
         let tags = SavedTags { current: vec!["ssd".into()], configured: vec!["hdd".into()] };
         let old = RuntimeState { sequence: 7, ..RuntimeState::default() };
         let new =
@@ -231,7 +329,7 @@ mod tests {
         put(first.path(), &serde_json::to_vec(&old).unwrap());
         put(second.path(), &serde_json::to_vec(&new).unwrap());
         put(third.path(), b"{\"sequence\": 9, ");
-        let read = RuntimeState::read(&config).await;
+        let read = RuntimeState::read(&config, None).await;
         assert_eq!(read, new);
         assert_eq!(read.tags(&["hdd".to_owned()]), Some(vec!["ssd".to_owned()]));
         assert_eq!(read.tags(&["nvme".to_owned()]), None, "the file's own value has changed");

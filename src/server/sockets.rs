@@ -49,6 +49,8 @@ pub(super) const ADMIN: &str = "admin";
 pub(super) const MEMORY: &str = "memory";
 /// Name of [`Inherited::tickets`].
 const TICKETS: &str = "tickets";
+/// Name of [`Inherited::state`].
+const STATE: &str = "state";
 /// Names of connections. Short: there may be thousands, and the environment has limits.
 const GRPC_CONNECTION: &str = "g";
 const TCP_CONNECTION: &str = "u";
@@ -73,6 +75,8 @@ pub struct Inherited {
     pub(super) memory: Option<OwnedFd>,
     /// Tickets granted by the previous process (`tickets`).
     pub(super) tickets: Option<OwnedFd>,
+    /// Settings made at run time (`runtime_state`).
+    pub(super) state: Option<OwnedFd>,
     /// Released memory, in a process about to `exec`: the kernel unmaps it at once.
     pub(super) until_exec: Option<Arc<Memory>>,
 }
@@ -109,12 +113,14 @@ impl Inherited {
         for index in 0..passed.len() {
             // A descriptor that is not a TCP socket is not ours to close.
             let name = names.get(index).copied().unwrap_or_default();
-            if name == MEMORY {
-                inherited.memory = take_passed(&mut passed, index);
-                continue;
-            }
-            if name == TICKETS {
-                inherited.tickets = take_passed(&mut passed, index);
+            let file = match name {
+                MEMORY => Some(&mut inherited.memory),
+                TICKETS => Some(&mut inherited.tickets),
+                STATE => Some(&mut inherited.state),
+                _ => None,
+            };
+            if let Some(file) = file {
+                *file = take_passed(&mut passed, index);
                 continue;
             }
             let Ok(Some(socket)) = passed.take_tcp_listener(index) else { continue };
@@ -135,11 +141,10 @@ impl Inherited {
     pub(super) fn into_named(self) -> Vec<(String, OwnedFd)> {
         let listeners = self.listeners.into_iter().map(|(name, listener)| (name, listener.into()));
         let named = |name: &'static str| move |stream: TcpStream| (name.to_owned(), stream.into());
-        let memory = self.memory.into_iter().map(|file| (MEMORY.to_owned(), file));
-        let tickets = self.tickets.into_iter().map(|file| (TICKETS.to_owned(), file));
+        let files = [(MEMORY, self.memory), (TICKETS, self.tickets), (STATE, self.state)];
+        let files = files.into_iter().filter_map(|(name, file)| Some((name.to_owned(), file?)));
         listeners
-            .chain(memory)
-            .chain(tickets)
+            .chain(files)
             .chain(self.grpc_connections.into_iter().map(named(GRPC_CONNECTION)))
             .chain(self.tcp_connections.into_iter().map(named(TCP_CONNECTION)))
             .collect()
@@ -152,6 +157,7 @@ impl Inherited {
             match name.as_str() {
                 MEMORY => inherited.memory = Some(descriptor),
                 TICKETS => inherited.tickets = Some(descriptor),
+                STATE => inherited.state = Some(descriptor),
                 name => inherited.put(name, descriptor.into()),
             }
         }

@@ -145,7 +145,8 @@ impl Worker {
     /// Stops and leaves the sockets to a successor. Must follow [`Worker::prepare_to_hand_over`],
     /// or [`Worker::prepare_to_pass_on`] if the successor takes over `memory`.
     pub(super) async fn hand_over(self, memory: LeftMemory) -> Stopped {
-        tokio::join!(self.end_http(), self.cease_removals(), self.state.save());
+        // An error to save has been logged, and the successor gets the settings anyway.
+        let ((), (), _saved) = tokio::join!(self.end_http(), self.cease_removals(), self.state.save());
         if memory == LeftMemory::PassedOn {
             // Requests served since the first call have touched pages again.
             self.unlink_pages().await;
@@ -154,10 +155,10 @@ impl Worker {
         self.grpc_handover.begin();
         self.tcp_handover.begin();
         let deadline = Instant::now() + self.flush_timeout;
-        let promised = Arc::clone(&self.memory);
+        let (promised, state) = (Arc::clone(&self.memory), Arc::clone(&self.state));
         let mut stopped = self.end(deadline, memory).await;
-        stopped.sockets =
-            Inherited { gap_began_ms, tickets: tickets::passed_on(&promised), ..stopped.sockets };
+        let (tickets, state) = (tickets::passed_on(&promised), state.passed_on().await);
+        stopped.sockets = Inherited { gap_began_ms, tickets, state, ..stopped.sockets };
         stopped
     }
 

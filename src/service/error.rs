@@ -78,6 +78,10 @@ pub enum ServiceError {
     /// The heap has no room for the request.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
+    /// Settings made at run time are in effect but in no file. Holds the path and the error of
+    /// each file.
+    #[error("in effect, but not saved, so a restart forgets it: {0}; the worker continues to try")]
+    NotSaved(String),
     /// See [`ReportError`].
     #[error("{0}")]
     Report(#[from] ReportError),
@@ -223,6 +227,7 @@ impl ServiceError {
             | Self::TooManyAnswers { .. }
             | Self::Stopping
             | Self::NotFlushed { .. }
+            | Self::NotSaved(_)
             | Self::Unsupported(_) => None,
         }
     }
@@ -261,6 +266,7 @@ impl ServiceError {
             | Self::Store(_)
             | Self::Lost(_)
             | Self::NotFlushed { .. }
+            | Self::NotSaved(_)
             | Self::Unsupported(_) => StatusCode::InternalError,
         }
     }

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use futures::FutureExt as _;
@@ -33,6 +33,7 @@ use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::noted::{Noting, note_registration};
 use super::quota::{self, QuotaConfig};
+use super::settings_store::SettingsStore;
 use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
 use super::verify::Verifier;
@@ -89,6 +90,7 @@ pub struct Lifecycle {
     pub(super) tasks: Tasks,
     pub(super) metrics: Arc<ServiceMetrics>,
     pub(super) decommission_check_interval: Duration,
+    pub(super) settings_store: OnceLock<Weak<dyn SettingsStore>>,
 }
 
 /// A `registerShuffle` request.

@@ -41,6 +41,7 @@ mod report;
 mod require;
 mod restore;
 mod results;
+mod settings_store;
 mod spill;
 pub mod statistics;
 mod status;
@@ -52,7 +53,7 @@ mod write;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::RwLock;
@@ -77,6 +78,7 @@ pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use restore::Restored;
 pub use results::Results;
+pub use settings_store::SettingsStore;
 pub use statistics::AppStatistics;
 pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;
@@ -237,6 +239,7 @@ impl Service {
             tasks,
             metrics,
             decommission_check_interval: config.decommission_check_interval,
+            settings_store: OnceLock::new(),
         });
         Ok(Arc::new(Self {
             ingest,

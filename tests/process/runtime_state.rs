@@ -1,21 +1,40 @@
 //! Settings changed by calls at run time, and which of them survive an upgrade, a kill and an
 //! orderly stop.
 
+use std::path::PathBuf;
+
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::task::block_in_place;
 use uniffle_testkit::eventually;
+use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
-use uniffle_worker::proto::{AccessClusterRequest, ApplicationInfoRequest, StatusCode};
+use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
+use uniffle_worker::proto::{AccessClusterRequest, ApplicationInfoRequest, DecommissionRequest, StatusCode};
 
-const TABLES: &str = "[admin]\nport = 0\n[embedded_coordinator]\nquota_apps_per_user = 1\n";
+const TABLES: &str =
+    "[admin]\nport = 0\ngrpc_decommission = \"loopback\"\n[embedded_coordinator]\nquota_apps_per_user = 1\n";
 
 async fn call(worker: &Worker, path: &str, body: &str) -> Value {
+    let (status, answer) = answer(worker, path, body).await;
+    assert!(status.is_success(), "{path}: {status}: {answer}");
+    answer
+}
+
+async fn answer(worker: &Worker, path: &str, body: &str) -> (reqwest::StatusCode, Value) {
     let url = format!("http://127.0.0.1:{}{path}", worker.ready().admin_port.expect("an admin listener"));
     let answer = reqwest::Client::new().post(url).body(body.to_owned()).send().await.expect("an answer");
-    assert!(answer.status().is_success(), "{path}: {}", answer.status());
-    serde_json::from_str(&answer.text().await.expect("a body")).expect("JSON")
+    let status = answer.status();
+    (status, serde_json::from_str(&answer.text().await.expect("a body")).expect("JSON"))
+}
+
+/// Decommissions the worker as a coordinator does. Returns status and text of the response.
+async fn decommission_over_grpc(worker: &Worker) -> (i32, String) {
+    let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
+    let mut internal = ShuffleServerInternalClient::connect(channel).await.expect("connected");
+    let answer = internal.decommission(DecommissionRequest {}).await.expect("an answer").into_inner();
+    (answer.status, answer.ret_msg)
 }
 
 fn node(worker: &Worker) -> Value {
@@ -44,9 +63,13 @@ async fn register(worker: &Worker, app: &str, user: &str) {
     coordinator.register_application_info(request).await.expect("an answer");
 }
 
+fn state_file(worker: &Worker) -> PathBuf {
+    worker.data_paths()[0].join("uniffle-worker.metadata/state")
+}
+
 /// Waits until the latest settings are in the data directory.
 async fn saved(worker: &Worker, text: &str) {
-    let path = worker.data_paths()[0].join("uniffle-worker.metadata/state");
+    let path = state_file(worker);
     eventually("the settings are saved", || match std::fs::read_to_string(&path) {
         Ok(state) if state.contains(text) => Ok(()),
         state => Err(format!("{state:?}")),
@@ -62,9 +85,7 @@ async fn settings_survive_upgrade_and_kill() {
     register(&worker, "app-1", "anna").await;
     assert!(!admits(&worker, "anna").await && admits(&worker, "carl").await);
     call(&worker, "/admin/decommission", "").await;
-    for text in ["\"decommission\":true", "night", "anna"] {
-        saved(&worker, text).await;
-    }
+    saved(&worker, "anna").await;
     for by in ["kill", "upgrade"] {
         block_in_place(|| match by {
             "kill" => {
@@ -80,7 +101,6 @@ async fn settings_survive_upgrade_and_kill() {
         assert_eq!(node(&worker)["tags"], json!(["night"]), "after {by}");
     }
     call(&worker, "/admin/cancel-decommission", "").await;
-    saved(&worker, "\"decommission\":false").await;
     block_in_place(|| {
         worker.kill();
         worker.start_again();
@@ -90,7 +110,6 @@ async fn settings_survive_upgrade_and_kill() {
     assert!(!anna && carl, "the quota of a user outlives the process: {anna}, {carl}");
 
     call(&worker, "/admin/decommission", "").await;
-    saved(&worker, "\"decommission\":true").await;
     block_in_place(|| {
         worker.signal(Signal::TERM);
         assert!(worker.wait_end().success());
@@ -98,5 +117,74 @@ async fn settings_survive_upgrade_and_kill() {
     });
     assert!(!is_decommissioned(&worker), "an orderly stop completes it");
     assert_eq!(node(&worker)["tags"], json!(["night"]));
+    block_in_place(|| worker.stop());
+}
+
+const FORGOTTEN: &str = "a restart forgets decommissioning, tags set by a call";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn upgrade_without_disks_keeps_settings() {
+    let server = S3Server::start().await;
+    let (mut worker, _keys) = crate::upgrade_objects::start_with(&server, TABLES);
+    assert!(!worker.log().contains(FORGOTTEN), "nothing is set yet");
+    call(&worker, "/admin/tags", r#"{"tags": ["night"]}"#).await;
+    call(&worker, "/admin/decommission", "").await;
+    register(&worker, "app-1", "anna").await;
+    for _ in 0..2 {
+        block_in_place(|| {
+            worker.begin_upgrade();
+            worker.finish_upgrade();
+        });
+        assert!(is_decommissioned(&worker), "{}", node(&worker));
+        assert_eq!(node(&worker)["tags"], json!(["night"]));
+    }
+    call(&worker, "/admin/cancel-decommission", "").await;
+    block_in_place(|| {
+        worker.wait_log(FORGOTTEN);
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    });
+    assert!(!is_decommissioned(&worker), "{}", node(&worker));
+    let (anna, carl) = (admits(&worker, "anna").await, admits(&worker, "carl").await);
+    assert!(!anna && carl, "the quota of a user survives: {anna}, {carl}");
+    block_in_place(|| worker.stop());
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn call_is_answered_once_its_setting_is_saved() {
+    let setup = Setup { name: "saved-settings", capacity: "64M", tables: TABLES, ..Setup::default() };
+    let worker = Worker::start(&setup);
+    let file = state_file(&worker);
+    let text = || std::fs::read_to_string(&file).unwrap_or_default();
+    // Takes the place of the temporary file, so no file can be written.
+    let obstacle = file.with_extension("new");
+    std::fs::create_dir(&obstacle).expect("a directory");
+    let path = file.display().to_string();
+    for (call, body) in [
+        ("/admin/tags", r#"{"tags": ["night"]}"#),
+        ("/admin/cancel-decommission", ""),
+        ("/admin/decommission", ""),
+    ] {
+        let (status, answer) = answer(&worker, call, body).await;
+        assert_eq!(status, 500, "{call}: {answer}");
+        let error = answer["error"].as_str().expect("an error");
+        assert!(error.contains(&path) && error.contains("not saved"), "{call}: {error}");
+    }
+    let drained = call(&worker, "/admin/drain", "").await;
+    assert!(drained["not_saved"].as_str().is_some_and(|error| error.contains(&path)), "{drained}");
+    let (status, error) = decommission_over_grpc(&worker).await;
+    assert!(status == i32::from(StatusCode::InternalError) && error.contains(&path), "{status}: {error}");
+    assert!(is_decommissioned(&worker) && node(&worker)["tags"] == json!(["night"]), "in effect");
+    let warning = "cannot save the settings made at run time";
+    assert_eq!(worker.log().matches(warning).count(), 1, "{}", worker.log());
+
+    std::fs::remove_dir(&obstacle).expect("an empty directory");
+    assert_eq!(decommission_over_grpc(&worker).await.0, i32::from(StatusCode::Success));
+    assert!(text().contains("\"decommission\":true") && text().contains("night"), "{}", text());
+    call(&worker, "/admin/cancel-decommission", "").await;
+    assert!(text().contains("\"decommission\":false"), "{}", text());
+    call(&worker, "/admin/tags", r#"{"tags": ["day"]}"#).await;
+    assert!(text().contains("day"), "{}", text());
     block_in_place(|| worker.stop());
 }

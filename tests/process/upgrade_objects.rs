@@ -11,15 +11,21 @@ use crate::writes::{Written, client_of, key};
 const PARTITIONS: i32 = 20;
 const BLOCK_BYTES: u32 = 50_000;
 
-/// Starts a worker without disks on the store. Returns also the directory of its objects.
+/// Starts a worker without disks on the store. Returns also the directory of its keys.
 fn start(server: &S3Server) -> (Worker, tempfile::TempDir) {
+    start_with(server, "")
+}
+
+/// Starts a worker without disks on the store, with the additional tables `more`. Returns also the
+/// directory of its keys.
+pub(crate) fn start_with(server: &S3Server, more: &str) -> (Worker, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("a temp dir");
     let keys = dir.path().join("keys");
     let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
     std::fs::write(&keys, text).expect("the keys");
     let tables = format!(
         "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
-         credentials = \"file\"\ncredentials_file = {keys:?}",
+         credentials = \"file\"\ncredentials_file = {keys:?}\n{more}",
         server.endpoint()
     );
     let setup = Setup {

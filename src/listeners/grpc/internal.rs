@@ -78,7 +78,11 @@ impl InternalCalls {
             );
             return (StatusCode::AccessDenied.into(), text);
         }
-        let outcome = change(&self.service.lifecycle);
+        let lifecycle = &self.service.lifecycle;
+        let outcome = match change(lifecycle) {
+            Ok(()) => lifecycle.save_settings().await,
+            Err(error) => Err(error),
+        };
         let result = if outcome.is_ok() { "ok" } else { "failed" };
         tracing::info!(target: AUDIT, action, peer = shown, result, "grpc call");
         verdict(&self.service, outcome, "")

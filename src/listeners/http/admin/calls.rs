@@ -63,20 +63,22 @@ pub(super) fn router(hooks: AdminHooks) -> Router {
 
 async fn decommission(State(hooks): State<AdminHooks>) -> Response {
     hooks.service.lifecycle.decommission();
-    state_answer(&hooks)
+    state_answer(&hooks).await
 }
 
 async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
     hooks.service.lifecycle.cancel_decommission();
-    state_answer(&hooks)
+    state_answer(&hooks).await
 }
 
-/// Stops taking new data and moves data to storage that other machines can read. Returns progress.
+/// Stops taking new data and moves data to storage that other machines can read. Returns progress,
+/// also from a worker whose disks are so full that the decommissioning cannot be saved.
 async fn drain(State(hooks): State<AdminHooks>) -> Response {
     let drained = match hooks.service.lifecycle.drain_aside().await {
         Ok(drained) => drained,
         Err(error) => return refusal(StatusCode::CONFLICT, &error.to_string()),
     };
+    let not_saved = hooks.service.lifecycle.save_settings().await.err().map(|error| error.to_string());
     let tiers = drained.tiers.map(|left| {
         json!({
             "shuffles_left": left.shuffles_left,
@@ -91,12 +93,22 @@ async fn drain(State(hooks): State<AdminHooks>) -> Response {
         "unfinished_batches": drained.batches,
         "tiers": tiers,
         "may_go": drained.may_go(),
+        "not_saved": not_saved,
     }))
 }
 
-fn state_answer(hooks: &AdminHooks) -> Response {
+async fn state_answer(hooks: &AdminHooks) -> Response {
+    if let Some(failed) = unsaved(hooks).await {
+        return failed;
+    }
     let apps = hooks.service.apps().app_count();
     answer(&json!({ "state": hooks.service.status().state().as_str(), "apps": apps }))
+}
+
+/// Saves settings made by a call. Returns the error answer if no file was written.
+async fn unsaved(hooks: &AdminHooks) -> Option<Response> {
+    let saved = hooks.service.lifecycle.save_settings().await;
+    saved.err().map(|error| refusal(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()))
 }
 
 #[derive(Deserialize)]
@@ -111,7 +123,7 @@ async fn tags(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
         Err(response) => return response,
     };
     match hooks.control.set_tags(wanted.clone()) {
-        Ok(()) => answer(&json!({ "tags": wanted })),
+        Ok(()) => unsaved(&hooks).await.unwrap_or_else(|| answer(&json!({ "tags": wanted }))),
         Err(reason) => refusal(StatusCode::BAD_REQUEST, &reason),
     }
 }
