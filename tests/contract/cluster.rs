@@ -135,6 +135,31 @@ async fn worker_coordinates_another_worker() {
     assert_eq!(a.stop().await, 0);
 }
 
+/// Otherwise a coordinator that has just started would assign everything to its own worker.
+#[tokio::test]
+async fn assignments_wait_for_other_workers() {
+    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    let tables = "[embedded_coordinator]\nnode_timeout_sec = 600\nworker_networks = [\"127.0.0.0/8\"]\n";
+    // Workers have an interval of the heartbeats to join, here longer than the test.
+    let top = "heartbeat_interval_seconds = 300";
+    let a = Lines { top, local: "healthy_check_min_disks = 1", tables, ..Lines::default() };
+    let a = a.start(&[dir_a.path().join("data")]).await;
+    let (mut coordinator, mut asking) = (coordinator_of(&a).await, coordinator_of(&a).await);
+    let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
+    let joining = async {
+        let b = worker(dir_b.path(), &quorum, "").await;
+        until_nodes(&mut coordinator, 2).await;
+        b
+    };
+    let b = tokio::select! {
+        biased;
+        early = assign(&mut asking, 1, &[]) => panic!("assigned to {:?} before others join", servers(&early)),
+        b = joining => b,
+    };
+    drop((coordinator, asking));
+    assert_eq!((a.stop().await, b.stop().await), (0, 0));
+}
+
 /// A worker that joins receives application data and HTTP requests.
 #[tokio::test]
 async fn worker_joins_from_allowed_networks_only() {
