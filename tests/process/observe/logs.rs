@@ -6,9 +6,13 @@ use std::path::Path;
 use std::process::Command;
 
 use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::send::SendForm;
+use uniffle_testkit::wait_until;
 use uniffle_worker::proto::{AppHeartBeatRequest, ShuffleRegisterRequest, StatusCode};
 
 use super::tools::Load;
+use crate::kept_memory::{NEVER_FLUSHED, SmallTmpfs};
+use crate::writes::{Written, client_of, key};
 use uniffle_testkit::worker::{Setup, Worker};
 
 /// Returns the text of the file in `directory` with the prefix `name`.
@@ -121,4 +125,43 @@ fn worker_serves_upgrades_and_stops_with_blocked_log() {
     read_until(&mut pipe, "log lines were dropped");
     drop_lines(&worker);
     worker.stop();
+}
+
+/// Number of shuffles with a batch each, which a full disk refuses.
+const SHUFFLES: i32 = 100;
+
+/// Hundreds of failed batches have one cause, so they take a few lines.
+#[test]
+fn full_disk_is_logged_a_few_times() {
+    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
+    let Some(disk) = SmallTmpfs::mount(directory.path(), "64m") else { return };
+    let tables = format!("{NEVER_FLUSHED}[admin]\nport = 0\n");
+    let setup =
+        Setup { name: "full disk", capacity: "64M", tables: Box::leak(tables.into()), ..Setup::default() };
+    let home = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().unwrap();
+    let mut worker = Worker::start_in(&setup, home, vec![disk.path().join("data")]);
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let client = client_of(&worker).await;
+        for shuffle in 0..SHUFFLES {
+            let written = Written::register(&client, key("app", shuffle), 1).await;
+            let batch = written.batch(0, 14 << 10);
+            client.push(&written.key, SendForm::Classic, &batch).await.expect("memory takes it");
+        }
+    });
+    disk.fill();
+    let url = format!("http://127.0.0.1:{}/admin/flush", worker.ready().admin_port.unwrap());
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let answer = reqwest::Client::new().post(url).send().await.unwrap();
+        assert!(answer.status().is_success(), "{}", answer.status());
+    });
+    wait_until("every batch has failed", std::time::Duration::from_secs(120), || {
+        let failed = worker.metrics().total("total_memory_to_localfile_spill_failed");
+        if failed >= Some(f64::from(3 * SHUFFLES)) { Ok(()) } else { Err(format!("{failed:?}")) }
+    });
+    let log = worker.log();
+    let lines = log.lines().filter(|line| line.contains("batch was not written"));
+    let lines = lines.filter(|line| !line.contains("suppressed")).count();
+    // Five a minute.
+    assert!((1..=20).contains(&lines), "{lines} lines for {} failures: {log}", 3 * SHUFFLES);
+    worker.kill();
 }
