@@ -45,6 +45,9 @@ const TOGETHER: Duration = Duration::from_secs(60);
 const LONG: Duration = Duration::from_secs(1800);
 /// Bound on the 99th percentile of honest sends of 16 KiB, on an idle machine.
 const SEND_MAX: Duration = Duration::from_secs(1);
+/// Bound on the longest honest send, generous for a busy machine and a debug build, where it takes
+/// about a second. Without a defence against slow sends it takes 22 to 58 s.
+const LONGEST_SEND_MAX: Duration = Duration::from_secs(20);
 /// Bound on `/health/live`, generous for a busy machine and a debug build. The goal is one second.
 const HEALTH_MAX: Duration = Duration::from_secs(20);
 /// Bound on the CPU time of one poll (`tasks_longest_poll_seconds`). CPU time does not depend on
@@ -134,6 +137,8 @@ impl Siege {
         say(&format!("adversary, {name}: at most {} MiB resident; {figures}; {health}; {poll}", peak >> 20));
         assert!(poll_seconds <= POLL_SECONDS_MAX, "{name}: {poll}");
         self.assert_within_memory();
+        let longest = figures.percentile(100);
+        assert!(longest <= LONGEST_SEND_MAX, "{name}: an honest send took {longest:?}");
         assert!(health.longest <= HEALTH_MAX, "{name}: /health/live took {:?}", health.longest);
     }
 
