@@ -398,15 +398,13 @@ mod tests {
         let (held, is_written) = (take(&places).0, std::cell::Cell::new(true));
         let request = held.seat().request();
         let mut resting = std::pin::pin!(held.seat().resting(LEAVING_DEADLINE, || is_written.get()));
-        let mut waits = async |looks: u32| {
-            for _ in 0..looks {
+        let sends = async |looks: u32| {
+            for _ in 0..2 * looks {
                 held.seat().progressed();
-                if tokio::time::timeout(REST_LOOK, &mut resting).await.is_ok() {
-                    return false;
-                }
+                tokio::time::sleep(REST_LOOK / 2).await;
             }
-            true
         };
+        let mut waits = async |looks: u32| tokio::select! { biased; () = &mut resting => false, () = sends(looks) => true };
         assert!(waits(100).await, "its call is being answered");
         drop(request);
         is_written.set(false);
