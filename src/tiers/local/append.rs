@@ -4,9 +4,10 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use futures::future::join_all;
+use futures::future::{join_all, select_ok};
 
 use super::config::SyncWrites;
 use super::core::Core;
@@ -16,11 +17,15 @@ use super::files::Mode;
 use super::log::{LOG_BYTES_MAX, Log, LogKind, LogUse};
 use super::placement::{self, Candidate};
 use super::shuffle::Shuffle;
-use crate::clock::Instant;
+use crate::clock::{Instant, timeout};
 use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedPool;
 use uniffle_io::{File, Vanished};
+
+/// Maximum time that a batch of the final flush waits for a failed disk to recover. The flush
+/// repeats the batch if none does.
+const RECOVERY_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Shared state of writers.
 #[derive(Debug)]
@@ -53,7 +58,7 @@ impl Writer {
     }
 
     /// Chooses the disk for a batch. Measures space again before it returns `None`: some may have
-    /// been freed. The final flush also tries full disks.
+    /// been freed. The final flush also tries full disks, and failed ones that pass a probe now.
     pub(super) async fn choose(&self, bytes: u64, tried: &[usize], is_last: bool) -> Option<usize> {
         let disks = &self.core.disks;
         let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
@@ -63,7 +68,27 @@ impl Writer {
         let healthy = disks.iter().filter(|disk| disk.is_healthy() && !tried.contains(&disk.index));
         join_all(healthy.map(|disk| disk.measure()).collect::<Vec<_>>()).await;
         let chosen = placement::choose(&candidates(), bytes, tried);
-        chosen.or_else(|| if is_last { placement::choose_any(&candidates(), tried) } else { None })
+        if chosen.is_some() || !is_last {
+            return chosen;
+        }
+        if let Some(index) = placement::choose_any(&candidates(), tried) {
+            return Some(index);
+        }
+        self.recover_any(tried).await;
+        placement::choose_any(&candidates(), tried)
+    }
+
+    /// Probes the failed disks that are not in `tried`, until one recovers. Disks that hang delay no
+    /// other.
+    async fn recover_any(&self, tried: &[usize]) {
+        let failed = self.core.disks.iter().filter(|disk| !disk.is_healthy() && !tried.contains(&disk.index));
+        let direct = self.core.config.direct_io;
+        let probes: Vec<_> = failed.map(|disk| Box::pin(disk.recover(direct))).collect();
+        if !probes.is_empty()
+            && let Ok(Err(error)) = timeout(RECOVERY_WAIT_MAX, select_ok(probes)).await
+        {
+            tracing::debug!(%error, "no failed disk has recovered");
+        }
     }
 
     pub(super) fn no_disk(&self) -> StoreError {

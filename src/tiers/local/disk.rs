@@ -58,6 +58,8 @@ pub(super) struct LocalDisk {
     used_bytes: AtomicU64,
     /// Number of calls that the device completed.
     completed_calls: AtomicU64,
+    /// Held by the probe in progress.
+    probing: tokio::sync::Mutex<()>,
     /// Held by the deletion in progress.
     pub(super) removals: Semaphore,
     /// Cancelled when this process must stop deleting.
@@ -113,6 +115,7 @@ impl LocalDisk {
             in_flight_bytes: AtomicU64::new(0),
             used_bytes: AtomicU64::new(0),
             completed_calls: AtomicU64::new(0),
+            probing: tokio::sync::Mutex::default(),
             was_used: false,
             has_unread: AtomicBool::new(false),
             mount,
@@ -374,6 +377,17 @@ impl LocalDisk {
     ///
     /// The write goes around the page cache if possible, so that the read asks the device.
     pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
+        let _only = self.probing.lock().await;
+        self.probe_alone(direct).await
+    }
+
+    /// Probes the disk unless it has become healthy meanwhile.
+    pub(super) async fn recover(&self, direct: bool) -> io::Result<()> {
+        let _only = self.probing.lock().await;
+        if self.is_healthy() { Ok(()) } else { self.probe_alone(direct).await }
+    }
+
+    async fn probe_alone(&self, direct: bool) -> io::Result<()> {
         self.require_attached().await?;
         let bytes = if self.refuses() { ROOM_PROBE_BYTES } else { BLOCK_ALIGN };
         self.call(self.deadline, self.write_and_read_back(bytes, direct)).await?;

@@ -56,6 +56,28 @@ async fn failed_data_write_goes_to_another_disk() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn last_batches_are_written_to_a_recovered_disk() {
+    let (disks, store, key) = two_disks().await;
+    for disk in &disks {
+        disk.faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".data"));
+    }
+    let batch = |id| vec![extent(1, &[(id, 9000)], true)];
+    store.write(&key, batch(1)).await.unwrap_err();
+    assert!(store.disks().iter().all(|disk| !disk.is_healthy()));
+    disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang));
+    store.write(&key, batch(1)).await.unwrap_err();
+    let handle = store.handle(&key).unwrap();
+    let (first, second) = (batch(1), batch(2));
+    let (first, second) = tokio::join!(handle.write_batch(&first, true), handle.write_batch(&second, true));
+    assert_eq!((first.unwrap().disk, second.unwrap().disk), (0, 0));
+    assert!(store.disks()[0].is_healthy() && !store.disks()[1].is_healthy());
+    disks[1].faults.release().await;
+    let mut ids = read_all(&store, &key, 1).await.unwrap();
+    ids.sort_unstable();
+    assert_eq!(ids, [1, 2]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn failed_index_append_goes_to_another_disk() {
     let fault = |fault| Rule::once(Operation::Write, fault).on(".index");
     survives(fault(Fault::Errno(EIO)), false, false).await;
