@@ -264,7 +264,8 @@ fn unclaimed_error(root: &Path, flaw: Flaw, identity: &Identity) -> StoreError {
 /// Refuses a start from empty directories only if there are records of earlier data. `disk` is the
 /// first directory. They are not claimed: a claim would make them look used at the next start.
 fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
-    let Some(who) = config.had_data.as_ref().filter(|_| config.recovery && config.require_mounted.is_none())
+    let Some(who) =
+        config.had_data.as_ref().filter(|_| config.recovery && config.require_mounted != Some(false))
     else {
         return Ok(());
     };

@@ -48,7 +48,7 @@ section! {
          \"group\" it survives both.\n\
          require_mounted unset: an empty directory with another mount point than before is left out. \
          A start is refused if all data directories are empty while the object store or \
-         memory_store.backing has records of earlier data.\n\
+         memory_store.backing has records of earlier data, unless require_mounted is false.\n\
          verify_reads: clients verify checksums in any case; only the worker can attribute the \
          damage to a disk."
     )]

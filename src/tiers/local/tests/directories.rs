@@ -153,14 +153,16 @@ async fn empty_directories_are_refused_if_their_data_is_known() {
     };
     let empty = || [TestDisk::new("/a"), TestDisk::new("/b")];
     let (disks, known) = (empty(), Some("memory_store.backing has 3 shuffles of this worker"));
-    let error = open(&disks, known, None, true).await.unwrap_err();
-    assert_eq!((error.kind, error.path.as_path()), (StoreErrorKind::NotMounted, Path::new("/a")));
-    let text = error.to_string();
-    assert!(text.contains("has 3 shuffles") && text.contains("require_mounted = false"), "{text}");
+    for require_mounted in [None, Some(true)] {
+        let error = open(&disks, known, require_mounted, true).await.unwrap_err();
+        assert_eq!((error.kind, error.path.as_path()), (StoreErrorKind::NotMounted, Path::new("/a")));
+        let text = error.to_string();
+        assert!(text.contains("has 3 shuffles") && text.contains("require_mounted = false"), "{text}");
+    }
     assert!(disks.iter().all(|disk| content(disk).is_empty()), "a claim would make them look used");
     // The operator says that they are new, or that no data is recovered.
     for (had_data, require_mounted, recovery) in
-        [(known, Some(false), true), (known, Some(true), true), (known, None, false), (None, None, true)]
+        [(known, Some(false), true), (known, None, false), (None, None, true), (None, Some(true), true)]
     {
         open(&empty(), had_data, require_mounted, recovery).await.unwrap();
     }
