@@ -113,8 +113,9 @@ impl Outlives {
                     blocks,
                     bytes,
                     largest,
-                    "blocks not flushed and lost at shutdown; the next start lists them; free space in the \
-                     data directories, or raise shutdown.flush_timeout_sec"
+                    "blocks not flushed and lost at shutdown; the next start lists those that were reported; \
+                     free space in the data directories, mend the remote store, or raise \
+                     shutdown.flush_timeout_sec"
                 );
                 return true;
             }

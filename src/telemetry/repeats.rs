@@ -3,6 +3,8 @@
 //! A full disk or an unavailable store would otherwise cause a line per batch, partition or
 //! attempt. Fields do not distinguish messages. After the minute a line reports how many were
 //! suppressed. Audit lines always pass, and all lines pass while the filter enables DEBUG anywhere.
+//! `object_store` logs every retry at INFO, with the pause in its message. These lines are limited
+//! together.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -25,6 +27,9 @@ use super::{AUDIT, LogLimiter, refusals};
 /// Lines of one kind that pass per [`INTERVAL`].
 const LINES_MAX: u32 = 5;
 const INTERVAL: Duration = Duration::from_secs(60);
+
+/// Library whose INFO lines are limited too, whatever their message.
+const CHATTY_LIBRARY: &str = "object_store";
 
 /// Length of the part of a message that identifies it.
 const MESSAGE_BYTES_MAX: usize = 200;
@@ -56,10 +61,15 @@ impl Repeats {
     fn lets_pass(&self, event: &Event<'_>) -> bool {
         let metadata = event.metadata();
         let is_exempt = [AUDIT, refusals::TARGET, module_path!()].contains(&metadata.target());
-        if *metadata.level() > Level::WARN || is_exempt || self.are_details_wanted.load(Ordering::Relaxed) {
+        let is_chatty = *metadata.level() == Level::INFO && metadata.target().starts_with(CHATTY_LIBRARY);
+        if *metadata.level() > Level::WARN && !is_chatty
+            || is_exempt
+            || self.are_details_wanted.load(Ordering::Relaxed)
+        {
             return true;
         }
-        let mut key = (metadata.callsite(), message_of(event));
+        let message = if is_chatty { metadata.target().to_owned() } else { message_of(event) };
+        let mut key = (metadata.callsite(), message);
         let mut kinds = self.kinds.lock();
         if kinds.len() >= KINDS_MAX && !kinds.contains_key(&key) {
             key.1 = "(many messages)".to_owned();
@@ -182,6 +192,15 @@ mod tests {
             (0..2 * KINDS_MAX).for_each(|key| tracing::warn!("key {key} is unknown"));
         });
         assert_eq!(lines.len(), KINDS_MAX + LINES_MAX as usize);
+    }
+
+    #[test]
+    fn retries_of_the_object_store_are_limited_together() {
+        let lines = logged(&Arc::default(), || {
+            (0..100)
+                .for_each(|ms| tracing::info!(target: "object_store::client::retry", "backing off {ms} ms"));
+        });
+        assert_eq!(lines.len(), LINES_MAX as usize);
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl fmt::Display for StoreErrorKind {
             Self::NoSpace => "disk is full",
             Self::Corrupt => "stored bytes are corrupt",
             Self::NotFound => "not found",
-            Self::Unhealthy => "no healthy disk",
+            Self::Unhealthy => "no healthy disk or store",
             Self::Io => "input/output error",
             Self::Purged => "shuffle was purged",
             Self::InvalidRange => "range is not in the data stream",
