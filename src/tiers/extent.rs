@@ -137,10 +137,9 @@ impl InStream for Extent {
     }
 }
 
+#[cfg(feature = "object")]
 #[cfg(test)]
 mod tests {
-    #![cfg(feature = "object")]
-
     use super::*;
 
     #[test]

@@ -279,7 +279,7 @@ impl Moving {
                 blocks += u64::from(extent.blocks);
                 let bytes = extent.base + extent.length - run.range().start;
                 let fits = current.next >= current.singly_until && bytes <= RUN_BYTES && blocks <= RUN_BLOCKS;
-                if !run.extents.is_empty() && !(is_wanted && fits) {
+                if !(run.extents.is_empty() || is_wanted && fits) {
                     break;
                 }
                 if is_wanted {

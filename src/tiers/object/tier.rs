@@ -58,6 +58,9 @@ const PROBES_PER_CLAIM: u32 = 6;
 const ENDS_WAIT: Duration = Duration::from_secs(20);
 const ENDS_PAUSE: Duration = Duration::from_secs(1);
 
+/// The metadata log, and data of shuffles below local disks.
+type FoundAtStart = (Arc<ShippedLog>, HashMap<ShuffleKey, StoredShuffle>);
+
 /// The tier.
 #[derive(Debug)]
 pub struct ObjectTier {
@@ -71,7 +74,7 @@ pub struct ObjectTier {
     gap: Option<Arc<str>>,
     recovered: Mutex<Recovered>,
     /// The log that was found, and data below local disks.
-    found: Mutex<Option<(Arc<ShippedLog>, HashMap<ShuffleKey, StoredShuffle>)>>,
+    found: Mutex<Option<FoundAtStart>>,
 }
 
 impl ObjectTier {

@@ -129,6 +129,14 @@ impl Runs {
         }
     }
 
+    /// Leaves a run that cannot be read, or reads its extents one by one.
+    fn leave(&mut self, run: &Run, error: StoreError) {
+        if let Some((partition, base)) = self.moving.give_back(run) {
+            self.shuffle.exclude(partition, base);
+        }
+        self.unread.get_or_insert((0, error)).0 += 1;
+    }
+
     /// Returns the next extent of the run that is read.
     fn next_of_run(&mut self) -> Option<Moved> {
         let reading = self.reading.as_mut()?;
@@ -153,12 +161,7 @@ impl Source for Runs {
                 match self.open(run).await {
                     Ok(reading) => self.reading = Some(reading),
                     Err((_, error)) if error.kind == StoreErrorKind::Purged => return Err(error),
-                    Err((run, error)) => {
-                        if let Some((partition, base)) = self.moving.give_back(&run) {
-                            self.shuffle.exclude(partition, base);
-                        }
-                        self.unread.get_or_insert((0, error)).0 += 1;
-                    }
+                    Err((run, error)) => self.leave(&run, error),
                 }
             }
         };
@@ -170,14 +173,13 @@ impl Source for Runs {
             let Some(reading) = &mut self.reading else { return Ok(None) };
             if reading.chunk.is_empty() {
                 let chunk = reading.data.next_chunk(&self.buffers).await;
-                reading.chunk = chunk
-                    .inspect_err(|error| {
-                        // Extents with damaged blocks are left out anyway.
-                        if error.kind != StoreErrorKind::Purged && !self.moving.has_damage(&reading.run) {
-                            self.shuffle.exclude(reading.run.partition, reading.base);
-                        }
-                    })?
-                    .unwrap_or_default();
+                // Extents with damaged blocks are left out anyway.
+                if chunk.as_ref().is_err_and(|error| error.kind != StoreErrorKind::Purged)
+                    && !self.moving.has_damage(&reading.run)
+                {
+                    self.shuffle.exclude(reading.run.partition, reading.base);
+                }
+                reading.chunk = chunk?.unwrap_or_default();
             }
             let left = usize::try_from(reading.left_bytes).unwrap_or(usize::MAX);
             let bytes = reading.chunk.split_to(left.min(reading.chunk.len()));
