@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use uniffle_testkit::fake_fs::{RemoteCall, RemoteFault};
+use uniffle_worker::clock::Instant;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
 use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKind};
@@ -116,6 +117,34 @@ async fn failed_remote_is_logged_and_retried() {
     fs.release();
     fixture.settled().await;
     assert!(!fixture.hdfs.all_failing());
+    assert_eq!(fixture.in_hdfs(1, 4).await.len(), 3);
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn last_flush_tries_a_suspended_remote() {
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+    fixture.register(1).await;
+    fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
+    for partition in 0..5 {
+        fixture.push(1, partition, 3, 1000);
+    }
+    fixture.begin_flush();
+    // Suspensions and retry pauses have reached their maximum.
+    sleep(Duration::from_secs(300)).await;
+    // A call fails, so the next suspension begins now.
+    let before = fs.calls().len();
+    fixture
+        .eventually("a call fails", || match fs.calls().len() - before {
+            0 => Err("no call".to_owned()),
+            _ => Ok(()),
+        })
+        .await;
+    fs.release();
+    assert!(fixture.hdfs.all_failing());
+    let deadline = Instant::now() + Duration::from_secs(10);
+    assert!(fixture.flusher.empty(deadline).await, "the remote answers, but was not tried");
     assert_eq!(fixture.in_hdfs(1, 4).await.len(), 3);
     fixture.assert_nothing_missing().await;
     fixture.finish().await;

@@ -238,7 +238,7 @@ impl HdfsStore {
     /// An error of the file system (the caller keeps the memory and may retry or write elsewhere),
     /// or `Purged`.
     pub async fn write_to(&self, handle: &RemoteHandle, extent: ExtentWrite) -> Result<(), StoreError> {
-        self.core.write_extent(&handle.shuffle, extent).await
+        self.core.write_extent(&handle.shuffle, extent, false).await
     }
 
     /// Returns the usage of a shuffle, which is empty if it is unknown.

@@ -37,7 +37,7 @@ impl TierShuffle for RemoteShuffle {
             let metrics = &self.handle.shuffle.remote.metrics;
             metrics.retries.inc_by(u64::from(batch.is_retry));
             for extent in batch.extents {
-                self.core.write_extent(&self.handle.shuffle, extent).await?;
+                self.core.write_extent(&self.handle.shuffle, extent, batch.is_last).await?;
             }
             metrics.huge_bytes.inc_by(batch.huge_bytes);
             Ok(())

@@ -30,17 +30,19 @@ const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(15);
 const RECOVERY_DEADLINE: Duration = Duration::from_secs(3600);
 
 impl Core {
-    /// Writes one partition's blocks, and counts the result.
+    /// Writes one partition's blocks, and counts the result. `is_last` means that the process ends: a
+    /// suspended file system is tried too.
     pub(super) async fn write_extent(
         &self,
         shuffle: &Arc<Shuffle>,
         extent: ExtentWrite,
+        is_last: bool,
     ) -> Result<(), StoreError> {
         shuffle.require_present()?;
         let bytes = extent.length;
         let metrics = &shuffle.remote.metrics;
         metrics.writes.inc();
-        let result = self.write(shuffle, extent).await;
+        let result = self.write(shuffle, extent, is_last).await;
         match &result {
             Ok(()) => {
                 metrics.successes.inc();
@@ -56,10 +58,15 @@ impl Core {
 
     /// Acquires the application's own resources first, and the shared permit last. A batch that
     /// waits for its own deletion or writer must not block other applications.
-    async fn write(&self, shuffle: &Arc<Shuffle>, extent: ExtentWrite) -> Result<(), StoreError> {
+    async fn write(
+        &self,
+        shuffle: &Arc<Shuffle>,
+        extent: ExtentWrite,
+        is_last: bool,
+    ) -> Result<(), StoreError> {
         let turn = timeout(self.config.write_timeout, self.turn(shuffle, extent.partition)).await;
         let mut turn = turn.map_err(|late| StoreError::io(&shuffle.remote.authority, late.into()))??;
-        let place = place(&shuffle.remote).await?;
+        let place = place(&shuffle.remote, is_last).await?;
         let bytes = extent.length;
         let (told, result) = oneshot::channel();
         let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
@@ -113,15 +120,17 @@ impl Core {
     }
 }
 
-/// Acquires a permit to write. Fails if the file system stops working meanwhile.
-async fn place(remote: &Remote) -> Result<OwnedSemaphorePermit, StoreError> {
+/// Acquires a permit to write. Unless `is_last`, fails if the file system is suspended meanwhile.
+async fn place(remote: &Remote, is_last: bool) -> Result<OwnedSemaphorePermit, StoreError> {
     loop {
-        if !remote.is_available() {
+        if !is_last && !remote.is_available() {
             return Err(remote.suspended());
         }
         let waiting = Arc::clone(&remote.permits).acquire_owned();
         if let Ok(Ok(place)) = timeout(PLACE_LOOK_INTERVAL, waiting).await {
-            remote.try_now()?;
+            if !is_last {
+                remote.try_now()?;
+            }
             return Ok(place);
         }
     }
