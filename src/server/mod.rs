@@ -187,9 +187,7 @@ impl Worker {
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let embedded = embedded_coordinator(config, memory.heap(), &registry)?;
         let parts = (Arc::clone(&service), Arc::clone(&live), embedded.clone());
-        let state = Arc::new(resume(config, state, parts));
-        let store: Weak<dyn SettingsStore> = Arc::<StateWriter>::downgrade(&state);
-        service.lifecycle.set_settings_store(store);
+        let state = resume(config, state, parts);
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
@@ -372,7 +370,7 @@ fn resume(
     config: &Config,
     state: RuntimeState,
     (service, live, embedded): (Arc<Service>, Arc<RuntimeSettings>, Option<EmbeddedCoordinator>),
-) -> StateWriter {
+) -> Arc<StateWriter> {
     if state.decommission {
         tracing::info!(
             "decommissioning continues after the restart; POST /admin/cancel-decommission cancels it"
@@ -386,7 +384,11 @@ fn resume(
     if let Some(embedded) = &embedded {
         embedded.restore_apps(&state.apps);
     }
-    StateWriter::new(config, state, (service, live, embedded))
+    let lifecycle = Arc::clone(&service.lifecycle);
+    let writer = Arc::new(StateWriter::new(config, state, (service, live, embedded)));
+    let store: Weak<dyn SettingsStore> = Arc::<StateWriter>::downgrade(&writer);
+    lifecycle.set_settings_store(store);
+    writer
 }
 
 /// Duplicates the listeners and the memory file for a successor. Also hands the memory file to the
