@@ -6,11 +6,13 @@
 //! deleted afterwards, in tasks (`deletions`).
 
 use std::collections::HashMap;
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use prometheus::HistogramTimer;
 
 use crate::app::{AppRegistry, PartitionRanges, Registration};
@@ -33,7 +35,6 @@ use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::noted::{Noting, note_registration};
 use super::quota::{self, QuotaConfig};
-use super::settings_store::SettingsStore;
 use super::spill::Spill;
 use super::status::{WorkerState, WorkerStatus};
 use super::verify::Verifier;
@@ -68,6 +69,15 @@ const RANGES_SENT_MAX: usize = 1 << 18;
 
 /// Number of ranges above which a registration is sorted and encoded on a blocking thread.
 const INLINE_RANGES_MAX: usize = 4096;
+
+/// Storage for decommissioning and tags, which outlives the process.
+pub trait SettingsStore: fmt::Debug + Send + Sync {
+    /// Saves the current settings.
+    ///
+    /// # Errors
+    /// The path and the error of each file, if none was written.
+    fn save(&self) -> BoxFuture<'_, Result<(), String>>;
+}
 
 /// Applications and shuffles from registration to removal, and the node's decommissioning.
 #[derive(Debug)]
@@ -115,6 +125,22 @@ pub struct RegisterRequest<'a> {
 }
 
 impl Lifecycle {
+    /// Sets the storage used by [`Lifecycle::save_settings`]. Only the first call counts.
+    pub fn set_settings_store(&self, store: Weak<dyn SettingsStore>) {
+        let _ = self.settings_store.set(store);
+    }
+
+    /// Saves decommissioning and tags, if a storage is set.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotSaved`]. The settings are in effect nevertheless.
+    pub async fn save_settings(&self) -> Result<(), ServiceError> {
+        match self.settings_store.get().and_then(Weak::upgrade) {
+            Some(store) => store.save().await.map_err(ServiceError::NotSaved),
+            None => Ok(()),
+        }
+    }
+
     /// Registers a shuffle and its partitions. Repeating it is harmless; further ranges are added.
     ///
     /// # Errors

@@ -21,7 +21,7 @@ use super::notes::PurgeNotes;
 use super::read::{DataRead, IndexRead, Reader};
 use super::removal::DeletionQueue;
 use super::shuffle::Shuffle;
-use super::view::ViewRun;
+use super::view::{StreamView, ViewRun};
 use crate::clock::timeout;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
@@ -156,6 +156,43 @@ impl LocalStore {
     pub async fn write(&self, key: &ShuffleKey, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
         let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
         self.handle(key).ok_or_else(purged)?.write(&extents).await
+    }
+
+    /// Takes a snapshot of a partition's stream.
+    ///
+    /// # Errors
+    /// `NotFound` if the shuffle is unknown.
+    pub fn view(&self, key: &ShuffleKey, partition: PartitionId) -> Result<StreamView, StoreError> {
+        let shuffle = self.find(key)?;
+        let (extents, bytes, blocks, in_objects) = shuffle.with_partition(partition, |found| {
+            found.map(|it| (it.extents.clone(), it.bytes, it.blocks, it.in_objects)).unwrap_or_default()
+        });
+        Ok(StreamView { shuffle, partition, extents, bytes, blocks, in_objects })
+    }
+
+    /// Takes a snapshot of a range of a partition's stream.
+    ///
+    /// # Errors
+    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not
+    /// completely published.
+    pub fn view_part(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        range: &Range<u64>,
+    ) -> Result<StreamView, StoreError> {
+        StreamView::part(self.find(key)?, partition, range)
+    }
+
+    /// Reads the index of a run without objects.
+    pub fn index_of(&self, view: &StreamView, run: &ViewRun) -> IndexRead {
+        IndexRead::new(&self.reader, view, run)
+    }
+
+    /// Reads a range of data without objects.
+    pub fn data_of(&self, view: &StreamView, range: Range<u64>) -> DataRead {
+        let extents = view.extents.touched(range.start, range.end);
+        DataRead::new(&self.reader, (Arc::clone(&view.shuffle), view.partition), extents, range)
     }
 
     /// Returns the index of a partition. It is empty if nothing of the partition is published.

@@ -7,9 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::extent::{Extent, ExtentList};
-use super::read::{DataRead, IndexRead};
 use super::shuffle::Shuffle;
-use super::store::LocalStore;
 use crate::tiers::extents::InStream as _;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -25,7 +23,7 @@ pub struct StreamView {
     /// Number of blocks of the whole stream.
     pub blocks: u64,
     /// Number of extents of the whole stream that are in objects.
-    in_objects: usize,
+    pub(super) in_objects: usize,
 }
 
 /// Consecutive extents, either all in objects or none.
@@ -115,44 +113,5 @@ impl StreamView {
         let is_in_object = extents.peek().is_some_and(|it| it.is_in_object());
         let other = extents.find(|it| it.is_in_object() != is_in_object);
         (other.map_or(range.end, |it| it.base), is_in_object)
-    }
-}
-
-impl LocalStore {
-    /// Takes a snapshot of a partition's stream.
-    ///
-    /// # Errors
-    /// `NotFound` if the shuffle is unknown.
-    pub fn view(&self, key: &ShuffleKey, partition: PartitionId) -> Result<StreamView, StoreError> {
-        let shuffle = self.find(key)?;
-        let (extents, bytes, blocks, in_objects) = shuffle.with_partition(partition, |found| {
-            found.map(|it| (it.extents.clone(), it.bytes, it.blocks, it.in_objects)).unwrap_or_default()
-        });
-        Ok(StreamView { shuffle, partition, extents, bytes, blocks, in_objects })
-    }
-
-    /// Takes a snapshot of a range of a partition's stream.
-    ///
-    /// # Errors
-    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not
-    /// completely published.
-    pub fn view_part(
-        &self,
-        key: &ShuffleKey,
-        partition: PartitionId,
-        range: &Range<u64>,
-    ) -> Result<StreamView, StoreError> {
-        StreamView::part(self.find(key)?, partition, range)
-    }
-
-    /// Reads the index of a run without objects.
-    pub fn index_of(&self, view: &StreamView, run: &ViewRun) -> IndexRead {
-        IndexRead::new(&self.reader, view, run)
-    }
-
-    /// Reads a range of data without objects.
-    pub fn data_of(&self, view: &StreamView, range: Range<u64>) -> DataRead {
-        let extents = view.extents.touched(range.start, range.end);
-        DataRead::new(&self.reader, (Arc::clone(&view.shuffle), view.partition), extents, range)
     }
 }
