@@ -40,8 +40,9 @@ async fn decommission_can_be_cancelled() {
     let fixture = AdminFixture::start().await;
     let state = || fixture.worker.service().status().state();
     let (status, answer) = fixture.call("/admin/decommission", "").await;
-    assert_eq!((status, answer), (StatusCode::OK, json!({ "state": "decommissioning", "apps": 0 })));
     // Decommissioned once the worker has noticed that no application is left.
+    assert!(answer["state"].as_str().unwrap().starts_with("decommission"), "{answer}");
+    assert_eq!((status, &answer["apps"]), (StatusCode::OK, &json!(0)));
     assert!(matches!(state(), WorkerState::Decommissioning | WorkerState::Decommissioned));
     let (status, answer) = fixture.call("/admin/cancel-decommission", "").await;
     assert_eq!((status, answer["state"].as_str()), (StatusCode::OK, Some("active")));
