@@ -64,6 +64,7 @@ impl IdChunk {
     /// [`IdChunk::encode`].
     fn try_decode(&self, ids: &mut Vec<u64>) -> bool {
         ids.clear();
+        ids.reserve(usize::from(self.count).min(CHUNK_IDS_MAX));
         ids.push(self.first);
         let mut gaps = [0u64; CHUNK_IDS_MAX];
         let Some(gaps) = gaps.get_mut(..usize::from(self.count).wrapping_sub(1)) else { return false };

@@ -196,11 +196,13 @@ impl Ledger {
             There::AtLeast(known) | There::Exactly(known) if !is_all => Some(known),
             There::All | There::AtLeast(_) | There::Exactly(_) | There::InTiers => None,
         };
-        let is_there =
-            |id: u64| meanwhile.ids().contains(id) || known.is_some_and(|it| it.ids().contains(id));
+        let there = [Some(&meanwhile), known].into_iter().flatten();
+        let mut there: Vec<_> = there.map(|it| it.ids().lookup()).collect();
+        let mut is_there = |id: u64| there.iter_mut().any(|it| it.contains(id));
         let mut missing: Vec<u64> = look.missing.into_iter().filter(|id| !is_there(*id)).collect();
         if let Some(found) = &look.found {
-            missing.extend(asked.iter().filter(|id| !found.ids().contains(**id) && !is_there(**id)));
+            let mut found = found.ids().lookup();
+            missing.extend(asked.iter().filter(|id| !found.contains(**id) && !is_there(**id)));
         }
         missing.sort_unstable();
         missing.dedup();
@@ -255,8 +257,10 @@ impl Ledger {
 
     /// Enters blocks as lost. Returns the newly lost ones.
     pub fn enter(&mut self, ids: &[u64], blame: &Blame) -> Entered {
-        let is_new = |id: &u64| !self.losses.iter().any(|loss| loss.ids.contains(*id));
-        let new: Vec<u64> = ids.iter().copied().filter(is_new).collect();
+        // One lookup per set decodes each of its chunks once for ascending ids.
+        let mut known: Vec<_> = self.losses.iter().map(|loss| loss.ids.lookup()).collect();
+        let mut is_new = |id: &u64| !known.iter_mut().any(|known| known.contains(*id));
+        let new: Vec<u64> = ids.iter().copied().filter(&mut is_new).collect();
         if self.charge.try_grow(LOST_ID_BYTES * new.len() as u64).is_err() {
             self.add_unlisted(new.len() as u64, &blame.reason);
             return Entered { losses: Vec::new(), unlisted: new.len() as u64 };
