@@ -44,6 +44,8 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         }
         Call::Upgrade { command, within, dry_run, wait: _ } => {
             let options = upgrade::Options { command: command.as_deref(), within: *within };
+            // Last, so that the others are upgraded before the command stops at them.
+            let targets = lost::with_lost(&client, arguments, targets).await;
             return upgrade::run(&client, (arguments, &targets), &options, *dry_run).await;
         }
         Call::Orphans { live, remove, older_than } => {

@@ -1,9 +1,10 @@
 //! `ctl upgrade`: upgrades workers in place, one after the other.
 //!
 //! Invariant: a worker is signalled only after all workers before it run the new program, are
-//! ready, have lost no block, and are registered with a coordinator. The first failure stops the
-//! command.
+//! ready, have lost no block, and a coordinator lists all workers that it listed before. The first
+//! failure stops the command.
 
+use std::collections::BTreeSet;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use crate::failure::Failure;
 use crate::http::Client;
 use crate::progress::Progress;
 use crate::workers::{Target, known};
-use crate::{complain, local_process, rows, say};
+use crate::{complain, local_process, lost, rows, say};
 
 /// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
@@ -41,6 +42,13 @@ struct Program {
     build: String,
     started_ms: i64,
     lost_blocks: u64,
+}
+
+/// State before a worker is signalled.
+struct Before {
+    program: Program,
+    /// Ids of the workers that the coordinators list.
+    registered: BTreeSet<String>,
 }
 
 /// Checks the program that runs after the signal against the one before.
@@ -66,8 +74,9 @@ pub(crate) async fn run(
     if targets.is_empty() {
         return Err(Failure::Usage("--coordinator: no worker is registered".to_owned()));
     }
+    let state = |target: &Target| if target.is_lost { "lost" } else { "not upgraded" };
     let mut rows: Vec<Value> =
-        targets.iter().map(|target| json!({ "worker": target.name, "state": "not upgraded" })).collect();
+        targets.iter().map(|target| json!({ "worker": target.name, "state": state(target) })).collect();
     let mut failure = None;
     if !is_dry {
         let progress = Progress::new();
@@ -129,8 +138,10 @@ async fn upgrade(
     options: &Options<'_>,
     expected: Option<&str>,
 ) -> Result<(String, String), Failure> {
+    lost::require_known(target)?;
     let deadline = Instant::now() + options.within;
-    let before = ready_program(client, target).await?;
+    let before =
+        Before { program: ready_program(client, target).await?, registered: registered(arguments).await? };
     let refused = refusals(client, target).await?;
     signal(target, options).await?;
     loop {
@@ -139,7 +150,7 @@ async fn upgrade(
                 let text = format!("{}: runs {after}, unlike the workers before it", target.name);
                 return Err(Failure::Refused { status: 409, text });
             }
-            Ok(after) => return Ok((before.build, after)),
+            Ok(after) => return Ok((before.program.build, after)),
             Err(problem @ Failure::Refused { status: 409, .. }) => return Err(problem),
             Err(problem) => problem,
         };
@@ -158,26 +169,32 @@ async fn upgrade(
     }
 }
 
-/// Returns the build of the worker once it runs another process than `before`, is ready and is
-/// registered.
+/// Returns the build of the worker once it runs another process than `before`, is ready, and all
+/// workers are registered. An embedded coordinator learns of the others by their next heartbeats.
 async fn settled(
     client: &Client,
     (arguments, target): (&Arguments, &Target),
-    before: &Program,
+    before: &Before,
 ) -> Result<String, Failure> {
     let after = ready_program(client, target).await?;
-    compare(&target.name, before, &after)?;
+    compare(&target.name, &before.program, &after)?;
     // A new process counts from zero, and counts a program that could not be executed.
     if refusals(client, target).await? > 0.0 {
         let text = format!("{}: the new program cannot be executed; the old one runs again", target.name);
         return Err(Failure::Refused { status: 409, text });
     }
-    if arguments.coordinator.is_empty() {
-        return Ok(after.build);
+    let registered = registered(arguments).await?;
+    match before.registered.difference(&registered).next() {
+        None => Ok(after.build),
+        Some(id) => Err(Failure::NotReached(format!("{id} is not registered with the coordinator"))),
     }
-    match known(arguments).await?.iter().any(|listed| listed.name == target.name) {
-        true => Ok(after.build),
-        false => Err(Failure::NotReached("is not registered with the coordinator".to_owned())),
+}
+
+/// Returns the ids of the workers that the coordinators list, or none without a coordinator.
+async fn registered(arguments: &Arguments) -> Result<BTreeSet<String>, Failure> {
+    match arguments.coordinator.is_empty() {
+        true => Ok(BTreeSet::new()),
+        false => Ok(known(arguments).await?.into_iter().map(|listed| listed.name).collect()),
     }
 }
 

@@ -101,3 +101,12 @@ async fn fleet_upgrade_stops_at_the_first_refusal() {
     assert!(stderr.contains("exit status: 7") && stderr.contains(&format!("{} away", ids[0])), "{stderr}");
     assert_eq!(fleet.starts(), after);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fleet_upgrade_of_the_coordinator_waits_for_all_workers() {
+    let fleet = Fleet::start();
+    let coordinator = node(fleet.of_coordinator())["id"].as_str().expect("an id").to_owned();
+    fleet.upgrade(&["--only", &coordinator]).await.succeeded();
+    let listed = fleet.upgrade(&["--dry-run"]).await.succeeded();
+    assert_eq!(listed, fleet.ids().iter().map(|id| format!("{id}: not upgraded\n")).collect::<String>());
+}
