@@ -127,7 +127,7 @@ fn moved_blocks_are_served_or_reported_lost() {
     run_seeds(
         ("MOVED_LIFE", MOVED_SEEDS_DEFAULT),
         Storage::Both,
-        &[OBJECT_EVENTS, LATE_EVENTS, DISKS_ALONE_EVENTS],
+        &[&["refused_tickets", "extents_given_up"], OBJECT_EVENTS, LATE_EVENTS, DISKS_ALONE_EVENTS],
     );
 }
 
