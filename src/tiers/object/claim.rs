@@ -1,11 +1,11 @@
-//! The claim of a worker's prefix: an object that says which process writes there.
+//! The claim of a worker's prefix: an object that names the process that writes there.
 //!
-//! A start replaces it, so the newest process has the prefix: that of an upgrade, of a start after a crash, on whatever
-//! machine. One that finds another's claim has lost the prefix: it acknowledges, writes and deletes nothing there any
-//! more, says so by name, and goes on to serve what it knows. It looks after a page of metadata was written and before
-//! that is acknowledged, before anything is deleted, and now and then. Since a start claims before it looks what is
-//! there, everything that was ever acknowledged is found by it. Where the store knows conditions (If-Match,
-//! If-None-Match), of two processes that start at once one is refused.
+//! Every start replaces the claim, so the newest process owns the prefix. A process that finds the
+//! claim of another one has lost the prefix. It acknowledges, writes and deletes nothing there, logs
+//! the other process, and still serves the blocks it knows. A process checks the claim before it
+//! acknowledges metadata, before deletions, and periodically. A start claims before it lists, so it
+//! finds everything that was acknowledged. If the store supports conditions (If-Match,
+//! If-None-Match), one of two simultaneous starts is refused.
 
 use std::sync::OnceLock;
 
@@ -20,16 +20,16 @@ use super::condition::failed;
 use super::layout::path_of;
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// Below the worker's prefix. No application has such a part of a key.
+/// Key of the claim below the worker's prefix. Keys of applications have no such part.
 pub const CLAIM: &str = "!claim";
 /// First line of a claim: format and version.
 const CLAIM_HEAD: &str = "uniffle-worker object store 2";
 /// First line of a claim of an earlier development build, whose metadata this program does not read.
 const EARLIER_HEAD: &str = "uniffle-worker object store 1\n";
-/// Begin of the line with the number of the worker's start.
+/// Beginning of the line with the number of the worker's start.
 const START: &str = "start ";
 
-/// The key of the claim of the prefix `root`.
+/// Returns the key of the claim of the prefix `root`.
 #[must_use]
 pub fn claim_key(root: &str) -> String {
     format!("{root}/{CLAIM}")
@@ -44,15 +44,15 @@ pub(super) struct Claim {
     key: String,
     /// Number of this start of the worker, greater than those of earlier claims.
     start: u32,
-    /// Without the line that says that the worker is drained.
+    /// Content without the line [`DRAINED`].
     text: String,
-    /// Whether the claim in the store has that line; none after a write of unknown outcome.
+    /// True if the claim in the store has the line [`DRAINED`]. `None` after a write of unknown outcome.
     is_drained: Mutex<Option<bool>>,
-    /// Whose it is, if it is not ours any more.
+    /// Holder of the prefix, if this process has lost it.
     lost: OnceLock<String>,
 }
 
-/// What is in the claim's place.
+/// Result of a read of the claim.
 enum Found {
     Nothing,
     Ours { version: UpdateVersion, is_drained: bool },
@@ -68,10 +68,10 @@ struct Other {
 }
 
 impl Claim {
-    /// Takes the prefix `root` over from the process that had it.
+    /// Takes over the prefix `root` from an earlier process.
     ///
     /// # Errors
-    /// The store's, or another process took it at the same moment.
+    /// The store does not answer or refuses, or another process took the prefix at the same time.
     pub(super) async fn take(store: &dyn ObjectStore, root: &str) -> Result<Self, StoreError> {
         let (text, is_drained) = (text(), Mutex::new(Some(false)));
         let mut claim = Self { key: claim_key(root), start: 1, text, is_drained, lost: OnceLock::new() };
@@ -98,7 +98,7 @@ impl Claim {
     /// Returns an error if an earlier development build has written below the prefix. Writes nothing.
     ///
     /// # Errors
-    /// The store's, or `NotOurs`.
+    /// `NotOurs`, or the store does not answer or refuses.
     pub(super) async fn require_layout(store: &dyn ObjectStore, root: &str) -> Result<(), StoreError> {
         let (text, is_drained) = (text(), Mutex::new(None));
         let claim = Self { key: claim_key(root), start: 0, text, is_drained, lost: OnceLock::new() };
@@ -110,7 +110,8 @@ impl Claim {
         self.start
     }
 
-    /// Whether the store refuses to create the claim, which is there, once more. True if it does not say.
+    /// Returns whether the store supports conditions: it refuses to create the existing claim again.
+    /// True if it does not answer.
     async fn has_conditions(&self, store: &dyn ObjectStore) -> bool {
         let bytes = self.content(self.is_drained());
         match store.put_opts(&self.path(), bytes.into(), PutMode::Create.into()).await {
@@ -119,16 +120,16 @@ impl Claim {
         }
     }
 
-    /// Whether local disks had nothing that the store does not have when this was last written. A start takes that over from the process
-    /// before.
+    /// Returns whether the store had all data of the local disks at the last write of the claim. A
+    /// start takes this over from the previous process.
     pub(super) fn is_drained(&self) -> bool {
         *self.is_drained.lock() == Some(true)
     }
 
-    /// Writes whether local disks have nothing that the store does not have. One caller at a time.
+    /// Writes whether the store has all data of the local disks. Not for concurrent callers.
     ///
     /// # Errors
-    /// The store's, or another process has the prefix.
+    /// The store does not answer or refuses, or another process has the prefix.
     pub(super) async fn set_drained(
         &self,
         store: &dyn ObjectStore,
@@ -170,10 +171,11 @@ impl Claim {
         Ok(is_same || listed.last_modified.timestamp() >= stored.last_modified.timestamp())
     }
 
-    /// Nothing that was written before can be missing in what another process has found at its start.
+    /// Checks that this process has the prefix. If so, a later start of another process finds
+    /// everything that was written before this call.
     ///
     /// # Errors
-    /// The store's, or another process has the prefix.
+    /// The store does not answer or refuses, or another process has the prefix.
     pub(super) async fn require(&self, store: &dyn ObjectStore) -> Result<(), StoreError> {
         if let Some(holder) = self.lost.get() {
             return Err(self.in_use(holder));
@@ -195,7 +197,7 @@ impl Claim {
         }
     }
 
-    /// Whether another process has the prefix, as far as was looked.
+    /// Returns whether a check has found that another process has the prefix.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.get().is_some()
     }
@@ -257,26 +259,26 @@ impl Claim {
     }
 }
 
-/// Error of a prefix that an earlier development build has written to.
+/// Creates the error for a prefix of an earlier development build.
 pub(super) fn earlier_layout(key: &str) -> StoreError {
     let what = "written by an earlier development build of uniffle-worker, whose metadata this one does not read: \
                 end its applications and delete the worker's objects, or use another object_store.url";
     StoreError::remote(StoreErrorKind::NotOurs, key, what)
 }
 
-/// Returns the number of the start that a claim names.
+/// Returns the number of the start in a claim.
 fn start_of(claim: &[u8]) -> u32 {
     let text = String::from_utf8_lossy(claim);
     let line = text.lines().find_map(|line| line.strip_prefix(START));
     line.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
-/// Replaces that version, where the store gives versions.
+/// Returns the mode that replaces a version, if the store has versions.
 fn update(version: UpdateVersion) -> PutMode {
     if version.e_tag.is_some() { PutMode::Update(version) } else { PutMode::Overwrite }
 }
 
-/// Whether the store says that it supports no conditions.
+/// Returns whether the store does not support conditions.
 fn knows_no_conditions(error: &Error) -> bool {
     matches!(error, Error::NotImplemented { .. } | Error::NotSupported { .. })
         || Failure::of(error) == Failure::Refused(Refusal::NotUnderstood)
@@ -286,14 +288,14 @@ fn is_condition(error: &Error) -> bool {
     matches!(error, Error::AlreadyExists { .. } | Error::Precondition { .. })
 }
 
-/// A claim that no other process makes.
+/// Creates the content of a claim, which is unique.
 fn text() -> String {
     let uname = rustix::system::uname();
     let (token, host, pid) = (Uuid::new_v4(), uname.nodename().to_string_lossy(), std::process::id());
     format!("{CLAIM_HEAD}\n{token}\nprocess {pid} on {host}\n")
 }
 
-/// Whom a claim names, shortened: anybody may have written it.
+/// Returns the holder in a claim, shortened, because any program may have written the claim.
 fn holder_of(claim: &[u8]) -> String {
     const SHOWN_CHARS_MAX: usize = 200;
     let text = String::from_utf8_lossy(claim);

@@ -71,7 +71,7 @@ pub fn part_of(text: &str) -> String {
     part
 }
 
-/// What a part of a key stands for; none if [`part_of`] makes no such part.
+/// Returns the text that [`part_of`] encodes as this part of a key, or `None` if there is none.
 #[must_use]
 pub fn text_of(part: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(part.len());

@@ -1,9 +1,11 @@
-//! What an earlier process of this worker left in the store, read when a worker starts.
+//! Recovery of the store's data at a start.
 //!
-//! The metadata log says which shuffles live. Their segments are those of the chain from the newest backwards; others are uploads whose
-//! outcome was never known. What of a stream cannot be read, and what follows it, is lost, with an error that names the object.
+//! The metadata log has the living shuffles. Their segments form a chain, which is read from the
+//! newest to the oldest. Segments outside the chain are uploads of unknown outcome. If a segment
+//! cannot be read, its blocks and later ones of the same streams are lost, with an error that names
+//! the object.
 //!
-//! Requests go out many at a time, each kind with a bound, and what their answers hold is charged.
+//! Requests of each kind run in bounded numbers, and memory for their answers is charged.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

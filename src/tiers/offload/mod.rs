@@ -1,19 +1,21 @@
-//! Local disks above an object store: what is written goes to the disks, and from there in the background to the store.
+//! Local disks above an object store. Writes go to the disks, and data moves to the store in the
+//! background.
 //!
-//! The disks assign the place of each extent in its stream, and know whether it is on a disk or in an object. A move copies extents
-//! and then changes their location. Readers see one stream. At a start the store has precedence: its extents are not looked for on
-//! the disks.
+//! The extent map of the disks has the offset and the location of each extent. A move copies extents
+//! and then changes their location, so readers see one stream. At a start the store has precedence:
+//! its extents are not read from the disks.
 //!
-//! The disks' metadata log is copied to the store in the background. From its first move on, a shuffle's records are in the store
-//! before they are acknowledged, so that a worker of the same name on an empty machine knows what there should be.
+//! The metadata log of the disks is copied to the store in the background. After the first move of a
+//! shuffle, its records are in the store before they are acknowledged, so a worker of the same id on
+//! an empty machine finds missing blocks.
 //!
 //! | file | does |
 //! | --- | --- |
 //! | `tier` | both as one tier |
-//! | `open` | what an earlier process left in both, put together |
-//! | `mover` | moves what the policy says; how far a drain is |
-//! | `policy` | whether something is moved, and what (pure) |
-//! | `pass` | one object's worth of a shuffle after the other |
+//! | `open` | recovery of both |
+//! | `mover` | moves the data that the policy selects; progress of a drain |
+//! | `policy` | selection of data to move (pure) |
+//! | `pass` | upload of a shuffle's data, object after object |
 //! | `shuffle`, `log` | a registration in both; when its records are acknowledged |
 //! | `read` | reads of streams that are in both |
 //! | `metrics` | counters |

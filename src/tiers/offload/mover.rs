@@ -77,7 +77,7 @@ impl OffloadTier {
         }
     }
 
-    /// Whether anything was moved, or made known.
+    /// Returns whether anything was moved or made known to the store.
     async fn run(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> bool {
         match self.move_some(wanted, shuffle).await {
             Ok(has_moved) => has_moved,
@@ -90,10 +90,10 @@ impl OffloadTier {
         }
     }
 
-    /// Moves what is wanted of a shuffle; false if there was nothing that can be moved.
+    /// Moves the selected data of a shuffle. Returns false if nothing can be moved.
     ///
     /// # Errors
-    /// What a disk or the store says; what was moved before stays so.
+    /// The error of a disk or of the store. Data that was moved before stays moved.
     pub(super) async fn move_some(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> Result<bool, StoreError> {
         let _turn = self.turn.lock().await;
         let is_new = !shuffle.is_known();
