@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use uniffle_testkit::fake_fs::{RemoteCall, RemoteFault};
+use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_worker::clock::Instant;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
@@ -91,8 +91,8 @@ async fn files_of_an_earlier_process_stay_unchanged() {
     fixture.finish().await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn failed_remote_is_logged_and_retried() {
+/// Begins to flush five partitions of shuffle 1 to a remote that cannot create data files.
+async fn flushing_to_failing_remote() -> (HdfsFixture, FakeFs) {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
@@ -100,6 +100,12 @@ async fn failed_remote_is_logged_and_retried() {
         fixture.push(1, partition, 3, 1000);
     }
     fixture.begin_flush();
+    (fixture, fs)
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_remote_is_logged_and_retried() {
+    let (fixture, fs) = flushing_to_failing_remote().await;
     fixture
         .eventually("it is known to fail", || {
             if fixture.hdfs.all_failing() { Ok(()) } else { Err(String::new()) }
@@ -124,13 +130,7 @@ async fn failed_remote_is_logged_and_retried() {
 
 #[tokio::test(start_paused = true)]
 async fn last_flush_tries_a_suspended_remote() {
-    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
-    fixture.register(1).await;
-    fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
-    for partition in 0..5 {
-        fixture.push(1, partition, 3, 1000);
-    }
-    fixture.begin_flush();
+    let (fixture, fs) = flushing_to_failing_remote().await;
     // Suspensions and retry pauses have reached their maximum.
     sleep(Duration::from_secs(300)).await;
     // A call fails, so the next suspension begins now.
