@@ -558,8 +558,10 @@ impl Task {
     /// Stores the pending object, with the same bytes and name on each attempt.
     async fn put_pending(&mut self) -> Result<(), LogError> {
         let Some(pending) = &self.pending else { return Ok(()) };
-        let _charge = self.memory.force_charge(pending.bytes.len() as u64);
+        let charge = self.memory.force_charge(pending.bytes.len() as u64);
         self.objects.put(pending.object, pending.bytes.clone()).await?;
+        // Whoever is told that the object is stored finds its memory released.
+        drop(charge);
         self.behind.objects += 1;
         self.behind.bytes += pending.bytes.len() as u64;
         self.parts.push(pending.object);
