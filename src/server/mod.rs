@@ -383,6 +383,7 @@ fn resume(
     }
     if let Some(embedded) = &embedded {
         embedded.restore_apps(&state.apps);
+        embedded.restore_nodes(&state.nodes);
     }
     let lifecycle = Arc::clone(&service.lifecycle);
     let writer = Arc::new(StateWriter::new(config, state, (service, live, embedded)));

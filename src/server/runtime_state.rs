@@ -1,5 +1,5 @@
 //! Settings made at run time that outlive the process: decommissioning, tags, and the applications
-//! known to the embedded coordinator.
+//! and nodes known to the embedded coordinator.
 //!
 //! They are one JSON file beside each copy of the metadata log, rewritten as a whole after a
 //! change. A start reads the newest readable copy. An upgrade hands everything to the successor. A
@@ -24,7 +24,7 @@ use tokio::sync::{Mutex, Notify};
 use tokio::time::MissedTickBehavior;
 
 use crate::config::Config;
-use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp};
+use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 use crate::service::{Service, SettingsStore};
 
 use super::memory_backing::{beside_log, within};
@@ -33,9 +33,9 @@ use super::settings::{RuntimeSettings, Tags};
 
 /// Name of the file beside the metadata log.
 const FILE: &str = "state";
-/// Largest file read. A full table of applications takes less than half of it.
-const FILE_BYTES_MAX: u64 = 8 << 20;
-/// Interval at which changes of the applications are saved, and failed writes are repeated.
+/// Largest file read. Full tables of applications and nodes fit.
+const FILE_BYTES_MAX: u64 = 16 << 20;
+/// Interval at which changes of applications and nodes are saved, and failed writes are repeated.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Content of the file.
@@ -49,6 +49,9 @@ pub(super) struct RuntimeState {
     tags: Option<SavedTags>,
     /// Applications of the embedded coordinator.
     pub(super) apps: Vec<SavedApp>,
+    /// Nodes of the embedded coordinator. Earlier versions do not save them.
+    #[serde(default)]
+    pub(super) nodes: Vec<SavedNode>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -125,6 +128,7 @@ pub(super) struct StateWriter {
 struct Latest {
     state: RuntimeState,
     apps_version: Option<u64>,
+    nodes_version: Option<u64>,
     /// A copy of the state has been written.
     is_saved: bool,
     /// A warning about a state that was not saved has been logged.
@@ -227,10 +231,16 @@ impl StateWriter {
         state.decommission = self.service.status().is_decommission_wanted() && !is_stopping;
         let Tags { current, configured } = self.live.tags_and_configured();
         state.tags = (current != configured).then_some(SavedTags { current, configured });
-        let saved = self.embedded.as_ref().and_then(|embedded| embedded.saved_apps(latest.apps_version));
-        if let Some((version, apps)) = saved {
+        let embedded = self.embedded.as_ref();
+        let apps = embedded.and_then(|embedded| embedded.saved_apps(latest.apps_version));
+        if let Some((version, apps)) = apps {
             latest.apps_version = Some(version);
             state.apps = apps;
+        }
+        let nodes = embedded.and_then(|embedded| embedded.saved_nodes(latest.nodes_version));
+        if let Some((version, nodes)) = nodes {
+            latest.nodes_version = Some(version);
+            state.nodes = nodes;
         }
         if state != latest.state {
             state.sequence += 1;

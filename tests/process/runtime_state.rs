@@ -11,7 +11,10 @@ use uniffle_testkit::s3::S3Server;
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
-use uniffle_worker::proto::{AccessClusterRequest, ApplicationInfoRequest, DecommissionRequest, StatusCode};
+use uniffle_worker::proto::{
+    AccessClusterRequest, ApplicationInfoRequest, DecommissionRequest, ShuffleServerHeartBeatRequest,
+    ShuffleServerId, StatusCode,
+};
 
 const TABLES: &str =
     "[admin]\nport = 0\ngrpc_decommission = \"loopback\"\n[embedded_coordinator]\nquota_apps_per_user = 1\n";
@@ -117,6 +120,52 @@ async fn settings_survive_upgrade_and_kill() {
     });
     assert!(!is_decommissioned(&worker), "an orderly stop completes it");
     assert_eq!(node(&worker)["tags"], json!(["night"]));
+    block_in_place(|| worker.stop());
+}
+
+/// Sends a heartbeat of a worker that does not exist.
+async fn heartbeat(worker: &Worker, id: &str) {
+    let channel = format!("http://127.0.0.1:{}", worker.ready().grpc_port);
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("connected");
+    let server =
+        ShuffleServerId { id: id.to_owned(), ip: "127.0.0.1".to_owned(), port: 1, ..Default::default() };
+    let request = ShuffleServerHeartBeatRequest { server_id: Some(server), ..Default::default() };
+    let answer = coordinator.heartbeat(request).await.expect("an answer").into_inner();
+    assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lost_nodes_survive_upgrade_and_kill() {
+    let tables = "[admin]\nport = 0\n[embedded_coordinator]\nnode_timeout_sec = 2\n";
+    let setup = Setup { name: "lost-nodes", capacity: "64M", tables, ..Setup::default() };
+    let mut worker = Worker::start(&setup);
+    heartbeat(&worker, "gone").await;
+    heartbeat(&worker, "replaced").await;
+    let lost = |worker: &Worker, expected: f64| {
+        let count = worker.metrics().expect("lost_server_num");
+        if count == expected { Ok(()) } else { Err(format!("{count} nodes are lost")) }
+    };
+    eventually("both are lost", || lost(&worker, 2.0)).await;
+    call(&worker, "/admin/coordinator/forget", r#"{"id": "replaced"}"#).await;
+    // Reports last before the upgrade, which its timeout ends after.
+    heartbeat(&worker, "dying").await;
+    saved(&worker, "dying").await;
+    for by in ["upgrade", "kill"] {
+        block_in_place(|| match by {
+            "kill" => {
+                worker.kill();
+                worker.start_again();
+            }
+            _ => {
+                worker.begin_upgrade();
+                worker.finish_upgrade();
+            }
+        });
+        eventually(&format!("lost after {by}"), || lost(&worker, 2.0)).await;
+        let page = block_in_place(|| worker.page("/api/v1/cluster")).expect("the cluster");
+        let cluster: Value = serde_json::from_str(&page).expect("JSON");
+        assert_eq!(cluster["lost"], json!(["dying", "gone"]), "after {by}");
+    }
     block_in_place(|| worker.stop());
 }
 

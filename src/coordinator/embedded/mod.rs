@@ -16,6 +16,7 @@ pub(crate) mod metrics;
 mod nodes;
 mod plan;
 mod rpc;
+mod saved;
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
@@ -50,6 +51,7 @@ pub use self::apps::{APPS_MAX, SavedApp};
 pub use self::details::Details;
 pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node};
 pub use self::plan::AssignmentError;
+pub use self::saved::SavedNode;
 
 /// Upper limit of the key for ranges per assignment, counted per replica: Spark 0.9+ allows 2^20
 /// partitions (`rss.blockId.maxPartitions`). Such an answer takes about 300 MB of heap.
@@ -324,25 +326,6 @@ impl EmbeddedCoordinator {
         if let Some(from) = self.0.serving_from.get().filter(|from| **from > Instant::now()) {
             sleep_until(*from).await;
         }
-    }
-
-    /// Adds the applications that an earlier process saved. This preserves the number of
-    /// applications per user and their remote storages.
-    pub fn restore_apps(&self, saved: &[SavedApp]) {
-        self.0.apps.lock().restore(saved, &self.storage_paths(), Instant::now());
-    }
-
-    /// Returns the applications to be saved for the next process and their version, or `None` if
-    /// they have not changed since `version`.
-    #[must_use]
-    pub fn saved_apps(&self, version: Option<u64>) -> Option<(u64, Vec<SavedApp>)> {
-        let apps = self.0.apps.lock();
-        let now = apps.version();
-        (version != Some(now)).then(|| (now, apps.saved(&self.storage_paths())))
-    }
-
-    fn storage_paths(&self) -> Vec<&str> {
-        self.0.storages.iter().map(|storage| storage.path.as_str()).collect()
     }
 
     /// Requests a report of the own worker's state now, because it has changed.

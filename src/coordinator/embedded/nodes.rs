@@ -3,8 +3,10 @@
 //! Pure state; the clock is a parameter. Messages to clients and locks are elsewhere.
 //! Invariants: besides the own worker, which only its own report updates, there are at most
 //! [`NODES_MAX`] nodes in at most [`BYTES_MAX`], and at most [`UNNAMED_MAX`] of them outside the
-//! configured networks. Details and the ids of lost nodes ([`LOST_BYTES_MAX`]) are bounded. A node
-//! that is silent for longer than the timeout is in no answer, even between sweeps.
+//! configured networks. Details and the ids of lost nodes (`lost`) are bounded. A node that is
+//! silent for longer than the timeout is in no answer, even between sweeps.
+
+mod lost;
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -12,18 +14,17 @@ use std::time::Duration;
 
 use super::assign::Candidate;
 use super::details::{self, Details};
+use super::saved::SavedNode;
 use crate::clock::Instant;
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
+
+use self::lost::LostNodes;
 
 /// Maximum number of nodes, ten times the largest known clusters. Heartbeats are not authenticated,
 /// so the table needs a bound.
 pub const NODES_MAX: usize = 10_000;
 /// Maximum size of ids, addresses and tags of all nodes. A typical node has 600 bytes.
 pub(super) const BYTES_MAX: usize = 8 << 20;
-/// Maximum size of the ids of lost nodes. 10,000 typical ones take 1.1 MB.
-const LOST_BYTES_MAX: usize = 3 << 19;
-/// Time after which a node is no longer listed as lost. It was replaced, or never existed.
-const LOST_KEPT: Duration = Duration::from_secs(24 * 3600);
 /// Maximum number of workers of this machine outside `worker_networks`, besides the own one. Any
 /// local program can forge them. Several workers on one machine are for trials only.
 pub(super) const UNNAMED_MAX: usize = 16;
@@ -139,13 +140,14 @@ pub(super) struct NodeTable {
     nodes: HashMap<String, Node>,
     /// The coordinator's own worker, after its first report.
     own: Option<ShuffleServerId>,
-    lost: HashMap<String, Instant>,
-    lost_bytes: usize,
+    lost: LostNodes,
     excluded: HashSet<String>,
     /// Size of ids, addresses and tags of all nodes.
     bytes: usize,
     /// Size of the details of all nodes.
     detail_bytes: usize,
+    /// Increases with each change that must be saved.
+    version: u64,
 }
 
 /// Numbers of nodes for gauges.
@@ -160,8 +162,16 @@ pub(super) struct NodeCounts {
 
 impl NodeTable {
     pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
-        let (nodes, lost) = (HashMap::new(), HashMap::new());
-        Self { timeout, nodes, own: None, lost, lost_bytes: 0, excluded, bytes: 0, detail_bytes: 0 }
+        Self {
+            timeout,
+            nodes: HashMap::new(),
+            own: None,
+            lost: LostNodes::default(),
+            excluded,
+            bytes: 0,
+            detail_bytes: 0,
+            version: 0,
+        }
     }
 
     /// Returns the coordinator's own worker, after its first report.
@@ -247,7 +257,7 @@ impl NodeTable {
         let status = status_of(&heartbeat);
         let server = heartbeat.server_id.take().ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
         check(&server, &heartbeat.tags)?;
-        if self.remove_lost(&server.id) {
+        if self.lost.remove(&server.id) {
             tracing::info!(node = %server.id, "lost node is back");
         }
         let known = self.nodes.get(&server.id);
@@ -267,21 +277,21 @@ impl NodeTable {
             joins,
             server,
         };
-        if self.nodes.insert(node.server.id.clone(), node).is_none() {
+        let is_leaving = node.is_leaving();
+        let before = self.nodes.insert(node.server.id.clone(), node);
+        if before.is_none() {
             tracing::info!(nodes = self.nodes.len(), "node joined");
         }
+        // A leaving node is not awaited by the next process.
+        self.version += u64::from(before.is_none_or(|before| before.is_leaving() != is_leaving));
         Ok(())
     }
 
     /// Removes nodes that were silent for longer than the timeout. Leaving nodes do not count as
     /// lost.
     pub(super) fn expire(&mut self, now: Instant) {
-        let Self { nodes, lost, lost_bytes: lost_all, timeout, bytes, detail_bytes, .. } = self;
-        lost.retain(|id, since| {
-            let is_kept = now.saturating_duration_since(*since) < LOST_KEPT;
-            *lost_all -= if is_kept { 0 } else { lost_bytes(id) };
-            is_kept
-        });
+        let Self { nodes, lost, timeout, bytes, detail_bytes, version, .. } = self;
+        let (before, mut has_changed) = (nodes.len(), lost.expire(*timeout, now));
         nodes.retain(|id, node| {
             let alive = now.saturating_duration_since(node.seen) <= *timeout;
             if !alive {
@@ -292,29 +302,54 @@ impl NodeTable {
                     return false;
                 }
                 tracing::warn!(node = %id, "heartbeat timeout; node is lost");
-                let with_it = *lost_all + lost_bytes(id);
-                if with_it <= LOST_BYTES_MAX && lost.insert(id.clone(), now).is_none() {
-                    *lost_all = with_it;
-                }
+                lost.add(id, now);
             }
             alive
         });
+        has_changed |= nodes.len() != before;
+        *version += u64::from(has_changed);
     }
 
     /// Removes a node from the list of lost nodes. Returns whether it was listed. It may join again.
     pub(super) fn forget_lost(&mut self, id: &str, now: Instant) -> bool {
         self.expire(now);
-        let was_lost = self.remove_lost(id);
+        let was_lost = self.lost.remove(id);
         if was_lost {
+            self.version += 1;
             tracing::info!(node = %id, "removed a lost node from the list");
         }
         was_lost
     }
 
-    fn remove_lost(&mut self, id: &str) -> bool {
-        let was_lost = self.lost.remove(id).is_some();
-        self.lost_bytes -= if was_lost { lost_bytes(id) } else { 0 };
-        was_lost
+    /// Adds the nodes of an earlier process, as [`NodeTable::saved`] returned them.
+    pub(super) fn restore(&mut self, saved: &[SavedNode], now: Instant, unix_now: Duration) {
+        for SavedNode { id, lost_at } in saved.iter().filter(|node| is_named(&node.id)) {
+            match lost_at {
+                Some(at) => {
+                    let ago = unix_now.saturating_sub(Duration::from_secs(*at));
+                    // The clock may have begun after the loss.
+                    self.lost.add(id, now.checked_sub(ago).unwrap_or(now));
+                }
+                None => self.lost.wait_for(id, now),
+            }
+        }
+        self.version += 1;
+    }
+
+    /// Returns lost nodes and those whose absence from the next process would be a loss.
+    pub(super) fn saved(&self, now: Instant, unix_now: Duration) -> Vec<SavedNode> {
+        let at = |since| unix_now.saturating_sub(now.saturating_duration_since(since)).as_secs();
+        let lost = self.lost.iter().map(|(id, since)| (id, Some(at(since))));
+        let own = self.own.as_ref().map(|own| own.id.as_str());
+        let live = self.live().filter(|node| !node.is_leaving() && Some(node.server.id.as_str()) != own);
+        let expected = live.map(|node| node.server.id.as_str()).chain(self.lost.awaited());
+        let saved = |(id, lost_at): (&str, _)| SavedNode { id: id.to_owned(), lost_at };
+        lost.chain(expected.map(|id| (id, None))).map(saved).collect()
+    }
+
+    /// Returns a number that increases whenever [`NodeTable::saved`] changes.
+    pub(super) fn version(&self) -> u64 {
+        self.version
     }
 
     /// Returns the size of ids, addresses and tags of all nodes.
@@ -336,7 +371,7 @@ impl NodeTable {
         };
         let mut view = ClusterView {
             nodes: self.live().map(known).collect(),
-            lost: self.lost.keys().cloned().collect(),
+            lost: self.lost.iter().map(|(id, _)| id.to_owned()).collect(),
         };
         view.nodes.sort_by(|left, right| left.node.server.id.cmp(&right.node.server.id));
         view.lost.sort();
@@ -409,11 +444,6 @@ fn is_one_address(left: &str, right: &str) -> bool {
     left == right || matches!((address(left), address(right)), (Ok(left), Ok(right)) if left == right)
 }
 
-/// Returns the size that an id counts towards [`LOST_BYTES_MAX`]. A table may be half empty.
-fn lost_bytes(id: &str) -> usize {
-    2 * size_of::<(String, Instant)>() + id.len()
-}
-
 /// Returns the status by Java's rule: field 8 or ACTIVE, overridden by `isHealthy` if present
 /// (docs/protocol.md §8.2). An unknown status counts as UNHEALTHY, so that such a node is not
 /// assigned.
@@ -428,14 +458,11 @@ fn status_of(heartbeat: &ShuffleServerHeartBeatRequest) -> ServerStatus {
 }
 
 fn check(server: &ShuffleServerId, tags: &[String]) -> Result<(), InvalidHeartbeat> {
-    // Names appear in the log and in answers.
-    let is_plain = |text: &str| text.len() <= TEXT_BYTES_MAX && !text.chars().any(char::is_control);
-    let named = |text: &str| !text.is_empty() && is_plain(text);
     // Java uses -1 for "off".
     let port_or_off = |port: i32| port == -1 || u16::try_from(port).is_ok();
-    let problem = if !named(&server.id) {
+    let problem = if !is_named(&server.id) {
         "id must have 1 to 255 bytes without control characters"
-    } else if !named(&server.ip) {
+    } else if !is_named(&server.ip) {
         "ip must have 1 to 255 bytes without control characters"
     } else if !matches!(server.port, 1..=65_535) {
         "port must be 1 to 65535"
@@ -447,6 +474,15 @@ fn check(server: &ShuffleServerId, tags: &[String]) -> Result<(), InvalidHeartbe
         return Ok(());
     };
     Err(InvalidHeartbeat::Field(problem))
+}
+
+/// Returns whether a text is short enough, and can appear in the log and in answers.
+fn is_plain(text: &str) -> bool {
+    text.len() <= TEXT_BYTES_MAX && !text.chars().any(char::is_control)
+}
+
+fn is_named(text: &str) -> bool {
+    !text.is_empty() && is_plain(text)
 }
 
 #[cfg(test)]

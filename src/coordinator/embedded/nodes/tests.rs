@@ -228,11 +228,11 @@ fn lost_node_is_removed_after_a_day() {
         ..heartbeat("leaving")
     };
     table.accept(leaving, Joins::Named, start).unwrap();
-    let lost = start + Duration::from_secs(31);
-    table.expire(lost);
-    assert_eq!(table.view(lost).lost, ["n"]);
-    table.expire(lost + LOST_KEPT);
-    assert_eq!((table.counts().lost, table.lost_bytes), (0, 0));
+    let silent = start + Duration::from_secs(31);
+    table.expire(silent);
+    assert_eq!(table.view(silent).lost, ["n"]);
+    table.expire(silent + lost::KEPT);
+    assert_eq!((table.counts().lost, table.lost.bytes), (0, 0));
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn forgotten_lost_node_is_not_listed() {
     let silent = start + Duration::from_secs(31);
     assert!(table.forget_lost("n", silent), "lost by now, though nobody has looked");
     assert!(!table.forget_lost("n", silent), "it is removed");
-    assert_eq!((table.view(silent).lost, table.lost_bytes), (vec![], 0));
+    assert_eq!((table.view(silent).lost, table.lost.bytes), (vec![], 0));
     table.accept(heartbeat("n"), Joins::Named, silent).unwrap();
     table.expire(silent + Duration::from_secs(31));
     assert_eq!(table.counts().lost, 1, "it came back and is lost again");
@@ -266,13 +266,13 @@ fn ids_of_lost_nodes_are_bounded_in_bytes() {
     assert_eq!(table.counts().lost, NODES_MAX, "there is room for all of a large cluster");
     let made_up: Vec<String> = (0..4000).map(|n| format!("{n:0255}")).collect();
     come_and_go(&mut table, &made_up);
-    let bytes = |table: &NodeTable| table.lost.keys().map(|id| lost_bytes(id)).sum::<usize>();
-    assert_eq!(table.lost_bytes, bytes(&table));
-    assert!((LOST_BYTES_MAX - 400..=LOST_BYTES_MAX).contains(&table.lost_bytes), "{}", table.lost_bytes);
+    let bytes = |table: &NodeTable| table.lost.iter().map(|(id, _)| lost::bytes(id)).sum::<usize>();
+    assert_eq!(table.lost.bytes, bytes(&table));
+    assert!((lost::BYTES_MAX - 400..=lost::BYTES_MAX).contains(&table.lost.bytes), "{}", table.lost.bytes);
     // Nodes that return make room for others.
     honest.iter().for_each(|id| table.accept(heartbeat(id), Joins::Named, now).unwrap());
-    assert_eq!(table.lost_bytes, bytes(&table));
-    assert!(table.lost_bytes < LOST_BYTES_MAX / 2 && table.counts().lost > 0, "{}", table.lost_bytes);
+    assert_eq!(table.lost.bytes, bytes(&table));
+    assert!(table.lost.bytes < lost::BYTES_MAX / 2 && table.counts().lost > 0, "{}", table.lost.bytes);
 }
 
 #[test]
@@ -332,4 +332,65 @@ fn few_workers_outside_the_networks_join() {
     let later = now + Duration::from_secs(31);
     table.accept(heartbeat("n100"), Joins::Unnamed, later).unwrap();
     assert_eq!(table.counts().total, 1);
+}
+
+/// Passes the nodes of `table` to a new process, which starts after `pause`.
+fn next_process(table: &NodeTable, now: Instant, pause: Duration) -> NodeTable {
+    let unix_now = Duration::from_secs(1_700_000_000);
+    let saved = table.saved(now, unix_now);
+    let mut next = self::table();
+    next.restore(&saved, now + pause, unix_now + pause);
+    next
+}
+
+#[test]
+fn lost_nodes_survive_the_process() {
+    let start = Instant::now();
+    let mut table = table();
+    table.accept_own(own(), start).unwrap();
+    for id in ["gone", "forgotten"] {
+        table.accept(heartbeat(id), Joins::Named, start).unwrap();
+    }
+    let lost = start + Duration::from_secs(31);
+    table.accept_own(own(), lost).unwrap();
+    assert!(table.forget_lost("forgotten", lost));
+    let hour = Duration::from_secs(3600);
+    let mut next = next_process(&table, lost, hour);
+    assert_eq!(next.view(lost + hour).lost, ["gone"]);
+    assert_eq!(next.counts(), NodeCounts { lost: 1, excluded: 1, ..NodeCounts::default() });
+    next.expire(lost + lost::KEPT - Duration::from_secs(1));
+    assert_eq!(next.counts().lost, 1);
+    next.expire(lost + lost::KEPT);
+    assert_eq!((next.counts().lost, next.lost.bytes), (0, 0), "a day after the loss, not after the start");
+    next.restore(&[SavedNode { id: "a\nb".into(), lost_at: None }], lost, hour);
+    assert_eq!(next.lost.bytes, 0);
+}
+
+#[test]
+fn node_that_dies_with_the_coordinator_becomes_lost() {
+    let start = Instant::now();
+    let mut table = table();
+    table.accept_own(own(), start).unwrap();
+    let leaving = ShuffleServerHeartBeatRequest {
+        status: Some(ServerStatus::Decommissioned.into()),
+        is_healthy: None,
+        ..heartbeat("leaving")
+    };
+    table.accept(leaving, Joins::Named, start).unwrap();
+    for id in ["dies", "stays"] {
+        table.accept(heartbeat(id), Joins::Named, start).unwrap();
+    }
+    // Two processes in a row, before any heartbeat.
+    let first = next_process(&table, start, Duration::ZERO);
+    let mut next = next_process(&first, start, Duration::ZERO);
+    assert_eq!(next.counts().lost, 0);
+    next.accept(heartbeat("stays"), Joins::Named, start + Duration::from_secs(10)).unwrap();
+    let late = start + Duration::from_secs(31);
+    let before = next.version();
+    assert_eq!((next.view(late).lost.len(), next.counts().total), (0, 1));
+    next.expire(late);
+    assert_eq!(next.view(late).lost, ["dies"]);
+    assert!(next.version() > before);
+    next.accept(heartbeat("dies"), Joins::Named, late).unwrap();
+    assert_eq!((next.counts().lost, next.counts().total, next.lost.bytes), (0, 2, 0));
 }
