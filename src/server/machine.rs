@@ -27,7 +27,7 @@ pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
         sockets::unavailable(config, |_, _| false).iter().map(describe_port).collect();
     let has_local = config.worker.store_type.has_local();
     if has_local {
-        problems.extend(claimable::obstacles_to_start(&config.local).await);
+        problems.extend(claimable::obstacles(&config.local, None).await);
     }
     let address = advertised_ip(config).await.map_err(|error| {
         problems.push(format!(

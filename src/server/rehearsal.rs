@@ -52,7 +52,7 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
     problems.extend(said(find_memory(config, &facts).await));
     let local = async {
         match config.worker.store_type.has_local() {
-            true => claimable::obstacles(&config.local, facts.held()).await,
+            true => claimable::obstacles(&config.local, Some(facts.held())).await,
             false => Vec::new(),
         }
     };

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use uuid::Uuid;
 
 use super::config::{LocalConfig, SyncWrites};
-use super::content::{self, Content, Flaw, Identity, content_of};
+use super::content::{self, Content, Identity, content_of};
 use super::disk::{LocalDisk, within};
 use super::marker::{MARKER, marker_of};
 use super::mounts;
@@ -70,39 +70,44 @@ pub(super) async fn examine(
     let same = refuse_same_places(disks.iter().map(|disk| &**disk), deadline).await;
     let looks = disks.iter().map(|disk| look(&**disk, deadline));
     let contents = join_all(looks.collect::<Vec<_>>()).await;
-    let ours = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| match content {
-        Ok(Content::Ours(uuid)) => Some((disk.root().to_path_buf(), *uuid)),
-        Ok(
-            Content::Nothing
-            | Content::Foreign
-            | Content::Outdated
-            | Content::OtherFormat
-            | Content::Unclaimed(_),
-        )
-        | Err(_) => None,
+    let ours = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| {
+        Some((disk.root().to_path_buf(), content.as_ref().ok()?.identity()?))
     };
     let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&contents).filter_map(ours).collect();
     let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
     let mut refusals = Vec::new();
     for (disk, content) in disks.iter().zip(&contents) {
-        let root = disk.root();
-        match content {
-            Ok(Content::Foreign) => refusals.push(StoreError::new(StoreErrorKind::NotOurs, root)),
-            Ok(Content::Outdated) => refusals.push(StoreError::new(StoreErrorKind::Outdated, root)),
-            Ok(Content::OtherFormat) => refusals.push(StoreError::new(StoreErrorKind::OtherFormat, root)),
-            Ok(Content::Unclaimed(flaw)) => {
-                let identity = identity_of(&**disk, &others, deadline).await;
-                let identity = match in_use.get(root) {
-                    Some(uuid) => identity.or_in_use(Uuid::from_bytes(*uuid)),
-                    None => identity,
-                };
-                refusals.push(unclaimed_error(root, *flaw, &identity));
-            }
-            Ok(Content::Nothing | Content::Ours(_)) | Err(_) => {}
-        }
+        let Ok(content) = content else { continue };
+        let known = in_use.get(disk.root()).map(|uuid| Uuid::from_bytes(*uuid));
+        refusals.extend(refusal(&**disk, *content, (&others, known), deadline).await);
     }
     refusals.extend(same.and(refuse_copies(&identities)).err());
     Examination { contents, refusals }
+}
+
+/// Returns the error for a directory with content that cannot be claimed. `others` are the
+/// identities of other directories, and `in_use` is that of the running worker's directory at the
+/// same path.
+async fn refusal(
+    io: &dyn Disk,
+    content: Content,
+    (others, in_use): (&[Uuid], Option<Uuid>),
+    deadline: Duration,
+) -> Option<StoreError> {
+    let kind = match content {
+        Content::Nothing | Content::Ours(_) => return None,
+        Content::Foreign => StoreErrorKind::NotOurs,
+        Content::Outdated => StoreErrorKind::Outdated,
+        Content::OtherFormat => StoreErrorKind::OtherFormat,
+        Content::Unclaimed(flaw) => {
+            let epoch = newest_epoch(io, deadline).await;
+            let identity = content::identity(&io.root().display().to_string(), epoch.as_ref(), others);
+            let identity = in_use.into_iter().fold(identity, Identity::or_in_use);
+            let text = content::told(io.root(), flaw, &identity);
+            return Some(StoreError::remote(StoreErrorKind::Unclaimed, io.root(), text));
+        }
+    };
+    Some(StoreError::new(kind, io.root()))
 }
 
 /// Refuses two paths that lead to one directory.
@@ -137,17 +142,9 @@ impl Claims<'_> {
         let (mut ours, mut empty) = (Vec::new(), Vec::new());
         for ((place, disk), content) in disks.into_iter().enumerate().zip(contents) {
             match content {
-                Ok(Content::Ours(_)) => ours.push((place, disk)),
+                Ok(content) if content.identity().is_some() => ours.push((place, disk)),
                 // All other contents were refused by `examine`.
-                Ok(
-                    Content::Nothing
-                    | Content::Foreign
-                    | Content::Outdated
-                    | Content::OtherFormat
-                    | Content::Unclaimed(_),
-                ) => {
-                    empty.push((place, disk));
-                }
+                Ok(_) => empty.push((place, disk)),
                 Err(error) => self.leave_out(error)?,
             }
         }
@@ -249,18 +246,6 @@ fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Returns the identity of a directory without a claim, as far as its content reveals it. The
-/// identities in `others` are excluded.
-async fn identity_of(io: &dyn Disk, others: &[Uuid], deadline: Duration) -> Identity {
-    let epoch = newest_epoch(io, deadline).await;
-    content::identity(&io.root().display().to_string(), epoch.as_ref(), others)
-}
-
-/// Returns the error for a directory without a readable claim.
-fn unclaimed_error(root: &Path, flaw: Flaw, identity: &Identity) -> StoreError {
-    StoreError::remote(StoreErrorKind::Unclaimed, root, content::told(root, flaw, identity))
-}
-
 /// Refuses a start from empty directories only if there are records of earlier data. `disk` is the
 /// first directory. They are not claimed: a claim would make them look used at the next start.
 fn require_known_data(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
@@ -354,19 +339,17 @@ async fn claim(
 /// another process may have changed it. An empty directory gets a marker.
 async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
     let failed = |error| StoreError::io(root, error);
-    match look(io, deadline).await? {
-        Content::Ours(uuid) => Ok(uuid),
-        Content::Nothing => {
-            let uuid = Uuid::new_v4();
-            let text = marker_of(uuid);
-            within(deadline, io.write_small(Path::new(MARKER), text.into_bytes())).await.map_err(failed)?;
-            // Without its marker, a directory with data would be refused.
-            within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
-            Ok(uuid)
-        }
-        Content::Foreign => Err(StoreError::new(StoreErrorKind::NotOurs, root)),
-        Content::Outdated => Err(StoreError::new(StoreErrorKind::Outdated, root)),
-        Content::OtherFormat => Err(StoreError::new(StoreErrorKind::OtherFormat, root)),
-        Content::Unclaimed(flaw) => Err(unclaimed_error(root, flaw, &identity_of(io, &[], deadline).await)),
+    let content = look(io, deadline).await?;
+    if let Some(refused) = refusal(io, content, (&[], None), deadline).await {
+        return Err(refused);
     }
+    if let Some(uuid) = content.identity() {
+        return Ok(uuid);
+    }
+    let uuid = Uuid::new_v4();
+    let text = marker_of(uuid);
+    within(deadline, io.write_small(Path::new(MARKER), text.into_bytes())).await.map_err(failed)?;
+    // Without its marker, a directory with data would be refused.
+    within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
+    Ok(uuid)
 }

@@ -80,33 +80,12 @@ impl From<StoreError> for Obstacle {
     }
 }
 
-/// Returns the reasons why a successor could not use the directories of `config`, one line each. A
-/// directory that the running worker does not use is an obstacle only if the successor could not
-/// start with it.
-pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
-    obstacles_on(&config.real_disks(), config.name_timeout, held).await
-}
-
-/// Returns the reasons why a worker that starts now could not use the directories of `config`, one
-/// line each. Leaves nothing behind: a missing directory is tried in its nearest parent.
-pub async fn obstacles_to_start(config: &LocalConfig) -> Vec<String> {
-    let (disks, deadline) = (config.real_disks(), config.name_timeout);
-    let identities = BTreeMap::new();
-    let held = HeldBy { unhealthy: &[], identities: &identities };
-    let Examination { contents, refusals } = claim::examine(&disks, deadline, &identities).await;
-    let refused: Vec<String> = refusals.iter().map(ToString::to_string).collect();
-    let tries = disks.iter().zip(contents).map(async |(disk, content)| {
-        let root = disk.root();
-        let tried = match content {
-            Ok(Content::Nothing) => try_new(disk, config).await,
-            content => try_out(disk.as_ref(), content, held, deadline).await,
-        };
-        let why = tried.err()?.why;
-        Some(format!("{}: must be a directory that this worker can claim and write: {why}", root.display()))
-    });
-    let found = join_all(tries.collect::<Vec<_>>()).await;
-    let all = found.into_iter().flatten().chain(refused);
-    all.map(|why| format!("localfile_store.data_paths: {why}")).collect()
+/// Returns the reasons why the directories of `config` could not be used, one line each: by a
+/// successor of the worker that has `held`, or else by a worker that starts now. A directory that
+/// the running worker does not use is an obstacle only if the successor could not start with it.
+/// For a start, a missing directory is tried in its nearest parent, and nothing is left behind.
+pub async fn obstacles(config: &LocalConfig, held: Option<HeldBy<'_>>) -> Vec<String> {
+    obstacles_on(&config.real_disks(), config, held).await
 }
 
 /// Checks whether an empty or missing directory could be claimed.
@@ -133,25 +112,29 @@ async fn try_writing(disk: &dyn Disk, deadline: Duration) -> io::Result<()> {
     within(deadline, disk.remove_dir(&trial)).await
 }
 
-async fn obstacles_on(disks: &[Arc<dyn Disk>], deadline: Duration, held: HeldBy<'_>) -> Vec<String> {
+async fn obstacles_on(
+    disks: &[Arc<dyn Disk>],
+    config: &LocalConfig,
+    held: Option<HeldBy<'_>>,
+) -> Vec<String> {
+    let (deadline, none) = (config.name_timeout, BTreeMap::new());
+    let what = if held.is_some() { "" } else { "must be a directory that this worker can claim and write: " };
+    let (is_start, held) = (held.is_none(), held.unwrap_or(HeldBy { unhealthy: &[], identities: &none }));
     // Runs first, because it would see directories that `try_out` creates.
     let Examination { contents, refusals } = claim::examine(disks, deadline, held.identities).await;
-    let replaced = disks.iter().zip(&contents).filter_map(|(disk, content)| match content {
-        Ok(Content::Ours(now)) => replaced(disk.root(), *now, held),
-        Ok(
-            Content::Nothing
-            | Content::Foreign
-            | Content::Outdated
-            | Content::OtherFormat
-            | Content::Unclaimed(_),
-        )
-        | Err(_) => None,
+    let replaced = disks.iter().zip(&contents).filter_map(|(disk, content)| {
+        let now = content.as_ref().ok()?.identity()?;
+        replaced(disk.root(), now, held)
     });
     let refused: Vec<String> = refusals.iter().map(ToString::to_string).chain(replaced).collect();
     let tries = disks.iter().zip(contents).map(async |(disk, content)| {
-        let obstacle = try_out(disk.as_ref(), content, held, deadline).await.err()?;
+        let tried = match content {
+            Ok(Content::Nothing) if is_start => try_new(disk, config).await,
+            content => try_out(disk.as_ref(), content, held, deadline).await,
+        };
+        let obstacle = tried.err()?;
         let counts = obstacle.is_fatal || !held.is_unhealthy(disk.root());
-        counts.then(|| format!("{}: {}", disk.root().display(), obstacle.why))
+        counts.then(|| format!("{}: {what}{}", disk.root().display(), obstacle.why))
     });
     let found = join_all(tries.collect::<Vec<_>>()).await;
     let all = found.into_iter().flatten().chain(refused);
@@ -246,7 +229,7 @@ mod tests {
             (gone.clone(), Uuid::from_u128(2).into_bytes()),
         ]);
         let by = HeldBy { unhealthy: std::slice::from_ref(&lost), identities: &identities };
-        let told = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), by).await;
+        let told = obstacles(&config(&[&held, &gone, &full, &fresh, &lost]), Some(by)).await;
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(
             told[0].contains("gone: not the directory") && told[0].contains("mount its disk"),
@@ -262,14 +245,14 @@ mod tests {
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
         let none = BTreeMap::new();
         for unhealthy in [&[][..], std::slice::from_ref(&held)] {
-            let told = obstacles(&config(&[&held]), HeldBy { unhealthy, identities: &none }).await;
+            let told = obstacles(&config(&[&held]), Some(HeldBy { unhealthy, identities: &none })).await;
             assert!(told[0].contains("in use by another process"), "{told:?}");
         }
         drop(lock);
         let by = HeldBy { unhealthy: &[], identities: &none };
-        assert!(obstacles(&config(&[&held]), by).await.is_empty());
+        assert!(obstacles(&config(&[&held]), Some(by)).await.is_empty());
         std::fs::write(held.join(MARKER), "something else").unwrap();
-        let told = obstacles(&config(&[&held]), by).await;
+        let told = obstacles(&config(&[&held]), Some(by)).await;
         assert!(told[0].contains("is damaged, and the identity of the directory is unknown"), "{told:?}");
     }
 
@@ -292,7 +275,7 @@ mod tests {
                 faults.add(Rule::always(operation, fault));
                 let disks: [Arc<dyn Disk>; 1] = [Arc::new(FaultDisk::new(Arc::new(memory), faults))];
                 let by = HeldBy { unhealthy, identities: &identities };
-                let told = obstacles_on(&disks, Duration::from_secs(30), by).await.join("\n");
+                let told = obstacles_on(&disks, &config(&[]), Some(by)).await.join("\n");
                 let named = format!("localfile_store.data_paths: /data1: does not answer: {HUNG_REMEDY}");
                 assert_eq!(told.contains(&named), hangs, "{operation:?} {told}");
                 assert_eq!(told.is_empty(), !hangs && !unhealthy.is_empty(), "{operation:?} {told}");
@@ -331,7 +314,7 @@ mod tests {
             let (paths, unhealthy): (Vec<PathBuf>, Vec<PathBuf>) = (paths(names), paths(unhealthy));
             let by = HeldBy { unhealthy: &unhealthy, identities: &self.identities };
             let config = LocalConfig { paths, ..LocalConfig::default() };
-            obstacles(&config, by).await.join("\n")
+            obstacles(&config, Some(by)).await.join("\n")
         }
     }
 

@@ -35,6 +35,13 @@ pub(super) enum Content {
     OtherFormat,
 }
 
+impl Content {
+    /// Returns the identity in our claim.
+    pub(super) fn identity(self) -> Option<Uuid> {
+        if let Self::Ours(uuid) = self { Some(uuid) } else { None }
+    }
+}
+
 /// Reason why a claim is unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flaw {
