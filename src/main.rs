@@ -120,8 +120,7 @@ fn main() -> ExitCode {
     }
     let fitted = fit(&mut config, &env);
     if command_line.check {
-        let here = command_line.here;
-        return fitted.map_or_else(|error| fail(2, &error.to_string()), |()| check(&config, &env, here));
+        return check(&config, &env, fitted, command_line.here);
     }
     if let Err(error) = fitted {
         return fail(1, &error.to_string());
@@ -217,32 +216,50 @@ fn take_jemalloc_options() -> std::io::Result<()> {
 fn fit(config: &mut Config, env: &HashMap<String, String>) -> Result<(), LimitsTooLow> {
     config::raise_soft_limits();
     let system = SystemLimits::read();
-    config.fit(&system)?;
-    if env.contains_key(server::UPGRADE_FROM) {
-        // A rehearsal runs beside the threads of the running worker.
-        return Ok(());
+    let fitted = config.fit(&system);
+    // A rehearsal runs beside the threads of the running worker.
+    if env.contains_key(server::UPGRADE_FROM) || fitted.as_ref().is_err_and(LimitsTooLow::has_threads) {
+        return fitted;
     }
-    probe_threads(config.threads_min())
-        .map_err(|few| LimitsTooLow::threads(config, &system, few.started, &few.error))
+    let Err(few) = probe_threads(config.threads_min()) else { return fitted };
+    let few = LimitsTooLow::threads(config, &system, few.started, &few.error);
+    Err(match fitted {
+        Ok(()) => few,
+        Err(others) => others.and(few),
+    })
 }
 
-/// Reports whether the configuration is valid. For a running worker that asks, also whether this
-/// program can take over from it in place; with `here`, whether it could start on this machine.
-fn check(config: &Config, env: &HashMap<String, String>, here: bool) -> ExitCode {
-    if let Err(error) = server::check_files(config) {
-        return fail(2, &format!("{error:#}"));
+/// Reports whether the configuration is valid and fits the system (`fitted`), or lists all problems.
+/// For a running worker that asks, also whether this program can take over from it in place; with
+/// `here`, whether it could start on this machine.
+fn check(
+    config: &Config,
+    env: &HashMap<String, String>,
+    fitted: Result<(), LimitsTooLow>,
+    here: bool,
+) -> ExitCode {
+    let has_threads = !fitted.as_ref().is_err_and(LimitsTooLow::has_threads);
+    let mut problems: Vec<String> = fitted.err().iter().map(ToString::to_string).collect();
+    let examined = match env.get(server::UPGRADE_FROM) {
+        Some(facts) if has_threads => rehearse(config, facts),
+        None if here && has_threads => examine(config),
+        Some(_) | None => {
+            let skipped =
+                here.then_some("ports, directories and memory were not examined for lack of threads");
+            refusal(server::check_files(config).into_iter().chain(skipped.map(str::to_owned)).collect())
+        }
+    };
+    match examined {
+        Ok(facts) if problems.is_empty() => {
+            let source = config.source.as_ref().map(|path| format!(" {}", path.display()));
+            let source = source.unwrap_or_default();
+            print(format!("the configuration{source} is valid\n{}{facts}", notes(config)).as_bytes())
+        }
+        examined => {
+            problems.extend(examined.err());
+            fail(2, &problems.join("\n"))
+        }
     }
-    let verdict = match env.get(server::UPGRADE_FROM).map(|facts| rehearse(config, facts)).transpose() {
-        Ok(verdict) => verdict.unwrap_or_default(),
-        Err(problems) => return fail(2, &problems),
-    };
-    let examined = if here { examine(config) } else { Ok(String::new()) };
-    let facts = match examined {
-        Ok(facts) => facts,
-        Err(problems) => return fail(2, &problems),
-    };
-    let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
-    print(format!("the configuration{source} is valid\n{}{facts}{verdict}", notes(config)).as_bytes())
 }
 
 /// Returns the lines that the running worker expects, or the obstacles to an upgrade.
@@ -253,8 +270,15 @@ fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
 
 /// Returns the findings about this machine, or the reasons why the worker cannot start on it.
 fn examine(config: &Config) -> Result<String, String> {
-    let examined = block_on(server::examine_machine(config))?;
-    examined.map_err(|problems| format!("the worker cannot start here:\n  {}", problems.join("\n  ")))
+    block_on(server::examine_machine(config))?.or_else(refusal)
+}
+
+/// Describes the reasons why the worker cannot start. Without reasons, returns no findings.
+fn refusal(problems: Vec<String>) -> Result<String, String> {
+    match problems.is_empty() {
+        true => Ok(String::new()),
+        false => Err(format!("the worker cannot start here:\n  {}", problems.join("\n  "))),
+    }
 }
 
 /// Runs a check to its end. Does not wait for threads of hung disks.

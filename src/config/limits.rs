@@ -75,6 +75,19 @@ impl fmt::Display for LimitsTooLow {
 impl std::error::Error for LimitsTooLow {}
 
 impl LimitsTooLow {
+    /// Returns whether too few threads are among the limits.
+    #[must_use]
+    pub fn has_threads(&self) -> bool {
+        self.0.iter().any(|finding| finding.key == THREADS_KEY)
+    }
+
+    /// Returns the limits of both.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.0.extend(other.0);
+        self
+    }
+
     /// Creates the error for a start at which only `started` threads could be created.
     #[must_use]
     pub fn threads(config: &Config, system: &SystemLimits, started: usize, error: &io::Error) -> Self {

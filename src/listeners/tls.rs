@@ -44,6 +44,21 @@ pub struct TlsFiles {
     pub client_ca: Option<PathBuf>,
 }
 
+impl TlsFiles {
+    /// Returns a problem for each file that cannot be used. The files are compared with each other
+    /// only if there is none.
+    pub fn problems(&self) -> Vec<TlsError> {
+        let authorities = self.client_ca.as_deref().map(|path| certificates("tls.client_ca_file", path));
+        let files =
+            [chain(&self.cert).err(), private_key(&self.key).err(), authorities.and_then(Result::err)];
+        let problems: Vec<_> = files.into_iter().flatten().collect();
+        match problems.is_empty() {
+            true => TlsAcceptor::load(self, "h2").err().into_iter().collect(),
+            false => problems,
+        }
+    }
+}
+
 words! {
     /// A listener that can be encrypted.
     pub enum TlsListener {
@@ -152,9 +167,7 @@ impl TlsAcceptor {
     pub fn load(files: &TlsFiles, protocol: &str) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let chain = chain(&files.cert)?;
-        let pem = read("tls.key_file", &files.key)?;
-        let key = PrivateKeyDer::from_pem_slice(&pem)
-            .map_err(|error| TlsError::new("tls.key_file", &files.key, format!("no private key: {error}")))?;
+        let key = private_key(&files.key)?;
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
             .map_err(|error| TlsError::new("tls.cert_file", &files.cert, error))?;
@@ -213,6 +226,12 @@ impl TlsAcceptor {
 
 fn read(key: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
     files::read(path, files::PEM_BYTES_MAX).map_err(|error| TlsError::new(key, path, error))
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    const KEY: &str = "tls.key_file";
+    let key = PrivateKeyDer::from_pem_slice(&read(KEY, path)?);
+    key.map_err(|error| TlsError::new(KEY, path, format!("no private key: {error}")))
 }
 
 /// Reads the certificate chain that clients receive.

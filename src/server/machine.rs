@@ -1,20 +1,25 @@
 //! Examination of this machine before a start (`--check --here`).
 //!
-//! It binds the ports, resolves the advertised address, tries the data directories and maps the
-//! memory, as a start does. It releases everything at once and leaves nothing behind. Limits of
+//! It reads the files that the configuration names, binds the ports, resolves the advertised address,
+//! tries the directories and maps the memory, as a start does. It releases everything at once and leaves nothing behind. Limits of
 //! the system are compared when the configuration is loaded (`config::limits`). Coordinators and
 //! remote stores are not called.
 
 use std::io;
+use std::net::IpAddr;
 
 use anyhow::Context as _;
 use bytesize::ByteSize;
+use rustix::process::getuid;
 
 use super::rehearsal::map_memory;
-use super::{advertised_ip, sockets};
+#[cfg(feature = "hdfs")]
+use super::tiers::hdfs_connector;
+use super::{advertised_ip, check_files, sockets};
 use crate::config::Config;
 use crate::coordinator::identity;
 use crate::memory::{Memory, Owner};
+use crate::telemetry;
 use crate::tiers::local::claimable;
 
 /// Returns what the worker would use on this machine, one line each. Needs tokio's timers and
@@ -23,35 +28,59 @@ use crate::tiers::local::claimable;
 /// # Errors
 /// The reasons why a start would fail or use fewer data directories, one line each.
 pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
-    let mut problems: Vec<String> =
-        sockets::unavailable(config, |_, _| false).iter().map(describe_port).collect();
+    let mut problems = check_files(config);
+    problems.extend(sockets::unavailable(config, |_, _| false).iter().map(describe_port));
     let has_local = config.worker.store_type.has_local();
     if has_local {
         problems.extend(claimable::obstacles(&config.local, None).await);
     }
-    let address = advertised_ip(config).await.map_err(|error| {
-        problems.push(format!(
-            "{error:#}; WORKER_IP must be an address or a host name by which clients reach this machine"
-        ));
-    });
+    let (worker, mut address) = (&config.worker, None);
+    // A wrong address has been reported with the files.
+    if identity::check(worker.advertised.as_ref(), worker.bind_address).is_ok() {
+        match advertised_ip(config).await {
+            Ok(ip) => address = Some(ip),
+            Err(error) => problems.push(format!(
+                "{error:#}; WORKER_IP must be an address or a host name by which clients reach this machine"
+            )),
+        }
+    }
     if let Err(error) = map_memory(config) {
         problems.push(format!(
             "{error:#}; memory_store.capacity must be at most the memory that this machine can map"
         ));
     }
-    let Ok(address) = address else { return Err(problems) };
     problems.extend(check_backing(config, address).err().map(|error| {
         format!("{error:#}; must be a tmpfs directory of this worker with room for the capacity, or private")
     }));
-    if !problems.is_empty() {
-        return Err(problems);
+    problems.extend(check_hdfs(config).err().map(|error| format!("{error:#}")));
+    problems.extend(telemetry::check_directory(&config.log).err().map(|error| format!("{error:#}")));
+    match address {
+        Some(address) if problems.is_empty() => Ok(findings(config, address)),
+        _ => Err(problems),
     }
-    let directories = if has_local { config.local.paths.len() } else { 0 };
-    Ok(format!(
-        "this machine: ports are free, {directories} data directories are usable, {} of memory can be mapped, \
-         the advertised address is {address}\n",
+}
+
+fn findings(config: &Config, address: IpAddr) -> String {
+    let directories = if config.worker.store_type.has_local() { config.local.paths.len() } else { 0 };
+    let usable = if directories == 1 { "directory is" } else { "directories are" };
+    let note = match getuid().is_root() {
+        true => "note: checked as root; a service with another user may lack permissions\n",
+        false => "",
+    };
+    format!(
+        "{note}this machine: ports are free, {directories} data {usable} usable, {} of memory can be mapped, the \
+         advertised address is {address}\n",
         ByteSize(config.memory.capacity_bytes)
-    ))
+    )
+}
+
+/// Checks the files of HDFS and Kerberos. Connects to no server.
+fn check_hdfs(config: &Config) -> anyhow::Result<()> {
+    #[cfg(feature = "hdfs")]
+    if config.worker.store_type.has_hdfs() {
+        hdfs_connector(config)?;
+    }
+    Ok(())
 }
 
 /// Describes a listener that cannot be opened, with the remedy.
@@ -70,20 +99,20 @@ fn describe_port(error: &anyhow::Error) -> String {
     format!("{error:#}; {remedy}")
 }
 
-/// Checks the file of persistent memory. With a port chosen by the system, the worker's id and thus
-/// the owner of the file is unknown, so only the room is checked.
-fn check_backing(config: &Config, ip: std::net::IpAddr) -> anyhow::Result<()> {
+/// Checks the file of persistent memory. Without an address, or with a port chosen by the system, the
+/// worker's id and thus the owner of the file is unknown, so only the room is checked.
+fn check_backing(config: &Config, ip: Option<IpAddr>) -> anyhow::Result<()> {
     let (section, worker) = (&config.memory, &config.worker);
     if section.backing.is_private() {
         return Ok(());
     }
     let has_id = worker.grpc_port != 0 && worker.urpc_port != Some(0);
-    let checked = match has_id {
-        true => {
+    let checked = match ip.filter(|_| has_id) {
+        Some(ip) => {
             let owner = Owner::now(identity::server_id(ip, worker.grpc_port, worker.urpc_port))?;
             Memory::check(section, &owner)
         }
-        false => Memory::check_room(section),
+        None => Memory::check_room(section),
     };
     checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
 }

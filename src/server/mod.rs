@@ -422,18 +422,19 @@ fn finish_restore(memory: &Memory) {
 
 /// Reads the files that `config` names and checks the advertised address, as a start does.
 ///
-/// # Errors
-/// A certificate, key or token that cannot be used, with its configuration key, or an address on
-/// which nothing listens.
-pub fn check_files(config: &Config) -> anyhow::Result<()> {
-    identity::check(config.worker.advertised.as_ref(), config.worker.bind_address)?;
-    Tls::load(config)?;
-    admin::token(config)?;
+/// Returns the problems, each with its configuration key or variable.
+#[must_use]
+pub fn check_files(config: &Config) -> Vec<String> {
+    let address = identity::check(config.worker.advertised.as_ref(), config.worker.bind_address);
+    let mut problems: Vec<anyhow::Error> = address.err().into_iter().map(Into::into).collect();
+    problems.extend(Tls::problems(config));
+    problems.extend(admin::token(config).err());
     #[cfg(feature = "object")]
     if config.object.url.is_some() {
-        crate::tiers::object::client::check_files(&config.object)?;
+        let found = crate::tiers::object::client::check_files(&config.object);
+        problems.extend(found.into_iter().map(anyhow::Error::from));
     }
-    Ok(())
+    problems.iter().map(|problem| format!("{problem:#}")).collect()
 }
 
 /// Returns the address advertised to coordinators and clients.

@@ -45,7 +45,7 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
         return Err(problems);
     }
     let said = |result: anyhow::Result<()>| result.err().map(|error| format!("{error:#}"));
-    problems.extend(said(check_files(config)));
+    problems.extend(check_files(config));
     let unavailable = sockets::unavailable(config, |name, port| port == 0 || facts.has_listener(name, port));
     problems.extend(unavailable.iter().map(|error| format!("{error:#}")));
     problems.extend(said(map_memory(config)));

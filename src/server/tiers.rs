@@ -102,6 +102,24 @@ pub(super) async fn start_hdfs(
     registry: &Registry,
 ) -> anyhow::Result<Arc<HdfsStore>> {
     use crate::tiers::HdfsConfig;
+
+    let section = &config.hdfs;
+    let connector = Arc::new(hdfs_connector(config)?);
+    let store =
+        HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
+    if section.precheck && precheck == Precheck::Asked {
+        for location in &section.allowed.0 {
+            store.precheck(location).await.map_err(|error| {
+                anyhow::anyhow!("hdfs_store.precheck_enable: cannot use {location}: {error}")
+            })?;
+        }
+    }
+    Ok(store)
+}
+
+/// Reads the files of Hadoop and Kerberos. Connects to no server.
+#[cfg(feature = "hdfs")]
+pub(super) fn hdfs_connector(config: &Config) -> anyhow::Result<crate::tiers::hdfs::client::HdfsConnector> {
     use crate::tiers::hdfs::client::HdfsConnector;
     use crate::tiers::hdfs::hadoop::HadoopConf;
     use crate::tiers::hdfs::kerberos::Login;
@@ -119,17 +137,7 @@ pub(super) async fn start_hdfs(
     if login.is_required() || conf.is_secure() {
         login.check(section.ticket_cache.as_deref()).context("Kerberos login for HDFS")?;
     }
-    let connector = Arc::new(HdfsConnector { conf, login });
-    let store =
-        HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
-    if section.precheck && precheck == Precheck::Asked {
-        for location in &section.allowed.0 {
-            store.precheck(location).await.map_err(|error| {
-                anyhow::anyhow!("hdfs_store.precheck_enable: cannot use {location}: {error}")
-            })?;
-        }
-    }
-    Ok(store)
+    Ok(HdfsConnector { conf, login })
 }
 
 #[cfg(not(feature = "hdfs"))]

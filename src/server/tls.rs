@@ -28,14 +28,17 @@ pub(super) struct Others(Arc<RwLock<Option<Trust>>>);
 
 impl Others {
     fn load(config: &Config) -> anyhow::Result<Self> {
+        Self::read_authorities(config)?;
         let tls = &config.tls;
-        if let Some(path) = &tls.ca_file {
-            files::read(path, files::PEM_BYTES_MAX)
-                .with_context(|| format!("tls.ca_file = {}", path.display()))?;
-        }
         let own = tls.cert_file.as_deref().zip(tls.key_file.as_deref());
         let trust = tls.ca_file.as_deref().map(|ca| Trust::load(ca, own)).transpose();
         Ok(Self(Arc::new(RwLock::new(trust.map_err(anyhow::Error::msg)?))))
+    }
+
+    fn read_authorities(config: &Config) -> anyhow::Result<()> {
+        let Some(path) = &config.tls.ca_file else { return Ok(()) };
+        let read = files::read(path, files::PEM_BYTES_MAX);
+        read.map(drop).with_context(|| format!("tls.ca_file = {}", path.display()))
     }
 
     /// Returns the trust from the most recent load.
@@ -67,6 +70,17 @@ impl Tls {
             admin: of(TlsListener::Admin, "http/1.1")?,
             others: Others::load(config)?,
         })
+    }
+
+    /// Returns the problems with the files of `[tls]`.
+    pub(super) fn problems(config: &Config) -> Vec<anyhow::Error> {
+        let listeners = config.tls.files().map(|files| files.problems()).unwrap_or_default();
+        let mut problems: Vec<_> = listeners.into_iter().map(anyhow::Error::from).collect();
+        let authorities = Others::read_authorities(config).err();
+        // Otherwise the certificate for other workers would be reported again.
+        let others = if problems.is_empty() { Others::load(config).err() } else { authorities };
+        problems.extend(others);
+        problems
     }
 
     /// Uses the certificates of `other` for new connections, of the same listeners and to other

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use rustix::fs::Access;
 use tracing_appender::rolling;
 
 use super::settings::{Rotation, TelemetryConfig};
@@ -41,6 +42,16 @@ pub(super) fn open(config: &TelemetryConfig, directory: &Path, name: &str) -> an
     };
     file.reopen().with_context(|| format!("cannot log into {}", directory.display()))?;
     Ok(file)
+}
+
+/// Checks whether files can be created in `directory`, or else in its nearest existing parent.
+pub(super) fn check_writable(directory: &Path) -> io::Result<()> {
+    let existing = directory.ancestors().find(|path| path.symlink_metadata().is_ok());
+    let existing = existing.unwrap_or(directory);
+    if !fs::metadata(existing)?.is_dir() {
+        return Err(io::ErrorKind::NotADirectory.into());
+    }
+    Ok(rustix::fs::access(existing, Access::WRITE_OK | Access::EXEC_OK)?)
 }
 
 /// The current log file of one kind, and the settings for the next one.

@@ -126,6 +126,21 @@ fn subscriber(
     Ok((tracing_subscriber::registry().with(layers), Telemetry { threads, filter }))
 }
 
+/// Checks whether log files can be created in the directory of `config`. Creates nothing: a missing
+/// directory is checked in its nearest parent.
+///
+/// # Errors
+/// The reason, with the configuration key.
+pub fn check_directory(config: &TelemetryConfig) -> anyhow::Result<()> {
+    let Some(directory) = &config.directory else { return Ok(()) };
+    files::check_writable(directory).with_context(|| {
+        format!(
+            "log.path = {}: must be a directory in which this worker can create files",
+            directory.display()
+        )
+    })
+}
+
 /// Returns the layer that formats events for `thread`.
 fn lines<S>(format: LogFormat, thread: &LogThread, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
 where

@@ -177,6 +177,41 @@ fn check_here_refuses_unusable_directories() {
 }
 
 #[test]
+fn check_here_lists_the_problems_of_all_kinds() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = |name: &str| dir.path().join(name);
+    std::fs::create_dir(path("foreign")).expect("a directory");
+    for name in ["foreign/thesis.doc", "file"] {
+        std::fs::write(path(name), "precious").expect("a file");
+    }
+    let top = format!("grpc_port = 0\nhttp_port = {port}");
+    let config = with_paths(&top, &[&path("foreign"), &path("file")])
+        + &format!("[tls]\ncert_file = {0:?}\nkey_file = {0:?}\nca_file = {0:?}\n", path("missing.pem"))
+        + &format!("listeners = [\"http\"]\n[admin]\nport = 0\ntoken_file = {:?}\n", path("token"))
+        + &format!("[log]\npath = {:?}\n[memory_store]\ncapacity = \"15TiB\"\n", path("file/logs"));
+    let told = examined(&config).expect_err("it cannot start");
+    for part in [
+        "memory_store.capacity: blocks may use 15.0 TiB",
+        &format!("http_port = 127.0.0.1:{port}"),
+        &format!("localfile_store.data_paths: {}", path("foreign").display()),
+        &format!("localfile_store.data_paths: {}", path("file").display()),
+        "tls.cert_file = ",
+        "tls.key_file = ",
+        "tls.ca_file = ",
+        "admin.token_file = ",
+        "log.path = ",
+    ] {
+        assert_eq!(told.matches(part).count(), 1, "{part} in {told}");
+    }
+    let told = text(&worker(&["--check"], &config).stderr);
+    for (part, count) in [("15.0 TiB", 1), ("tls.ca_file", 1), ("admin.token_file", 1), ("http_port", 0)] {
+        assert_eq!(told.matches(part).count(), count, "{part} in {told}");
+    }
+}
+
+#[test]
 fn keys_of_other_servers_point_to_import() {
     for foreign in [
         "rss.rpc.server.port 19999\nrss.storage.basePath /data1\n",

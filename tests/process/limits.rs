@@ -85,13 +85,15 @@ fn with_threads(threads: u32, arguments: &[&str]) -> Output {
 
 #[test]
 fn start_without_threads_names_limit_and_key() {
-    for (arguments, code) in [(&["--check"][..], 2), (&[], 1)] {
+    for (arguments, code) in [(&["--check"][..], 2), (&["--check", "--here"], 2), (&[], 1)] {
         let output = with_threads(6, arguments);
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {text}");
         for part in ["runtime_config.worker_threads: ", " threads are needed", "RLIMIT_NPROC is 6"] {
-            assert!(text.contains(part), "{part}: {text}");
+            assert_eq!(text.matches(part).count(), 1, "{part}: {text}");
         }
+        let skipped = text.contains("were not examined for lack of threads");
+        assert_eq!(skipped, arguments.contains(&"--here"), "{text}");
         assert!(!text.contains("panicked"), "{text}");
     }
 }

@@ -59,7 +59,9 @@ impl Client {
     /// [`OpenError`]: a file or a variable that is named and cannot be used.
     pub fn open(config: &ObjectConfig, tasks: &Tasks, registry: &Registry) -> Result<Self, OpenError> {
         let url = config.url.clone().ok_or_else(|| OpenError::new("object_store.url", "absent"))?;
-        check_files(config)?;
+        if let Some(problem) = check_files(config).into_iter().next() {
+            return Err(problem);
+        }
         let metrics = Metrics::new(registry).map_err(|error| OpenError::new("metrics", error.to_string()))?;
         metrics.show_all();
         let metrics = Arc::new(metrics);
@@ -114,65 +116,63 @@ impl Client {
     }
 }
 
-/// Whether the files and variables can be used that `config` names, as far as this machine alone can tell. Blocks.
-///
-/// # Errors
-/// [`OpenError`], without any value of a key.
-pub fn check_files(config: &ObjectConfig) -> Result<(), OpenError> {
+/// Reads the files and variables that TLS and the credentials need. Returns the problems, without
+/// any value of a key.
+#[must_use]
+pub fn check_files(config: &ObjectConfig) -> Vec<OpenError> {
+    let mut problems = Vec::new();
     if needs_tls(config) {
-        trust::client_config(config.ca_file.as_deref())?;
+        problems.extend(trust::client_config(config.ca_file.as_deref()).err());
     }
-    let absent = |variable: &str| {
-        let reason = format!("\"{}\" needs {variable} in the environment", config.credentials.as_str());
-        OpenError::new("object_store.credentials", reason)
-    };
     match config.credentials {
-        Credentials::Unsigned => Ok(()),
-        Credentials::Environment => {
-            let keys = [
-                ("AWS_ACCESS_KEY_ID", config.access_key.as_ref(), true),
-                ("AWS_SECRET_ACCESS_KEY", config.secret_key.as_ref(), true),
-                ("AWS_SESSION_TOKEN", config.session_token.as_ref(), false),
-            ];
-            for (variable, key, is_needed) in keys {
-                if key.is_some_and(|key| !is_of_header(key.reveal())) {
-                    let reason = format!("{variable} has characters that are invalid in a header");
-                    return Err(OpenError::new("object_store.credentials", reason));
-                }
-                if key.is_none() && is_needed {
-                    return Err(absent(variable));
-                }
-            }
-            Ok(())
-        }
-        Credentials::File => {
-            let path = config.credentials_file.as_ref();
-            let path = path.ok_or_else(|| OpenError::new("object_store.credentials_file", "absent"))?;
-            let checked = FileCredentials::new(path, &config.profile).check();
-            checked.map_err(|error| OpenError::new("object_store.credentials_file", error.to_string()))
-        }
-        Credentials::WebIdentity => {
-            if config.role_arn.is_none() {
-                return Err(absent("AWS_ROLE_ARN"));
-            }
-            let path = config
-                .web_identity_token_file
-                .as_ref()
-                .ok_or_else(|| absent("AWS_WEB_IDENTITY_TOKEN_FILE"))?;
-            let read = files::read_text(path, TOKEN_BYTES_MAX);
-            read.map_err(|error| {
-                let reason = format!("AWS_WEB_IDENTITY_TOKEN_FILE = {}: {error}", path.display());
-                OpenError::new("object_store.credentials", reason)
-            })?;
-            match config.sts_endpoint.as_deref().map(Endpoint::parse) {
-                Some(Err(allowed)) => {
-                    let reason = format!("AWS_ENDPOINT_URL_STS must be {allowed}");
-                    Err(OpenError::new("object_store.credentials", reason))
-                }
-                _ => Ok(()),
-            }
-        }
+        Credentials::Unsigned => {}
+        Credentials::Environment => problems.extend(problems_of_keys(config)),
+        Credentials::File => problems.extend(check_credentials_file(config).err()),
+        Credentials::WebIdentity => problems.extend(problems_of_web_identity(config)),
     }
+    problems
+}
+
+fn absent(config: &ObjectConfig, variable: &str) -> OpenError {
+    let reason = format!("\"{}\" needs {variable} in the environment", config.credentials.as_str());
+    OpenError::new("object_store.credentials", reason)
+}
+
+fn problems_of_keys(config: &ObjectConfig) -> impl Iterator<Item = OpenError> {
+    let keys = [
+        ("AWS_ACCESS_KEY_ID", config.access_key.as_ref(), true),
+        ("AWS_SECRET_ACCESS_KEY", config.secret_key.as_ref(), true),
+        ("AWS_SESSION_TOKEN", config.session_token.as_ref(), false),
+    ];
+    keys.into_iter().filter_map(|(variable, key, is_needed)| match key {
+        None if is_needed => Some(absent(config, variable)),
+        Some(key) if !is_of_header(key.reveal()) => {
+            let reason = format!("{variable} has characters that are invalid in a header");
+            Some(OpenError::new("object_store.credentials", reason))
+        }
+        Some(_) | None => None,
+    })
+}
+
+fn check_credentials_file(config: &ObjectConfig) -> Result<(), OpenError> {
+    const KEY: &str = "object_store.credentials_file";
+    let path = config.credentials_file.as_ref().ok_or_else(|| OpenError::new(KEY, "absent"))?;
+    let checked = FileCredentials::new(path, &config.profile).check();
+    checked.map_err(|error| OpenError::new(KEY, error.to_string()))
+}
+
+fn problems_of_web_identity(config: &ObjectConfig) -> impl Iterator<Item = OpenError> {
+    let wrong = |reason: String| OpenError::new("object_store.credentials", reason);
+    let role = config.role_arn.is_none().then(|| absent(config, "AWS_ROLE_ARN"));
+    let token = match &config.web_identity_token_file {
+        None => Some(absent(config, "AWS_WEB_IDENTITY_TOKEN_FILE")),
+        Some(path) => files::read_text(path, TOKEN_BYTES_MAX)
+            .err()
+            .map(|error| wrong(format!("AWS_WEB_IDENTITY_TOKEN_FILE = {}: {error}", path.display()))),
+    };
+    let endpoint = config.sts_endpoint.as_deref().and_then(|endpoint| Endpoint::parse(endpoint).err());
+    let endpoint = endpoint.map(|allowed| wrong(format!("AWS_ENDPOINT_URL_STS must be {allowed}")));
+    [role, token, endpoint].into_iter().flatten()
 }
 
 /// The store or STS is asked over TLS.
