@@ -129,8 +129,8 @@ fn check_windows(config: &Config, found: &mut Found) {
     let fits = if grpc.windows_wanted.is_none() { (1..threads).rev().find(has_room) } else { None };
     if let Some(fit) = fits {
         let allowed = format!(
-            "must be at most {fit} with memory_store.capacity = {}, or capacity must be larger: of capacity \
-             × 0.05 + 200 MiB, threads leave too little for grpc.connection_window ({})",
+            "must be at most {fit} with memory_store.capacity = {}, or capacity must be larger: beside the threads, \
+             capacity × 0.05 + 200 MiB has no room for grpc.connection_window ({})",
             size_text(capacity),
             size_text(connection)
         );

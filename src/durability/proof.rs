@@ -156,8 +156,8 @@ impl Judgement {
             None
         } else {
             Some(
-                "other data directories of this worker continued the log in the object store and may have newer metadata: \
-                 unregister the shuffle or run its application again"
+                "other data directories of this worker continued the log in the object store and may have newer metadata; \
+                 unregister the shuffle or rerun its application"
                     .to_owned(),
             )
         };

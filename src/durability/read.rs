@@ -139,7 +139,8 @@ impl Survey {
     pub(super) fn judged(&self) -> Judgement {
         let mut judged = judge(&self.present, self.hand_off.as_ref());
         if judged.is_fresh && self.has_data {
-            let reason = "there are files of shuffles and no metadata log: unregister the shuffle or run its application again";
+            let reason =
+                "shuffle files exist without a metadata log; unregister the shuffle or rerun its application";
             judged.gap = Some(Gap { reason: reason.to_owned(), until_back: Vec::new() });
             judged.is_fresh = false;
         }
@@ -400,7 +401,7 @@ impl CopyReader {
                 self.fitting_bytes = self.at;
             }
             None => {
-                let why = "a record before it is missing".to_owned();
+                let why = "the record before this one is missing".to_owned();
                 self.torn = Some(Torn { at: self.at - bytes, why, frames_follow: true });
             }
             Some(torn) => torn.frames_follow = true,
@@ -426,7 +427,7 @@ impl CopyReader {
         let frame = frame::decode(&whole).map_err(|error| error.to_string());
         Ok(frame.and_then(|frame| match frame.generation == self.generation {
             true => Ok((frame, total)),
-            false => Err("it belongs to another file".to_owned()),
+            false => Err("record belongs to another file".to_owned()),
         }))
     }
 

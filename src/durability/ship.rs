@@ -251,7 +251,7 @@ impl Shipper {
     /// The store does not take the record or does not answer, or the record is too long.
     pub async fn append(&self, shuffle: Incarnation, record: Bytes, is_first: bool) -> Result<(), LogError> {
         if record.len() > PAYLOAD_BYTES_MAX / 2 {
-            return Err(LogError::of(io::ErrorKind::InvalidInput, "the record is too long"));
+            return Err(LogError::of(io::ErrorKind::InvalidInput, "the metadata record is too long"));
         }
         let moved = is_first.then(|| Entry::Moved(shuffle.clone()));
         self.store(moved.into_iter().chain([Entry::Said(shuffle, record)])).await

@@ -98,7 +98,7 @@ impl Writer {
                 Ok(Some(entry)) => self.absorb((entry, reader.entry_bytes()), &mut heard),
                 Ok(None) => break None,
                 Err(error) => {
-                    tracing::error!(%error, "cannot read the metadata log a second time");
+                    tracing::error!(%error, "cannot read all records of the metadata log");
                     break Some(Gap { reason: error.to_string(), until_back: Vec::new() });
                 }
             }

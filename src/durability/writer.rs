@@ -253,7 +253,7 @@ impl Writer {
     /// Returns the hand-off record for a successor.
     fn hand_off(&self) -> Result<HandOff, LogError> {
         if !self.is_open {
-            return Err(LogError::told("cannot write the metadata log now"));
+            return Err(LogError::told("the metadata log is not writable"));
         }
         let (epoch, frames, generation) = (self.epoch.id, self.encoder.count(), self.generation);
         Ok(HandOff { epoch, frames, generation })
@@ -330,7 +330,7 @@ impl Writer {
                     return entries.iter().map(|_| Err(error.clone())).collect();
                 }
             }
-            let too_long = || LogError::told("the record is too long");
+            let too_long = || LogError::told("the metadata record is too long");
             let written = entries.iter().zip(&sizes).filter(|(_, size)| size.is_some());
             let position = self.shipper.as_ref().map_or(0, |it| it.add(written.map(|it| it.0.clone())));
             return sizes.into_iter().map(|size| size.map(|_| position).ok_or_else(too_long)).collect();

@@ -448,7 +448,7 @@ impl Flusher {
             }
             // A batch is created with a handle, so it has a tier; dropping it here would lose it
             // silently.
-            None => tracing::error!(shuffle = %batch.key, "batch has no tier to be written to"),
+            None => tracing::error!(shuffle = %batch.key, "batch has no tier to flush to"),
         }
     }
 

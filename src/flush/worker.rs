@@ -108,7 +108,7 @@ impl Flusher {
 
     async fn store(&self, batch: &Batch, tier: usize, extents: Vec<ExtentWrite>) -> Result<(), StoreError> {
         let Some(shuffle) = &batch.handles[tier] else {
-            return Err(failed(batch, "the shuffle has no such tier"));
+            return Err(failed(batch, "the shuffle has no storage in this tier"));
         };
         let huge_partition_bytes = self.limits().huge_partition_bytes;
         let is_huge = |(buffer, _): &&(Arc<Buffer>, _)| buffer.received_bytes() > huge_partition_bytes;

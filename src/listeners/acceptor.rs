@@ -263,7 +263,7 @@ impl Acceptor {
         self.tasks.spawn_on(handle, name, async move {
             match TcpStream::from_std(stream) {
                 Ok(stream) => life.of(serve(Connection { stream, peer, place })).await,
-                Err(error) => tracing::warn!(%peer, %error, "connection closed: its core cannot poll it"),
+                Err(error) => tracing::warn!(%peer, %error, "connection closed: cannot register its socket with the runtime"),
             }
         });
     }

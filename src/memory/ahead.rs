@@ -106,7 +106,7 @@ impl Ahead {
             let ahead = Arc::clone(&self);
             let taken = tokio::task::spawn_blocking(move || ahead.take()).await;
             if let Err(error) = taken {
-                tracing::error!(%error, "cannot allocate memory pages");
+                tracing::error!(%error, "cannot allocate memory pages; retrying");
             }
         }
     }

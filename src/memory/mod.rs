@@ -346,19 +346,19 @@ impl Memory {
                     Ok(false) => {
                         tracing::info!(
                             bytes = memory.capacity_bytes(),
-                            "all pages of block memory are taken"
+                            "all pages of block memory are allocated"
                         );
                         return;
                     }
                     Err(error) => {
-                        tracing::warn!(%error, "memory_store.prefault ended early; requests take the other pages");
+                        tracing::warn!(%error, "memory_store.prefault ended early; requests allocate the other pages");
                         return;
                     }
                 }
             }
         };
         if let Err(error) = std::thread::Builder::new().name("prefault".to_owned()).spawn(take) {
-            tracing::warn!(%error, "memory_store.prefault is off: no thread");
+            tracing::warn!(%error, "cannot start a thread for memory_store.prefault; requests allocate pages");
         }
     }
 

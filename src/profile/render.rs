@@ -18,7 +18,7 @@ use super::tree;
 /// Picture for an empty profile. inferno fails without samples.
 const EMPTY_SVG: &str = concat!(
     r#"<?xml version="1.0" standalone="no"?><svg xmlns="http://www.w3.org/2000/svg" width="640" height="60">"#,
-    r#"<text x="16" y="36" font-family="sans-serif">No samples: nothing ran or was allocated meanwhile.</text></svg>"#,
+    r#"<text x="16" y="36" font-family="sans-serif">No samples: nothing ran or was allocated during the profile.</text></svg>"#,
 );
 
 /// Renders a job.

@@ -166,7 +166,7 @@ fn job(summary: String, running: &[RunningTask], stacks: Stacks) -> Job {
     let mut addresses = Addresses::default();
     let mut places: HashMap<Place, u64> = HashMap::new();
     for (id, stacks) in stacks.each() {
-        let name = names.get(&id).copied().unwrap_or("(not ours)");
+        let name = names.get(&id).copied().unwrap_or("(unnamed task)");
         let mut stacks: Vec<Vec<u32>> = stacks
             .into_iter()
             .map(|stack| stack.into_iter().map(|returns_to| addresses.call_before(returns_to)).collect())

@@ -114,7 +114,7 @@ impl Outlives {
                     bytes,
                     largest,
                     "blocks not flushed and lost at shutdown; the next start lists those that were reported; \
-                     free space in the data directories, mend the remote store, or raise \
+                     free space in the data directories, repair the remote store, or raise \
                      shutdown.flush_timeout_sec"
                 );
                 return true;

@@ -191,7 +191,7 @@ impl Reloader {
         if has_changed("log.filter")
             && let Err(error) = self.live.set_log_filter(&config.log.filter)
         {
-            tracing::warn!(%error, "log.filter");
+            tracing::warn!(%error, "cannot apply log.filter; the previous filter remains");
         }
         if has_changed("heartbeat_interval_seconds") {
             self.live.set_heartbeat_interval(config.heartbeat.interval);

@@ -285,12 +285,12 @@ fn hung(threads: usize, disks: &[DiskInfo]) -> String {
     let (hung, busy) =
         (paths(|disk| disk.condition == DiskCondition::Hung), paths(|disk| disk.in_flight_bytes > 0));
     let what = match (hung.as_str(), busy.as_str()) {
-        ("", "") => "no data directory is known not to answer".to_owned(),
-        ("", busy) => format!("of the data directories, {busy} may not answer"),
-        (hung, _) => format!("data directory {hung} does not answer"),
+        ("", "") => "no data directory is known to hang".to_owned(),
+        ("", busy) => format!("data directory {busy} may hang"),
+        (hung, _) => format!("data directory {hung} hangs"),
     };
     format!(
-        "{what}, and {threads} threads hang in the kernel, without whose end no other program can be executed: {HUNG_REMEDY}"
+        "{what}; {threads} threads hang in the kernel and prevent the execution of another program: {HUNG_REMEDY}"
     )
 }
 
@@ -396,11 +396,11 @@ mod tests {
     fn refusal_names_the_disk_that_hangs_and_the_remedy() {
         let idle = || disk("/data1", DiskCondition::Healthy, 0);
         let told = hung(2, &[idle(), disk("/data2", DiskCondition::Hung, 0)]);
-        assert!(told.starts_with("data directory /data2 does not answer, and 2 threads hang"), "{told}");
+        assert!(told.starts_with("data directory /data2 hangs; 2 threads hang"), "{told}");
         assert!(told.ends_with(HUNG_REMEDY), "{told}");
         let told = hung(1, &[idle(), disk("/data2", DiskCondition::Healthy, 9)]);
-        assert!(told.starts_with("of the data directories, /data2 may not answer"), "{told}");
+        assert!(told.starts_with("data directory /data2 may hang"), "{told}");
         let told = hung(1, &[idle()]);
-        assert!(told.starts_with("no data directory is known not to answer"), "{told}");
+        assert!(told.starts_with("no data directory is known to hang"), "{told}");
     }
 }

@@ -205,7 +205,7 @@ fn in_a_row(descriptors: &[&OwnedFd]) -> io::Result<Vec<OwnedFd>> {
             return Ok(copies);
         }
     }
-    Err(io::Error::other("no row of descriptors is free"))
+    Err(io::Error::other("too few consecutive descriptors are free for the inherited sockets"))
 }
 
 #[cfg(test)]

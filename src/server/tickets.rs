@@ -23,7 +23,7 @@ pub(super) fn take_over(memory: &Memory, passed: OwnedFd) {
     match passed::read::<Vec<Outstanding>>(passed) {
         Ok(outstanding) => {
             let granted = memory.tickets().grant_again(&outstanding);
-            tracing::info!(passed = outstanding.len(), granted, "recovered tickets");
+            tracing::info!(inherited = outstanding.len(), granted, "recovered tickets");
         }
         Err(error) => tracing::warn!(%error, "cannot read the tickets of the previous process"),
     }

@@ -80,7 +80,7 @@ pub enum ServiceError {
     NoHeap(#[from] HeapFull),
     /// Settings made at run time are in effect but in no file. Holds the path and the error of
     /// each file.
-    #[error("in effect, but not saved, so a restart forgets it: {0}; the worker continues to try")]
+    #[error("in effect, but not saved, so a restart forgets it: {0}; the worker retries")]
     NotSaved(String),
     /// See [`ReportError`].
     #[error("{0}")]

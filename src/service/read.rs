@@ -396,7 +396,7 @@ impl Reads {
         let reads = &self.metrics.reads.local_index;
         let read = match self.tiers.served() {
             Some(tier) => tier.index(&key, partition),
-            None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier that this worker reads")),
+            None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier with data that workers serve")),
         };
         let read = match read {
             // A missing shuffle has no flushed data: the response is empty, not an error

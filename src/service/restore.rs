@@ -260,7 +260,7 @@ impl Lifecycle {
                 }
                 Ok(None) => break None,
                 Err(error) => {
-                    tracing::error!(%error, "cannot read the metadata log to its end");
+                    tracing::error!(%error, "cannot read all records of the metadata log");
                     break Some(format!("{error}; restart when it is readable"));
                 }
             }

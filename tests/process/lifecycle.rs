@@ -92,7 +92,7 @@ async fn restart_with_other_ports_and_capacity_recovers_data() {
     block_in_place(|| {
         worker.terminate();
         worker.start_again_with(&gone);
-        worker.wait_log("a used data directory is missing");
+        worker.wait_log("a data directory of earlier starts is missing");
     });
     let client = client_of(&worker).await;
     let mut more = Written::register(&client, key("more", 0), 5).await;

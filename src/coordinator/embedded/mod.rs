@@ -307,7 +307,7 @@ impl EmbeddedCoordinator {
                 }
                 match source.now_aside().await {
                     Ok(report) => coordinator.take_and_sweep(report),
-                    Err(error) => tracing::error!(%error, "cannot build the heartbeat of the own worker"),
+                    Err(error) => tracing::error!(%error, "cannot create the heartbeat of this worker for its embedded coordinator"),
                 }
             }
         });

@@ -71,11 +71,11 @@ pub enum InvalidHeartbeat {
     Full,
 }
 
-const OWN_ID_ELSEWHERE: &str = "serverId is that of the coordinator's own worker, its ip or port is not";
+const OWN_ID_ELSEWHERE: &str = "serverId is that of the coordinator's own worker, but ip or port differs";
 const OWN_ADDRESS_BY_ANOTHER_ID: &str =
-    "ip and a port are those of the coordinator's own worker, serverId is not";
+    "ip and a port are those of the coordinator's own worker, but serverId differs";
 const OWN_BUT_OTHER_PORTS: &str =
-    "serverId, ip and a port are those of the coordinator's own worker, another port is not";
+    "serverId, ip and a port are those of the coordinator's own worker, but another port differs";
 
 impl InvalidHeartbeat {
     /// Returns whether the refusal depends on the worker's network.

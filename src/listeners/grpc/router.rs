@@ -79,7 +79,7 @@ async fn charged(places: &Aside, mut response: Response<Body>) -> Result<Respons
         encoded
     };
     let encoded = aside(places, is_small, encode).await?;
-    let encoded = encoded.ok_or_else(|| Status::internal("the answer is not at hand"))??;
+    let encoded = encoded.ok_or_else(|| Status::internal("the response is not complete"))??;
     Ok(replies::whole(encoded.to_bytes(), charge))
 }
 

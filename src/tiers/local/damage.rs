@@ -104,7 +104,7 @@ impl Damage {
         self.core.hearer.tell_around((&shuffle.key, partition), &error.to_string(), mark);
         self.core.metrics.blocks_damaged.inc();
         log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
-        tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes, what);
+        tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes, "{what}");
         error
     }
 

@@ -140,10 +140,10 @@ impl Health {
         let has_inodes = total_inodes > 0;
         let text = match self.refusal {
             Some(Refusal::Quota) => {
-                format!("the quota is used up, while {bytes} in the file system; raise the quota")
+                format!("the disk quota is used up, although {bytes} in the file system; raise the quota")
             }
             Some(Refusal::Space) if has_inodes && free_inodes == 0 => format!(
-                "no inodes are left, 0 of {total_inodes} are free, while {bytes}; remove files of other \
+                "no inodes are left, 0 of {total_inodes} are free, although {bytes}; remove files of other \
                  programs there"
             ),
             Some(Refusal::Space) if has_inodes => format!(

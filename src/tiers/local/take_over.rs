@@ -73,7 +73,7 @@ impl Before {
         let deadlines = Deadlines { write, name };
         let (log, found) = MetadataLog::open(directories, survey, deadlines, store, tasks).await;
         for (uuid, path) in &found.absent {
-            tracing::error!(path, id = %uuid, "a used data directory is missing");
+            tracing::error!(path, id = %uuid, "a data directory of earlier starts is missing; if its disk is not mounted, mount it and restart");
         }
         (Self { scans, found }, log)
     }

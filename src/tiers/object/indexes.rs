@@ -108,7 +108,7 @@ impl<'a> Indexes<'a> {
         let footers = segments.clone().into_iter().map(|(number, bytes)| async move {
             let footer = self.footer(number, bytes).await?;
             let is_its_own = |it: &Footer| (it.number, it.incarnation) == (number, incarnation);
-            let another = || "it is a different object".to_owned();
+            let another = || "its footer belongs to another segment".to_owned();
             Ok::<_, StoreError>((
                 number,
                 footer.and_then(|it| is_its_own(&it).then_some(it).ok_or_else(another)),
@@ -143,7 +143,7 @@ impl<'a> Indexes<'a> {
     async fn footer_once(self, number: u32, bytes: u64) -> Result<Result<Footer, String>, StoreError> {
         let key = self.key(number);
         let Some(at) = bytes.checked_sub(FOOTER_BYTES as u64) else {
-            return Ok(Err("it is too short".to_owned()));
+            return Ok(Err("too short for a footer".to_owned()));
         };
         let footer = fetch::read(self.core, &key, at..bytes).await?;
         let footer = footer.first_chunk().ok_or_else(|| StoreError::new(StoreErrorKind::Corrupt, key))?;
@@ -215,7 +215,7 @@ impl Data {
         let mut chain = Chain::new();
         let mut next = footers.keys().next_back().copied();
         while let Some(number) = next {
-            let missing = Err("it is missing".to_owned());
+            let missing = Err("missing".to_owned());
             next = match footers.get(&number).unwrap_or(&missing) {
                 Ok(footer) => {
                     chain.insert(number, *footer);
@@ -273,7 +273,7 @@ impl Data {
                 _ if self.reason.is_empty() => {
                     let key = segment_key(&self.prefix, number);
                     let what =
-                        if is_sound { "its place in a stream is not free" } else { "its index is corrupt" };
+                        if is_sound { "its range overlaps another segment" } else { "its index is corrupt" };
                     self.reason = format!("object {key}: {what}");
                 }
                 _ => {}

@@ -112,7 +112,7 @@ pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
         for it in &mut found {
             it.told.incomplete = Some(gap.to_owned());
             if !log.knows(&it.shuffle.incarnation()) && it.told.reason.is_empty() {
-                "its registration is lost".clone_into(&mut it.told.reason);
+                "the registration is lost".clone_into(&mut it.told.reason);
             }
         }
     }
@@ -142,7 +142,7 @@ async fn list_current(core: &Core) -> Result<Listed, StoreError> {
         sleep(pause).await;
     }
     let what = format!(
-        "its list of objects lacks {}, which was written before: it is old and may lack data too; restart when \
+        "the list of objects lacks {}, which was written before, so the list is old and may lack data; restart when \
          the store lists current objects",
         claim_key(root)
     );

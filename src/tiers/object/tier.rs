@@ -207,17 +207,11 @@ impl ObjectTier {
         let deadline = Instant::now() + ENDS_WAIT;
         loop {
             let known = timeout_at(deadline, self.known(position)).await;
-            let silent = || {
-                StoreError::remote(
-                    StoreErrorKind::Unreachable,
-                    &self.core.settings.root,
-                    "it does not answer",
-                )
-            };
+            let silent =
+                || StoreError::remote(StoreErrorKind::Unreachable, &self.core.settings.root, "no answer");
             let Err(error) = known.unwrap_or_else(|_| Err(silent())) else { return Ok(()) };
             if error.kind != StoreErrorKind::Unreachable || Instant::now() + ENDS_PAUSE >= deadline {
-                let what =
-                    "the object store does not know yet that an earlier registration of the shuffle is over";
+                let what = "an earlier registration of the shuffle has not been ended in the object store yet; retry";
                 return Err(StoreError::remote(error.kind, key.to_string(), format!("{what}: {error}")));
             }
             crate::clock::sleep(ENDS_PAUSE).await;

@@ -27,7 +27,7 @@ use uniffle_io::Disk;
 use uniffle_wire::types::ShuffleKey;
 
 /// Who knows that the worker's disks had data.
-const HALF_OF_IT: &str = "the object store has shuffles of this worker of which a part is on its local disks";
+const HALF_OF_IT: &str = "the object store has shuffles of this worker with data on its local disks";
 
 impl OffloadTier {
     /// Opens the disks below a store that is open.
@@ -43,7 +43,8 @@ impl OffloadTier {
     ) -> Result<Arc<Self>, StoreError> {
         let metrics = Metrics::new(registry);
         let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
-        let taken = || StoreError::new(StoreErrorKind::InUse, "the object store is used already");
+        let taken =
+            || StoreError::new(StoreErrorKind::InUse, "the object store already belongs to another tier");
         let (shuffles, store) = object.take_found().ok_or_else(taken)?;
         let found: HashMap<_, _> = shuffles.iter().map(|(key, it)| (key.clone(), it.incarnation)).collect();
         if store.found.had_disks() && !found.is_empty() && !object.is_drained() {

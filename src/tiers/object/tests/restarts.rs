@@ -106,7 +106,7 @@ async fn start_with_an_old_list_of_objects_is_refused() {
     for listed in [old, Vec::new()] {
         store.set_list(Some(listed));
         let error = Process::try_start(&store).await.map(drop).expect_err("the list lacks the claim");
-        assert!(error.to_string().contains("its list of objects lacks p/worker-1/!claim"), "{error}");
+        assert!(error.to_string().contains("the list of objects lacks p/worker-1/!claim"), "{error}");
     }
     store.set_list(None);
     let process = Process::start(&store).await;
