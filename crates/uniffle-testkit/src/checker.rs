@@ -174,8 +174,8 @@ impl Drop for Checker {
         for (end, tally) in &self.tallies {
             let Tally { rounds, blocks, told_lost, longest } = tally;
             say(&format!(
-                "checker: {end:?}: {rounds} rounds, {blocks} blocks, {told_lost} told as lost, which no disk had, all others \
-                 served, back after at most {} ms",
+                "checker: {end:?}: {rounds} rounds, {blocks} blocks; {told_lost} reported as lost and on no disk, all others \
+                 served; restarts took at most {} ms",
                 longest.as_millis()
             ));
         }
@@ -297,7 +297,7 @@ impl Checker {
         assert_strict(&findings, &what);
         assert!(left.is_some() || findings.lost.is_empty(), "{what}: lost: {:?}", findings.lost);
         let wrongly = findings.lost.iter().find(|(partition, id)| was_left(*partition, *id));
-        assert!(wrongly.is_none(), "{what}: {wrongly:?} is told as lost and was on a disk");
+        assert!(wrongly.is_none(), "{what}: {wrongly:?} was reported as lost but is on a disk");
         let lost = findings.lost.len() as u64;
         tally.blocks += findings.served + lost;
         tally.told_lost += lost;

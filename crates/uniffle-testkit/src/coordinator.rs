@@ -89,9 +89,12 @@ impl CoordinatorDouble {
         holds: impl Fn(&ShuffleServerHeartBeatRequest, u64) -> bool,
     ) -> ShuffleServerHeartBeatRequest {
         let reached = self.seen.wait_for(|seen| seen.last.as_ref().is_some_and(|it| holds(it, seen.count)));
-        let reached = timeout(PATIENCE, reached).await.map(|seen| seen.expect("it runs").last.clone());
-        let Ok(heartbeat) = reached else { panic!("no such heartbeat, but {:?}", self.seen.borrow()) };
-        heartbeat.expect("just looked at")
+        let reached =
+            timeout(PATIENCE, reached).await.map(|seen| seen.expect("the coordinator runs").last.clone());
+        let Ok(heartbeat) = reached else {
+            panic!("the expected heartbeat did not arrive; the last state is {:?}", self.seen.borrow())
+        };
+        heartbeat.expect("a heartbeat, because the condition was true")
     }
 
     pub async fn stop(self) {
@@ -139,7 +142,7 @@ impl CoordinatorServer for Rpc {
             match response {
                 HeartbeatReply::Succeed => {}
                 HeartbeatReply::Refuse(status) => answer.set_status(status),
-                HeartbeatReply::Fail => return Err(Status::internal("as the test wants it")),
+                HeartbeatReply::Fail => return Err(Status::internal("injected by the test")),
                 HeartbeatReply::Delay(time) => sleep(time).await,
             }
             Ok(Response::new(answer))

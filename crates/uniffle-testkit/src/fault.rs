@@ -356,7 +356,7 @@ impl Faults {
     }
 }
 
-#[expect(clippy::panic, reason = "that is the fault")]
+#[expect(clippy::panic, reason = "the fault is a panic")]
 fn panic_when_polled<T: Send + 'static>() -> BoxFuture<'static, T> {
     Box::pin(async { panic!("injected by a fault rule") })
 }

@@ -203,7 +203,7 @@ async fn collect(mut chunks: ChunkStream, length: u64) -> Result<Vec<u8>, Servic
     }
     match all.len() as u64 == length {
         true => Ok(all),
-        false => Err(ServiceError::Malformed(format!("{length} bytes were announced, {} came", all.len()))),
+        false => Err(ServiceError::Malformed(format!("announced {length} bytes, received {}", all.len()))),
     }
 }
 

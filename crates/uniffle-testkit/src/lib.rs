@@ -63,12 +63,12 @@ pub fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> R
             Ok(value) => {
                 if start.elapsed() > LONG_WAIT {
                     let seconds = start.elapsed().as_secs_f32();
-                    say(&format!("{what}: only after {seconds:.1} s, before it was: {last_complaint}"));
+                    say(&format!("{what}: took {seconds:.1} s; last state before: {last_complaint}"));
                 }
                 return value;
             }
             Err(complaint) if start.elapsed() > deadline => {
-                panic!("{what}: not within {deadline:?}: {complaint}")
+                panic!("{what}: timed out after {deadline:?}: {complaint}")
             }
             Err(complaint) => last_complaint = complaint,
         }
@@ -86,7 +86,7 @@ pub async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, Strin
     loop {
         match look() {
             Ok(value) => return value,
-            Err(complaint) if start.elapsed() > SETTLE_DEADLINE => panic!("{what}: not yet: {complaint}"),
+            Err(complaint) if start.elapsed() > SETTLE_DEADLINE => panic!("{what}: timed out: {complaint}"),
             Err(_) => tokio::time::sleep(Duration::from_millis(2)).await,
         }
     }
@@ -94,7 +94,7 @@ pub async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, Strin
 
 /// Waits like [`eventually`] while time is paused and must not advance. Yields to other tasks and
 /// measures the deadline in real time.
-#[expect(clippy::disallowed_types, reason = "a clock that stands still brings no deadline")]
+#[expect(clippy::disallowed_types, reason = "the deadline is in real time, also with a paused clock")]
 pub async fn eventually_in_no_time<T>(
     what: &str,
     deadline: Duration,
@@ -105,7 +105,7 @@ pub async fn eventually_in_no_time<T>(
         match look() {
             Ok(value) => return value,
             Err(complaint) if start.elapsed() > deadline => {
-                panic!("{what}: not within {deadline:?}: {complaint}")
+                panic!("{what}: timed out after {deadline:?}: {complaint}")
             }
             Err(_) => tokio::task::yield_now().await,
         }

@@ -36,7 +36,7 @@ pub fn build(project: &Path, output: &Path, properties: &[String]) {
     };
     let mut result = build();
     if !result.status.success() {
-        say("mvn failed; once more, since the network may have been at fault");
+        say("mvn failed; retrying once, because the network may be the cause");
         result = build();
     }
     assert!(
@@ -46,7 +46,7 @@ pub fn build(project: &Path, output: &Path, properties: &[String]) {
         String::from_utf8_lossy(&result.stdout),
         String::from_utf8_lossy(&result.stderr)
     );
-    std::fs::write(&stamp_file, stamp).expect("the output directory was just made");
+    std::fs::write(&stamp_file, stamp).expect("the output directory exists");
     say(&format!("{name} was built in {:.0} s", start.elapsed().as_secs_f32()));
 }
 

@@ -116,7 +116,7 @@ impl fmt::Display for FaultyObjects {
 }
 
 fn refused() -> Error {
-    Error::Generic { store: "faulty", source: "the test wants it so".into() }
+    Error::Generic { store: "faulty", source: "injected by the test".into() }
 }
 
 impl FaultyObjects {
@@ -147,7 +147,7 @@ impl FaultyObjects {
         let late = std::mem::take(&mut *self.0.late.lock());
         let count = late.len();
         for (path, payload) in late {
-            self.0.inner.put(&path, payload).await.expect("there is room");
+            self.0.inner.put(&path, payload).await.expect("memory has room");
         }
         count
     }
@@ -172,27 +172,27 @@ impl FaultyObjects {
     /// Returns the metadata of all objects.
     pub async fn list_all(&self) -> Vec<ObjectMeta> {
         let listed = self.0.inner.list(None);
-        listed.map(|object| object.expect("it is in memory")).collect().await
+        listed.map(|object| object.expect("the object is in memory")).collect().await
     }
 
     /// Returns all objects except claims.
     pub async fn snapshot(&self) -> BTreeMap<String, Bytes> {
         let mut all = BTreeMap::new();
         for (key, _) in self.objects().await {
-            let object = self.0.inner.get(&Path::from(key.as_str())).await.expect("it is there");
-            all.insert(key, object.bytes().await.expect("it is in memory"));
+            let object = self.0.inner.get(&Path::from(key.as_str())).await.expect("the object exists");
+            all.insert(key, object.bytes().await.expect("the object is in memory"));
         }
         all
     }
 
     /// Replaces an object without the knowledge of any client.
     pub async fn replace(&self, key: &str, content: Bytes) {
-        self.0.inner.put(&Path::from(key), content.into()).await.expect("there is room");
+        self.0.inner.put(&Path::from(key), content.into()).await.expect("memory has room");
     }
 
     /// Removes an object without the knowledge of any client.
     pub async fn remove(&self, key: &str) {
-        self.0.inner.delete(&Path::from(key)).await.expect("it is there");
+        self.0.inner.delete(&Path::from(key)).await.expect("the object exists");
     }
 
     /// Returns the number of uploads that have begun but were neither completed nor aborted.
@@ -207,7 +207,7 @@ impl FaultyObjects {
             Fault::Refuse => return Err(refused()),
             Fault::Hold => {
                 self.0.held.fetch_add(1, Ordering::AcqRel);
-                self.0.gate.acquire().await.expect("it is never closed").forget();
+                self.0.gate.acquire().await.expect("the gate is never closed").forget();
             }
             Fault::None
             | Fault::LoseAnswer

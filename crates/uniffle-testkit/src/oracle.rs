@@ -190,7 +190,7 @@ pub async fn verify(
         for block in told.sent.keys().copied().filter(|id| should_be_there(*partition, *id)) {
             findings.intact += 1;
             if !read.blocks.contains_key(&block) {
-                let why = refused(block).map_or("it is not there", |text| text.as_str()).to_owned();
+                let why = refused(block).map_or("missing", |text| text.as_str()).to_owned();
                 findings.withheld.push(MissingBlock { partition: *partition, block, why });
             }
         }

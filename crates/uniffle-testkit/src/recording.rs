@@ -113,7 +113,7 @@ impl Session {
             .map(|number| Exchange::decode(&mut file).map_err(|error| format!("exchange {number}: {error}")))
             .collect::<Result<_, _>>()?;
         if file.has_remaining() {
-            return Err(format!("{} bytes behind the last exchange", file.remaining()));
+            return Err(format!("{} bytes follow the last exchange", file.remaining()));
         }
         Ok(Self { title, exchanges })
     }
@@ -158,7 +158,7 @@ fn grpc_send(message: &Bytes) -> Result<SentBlocks, String> {
 }
 
 fn block(block: proto::ShuffleBlock) -> Result<Block, String> {
-    let number = |value: i64| u32::try_from(value).map_err(|_| format!("{value} is not of 32 bits"));
+    let number = |value: i64| u32::try_from(value).map_err(|_| format!("{value} does not fit 32 bits"));
     let meta = BlockMeta {
         block_id: BlockId(block.block_id),
         task_attempt_id: TaskAttemptId(block.task_attempt_id),

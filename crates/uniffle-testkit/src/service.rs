@@ -117,7 +117,7 @@ pub struct ServiceFixture {
 impl ServiceBuilder {
     /// Starts the service. Faults apply from the first operation on a disk.
     pub async fn start(self) -> ServiceFixture {
-        self.try_start().await.expect("no fault is there before the store is open")
+        self.try_start().await.expect("no fault is set before the store is open")
     }
 
     /// Starts the service if the local tier accepts its disks.
@@ -143,7 +143,7 @@ impl ServiceBuilder {
         let local = store.clone().map(|store| store as Arc<dyn Tier>);
         let tiers: Vec<_> = local.into_iter().chain(self.more_tiers).collect();
         let recovered: Vec<_> = tiers.iter().map(|tier| tier.take_recovered()).collect();
-        let tiers = Tiers::new(tiers).expect("one is read through the worker");
+        let tiers = Tiers::new(tiers).expect("at most one tier is read through the worker");
         let flusher = Flusher::start(self.flush, Arc::clone(&memory), tiers, tasks.clone(), &registry)
             .expect("metrics of its own");
         let apps = Arc::new(AppRegistry::new(self.apps, memory.heap(), memory.answered()));
@@ -184,7 +184,7 @@ impl ServiceFixture {
         let tasks = self.tasks.clone();
         GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, &self.registry)
             .expect("metrics of its own");
-        ShuffleClient::connect(address).await.expect("it listens").with_backoff(short_backoff())
+        ShuffleClient::connect(address).await.expect("the service listens").with_backoff(short_backoff())
     }
 
     /// Returns the number of hanging operations on all disks.
@@ -212,7 +212,7 @@ impl ServiceFixture {
     /// Ends a test: unregisters all applications, checks that nothing is left, and stops all tasks.
     pub async fn finish(self) {
         for app in self.service.apps().apps() {
-            self.service.lifecycle.unregister_app(app.id().as_str()).expect("it is there");
+            self.service.lifecycle.unregister_app(app.id().as_str()).expect("the application is registered");
         }
         eventually("the service is clean", || match self.leftovers() {
             left if left.is_empty() => Ok(()),

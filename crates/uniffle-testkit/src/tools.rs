@@ -19,7 +19,7 @@ pub fn in_ci() -> bool {
 /// a failure in CI.
 pub fn available(tried: &str, tools: &[&str]) -> bool {
     let Some(missing) = tools.iter().find(|tool| find(tool).is_none()) else { return true };
-    lacking(tried, &format!("no `{missing}` here"));
+    lacking(tried, &format!("`{missing}` is not installed"));
     false
 }
 
@@ -33,7 +33,7 @@ pub fn find(tool: &str) -> Option<PathBuf> {
 
 /// Prints why `tried` is skipped, which is a failure in CI.
 pub fn lacking(tried: &str, why: &str) {
-    let line = format!("SKIPPED: {why}, so not tried: {tried}");
+    let line = format!("SKIPPED: {why}; not tested: {tried}");
     assert!(!in_ci(), "{line} (and CI=true)");
     say(&line);
 }
@@ -43,7 +43,7 @@ pub fn lacking(tried: &str, why: &str) {
 pub fn weaker(tried: &str, why: &str, is_allowed: bool) {
     match is_allowed {
         true => lacking(tried, why),
-        false => say(&format!("weaker here, {why}: {tried}")),
+        false => say(&format!("WEAKER: {why}; only partly tested: {tried}")),
     }
 }
 
@@ -84,6 +84,6 @@ pub fn alone(test: &str) -> bool {
     }
     let mut again = Command::new(std::env::current_exe().expect("a test knows where it is"));
     let status = again.args(["--exact", test, "--nocapture"]).env(ALONE, "1").status().expect("it starts");
-    assert!(status.success(), "{test} in a process of its own: {status}");
+    assert!(status.success(), "{test} failed in its own process: {status}");
     false
 }

@@ -219,7 +219,7 @@ impl Worker {
     pub fn refused(setup: &Setup) -> Result<String, String> {
         let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
         let mut worker = Self::launched(setup, dir, Vec::new(), Ports::default());
-        let what = format!("worker {} ends or gets ready", setup.name);
+        let what = format!("worker {} becomes ready or ends", setup.name);
         let status = wait_until(&what, START_DEADLINE, || match worker.child.try_wait() {
             Ok(Some(status)) => Ok(Some(status)),
             _ if worker.dir.path().join(READY_FILE).exists() => Ok(None),
@@ -232,13 +232,13 @@ impl Worker {
 
     fn wait_ready(&mut self) -> Ready {
         let name = self.setup.name;
-        self.try_ready().unwrap_or_else(|status| panic!("worker {name} gets ready: it ended: {status}"))
+        self.try_ready().unwrap_or_else(|status| panic!("worker {name} ended before it was ready: {status}"))
     }
 
     /// Waits for the ready file of this process, or for the end of the process.
     fn try_ready(&mut self) -> Result<Ready, ExitStatus> {
         let ready_file = self.dir.path().join(READY_FILE);
-        let (what, child) = (format!("worker {} gets ready", self.setup.name), &mut self.child);
+        let (what, child) = (format!("worker {} becomes ready", self.setup.name), &mut self.child);
         let ready: Ready = wait_until(&what, START_DEADLINE, || {
             if let Ok(Some(status)) = child.try_wait() {
                 return Ok(Err(status));

@@ -283,7 +283,7 @@ impl Answer {
             }
             Self::Tcp(reply) => {
                 let reply::Answer::Memory(segments) = &reply.answer else {
-                    return Err(format!("a read of memory was answered with {reply:?}"));
+                    return Err(format!("the response to a read of memory is {reply:?}"));
                 };
                 let segments: Vec<_> = segments.iter().map(grpc_segment).collect();
                 read::memory_blocks(&segments, &reply.body)
@@ -312,7 +312,7 @@ impl Answer {
     fn message(&self) -> &Bytes {
         match self {
             Self::Grpc { message, .. } => message,
-            Self::Tcp(reply) => panic!("this is not asked over TCP: {reply:?}"),
+            Self::Tcp(reply) => panic!("TCP has no such request: {reply:?}"),
         }
     }
 }

@@ -223,5 +223,5 @@ impl Player {
 }
 
 fn same<T: PartialEq + std::fmt::Debug>(what: &str, before: T, now: T) -> Result<(), String> {
-    if before == now { Ok(()) } else { Err(format!("{what}: {before:?} was recorded, {now:?} replayed")) }
+    if before == now { Ok(()) } else { Err(format!("{what}: recorded {before:?}, replayed {now:?}")) }
 }

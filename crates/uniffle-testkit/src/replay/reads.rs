@@ -111,7 +111,7 @@ impl PartitionReads {
         read::check_crc(block).map_err(|error| error.to_string())?;
         let task = block.meta.task_attempt_id.0.cast_unsigned();
         if wanted.is_some_and(|wanted| !wanted.contains(task)) {
-            return Err(format!("{:?} is of a task that was not asked for", block.meta));
+            return Err(format!("{:?} is of a task that was not requested", block.meta));
         }
         self.replayed.insert(block.meta.block_id, block.meta);
         Ok(())
@@ -122,7 +122,7 @@ impl PartitionReads {
         for meta in self.recorded.values().chain(self.replayed.values()) {
             let sent = sent.get(&meta.block_id);
             if sent != Some(meta) {
-                return Err(format!("{sent:?} was sent and {meta:?} read"));
+                return Err(format!("sent {sent:?}, but read {meta:?}"));
             }
         }
         Ok(())

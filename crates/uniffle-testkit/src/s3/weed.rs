@@ -61,9 +61,9 @@ impl Weed {
     /// Restarts it on the same directory and ports after [`Weed::kill`], and waits until it serves.
     /// Blocks.
     pub fn start_again(&mut self) {
-        assert!(self.child.is_none(), "it runs");
+        assert!(self.child.is_none(), "weed already runs");
         let log = || File::options().append(true).create(true).open(self.log_file()).expect("a log");
-        let mut command = Command::new(find("weed").expect("it was there"));
+        let mut command = Command::new(find("weed").expect("weed is installed"));
         command.arg("server").arg(format!("-dir={}", self.dir.path().join("data").display()));
         command.args(["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-volume.max=100"]);
         // Ignores how full the machine's disk is.
@@ -144,7 +144,7 @@ impl Weed {
         for (port, method, path, body, expected) in asked {
             let status = ask(port, method, &path, body)?;
             if !expected.contains(&status) {
-                return Err(format!("{method} {path} is answered with {status}"));
+                return Err(format!("{method} {path} got {status}"));
             }
         }
         Ok(())
