@@ -93,7 +93,7 @@ section! {
         #[key("tls.client_ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/clients.crt\"")]
         pub client_ca_file: Option<PathBuf> = None,
         /// PEM file of authorities for other workers' HTTP listeners, which are then queried over
-        /// TLS. Default: none; they are queried in the clear.
+        /// TLS. Default: none; they are queried without encryption.
         #[key("tls.ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/ca.crt\"")]
         pub ca_file: Option<PathBuf> = None,
         /// Listeners that accept TLS only. The raw TCP protocol has no TLS.

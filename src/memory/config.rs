@@ -79,14 +79,14 @@ section! {
         /// of capacity.
         #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
         pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
-        /// Where blocks in memory are stored; see above.
+        /// Place of blocks in memory; see above.
         #[key("memory_store.backing", parsed("auto, private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
         pub backing: Backing = Backing::Auto,
         /// Memory with huge pages (2 MiB). `auto`: read buffers, and blocks whose pages are
         /// allocated ahead (`prefault`, or a `backing` other than private).
         #[key("memory_store.huge_pages", word(), Restart)]
         pub huge_pages: HugePages = HugePages::On,
-        /// When pages of block memory are allocated: off = on first use, idle = after the start by a
+        /// Allocation of pages for block memory: off = on first use, idle = after the start by a
         /// background thread, up to the whole capacity.
         #[key("memory_store.prefault", word(), Restart)]
         pub prefault: Prefault = Prefault::Off,

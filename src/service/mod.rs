@@ -106,21 +106,21 @@ use crate::tiers::Tiers;
 section! {
     /// Limits of the service.
     pub struct ServiceConfig {
-        /// How often a decommissioned worker checks whether any application is left.
+        /// Interval at which a decommissioned worker checks whether any application is left.
         #[key("decommission_check_interval_sec", seconds(SECOND..=HOUR), Restart)]
         pub decommission_check_interval: Duration = 60 * SECOND,
-        /// How often expired tickets are released; at most the ticket timeout.
+        /// Interval at which expired tickets are released; at most the ticket timeout.
         #[key("memory_store.buffer_ticket_check_interval_sec", seconds(SECOND / 10..=HOUR), Restart)]
         pub ticket_check_interval: Duration = 10 * SECOND,
-        /// How long a ticket request waits for memory before NO_BUFFER, after which clients sleep
+        /// Time that a ticket request waits for memory. After it, clients get NO_BUFFER and sleep
         /// for seconds. 0 = no waiting.
         #[key("memory_store.buffer_ticket_wait_sec", seconds(Duration::ZERO..=30 * SECOND), Restart)]
         pub ticket_wait: Duration = SECOND,
         /// Partitions one `requireBuffer` may name.
         pub partitions_per_request_max: usize = 1_000_000,
-        /// How long a local read waits for read memory before NO_BUFFER.
+        /// Time that a local read waits for read memory before NO_BUFFER.
         pub read_memory_wait: Duration = 10 * SECOND,
-        /// How long a request waits for heap before NO_BUFFER.
+        /// Time that a request waits for heap before NO_BUFFER.
         pub heap_wait: Duration = 10 * SECOND,
         /// Whether a block's CRC-32 is checked as it arrives.
         pub verify_crc: bool = true,

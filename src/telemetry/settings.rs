@@ -42,7 +42,7 @@ section! {
         /// both go to stderr.
         #[key("log.path", optional(path()), Restart, example "\"/var/log/uniffle\"")]
         pub directory: Option<PathBuf> = None,
-        /// When a new log file is opened.
+        /// Interval after which a new log file is opened.
         #[key("log.rotation", word(), Restart)]
         pub rotation: Rotation = Rotation::Daily,
         /// Log files kept of each kind.

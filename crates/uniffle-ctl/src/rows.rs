@@ -1,7 +1,7 @@
 //! Lists as CSV (RFC 4180), for programs.
 //!
 //! Invariant: column names are stable. Each is the name of the field in the JSON answer, with the
-//! names of enclosing objects that are needed to tell it apart. docs/operations.md lists them.
+//! names of enclosing objects that are needed to tell it apart. docs/ctl.md lists them.
 
 use csv::{Terminator, WriterBuilder};
 use serde_json::{Value, json};
@@ -261,7 +261,7 @@ mod tests {
     use crate::failure::Failure;
     use crate::http::Base;
 
-    const DOCUMENT: &str = include_str!("../../../docs/operations.md");
+    const DOCUMENT: &str = include_str!("../../../docs/ctl.md");
 
     #[derive(clap::Parser)]
     struct Line {
@@ -311,7 +311,7 @@ mod tests {
                 DOCUMENT.contains(&format!("`{name},")) || DOCUMENT.contains(&format!(",{name}"))
             };
             let missing: Vec<_> = names.trim_end().split(',').skip(1).filter(|name| !listed(name)).collect();
-            assert!(missing.is_empty(), "docs/operations.md does not list {missing:?} of {line}");
+            assert!(missing.is_empty(), "docs/ctl.md does not list {missing:?} of {line}");
         }
         for line in ["drain", "decommission", "tags", "purge x", "forget x", "reload", "profile cpu -f x"] {
             assert!(!is_list(&call(line)), "{line}");

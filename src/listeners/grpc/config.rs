@@ -50,7 +50,7 @@ section! {
         /// HTTP/2 window of a stream; 1 MiB covers 1 GB/s at 1 ms.
         #[key("grpc.stream_window", size(64 * KIB..=64 * MIB), Restart)]
         pub stream_window_bytes: u32 = 1 << 20,
-        /// HTTP/2 window of a connection while there are few; at least stream_window.
+        /// HTTP/2 window of a connection while there are few connections; at least stream_window.
         #[key("grpc.connection_window", size(64 * KIB..=512 * MIB), Restart)]
         pub connection_window_bytes: u32 = 4 << 20,
         /// Sum of all connections' windows: at least connection_window, and 64 KiB per connection.
@@ -73,7 +73,7 @@ section! {
         /// Timeout for the client to consume a response, or each 1 MiB of a larger one.
         #[key("grpc.answer_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub answer_deadline: Duration = 120 * SECOND,
-        /// Who may call gRPC decommission, which has no token: coordinators (of
+        /// Callers that may use gRPC decommission, which has no token: coordinators (of
         /// coordinator_quorum), loopback, open (anyone, as in Java) or off.
         #[key("admin.grpc_decommission", word(), Restart)]
         pub decommission_by: DecommissionBy = DecommissionBy::Coordinators,

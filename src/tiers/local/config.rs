@@ -93,12 +93,12 @@ section! {
         /// refuses it.
         #[key("localfile_store.io_engine", word(), Restart)]
         pub engine: Engine = Engine::Blocking,
-        /// Which disk reads verify block checksums: always, sampled (one in 16) or off. It costs 8
-        /// % of a read's CPU time.
+        /// Disk reads that verify block checksums: always, sampled (one in 16) or off. Verifying
+        /// costs 8 % of a read's CPU time.
         #[key("localfile_store.verify_reads", word(), Restart)]
         pub verify_reads: VerifyReads = VerifyReads::Always,
-        /// What is synced before it counts: off = registrations and reports only, group = also data
-        /// and index before memory is released.
+        /// Writes that are synced: off = registrations and reports, before they are acknowledged;
+        /// group = also data and index, before memory is released.
         #[key("localfile_store.sync", word(), Restart)]
         pub sync: SyncWrites = SyncWrites::Off,
         /// Memory for cached index records, so that first index reads need no disk.

@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 
 use super::ctl::run;
 
-const DOCUMENTS: [&str; 8] = [
+const DOCUMENTS: [&str; 9] = [
     include_str!("../../../README.md"),
     include_str!("../../../docs/cluster.md"),
+    include_str!("../../../docs/ctl.md"),
     include_str!("../../../docs/durability.md"),
     include_str!("../../../docs/kubernetes.md"),
     include_str!("../../../docs/migration.md"),

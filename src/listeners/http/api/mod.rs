@@ -1,6 +1,6 @@
 //! `GET /api/v1/…`: the worker's state as JSON, for the status page and for scripts.
 //!
-//! The API is read-only. [`model`] has the types, and docs/operations.md documents them. The
+//! The API is read-only. [`model`] has the types, and docs/ctl.md documents them. The
 //! composition root updates [`Status`] at most once a second; the service describes applications.
 //! Answers are bounded: lists contain the total number.
 
