@@ -67,7 +67,7 @@ metrics::table! {
 }
 
 metrics::table! {
-    /// How large batches are, by riffle's histogram and by Java's classes.
+    /// Sizes of batches, as riffle's histogram and in Java's classes.
     pub(crate) struct BatchSizes {
         batch_bytes: Histogram =
             "memory_spill_batch_size_histogram", "Payload bytes of a batch", in BYTES_BUCKETS;

@@ -33,7 +33,8 @@ section! {
         /// partitions.
         #[key("hybrid_store.memory_spill_to_cold_threshold_size", size(1..=TIB), Restart)]
         pub cold_bytes: u64 = 128_000_000,
-        /// Bytes after which a batch of several partitions is closed; one partition's chain may be larger.
+        /// Bytes after which a batch of several partitions is closed. One partition's chain may be
+        /// larger.
         pub batch_bytes_max: u64 = 64 * MIB,
         /// The scheduler looks at least this often.
         pub tick: Duration = SECOND,

@@ -52,7 +52,7 @@ pub struct Flusher {
     limits: RwLock<policy::Limits>,
     pub(super) memory: Arc<Memory>,
     pub(super) tiers: Tiers,
-    /// One queue per tier.
+    /// A queue per tier.
     pub(super) queues: Vec<Queue>,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
@@ -146,8 +146,8 @@ impl Flusher {
         }
     }
 
-    /// Flushes `buffer` if none of it is being flushed; its partition has filled its share of the
-    /// memory.
+    /// Flushes `buffer`, whose partition has filled its share of memory, if none of it is being
+    /// flushed.
     pub fn flush_if_stuck(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         if policy::is_stuck(policy_candidate(0, buffer)) {
             self.flush_buffers(shuffle, std::slice::from_ref(buffer));

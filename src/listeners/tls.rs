@@ -72,7 +72,7 @@ words! {
 }
 
 section! {
-    /// What is encrypted, and with what.
+    /// Certificates, and the listeners that use TLS.
     #[table(
         "tls",
         "TLS, if a certificate is set.\n\

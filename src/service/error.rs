@@ -118,7 +118,8 @@ pub enum ServiceError {
         coming: u64,
         /// The hard limit.
         max: u64,
-        /// Whether the client knows the status code for it, see [`crate::app::App::is_since_0_10`].
+        /// True if the client knows the status code for it, see
+        /// [`crate::app::App::is_since_0_10`].
         client_knows_code: bool,
     },
     /// Reported blocks are no longer in any tier.
@@ -127,7 +128,7 @@ pub enum ServiceError {
     /// The worker is still checking whether requested blocks are lost.
     #[error("{0}")]
     Unverified(String),
-    /// A disk is unresponsive; its data may be readable again later.
+    /// A disk is unresponsive. Its data may be readable again later.
     #[error("{0}")]
     DiskHangs(StoreError),
     /// The node's state does not allow the request.

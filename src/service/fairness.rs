@@ -19,7 +19,7 @@ const PATTERN_CHARS_MAX: usize = 1024;
 const RULE: &str = "tables with `user`, `app` or both (texts with * as wildcard) and `weight` (1 to 1000)";
 
 section! {
-    /// Who counts how much.
+    /// Weights of applications.
     #[table(
         "fairness",
         "Division of memory, flush order and read memory among applications when there is not \

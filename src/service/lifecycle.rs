@@ -43,7 +43,7 @@ use super::verify::Verifier;
 /// §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
 
-/// One week: an app that is gone must not keep its disks forever.
+/// Limit of a week, so that the data of a departed app does not stay on disks forever.
 const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
 
 /// Maximum bytes of keys and values kept of one registration. Spark's `.rss.` settings have a few
@@ -201,7 +201,7 @@ impl Lifecycle {
         self.known.touched_app(app).map(drop)
     }
 
-    /// Removes a shuffle. Its memory is free on return; its files are deleted soon after.
+    /// Removes a shuffle. Its memory is free on return, and its files are deleted soon after.
     ///
     /// # Errors
     /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.

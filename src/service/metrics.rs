@@ -10,7 +10,7 @@ use super::top_apps::TopApps;
 use crate::metrics::{self, clamped};
 
 metrics::table! {
-    /// What the service counts.
+    /// Metrics of the service.
     pub(crate) struct ServiceMetrics {
         received_bytes: IntCounter =
             "total_received_data", "Payload bytes of acknowledged blocks", also "total_memory_used";

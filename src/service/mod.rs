@@ -5,8 +5,8 @@
 //! recovery, and decommissioning. [`Insight`] covers explanations, statistics, and losses.
 //!
 //! Every call refuses first and cheaply (state, app, ticket), then works. A call waits for a disk
-//! only where its result must be durable or is read from one. The parts share their dependencies;
-//! none knows [`Service`], which connects them.
+//! only where its result must be durable or is read from one. The parts share their dependencies
+//! and do not know [`Service`], which connects them.
 
 mod answer_limits;
 mod aside;

@@ -22,7 +22,7 @@ use crate::schema::section;
 const COUNT_MAX: u64 = 1 << 40;
 
 section! {
-    /// How much one application and one user may have.
+    /// Limits of one application and of one user.
     #[table(
         "quota",
         "Limits of one application and of one user on this worker; 0 = unlimited.\n\

@@ -236,7 +236,7 @@ async fn acknowledged_records_survive_any_fault_of_a_log_write() {
         let process = Process::start(&server).await.unwrap();
         let mut recovered = process.tier.take_recovered();
         assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none()), "{recovered:?}");
-        // What was not acknowledged may be known, too.
+        // Unacknowledged batches may be known, too.
         let told = told(&mut recovered, AFFECTED).await;
         let mut left = told.iter();
         assert!(acknowledged.iter().all(|one| left.any(|it| it == one)), "{on:?} {times}: {told:?}");

@@ -10,7 +10,7 @@ use crate::schema::{section, words};
 use crate::telemetry::traces::Traces;
 
 words! {
-    /// Who may call `decommission` and `cancelDecommission`.
+    /// Callers that may use `decommission` and `cancelDecommission`.
     pub enum DecommissionBy {
         /// The machines of the coordinators.
         Coordinators = "coordinators",
@@ -80,21 +80,22 @@ section! {
         /// Further networks that may call it, for coordinators behind a Service or NAT.
         #[key("admin.grpc_decommission_networks", list(64, network()), Restart)]
         pub decommission_networks: Vec<Network> = Vec::new(),
-        /// What is in effect for `connections_wanted`; the others likewise.
+        /// Limit in effect for `connections_wanted`.
         pub connections_max: usize = 4096,
-        /// For `streams_wanted`.
+        /// Limit in effect for `streams_wanted`.
         pub stream_budget: u64 = 16_384,
-        /// For `windows_wanted`.
+        /// Limit in effect for `windows_wanted`.
         pub window_budget_bytes: u64 = 512 * MIB,
         /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] means.
         pub coordinators: Vec<String> = Vec::new(),
         /// Largest request of the small calls (reports, registrations).
         pub small_message_bytes_max: usize = 64 << 20,
-        /// Largest request of a data read, where only its task filter can be large, and of a ticket.
+        /// Largest request of a data read, whose task filter may be large, and of a ticket.
         pub read_request_bytes_max: u32 = 4 << 20,
         /// Bounds of one `sendShuffleData` message besides its size.
         pub send_limits: Limits = Limits::default(),
-        /// Bytes of a refused request that are read and thrown away, so that the client sees the answer.
+        /// Bytes of a refused request that are read and discarded, so that the client sees the
+        /// response.
         pub discard_bytes_max: u64 = 64 * MIB,
         /// Time for a connection's calls to end after GOAWAY.
         pub drain_deadline: Duration = 10 * SECOND,

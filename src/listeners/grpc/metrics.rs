@@ -92,7 +92,7 @@ const fn transit_view(name: &'static str) -> View {
 const DURATION_BUCKETS: &[f64] = &exponential::<14>(0.0005, 2.5);
 
 metrics::table! {
-    /// How long calls were on their way; only these requests say when they were sent.
+    /// Transit times of calls. Only these requests contain a timestamp.
     pub(crate) struct TransitMetrics {
         send: TransitTimes = "grpc_send_shuffle_data_transport_latency",
             "Milliseconds from a send_shuffle_data call's timestamp to its arrival", in TRANSIT_MS_BUCKETS;

@@ -96,7 +96,7 @@ pub(crate) struct Damage {
 }
 
 impl Damage {
-    /// Restores what was temporary, or lets the next disk be absent. Returns false when everything
+    /// Ends a temporary corruption, or lets the next disk be absent. Returns false when everything
     /// is back.
     pub(crate) fn heal_next(&mut self, fixture: &mut Fixture) -> bool {
         fixture.faults.iter().for_each(|faults| {

@@ -38,10 +38,10 @@ const LIVE_BYTES: u64 = 3 << 20;
 /// Both copies of the metadata log while it is rewritten.
 const LOG_BYTES_MAX: u64 = 2 * (DEAD_BYTES + 2 * LIVE_BYTES);
 
-/// Blocks of a send with scattered ids: the heap for the blocks of unfinished sends takes no more.
+/// Blocks of a send with scattered ids. The heap for unfinished sends has no room for more.
 const SEND_BLOCKS: usize = 5_000;
 
-/// An attack. It counts what was acknowledged, in its own unit.
+/// An attack, which counts acknowledged work in its own unit.
 type CostlyAttack = fn(Target, Arc<AtomicU64>) -> BoxFuture<'static, io::Error>;
 
 /// Adds `units` to the cost of an attack if they were acknowledged.
@@ -313,8 +313,8 @@ async fn log_is_small(siege: &Siege) {
 
 /// Disk quota of the attack with tiny blocks.
 const QUOTA: u64 = 16 << 20;
-/// One flush of its shuffle: a page of each partition, and index records. One may begin before the
-/// quota is reached, and another takes what is in memory then.
+/// One flush of its shuffle: a page of each partition, and index records. It may begin before the
+/// quota is reached, and a second one takes the blocks that are in memory then.
 const FLUSH_BYTES: u64 = 5000 * (4 << 10) + (8 << 20);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -35,13 +35,13 @@ const FIRST_BYTES: usize = 4 << 10;
 /// Bytes of a send that are sent one at a time, for longer than any attack is made.
 const TRICKLED: usize = 600;
 const BETWEEN_BYTES: Duration = Duration::from_millis(100);
-/// How long a send stalls, likewise.
+/// Duration of a stall, also longer than any attack.
 const STALLED: Duration = Duration::from_secs(60);
-/// How long attacks are made: they hold the memory after a few seconds.
+/// Duration of the attacks, which hold the memory after a few seconds.
 const HELD: Duration = Duration::from_secs(20);
 /// After this time another application asks for memory.
 const LATE: Duration = Duration::from_secs(8);
-/// What it asks for: more than the attack leaves.
+/// Bytes of its request, more than the attack leaves free.
 const LATE_BYTES: i32 = 4_000_000;
 /// Applications of the attack that uses many.
 const APPS: usize = 64;

@@ -54,7 +54,8 @@ pub struct ClusterNode {
     pub disks: Vec<ClusterDisk>,
     /// Number of applications that the node reports.
     pub apps: usize,
-    /// True if the coordinator left out some disks or applications of the node to bound its own memory.
+    /// True if the coordinator left out some disks or applications of the node, to bound its own
+    /// memory.
     pub is_cut: bool,
 }
 
