@@ -17,7 +17,7 @@ metrics::table! {
             "Failed moves of shuffle data to the object store; the data stays on the disks";
         disks_relieved: IntGauge =
             "offload_disks_relieved",
-            "Disks that are being relieved: above the high watermark of offload and not yet below the low one";
+            "Disks from which data is moved: above offload_high_watermark, and not yet below offload_low_watermark";
         left_bytes: IntGauge = "offload_drain_left_bytes",
             "During a drain, bytes on local disks that are not in the object store yet";
     }
