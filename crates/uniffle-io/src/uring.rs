@@ -1,5 +1,5 @@
-//! The io_uring engine: one ring and one thread per disk read and write bytes. Names go through
-//! [`BlockingDisk`].
+//! The io_uring engine: one ring and one thread per disk read and write bytes. Path operations go
+//! through [`BlockingDisk`].
 //!
 //! The ring's thread owns everything that a call uses (file, pieces, buffer, permits) until the
 //! kernel has answered, even if the caller's future was dropped. The thread ends after the disk was
