@@ -8,7 +8,6 @@ use std::ops::Range;
 
 use super::extents::{self, InStream, chunk_of};
 use uniffle_io::BLOCK_ALIGN;
-#[cfg(feature = "object")]
 use uniffle_wire::index::RECORD_BYTES;
 
 /// A published extent. These 40 bytes are the only memory per extent.
@@ -65,6 +64,11 @@ impl Extent {
         Self { base, length, index_offset: 0, data_page: 0, blocks, records_crc: 0, data_log, index_log }
     }
 
+    /// Returns the size of its records.
+    pub(super) fn records_bytes(&self) -> u64 {
+        u64::from(self.blocks) * RECORD_BYTES as u64
+    }
+
     pub(super) fn is_lost(&self) -> bool {
         (self.data_log, self.index_log) == (NO_LOG, NO_LOG)
     }
@@ -113,11 +117,6 @@ impl Extent {
     /// Returns the offset of its data in its object.
     pub(super) fn object_offset(&self) -> u64 {
         ((self.index_offset >> RECORDS_BITS) << 32) | u64::from(self.data_page)
-    }
-
-    /// Returns the size of its records.
-    pub(super) fn records_bytes(&self) -> u64 {
-        u64::from(self.blocks) * RECORD_BYTES as u64
     }
 
     /// Returns the range of its records in its object.

@@ -9,12 +9,14 @@ pub mod error;
 mod extent;
 mod extents;
 pub mod hdfs;
+mod index_read;
 pub mod local;
 #[cfg(feature = "object")]
 mod numbers;
 pub mod object;
 #[cfg(feature = "object")]
 pub mod offload;
+mod progress;
 mod record_cache;
 mod records;
 mod recovered;
@@ -28,8 +30,7 @@ mod tier;
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle};
 pub use self::local::{
-    DataRead, INDEX_CACHE_BYTES, IndexRead, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites,
-    VerifyReads,
+    DataRead, INDEX_CACHE_BYTES, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites, VerifyReads,
 };
 pub use self::object::ObjectConfig;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle, TierHeap};

@@ -3,7 +3,7 @@
 //! The blocks of an extent are contiguous. The offset of a record is therefore the sum of the
 //! lengths before it. Pure: no I/O.
 
-use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
+use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::BlockMeta;
 
 /// Appends the records of contiguous blocks, the first at offset `base`. Returns the offset of
@@ -16,6 +16,18 @@ pub(super) fn encode_blocks(blocks: &[BlockMeta], base: u64, records: &mut Vec<u
         offset += u64::from(block.length);
     }
     offset
+}
+
+/// Returns a record for bytes that belong to no block.
+pub(super) fn filler(offset: i64, length: i32) -> IndexRecord {
+    IndexRecord {
+        offset,
+        length,
+        uncompressed_length: 0,
+        crc: 0,
+        block_id: FILLER_BLOCK_ID,
+        task_attempt_id: -1,
+    }
 }
 
 /// Verifier of the records of one extent, with offsets relative to it.

@@ -307,7 +307,7 @@ impl Bench {
     async fn read_logs(&self, partition: u32) -> anyhow::Result<u64> {
         let partition = PartitionId(i32::try_from(partition)?);
         let mut index = self.store.index(&self.key, partition)?;
-        while index.next_chunk(&HeapBuffers).await?.is_some() {}
+        while index.chunks.next_chunk(&HeapBuffers).await?.is_some() {}
         if index.data_length == 0 {
             return Ok(0);
         }

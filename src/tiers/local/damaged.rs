@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::RwLock;
 
-use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES};
+use crate::tiers::records::filler;
+use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
 /// Damaged blocks of one shuffle.
@@ -49,18 +50,6 @@ impl DamagedBlocks {
                 bytes.copy_from_slice(&filler(record.offset, record.length).encode());
             }
         }
-    }
-}
-
-/// Returns a record for bytes that belong to no block.
-pub(super) fn filler(offset: i64, length: i32) -> IndexRecord {
-    IndexRecord {
-        offset,
-        length,
-        uncompressed_length: 0,
-        crc: 0,
-        block_id: FILLER_BLOCK_ID,
-        task_attempt_id: -1,
     }
 }
 

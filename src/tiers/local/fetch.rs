@@ -12,6 +12,7 @@ use super::files::Mode;
 use super::log::Log;
 use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
+use crate::tiers::index_read::WRONG_RECORDS;
 use crate::tiers::records::RecordCheck;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadTarget};
@@ -51,7 +52,7 @@ impl Core {
             at += bytes.len();
         }
         if from == 0 && !check.matches(extent.length, extent.records_crc) {
-            return Err(StoreError::corrupt(log.full_path(), "index records are corrupt"));
+            return Err(StoreError::corrupt(log.full_path(), WRONG_RECORDS));
         }
         Ok(())
     }

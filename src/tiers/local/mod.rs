@@ -60,7 +60,7 @@ mod tests;
 pub use self::batch::Published;
 pub use self::config::{INDEX_CACHE_BYTES, LocalConfig, SyncWrites, VerifyReads};
 pub use self::marker::MARKER;
-pub use self::read::{DataRead, IndexRead};
+pub use self::read::DataRead;
 pub use self::release::{Excluded, Moving, Run};
 pub use self::store::{LocalStore, ShuffleHandle};
 pub use self::view::{StreamView, ViewRun};

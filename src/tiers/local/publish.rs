@@ -11,6 +11,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
+
 use super::append::{Target, Writer};
 use super::disk::{LocalDisk, within};
 use super::extent::Extent;
@@ -23,7 +25,7 @@ use super::write::WrittenBatch;
 use crate::metrics::clamped;
 use crate::tiers::{ExtentWrite, StoreError};
 use uniffle_io::Vanished;
-use uniffle_wire::index::{RECORD_BYTES, rebase};
+use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
 /// Age after which a data file is verified before its index group is published: another program may
@@ -108,9 +110,8 @@ impl Writer {
             if !self.core.records.takes(bytes) {
                 continue;
             }
-            let mut records = pending.group.bytes[start..start + bytes].to_vec();
-            rebase(&mut records, extent.base);
-            self.core.records.keep(shuffle.records_key(extent), records.into());
+            let records = Bytes::copy_from_slice(&pending.group.bytes[start..start + bytes]);
+            self.core.records.keep(shuffle.records_key(extent), records);
         }
     }
 

@@ -18,15 +18,15 @@ use super::config::SyncWrites;
 use super::core::Core;
 use super::disk::{LocalDisk, TRASH, within};
 use super::notes::PurgeNotes;
-use super::read::{DataRead, IndexRead, Reader};
+use super::read::{DataRead, Reader};
 use super::removal::DeletionQueue;
 use super::shuffle::Shuffle;
 use super::view::{StreamView, ViewRun};
 use crate::clock::timeout;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
-use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
-use uniffle_wire::index::IndexRecord;
+use crate::tiers::{ChunkRead, DiskInfo, ExtentWrite, Recovered, ServedIndex, StoreError, StoreErrorKind};
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Handle of one incarnation of a shuffle. Batches written with it never become part of a later
@@ -185,8 +185,8 @@ impl LocalStore {
     }
 
     /// Reads the index of a run without objects.
-    pub fn index_of(&self, view: &StreamView, run: &ViewRun) -> IndexRead {
-        IndexRead::new(&self.reader, view, run)
+    pub fn index_of(&self, view: &StreamView, run: &ViewRun) -> Box<dyn ChunkRead> {
+        self.reader.index(view, run)
     }
 
     /// Reads a range of data without objects.
@@ -199,11 +199,12 @@ impl LocalStore {
     ///
     /// # Errors
     /// `NotFound` if the shuffle is unknown, `InvalidRange` if data of it was moved.
-    pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IndexRead, StoreError> {
+    pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
         let view = self.view(key, partition)?;
         view.require_on_disks()?;
         let all = ViewRun { extents: 0..view.extents.len(), blocks: view.blocks, is_in_object: false };
-        Ok(self.index_of(&view, &all))
+        let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
+        Ok(ServedIndex { length, data_length, chunks: self.index_of(&view, &all) })
     }
 
     /// Calls `visit` with the ids of the readable blocks of a partition on disks, from their index

@@ -181,8 +181,7 @@ impl Tier for LocalStore {
 
 impl ServedTier for LocalStore {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        let read = LocalStore::index(self, key, partition)?;
-        Ok(ServedIndex { length: read.length, data_length: read.data_length, chunks: Box::new(read) })
+        LocalStore::index(self, key, partition)
     }
 
     fn data(

@@ -87,10 +87,8 @@ impl Verifier {
     ) -> Result<(), (StoreError, Arc<Log>)> {
         let from = self.known;
         let cached = core.records.find(&shuffle.records_key(extent));
-        // Cached records have offsets in the stream.
-        let base = if cached.is_some() { 0 } else { extent.base };
         let mut take = |record: &IndexRecord| {
-            let start = base + record.offset.unsigned_abs();
+            let start = extent.base + record.offset.unsigned_abs();
             if start >= until || self.checks.known() >= CHECKS_MAX {
                 return ControlFlow::Break(());
             }

@@ -11,6 +11,7 @@ use super::claim::Claim;
 use super::condition::{Condition, failed};
 use super::metrics::Metrics;
 use super::settings::ObjectSettings;
+use super::shuffle::Shuffle;
 use super::turns::Turns;
 use crate::budget::Budget;
 use crate::metrics::clamped;
@@ -121,6 +122,12 @@ impl Core {
         let result = result.map_err(|error| failed(key, &error));
         self.condition.note(&result);
         result
+    }
+
+    /// Returns the error of a failed read for its client.
+    pub(super) fn for_reader(&self, shuffle: &Shuffle, error: StoreError) -> StoreError {
+        let error = self.condition.for_reader(error, self.settings.expected_back);
+        shuffle.require_present().err().unwrap_or(error)
     }
 
     /// Bytes of the segments of known shuffles.

@@ -8,7 +8,6 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
-use super::answer::Answer;
 use super::core::Core;
 use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Asked, Located};
@@ -17,7 +16,8 @@ use super::verify::{Verifier, forget_records, has_windows};
 use crate::tiers::block_checks::Check;
 use crate::tiers::extent::{Extent, ExtentList};
 use crate::tiers::extents::InStream as _;
-use crate::tiers::{ChunkRead, StoreError};
+use crate::tiers::progress::Progress;
+use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 
@@ -26,7 +26,9 @@ const ANSWER_BYTES_MAX: u64 = 16 << 20;
 
 /// Goes on where the last chunk ended. Blocks are compared with their checksums as they pass.
 pub(super) struct DataRead {
-    answer: Answer,
+    core: Arc<Core>,
+    shuffle: Arc<Shuffle>,
+    progress: Progress,
     /// Those that hold the range.
     extents: Arc<ExtentList>,
     /// Where in the stream the range ends.
@@ -37,7 +39,7 @@ pub(super) struct DataRead {
 
 impl fmt::Debug for DataRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("DataRead").field(&self.answer.shuffle.name.key).field(&self.range()).finish()
+        f.debug_tuple("DataRead").field(&self.shuffle.name.key).field(&self.range()).finish()
     }
 }
 
@@ -79,7 +81,9 @@ impl DataRead {
     ) -> Self {
         let extents = Arc::new(extents);
         Self {
-            answer: Answer::new(core, shuffle, range.end - range.start),
+            core: Arc::clone(core),
+            shuffle,
+            progress: Progress::new(range.end - range.start),
             end: range.end,
             verifier: Verifier::new(Arc::clone(&extents), range),
             extents,
@@ -89,11 +93,11 @@ impl DataRead {
 
     /// What is left.
     fn range(&self) -> Range<u64> {
-        self.end - self.answer.left()..self.end
+        self.end - self.progress.left()..self.end
     }
 
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
-        let (core, shuffle) = (Arc::clone(&self.answer.core), Arc::clone(&self.answer.shuffle));
+        let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&self.shuffle));
         let Range { start, end } = self.range();
         let until = start + len as u64;
         let records = match core.cache.is_some() {
@@ -143,7 +147,7 @@ impl DataRead {
     /// # Errors
     /// It was of the store, for the second time.
     fn again(&mut self, located: &Located, block: &Check) -> Result<Located, StoreError> {
-        let Answer { core, shuffle, .. } = &self.answer;
+        let Self { core, shuffle, .. } = self;
         core.metrics.crc_mismatches.inc();
         let Range { start, end } = block.place;
         let extent = self.extents.touched(start, end).next();
@@ -168,20 +172,22 @@ impl ChunkRead for DataRead {
         buffers: &'a dyn ReadBuffers,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         let read = async move {
-            let len = self.answer.begin(buffers.chunk_bytes())?;
+            let failed = || self.shuffle.error(StoreErrorKind::Corrupt);
+            let len = self.progress.begin(buffers.chunk_bytes()).ok_or_else(failed)?;
             if len == 0 {
                 return Ok(None);
             }
             let chunk = self.read_chunk(len, buffers).await;
-            let chunk = self.answer.end(chunk)?;
-            self.answer.core.metrics.read_bytes.inc_by(len as u64);
-            Ok(chunk)
+            let chunk = chunk.map_err(|error| self.core.for_reader(&self.shuffle, error))?;
+            self.progress.end(len);
+            self.core.metrics.read_bytes.inc_by(len as u64);
+            Ok(Some(chunk))
         };
         read.boxed()
     }
 
     fn next_room(&self) -> usize {
-        let room = self.answer.next_len(READ_CHUNK_BYTES_MAX);
-        if self.answer.core.turns.has_room(room) { room } else { 0 }
+        let room = self.progress.next_len(READ_CHUNK_BYTES_MAX);
+        if self.core.turns.has_room(room) { room } else { 0 }
     }
 }

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use super::core::Core;
 use super::data_read::{DataRead, plan};
-use super::index_read::IndexRead;
+use super::index_read::ObjectRecords;
 use super::reads;
 use super::shuffle::Shuffle;
 use super::upload::{MOVED_PARTS_IN_FLIGHT, Source, one_from};
 use crate::tiers::extent::{Extent, ExtentList};
+use crate::tiers::index_read::IndexRead;
 use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::types::PartitionId;
@@ -35,7 +36,8 @@ impl Uploads {
         first: usize,
         blocks: u64,
     ) -> impl ChunkRead + use<> {
-        IndexRead::new(&self.core, Arc::clone(&self.shuffle), (extents, first), blocks)
+        let records = ObjectRecords { core: Arc::clone(&self.core), shuffle: Arc::clone(&self.shuffle) };
+        IndexRead::new(records, extents, first, blocks)
     }
 
     /// Reads a range of a stream that extents of objects cover.

@@ -31,7 +31,6 @@
 //! flushed when.
 
 #[cfg(feature = "object")]
-mod answer;
 #[cfg(feature = "object")]
 mod body;
 #[cfg(feature = "object")]

@@ -19,7 +19,6 @@ use super::cache::Cache;
 use super::claim::Claim;
 use super::core::Core;
 use super::data_read::DataRead;
-use super::index_read::IndexRead;
 use super::intake::Uploads;
 use super::lane::{Job, Making, Waiter};
 use super::layout::{Registered, part_of, path_of, shuffle_prefix};
@@ -38,14 +37,14 @@ use crate::clock::{Instant, timeout_at};
 use crate::durability::{LogInStore, ShippedLog, Shipper};
 use crate::runtime::Tasks;
 use crate::tiers::numbers::numbers_from;
-use crate::tiers::streams::Streams;
+use crate::tiers::streams::{Partition, Streams};
 use crate::tiers::{
-    Admission, Capability, ChunkRead as _, Drained, MetadataLog, ObjectStoreState, Purge, Recovered,
-    RecoveredShuffle, RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind,
-    StoredShuffle, Tier, TierBatch, TierRole, TierShuffle, TierState, TierUsage,
+    Admission, Capability, Drained, MetadataLog, ObjectStoreState, Purge, Recovered, RecoveredShuffle,
+    RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind, StoredShuffle, Tier,
+    TierBatch, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::buffers::HeapBuffers;
-use uniffle_wire::index::records;
+use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Between two looks whether a store that fails is back.
@@ -284,14 +283,6 @@ impl ObjectTier {
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
     }
 
-    /// Returns the index of a partition, and the length of its stream.
-    fn index_of(&self, key: &ShuffleKey, partition: PartitionId) -> Result<(IndexRead, u64), StoreError> {
-        let shuffle = self.find(key)?;
-        let stream = shuffle.stream(partition);
-        let read = IndexRead::new(&self.core, shuffle, (stream.extents, 0), stream.blocks);
-        Ok((read, stream.bytes))
-    }
-
     fn register(&self, key: &ShuffleKey) {
         let create = || {
             let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
@@ -468,7 +459,7 @@ impl Tier for ObjectTier {
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         let read = async move {
-            let (mut index, _) = self.index_of(key, partition)?;
+            let mut index = self.index(key, partition)?.chunks;
             while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
                 records(&chunk).for_each(|record| visit(record.block_id.unsigned_abs()));
             }
@@ -592,8 +583,11 @@ impl Tier for ObjectTier {
 
 impl ServedTier for ObjectTier {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        let (read, data_length) = self.index_of(key, partition)?;
-        Ok(ServedIndex { length: read.left(), data_length, chunks: Box::new(read) })
+        let shuffle = self.find(key)?;
+        let Partition { extents, blocks, bytes: data_length, .. } = shuffle.stream(partition);
+        let uploads = Uploads { core: Arc::clone(&self.core), shuffle };
+        let length = blocks * RECORD_BYTES as u64;
+        Ok(ServedIndex { length, data_length, chunks: Box::new(uploads.index(extents, 0, blocks)) })
     }
 
     fn data(

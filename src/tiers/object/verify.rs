@@ -20,6 +20,7 @@ use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
 use crate::tiers::block_checks::{BlockChecks, Check, Mark};
 use crate::tiers::extent::{Extent, ExtentList};
+use crate::tiers::index_read::WRONG_RECORDS;
 use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::records::are_sound;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
@@ -350,9 +351,6 @@ async fn load(core: &Arc<Core>, shuffle: &Arc<Shuffle>, group: Group) -> Result<
     });
     Ok(loaded.collect())
 }
-
-/// What is said of records that are not what was written.
-pub(super) const WRONG_RECORDS: &str = "a partition's index records are corrupt";
 
 /// Whether the records of an extent are read in several windows, so that nothing says whether those of one are what was written.
 pub(super) fn has_windows(extent: &Extent) -> bool {

@@ -122,7 +122,7 @@ impl Runs {
                 let Some(run) = view.run_at(*next) else { return Ok(false) };
                 *next = run.extents.end;
                 match run.is_in_object {
-                    false => Box::new(reads.local.index_of(view, &run)),
+                    false => reads.local.index_of(view, &run),
                     true => Box::new(reads.uploads(view)?.index(extents(), run.extents.start, run.blocks)),
                 }
             }

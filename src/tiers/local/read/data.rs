@@ -25,7 +25,8 @@ use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
 use crate::tiers::local::verify::{SAMPLE, Verifier};
-use crate::tiers::{ChunkRead, StoreError};
+use crate::tiers::progress::Progress;
+use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
 use uniffle_wire::types::PartitionId;
@@ -36,6 +37,7 @@ pub struct DataRead {
     pub length: u64,
     damage: Arc<Damage>,
     stream: Stream,
+    progress: Progress,
     range: Range<u64>,
     pieces: Vec<Piece>,
     /// Index of the next piece.
@@ -72,7 +74,7 @@ impl Aligned {
 
 impl fmt::Debug for DataRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lengths = (self.length, self.stream.left);
+        let lengths = (self.length, self.progress.left());
         f.debug_tuple("DataRead").field(&self.stream.shuffle.key).field(&lengths).finish()
     }
 }
@@ -110,9 +112,10 @@ impl DataRead {
         reader.core.metrics.read_data_file.inc();
         let verifier = reader.verifies_next().then(|| verifier_of(partition, extents, &range));
         let length = range.end - range.start;
-        let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
+        let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition));
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
-        Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier }
+        let progress = Progress::new(length);
+        Self { length, damage, stream, progress, range, pieces, next: 0, current: None, ready, verifier }
     }
 
     /// Converts the read to a read of a migration: always verified, and failures are not counted.
@@ -287,15 +290,14 @@ impl ChunkRead for DataRead {
         buffers: &'a dyn ReadBuffers,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         let read = async move {
-            let len = self.stream.next_len(buffers.chunk_bytes())?;
+            let failed = || self.stream.shuffle.error(StoreErrorKind::Corrupt);
+            let len = self.progress.begin(buffers.chunk_bytes()).ok_or_else(failed)?;
             if self.ready.is_empty() && len > 0 {
-                self.stream.failed = true; // See `IndexRead`.
                 let fetched = self.fetch(len, buffers).await;
                 fetched.inspect_err(|error| self.stream.count_failure(error))?;
-                self.stream.failed = false;
             }
             let Some(chunk) = self.ready.pop_front() else { return Ok(None) };
-            self.stream.left -= chunk.len() as u64;
+            self.progress.end(chunk.len());
             self.stream.core.metrics.read_data_bytes.inc_by(chunk.len() as u64);
             Ok(Some(chunk))
         };
@@ -304,13 +306,17 @@ impl ChunkRead for DataRead {
 
     /// Returns 0 also if the disk of the next chunk has no capacity.
     fn next_room(&self) -> usize {
-        if !self.ready.is_empty() || self.stream.left == 0 {
+        if !self.ready.is_empty() || self.progress.left() == 0 {
             return 0;
         }
         // A direct read may begin and end within a block.
         let ends = 2 * BLOCK_ALIGN * (self.pieces.len() - self.next + 1);
-        let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
-        let room = left.saturating_add(ends).next_multiple_of(BLOCK_ALIGN).min(READ_CHUNK_BYTES_MAX);
+        let room = self
+            .progress
+            .next_len(usize::MAX)
+            .saturating_add(ends)
+            .next_multiple_of(BLOCK_ALIGN)
+            .min(READ_CHUNK_BYTES_MAX);
         let next = self.current.as_ref().or_else(|| self.pieces.get(self.next));
         if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
     }

@@ -7,44 +7,30 @@
 
 mod data;
 pub(super) mod hints;
+mod index;
 
 use std::fmt;
 use std::io;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
-use bytes::Bytes;
-use futures::FutureExt as _;
-use futures::future::BoxFuture;
 use smallvec::SmallVec;
 
 use super::core::Core;
 use super::damage::Damage;
-use super::damaged::filler;
-use super::extent::{Extent, ExtentList, FILLER_BYTES, NO_LOG};
+use super::extent::{Extent, NO_LOG};
 use super::files::Mode;
 use super::index::occupied_bytes;
 use super::log::Log;
 use super::share::ReadShare;
 use super::shuffle::Shuffle;
-use super::view::{StreamView, ViewRun};
 use crate::clock::Instant;
 use crate::runtime::Tasks;
-use crate::tiers::records::RecordCheck;
-use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
-use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
-use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;
 
 pub use data::DataRead;
-
-/// Largest chunk of an index: whole records.
-const INDEX_CHUNK_BYTES_MAX: usize = whole_records(READ_CHUNK_BYTES_MAX);
-
-const fn whole_records(bytes: usize) -> usize {
-    bytes / RECORD_BYTES * RECORD_BYTES
-}
 
 /// Minimum length of a part that is read around the page cache.
 const DIRECT_BYTES_MIN: u64 = 64 << 10;
@@ -65,56 +51,6 @@ impl Reader {
         let damage = Damage::new(Arc::clone(core));
         Self { core: Arc::clone(core), damage, data_reads: AtomicU64::new(0), tasks: Tasks::new() }
     }
-}
-
-/// The index of a partition: the records of all its extents, with offsets in the partition's data
-/// stream.
-pub struct IndexRead {
-    /// Length of all records in bytes: 40 per block.
-    pub length: u64,
-    /// Length of the partition's data stream.
-    pub data_length: u64,
-    stream: Stream,
-    extents: ExtentList,
-    /// Index of the next extent.
-    next: usize,
-    /// The extent being read.
-    current: Option<ExtentRecords>,
-    /// Number of filler records returned for the next extent, which is lost.
-    fillers: u32,
-}
-
-/// Progress inside one extent's records.
-struct ExtentRecords {
-    extent: Extent,
-    done_bytes: u64,
-    check: RecordCheck,
-}
-
-impl ExtentRecords {
-    fn new(extent: Extent) -> Self {
-        Self { extent, done_bytes: 0, check: RecordCheck::default() }
-    }
-
-    fn left_bytes(&self) -> u64 {
-        u64::from(self.extent.blocks) * RECORD_BYTES as u64 - self.done_bytes
-    }
-}
-
-/// Records to be verified, and their range in the buffer.
-struct Step {
-    records: ExtentRecords,
-    range: std::ops::Range<usize>,
-}
-
-/// Sources of the bytes of a chunk.
-#[derive(Default)]
-struct Plan {
-    /// Cached records, with their places in the buffer.
-    copies: Vec<(usize, Bytes)>,
-    /// Records that are read and verified.
-    steps: Vec<Step>,
-    parts: PartsByLog,
 }
 
 /// A part of a data log.
@@ -151,8 +87,6 @@ struct Stream {
     core: Arc<Core>,
     shuffle: Arc<Shuffle>,
     partition: PartitionId,
-    left: u64,
-    failed: bool,
     /// Index of the disk that failed or returned wrong bytes.
     culprit: OnceLock<usize>,
     /// True if the last error means that blocks are or may be lost.
@@ -161,17 +95,15 @@ struct Stream {
     is_readers: bool,
 }
 
-impl fmt::Debug for IndexRead {
+impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lengths = (self.length, self.stream.left);
-        f.debug_tuple("IndexRead").field(&self.stream.shuffle.key).field(&lengths).finish()
+        f.debug_tuple("Stream").field(&self.shuffle.key).finish()
     }
 }
 
 impl Stream {
-    fn new(core: Arc<Core>, (shuffle, partition): (Arc<Shuffle>, PartitionId), left: u64) -> Self {
-        let (failed, is_suspect, is_readers, culprit) = (false, false, true, OnceLock::new());
-        Self { core, shuffle, partition, left, failed, culprit, is_suspect, is_readers }
+    fn new(core: Arc<Core>, (shuffle, partition): (Arc<Shuffle>, PartitionId)) -> Self {
+        Self { core, shuffle, partition, culprit: OnceLock::new(), is_suspect: false, is_readers: true }
     }
 
     fn blame(&self, log: &Log) {
@@ -196,14 +128,6 @@ impl Stream {
     /// Returns the log of a piece, or `None` for a hole.
     fn log(&self, piece: Piece) -> Option<Arc<Log>> {
         (piece.log != NO_LOG).then(|| self.shuffle.log_at(piece.log))
-    }
-
-    /// Returns the size of the next chunk, or 0 at the end.
-    fn next_len(&self, max: usize) -> Result<usize, StoreError> {
-        if self.failed {
-            return Err(self.shuffle.error(StoreErrorKind::Corrupt));
-        }
-        Ok(usize::try_from(self.left).unwrap_or(max).min(max))
     }
 
     /// Fills parts of the buffer from a log, in one call.
@@ -302,169 +226,4 @@ impl PartsByLog {
 /// Returns whether a part continues `last` in the log and in the buffer: both are one read.
 fn goes_on(last: &ReadPart, part: &ReadPart) -> bool {
     last.range.end == part.range.start && last.offset + last.range.len() as u64 == part.offset
-}
-
-impl IndexRead {
-    /// Creates a read of the records of a run without objects.
-    pub(super) fn new(reader: &Reader, view: &StreamView, run: &ViewRun) -> Self {
-        let StreamView { shuffle, partition, extents, bytes: data_length, .. } = view.clone();
-        let (length, next) = (run.blocks * RECORD_BYTES as u64, run.extents.start);
-        reader.core.metrics.read_index_file.inc();
-        let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
-        Self { length, data_length, stream, extents, next, current: None, fillers: 0 }
-    }
-
-    async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
-        let Plan { copies, steps, parts } = self.plan(len);
-        let mut buffer = self.stream.read_all(Mode::Read, (len, buffers), parts).await?;
-        for (at, records) in copies {
-            if let Some(room) = (*buffer).as_mut().get_mut(at..at + records.len()) {
-                room.copy_from_slice(&records);
-            }
-        }
-        for step in steps {
-            let bytes = (*buffer).as_mut().get_mut(step.range).unwrap_or_default();
-            self.check(step.records, bytes)?;
-        }
-        let Stream { shuffle, partition, .. } = &self.stream;
-        shuffle.damaged.mask(*partition, (*buffer).as_mut().get_mut(..len).unwrap_or_default());
-        Ok(buffer.freeze(len))
-    }
-
-    /// Returns the sources of the next `len` bytes. Allocates no buffer: the disks are asked first.
-    fn plan(&mut self, len: usize) -> Plan {
-        let mut plan = Plan::default();
-        let mut filled = 0;
-        while filled < len {
-            if self.current.is_none()
-                && let Some(records) = self.gap(len - filled).or_else(|| self.cached(len - filled))
-            {
-                let at = filled;
-                filled += records.len();
-                plan.copies.push((at, records));
-                continue;
-            }
-            let records = self.current.take().unwrap_or_else(|| {
-                let extent = self.extents.get(self.next).expect("the length is the sum over the extents");
-                self.next += 1;
-                ExtentRecords::new(*extent)
-            });
-            // An extent that does not end in this chunk is the last one, and `check` makes it the
-            // current one again.
-            let left = usize::try_from(records.left_bytes()).unwrap_or(usize::MAX);
-            let range = filled..filled + left.min(len - filled);
-            let offset = records.extent.index_offset + records.done_bytes;
-            plan.parts.push(records.extent.index_log, ReadPart { range: range.clone(), offset });
-            filled = range.end;
-            plan.steps.push(Step { records, range });
-        }
-        plan
-    }
-
-    /// Verifies the next `bytes` of an extent's records, and converts their offsets to the stream.
-    fn check(&mut self, mut current: ExtentRecords, bytes: &mut [u8]) -> Result<(), StoreError> {
-        let mut intact = current.check.accept(bytes);
-        rebase(bytes, current.extent.base);
-        current.done_bytes += bytes.len() as u64;
-        let complete = current.left_bytes() == 0;
-        if complete {
-            let check = std::mem::take(&mut current.check);
-            intact = check.matches(current.extent.length, current.extent.records_crc);
-        }
-        if !intact {
-            let log = self.stream.shuffle.log_at(current.extent.index_log);
-            self.stream.blame(&log);
-            return Err(StoreError::corrupt(log.full_path(), "index records are corrupt"));
-        }
-        if !complete {
-            self.current = Some(current);
-        } else if current.done_bytes == bytes.len() as u64 {
-            self.keep(&current.extent, bytes);
-        }
-        Ok(())
-    }
-}
-
-impl IndexRead {
-    /// Returns up to `room` bytes of filler records if the next extent is lost.
-    fn gap(&mut self, room: usize) -> Option<Bytes> {
-        let gap = *self.extents.get(self.next).filter(|it| it.index_log == NO_LOG)?;
-        let count = u32::try_from(room / RECORD_BYTES).ok()?.min(gap.blocks - self.fillers);
-        let numbers = self.fillers..self.fillers + count;
-        self.fillers += count;
-        if self.fillers == gap.blocks {
-            self.next += 1;
-            self.fillers = 0;
-        }
-        Some(numbers.flat_map(|number| gap_filler(&gap, number).encode()).collect())
-    }
-
-    /// Returns the next extent's records if they are cached and fit.
-    fn cached(&mut self, room: usize) -> Option<Bytes> {
-        let Stream { core, shuffle, .. } = &self.stream;
-        let extent = self.extents.get(self.next)?;
-        let Some(records) = core.records.find(&shuffle.records_key(extent)) else {
-            core.metrics.index_cache_misses.inc();
-            return None;
-        };
-        if records.len() > room {
-            return None;
-        }
-        core.metrics.index_cache_hits.inc();
-        self.next += 1;
-        Some(records)
-    }
-
-    /// Caches the verified records of a whole extent.
-    fn keep(&self, extent: &Extent, records: &[u8]) {
-        let Stream { core, shuffle, .. } = &self.stream;
-        if !core.records.takes(records.len()) {
-            return;
-        }
-        let key = shuffle.records_key(extent);
-        core.records.keep(key, Bytes::copy_from_slice(records));
-        if shuffle.is_purged() {
-            core.records.forget(std::iter::once(key));
-        }
-    }
-}
-
-impl ChunkRead for IndexRead {
-    fn next_chunk<'a>(
-        &'a mut self,
-        buffers: &'a dyn ReadBuffers,
-    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        let read = async move {
-            let len = self.stream.next_len(whole_records(buffers.chunk_bytes()))?;
-            if len == 0 {
-                return Ok(None);
-            }
-            self.stream.failed = true; // Until this chunk is whole: also when the caller gives up in between.
-            let chunk = self.read_chunk(len, buffers).await;
-            let chunk = chunk.inspect_err(|error| self.stream.count_failure(error))?;
-            self.stream.failed = false;
-            self.stream.left -= len as u64;
-            self.stream.core.metrics.read_index_bytes.inc_by(len as u64);
-            Ok(Some(chunk))
-        };
-        read.boxed()
-    }
-
-    /// Returns 0 also if the disk of the next chunk has no capacity.
-    fn next_room(&self) -> usize {
-        let room = usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX);
-        let current = self.current.as_ref().map(|it| &it.extent).or_else(|| self.extents.get(self.next));
-        let current = current.filter(|_| room > 0);
-        if current.is_some_and(|extent| self.stream.is_free(extent.index_log, room)) { room } else { 0 }
-    }
-
-    fn is_suspect(&self) -> bool {
-        self.stream.is_suspect
-    }
-}
-
-fn gap_filler(gap: &Extent, number: u32) -> IndexRecord {
-    let within = u64::from(number) * FILLER_BYTES;
-    let length = (gap.length - within).min(FILLER_BYTES);
-    filler((gap.base + within).cast_signed(), i32::try_from(length).unwrap_or(i32::MAX))
 }

@@ -169,7 +169,7 @@ async fn read_errors_never_become_short_responses() {
         let mut read = store.data(&key, PartitionId(1), 10, 9000).unwrap();
         assert_eq!(read.next_chunk(&HeapBuffers).await.map(drop).unwrap_err().kind, kind);
         assert!(read.next_chunk(&HeapBuffers).await.is_err(), "after an error there is no regular end");
-        let mut index = store.index(&key, PartitionId(1)).unwrap();
+        let mut index = store.index(&key, PartitionId(1)).unwrap().chunks;
         assert_eq!(index.next_chunk(&HeapBuffers).await.unwrap_err().kind, kind);
         assert!(index.next_chunk(&HeapBuffers).await.is_err());
         disks.iter().for_each(|disk| disk.faults.clear());

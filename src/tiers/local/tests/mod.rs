@@ -187,7 +187,7 @@ pub(super) async fn index_of(
 ) -> Result<(Vec<IndexRecord>, u64), StoreError> {
     let mut read = store.index(key, PartitionId(partition))?;
     let mut bytes = Vec::new();
-    while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
+    while let Some(chunk) = read.chunks.next_chunk(&HeapBuffers).await? {
         bytes.extend_from_slice(&chunk);
     }
     assert_eq!(bytes.len() as u64, read.length);
