@@ -45,16 +45,16 @@ section! {
         /// NO_BUFFER and are retried by the client.
         #[key("quota.app_open_reads", count(0..=COUNT_MAX), AtOnce)]
         pub app_open_reads: u64 = 0,
-        /// As app_disk, over all applications of a user.
+        /// Like app_disk, over all applications of a user.
         #[key("quota.user_disk", size(0..=1024 * TIB), AtOnce)]
         pub user_disk: u64 = 0,
-        /// As app_reported_ids, over all applications of a user.
+        /// Like app_reported_ids, over all applications of a user.
         #[key("quota.user_reported_ids", count(0..=COUNT_MAX), AtOnce)]
         pub user_reported_ids: u64 = 0,
-        /// As app_partitions, over all applications of a user.
+        /// Like app_partitions, over all applications of a user.
         #[key("quota.user_partitions", count(0..=COUNT_MAX), AtOnce)]
         pub user_partitions: u64 = 0,
-        /// As app_open_reads, over all applications of a user.
+        /// Like app_open_reads, over all applications of a user.
         #[key("quota.user_open_reads", count(0..=COUNT_MAX), AtOnce)]
         pub user_open_reads: u64 = 0,
     }

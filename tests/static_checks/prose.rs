@@ -276,6 +276,18 @@ fn comments_and_test_names_of_done_folders_are_plain() {
     assert!(excesses.is_empty(), "rewrite for a reader (docs/style.md):\n{}\n", excesses.join("\n"));
 }
 
+#[test]
+fn comments_of_the_example_configuration_are_plain() {
+    let text = include_str!("../../config.toml.example").replace("\n# ", "\n// ");
+    let mut measures = Measures::default();
+    measures.add(Path::new("config.toml.example"), &text);
+    assert!(measures.blocks > 100, "the search is broken: {} comments", measures.blocks);
+    // The generator wraps its lines, at more columns.
+    measures.wide.clear();
+    let excesses = measures.excesses("config.toml.example");
+    assert!(excesses.is_empty(), "rewrite the docs of these keys:\n{}\n", excesses.join("\n"));
+}
+
 /// Returns the comments of a file that are long enough to be measured.
 fn blocks(text: &str) -> Vec<Block> {
     let mut found: Vec<Block> = Vec::new();

@@ -82,7 +82,7 @@ section! {
         /// Bypass the page cache on writes if the file system supports it.
         #[key("localfile_store.direct_io", flag(), Restart)]
         pub direct_io: bool = true,
-        /// Recover the data in data_paths at start; false deletes it.
+        /// Recover the data in data_paths at start, or delete it (false).
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
         /// Refuse to start if an empty data directory has no mount point of its own. Default: only
