@@ -402,7 +402,7 @@ mod tests {
         assert_eq!(double.0.lock().sent.len(), 3);
         assert!(!server.is_suspect());
 
-        // Five refusals, and it is over; so it is with three failures, and with one that is final.
+        // The push fails after five refusals, three failures, or a permanent failure.
         double.0.lock().no_buffer = 9;
         let error = server.push(&key(), &batch()).await.unwrap_err();
         let is = |error: &Error, expected| matches!(error, Error::Call { source, .. } if source.status() == Some(expected));
@@ -440,7 +440,7 @@ mod tests {
 
     #[tokio::test]
     async fn unregistering_unknown_shuffle_succeeds() {
-        // The double has neither call; one that servers before 0.9 lack is no failure.
+        // The double has neither call. Servers before 0.9 lack the first, so that is no failure.
         let (_, server, running) = server(Script::default()).await;
         server.unregister_app("app").await.unwrap();
         assert!(server.unregister(&key()).await.is_err());

@@ -7,7 +7,7 @@ use prost::Message;
 use super::*;
 use crate::{BlockHeader, BlockSink, DecodeError, SendHeader, proto};
 
-/// Records what it is told and fails the test when the order of calls is broken.
+/// Records its calls and fails the test if their order is wrong.
 #[derive(Debug, Default)]
 struct Recorder {
     header: Option<(String, i32, i64)>,
