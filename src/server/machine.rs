@@ -52,7 +52,10 @@ pub async fn examine_machine(config: &Config) -> Result<String, Vec<String>> {
     problems.extend(check_backing(config, address).err().map(|error| {
         format!("{error:#}; must be a tmpfs directory of this worker with room for the capacity, or private")
     }));
-    problems.extend(check_hdfs(config).err().map(|error| format!("{error:#}")));
+    #[cfg(feature = "hdfs")]
+    if config.worker.store_type.has_hdfs() {
+        problems.extend(hdfs_connector(config).err().map(|error| format!("{error:#}")));
+    }
     problems.extend(telemetry::check_directory(&config.log).err().map(|error| format!("{error:#}")));
     match address {
         Some(address) if problems.is_empty() => Ok(findings(config, address)),
@@ -72,15 +75,6 @@ fn findings(config: &Config, address: IpAddr) -> String {
          advertised address is {address}\n",
         ByteSize(config.memory.capacity_bytes)
     )
-}
-
-/// Checks the files of HDFS and Kerberos. Connects to no server.
-fn check_hdfs(config: &Config) -> anyhow::Result<()> {
-    #[cfg(feature = "hdfs")]
-    if config.worker.store_type.has_hdfs() {
-        hdfs_connector(config)?;
-    }
-    Ok(())
 }
 
 /// Describes a listener that cannot be opened, with the remedy.
