@@ -33,15 +33,16 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use clap::{CommandFactory as _, Parser as _};
 
-use crate::options::{Command, CommandLine, ReportArgs};
+use crate::options::{Action, Command, CommandLine, ReportArgs};
 use crate::report::{Report, RunReport};
 
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    match run(CommandLine::from_env().command) {
+    match execute(CommandLine::parse().action) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The text is one line, whatever the error contains.
@@ -50,6 +51,18 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn execute(action: Action) -> anyhow::Result<()> {
+    let text = match action {
+        Action::Run(command) => return run(command),
+        Action::Completions { shell } => uniffle_ctl::complete(CommandLine::command(), shell),
+        Action::Man { directory } => {
+            uniffle_ctl::manual(CommandLine::command(), directory.as_deref()).context("--directory")?
+        }
+    };
+    report::print(&text);
+    Ok(())
 }
 
 fn run(command: Command) -> anyhow::Result<()> {
@@ -62,9 +75,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         builder.worker_threads(threads.max(1));
     }
     let runtime = builder.enable_all().build().context("cannot start the runtime")?;
-    let mut report = runtime.block_on(Box::pin(execute(command)))?;
+    let mut report = runtime.block_on(Box::pin(measure(command)))?;
     report.command = std::env::args().collect::<Vec<_>>().join(" ");
-    report::print(&report.text());
+    report::print(report.text().as_bytes());
     if let Some(path) = &files.json {
         report.write_json(path)?;
     }
@@ -88,7 +101,7 @@ fn files_and_threads(command: &Command) -> (ReportArgs, Option<usize>) {
     }
 }
 
-async fn execute(command: Command) -> anyhow::Result<Report> {
+async fn measure(command: Command) -> anyhow::Result<Report> {
     let one = |run: RunReport| Report { runs: vec![run], ..Report::default() };
     match command {
         Command::Write(args) => Ok(one(run::write_only("write", &args).await?)),

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use uniffle_ctl::Shell;
 use uniffle_worker::build::{Build, last_commit};
 
 use crate::content::Sizes;
@@ -30,7 +31,25 @@ static VERSION: LazyLock<String> = LazyLock::new(|| BUILD.to_string());
 #[command(name = "uniffle-bench", version = VERSION.as_str())]
 pub(crate) struct CommandLine {
     #[command(subcommand)]
-    pub(crate) command: Command,
+    pub(crate) action: Action,
+}
+
+#[derive(Debug, Subcommand)]
+#[command(disable_help_subcommand = true)]
+pub(crate) enum Action {
+    #[command(flatten)]
+    Run(Command),
+    /// Print completions for a shell
+    Completions {
+        /// Name of the shell
+        shell: Shell,
+    },
+    /// Print the manual page
+    Man {
+        /// Write the pages of all subcommands to this directory instead
+        #[arg(long, value_name = "DIRECTORY")]
+        directory: Option<PathBuf>,
+    },
 }
 
 #[derive(Debug, Subcommand)]
@@ -417,13 +436,6 @@ pub(crate) struct HddArgs {
     pub(crate) report: ReportArgs,
 }
 
-impl CommandLine {
-    /// Parses the command line. Prints errors and exits like any clap program.
-    pub(crate) fn from_env() -> Self {
-        Self::parse()
-    }
-}
-
 /// Checks that `path` is writable before the run, so that a wrong directory does not waste hours of
 /// work.
 pub(crate) fn writable(path: &std::path::Path) -> anyhow::Result<()> {
@@ -439,8 +451,8 @@ mod tests {
 
     fn load(text: &[&str]) -> LoadArgs {
         let line = ["uniffle-bench", "write"].iter().chain(text);
-        match CommandLine::try_parse_from(line).unwrap().command {
-            Command::Write(args) => args.load,
+        match CommandLine::try_parse_from(line).unwrap().action {
+            Action::Run(Command::Write(args)) => args.load,
             other => panic!("{other:?}"),
         }
     }
@@ -471,8 +483,8 @@ mod tests {
     fn compare_refuses_a_server_against_itself() {
         let parse = |text: &[&str]| {
             let line = ["uniffle-bench", "compare"].iter().chain(text);
-            match CommandLine::try_parse_from(line).unwrap().command {
-                Command::Compare(args) => args.sides(),
+            match CommandLine::try_parse_from(line).unwrap().action {
+                Action::Run(Command::Compare(args)) => args.sides(),
                 other => panic!("{other:?}"),
             }
         };

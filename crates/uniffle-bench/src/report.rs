@@ -267,9 +267,9 @@ fn phase_text(phase: &PhaseReport) -> String {
 }
 
 /// Writes to stdout. A closed pipe is not an error.
-pub(crate) fn print(text: &str) {
+pub(crate) fn print(text: &[u8]) {
     let mut stdout = std::io::stdout().lock();
-    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+    let _ = stdout.write_all(text).and_then(|()| stdout.flush());
 }
 
 /// Returns the median of `values`, or the mean of the two middle values.

@@ -271,3 +271,18 @@ fn pass(mut from: TcpStream, mut to: TcpStream, wrong: usize) {
     }
     let _ = to.shutdown(Shutdown::Both);
 }
+
+#[test]
+fn manuals_and_completions_cover_every_subcommand() {
+    let dir = tempfile::tempdir().expect("a temp directory");
+    let output = bench(&["man", "--directory", dir.path().to_str().expect("temp dirs are text")]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for page in ["uniffle-bench.1", "uniffle-bench-write.1", "uniffle-bench-compare.1"] {
+        assert!(dir.path().join(page).is_file(), "{page}");
+    }
+    for shell in ["bash", "zsh", "fish"] {
+        let text = String::from_utf8(bench(&["completions", shell]).stdout).expect("text");
+        assert!(text.contains("tpcds-stress") && text.contains("message-size"), "{shell}");
+    }
+    fails_with(&bench(&["man", "--directory", "/proc/nowhere"]), "--directory");
+}
