@@ -49,9 +49,8 @@ use uniffle_wire::types::AppId;
 pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::{APPS_MAX, SavedApp};
 pub use self::details::Details;
-pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node};
+pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node, SavedNode};
 pub use self::plan::AssignmentError;
-pub use self::saved::SavedNode;
 
 /// Upper limit of the key for ranges per assignment, counted per replica: Spark 0.9+ allows 2^20
 /// partitions (`rss.blockId.maxPartitions`). Such an answer takes about 300 MB of heap.

@@ -14,11 +14,11 @@ use std::time::Duration;
 
 use super::assign::Candidate;
 use super::details::{self, Details};
-use super::saved::SavedNode;
 use crate::clock::Instant;
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
 
 use self::lost::LostNodes;
+pub use self::lost::SavedNode;
 
 /// Maximum number of nodes, ten times the largest known clusters. Heartbeats are not authenticated,
 /// so the table needs a bound.

@@ -5,17 +5,8 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use super::{EmbeddedCoordinator, SavedApp};
+use super::{EmbeddedCoordinator, SavedApp, SavedNode};
 use crate::clock::Instant;
-
-/// A node as saved for the next process.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct SavedNode {
-    /// Id of the node.
-    pub id: String,
-    /// Unix time in seconds at which it was lost, or `None` if it was alive.
-    pub lost_at: Option<u64>,
-}
 
 impl EmbeddedCoordinator {
     /// Adds the applications that an earlier process saved. This preserves the number of

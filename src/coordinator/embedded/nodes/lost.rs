@@ -12,6 +12,15 @@ pub(super) const BYTES_MAX: usize = 3 << 19;
 /// Time after which a node is no longer listed as lost. It was replaced, or never existed.
 pub(super) const KEPT: Duration = Duration::from_secs(24 * 3600);
 
+/// A node as saved for the next process.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct SavedNode {
+    /// Id of the node.
+    pub id: String,
+    /// Unix time in seconds at which it was lost, or `None` if it was alive.
+    pub lost_at: Option<u64>,
+}
+
 /// Ids of lost and of awaited nodes.
 #[derive(Debug, Default)]
 pub(super) struct LostNodes {
