@@ -2,8 +2,8 @@
 //!
 //! These are expensive. [`admin_routes`] are for the administration listener only. [`routes`]
 //! change nothing, and are also on the open listener if configured.
-//! Invariant: one profile or dump is made at a time. If its client goes, it counts until its thread
-//! has ended. Errors name unknown, repeated or out-of-bounds parameters.
+//! Invariant: one profile or dump is made at a time. One whose client has disconnected counts until
+//! its thread has ended. Errors name unknown, repeated or out-of-bounds parameters.
 
 use axum::Router;
 use axum::extract::{Extension, RawQuery, State};
@@ -38,7 +38,8 @@ struct Profiles {
     running: Tasks,
     /// Permit for all kinds of profiles and dumps.
     permits: PermitSource,
-    /// Permit for dumps. An abandoned dump keeps it while profiles can be taken to find its cause.
+    /// Permit for dumps. A dump whose client has disconnected keeps it until it ends. Profiles can
+    /// be taken meanwhile, to find out why it hangs.
     stacks: PermitSource,
 }
 

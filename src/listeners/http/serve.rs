@@ -4,8 +4,8 @@
 //! after the request timeout, which bounds slow writers and slow readers. A long request such as a
 //! profile extends its [`Deadline`]. hyper itself answers malformed requests, with 400, 414 or 431
 //! and no body; the reason is in the log at DEBUG.
-//! Invariant: requests never use all places. The others are for heads being read and for health
-//! checks, which wait for nothing, so a full listener still reports that the worker is alive.
+//! Invariant: requests except health checks never occupy all connections. A full listener therefore
+//! still answers a health check, which waits for no other request.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -69,7 +69,7 @@ section! {
     }
 }
 
-/// Connections in addition to those whose requests are served.
+/// Number of connections beyond those that serve requests: for request heads and health checks.
 const SPARE_PLACES: usize = 256;
 
 impl HttpConfig {
@@ -78,7 +78,7 @@ impl HttpConfig {
         self.max_connections + SPARE_PLACES
     }
 
-    /// Returns the maximum number of connections, and of those among them that serve a request.
+    /// Returns the maximum number of connections, and how many of them may serve a request.
     fn places(&self) -> (usize, usize) {
         match self.connections_max.filter(|max| *max < self.connections_wanted()) {
             Some(max) => (max.max(2), self.max_connections.min((max / 2).max(1))),

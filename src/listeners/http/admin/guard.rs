@@ -19,7 +19,7 @@ use super::token::Token;
 use crate::listeners::http::serve::Peer;
 use crate::telemetry::{AUDIT, LogLimiter};
 
-/// Size limit of a request body, ten times that of 64 tags with 100 characters.
+/// Size limit of a request body: ten times the size of 64 tags of 100 characters.
 const BODY_BYTES_MAX: usize = 64 << 10;
 
 /// Path prefix of calls that do not change the worker's state.

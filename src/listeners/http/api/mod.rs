@@ -1,8 +1,8 @@
 //! `GET /api/v1/…`: the worker's state as JSON, for the status page and for scripts.
 //!
-//! The API is read-only. [`model`] has the types, and docs/ctl.md documents them. The
-//! composition root updates [`Status`] at most once a second; the service describes applications.
-//! Answers are bounded: lists contain the total number.
+//! The API is read-only. [`model`] has the types, and docs/ctl.md documents them. The composition
+//! root updates [`Status`] at most once a second; the service describes applications. Answers are
+//! bounded: a list of applications is cut off, and the answer states their total number.
 
 pub mod cluster;
 pub mod model;
