@@ -65,7 +65,8 @@ fn cgroup_limit_bytes(mount: &Path) -> Option<u64> {
     limit.map(|(bytes, _)| bytes)
 }
 
-/// Returns the minimum of `ask` over this process's control groups for `controller`, and its group.
+/// Returns the minimum of `ask` over this process's control groups for `controller`, and the group
+/// that has it.
 ///
 /// Covers cgroup versions 1 and 2, up to the root that is visible here.
 pub(super) fn of_groups(

@@ -56,8 +56,7 @@ impl Reader {
     }
 }
 
-/// Returns the problem of a value that [`Kind::read`] rejects with a description of the allowed
-/// ones.
+/// Creates the problem of a value that [`Kind::read`] rejected with the description `allowed`.
 fn invalid(key: &str, value: impl Display, allowed: &str) -> Problem {
     Problem::new(key, value, format!("must be {allowed}"))
 }

@@ -1,10 +1,10 @@
 //! Captures the log lines of a unit test's own thread.
 //!
 //! Invariant: a line is captured even if another thread reaches the log statement first. tracing
-//! caches for each statement whether a subscriber is interested. While only one subscriber exists,
-//! it asks the current thread. The thread of another test has no subscriber and would silence the
-//! statement for everyone. With two subscribers it asks the subscribers themselves, so there are
-//! two.
+//! caches for each statement whether a subscriber is interested. While the process has one
+//! subscriber, tracing only asks the subscriber of the current thread. If the thread of another
+//! test asks first, it has none, and the statement stays silent for all threads. With two
+//! subscribers, tracing asks both. Each capture therefore creates a second one that does nothing.
 
 use std::sync::Arc;
 

@@ -44,8 +44,8 @@ impl LogLimiter {
         Some(std::mem::take(&mut window.held_back))
     }
 
-    /// Returns the number of events suppressed in an interval that is over, or in any at the `end`.
-    /// The count is reset, so that no later line includes them.
+    /// Returns the number of suppressed events if the interval is over or if this is the `end` of
+    /// the log, otherwise 0. Resets the count, so that no later line includes these events.
     pub(super) fn settle(&self, end: bool) -> u64 {
         let mut window = self.window.lock();
         let is_over = window.began.is_some_and(|began| began.elapsed() >= self.interval);

@@ -81,7 +81,8 @@ impl Repeats {
         events.is_some()
     }
 
-    /// Reports suppressed lines of a minute that is over, or all at the `end` of the log.
+    /// Logs the number of suppressed lines of each kind whose minute is over. At the `end` of the
+    /// log, includes the current minute.
     pub(super) fn log_held_back(&self, end: bool) {
         let take = |(key, kind): (&(Identifier, String), &mut Kind)| {
             let lines = std::mem::take(&mut kind.untold) + kind.limiter.settle(end);

@@ -167,8 +167,8 @@ fn run(shared: &Shared, mut sink: Box<dyn Write + Send>, repeats: Option<&Repeat
 }
 
 impl Shared {
-    /// Takes all queued lines. Waits for some, but only for a limited time, after which it takes
-    /// none. Returns false once the queue is closed and empty.
+    /// Takes all queued lines. Waits for a limited time if there are none. Returns false once the
+    /// queue is closed and empty.
     fn take(&self, lines: &mut Vec<u8>, notice: &mut Notice) -> bool {
         let mut queue = self.queue.lock();
         queue.writing_since = None;
@@ -292,8 +292,8 @@ pub(super) mod tests {
         }
     }
 
-    /// A sink whose writes wait for a permit, which is the result. Without a sender, writes
-    /// succeed.
+    /// A sink whose writes wait for the next result from `permits`. Writes succeed once the sender
+    /// is dropped.
     #[derive(Debug)]
     struct Sink {
         permits: mpsc::Receiver<io::Result<()>>,
