@@ -1,8 +1,8 @@
 //! The checker of killed and stopped workers, over disks and a real HDFS. During writes the
-//! DataNode is killed or the NameNode restarted or put into safe mode, and the worker is killed as
-//! well.
+//! DataNode is killed, or the NameNode is restarted or put into safe mode, and the worker is killed
+//! as well.
 //!
-//! `PROCESS_ROUNDS` sets the rounds, `PROCESS_SEED` repeats a run.
+//! `PROCESS_ROUNDS` sets the number of rounds, `PROCESS_SEED` repeats a run.
 
 use std::sync::Arc;
 

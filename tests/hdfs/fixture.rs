@@ -293,7 +293,8 @@ impl HdfsFixture {
         assert!(missing.is_empty(), "nowhere: {missing:?}");
     }
 
-    /// Like [`HdfsFixture::assert_nothing_missing`], after torn files were closed.
+    /// Waits until every acknowledged block is in some tier. A torn file hides its blocks until it
+    /// is closed.
     pub(crate) async fn nothing_is_missing_soon(&self) {
         let start = Instant::now();
         loop {

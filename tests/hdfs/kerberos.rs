@@ -133,7 +133,8 @@ fn succeed(command: &mut Command) {
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Waits for both. Returns `None` if a tool is missing.
+/// Waits for exclusive use of the KDC and the HDFS, which are started on first use. Returns `None`
+/// if a tool is missing.
 async fn secured() -> Option<MutexGuard<'static, Option<Secured>>> {
     if !is_available() {
         return None;

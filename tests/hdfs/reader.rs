@@ -8,7 +8,8 @@ use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
-/// Returns the blocks by id. Panics if an index names missing bytes, a short read for the client.
+/// Returns the blocks by id. Panics where the client would fail, such as at an index without a data
+/// file.
 pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &str) -> BTreeMap<i64, Bytes> {
     try_read_directory(fs, path, server_id).await.expect("a directory")
 }

@@ -136,8 +136,9 @@ fn embedded_cluster_survives_loss_of_dedicated_coordinator() {
     }
 }
 
-/// Two copies are required after writing, so a job survives a loss. While a map stage writes with
-/// two replicas, clients require both, so a loss fails its tasks; with three they require two.
+/// Each block must be on two workers after writing, so a job survives the loss of one worker. With
+/// two replicas a loss fails the tasks of a running map stage, because clients then require both
+/// replicas. With three replicas two suffice.
 const THREE_REPLICAS: &str = "failures=allowed spark.rss.data.replica=3 spark.rss.data.replica.write=2 \
                               spark.rss.data.replica.read=2 master=local[2,4]";
 
@@ -160,7 +161,7 @@ fn stop_without_errors(workers: Vec<Worker>) {
     }
 }
 
-/// Clients ask this coordinator first; the next application must work without it.
+/// Clients ask the killed coordinator first. The next application must work without it.
 #[test]
 fn two_replicas_survive_loss_of_first_coordinator() {
     if spark().is_none() {

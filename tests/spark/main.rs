@@ -83,9 +83,9 @@ impl Spark {
         assert!(last_begin < first_end, "not at once: {intervals:?}");
     }
 
-    /// Runs applications concurrently through `workers`, of which the first is the coordinator,
-    /// with exactly the settings that it printed. Asserts that results equal those of vanilla
-    /// Spark, and that every worker was used and is clean afterwards.
+    /// Runs applications concurrently through `workers`, with exactly the settings that the first
+    /// one, the coordinator, printed. Asserts that results equal those of vanilla Spark, and that
+    /// every worker was used and is clean afterwards.
     fn run_all(&mut self, workers: &[&Worker], applications: &[Application<'_>]) -> Vec<Vec<Value>> {
         for application in applications {
             self.run_vanilla(application);
@@ -115,8 +115,8 @@ impl Spark {
         answers
     }
 
-    /// Runs `application` and, beside it, `meanwhile`. Asserts that results equal those of vanilla
-    /// Spark, and that every remaining worker is clean afterwards.
+    /// Runs `application` and calls `meanwhile` while it runs. Asserts that results equal those of
+    /// vanilla Spark, and that every remaining worker is clean afterwards.
     fn run_while(
         &mut self,
         workers: Vec<Worker>,
