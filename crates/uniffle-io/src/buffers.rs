@@ -27,7 +27,8 @@ pub const READ_CHUNK_BYTES_SHORT: usize = 1 << 20;
 pub const STAGING_BYTES: usize = 1 << 20;
 
 /// Permit that a read acquires together with its buffer, so that it holds neither while it waits
-/// for the other. It covers parts of the shares that the read's disks have of the read memory.
+/// for the other. Each disk has a share of the read memory. The permit takes a part of the share of
+/// each disk that the read uses.
 pub trait ReadPermits: Send + Sync {
     /// Returns the permit if all of it is free and nobody waits in [`ReadPermits::take`].
     fn try_take(&self) -> Option<ReadPermit>;

@@ -111,9 +111,9 @@ pub struct WriteOpen {
     pub direct: bool,
     /// Lane of its writes and syncs.
     pub lane: Lane,
-    /// Others will look for the file by its path: writes fail with [`Vanished`] as their source
-    /// once it is not there, or was truncated. On [`Lane::Metadata`] they also fail once another
-    /// program has written to the file.
+    /// The file will be opened again by its path. Writes fail with [`Vanished`] as their source if
+    /// the file is no longer at its path, or was truncated. On [`Lane::Metadata`] they also fail if
+    /// another program has written to the file.
     pub is_named: bool,
 }
 

@@ -185,7 +185,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the file system does short of failing, the file is the pieces.
+        /// However short or interrupted the single writes are, the file equals the pieces.
         #[test]
         fn short_and_interrupted_writes_are_completed(
             lengths in prop::collection::vec(0usize..40, 0..3000), seed: u64,

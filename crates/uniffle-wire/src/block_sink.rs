@@ -37,13 +37,13 @@ pub struct BlockHeader {
 pub trait BlockSink {
     /// Error of the sink, into which decoding errors are converted.
     type Error: From<DecodeError>;
-    /// Called once, before everything else.
+    /// Receives the fields before the data. Called once, before everything else.
     fn header(&mut self, header: SendHeader<'_>) -> Result<(), Self::Error>;
-    /// The partition of the blocks that follow. May repeat an earlier one.
+    /// Begins a partition, to which the following blocks belong. May repeat an earlier one.
     fn partition(&mut self, partition: i32) -> Result<(), Self::Error>;
-    /// A block of `length` bytes begins.
+    /// Begins a block of `length` bytes.
     fn begin_block(&mut self, length: u32) -> Result<(), Self::Error>;
-    /// The next bytes of the block, at least one.
+    /// Receives the next bytes of the block, at least one.
     fn write(&mut self, bytes: &[u8]) -> Result<(), Self::Error>;
     /// Ends a block. `block.length` is the number of bytes that were written.
     fn end_block(&mut self, block: BlockHeader) -> Result<(), Self::Error>;

@@ -222,8 +222,8 @@ impl SendWalker {
         DecodeError::Malformed { what, at: self.message_bytes - self.left }
     }
 
-    /// Checks a count of entries of at least `entry_bytes` bytes each, given that `reserved` bytes
-    /// must follow them.
+    /// Checks a count of entries of at least `entry_bytes` bytes each. At least `reserved` bytes
+    /// must follow the entries.
     fn count(
         &self,
         what: &'static str,
@@ -354,8 +354,8 @@ impl SendWalker {
         self.state = if self.servers_left == 0 { State::BlockTail } else { State::ServerId };
     }
 
-    /// Checks the length of a server's string, which `after` bytes of the same server must follow.
-    /// A null string has length 0.
+    /// Checks the length of a server's string. `after` more bytes of the same server must follow
+    /// the string. A null string has length 0.
     fn server_string(&self, group: [u8; 4], after: u64) -> Result<u32, DecodeError> {
         let raw = i32::from_be_bytes(group).max(0);
         let more_servers = u64::from(self.servers_left) * SERVER_BYTES_MIN;

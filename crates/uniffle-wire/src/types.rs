@@ -57,7 +57,7 @@ impl AppId {
         Ok(Self(text.into()))
     }
 
-    /// The id as text.
+    /// Returns the id as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -107,7 +107,7 @@ id!(
     TaskAttemptId(i64)
 );
 id!(
-    /// Result of a granted `requireBuffer`. Positive and unique in the process.
+    /// Id of the reservation that a `requireBuffer` made. Positive and unique in the process.
     TicketId(i64)
 );
 

@@ -27,14 +27,15 @@ use super::{
     WriteOpen, mount, require_inside,
 };
 
-/// Concurrent calls on names (open, rename, list, …). They are short; more would only occupy
-/// threads of a hung disk.
+/// Maximum concurrent calls on names (open, rename, list, …). These calls are short; a higher limit
+/// would only let a hung disk block more threads.
 const NAME_CALLS_MAX: usize = 4;
 
-/// Concurrent recursive removals. They are slow, so they must not delay opens.
+/// Maximum concurrent recursive removals. They are slow, so they have a limit of their own and do
+/// not delay opens.
 const REMOVALS_MAX: usize = 2;
 
-/// Concurrent writes and syncs of metadata: one can write while another syncs.
+/// Maximum concurrent writes and syncs of metadata: one can write while another syncs.
 const METADATA_CALLS_MAX: usize = 2;
 
 /// Limits the calls of one kind, and optionally all calls of the disk.
@@ -126,9 +127,9 @@ impl BlockingDisk {
         }
     }
 
-    /// Limits reads and writes together to `calls_max` at a time. Calls on names and metadata are
-    /// exempt: they are small and must succeed even on a busy disk, calls on names because health
-    /// checks use them.
+    /// Limits reads and writes together to `calls_max` at a time. Calls on names and on metadata
+    /// are exempt: they are small and must succeed even on a busy disk. Health checks use calls on
+    /// names.
     #[must_use]
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));
@@ -605,7 +606,7 @@ mod tests {
         };
         let write = |file: &Arc<dyn File>| file.write_at(vec![Bytes::from_static(b"x")], 0);
         let bulk = open("bulk", Lane::Bulk).await;
-        // A call of 16 MiB is at work, and others wait for it.
+        // A bulk call is running, and another one waits for it.
         let at_work = disk.writes.of(Lane::Bulk).enter().await;
         let mut waiting = write(&bulk);
         assert!(futures::poll!(&mut waiting).is_pending());
@@ -687,7 +688,8 @@ mod tests {
             disk.write_small(Path::new("list"), Vec::new()).await.unwrap_err(),
             disk.rename(Path::new("apps"), Path::new("trash")).await.unwrap_err(),
             disk.open_write(Path::new("other"), how).await.unwrap_err(),
-            // Its data is where the directory is, and may come back with it.
+            // Reports the root and not the file: the file moved with its directory and may return
+            // with it.
             bytes(&file, 8).await.unwrap_err(),
         ];
         for error in errors {

@@ -190,7 +190,7 @@ fn any_request() -> impl Strategy<Value = Request> {
     )
 }
 
-/// The three forms, as far as the request has a block (without one they are the same).
+/// Returns the request in all three forms. A request without blocks has only one form.
 fn forms(classic: &Request) -> Vec<Request> {
     if expected(classic).is_empty() {
         return vec![classic.clone()];
@@ -235,8 +235,8 @@ proptest! {
                 let at = at.index(bytes.len());
                 bytes[at] = *value;
             }
-            // What survives the damage must, in the classic form, be what prost makes of the same
-            // bytes.
+            // If damaged bytes decode in the classic form, prost must decode the same blocks from
+            // them.
             if let Ok((recorder, summary)) = decode_cut(&bytes, &cuts, Limits::default()) {
                 let stored: usize = recorder.blocks.iter().map(|(_, _, data)| data.len()).sum();
                 prop_assert!(stored <= bytes.len());
