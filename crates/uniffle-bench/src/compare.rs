@@ -87,8 +87,8 @@ fn compare(a: &[RunReport], b: &[RunReport]) -> Vec<Comparison> {
     lines
 }
 
-/// Compares the server's CPU time with loops that move the same bytes. Blocks that were read from
-/// disk have also been written to it and read from it.
+/// Compares the server's CPU time with that of loops that move the same bytes. For the share of
+/// blocks that were read from disk, the loops also write to disk or read from it.
 fn compare_with_floor(a: &[RunReport], floors: &[Vec<FloorLine>]) -> Vec<Comparison> {
     let floor = median_floor(floors);
     let bare = |name: &str| floor.iter().find(|line| line.name == name).map(|line| line.server_cpu_per_gb);

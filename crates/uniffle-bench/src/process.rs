@@ -156,7 +156,8 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts `command` in a shell that it replaces, and waits until `address` accepts connections.
+    /// Starts `command` (a shell line, run with `exec`), and waits until `address` accepts
+    /// connections.
     pub(crate) async fn start(command: &str, address: SocketAddr) -> anyhow::Result<Self> {
         if TcpStream::connect_timeout(&address, METRICS_TIMEOUT).is_ok() {
             bail!("{address} is in use, so {command:?} cannot be started there");

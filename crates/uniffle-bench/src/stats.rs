@@ -16,14 +16,15 @@ pub(crate) enum Rpc {
     RegisterShuffle,
     RequireBuffer,
     SendShuffleData,
-    /// A whole message: from its due time, over waits and refusals, to the response.
+    /// Delivery of one message: from its due time until the successful response, with all waits and
+    /// retries.
     Push,
     ReportShuffleResult,
     GetShuffleResult,
     GetMemoryShuffleData,
     GetLocalShuffleIndex,
     GetLocalShuffleData,
-    /// A whole partition.
+    /// Read of a whole partition.
     ReadPartition,
     UnregisterShuffle,
 }

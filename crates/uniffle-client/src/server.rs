@@ -385,7 +385,7 @@ mod tests {
         let refused = |status| ClientError::Refused { rpc: "sendShuffleData", status, text: String::new() };
         assert!(is_retryable(&refused(StatusCode::InternalError)), "the ticket may have expired");
         assert!(is_retryable(&ClientError::Timeout { rpc: "x", after: Duration::ZERO }));
-        // Patience with NO_BUFFER has its own bound, which must not be multiplied.
+        // NO_BUFFER has its own retry limit, which the retries of sends must not multiply.
         for status in [StatusCode::NoRegister, StatusCode::NoBuffer, StatusCode::ExceedHugePartitionHardLimit]
         {
             assert!(!is_retryable(&refused(status)), "{status:?}");
@@ -440,7 +440,8 @@ mod tests {
 
     #[tokio::test]
     async fn unregistering_unknown_shuffle_succeeds() {
-        // The double has neither call. Servers before 0.9 lack the first, so that is no failure.
+        // The double implements neither call. The first is also unknown to servers before 0.9, so
+        // its failure is ignored.
         let (_, server, running) = server(Script::default()).await;
         server.unregister_app("app").await.unwrap();
         assert!(server.unregister(&key()).await.is_err());

@@ -1,4 +1,4 @@
-//! The client against a server double that keeps what it is sent and answers from a script.
+//! The client against a server double, which records requests and answers from a script.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,9 +19,9 @@ use uniffle_wire::types::{AppId, ShuffleId};
 
 #[derive(Debug, Default)]
 pub(crate) struct Script {
-    /// Refusals of requireBuffer before it is granted.
+    /// Number of `requireBuffer` calls that are refused with NO_BUFFER before one succeeds.
     pub(crate) no_buffer: u32,
-    /// Sends that are answered with these first.
+    /// Statuses of the first sends. Later sends succeed.
     pub(crate) send_answers: VecDeque<StatusCode>,
     pub(crate) sent: Vec<proto::SendShuffleDataRequest>,
     pub(crate) reported: Vec<u64>,
@@ -107,7 +107,7 @@ impl ShuffleServer for Double {
     ) -> Answer<proto::GetMemoryShuffleDataResponse> {
         let mut script = self.0.lock();
         script.cursors.push(request.into_inner().last_block_id);
-        // The last answer of the script is given again and again.
+        // The last answer of the script is repeated.
         let answer =
             if script.memory.len() > 1 { script.memory.pop_front() } else { script.memory.front().cloned() };
         Ok(Response::new(answer.unwrap_or_default()))
@@ -153,22 +153,23 @@ impl ShuffleServer for Double {
     }
 }
 
-/// The running server of a double. (No `runtime::Tasks`: the client knows nothing of the worker's
-/// runtime.)
+/// The running server of a double. It does not use `runtime::Tasks`, because this crate does not
+/// depend on the worker.
 pub(crate) struct Running {
     stop: oneshot::Sender<()>,
     server: JoinSet<()>,
 }
 
 impl Running {
-    /// After its clients are gone.
+    /// Stops the server. Its clients must be dropped before, because it waits for their
+    /// connections.
     pub(crate) async fn end(self) {
         drop(self.stop);
         self.server.join_all().await;
     }
 }
 
-/// A double, and the server that runs it.
+/// Starts a double. Returns it with its address and its server.
 pub(crate) async fn serve(script: Script) -> (Double, SocketAddr, Running) {
     let double = Double(Arc::new(Mutex::new(script)));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -185,7 +186,7 @@ pub(crate) async fn serve(script: Script) -> (Double, SocketAddr, Running) {
     (double, address, Running { stop, server })
 }
 
-/// A double, a client of it, and the server that runs it.
+/// Starts a double and connects a client to it.
 async fn pair(script: Script) -> (Double, ShuffleClient, Running) {
     let (double, address, running) = serve(script).await;
     let client = ShuffleClient::connect(address).await.unwrap();
@@ -283,7 +284,8 @@ async fn partition_is_read_through_both_tiers() {
     assert!(all.iter().all(|block| read.blocks[&block.meta.block_id] == block.data));
     assert_eq!((read.from_memory, read.from_disk, read.repeats), (4, 6, 2));
     assert_eq!(double.0.lock().cursors, [-1, all[7].meta.block_id.0, all[9].meta.block_id.0]);
-    // 100 + 101 + 102 ≥ 300, 103 + 104 + 105 ≥ 300; the rest was in memory and is not fetched.
+    // A read ends once it has 300 bytes: 100 + 101 + 102, then 103 + 104 + 105. The other blocks
+    // were in memory and are not read.
     assert_eq!(double.0.lock().data_reads, [(0, 303), (303, 312)]);
     end(client, running).await;
 }
