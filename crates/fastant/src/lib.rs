@@ -1,43 +1,43 @@
 //! The clock of fastrace's spans, in place of the published crate of this name
 //! (`[patch.crates-io]`).
 //!
-//! The published crate calibrates the processor's time stamp counter before `main`, in the gap of
-//! an upgrade too: 20 ms where nothing else runs, and up to a second on a busy machine. This one
-//! reads the system's monotonic clock, which needs no calibration and takes some 20 ns more per
-//! span. It has what fastrace uses and no more.
+//! The published crate calibrates the processor's time stamp counter before `main`, which also
+//! lengthens the gap of an upgrade: by 20 ms on an idle machine, by up to a second on a busy one.
+//! This crate reads the system's monotonic clock, which needs no calibration and takes about 20 ns
+//! more per span. It has only the functions that fastrace uses.
 
 use std::sync::LazyLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// When the clock was first read.
+/// Time at which the clock was first read.
 #[expect(clippy::disallowed_types, reason = "spans are not tested with a paused clock")]
 static START: LazyLock<std::time::Instant> = LazyLock::new(std::time::Instant::now);
 
-/// A time of the monotonic clock, in nanoseconds since one before it was first read.
+/// A time of the monotonic clock: nanoseconds since the clock was first read, plus 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Instant(u64);
 
 impl Instant {
-    /// Before every time that the clock shows.
+    /// A time before every time that [`Instant::now`] returns.
     pub const ZERO: Self = Self(0);
 
-    /// Returns the time now.
+    /// Returns the current time.
     pub fn now() -> Self {
         Self(nanos(START.elapsed()).saturating_add(1))
     }
 
-    /// Returns the time since then.
+    /// Returns the time that has passed since this instant.
     pub fn elapsed(&self) -> Duration {
         Duration::from_nanos(Self::now().0.saturating_sub(self.0))
     }
 
-    /// Returns the nanoseconds from 1970 to then, as the system's clock was at `anchor`.
+    /// Converts this instant to nanoseconds since 1970. `anchor` relates the two clocks.
     pub fn as_unix_nanos(&self, anchor: &Anchor) -> u64 {
         anchor.unix_nanos.saturating_add(self.0).saturating_sub(anchor.at.0)
     }
 }
 
-/// A time on both clocks.
+/// A time read from both clocks at once.
 #[derive(Debug, Clone, Copy)]
 pub struct Anchor {
     at: Instant,
@@ -53,7 +53,7 @@ impl Anchor {
     }
 }
 
-/// Enough for 584 years.
+/// Converts a duration to nanoseconds. Saturates at 584 years.
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

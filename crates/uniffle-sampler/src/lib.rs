@@ -3,8 +3,8 @@
 //!
 //! The signal handler unwinds stacks with framehop. It reads unwind tables that were loaded in
 //! advance, allocates nothing, takes no lock, and checks each stack address before it reads it.
-//! libgcc's unwinder is only safe if samples in libc are discarded, and frame pointers lose the
-//! running function.
+//! With libgcc's unwinder, samples in libc would have to be discarded. Unwinding by frame pointers
+//! would omit the running function.
 //!
 //! Invariant: debug information is never read. pprof resolves the names of the thread that starts
 //! it, which takes 100 MiB for a program of this size. That thread is therefore denied access to
@@ -78,7 +78,7 @@ impl Sampling {
 fn begin(frequency: u32) -> Result<ProfilerGuard<'static>, Error> {
     let frequency = c_int::try_from(frequency).unwrap_or(c_int::MAX);
     let begun = Builder::new().name("uniffle-profile".to_owned()).spawn(move || {
-        // On failure the start only needs more memory.
+        // If this fails, the start needs more memory but works.
         let _ = deny_file_reads();
         ProfilerGuardBuilder::default().frequency(frequency).build()
     })?;
@@ -87,7 +87,7 @@ fn begin(frequency: u32) -> Result<ProfilerGuard<'static>, Error> {
 }
 
 /// Denies this thread reading any files except those in the temporary directory, where pprof stores
-/// samples. If the kernel does not support this, a start needs more memory.
+/// samples. If the kernel does not support this, the start works but needs more memory.
 fn deny_file_reads() -> Result<(), RulesetError> {
     let ruleset = Ruleset::default().handle_access(AccessFs::ReadFile)?.create()?;
     let temporary =
@@ -96,8 +96,9 @@ fn deny_file_reads() -> Result<(), RulesetError> {
     Ok(())
 }
 
-/// Takes one sample, which loads the unwind tables. Loading allocates and reads files, so it must
-/// happen where this is safe: this thread raises the signal before the timer does.
+/// Takes one sample, which loads the unwind tables. Loading allocates and reads files, which is not
+/// safe at an arbitrary instruction. This thread therefore raises the signal itself, before the
+/// timer does.
 fn load_unwind_tables() -> Result<(), Error> {
     let warm_up = begin(1)?;
     let raised = raise(SIGPROF);
@@ -124,7 +125,7 @@ mod tests {
             (is_held, open(&forgoing).map_err(|error| error.kind()))
         });
         let (is_held, opened) = opened.unwrap().join().unwrap();
-        // Else the kernel has no Landlock, or the program lies among temporary files.
+        // Skipped if the kernel lacks Landlock, or if the program is below the temporary directory.
         if is_held && !program.starts_with(std::env::temp_dir()) {
             assert!(matches!(opened, Err(io::ErrorKind::PermissionDenied)), "{opened:?}");
         }

@@ -29,7 +29,7 @@ pub enum Operation {
     OpenRead,
     /// [`File::write_at`].
     Write,
-    /// [`File::read_at`].
+    /// [`File::read`].
     Read,
     /// [`File::advise`].
     Advise,

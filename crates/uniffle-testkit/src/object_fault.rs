@@ -84,7 +84,7 @@ struct State {
     open_uploads: AtomicU64,
     calls: Mutex<Vec<(Call, String)>>,
     late: Mutex<Vec<(Path, PutPayload)>>,
-    /// What lists answer in place of the objects.
+    /// If set, list calls return this instead of the stored objects.
     listed: Mutex<Option<Vec<ObjectMeta>>>,
 }
 
@@ -157,14 +157,15 @@ impl FaultyObjects {
         self.0.calls.lock().clone()
     }
 
-    /// Returns keys and sizes of all objects except claims, which stay.
+    /// Returns keys and sizes of all objects except claims, which are never removed.
     pub async fn objects(&self) -> Vec<(String, u64)> {
         let mut objects = self.list_all().await;
         objects.retain(|object| object.location.filename() != Some(CLAIM));
         objects.into_iter().map(|object| (object.location.to_string(), object.size)).collect()
     }
 
-    /// Lists these objects from now on, or the present ones again. Lists of a prefix are not filtered.
+    /// Makes list calls return `listed`, whatever their prefix, or the stored objects if it is
+    /// `None`.
     pub fn set_list(&self, listed: Option<Vec<ObjectMeta>>) {
         *self.0.listed.lock() = listed;
     }

@@ -1,8 +1,8 @@
 //! Finds the blocks in the files of data directories, without the worker.
 //!
 //! A block counts if its index group is whole, its bytes match their checksum, and the claim of its
-//! directory has the id in the group. The result shows which blocks a worker that ended now has
-//! left, and by comparing two states, which blocks a corruption has touched.
+//! directory has the id in the group. After a kill this shows which blocks are on the disks. A
+//! comparison of two states shows which blocks a corruption has touched.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -74,9 +74,9 @@ fn profile_dir() -> PathBuf {
     test.ancestors().nth(2).map(Path::to_owned).expect("in the directory of a profile")
 }
 
-/// Re-runs the calling test, whose full name is `test`, in a separate process, for effects on a
-/// whole process. Returns true in that process, which continues the test. In the caller the test is
-/// over.
+/// Re-runs the calling test, whose full name is `test`, in a separate process. For tests that
+/// affect their whole process. Returns true in the separate process, which then runs the body of
+/// the test. Returns false in the caller, whose test must end.
 pub fn alone(test: &str) -> bool {
     const ALONE: &str = "UNIFFLE_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {

@@ -157,7 +157,7 @@ pub struct Ready {
     pub admin_port: Option<u16>,
     /// Port of the raw TCP listener, if it is open.
     pub urpc_port: Option<u16>,
-    /// Process id of the writer.
+    /// Id of the process that wrote the file.
     pub pid: u32,
     /// Time without an accepting process during an upgrade.
     pub upgrade_gap_ms: Option<u64>,
@@ -393,9 +393,9 @@ impl Worker {
         proc_status(self.child.id(), field)
     }
 
-    /// Checks that nothing of any application is left: the worker knows none (long before missing
-    /// heartbeats could have ended it), all memory counters are zero, and the data directories hold
-    /// only the worker's own files.
+    /// Checks that nothing of any application is left. The worker must know no application, before
+    /// missing heartbeats could end one. All memory counters must be zero, and the data directories
+    /// may hold only the worker's own files.
     pub fn assert_clean(&self) {
         wait_until(&format!("worker {} is clean", self.setup.name), CLEAN_DEADLINE, || {
             let metrics = Metrics::fetch(self.ready.http_port)?;

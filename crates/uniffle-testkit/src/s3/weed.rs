@@ -58,8 +58,8 @@ impl Weed {
         Some(weed)
     }
 
-    /// Restarts it on the same directory and ports after [`Weed::kill`], and waits until it serves.
-    /// Blocks.
+    /// Restarts the server after [`Weed::kill`], on the same directory and ports. Blocks until it
+    /// serves.
     pub fn start_again(&mut self) {
         assert!(self.child.is_none(), "weed already runs");
         let log = || File::options().append(true).create(true).open(self.log_file()).expect("a log");
