@@ -1,7 +1,7 @@
-//! Bookkeeping of the metadata log's contents for its writer: dead bytes, the bytes of each
-//! shuffle, and incomplete shuffles. Pure: no I/O.
+//! Bookkeeping of the metadata log's contents, for its writers and at a start: living shuffles with
+//! their bytes, marks and replaced registrations, and dead bytes. Pure: no I/O.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use croaring::Treemap;
@@ -18,6 +18,8 @@ struct Living {
     all: u64,
     /// Bytes of registrations, which are included in `all`.
     registrations: u64,
+    /// True if it has a record, and not only marks.
+    has_records: bool,
 }
 
 /// A living shuffle found in the log at start.
@@ -54,8 +56,7 @@ pub(super) struct Contents {
     pub(super) living: LogShares,
     pub(super) living_bytes: u64,
     pub(super) dead_bytes: u64,
-    /// Shuffles with registrations that a later one replaced.
-    pub(super) replaced: HashSet<u64>,
+    pub(super) replacements: Replacements,
     /// Incarnations that were purged.
     pub(super) purged: Treemap,
     pub(super) incomplete: HashMap<u64, (Incarnation, Gap)>,
@@ -69,7 +70,8 @@ impl Contents {
         self.purged.contains(incarnation)
     }
 
-    /// Notes an entry of `bytes` bytes that is in the log.
+    /// Adds an entry of `bytes` bytes that is in the log. Entries may come in any order, except
+    /// registrations that replace others.
     pub(super) fn took(&mut self, entry: &Entry, bytes: u64) {
         let Some(shuffle) = entry.shuffle() else { return };
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
@@ -95,10 +97,10 @@ impl Contents {
     }
 
     fn add(&mut self, entry: &Entry, shuffle: &Incarnation, bytes: u64) {
-        let number = shuffle.number;
+        self.replacements.count(entry);
         let mut all = self.living.0.lock();
-        let new = || Living { key: shuffle.key.clone(), all: 0, registrations: 0 };
-        let living = all.entry(number).or_insert_with(new);
+        let new = || Living { key: shuffle.key.clone(), all: 0, registrations: 0, has_records: false };
+        let living = all.entry(shuffle.number).or_insert_with(new);
         if let Entry::Said(_, record) = entry
             && Record::is_registration(record)
         {
@@ -110,18 +112,40 @@ impl Contents {
             living.registrations += bytes;
             self.living_bytes -= replaced;
             self.dead_bytes += replaced;
-            if replaced > 0 {
-                self.replaced.insert(number);
-            }
         }
+        living.has_records |= matches!(entry, Entry::Said(..));
         living.all += bytes;
         self.living_bytes += bytes;
     }
 
-    /// Returns the living shuffles.
+    /// Returns the living registrations that have records.
     pub(super) fn living(&self) -> Vec<Incarnation> {
         let all = self.living.0.lock();
-        all.iter().map(|(number, living)| Incarnation { key: living.key.clone(), number: *number }).collect()
+        let known = all.iter().filter(|(_, living)| living.has_records);
+        known.map(|(number, living)| Incarnation { key: living.key.clone(), number: *number }).collect()
+    }
+
+    /// Returns the latest living registration of each shuffle that has records.
+    pub(super) fn shuffles(&self) -> BTreeMap<ShuffleKey, FoundShuffle> {
+        let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
+        for Incarnation { key, number } in self.living() {
+            let found = shuffles.entry(key).or_default();
+            found.incarnation = found.incarnation.max(number);
+        }
+        for found in shuffles.values_mut() {
+            let gap = self.incomplete.get(&found.incarnation);
+            found.incomplete = gap.map(|(_, gap)| gap.reason.clone());
+            found.is_moved = self.moved.contains_key(&found.incarnation);
+        }
+        shuffles
+    }
+
+    /// Returns the marks of living shuffles, with which a generation begins.
+    pub(super) fn marks(&self) -> Vec<Entry> {
+        let incomplete = self.incomplete.values();
+        let incomplete = incomplete.map(|(shuffle, gap)| Entry::Incomplete(shuffle.clone(), gap.clone()));
+        let all = incomplete.chain(self.moved.values().cloned().map(Entry::Moved));
+        all.filter(|mark| !is_over(&self.purged, mark)).collect()
     }
 
     /// Marks shuffles that have no earlier gap as incomplete.
@@ -142,50 +166,50 @@ impl Contents {
     /// Notes that an incarnation has ended.
     pub(super) fn purge(&mut self, number: u64) {
         self.purged.add(number);
-        self.replaced.remove(&number);
+        self.replacements.0.remove(&number);
         self.moved.remove(&number);
         let freed = self.living.0.lock().remove(&number).map_or(0, |living| living.all);
         self.living_bytes -= freed;
         self.dead_bytes += freed;
     }
 
-    /// Empties the counts, because the generation that begins has no entries yet.
-    pub(super) fn begin(&mut self) {
+    /// Empties the counts, because the generation that begins has no entries yet. Returns the
+    /// replacing registrations before.
+    pub(super) fn begin(&mut self) -> Replacements {
         self.living.0.lock().clear();
-        self.replaced.clear();
         (self.living_bytes, self.dead_bytes) = (0, 0);
+        std::mem::take(&mut self.replacements)
     }
 }
 
-/// The last registration of each shuffle that replaces earlier ones, by its position among the
-/// entries of the log.
-#[derive(Debug, Default)]
-pub(super) struct Replacing(HashMap<u64, u64>);
+/// Number of registrations of each living shuffle that replace earlier ones. It may be less than
+/// the log has: then fewer are dropped.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Replacements(HashMap<u64, u32>);
 
-impl Replacing {
-    /// Notes an entry at position `at`.
-    pub(super) fn see(&mut self, entry: &Entry, at: u64) {
+impl Replacements {
+    fn count(&mut self, entry: &Entry) {
         if let Entry::Said(shuffle, record) = entry
             && Record::replaces_registrations(record)
         {
-            self.0.insert(shuffle.number, at);
+            *self.0.entry(shuffle.number).or_default() += 1;
         }
     }
 
-    /// Returns whether a later registration replaces the entry at position `at`.
-    pub(super) fn replaces(&self, entry: &Entry, at: u64) -> bool {
-        match entry {
-            Entry::Said(shuffle, record) if Record::is_registration(record) => {
-                self.0.get(&shuffle.number).is_some_and(|last| at < *last)
-            }
-            Entry::Said(..)
-            | Entry::Purged(_)
-            | Entry::Incomplete(..)
-            | Entry::Moved(_)
-            | Entry::Epoch(_)
-            | Entry::Begun => false,
-        }
+    /// Returns whether a later registration replaces this entry. Called for each entry in order.
+    pub(super) fn replace(&mut self, entry: &Entry) -> bool {
+        let Entry::Said(shuffle, record) = entry else { return false };
+        let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
+            return false;
+        };
+        *left = left.saturating_sub(u32::from(Record::replaces_registrations(record)));
+        *left > 0
     }
+}
+
+/// Returns whether an entry belongs to an incarnation in `purged`.
+pub(super) fn is_over(purged: &Treemap, entry: &Entry) -> bool {
+    entry.shuffle().is_some_and(|shuffle| purged.contains(shuffle.number))
 }
 
 #[cfg(test)]
@@ -212,19 +236,13 @@ mod tests {
             said(1, Record::encode_replacing(&registration)),
             said(1, plain()),
         ];
-        let (mut contents, mut replacing) = (Contents::default(), Replacing::default());
-        for (entry, at) in entries.iter().zip(0..) {
-            contents.took(entry, 10);
-            replacing.see(entry, at);
-        }
+        let mut contents = Contents::default();
+        entries.iter().for_each(|entry| contents.took(entry, 10));
         assert_eq!((contents.living.of(1), contents.living.of(2), contents.living_bytes), (30, 10, 40));
-        assert_eq!((contents.dead_bytes, contents.replaced.contains(&1)), (20, true));
-        let dropped: Vec<u64> = entries
-            .iter()
-            .zip(0..)
-            .filter(|(entry, at)| replacing.replaces(entry, *at))
-            .map(|it| it.1)
-            .collect();
+        assert_eq!(contents.dead_bytes, 20);
+        let mut replacements = contents.replacements.clone();
+        let dropped: Vec<usize> =
+            (0..entries.len()).filter(|at| replacements.replace(&entries[*at])).collect();
         assert_eq!(dropped, [0, 3]);
         contents.took(&Entry::Purged(entries[0].shuffle().unwrap().clone()), 5);
         assert_eq!((contents.living.of(1), contents.living_bytes, contents.dead_bytes), (0, 10, 55));

@@ -17,13 +17,11 @@ use futures::future::join_all;
 use rand::RngExt as _;
 use uuid::Uuid;
 
-use super::contents::Replacing;
+use super::contents::is_over;
 use super::error::LogError;
 use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::proof::members_after;
-use super::read::{
-    Directory, MEMBERS, METADATA, Part, Source, copy_directory, copy_file, generation_of, within,
-};
+use super::read::{MEMBERS, METADATA, Order, Part, Source, copy_directory, copy_file, generation_of, within};
 use super::record::Record;
 use super::writer::{Copy, Writer};
 use uniffle_io::{Disk, File, Lane, Vanished, WriteOpen};
@@ -240,76 +238,28 @@ impl Writer {
     async fn fill(&mut self, epoch: &Epoch, copies: &[Copy], spare: Option<Copy>) -> Result<Fill, Failed> {
         let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0, spare };
         fill.put(&Entry::Epoch(Box::new(epoch.clone())));
-        let has_replaced = !self.contents.replaced.is_empty();
-        self.contents.begin();
-        let marks: Vec<_> = self.contents.incomplete.values().cloned().collect();
-        for (shuffle, gap) in marks {
-            self.put(&mut fill, &Entry::Incomplete(shuffle, gap), copies).await?;
-        }
-        let moved: Vec<_> = self.contents.moved.values().cloned().collect();
-        for shuffle in moved {
-            self.put(&mut fill, &Entry::Moved(shuffle), copies).await?;
+        let mut replacements = self.contents.begin();
+        for mark in self.contents.marks() {
+            self.put(&mut fill, &mark, copies).await?;
         }
         let (source, directories) = (self.source.clone(), self.directories.clone());
-        let replacing = self.replacing(has_replaced, &source, &directories).await?;
+        let order = source.order();
         let mut reader = source.read(&directories, self.deadlines.name);
-        for at in 0.. {
-            match reader.next().await {
-                Ok(Some(entry)) if replacing.replaces(&entry, at) => {}
-                Ok(Some(entry)) => {
-                    let is_one = source.parts.len() == 1 && source.shipped.is_none();
-                    let entry = if is_one { entry } else { without_replacing(entry) };
-                    self.put_if_it_lives(&mut fill, &entry, copies).await?;
-                }
-                Ok(None) => break,
-                Err(error) => return Err(Failed::Source(LogError::new(METADATA, &error))),
+        loop {
+            let read = reader.next().await.map_err(|error| LogError::new(METADATA, &error));
+            let Some(entry) = read.map_err(Failed::Source)? else { break };
+            let is_record = matches!(entry, Entry::Said(..));
+            if !is_record
+                || is_over(&self.contents.purged, &entry)
+                || (order == Order::Complete && replacements.replace(&entry))
+            {
+                continue;
             }
+            let entry = if order == Order::None { without_replacing(entry) } else { entry };
+            self.put(&mut fill, &entry, copies).await?;
         }
         self.write_chunk(&mut fill, copies).await?;
         Ok(fill)
-    }
-
-    /// Finds the registrations that replace others. Copies with different content have no common
-    /// order of entries.
-    async fn replacing(
-        &self,
-        has_replaced: bool,
-        source: &Source,
-        directories: &[Directory],
-    ) -> Result<Replacing, Failed> {
-        let mut replacing = Replacing::default();
-        if !has_replaced || source.parts.len() != 1 || source.shipped.is_some() {
-            return Ok(replacing);
-        }
-        let mut reader = source.read(directories, self.deadlines.name);
-        for at in 0.. {
-            match reader.next().await {
-                Ok(Some(entry)) => replacing.see(&entry, at),
-                Ok(None) => break,
-                Err(error) => return Err(Failed::Source(LogError::new(METADATA, &error))),
-            }
-        }
-        Ok(replacing)
-    }
-
-    async fn put_if_it_lives(
-        &mut self,
-        fill: &mut Fill,
-        entry: &Entry,
-        copies: &[Copy],
-    ) -> Result<(), Failed> {
-        match entry {
-            Entry::Said(shuffle, _) if !self.contents.is_purged(shuffle.number) => {
-                self.put(fill, entry, copies).await
-            }
-            // Marks are written separately.
-            Entry::Said(..)
-            | Entry::Incomplete(..)
-            | Entry::Moved(_)
-            | Entry::Epoch(_)
-            | Entry::Begun
-            | Entry::Purged(_) => Ok(()),
-        }
     }
 
     async fn put(&mut self, fill: &mut Fill, entry: &Entry, copies: &[Copy]) -> Result<(), Failed> {

@@ -493,8 +493,8 @@ pub(super) struct Snapshot {
     pub(super) places: Places,
     pub(super) epoch: Epoch,
     pub(super) purged: Treemap,
-    pub(super) incomplete: Vec<(Incarnation, Gap)>,
-    pub(super) moved: Vec<Incarnation>,
+    /// Marks of living shuffles.
+    pub(super) marks: Vec<Entry>,
 }
 
 /// Copies from which the current contents of the log can be read.
@@ -506,7 +506,27 @@ pub(super) struct Source {
     pub(super) shipped: Option<(Arc<ShippedLog>, Treemap)>,
 }
 
+/// Whether the entries of a source are in the order in which they were written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// They are, and none is missing.
+    Complete,
+    /// They are, and some may be missing.
+    Partial,
+    /// Copies with different content have no common order.
+    None,
+}
+
 impl Source {
+    /// Returns the order of the entries.
+    pub(super) fn order(&self) -> Order {
+        match (&self.parts[..], &self.shipped) {
+            ([only], None) if only.frames == u64::MAX => Order::Partial,
+            ([_], None) => Order::Complete,
+            _ => Order::None,
+        }
+    }
+
     /// Returns a reader of all entries except epochs, each once, in the order of the copy.
     pub(super) fn read<'a>(&self, directories: &'a [Directory], deadline: Duration) -> SourceReader<'a> {
         let parts = self.parts.clone().into_iter();

@@ -21,11 +21,12 @@ use parking_lot::Mutex;
 use rand::RngExt as _;
 use tokio::sync::{Notify, oneshot};
 
+use super::contents::{Contents, is_over};
 use super::error::LogError;
 use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, PAYLOAD_BYTES_MAX};
 use super::objects::{LogObject, LogObjects};
 use super::read::Snapshot;
-use super::shipped::{Census, Replacements, ShippedLog, ShippedReader, is_over};
+use super::shipped::{ShippedLog, ShippedReader};
 use crate::budget::{Budget, Charge};
 use crate::clock::{Instant, sleep, timeout};
 use crate::runtime::Tasks;
@@ -369,8 +370,8 @@ struct Task {
     generation: u64,
     process: u32,
     encoder: Encoder,
-    /// Living shuffles of the current generation. Maintained if the store is the only holder.
-    census: Census,
+    /// Contents of the current generation. Maintained if the store is the only holder.
+    contents: Contents,
     parts: Vec<LogObject>,
     pending: Option<Pending>,
     checkpoint: Size,
@@ -397,7 +398,7 @@ impl Task {
             generation: u64::from(start) << 32,
             process: rand::rng().random(),
             encoder: Encoder::new(0),
-            census: Census::default(),
+            contents: Contents::default(),
             parts: Vec::new(),
             pending: None,
             checkpoint: Size::default(),
@@ -542,7 +543,7 @@ impl Task {
             state.recharge();
         }
         if self.is_only_holder() {
-            taken.iter().for_each(|(entry, bytes)| self.census.take(entry, *bytes));
+            taken.iter().for_each(|(entry, bytes)| self.contents.took(entry, *bytes));
         }
         if frames > 0 {
             self.pending = Some(Pending { object: self.object(first), bytes: out.freeze(), position });
@@ -581,11 +582,11 @@ impl Task {
             (Origin::Disks(log), _) => writing.copy_disks(&self.shared, &**log, self.attempts).await,
             (Origin::Store, Some(found)) => {
                 let damage = (found.gap(), found.unknown_gap());
-                writing.copy_store(found.reader(), &found.census, damage).await.map(|()| known)
+                writing.copy_store(found.reader(), &found.contents, damage).await.map(|()| known)
             }
             (Origin::Store, None) => {
                 let reader = ShippedReader::new(Arc::clone(&self.objects), &self.memory, before.clone());
-                writing.copy_store(reader, &self.census, (None, None)).await.map(|()| known)
+                writing.copy_store(reader, &self.contents, (None, None)).await.map(|()| known)
             }
         };
         let position = match written {
@@ -595,7 +596,7 @@ impl Task {
                 return Err(error);
             }
         };
-        (self.encoder, self.parts, self.census) = (writing.encoder, writing.parts, writing.census);
+        (self.encoder, self.parts, self.contents) = (writing.encoder, writing.parts, writing.contents);
         (self.checkpoint, self.behind) = (writing.size, Size::default());
         (self.found, self.pending, self.begun_at) = (None, None, Some(Instant::now()));
         self.has_garbage = true;
@@ -630,8 +631,7 @@ struct Checkpoint {
     out: BytesMut,
     parts: Vec<LogObject>,
     size: Size,
-    /// Living shuffles in the checkpoint.
-    census: Census,
+    contents: Contents,
 }
 
 impl Checkpoint {
@@ -646,7 +646,7 @@ impl Checkpoint {
             out: BytesMut::new(),
             parts: Vec::new(),
             size: Size::default(),
-            census: Census::default(),
+            contents: Contents::default(),
         }
     }
 
@@ -673,13 +673,10 @@ impl Checkpoint {
 
     async fn copy_from(&mut self, log: &dyn CheckpointSource, attempt: usize) -> Result<(), LogError> {
         let snapshot = log.snapshot().await?;
-        let Snapshot { epoch, purged, incomplete, moved, places } = &snapshot;
+        let Snapshot { epoch, purged, marks, places } = &snapshot;
         self.put(&Entry::Epoch(Box::new(epoch.clone()))).await?;
-        for (shuffle, gap) in incomplete {
-            self.put(&Entry::Incomplete(shuffle.clone(), gap.clone())).await?;
-        }
-        for shuffle in moved {
-            self.put(&Entry::Moved(shuffle.clone())).await?;
+        for mark in marks {
+            self.put(mark).await?;
         }
         let source = &places.sources[attempt % places.sources.len()];
         let mut reader = source.read(&places.directories, places.deadline);
@@ -697,30 +694,28 @@ impl Checkpoint {
     async fn copy_store(
         &mut self,
         mut reader: ShippedReader,
-        census: &Census,
+        contents: &Contents,
         (gap, unknown_gap): (Option<&str>, Option<&str>),
     ) -> Result<(), LogError> {
-        let contents = &census.contents;
         let next_incarnation = contents.next_incarnation;
         let epoch = |reason: Option<&str>| {
             let gap = reason.map(|reason| Gap { reason: reason.to_owned(), until_back: Vec::new() });
             Entry::Epoch(Box::new(Epoch { next_incarnation, gap, ..Epoch::default() }))
         };
         self.put(&epoch(unknown_gap)).await?;
-        let mut replacements: Replacements = census.replacements.clone();
+        for mark in contents.marks() {
+            self.put(&mark).await?;
+        }
+        let mut replacements = contents.replacements.clone();
         while let Some((entry, _)) = reader.next().await? {
-            let lives = match &entry {
-                Entry::Said(..) | Entry::Incomplete(..) => true,
-                Entry::Moved(shuffle) => !self.census.contents.moved.contains_key(&shuffle.number),
-                Entry::Purged(_) | Entry::Epoch(_) | Entry::Begun => false,
-            };
-            if lives && !is_over(&contents.purged, &entry) && !replacements.replace(&entry) {
+            let is_record = matches!(entry, Entry::Said(..));
+            if is_record && !is_over(&contents.purged, &entry) && !replacements.replace(&entry) {
                 self.put(&entry).await?;
             }
         }
         if let Some(reason) = gap.map(str::to_owned).or(reader.damage) {
             self.put(&epoch(unknown_gap.or(Some(&reason)))).await?;
-            for (key, found) in self.census.shuffles() {
+            for (key, found) in self.contents.shuffles() {
                 let gap = Gap { reason: reason.clone(), until_back: Vec::new() };
                 self.put(&Entry::Incomplete(Incarnation { key, number: found.incarnation }, gap)).await?;
             }
@@ -733,7 +728,7 @@ impl Checkpoint {
         if !self.encoder.encode(entry, 0, &mut self.out) {
             return Err(LogError::told("a record of the metadata log is too long for the object store"));
         }
-        self.census.take(entry, (self.out.len() - before) as u64);
+        self.contents.took(entry, (self.out.len() - before) as u64);
         let frames = self.encoder.count() - self.first;
         if self.out.len() >= OBJECT_BYTES || frames >= OBJECT_FRAMES as u64 {
             self.flush().await?;

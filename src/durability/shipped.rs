@@ -5,7 +5,7 @@
 //! interrupted and is skipped. Objects are read in order, a bounded number ahead, and their bytes
 //! are charged.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -18,8 +18,6 @@ use super::error::LogError;
 use super::frame::{Entry, Epoch, Frame, Incarnation};
 use super::objects::{LogObject, LogObjects, OBJECT_COPIES};
 use super::proof::StoreSeen;
-use super::record::Record;
-
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::ShuffleKey;
 
@@ -36,7 +34,9 @@ pub struct ShippedLog {
     pub(super) epoch: Epoch,
     /// Reason why records may be missing.
     gap: Option<String>,
-    pub(super) census: Census,
+    pub(super) contents: Contents,
+    /// Living shuffles in `contents`.
+    shuffles: BTreeMap<ShuffleKey, FoundShuffle>,
     /// The greatest generation of any object.
     generation: u64,
 }
@@ -47,69 +47,6 @@ impl fmt::Debug for ShippedLog {
             .field("parts", &self.parts.len())
             .field("gap", &self.gap)
             .finish_non_exhaustive()
-    }
-}
-
-/// Living shuffles of a log.
-#[derive(Debug, Default)]
-pub(super) struct Census {
-    pub(super) contents: Contents,
-    heard: HashMap<u64, ShuffleKey>,
-    pub(super) replacements: Replacements,
-}
-
-impl Census {
-    /// Adds an entry of `bytes` bytes. Entries may come in any order.
-    pub(super) fn take(&mut self, entry: &Entry, bytes: u64) {
-        self.contents.took(entry, bytes);
-        self.replacements.count(entry);
-        match entry {
-            Entry::Said(shuffle, _) => drop(self.heard.entry(shuffle.number).or_insert(shuffle.key.clone())),
-            Entry::Purged(shuffle) => drop(self.heard.remove(&shuffle.number)),
-            Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => {}
-        }
-    }
-
-    /// Returns the latest living registration of each shuffle.
-    pub(super) fn shuffles(&self) -> BTreeMap<ShuffleKey, FoundShuffle> {
-        let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
-        let lives = |number: &u64| !self.contents.is_purged(*number);
-        for (number, key) in self.heard.iter().filter(|(number, _)| lives(number)) {
-            let found = shuffles.entry(key.clone()).or_default();
-            found.incarnation = found.incarnation.max(*number);
-        }
-        for found in shuffles.values_mut() {
-            let gap = self.contents.incomplete.get(&found.incarnation);
-            found.incomplete = gap.map(|(_, gap)| gap.reason.clone());
-            found.is_moved = self.contents.moved.contains_key(&found.incarnation);
-        }
-        shuffles
-    }
-}
-
-/// Number of registrations of each shuffle that replace earlier ones.
-#[derive(Debug, Default, Clone)]
-pub(super) struct Replacements(HashMap<u64, u32>);
-
-impl Replacements {
-    pub(super) fn count(&mut self, entry: &Entry) {
-        match entry {
-            Entry::Said(shuffle, record) if Record::replaces_registrations(record) => {
-                *self.0.entry(shuffle.number).or_default() += 1;
-            }
-            Entry::Purged(shuffle) => drop(self.0.remove(&shuffle.number)),
-            Entry::Said(..) | Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => {}
-        }
-    }
-
-    /// Returns whether a later registration replaces this entry. Called for each entry in order.
-    pub(super) fn replace(&mut self, entry: &Entry) -> bool {
-        let Entry::Said(shuffle, record) = entry else { return false };
-        let Some(left) = self.0.get_mut(&shuffle.number).filter(|_| Record::is_registration(record)) else {
-            return false;
-        };
-        *left = left.saturating_sub(u32::from(Record::replaces_registrations(record)));
-        *left > 0
     }
 }
 
@@ -140,15 +77,16 @@ impl ShippedLog {
             parts: Vec::new(),
             epoch: Epoch::default(),
             gap: None,
-            census: Census::default(),
+            contents: Contents::default(),
+            shuffles: BTreeMap::new(),
             generation,
         };
         let mut skipped = Vec::new();
         for Generation { parts, hole } in generations(&names).into_iter().rev() {
-            let (mut census, mut epoch, mut is_begun) = (Census::default(), Epoch::default(), false);
+            let (mut contents, mut epoch, mut is_begun) = (Contents::default(), Epoch::default(), false);
             let mut reader = log.reader_of(parts.clone());
             while let Some((entry, bytes)) = reader.next().await? {
-                census.take(&entry, bytes);
+                contents.took(&entry, bytes);
                 match entry {
                     Entry::Epoch(newest) => epoch = *newest,
                     Entry::Begun => is_begun = true,
@@ -158,7 +96,7 @@ impl ShippedLog {
             let damage = hole.or(reader.damage);
             log.gap = log.gap.take().or(damage.clone());
             if is_begun {
-                (log.parts, log.epoch, log.census) = (parts, epoch, census);
+                (log.parts, log.epoch, log.contents) = (parts, epoch, contents);
                 // Entries of a damaged later generation are read too, although it proves nothing.
                 log.add_skipped(skipped).await?;
                 log.keep_latest();
@@ -179,15 +117,15 @@ impl ShippedLog {
 
     /// Removes registrations that a later one of their shuffle has replaced.
     fn keep_latest(&mut self) {
-        let kept: Treemap = self.census.shuffles().values().map(|found| found.incarnation).collect();
-        self.census.contents.keep(&kept);
+        self.shuffles = self.contents.shuffles();
+        self.contents.keep(&self.shuffles.values().map(|found| found.incarnation).collect());
     }
 
     async fn add_skipped(&mut self, skipped: Vec<Vec<LogObject>>) -> Result<(), LogError> {
         for parts in skipped.into_iter().rev() {
             let mut reader = self.reader_of(parts.clone());
             while let Some((entry, bytes)) = reader.next().await? {
-                self.census.take(&entry, bytes);
+                self.contents.took(&entry, bytes);
                 if let Entry::Epoch(newest) = entry {
                     self.epoch = *newest;
                 }
@@ -203,26 +141,26 @@ impl ShippedLog {
 
     /// Returns the living shuffles.
     #[must_use]
-    pub fn shuffles(&self) -> BTreeMap<ShuffleKey, FoundShuffle> {
-        self.census.shuffles()
+    pub fn shuffles(&self) -> &BTreeMap<ShuffleKey, FoundShuffle> {
+        &self.shuffles
     }
 
     /// Returns whether a registration has ended, or a later one of its shuffle is in the log.
     #[must_use]
     pub fn is_over(&self, shuffle: &Incarnation) -> bool {
-        let latest = self.census.shuffles().get(&shuffle.key).map_or(0, |found| found.incarnation);
-        latest > shuffle.number || self.census.contents.is_purged(shuffle.number)
+        let latest = self.shuffles.get(&shuffle.key).map_or(0, |found| found.incarnation);
+        latest > shuffle.number || self.contents.is_purged(shuffle.number)
     }
 
     /// Returns whether the log has records of a living registration.
     #[must_use]
     pub fn knows(&self, shuffle: &Incarnation) -> bool {
-        self.census.shuffles().get(&shuffle.key).is_some_and(|found| found.incarnation == shuffle.number)
+        self.shuffles.get(&shuffle.key).is_some_and(|found| found.incarnation == shuffle.number)
     }
 
     /// Returns whether the log has living shuffles, or may have had some.
     pub(super) fn says_anything(&self) -> bool {
-        self.gap.is_some() || !self.shuffles().is_empty()
+        self.gap.is_some() || !self.shuffles.is_empty()
     }
 
     /// Returns the reason why records may be missing.
@@ -240,14 +178,14 @@ impl ShippedLog {
     /// Returns the reason why unknown shuffles may exist, also one of an earlier start.
     #[must_use]
     pub fn unknown_gap(&self) -> Option<&str> {
-        let earlier = self.epoch.gap.as_ref().filter(|_| !self.shuffles().is_empty());
+        let earlier = self.epoch.gap.as_ref().filter(|_| !self.shuffles.is_empty());
         self.gap().or(earlier.map(|gap| gap.reason.as_str()))
     }
 
     /// Returns a number that is greater than any incarnation in the log.
     #[must_use]
     pub fn next_incarnation(&self) -> u64 {
-        self.census.contents.next_incarnation.max(self.epoch.next_incarnation)
+        self.contents.next_incarnation.max(self.epoch.next_incarnation)
     }
 
     /// Returns whether local disks have had records of the log.
@@ -411,9 +349,4 @@ async fn fetch(objects: Arc<dyn LogObjects>, memory: Budget, object: LogObject) 
         }
     }
     Ok((object, Err(damage), memory.nothing()))
-}
-
-/// Returns whether an entry belongs to an incarnation in `purged`.
-pub(super) fn is_over(purged: &Treemap, entry: &Entry) -> bool {
-    entry.shuffle().is_some_and(|shuffle| purged.contains(shuffle.number))
 }

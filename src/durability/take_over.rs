@@ -4,7 +4,7 @@
 //! Records are not kept in memory. They are delivered one at a time, once this start has a
 //! generation of its own.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::sync::Arc;
 
@@ -90,12 +90,11 @@ impl Writer {
 
     /// Reads the whole log.
     async fn take_over(&mut self, judged: &Judgement) -> Found {
-        let mut heard = HashMap::new();
         let (source, directories) = (self.source.clone(), self.directories.clone());
         let mut reader = source.read(&directories, self.deadlines.name);
         let unread = loop {
             match reader.next().await {
-                Ok(Some(entry)) => self.absorb((entry, reader.entry_bytes()), &mut heard),
+                Ok(Some(entry)) => self.contents.took(&entry, reader.entry_bytes()),
                 Ok(None) => break None,
                 Err(error) => {
                     tracing::error!(%error, "cannot read all records of the metadata log");
@@ -103,7 +102,7 @@ impl Writer {
                 }
             }
         };
-        let unread = match self.take_over_shipped(judged, &mut heard).await {
+        let unread = match self.take_over_shipped(judged).await {
             Ok(()) => unread,
             Err(error) => unread.or(Some(Gap { reason: error.to_string(), until_back: Vec::new() })),
         };
@@ -121,20 +120,16 @@ impl Writer {
         }
         let proven: HashSet<u64> = self.proven_by_store();
         self.epoch.gap = self.epoch.gap.take().or_else(|| unread.clone());
-        let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
-        for (incarnation, key) in heard.into_iter().filter(|(number, _)| !self.contents.is_purged(*number)) {
-            let found = shuffles.entry(key).or_default();
-            found.incarnation = found.incarnation.max(incarnation);
-        }
+        let mut shuffles = self.contents.shuffles();
         let earlier = std::mem::take(&mut self.contents.incomplete);
         for (key, found) in &mut shuffles {
             let earlier = earlier.get(&found.incarnation).map(|(_, gap)| gap);
-            found.is_moved = self.contents.moved.contains_key(&found.incarnation);
             // What the store proves since the shuffle was moved does not make up for an earlier gap.
             let is_proven = proven.contains(&found.incarnation) && earlier.is_none();
             let gap = if is_proven { None } else { judged.carried(earlier) };
-            if let Some(gap) = gap.or_else(|| unread.clone()) {
-                found.incomplete = Some(gap.reason.clone());
+            let gap = gap.or_else(|| unread.clone());
+            found.incomplete = gap.as_ref().map(|gap| gap.reason.clone());
+            if let Some(gap) = gap {
                 let shuffle = Incarnation { key: key.clone(), number: found.incarnation };
                 self.contents.incomplete.insert(found.incarnation, (shuffle, gap));
             }
@@ -162,37 +157,30 @@ impl Writer {
     }
 
     /// Adds the entries of the object store to those of the directories, if they are needed.
-    async fn take_over_shipped(
-        &mut self,
-        judged: &Judgement,
-        heard: &mut HashMap<u64, ShuffleKey>,
-    ) -> Result<(), LogError> {
+    async fn take_over_shipped(&mut self, judged: &Judgement) -> Result<(), LogError> {
         let Some(log) = self.shipped.clone() else { return Ok(()) };
-        let here: HashSet<u64> = heard.keys().copied().collect();
+        let here: HashSet<u64> = self.contents.living().iter().map(|shuffle| shuffle.number).collect();
         let is_whole = log.gap().is_none();
         let mut reader = log.reader();
         while let Some((entry, bytes)) = reader.next().await? {
-            self.absorb((entry, bytes), heard);
+            self.contents.took(&entry, bytes);
         }
-        let moved = |number: &u64| log.census.contents.moved.contains_key(number);
+        let moved = |shuffle: &Incarnation| log.contents.moved.contains_key(&shuffle.number);
+        let mut all = self.contents.living();
         if judged.is_fresh && !is_whole {
             // Data of any of these shuffles may have been moved.
-            let all = heard
-                .iter()
-                .map(|(number, key)| (*number, Incarnation { key: key.clone(), number: *number }));
-            self.contents.moved.extend(all);
+            self.contents.moved.extend(all.iter().map(|shuffle| (shuffle.number, shuffle.clone())));
         } else if judged.is_fresh {
             // Only lost disks have the data of a shuffle that was not moved.
-            let lost: Vec<u64> = heard.keys().filter(|number| !moved(number)).copied().collect();
-            for number in lost {
-                self.contents.purge(number);
-                self.contents.incomplete.remove(&number);
+            for lost in all.extract_if(.., |shuffle| !moved(shuffle)) {
+                self.contents.purge(lost.number);
+                self.contents.incomplete.remove(&lost.number);
             }
         }
-        let is_strange = |number: &u64| !here.contains(number) && !self.contents.is_purged(*number);
-        self.has_strangers = heard.keys().any(is_strange);
-        let counts = |number: &&u64| !here.contains(number) || (is_whole && moved(number));
-        let from_it: Treemap = heard.keys().filter(counts).copied().collect();
+        let is_strange = |shuffle: &Incarnation| !here.contains(&shuffle.number);
+        self.has_strangers = all.iter().any(is_strange);
+        let counts = |shuffle: &&Incarnation| is_strange(shuffle) || (is_whole && moved(shuffle));
+        let from_it: Treemap = all.iter().filter(counts).map(|shuffle| shuffle.number).collect();
         self.source.shipped = Some((log, from_it));
         Ok(())
     }
@@ -200,19 +188,7 @@ impl Writer {
     /// Returns the shuffles whose acknowledged records are all in the object store.
     fn proven_by_store(&self) -> HashSet<u64> {
         let whole = self.shipped.as_ref().filter(|log| log.gap().is_none());
-        whole.map(|log| log.census.contents.moved.keys().copied().collect()).unwrap_or_default()
-    }
-
-    /// Adds an entry of `bytes` bytes of an earlier process. Entries may come in any order.
-    fn absorb(&mut self, (entry, bytes): (Entry, u64), heard: &mut HashMap<u64, ShuffleKey>) {
-        self.contents.took(&entry, bytes);
-        match entry {
-            Entry::Said(shuffle, _) => {
-                heard.entry(shuffle.number).or_insert(shuffle.key);
-            }
-            Entry::Purged(shuffle) => drop(heard.remove(&shuffle.number)),
-            Entry::Incomplete(..) | Entry::Moved(_) | Entry::Epoch(_) | Entry::Begun => {}
-        }
+        whole.map(|log| log.contents.moved.keys().copied().collect()).unwrap_or_default()
     }
 
     fn is_away(&self, member: &Member) -> bool {

@@ -240,13 +240,11 @@ impl Writer {
         }
         let sources = std::iter::once(&self.source).chain(&self.others).cloned().collect();
         let (directories, deadline) = (self.directories.clone(), self.deadlines.name);
-        let Contents { purged, incomplete, moved, next_incarnation, .. } = &self.contents;
         Ok(Snapshot {
             places: Places { sources, directories, deadline },
-            epoch: Epoch { next_incarnation: *next_incarnation, ..self.epoch.clone() },
-            purged: purged.clone(),
-            incomplete: incomplete.values().cloned().collect(),
-            moved: moved.values().cloned().collect(),
+            epoch: Epoch { next_incarnation: self.contents.next_incarnation, ..self.epoch.clone() },
+            purged: self.contents.purged.clone(),
+            marks: self.contents.marks(),
         })
     }
 
@@ -317,7 +315,7 @@ impl Writer {
             }
             self.copies = kept;
             for (entry, size) in entries.iter().zip(&sizes) {
-                self.contents.took(entry, size.unwrap_or(0));
+                size.iter().for_each(|size| self.contents.took(entry, *size));
             }
             if !self.damaged.is_empty() && self.damaged.is_subset(&self.contents.purged) {
                 self.damaged.clear();

@@ -84,10 +84,10 @@ pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
     let next_incarnation = log.next_incarnation().max(highest.unwrap_or(0));
     let memory = IndexMemory::default();
     // Of a shuffle of which nothing was moved, local disks have everything.
-    let living = log.shuffles().into_iter().filter(|(_, found)| found.is_moved);
+    let living = log.shuffles().iter().filter(|(_, found)| found.is_moved);
     let mut reads = Vec::new();
     for (key, found) in living {
-        let name = Registered { key, incarnation: found.incarnation };
+        let (name, found) = (Registered { key: key.clone(), incarnation: found.incarnation }, found.clone());
         let of_it = segments.remove(&name).unwrap_or_default();
         reads.push(read(core, (name, of_it), found, &memory));
     }
