@@ -25,7 +25,7 @@ use super::LogLimiter;
 use super::spans::{SPANS, Spans};
 use crate::schema::redact;
 
-/// Interval at which spans are collected from threads. It bounds how long roots hold their places.
+/// Interval at which spans are collected from threads. A finished root counts as open until then.
 const COLLECT_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Spans per export, about 100 KiB. Collectors accept messages of 4 MiB.

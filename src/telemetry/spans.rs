@@ -11,9 +11,9 @@ use fastrace::collector::SpanContext;
 #[cfg(any(test, feature = "otlp"))]
 use fastrace::collector::{SpanId, SpanRecord};
 
-/// Maximum number of roots that are open or not exported yet. A flush uses five places in the queue
-/// of a thread (start, three spans, end). The queue has 10,240; beyond that fastrace would
-/// allocate.
+/// Maximum number of roots that are open or not exported yet. A flush uses five entries of a
+/// thread's queue (start, three spans, end). The queue has 10,240 entries; beyond that fastrace
+/// would allocate.
 const ROOTS_MAX: usize = 2048;
 
 /// Property from which the OpenTelemetry reporter takes the kind of a span.
@@ -65,7 +65,7 @@ impl Spans {
         }
     }
 
-    /// Releases the places of the roots among `records`, which have left fastrace.
+    /// Stops counting the roots among `records`, which have left fastrace, as open.
     #[cfg(any(feature = "otlp", test))]
     pub(super) fn release(&self, records: &[SpanRecord]) {
         let roots = records.iter().filter(|record| is_root(record)).count();

@@ -2,8 +2,8 @@
 //!
 //! There is a span per call and flush, with children for their waits, and never one per block. Code
 //! asks the worker's [`Traces`] for a span; without a configured collector that costs one branch.
-//! The destination of spans belongs to the process (`otlp`). Without that feature all spans are
-//! no-ops.
+//! The destination of spans belongs to the process (`otlp`). Without the feature `otlp` all spans
+//! are no-ops.
 
 use fastrace::Span;
 use fastrace::collector::SpanContext;

@@ -2,9 +2,9 @@
 //!
 //! The jobs pause between the stages (`spark.uniffle.pause`); otherwise they would fail because the
 //! port has no listener. By default such a job fails and names the lost blocks. With
-//! `spark.rss.resubmit.stage`, client 0.9.2 makes Spark repeat the reduce stage, and the map stage
-//! only if it is a barrier stage, because the client keeps the map outputs registered. Client 0.10
-//! drops them.
+//! `spark.rss.resubmit.stage`, client 0.9.2 makes Spark repeat the reduce stage. Spark repeats the
+//! map stage only if it is a barrier stage, because this client leaves the map outputs registered.
+//! Client 0.10 unregisters them.
 
 use std::time::Duration;
 
