@@ -128,7 +128,7 @@ pub(crate) struct Sample {
 pub(crate) struct FloorLine {
     pub(crate) name: String,
     pub(crate) gb_per_second: f64,
-    /// CPU time of the side that a server would take.
+    /// CPU time of the threads in the role of the server.
     pub(crate) server_cpu_per_gb: f64,
     pub(crate) client_cpu_per_gb: f64,
 }

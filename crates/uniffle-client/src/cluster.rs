@@ -37,9 +37,9 @@ struct Inner {
 }
 
 impl Cluster {
-    /// Creates a cluster from the coordinators at `addresses`, each `host:port`. `http://host:port`
-    /// is in plaintext although the options have TLS. Connects lazily. Must be called in a tokio
-    /// runtime.
+    /// Creates a cluster from the coordinators at `addresses`, each `host:port`. An address
+    /// `http://host:port` uses plaintext even if the options have TLS. Connects lazily. Must be
+    /// called in a tokio runtime.
     ///
     /// # Errors
     /// [`Error::Invalid`] for invalid options or addresses.

@@ -42,8 +42,9 @@ pub struct Coordinators {
 }
 
 impl Coordinators {
-    /// Creates the quorum of the coordinators at `addresses`, each `host:port`. `http://host:port`
-    /// is in plaintext although the options have TLS. Must be called in a tokio runtime.
+    /// Creates the quorum of the coordinators at `addresses`, each `host:port`. An address
+    /// `http://host:port` uses plaintext even if the options have TLS. Must be called in a tokio
+    /// runtime.
     ///
     /// # Errors
     /// [`Error::Invalid`] without an address, or for an invalid address or option.

@@ -12,8 +12,8 @@ use crate::remote::RemoteFiles;
 use crate::tls::TlsOptions;
 use uniffle_wire::types::BLOCK_BYTES_MAX;
 
-/// Largest `send_bytes_max`. Plus one block of maximum size, and doubled over TCP, the size still
-/// fits an `i32`.
+/// Largest `send_bytes_max`. Even with one block of maximum size added, and doubled over TCP, the
+/// size fits an `i32`.
 const SEND_BYTES_LIMIT: u64 = 256 << 20;
 /// Largest `read_buffer_bytes`. A response has up to one block more, which still fits one message.
 const READ_BUFFER_BYTES_LIMIT: u32 = 512 << 20;

@@ -275,8 +275,8 @@ impl ShuffleReader {
         if has_remote { Stage::RemoteDirectory } else { Stage::End }
     }
 
-    /// Returns the stage after a failure. A failed server may have written remote files. A failed
-    /// remote file is skipped.
+    /// Returns the stage after a failure. After a failed call to a server its remote files are
+    /// read, because it may have written some. After a failed remote file the next one is read.
     fn after_failure(&mut self) -> Stage {
         match &mut self.stage {
             Stage::Memory { .. } | Stage::Index | Stage::Disk(_) => self.remote_stage(),

@@ -183,8 +183,9 @@ impl Progress {
     }
 }
 
-/// Selects the next servers to try, each with the numbers of its partitions: as many replicas of
-/// each partition as are still needed. Empty when no partition needs a replica or has one left.
+/// Selects the next servers to try: as many untried replicas of each partition as it still needs.
+/// Returns the numbers of the partitions by server. The result is empty if every partition has
+/// enough replicas or none left to try.
 fn next_round(progress: &mut [Progress], needed: usize) -> BTreeMap<usize, Vec<usize>> {
     let mut round: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (number, partition) in progress.iter_mut().enumerate() {

@@ -1,4 +1,5 @@
-//! Claims of data directories, as the text of a refused start contains them.
+//! Claims of data directories, and the command with which a worker that refuses to start suggests
+//! one.
 
 use std::path::{Path, PathBuf};
 

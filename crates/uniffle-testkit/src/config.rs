@@ -9,7 +9,8 @@ use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::{Environment, Inherited, Origin, Worker};
 use uniffle_worker::tiers::Tier;
 
-/// Listeners that do not conflict with the machine: loopback, and ports that the system chooses.
+/// Listeners that do not conflict with other processes: loopback, and ports that the system
+/// chooses.
 const OWN_LISTENERS: &[(&str, &str)] =
     &[("bind_address", "\"127.0.0.1\""), ("grpc_port", "0"), ("http_port", "0")];
 /// Watermarks that ignore how full the machine's disk is.
@@ -39,7 +40,8 @@ impl Default for Lines<'_> {
 }
 
 impl Lines<'_> {
-    /// Returns the file of a worker with data in `data_paths`, whose names must be printable ASCII.
+    /// Returns the configuration of a worker with data in `data_paths`, whose names must be
+    /// printable ASCII.
     pub fn text(&self, data_paths: &[impl AsRef<Path>]) -> String {
         let Self { store_type, capacity, top, memory, local, tables } = self;
         let data_paths: Vec<&Path> = data_paths.iter().map(AsRef::as_ref).collect();
@@ -52,7 +54,7 @@ impl Lines<'_> {
         )
     }
 
-    /// Returns the file of a worker in this process.
+    /// Returns the configuration of a worker in this process.
     pub fn own_text(&self, data_paths: &[impl AsRef<Path>]) -> String {
         let top = unless_set(OWN_LISTENERS, self.top) + self.top;
         Lines { top: &top, ..*self }.text(data_paths)

@@ -72,7 +72,7 @@ pub enum Fault {
     /// A read returns one wrong byte, in the middle of its first part. Other operations are
     /// unaffected.
     Flip,
-    /// The caller that waits for it panics.
+    /// The operation panics when its caller polls it.
     Panic,
     /// The process dies during the call: a write stores this number of bytes, and no call returns.
     /// Other operations do nothing.

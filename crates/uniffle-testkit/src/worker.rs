@@ -41,7 +41,7 @@ const ZERO_WHEN_IDLE: &[&str] = &[
     "storage_used_bytes",
     "flush_file_num",
 ];
-/// Gauges that must exist, so that the check is not empty.
+/// Gauges that must exist. Otherwise the check would pass if all gauges were missing.
 const NEVER_MISSING: &[&str] = &[
     "app_num_with_node",
     "partition_num_with_node",

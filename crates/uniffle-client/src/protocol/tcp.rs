@@ -1,8 +1,8 @@
 //! Client of the raw TCP data protocol, with any number of concurrent requests on one connection.
 //!
 //! It does not retry or reconnect, and obtains no tickets (they come over gRPC). Golden tests
-//! compare the frames of `wire` with the bytes of Java's client, so a mistake in both sides would
-//! be detected.
+//! compare the frames of `wire` with the bytes of Java's client. They detect a mistake that encoder
+//! and decoder have in common.
 
 use std::collections::HashMap;
 use std::io;

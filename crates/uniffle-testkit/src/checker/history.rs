@@ -17,7 +17,8 @@ pub(super) struct History {
     pub(super) told: BTreeMap<i32, ShuffleHistory>,
     /// Acknowledged blocks whose report was acknowledged too.
     pub(super) reported: BTreeMap<i32, Blocks>,
-    /// These blocks, and blocks in reports without a response, which the worker may know.
+    /// The blocks of `reported`, and blocks in reports without a response, which the worker may
+    /// have accepted.
     pub(super) in_reports: BTreeMap<i32, Blocks>,
     next_task: i64,
 }

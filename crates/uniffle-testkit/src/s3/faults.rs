@@ -63,7 +63,7 @@ impl On {
 /// Fault of a response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// No fault, so that a later request of the kind has one.
+    /// No fault for this request. Planned before a fault, so that only a later request fails.
     None,
     /// Responds with this status and S3 error code, without carrying out the request.
     Refuse(u16, &'static str),

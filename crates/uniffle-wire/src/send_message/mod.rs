@@ -28,11 +28,11 @@ pub use decoder::Decoder;
 /// Bounds of one message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Most blocks in one message. Guards against floods: a block of the classic form occupies no
-    /// memory in the decoder.
+    /// Maximum number of blocks in one message. Blocks of the classic form occupy no
+    /// memory in the decoder, so `collected_max` does not bound their number.
     pub blocks_max: u64,
-    /// Most block headers (40 B each) and most partitions (8 B each) that are collected ahead of
-    /// their bytes.
+    /// Maximum number of block headers (40 B each), and of partitions (8 B each), that are
+    /// collected ahead of their bytes.
     pub collected_max: usize,
 }
 

@@ -17,9 +17,9 @@ use crate::read::{self, IndexRecord, Malformed, Segment};
 use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
-/// Number of consecutive memory responses without a new block after which reading stops. A cursor
-/// that was flushed restarts from the head, which is legal and rare. This many repetitions are a
-/// loop.
+/// Number of consecutive memory responses without a new block after which reading stops. If the
+/// block at the cursor was flushed, the server restarts from its first block, which is legal and
+/// rare. This many repetitions are a loop.
 pub(crate) const BARREN_ANSWERS_MAX: u32 = 1_000;
 
 /// Options of a partition read.
