@@ -6,11 +6,11 @@ const SVG = 'http://www.w3.org/2000/svg';
 const WINDOW_MS = 15 * 60 * 1000;
 const WINDOW_MIN_MS = 60 * 1000;
 const POLL_MS = 2000;
-// The page may be behind a path prefix, with or without a slash at its end.
+// The page may be served below a path prefix, with or without a trailing slash.
 const BASE = location.pathname.replace(/\/?$/, '/');
 for (const link of document.querySelectorAll('footer a')) link.href = BASE + link.getAttribute('href');
 
-// --- words for numbers
+// --- formatting of numbers
 
 function bytes(value) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'];
@@ -22,7 +22,7 @@ function bytes(value) {
 const size = value => bytes(value).join(' ');
 const rate = value => size(value) + '/s';
 const count = value => Math.round(value).toLocaleString('en-US');
-// One unit for all labels of an axis.
+// Formats a label of an axis. All labels of the axis have the same unit.
 function axisLabel(value, step, most, suffix) {
   let unit = 1;
   while (unit * 1024 <= most) unit *= 1024;
@@ -62,7 +62,7 @@ function text(id, value) {
 function big(id, value, unit) {
   $(id).replaceChildren(value, unit ? el('small', {}, unit) : '');
 }
-// The policy of this page takes no style attributes, so widths and colours are set as properties.
+// The content security policy allows no style attributes, so widths and colours are set as properties.
 function coloured(node, colour, width) {
   if (colour) node.style.background = `var(--${colour})`;
   if (width !== undefined) node.style.width = `${Math.min(100, 100 * width)}%`;
@@ -163,7 +163,7 @@ class Chart {
       strokes.unshift(svg('path', { d: path, fill: 'none', stroke: colour, 'stroke-width': 1.8, 'stroke-linejoin': 'round', class: 'series' }));
       if (stacked) heights.forEach((v, n) => { below[n] = v; });
     }
-    // The first series comes last, on top: where others are zero their lines would hide it.
+    // Draws the first series on top. Where another series is zero, its stacked line would otherwise cover the first one.
     root.append(...strokes);
   }
   showTip(root, x, y, width, floor) {
@@ -375,13 +375,13 @@ function showRest(status) {
   $('facts').replaceChildren(...facts.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
 }
 
-// Bytes per second that a node receives. Its figures change with its heartbeats.
+// Rate at which a node receives bytes, or undefined if unknown. The node's figures change once per heartbeat.
 const heard = new Map();
 function receiving(node) {
   const at = Date.now() / 1000 - node.silent_seconds, before = heard.get(node.id);
   if (before && at - before.at < 0.5) return before.rate;
   const grown = before ? node.received_bytes - before.bytes : -1;
-  // An application that ends takes its bytes out of the sum.
+  // The sum shrinks when an application ends.
   const rate = grown < 0 ? undefined : grown / (at - before.at);
   heard.set(node.id, { at, bytes: node.received_bytes, rate });
   return rate;
@@ -392,7 +392,7 @@ function nodeName(node) {
   return el('a', { href: `${location.protocol}//${host}:${node.http_port}/` }, node.id);
 }
 
-// The view of this worker's own coordinator, where it has one and is not alone.
+// Shows the cluster as this worker's embedded coordinator knows it. Hidden without a coordinator, or with a single node.
 const CLUSTER_ROWS = 100;
 async function showCluster(status) {
   const has = status.coordinators.some(it => it.link === 'embedded');
@@ -452,7 +452,7 @@ function showExplanation(it) {
   const head = names => el('thead', {}, el('tr', {}, ...names.map((name, n) => el('th', n ? { class: 'n' } : {}, name))));
   const facts = pairs => el('dl', { class: 'facts' }, ...pairs.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
   const { bytes: b, retries: r } = it;
-  // Over several workers: whose it is.
+  // Names the worker of an item in an explanation over several workers.
   const of = item => item.worker ? el('small', {}, item.worker) : null;
   const at = it.workers ? [el('h3', {}, `At ${plural(it.worker_count, 'worker')}`),
     el('table', { class: 'rows' }, head(['Worker', 'Received', 'In memory', 'On disks', 'Refused', 'Flushing', 'Reading']), el('tbody', {}, ...it.workers.slice(0, CLUSTER_ROWS).map(worker => el('tr', {},
