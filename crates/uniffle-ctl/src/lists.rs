@@ -14,15 +14,28 @@ use crate::workers::Target;
 pub(crate) type Rates = Option<(f64, f64)>;
 
 /// Formats a line per worker, including those without an answer. `status` returns the state in an
-/// answer, `rates` its rates; the columns of rates are only shown by `top`.
+/// answer, `rates` its rates; the columns of rates are only shown by `top`. *lost* counts blocks and
+/// is always shown.
 pub(crate) fn workers(
     answers: &[(&Target, Answer)],
     status: impl Fn(&Value) -> &Value,
     rates: Option<&dyn Fn(&Value) -> Rates>,
     width: Width,
 ) -> String {
-    const HEADER: [&str; 11] =
-        ["worker", "state", "memory", "of", "in flight", "disks", "free", "queue", "in/s", "out/s", "apps"];
+    const HEADER: [&str; 12] = [
+        "worker",
+        "state",
+        "lost",
+        "memory",
+        "of",
+        "in flight",
+        "disks",
+        "free",
+        "queue",
+        "in/s",
+        "out/s",
+        "apps",
+    ];
     const OPTIONAL: [&str; 6] = ["in flight", "queue", "of", "apps", "free", "disks"];
     let shown = HEADER.map(|name| rates.is_some() || !name.ends_with("/s"));
     let row = |(target, answer): &(&Target, Answer)| {
@@ -52,6 +65,7 @@ fn worker(name: &str, status: &Value, rates: Rates) -> Vec<String> {
     vec![
         name.to_owned(),
         word(&status["node"]["state"]),
+        word(&status["apps"]["lost_blocks"]),
         size(&status["memory"]["used_bytes"]),
         size(&status["memory"]["capacity_bytes"]),
         size(&status["memory"]["in_flight_bytes"]),
@@ -137,7 +151,8 @@ mod tests {
     fn busy(state: &str) -> Value {
         let disk = |condition: &str| json!({ "condition": condition, "used_bytes": 1023_u64 << 40, "free_bytes": 1023_u64 << 40 });
         json!({
-            "node": { "state": state }, "flush": { "queued_batches": 123_456 }, "apps": { "count": 12_345 },
+            "node": { "state": state }, "flush": { "queued_batches": 123_456 },
+            "apps": { "count": 12_345, "lost_blocks": 1_234_567 },
             "memory": { "used_bytes": 1023_u64 << 30, "capacity_bytes": 1023_u64 << 30, "in_flight_bytes": 1 },
             "disks": [disk("healthy"), disk("broken")],
         })
@@ -159,6 +174,7 @@ mod tests {
                     let text = workers(&answers, |it| it, rates, NARROW);
                     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
                     assert!(text.contains(state) && text.contains("1023.0G"), "{text}");
+                    assert!(text.contains("lost") && text.contains("1234567"), "{text}");
                     assert!(
                         text.lines().any(|line| line.starts_with("gone-1") && line.contains(" lost ")),
                         "{text}"
@@ -182,7 +198,7 @@ mod tests {
         let waiting: [(&Target, Answer); 1] = [(&silent, Err(Failure::NotReached("memory".to_owned())))];
         assert!(workers(&waiting, |it| it, None, NARROW).contains("w-1     not ready"));
         assert!(
-            text.lines().nth(1).is_some_and(|line| line.starts_with("w-1     no answer       -")),
+            text.lines().nth(1).is_some_and(|line| line.starts_with("w-1     no answer     -")),
             "{text}"
         );
         let empty: [(&Target, Answer); 1] = [(&silent, Ok(json!({})))];

@@ -167,7 +167,10 @@ fn screen(looked: &[(&Target, Answer)], width: Width) -> String {
     let lost = looked.iter().filter(|(target, _)| target.is_lost).count();
     let lost = if lost == 0 { String::new() } else { format!(", {lost} lost") };
     let (workers, answering) = (counted(looked.len()), heard().count());
-    let mut text = format!("{workers}, {answering} answering{lost}; {share} % of their memory in use\n\n");
+    let blocks = heard().filter_map(|it| it["status"]["apps"]["lost_blocks"].as_u64()).sum::<u64>();
+    let blocks = if blocks == 0 { String::new() } else { format!("; {blocks} blocks lost") };
+    let mut text =
+        format!("{workers}, {answering} answering{lost}; {share} % of their memory in use{blocks}\n\n");
     let rates =
         |it: &Value| Some((it["received_bytes_per_second"].as_f64()?, it["read_bytes_per_second"].as_f64()?));
     text.push_str(&lists::workers(looked, |it| &it["status"], Some(&rates), width));
@@ -234,10 +237,18 @@ mod tests {
         let target = target();
         let looked = [
             (&target, Err(Failure::Unreachable("http://w:1: refused".to_owned()))),
-            (&target, Ok(json!({ "status": { "node": { "state": "active" } }, "apps": [] }))),
+            (
+                &target,
+                Ok(
+                    json!({ "status": { "node": { "state": "active" }, "apps": { "lost_blocks": 3 } }, "apps": [] }),
+                ),
+            ),
         ];
         let text = screen(&looked, WIDTH);
-        assert!(text.starts_with("2 workers, 1 answering; 0 %"), "{text}");
+        assert!(
+            text.starts_with("2 workers, 1 answering; 0 % of their memory in use; 3 blocks lost\n"),
+            "{text}"
+        );
         assert!(text.contains("w-1: http://w:1: refused") && text.contains("active"), "{text}");
     }
 
