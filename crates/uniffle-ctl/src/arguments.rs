@@ -170,11 +170,12 @@ pub(crate) enum Call {
         /// Maximum time per worker
         #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
         within: Duration,
-        /// List the workers in order, and exit
+        /// List the workers in order with their versions, and exit; the exit code is that of the
+        /// first worker at which an upgrade would stop
         #[arg(long)]
         dry_run: bool,
-        /// Accepted for symmetry with decommission: an upgrade always waits
-        #[arg(long, hide = true)]
+        /// No effect: an upgrade always waits, for up to --within per worker
+        #[arg(long)]
         wait: bool,
     },
     /// Write a profile of one worker to a file

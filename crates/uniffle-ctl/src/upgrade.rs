@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::process::Command;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::answers::pretty;
+use crate::answers::{ask_all, pretty};
 use crate::arguments::{Arguments, Output};
 use crate::failure::Failure;
 use crate::http::Client;
@@ -64,7 +64,7 @@ fn compare(name: &str, before: &Program, after: &Program) -> Result<(), Failure>
     Ok(())
 }
 
-/// Upgrades `targets` in their order, or lists them. Returns the exit code.
+/// Upgrades `targets` in their order, or lists them with their programs. Returns the exit code.
 pub(crate) async fn run(
     client: &Client,
     (arguments, targets): (&Arguments, &[Target]),
@@ -74,45 +74,88 @@ pub(crate) async fn run(
     if targets.is_empty() {
         return Err(Failure::Usage("--coordinator: no worker is registered".to_owned()));
     }
-    let state = |target: &Target| if target.is_lost { "lost" } else { "not upgraded" };
-    let mut rows: Vec<Value> =
-        targets.iter().map(|target| json!({ "worker": target.name, "state": state(target) })).collect();
-    let mut failure = None;
-    if !is_dry {
-        let progress = Progress::new();
-        let bar = progress.bar("upgrade");
-        let mut first = None;
-        for (at, (target, row)) in targets.iter().zip(&mut rows).enumerate() {
-            let left = targets.len() - at;
-            let text = format!("{} of {}: {}", at + 1, targets.len(), target.name);
-            bar.show(u64::try_from(left).unwrap_or(u64::MAX), text);
-            let start = Instant::now();
-            match upgrade(client, (arguments, target), options, first.as_deref()).await {
-                Ok((before, after)) => {
-                    *row = json!({
-                        "worker": target.name, "state": "upgraded", "from": before, "to": after,
-                        "seconds": start.elapsed().as_secs_f64(),
-                    });
-                    first.get_or_insert(after);
-                }
-                Err(error) => {
-                    let text = error.to_string();
-                    let text = text.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&text);
-                    *row = json!({ "worker": target.name, "state": "failed", "error": text });
-                    failure = Some(error);
-                    break;
-                }
-            }
-        }
-    }
+    let (rows, failure) = match is_dry {
+        true => plan(client, targets).await,
+        false => upgrade_all(client, (arguments, targets), options).await,
+    };
     say(&match arguments.output {
         Output::Json => pretty(&Value::Array(rows)),
         Output::Csv => rows::csv_of(&arguments.call, &Value::Array(rows)),
         Output::Text => rows.iter().map(describe).collect(),
     });
     let Some(failure) = failure else { return Ok(0) };
-    complain(&format!("stopped at the first failure: {failure}"));
+    let stopped = if is_dry { "an upgrade would stop" } else { "stopped" };
+    complain(&format!("{stopped} at the first failure: {failure}"));
     Ok(failure.code())
+}
+
+/// Returns the state of a worker that is not upgraded.
+fn state_before(target: &Target) -> &'static str {
+    if target.is_lost { "lost" } else { "not upgraded" }
+}
+
+/// Returns the text of `failure` without the worker's name in front.
+fn text_of(target: &Target, failure: &Failure) -> String {
+    let text = failure.to_string();
+    text.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&text).to_owned()
+}
+
+/// Returns a row per worker with the program that it runs, and the failure at which an upgrade would
+/// stop.
+async fn plan(client: &Client, targets: &[Target]) -> (Vec<Value>, Option<Failure>) {
+    let answers = ask_all(targets, |target| async move {
+        lost::require_known(target)?;
+        ready_program(client, target).await
+    });
+    let mut first_failure = None;
+    let row = |(target, program): (&Target, Result<Program, Failure>)| {
+        let (name, state) = (&target.name, state_before(target));
+        match program {
+            Ok(program) => json!({ "worker": name, "state": state, "from": program.build }),
+            Err(failure) => {
+                let row = json!({ "worker": name, "state": state, "error": text_of(target, &failure) });
+                first_failure.get_or_insert(failure);
+                row
+            }
+        }
+    };
+    let rows = answers.await.into_iter().map(row).collect();
+    (rows, first_failure)
+}
+
+/// Upgrades `targets` in their order. Returns a row per worker, and the failure that ended it.
+async fn upgrade_all(
+    client: &Client,
+    (arguments, targets): (&Arguments, &[Target]),
+    options: &Options<'_>,
+) -> (Vec<Value>, Option<Failure>) {
+    let mut rows: Vec<Value> = targets
+        .iter()
+        .map(|target| json!({ "worker": target.name, "state": state_before(target) }))
+        .collect();
+    let progress = Progress::new();
+    let bar = progress.bar("upgrade");
+    let mut first = None;
+    for (at, (target, row)) in targets.iter().zip(&mut rows).enumerate() {
+        let left = targets.len() - at;
+        let text = format!("{} of {}: {}", at + 1, targets.len(), target.name);
+        bar.show(u64::try_from(left).unwrap_or(u64::MAX), text);
+        let start = Instant::now();
+        match upgrade(client, (arguments, target), options, first.as_deref()).await {
+            Ok((before, after)) => {
+                *row = json!({
+                    "worker": target.name, "state": "upgraded", "from": before, "to": after,
+                    "seconds": start.elapsed().as_secs_f64(),
+                });
+                first.get_or_insert(after);
+            }
+            Err(error) => {
+                *row = json!({ "worker": target.name, "state": "failed", "error": text_of(target, &error) });
+                return (rows, Some(error));
+            }
+        }
+    }
+    (rows, None)
 }
 
 fn describe(row: &Value) -> String {
@@ -124,7 +167,8 @@ fn describe(row: &Value) -> String {
             field("to"),
             row["seconds"].as_f64().unwrap_or_default()
         ),
-        Some("failed") => format!(": {}", field("error")),
+        _ if row["error"].is_string() => format!(": {}", field("error")),
+        _ if row["from"].is_string() => format!(", runs {}", field("from")),
         _ => String::new(),
     };
     format!("{}: {}{detail}\n", field("worker"), field("state"))
@@ -277,6 +321,23 @@ mod tests {
         assert_eq!(code(program(6, 2)), Ok(()));
         assert_eq!(code(program(6, 0)), Ok(()), "their application has ended");
         assert_eq!(code(program(6, 3)), Err(1));
+    }
+
+    #[test]
+    fn plan_names_versions_and_obstacles() {
+        let row = |fields: Value| describe(&fields);
+        let (name, state) = ("w-1", "not upgraded");
+        assert_eq!(
+            row(json!({ "worker": name, "state": state, "from": "0.2.0 (a1b2)" })),
+            "w-1: not upgraded, runs 0.2.0 (a1b2)\n"
+        );
+        let failure = Failure::NotReached("w-1: not ready: memory is full".to_owned());
+        let error = text_of(&target(name, "h"), &failure);
+        assert_eq!(
+            row(json!({ "worker": name, "state": state, "error": error })),
+            "w-1: not upgraded: not ready: memory is full\n"
+        );
+        assert_eq!(row(json!({ "worker": name, "state": state })), "w-1: not upgraded\n");
     }
 
     #[test]

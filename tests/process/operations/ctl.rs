@@ -495,6 +495,7 @@ async fn bash_completes_commands_and_arguments() {
         (&["ctl", "dec"][..], &["decommission"][..]),
         (&["ctl", "d"], &["disks", "decommission", "drain"]),
         (&["ctl", "decommission", "--w"], &["--wait", "--within", "--worker"]),
+        (&["ctl", "upgrade", "--w"], &["--wait", "--within", "--worker"]),
         (&["ctl", "status", "--output", ""], &["text", "json", "csv"]),
         (&["comp"], &["completions"]),
     ] {

@@ -44,6 +44,17 @@ impl Fleet {
         self.workers.iter().map(|worker| node(worker)["started_ms"].as_i64().expect("a time")).collect()
     }
 
+    /// Returns the plan of an upgrade of all workers.
+    fn plan(&self) -> String {
+        let line = |worker: &Worker| {
+            let node = node(worker);
+            let [id, version, commit] =
+                ["id", "version", "commit"].map(|field| node[field].as_str().expect("a text").to_owned());
+            format!("{id}: not upgraded, runs {version} ({commit})\n")
+        };
+        self.workers.iter().map(line).collect()
+    }
+
     async fn upgrade(&self, arguments: &[&str]) -> Outcome {
         let whole = ["ctl", "upgrade", "--coordinator", &self.coordinator, "--wait", "--within", "60"];
         run(&[&whole[..], arguments].concat()).await
@@ -60,8 +71,7 @@ fn node(worker: &Worker) -> Value {
 async fn fleet_upgrade_replaces_every_worker_in_order() {
     let fleet = Fleet::start();
     let (ids, before) = (fleet.ids(), fleet.starts());
-    let listed = fleet.upgrade(&["--dry-run"]).await.succeeded();
-    assert_eq!(listed, ids.iter().map(|id| format!("{id}: not upgraded\n")).collect::<String>());
+    assert_eq!(fleet.upgrade(&["--dry-run"]).await.succeeded(), fleet.plan());
     assert_eq!(fleet.starts(), before);
 
     let rows: Value =
@@ -104,9 +114,20 @@ async fn fleet_upgrade_stops_at_the_first_refusal() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fleet_upgrade_of_the_coordinator_waits_for_all_workers() {
-    let fleet = Fleet::start();
+    let mut fleet = Fleet::start();
     let coordinator = node(fleet.of_coordinator())["id"].as_str().expect("an id").to_owned();
     fleet.upgrade(&["--only", &coordinator]).await.succeeded();
-    let listed = fleet.upgrade(&["--dry-run"]).await.succeeded();
-    assert_eq!(listed, fleet.ids().iter().map(|id| format!("{id}: not upgraded\n")).collect::<String>());
+    let plan = fleet.plan();
+    assert_eq!(fleet.upgrade(&["--dry-run"]).await.succeeded(), plan);
+
+    // A worker that does not answer is in the plan too, which then fails.
+    let other = if fleet.workers[0].quorum() == fleet.coordinator { 1 } else { 0 };
+    fleet.workers[other].kill();
+    let outcome = fleet.upgrade(&["--dry-run"]).await;
+    let listed = outcome.stdout.clone();
+    let stderr = outcome.failed(3);
+    assert!(stderr.contains("an upgrade would stop"), "{stderr}");
+    let lines = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
+    let (listed, plan) = (lines(&listed), lines(&plan));
+    assert_eq!(listed.iter().filter(|line| plan.contains(line)).count(), 2, "{listed:?}");
 }
