@@ -22,7 +22,7 @@ use toml::Table;
 
 pub use crate::schema::limits::{SystemLimits, raise_soft_limits};
 pub use crate::schema::{Machine, Problem};
-pub use banner::startup_banner;
+pub use banner::{SparkOptions, startup_banner};
 pub use document::{example, reference};
 pub use import::{Imported, import};
 pub use limits::{Finding, LimitsTooLow};

@@ -1,6 +1,6 @@
 //! Opens the listeners of a worker and announces it to coordinators.
 
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 
 use axum::Router;
@@ -15,7 +15,7 @@ use super::snapshot::{Inspector, OpenConnections, ProcessGauges};
 use super::sockets::{Sockets, accepting};
 use super::tls::Tls;
 use super::{Worker, admin, report, tiers};
-use crate::config::Config;
+use crate::config::{Config, SparkOptions};
 use crate::coordinator::{NodeReport, ReportSource, heartbeat};
 use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
@@ -58,6 +58,7 @@ impl Worker {
             build: self.build,
             fixed: self.report(),
             store_type: config.worker.store_type.as_str(),
+            spark_options: self.spark_options(config).to_defaults(),
             service: Arc::clone(&self.service),
             live: Arc::clone(&self.live),
             reloader: Arc::clone(&self.reloader),
@@ -132,6 +133,16 @@ impl Worker {
         let binding = Binding { handover, kept, ..Binding::from(accepting(listener)?) };
         let service = Arc::clone(&self.service);
         TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)
+    }
+
+    /// Returns the options for clients of the configured coordinators, or of the embedded one.
+    pub(super) fn spark_options(&self, config: &Config) -> SparkOptions {
+        let quorum: Vec<_> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
+        let quorum = match quorum.is_empty() {
+            true => SocketAddr::new(self.ip, self.addresses.grpc.port()).to_string(),
+            false => quorum.join(","),
+        };
+        SparkOptions::new(&quorum, config.worker.store_type, self.addresses.tcp.is_some())
     }
 
     /// Returns the part of a heartbeat report that never changes.

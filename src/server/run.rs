@@ -335,15 +335,8 @@ fn tell_ready(
         write_ready_file(path.as_ref(), addresses, gap_ms).context("WORKER_READY_FILE")?;
     }
     if config.is_embedded() && gap_ms.is_none() {
-        let quorum: Vec<_> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
-        let banner = startup_banner(
-            worker.ip(),
-            addresses.grpc,
-            addresses.http,
-            addresses.tcp.is_some(),
-            config.worker.store_type,
-            &quorum.join(","),
-        );
+        let options = worker.spark_options(config);
+        let banner = startup_banner(worker.ip(), addresses.grpc, addresses.http, &options);
         crate::telemetry::print(std::io::stdout(), &format!("{banner}\n"));
     }
     notify::ready(&worker.held);

@@ -64,6 +64,8 @@ pub(super) struct Inspector {
     pub(super) build: Build,
     pub(super) fixed: NodeReport,
     pub(super) store_type: &'static str,
+    /// Lines of `spark-defaults.conf` for clients.
+    pub(super) spark_options: String,
     pub(super) service: Arc<Service>,
     pub(super) live: Arc<RuntimeSettings>,
     pub(super) reloader: Arc<Reloader>,
@@ -163,6 +165,7 @@ impl http::Node for Inspector {
             quotas: snapshot.quotas.clone(),
             totals: *totals,
             process: *process,
+            spark_options: self.spark_options.clone(),
         }
     }
 }

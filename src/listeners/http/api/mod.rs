@@ -45,6 +45,7 @@ const PARTS: &[&str] = &[
     "incomplete",
     "quotas",
     "process",
+    "spark_options",
 ];
 
 /// Sources of the API.

@@ -44,6 +44,8 @@ pub struct Status {
     pub totals: Totals,
     /// Figures of the process.
     pub process: Process,
+    /// Lines of `spark-defaults.conf` with which Spark uses this worker.
+    pub spark_options: String,
 }
 
 /// The worker as a node of its cluster.

@@ -325,13 +325,6 @@ function appCell(app, detail, where = 'app') {
   button.addEventListener('click', () => { location.hash = `#${where}/` + encodeURIComponent(app); });
   return el('td', { class: 'app' }, button, detail ? el('small', {}, detail) : null);
 }
-function showSparkOptions({ coordinators, node }) {
-  text('spark-options', ['spark.shuffle.manager org.apache.spark.shuffle.RssShuffleManager',
-    'spark.serializer org.apache.spark.serializer.KryoSerializer',
-    `spark.rss.coordinator.quorum ${coordinators.map(it => it.address).join(',')}`,
-    `spark.rss.storage.type ${node.store_type.includes('OBJECT') ? 'MEMORY_LOCALFILE' : node.store_type}`,
-    `spark.rss.client.type ${node.tcp_port ? 'GRPC_NETTY' : 'GRPC'}`].join('\n'));
-}
 function showApps(answer) {
   $('apps').hidden = answer.apps.length === 0;
   $('apps-empty').hidden = answer.apps.length > 0;
@@ -523,7 +516,7 @@ async function poll() {
     const last = samples.length ? samples[samples.length - 1].at_ms : 0;
     const [status, history] = await Promise.all([get('status'), get(`history?after_ms=${last}`)]);
     takeSamples(history.samples);
-    showNode(status); showAlarms(status); showDisks(status); showRest(status); showSparkOptions(status);
+    showNode(status); showAlarms(status); showDisks(status); showRest(status); text('spark-options', status.spark_options);
     drawCharts(status.memory.capacity_bytes);
     if (turn++ % 2 === 0) { showApps(await get('apps?limit=50')); await showCluster(status); if (wanted()) await explain(); }
     document.querySelector('main').classList.remove('stale');
