@@ -144,6 +144,7 @@ fn node(known: &KnownNode) -> ClusterNode {
         available_bytes: node.available_bytes,
         received_bytes: node.details.apps.iter().map(|app| unsigned(app.total_size)).sum(),
         unfinished_batches: node.details.unfinished_batches,
+        disks_used_bytes: node.details.disks_used_bytes,
         disks: node.details.disks.iter().map(disk).collect(),
         apps: node.details.apps.len(),
         is_cut: node.details.is_cut,

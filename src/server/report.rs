@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::coordinator::embedded::DISKS_USED;
 use crate::coordinator::{ReportSource, identity};
 use crate::metrics::clamped;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
@@ -73,14 +74,16 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
     mounts.iter().map(info).collect()
 }
 
-/// Returns the figures on the coordinator's dashboard, under the names of Java's metrics.
+/// Returns the figures on the coordinator's dashboard, under the names of metrics.
 fn display_metrics(snapshot: &NodeSnapshot) -> HashMap<String, String> {
     let partitions: u64 = snapshot.apps.iter().map(|app| app.partitions).sum();
+    let on_disks = snapshot.disks.iter().map(|disk| disk.used_bytes).sum();
     let shown = [
         ("app_num_with_node", snapshot.apps.len() as u64),
         ("partition_num_with_node", partitions),
         ("event_queue_size", snapshot.flush.queued_batches as u64),
         ("in_flush_buffer_size", snapshot.memory.in_flight_bytes),
+        (DISKS_USED, on_disks),
     ];
     shown.map(|(name, value)| (name.to_owned(), value.to_string())).into()
 }

@@ -396,6 +396,7 @@ async fn end_of_last_app_triggers_heartbeat() {
     let shown = |name: &str| told.display_metrics[name].as_str();
     assert_eq!((shown("app_num_with_node"), shown("partition_num_with_node")), ("2", "20"));
     assert_eq!((shown("event_queue_size"), shown("in_flush_buffer_size")), ("0", "0"));
+    assert_eq!(shown("storage_used_bytes"), "0");
     for app in ["app-1", "app-2"] {
         client.unregister_app(app).await.expect("known");
     }

@@ -126,6 +126,7 @@ const CLUSTER: &[Column] = &[
     ("received_bytes", At("/received_bytes")),
     ("unfinished_batches", At("/unfinished_batches")),
     ("apps", At("/apps")),
+    ("disks_used_bytes", At("/disks_used_bytes")),
 ];
 
 const ORPHANS: &[Column] = &[
@@ -291,7 +292,7 @@ mod tests {
         let apps = "worker,app,user,age_seconds,idle_seconds,shuffles,partitions,huge_partitions,received_bytes,\
              in_memory_bytes,local_bytes,object_bytes,remote_bytes,largest_partition_bytes,skew,lost_blocks\r\n";
         let cluster = "worker,id,ip,grpc_port,http_port,state,version,silent_seconds,used_bytes,reserved_bytes,\
-             available_bytes,received_bytes,unfinished_batches,apps\r\n";
+             available_bytes,received_bytes,unfinished_batches,apps,disks_used_bytes\r\n";
         for (line, names) in [
             ("status", status),
             ("top", status),

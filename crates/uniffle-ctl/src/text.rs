@@ -302,14 +302,13 @@ fn cluster(it: &Value) -> String {
     };
     let nodes = rows(&it["nodes"], &|node| {
         let disks = || node["disks"].as_array().into_iter().flatten();
-        let used = disks().filter_map(|disk| disk["used_bytes"].as_u64()).sum();
         let out = disks().filter(|disk| disk["condition"] != "normal").count();
         vec![
             word(&node["id"]),
             word(&node["state"]),
             size(&node["used_bytes"]),
             size(&node["available_bytes"]),
-            shown(used),
+            size(&node["disks_used_bytes"]),
             out.to_string(),
             word(&node["apps"]),
             format!("{:.0} s", node["silent_seconds"].as_f64().unwrap_or(0.0)),
@@ -401,6 +400,15 @@ mod tests {
         let piped = status(&long, Width { columns: 80, is_strict: false });
         assert!(piped.lines().any(|line| line.contains("coordinator-3.example:21000 up")), "{piped}");
         assert_eq!(words(&piped), words(&text));
+    }
+
+    #[test]
+    fn disks_used_of_a_node_is_its_own_data() {
+        let disk = json!({ "condition": "normal", "capacity_bytes": 9_u64 << 40, "used_bytes": 8_u64 << 40 });
+        let node = |used: Value| json!({ "id": "w-1", "disks": [disk], "disks_used_bytes": used });
+        let row = |used| cluster(&json!({ "nodes": [node(used)] }));
+        assert!(row(json!(3 << 20)).contains("3.0 MiB"), "{}", row(json!(3 << 20)));
+        assert!(!row(Value::Null).contains("TiB"), "a Java server does not report it: {}", row(Value::Null));
     }
 
     #[test]

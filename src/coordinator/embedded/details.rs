@@ -14,6 +14,10 @@ const VERSION_BYTES_MAX: usize = 255;
 /// Size of an entry without its text.
 const ENTRY_BYTES: usize = 160;
 
+/// Figure of a heartbeat with the bytes of the worker's data on its disks. `storage_info` has the use
+/// of whole file systems, as coordinators expect it.
+pub const DISKS_USED: &str = "storage_used_bytes";
+
 /// Details of a node from its last heartbeat.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Details {
@@ -23,6 +27,8 @@ pub struct Details {
     pub unfinished_batches: u64,
     /// Version of the server.
     pub version: String,
+    /// Bytes of the worker's data on its disks, if reported.
+    pub disks_used_bytes: Option<u64>,
     /// Disks by mount point.
     pub disks: Vec<StorageInfo>,
     /// The largest applications.
@@ -38,6 +44,7 @@ impl Details {
         let mut details = Self {
             reserved_bytes: unsigned(heartbeat.pre_allocated_memory),
             unfinished_batches: unsigned(heartbeat.event_num_in_flush.into()),
+            disks_used_bytes: heartbeat.display_metrics.get(DISKS_USED).and_then(|text| text.parse().ok()),
             ..Self::default()
         };
         details.version = heartbeat
@@ -96,6 +103,17 @@ mod tests {
         assert!(cut.bytes() <= room);
         let none = Details::take(&mut heartbeat(3), 0);
         assert_eq!((none.bytes(), none.is_cut), (0, true));
+    }
+
+    #[test]
+    fn use_of_disks_is_optional() {
+        let used = |text: &str| {
+            let mut heartbeat = heartbeat(0);
+            heartbeat.display_metrics = [(DISKS_USED.to_owned(), text.to_owned())].into();
+            Details::take(&mut heartbeat, BYTES_MAX).disks_used_bytes
+        };
+        assert_eq!((used("7"), used("-7"), used("much")), (Some(7), None, None));
+        assert_eq!(Details::take(&mut heartbeat(1), BYTES_MAX).disks_used_bytes, None);
     }
 
     #[test]

@@ -48,7 +48,7 @@ use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::{APPS_MAX, SavedApp};
-pub use self::details::Details;
+pub use self::details::{DISKS_USED, Details};
 pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node, SavedNode};
 pub use self::plan::AssignmentError;
 

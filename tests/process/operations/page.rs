@@ -73,6 +73,11 @@ const NODES: &str = "document.getElementById('cluster-more').open = true;
 return document.getElementById('cluster').checkVisibility()
   ? document.querySelectorAll('#cluster-nodes tbody tr').length : 0;";
 
+/// Returns the use of disks in the rows of the cluster's nodes.
+const DISKS_USED: &str =
+    "return [...document.querySelectorAll('#cluster-nodes td[data-label=\"Disks used\"]')]
+  .map(it => it.textContent);";
+
 /// Asserts readable text. WCAG requires a contrast of 4.5 for small text.
 async fn assert_legible(browser: &Browser, what: &str) {
     let seen = browser.run(LEGIBLE).await;
@@ -162,6 +167,12 @@ async fn status_page_works_behind_a_path_prefix() {
         let options = seen["options"].as_str().unwrap();
         let quorum = format!("spark.rss.coordinator.quorum {}\n", fixture.worker.addresses().grpc);
         assert!(options.contains(&quorum) && options.contains("storage.type MEMORY_LOCALFILE"), "{options}");
+        // Those of the start output.
+        for setting in ["spark.shuffle.service.enabled", "spark.sql.adaptive.localShuffleReader.enabled"] {
+            assert!(options.contains(&format!("\n{setting} false\n")), "{options}");
+        }
+        let has_tcp = fixture.worker.addresses().tcp.is_some();
+        assert_eq!(options.contains("netty.noUnsafe=true"), has_tcp, "{options}");
         assert_eq!(seen["units"], json!(["MiB"]), "an axis has one unit");
     }
     fixture.heartbeat_once("w-1").await;
@@ -196,6 +207,9 @@ async fn status_page_shows_worker_and_escapes_names() {
     assert!(seen["asked"].as_array().unwrap().iter().all(|it| *it == json!(origin)), "{}", seen["asked"]);
 
     until_both_nodes_are_shown(&browser).await;
+    let used = browser.run(DISKS_USED).await;
+    let used = used.as_array().unwrap();
+    assert!(used.iter().all(|text| text.as_str().unwrap().ends_with('B')), "{used:?}");
     let screenshots = kept_dir().join("status-page");
     std::fs::create_dir_all(&screenshots).unwrap();
     for (name, width, height, is_phone) in [("desktop", 1280, 900, false), ("phone", 390, 844, true)] {

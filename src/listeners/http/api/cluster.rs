@@ -50,6 +50,8 @@ pub struct ClusterNode {
     pub received_bytes: u64,
     /// Batches being flushed.
     pub unfinished_batches: u64,
+    /// Bytes of the node's data on its disks, as in `ctl status`; null if not reported.
+    pub disks_used_bytes: Option<u64>,
     /// Disks of the node.
     pub disks: Vec<ClusterDisk>,
     /// Number of applications that the node reports.

@@ -396,7 +396,7 @@ async function showCluster(status) {
   for (const node of cluster.nodes) states.set(node.state, (states.get(node.state) || 0) + 1);
   if (cluster.lost.length) states.set('lost', cluster.lost.length);
   text('cluster-sub', [...states].map(([state, n]) => `${n} ${state}`).join(', '));
-  const out = n => cell('Disks failed', n ? count(n) : '–', n ? { class: 'n bad' } : {});
+  const out = n => cell('Disks out', n ? count(n) : '–', n ? { class: 'n bad' } : {});
   const rates = new Map(cluster.nodes.map(node => [node.id, receiving(node)]));
   $('cluster-nodes').tBodies[0].replaceChildren(...cluster.nodes.slice(0, CLUSTER_ROWS).map(node => el('tr', {},
     el('td', { class: 'app' }, nodeName(node), el('small', {}, `${node.ip}:${node.http_port}`)),
@@ -404,7 +404,7 @@ async function showCluster(status) {
     cell('Memory', size(node.used_bytes)),
     cell('Memory share', percent(node.used_bytes / Math.max(1, node.used_bytes + node.available_bytes))),
     cell('Receiving', rates.get(node.id) === undefined ? '–' : rate(rates.get(node.id))),
-    cell('Disks used', size(node.disks.reduce((sum, disk) => sum + disk.used_bytes, 0))),
+    cell('Disks used', node.disks_used_bytes === null ? '–' : size(node.disks_used_bytes)),
     out(node.disks.filter(disk => disk.condition !== 'normal').length),
     cell('Applications', count(node.apps)),
     cell('Last heartbeat', duration(Math.round(node.silent_seconds))))), ...cluster.lost.slice(0, CLUSTER_ROWS).map(id => el('tr', {},
