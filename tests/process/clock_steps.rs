@@ -42,14 +42,20 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 }
 "#;
 
+/// Compiles a library for `LD_PRELOAD` from C in `dir`. Returns its path.
+pub(crate) fn build_shim(dir: &Path, text: &str) -> PathBuf {
+    let (source, library) = (dir.join("shim.c"), dir.join("shim.so"));
+    std::fs::write(&source, text).expect("the source");
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    assert!(built.is_ok_and(|status| status.success()), "no C compiler, which the build needs as well");
+    library
+}
+
 /// Builds an adjustable clock in `dir`. Returns the environment for a process and the file of the
 /// offset.
 fn stepping_clock(dir: &Path) -> (Vec<(&'static str, String)>, PathBuf) {
-    let (source, library, file) = (dir.join("clock.c"), dir.join("clock.so"), dir.join("offset"));
-    std::fs::write(&source, SHIM).expect("the source");
+    let (library, file) = (build_shim(dir, SHIM), dir.join("offset"));
     set(&file, 0);
-    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
-    assert!(built.is_ok_and(|status| status.success()), "no C compiler, which the build needs as well");
     let text = |path: &Path| path.display().to_string();
     (vec![("LD_PRELOAD", text(&library)), ("CLOCK_OFFSET_FILE", text(&file))], file)
 }

@@ -2,7 +2,8 @@
 //!
 //! A real Prometheus scrapes workers with a fault. It evaluates the rules of `deploy/`, in which
 //! minutes are shortened to seconds. `deploy/prometheus/uniffle-worker.tests.yml` tests all alerts
-//! with their real times.
+//! with their real times. Faults of remote stores and of the process itself are in files of their
+//! own.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,12 +12,9 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::task::{JoinSet, block_in_place};
 use uniffle_client::grpc::ShuffleClient;
-use uniffle_client::send::SendForm;
 use uniffle_testkit::clients::{local, long_backoff};
 use uniffle_testkit::coordinator::{CoordinatorDouble, HeartbeatReply};
 use uniffle_testkit::ports::free_port;
-use uniffle_testkit::s3::faults::{Fault, On};
-use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 use uniffle_testkit::tools::available;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -27,19 +25,20 @@ use super::tools::{Running, ask_text};
 use crate::kept_memory::{NEVER_FLUSHED, directory};
 use crate::writes::{Written, client_of, key};
 
-const PATIENCE: Duration = Duration::from_secs(90);
-const BLOCK_BYTES: u32 = 100_000;
+/// The slowest fault, a deletion of objects, is given up after two minutes.
+pub(super) const PATIENCE: Duration = Duration::from_secs(240);
+pub(super) const BLOCK_BYTES: u32 = 100_000;
 
 /// A Prometheus that evaluates the rules with minutes shortened to seconds.
-struct Watch {
+pub(super) struct Watch {
     _running: Running,
     _directory: tempfile::TempDir,
-    port: u16,
+    pub(super) port: u16,
 }
 
 impl Watch {
     /// Starts it for these workers, and waits until it has scraped all of them.
-    fn start(workers: &[&Worker]) -> Self {
+    pub(super) fn start(workers: &[&Worker]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let rules = directory.path().join("rules.yml");
         std::fs::write(&rules, shortened(&std::fs::read_to_string(RULES).unwrap())).unwrap();
@@ -58,7 +57,7 @@ impl Watch {
 
     /// Waits until each of `expected` fires for `worker`. No others may fire for it, except
     /// `consequences`.
-    fn wait_firing(&self, worker: &Worker, expected: &[&str], consequences: &[&str]) {
+    pub(super) fn wait_firing(&self, worker: &Worker, expected: &[&str], consequences: &[&str]) {
         let instance = format!("127.0.0.1:{}", worker.ready().http_port);
         let mut seen = BTreeSet::new();
         wait_until(&format!("{expected:?} fire"), PATIENCE, || {
@@ -94,7 +93,7 @@ impl Watch {
 }
 
 /// Returns whether Prometheus is installed.
-fn is_possible() -> bool {
+pub(super) fn is_possible() -> bool {
     available("alerts under faults", &["prometheus", "promtool"])
 }
 
@@ -340,67 +339,6 @@ fn alerts_fire_on_refused_reload_and_upgrade() {
     watch.wait_firing(&worker, &["UniffleUpgradeRefused"], &["UniffleReloadRefused"]);
 }
 
-/// Starts a worker without disks on the store.
-fn start_on_store(server: &S3Server, keys: &Path) -> Worker {
-    let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
-    std::fs::write(keys, text).unwrap();
-    let made_tables = format!(
-        "[hybrid_store]\nmemory_spill_high_watermark = 0.1\nmemory_spill_low_watermark = 0.01\n\
-         [object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
-         retry_timeout_sec = 1\ncredentials = \"file\"\ncredentials_file = {keys:?}",
-        server.endpoint(),
-    );
-    let (capacity, store_type) = ("64MiB", "MEMORY_OBJECT");
-    let setup = Setup { capacity, store_type, disks: 0, made_tables, ..Setup::default() };
-    block_in_place(|| Worker::start(&setup))
-}
-
-/// Every request to the object store gets `fault` while blocks arrive.
-async fn assert_store_alerts(fault: Fault, expected: &[&str]) {
-    const CONSEQUENCES: [&str; 6] = [
-        "UniffleObjectStoreFails",
-        "UniffleObjectStoreThrottles",
-        "UniffleFlushFails",
-        "UniffleFlushQueueGrows",
-        "UniffleMemoryExhausted",
-        "UniffleWorkerUnhealthy",
-    ];
-    let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
-    let worker = start_on_store(&server, &directory.path().join("keys"));
-    let watch = block_in_place(|| Watch::start(&[&worker]));
-    let client = client_of(&worker).await;
-    for shuffle in 0..20 {
-        client.register(&key("app", shuffle), &[(0, 3)]).await.unwrap();
-    }
-    for on in [On::Get, On::Head, On::List, On::Put, On::Part, On::Create, On::Complete] {
-        server.faults.plan(on, 10_000, &fault);
-    }
-    for task in 0..100 {
-        let written = Written::of(key("app", task % 20), 4);
-        let batch = written.batch(i64::from(task), BLOCK_BYTES);
-        client.push(&written.key, SendForm::Classic, &batch).await.unwrap();
-    }
-    block_in_place(|| watch.wait_firing(&worker, expected, &CONSEQUENCES));
-    drop(worker);
-    server.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn alerts_fire_on_store_outage() {
-    if is_possible() {
-        let refusal = Fault::Refuse(503, "SlowDown");
-        assert_store_alerts(refusal, &["UniffleObjectStoreFails", "UniffleFlushFails"]).await;
-    }
-}
-
-/// Batches wait for uploads that take longer than the test.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn alert_fires_on_growing_flush_queue() {
-    if is_possible() {
-        assert_store_alerts(Fault::Slow(Duration::from_secs(600)), &["UniffleFlushQueueGrows"]).await;
-    }
-}
-
 /// Another program removes the file of blocks in memory.
 #[test]
 fn alerts_fire_on_removed_memory_file() {
@@ -412,4 +350,18 @@ fn alerts_fire_on_removed_memory_file() {
     let watch = Watch::start(&[&worker]);
     remove_files(directory.path());
     watch.wait_firing(&worker, &["UniffleMemoryUnprotected"], &[]);
+}
+
+/// Every alert is named by a test with its fault.
+#[test]
+fn every_alert_has_a_test_with_its_fault() {
+    const TESTS: &str = concat!(
+        include_str!("alerts.rs"),
+        include_str!("alerts_process.rs"),
+        include_str!("alerts_stores.rs")
+    );
+    let rules = std::fs::read_to_string(RULES).unwrap();
+    let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
+    let missing: Vec<_> = alerts.filter(|alert| !TESTS.contains(&format!("\"{alert}\""))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
 }

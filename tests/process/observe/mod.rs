@@ -2,6 +2,8 @@
 //! receiver. Includes hostile requests to the HTTP listener.
 
 mod alerts;
+mod alerts_process;
+mod alerts_stores;
 mod bad_input;
 mod logs;
 mod profiles;
