@@ -210,10 +210,10 @@ fn own_address(
         route_source(*family).or_else(|| best(&candidates))
     });
     found.unwrap_or_else(|| {
-        let loopback: IpAddr = match bind_address.is_ipv4() {
-            true => Ipv4Addr::LOCALHOST.into(),
-            false => Ipv6Addr::LOCALHOST.into(),
-        };
+        // `::1` is missing where IPv6 is disabled.
+        let v6 = IpAddr::from(Ipv6Addr::LOCALHOST);
+        let has_v6 = accepts(bind_address, v6) && local.iter().any(|it| it.ip == v6);
+        let loopback = if has_v6 { v6 } else { Ipv4Addr::LOCALHOST.into() };
         let addresses: Vec<String> =
             local.iter().filter(|it| is_usable(&it.ip)).map(|it| it.ip.to_string()).collect();
         tracing::warn!(
@@ -440,7 +440,7 @@ mod tests {
     #[test]
     fn announced_address_must_be_bound() {
         const BOTH: [&str; 2] = ["fd00:1::5", "10.9.0.5"];
-        let cases: [Case<'_>; 11] = [
+        let cases: [Case<'_>; 13] = [
             (&["fd00:1::5"], &[], "0.0.0.0", "127.0.0.1"),
             (&["fd00:1::5"], &[], "::", "fd00:1::5"),
             (&BOTH, &[], "::", "10.9.0.5"),
@@ -448,7 +448,10 @@ mod tests {
             (&BOTH, &[], "fd00:1::5", "fd00:1::5"),
             (&BOTH, &[], "127.0.0.1", "127.0.0.1"),
             (&["10.9.0.5", "10.8.0.5"], &[], "10.8.0.5", "10.8.0.5"),
-            (&["fe80::1", "169.254.1.1"], &[], "::", "::1"),
+            (&["fe80::1", "169.254.1.1", "::1"], &[], "::", "::1"),
+            // IPv6 is disabled.
+            (&["169.254.1.1", "127.0.0.1"], &[], "::", "127.0.0.1"),
+            (&["127.0.0.1", "::1"], &[], "0.0.0.0", "127.0.0.1"),
             // A container bridge comes before the interface of the default route.
             (&["172.17.0.1", "192.168.7.5"], &["192.168.7.5"], "0.0.0.0", "192.168.7.5"),
             (&["10.0.0.1", "8.8.4.4", "9.9.9.9"], &[], "0.0.0.0", "8.8.4.4"),
