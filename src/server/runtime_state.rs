@@ -9,8 +9,8 @@
 //!
 //! Registrations and reports are not stored here but in the metadata log.
 
-use std::fs;
-use std::io::{self, Read as _};
+use std::fs::{self, File};
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -101,11 +101,16 @@ fn read(path: &Path) -> io::Result<Option<RuntimeState>> {
     Ok(Some(serde_json::from_slice(&text)?))
 }
 
-/// Replaces the file as a whole, so that a reader never sees a part of it.
+/// Replaces the file as a whole, so that a reader never sees a part of it, also after a loss of
+/// power.
 fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     let beside = path.with_extension("new");
-    fs::write(&beside, text)?;
-    fs::rename(beside, path)
+    let mut file = File::create(&beside)?;
+    file.write_all(text)?;
+    file.sync_data()?;
+    fs::rename(beside, path)?;
+    let directory = path.parent().ok_or(io::ErrorKind::NotFound)?;
+    File::open(directory)?.sync_all()
 }
 
 /// Saves the settings to the file after changes.
@@ -114,7 +119,9 @@ pub(super) struct StateWriter {
     service: Arc<Service>,
     live: Arc<RuntimeSettings>,
     embedded: Option<EmbeddedCoordinator>,
-    paths: Vec<PathBuf>,
+    /// Paths of the copies. Each is locked while it is written, which may take longer than anyone
+    /// waits for it.
+    paths: Vec<(PathBuf, Arc<parking_lot::Mutex<()>>)>,
     /// The coordinator counts the applications of a user.
     has_quota: bool,
     changed: Notify,
@@ -149,7 +156,7 @@ impl StateWriter {
             service,
             live,
             embedded,
-            paths: beside_log(config, FILE).collect(),
+            paths: beside_log(config, FILE).map(|path| (path, Arc::default())).collect(),
             has_quota: config.embedded.access.apps_per_user_max > 0,
             changed: Notify::new(),
             is_stopping: AtomicBool::new(false),
@@ -271,10 +278,16 @@ impl StateWriter {
     /// The path and error of each copy, if none was written.
     async fn write(&self, state: &RuntimeState) -> Result<(), String> {
         let text: Arc<[u8]> = serde_json::to_vec(state).map_err(|error| error.to_string())?.into();
-        let writes = self.paths.iter().map(|path| {
+        let writes = self.paths.iter().map(|(path, lock)| {
             let (path, text, shown) = (path.clone(), Arc::clone(&text), path.display().to_string());
+            let lock = Arc::clone(lock);
             async move {
-                let written = within(move || write(&path, &text)).await;
+                let written = within(move || {
+                    let busy = || io::Error::other("an earlier write has not ended");
+                    let _lock = lock.try_lock().ok_or_else(busy)?;
+                    write(&path, &text)
+                });
+                let written = written.await;
                 written.map_err(|error| format!("{shown}: {error}")).inspect_err(|error| {
                     tracing::debug!(error, "cannot write a copy of the settings made at run time")
                 })
