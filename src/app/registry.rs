@@ -38,6 +38,10 @@ pub struct AppRegistry {
     answers: Budget,
     block_ids: Quota,
     started: Instant,
+    /// Time of the last call for an app that was not known.
+    unknown_call_ms: AtomicU64,
+    /// The longest timeout of any app so far.
+    longest_timeout_ms: AtomicU64,
     quotas: Arc<Quotas>,
     /// Locked while an app or a shuffle is added or removed together with its state elsewhere.
     lifecycle: Mutex<Alone>,
@@ -67,6 +71,8 @@ impl AppRegistry {
             answers: answers.clone(),
             block_ids,
             started: Instant::now(),
+            unknown_call_ms: AtomicU64::new(0),
+            longest_timeout_ms: AtomicU64::new(0),
             lifecycle: Mutex::new(Alone {
                 users: Users::of(Arc::clone(&quotas)),
                 sources: Sources::of(heap),
@@ -152,7 +158,9 @@ impl AppRegistry {
         drop(less);
         app.sends_properties.fetch_or(sent_properties, Ordering::Relaxed);
         let usual_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
-        app.heartbeat_timeout_ms.store(heartbeat_timeout.map_or(usual_ms, millis), Ordering::Relaxed);
+        let timeout_ms = heartbeat_timeout.map_or(usual_ms, millis);
+        app.heartbeat_timeout_ms.store(timeout_ms, Ordering::Relaxed);
+        self.longest_timeout_ms.fetch_max(timeout_ms, Ordering::Relaxed);
         Ok(with())
     }
 
@@ -228,6 +236,27 @@ impl AppRegistry {
         self.lifecycle.lock().unproven.reason_of(app)
     }
 
+    /// Forgets which shuffles may have been registered before the start. To be called once
+    /// [`AppRegistry::is_abandoned`] and the tiers have ended the gap.
+    pub fn forget_unproven(&self) {
+        self.lifecycle.lock().unproven = Unproven::default();
+    }
+
+    /// Records a call for an app that is not known, which an earlier process may have known.
+    pub fn note_unknown_call(&self) {
+        self.unknown_call_ms.fetch_max(self.now_ms(), Ordering::Relaxed);
+    }
+
+    /// Returns whether no app is left, known or not: none is known, and since the start no unknown
+    /// app has called for longer than the timeout of any app.
+    #[must_use]
+    pub fn is_abandoned(&self) -> bool {
+        let usual_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
+        let timeout_ms = self.longest_timeout_ms.load(Ordering::Relaxed).max(usual_ms);
+        let silent_ms = self.now_ms().saturating_sub(self.unknown_call_ms.load(Ordering::Relaxed));
+        self.apps.is_empty() && silent_ms > timeout_ms
+    }
+
     /// Replaces the timeout for apps that register from now on.
     pub fn set_heartbeat_timeout(&self, timeout: Duration) {
         self.heartbeat_timeout_ms.store(millis(timeout), Ordering::Relaxed);
@@ -251,8 +280,10 @@ impl AppRegistry {
         app.last_use_ms.fetch_max(self.now_ms(), Ordering::Relaxed);
     }
 
-    /// Marks all apps as used now: after a restart every app gets its full timeout.
+    /// Marks all apps as used now, including unknown ones: after a restart every app gets its full
+    /// timeout.
     pub fn touch_all(&self) {
+        self.note_unknown_call();
         self.apps.iter().for_each(|app| self.touch(&app));
     }
 

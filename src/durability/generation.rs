@@ -163,6 +163,28 @@ impl Writer {
         self.source = Source { parts: all.collect(), shipped: None };
     }
 
+    /// Ends the gap by a new epoch, unless a directory that may have newer metadata is away or
+    /// unreadable. Shuffles in the log stay incomplete. Returns whether there is no gap any more.
+    pub(super) async fn end_gap(&mut self) -> Result<bool, LogError> {
+        let is_awaited = |member: &Member| {
+            let until_back = self.epoch.gap.as_ref().map(|gap| &gap.until_back);
+            let ends_it = until_back.is_some_and(|all| all.contains(member.uuid().as_bytes()));
+            self.is_away(member) && (member.may_go_alone || member.votes && ends_it)
+        };
+        let may_return = !self.unread.is_empty() || self.epoch.members.iter().any(is_awaited);
+        if !self.is_open || may_return {
+            return Ok(false);
+        }
+        let Some(gap) = self.epoch.gap.take() else { return Ok(true) };
+        // The directories learn of the end by a new epoch.
+        self.is_open = false;
+        let begun = self.begin(&mut BTreeSet::new()).await;
+        if begun.is_err() {
+            self.epoch.gap = Some(gap);
+        }
+        begun.map(|()| true)
+    }
+
     fn next_epoch(&mut self, members: Vec<Member>, places: &[usize], is_whole: bool) -> Epoch {
         let holders = places.iter().map(|at| self.directories[*at].uuid.into_bytes()).collect();
         // An absent directory may know any of these epochs. They are compared when it returns.

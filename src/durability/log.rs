@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::contents::LogShares;
@@ -42,7 +43,7 @@ pub struct LogInStore {
 #[derive(Debug, Clone)]
 pub struct MetadataLog {
     requests: mpsc::Sender<Request>,
-    gap: Option<Arc<str>>,
+    gap: Arc<Mutex<Option<Arc<str>>>>,
     is_begun: Arc<AtomicBool>,
     was_tried: watch::Receiver<bool>,
     damage: watch::Receiver<Option<Arc<str>>>,
@@ -68,7 +69,7 @@ impl MetadataLog {
         if found.shuffles.is_empty() {
             writer.begin_first().await;
         }
-        let gap = found.gap.as_deref().map(Arc::from);
+        let gap = Arc::new(Mutex::new(found.gap.as_deref().map(Arc::from)));
         let (is_begun, was_tried) = (Arc::clone(&writer.is_begun), writer.was_tried.subscribe());
         let damage = writer.damage.subscribe();
         let living = writer.contents.living.clone();
@@ -101,7 +102,24 @@ impl MetadataLog {
     /// Returns the reason why unknown shuffles may exist.
     #[must_use]
     pub fn gap(&self) -> Option<Arc<str>> {
-        self.gap.clone()
+        self.gap.lock().clone()
+    }
+
+    /// Ends the gap, also for later starts. To be called once no application of the time before it
+    /// is left. Incomplete shuffles stay incomplete. Returns false if a directory that may have
+    /// newer metadata is away or unreadable.
+    ///
+    /// # Errors
+    /// Too few directories can be written.
+    pub async fn end_gap(&self) -> Result<bool, LogError> {
+        let (done, answer) = oneshot::channel();
+        let ended = || LogError::told("the worker ends");
+        self.requests.send(Request::EndGap(done)).await.map_err(|_| ended())?;
+        let is_over = answer.await.map_err(|_| ended())??;
+        if is_over {
+            *self.gap.lock() = None;
+        }
+        Ok(is_over)
     }
 
     /// Returns why the log lacks records of living shuffles that this process has acknowledged:

@@ -191,7 +191,7 @@ impl Writer {
         whole.map(|log| log.contents.moved.keys().copied().collect()).unwrap_or_default()
     }
 
-    fn is_away(&self, member: &Member) -> bool {
+    pub(super) fn is_away(&self, member: &Member) -> bool {
         self.directories.iter().all(|directory| directory.uuid != member.uuid())
     }
 

@@ -59,6 +59,8 @@ pub(super) enum Request {
     Settle(oneshot::Sender<()>),
     /// Record that this start could not see everything.
     Blind(oneshot::Sender<()>),
+    /// End the gap, if possible.
+    EndGap(oneshot::Sender<Result<bool, LogError>>),
     /// Stop writing, and return the hand-off record.
     Release(oneshot::Sender<Result<HandOff, LogError>>),
     /// Return where the log can be read now, and its living shuffles.
@@ -170,7 +172,7 @@ impl Writer {
         while self.wait_for(&mut requests, &mut waiting).await > 0 {
             let (mut entries, mut answers) = (Vec::new(), Vec::new());
             let (mut settled, mut listening, mut releasing) = (Vec::new(), Vec::new(), None);
-            let mut looking = Vec::new();
+            let (mut looking, mut ending) = (Vec::new(), Vec::new());
             for request in waiting.drain(..) {
                 match request {
                     Request::Append(entry, done) => {
@@ -180,6 +182,7 @@ impl Writer {
                     Request::Settle(done) => settled.push(done),
                     Request::Tell(to) => listening.push(to),
                     Request::Snapshot(done) => looking.push(done),
+                    Request::EndGap(done) => ending.push(done),
                     Request::Release(done) => releasing = Some(done),
                     Request::Blind(done) => {
                         self.is_blind = true;
@@ -205,6 +208,9 @@ impl Writer {
             }
             if self.is_told && !*self.was_tried.borrow() {
                 self.begin_first().await;
+            }
+            for done in ending {
+                let _ = done.send(self.end_gap().await);
             }
             self.tidy(!settled.is_empty() || releasing.is_some()).await;
             if let Some(done) = releasing {

@@ -12,6 +12,7 @@ use super::ServiceError;
 use super::aside::{aside, own_aside};
 use super::drain::Draining;
 use super::lifecycle::Lifecycle;
+use crate::telemetry::AUDIT;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 impl Lifecycle {
@@ -58,6 +59,26 @@ impl Lifecycle {
         let expired = own_aside(move || lifecycle.expire_apps()).await;
         if let Err(error) = expired {
             tracing::error!(%error, "cannot purge finished applications; retrying at the next check");
+        }
+    }
+
+    /// Ends the gap of the metadata log once no app is left. An app of the time before the gap that
+    /// calls later is treated as expired. Retried at the next check.
+    pub async fn end_metadata_gap(&self) {
+        let Some(tier) = self.tiers.metadata() else { return };
+        let Some(reason) = tier.metadata_gap().filter(|_| self.apps.is_abandoned()) else { return };
+        match tier.end_metadata_gap().await {
+            Ok(true) => {
+                self.apps.forget_unproven();
+                tracing::info!(
+                    target: AUDIT,
+                    %reason,
+                    "no application is left from before metadata was lost; results of unknown shuffles are \
+                     no longer refused"
+                );
+            }
+            Ok(false) => {}
+            Err(error) => tracing::debug!(%error, "cannot record the end of the metadata gap yet; retrying"),
         }
     }
 

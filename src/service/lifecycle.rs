@@ -290,7 +290,10 @@ impl Lifecycle {
                         tracing::debug!(expired, "tickets expired");
                     }
                 }
-                _ = apps.tick() => self.end_expired_apps().await,
+                _ = apps.tick() => {
+                    self.end_expired_apps().await;
+                    self.end_metadata_gap().await;
+                }
                 _ = decommission.tick() => self.check_decommission(),
                 // The first check runs at once, as in Java, so that an operator with an idle worker
                 // need not wait for an interval.

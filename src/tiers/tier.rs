@@ -70,6 +70,15 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         None
     }
 
+    /// Ends the metadata gap, also for later starts. To be called once no application of the time
+    /// before it is left. Returns false if this cannot be proven here.
+    ///
+    /// # Errors
+    /// The end of the gap cannot be recorded now.
+    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>> {
+        ready(Ok(false)).boxed()
+    }
+
     /// Returns why the next process would refuse results that this one serves.
     fn successor_doubts(&self) -> Option<String> {
         None

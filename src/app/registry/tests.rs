@@ -123,6 +123,24 @@ async fn app_timeout_overrides_the_default() {
     assert_eq!(registry.expired().len(), 2);
 }
 
+#[tokio::test(start_paused = true)]
+async fn registry_is_abandoned_once_unknown_apps_are_silent() {
+    let registry = registry();
+    let patient = Some(Duration::from_secs(3600));
+    let request = Registration { heartbeat_timeout: patient, ..registration("a", 1, &[(0, 1)]) };
+    registry.register(request, || ()).unwrap();
+    tokio::time::advance(Duration::from_secs(4000)).await;
+    assert!(!registry.is_abandoned(), "an app is known");
+    registry.note_unknown_call();
+    registry.remove_app(&AppId::parse("a").unwrap(), |_| ()).unwrap();
+    tokio::time::advance(Duration::from_secs(3600)).await;
+    assert!(!registry.is_abandoned(), "an unknown app may have the longest timeout");
+    tokio::time::advance(Duration::from_secs(1)).await;
+    assert!(registry.is_abandoned());
+    registry.touch_all();
+    assert!(!registry.is_abandoned(), "after a start all apps get their timeout");
+}
+
 #[tokio::test]
 async fn marks_persist_and_are_reported_once() {
     let registry = registry();

@@ -173,6 +173,11 @@ impl Tier for LocalStore {
         self.metadata.gap()
     }
 
+    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>> {
+        let end = async { self.metadata.end_gap().await.map_err(|error| take_over::failed_log(&error)) };
+        end.boxed()
+    }
+
     fn successor_doubts(&self) -> Option<String> {
         let damage = self.metadata.damage()?;
         Some(format!("{damage}; wait until the applications of that time have ended"))

@@ -127,6 +127,10 @@ impl Tier for OffloadTier {
         self.local.metadata_gap()
     }
 
+    fn end_metadata_gap(&self) -> BoxFuture<'_, Result<bool, StoreError>> {
+        self.local.end_metadata_gap()
+    }
+
     fn visit_present<'a>(
         &'a self,
         key: &'a ShuffleKey,

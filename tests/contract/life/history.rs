@@ -14,6 +14,7 @@ use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operatio
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
+use uniffle_worker::app::AppConfig;
 use uniffle_worker::clock;
 use uniffle_worker::durability::{HandOff, METADATA};
 use uniffle_worker::runtime::Tasks;
@@ -627,6 +628,18 @@ impl History {
         self.readers = readers;
     }
 
+    /// All directories are present and no application is left: nothing is refused any more, soon
+    /// after applications have had their timeout.
+    async fn assert_gap_ends(&mut self) {
+        let gap = |history: &Self| history.process().flusher.tiers().metadata()?.metadata_gap();
+        if !self.has_disks() || gap(self).is_none() {
+            return;
+        }
+        tokio::time::sleep(AppConfig::default().heartbeat_timeout + EXPIRY_INTERVAL).await;
+        assert_eq!(gap(self), None, "results of unknown shuffles are refused for ever");
+        self.tally.ended_gaps += 1;
+    }
+
     /// Reads everything that was acknowledged, unregisters all and checks that nothing remains.
     async fn finish(&mut self) {
         let now = self.now();
@@ -653,6 +666,7 @@ impl History {
         // Files that may belong to a shuffle without a registration are kept.
         let left: Vec<PathBuf> = files.filter(|path| path.starts_with("apps") && !self.excused).collect();
         assert!(left.is_empty(), "files left: {left:?}");
+        self.assert_gap_ends().await;
         // Objects of such a shuffle are kept too. Without disks, only a gap in the log hides one.
         let has_gap =
             self.process().flusher.tiers().metadata().is_some_and(|tier| tier.metadata_gap().is_some());

@@ -42,6 +42,7 @@ tally!(
     damaged_metadata,
     damaged_claims,
     claims_written,
+    ended_gaps,
     refused_results,
     forgotten_shuffles,
     compared_blocks,
@@ -113,6 +114,7 @@ pub(crate) const DISK_EVENTS: &[&str] = &[
     "damaged_metadata",
     "damaged_claims",
     "claims_written",
+    "ended_gaps",
     "extents_given_up",
     "unmounted_starts",
 ];

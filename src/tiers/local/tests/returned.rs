@@ -37,6 +37,62 @@ async fn maintain(store: &LocalStore) {
     store.maintain_once().await;
 }
 
+/// A disk is replaced for good. The end of its gap is on the disks, and says nothing of shuffles
+/// that are in the log.
+#[tokio::test(start_paused = true)]
+async fn gap_of_a_replaced_disk_ends_for_later_starts() {
+    let ([a, _], old, new) = (disks::<2>(), key("app", 1), key("app", 2));
+    let b = TestDisk::new("/b");
+    let both = || async { open(vec![a.disk(), b.disk()]).await.unwrap() };
+    let store = open(vec![a.disk(), TestDisk::new("/b").disk()]).await.unwrap();
+    say(&store, &old, b"registered").await;
+    drop(store);
+    let store = both().await;
+    assert!(found(&hear(&store).await, &old).1.is_some());
+    for disk in [&a, &b] {
+        disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
+    }
+    store.end_metadata_gap().await.unwrap_err();
+    assert!(store.metadata_gap().is_some(), "its end is not on the disks");
+    a.faults.clear();
+    b.faults.clear();
+    drop(store);
+
+    let store = both().await;
+    hear(&store).await;
+    assert!(store.metadata_gap().is_some(), "nobody has ended it");
+    assert!(store.end_metadata_gap().await.unwrap());
+    assert_eq!(store.metadata_gap(), None);
+    say(&store, &new, b"registered").await;
+    drop(store);
+    let store = both().await;
+    let heard = hear(&store).await;
+    assert!(found(&heard, &old).1.is_some(), "its records may be missing");
+    assert_eq!((found(&heard, &new).1, store.metadata_gap()), (None, None));
+}
+
+/// A directory that may have newer metadata can still return.
+#[tokio::test(start_paused = true)]
+async fn gap_of_an_absent_or_unreadable_disk_does_not_end() {
+    let disks = disks::<2>();
+    drop(store_on(&disks).await);
+    let store = store_on(&disks[..1]).await;
+    hear(&store).await;
+    assert!(store.metadata_gap().unwrap().contains("/b is missing"));
+    assert!(!store.end_metadata_gap().await.unwrap());
+    drop(store);
+    disks[1].faults.add(unlistable());
+    let store = store_on(&disks).await;
+    hear(&store).await;
+    assert!(store.metadata_gap().unwrap().contains("cannot list"));
+    assert!(!store.end_metadata_gap().await.unwrap());
+    disks[1].faults.clear();
+    drop(store);
+    let store = store_on(&disks).await;
+    hear(&store).await;
+    assert_eq!(store.metadata_gap(), None);
+}
+
 /// The metadata of the first disk cannot be listed while a shuffle is registered again, so only the
 /// second knows the last registration. Then the second is missing.
 #[tokio::test(start_paused = true)]
