@@ -20,7 +20,7 @@ use uniffle_worker::durability::{HandOff, METADATA};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
 use uniffle_worker::tiers::offload::Watermarks;
-use uniffle_worker::tiers::{DiskInfo, LocalConfig, StoreError, SyncWrites};
+use uniffle_worker::tiers::{LocalConfig, StoreError, SyncWrites};
 
 use super::Mutation;
 use super::clients::OpenSend;
@@ -435,8 +435,8 @@ impl History {
         }
     }
 
-    /// Runs the final flush. It ignores watermarks and earlier refusals, so healthy disks receive
-    /// everything.
+    /// Runs the final flush. It ignores watermarks and earlier refusals, so one writable disk
+    /// receives everything.
     async fn flush_all(&mut self, here: &BTreeSet<usize>) {
         if self.objects.is_some() {
             return self.process().flush().await;
@@ -449,9 +449,8 @@ impl History {
             Mutation::NoLastFlush => self.process().flush().await,
             _ => self.process().empty().await,
         }
-        let disks = self.process().store().disks();
         let hangs = here.iter().any(|disk| self.faults[*disk].hung() > 0);
-        if !hangs && disks.iter().all(DiskInfo::is_healthy) {
+        if !hangs && here.iter().any(|disk| !self.faults[*disk].is_read_only()) {
             assert!(self.process().is_flushed(), "a stop has left blocks in memory");
         }
     }
