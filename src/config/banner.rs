@@ -1,5 +1,5 @@
-//! How a first-time user connects Spark: as `spark-submit` options in the start-up text, and as lines
-//! of `spark-defaults.conf` on the status page. Both come from [`SparkOptions`].
+//! How a first-time user connects Spark: as `spark-submit` options in the start-up text, and as
+//! lines of `spark-defaults.conf` on the status page. Both come from [`SparkOptions`].
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,8 +8,8 @@ use super::worker::StoreType;
 /// Published client package in the text. README.md lists the supported versions.
 const CLIENT_PACKAGE: &str = "org.apache.uniffle:rss-client-spark3-shaded:0.9.2";
 
-/// Settings for raw TCP besides the client type. On JDK 9+ its client cannot read from memory without
-/// the flag.
+/// Settings for raw TCP besides the client type. On JDK 9+ its client cannot read from memory
+/// without the flag.
 const TCP_SETTINGS: [(&str, &str); 2] = [
     ("spark.driver.extraJavaOptions", "-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true"),
     ("spark.executor.extraJavaOptions", "-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true"),
