@@ -109,7 +109,7 @@ fn shortened(rules: &str) -> String {
 }
 
 /// Sends blocks until the set is dropped.
-fn fill(worker: &Worker, app: &'static str) -> JoinSet<()> {
+pub(super) fn fill(worker: &Worker, app: &'static str) -> JoinSet<()> {
     let port = worker.ready().grpc_port;
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {

@@ -13,7 +13,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{maven, wait_until};
 use uniffle_worker::proto::RemoteStorage;
 
-use super::alerts::{BLOCK_BYTES, PATIENCE, Watch, is_possible};
+use super::alerts::{BLOCK_BYTES, PATIENCE, Watch, fill, is_possible};
 use crate::writes::{Written, client_of, key};
 
 /// Returns the settings of a worker on the store, whose keys are written to `keys`.
@@ -30,16 +30,18 @@ fn on_store(server: &S3Server, keys: &Path, store_type: &'static str) -> Setup {
     Setup { capacity: "64MiB", store_type, disks, made_tables, ..Setup::default() }
 }
 
+/// Alerts that may follow from a failing object store.
+const CONSEQUENCES: [&str; 6] = [
+    "UniffleObjectStoreFails",
+    "UniffleObjectStoreThrottles",
+    "UniffleFlushFails",
+    "UniffleFlushQueueGrows",
+    "UniffleMemoryExhausted",
+    "UniffleWorkerUnhealthy",
+];
+
 /// Every request to the object store gets `fault` while blocks arrive.
 async fn assert_store_alerts(fault: Fault, expected: &[&str]) {
-    const CONSEQUENCES: [&str; 6] = [
-        "UniffleObjectStoreFails",
-        "UniffleObjectStoreThrottles",
-        "UniffleFlushFails",
-        "UniffleFlushQueueGrows",
-        "UniffleMemoryExhausted",
-        "UniffleWorkerUnhealthy",
-    ];
     let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
     let setup = on_store(&server, &directory.path().join("keys"), "MEMORY_OBJECT");
     let worker = block_in_place(|| Worker::start(&setup));
@@ -67,6 +69,26 @@ async fn alerts_fire_on_store_outage() {
         let refusal = Fault::Refuse(503, "SlowDown");
         assert_store_alerts(refusal, &["UniffleObjectStoreFails", "UniffleFlushFails"]).await;
     }
+}
+
+/// Every second upload is refused, so the store does not count as failing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn alert_fires_on_throttling_store() {
+    if !is_possible() {
+        return;
+    }
+    let (server, directory) = (S3Server::start().await, tempfile::tempdir().unwrap());
+    let setup = on_store(&server, &directory.path().join("keys"), "MEMORY_OBJECT");
+    let worker = block_in_place(|| Worker::start(&setup));
+    let watch = block_in_place(|| Watch::start(&[&worker]));
+    for _ in 0..5000 {
+        server.faults.plan(On::Put, 1, &Fault::Refuse(503, "SlowDown"));
+        server.faults.plan(On::Put, 1, &Fault::None);
+    }
+    let filling = fill(&worker, "app");
+    block_in_place(|| watch.wait_firing(&worker, &["UniffleObjectStoreThrottles"], &CONSEQUENCES));
+    drop((filling, worker));
+    server.stop().await;
 }
 
 /// Batches wait for uploads that take longer than the test.
