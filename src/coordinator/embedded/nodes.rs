@@ -278,9 +278,10 @@ impl NodeTable {
             server,
         };
         let is_leaving = node.is_leaving();
-        let before = self.nodes.insert(node.server.id.clone(), node);
+        let id = node.server.id.clone();
+        let before = self.nodes.insert(id.clone(), node);
         if before.is_none() {
-            tracing::info!(nodes = self.nodes.len(), "node joined");
+            tracing::info!(node = %id, nodes = self.nodes.len(), "node joined");
         }
         // A leaving node is not awaited by the next process.
         self.version += u64::from(before.is_none_or(|before| before.is_leaving() != is_leaving));
