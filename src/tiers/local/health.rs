@@ -7,6 +7,7 @@
 
 use std::io;
 
+use bytesize::ByteSize;
 use rustix::io::Errno;
 
 use super::placement;
@@ -136,7 +137,7 @@ impl Health {
     /// it is not full.
     pub(super) fn why_full(&self, space: &Space) -> Option<String> {
         let Space { total_bytes, free_bytes, total_inodes, free_inodes, .. } = *space;
-        let bytes = format!("{free_bytes} of {total_bytes} bytes are free");
+        let bytes = format!("{} of {} are free", ByteSize(free_bytes), ByteSize(total_bytes));
         let has_inodes = total_inodes > 0;
         let text = match self.refusal {
             Some(Refusal::Quota) => {
@@ -302,15 +303,15 @@ mod tests {
         assert_eq!(why(None, &space), None);
         let text = why(Some(Errno::NOSPC), &space).unwrap();
         assert!(
-            text.contains("0 of 8") && text.contains("inodes") && text.contains("90 of 100 bytes"),
+            text.contains("0 of 8") && text.contains("inodes") && text.contains("90 B of 100 B"),
             "{text}"
         );
         let text = why(Some(Errno::DQUOT), &space).unwrap();
-        assert!(text.contains("quota") && text.contains("90 of 100 bytes"), "{text}");
+        assert!(text.contains("quota") && text.contains("90 B of 100 B"), "{text}");
         for total_inodes in [0, 8] {
             let space = Space { free_bytes: 0, total_inodes, free_inodes: total_inodes / 2, ..space };
             let text = why(Some(Errno::NOSPC), &space).unwrap();
-            assert!(text.contains("no space, 0 of 100 bytes"), "{text}");
+            assert!(text.contains("no space, 0 B of 100 B"), "{text}");
         }
         let mut health = Health::default();
         health.measured(0.9, 0.8, 0.7);
