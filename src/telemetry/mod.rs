@@ -7,6 +7,7 @@
 mod audit;
 #[cfg(test)]
 pub(crate) mod captured;
+mod fields;
 mod files;
 mod log_limiter;
 mod metrics;
@@ -31,6 +32,7 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
+use self::fields::QuotedFields;
 use self::repeats::{Limited, Repeats};
 use self::writer::LogThread;
 pub use audit::AUDIT;
@@ -149,7 +151,9 @@ where
     let (writer, repeats) = (thread.writer(), thread.repeats());
     let layer = tracing_subscriber::fmt::layer().with_writer(move || writer.clone()).with_ansi(colours);
     match format {
-        LogFormat::Text => layer.map_event_format(|format| Limited { format, repeats }).boxed(),
+        LogFormat::Text => {
+            layer.fmt_fields(QuotedFields).map_event_format(|format| Limited { format, repeats }).boxed()
+        }
         LogFormat::Json => {
             let layer = layer.json().flatten_event(true);
             layer.map_event_format(|format| Limited { format, repeats }).boxed()

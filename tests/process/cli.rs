@@ -273,7 +273,7 @@ fn start_logs_program_and_configuration_in_one_line() {
     let (version, path) = (env!("CARGO_PKG_VERSION"), worker.data_paths()[0].display().to_string());
     let id = format!("id=\"127.0.0.1-{}", worker.ready().grpc_port);
     let version = format!("version=\"{version}\" commit=\"");
-    for part in [&version, "config=", "config.toml", &id, "store_type=", "capacity=61.0 MiB", &path] {
+    for part in [&version, "config=", "config.toml", &id, "store_type=", "capacity=\"61.0 MiB\"", &path] {
         assert!(lines[0].contains(part), "{part} in {}", lines[0]);
     }
     assert!(!log.contains("Some(") && !log.contains("None"), "{log}");
