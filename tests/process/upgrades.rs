@@ -289,7 +289,7 @@ async fn upgrade_is_refused_until_hung_disk_answers() {
     });
     let log = worker.log();
     let refusal = log.lines().find(|line| line.contains("upgrade refused")).expect("it is logged");
-    let named = format!("data directory {hung} does not answer");
+    let named = format!("data directory {hung} hangs");
     for part in [&named, "by=\"hang\"", "decommission the worker", "then restart it"] {
         assert!(refusal.contains(part), "{part}: {refusal}");
     }
