@@ -110,7 +110,7 @@ fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     file.sync_data()?;
     fs::rename(beside, path)?;
     let directory = path.parent().ok_or(io::ErrorKind::NotFound)?;
-    File::open(directory)?.sync_all()
+    fs::OpenOptions::new().read(true).open(directory)?.sync_all()
 }
 
 /// Saves the settings to the file after changes.

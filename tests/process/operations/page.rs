@@ -98,12 +98,16 @@ async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -
     }
 }
 
+/// Waits for both rows of the cluster, which show the use of disks.
 async fn until_both_nodes_are_shown(browser: &Browser) {
     let start = Instant::now();
     while browser.run(NODES).await != json!(2) {
         assert!(start.elapsed() < PATIENCE, "the cluster is not shown with both nodes");
         sleep(Duration::from_millis(100)).await;
     }
+    let used = browser.run(DISKS_USED).await;
+    let used = used.as_array().unwrap();
+    assert!(used.iter().all(|text| text.as_str().unwrap().ends_with('B')), "{used:?}");
 }
 
 /// Waits until the page lists a lost node, and a live one with a link to `page`.
@@ -207,9 +211,6 @@ async fn status_page_shows_worker_and_escapes_names() {
     assert!(seen["asked"].as_array().unwrap().iter().all(|it| *it == json!(origin)), "{}", seen["asked"]);
 
     until_both_nodes_are_shown(&browser).await;
-    let used = browser.run(DISKS_USED).await;
-    let used = used.as_array().unwrap();
-    assert!(used.iter().all(|text| text.as_str().unwrap().ends_with('B')), "{used:?}");
     let screenshots = kept_dir().join("status-page");
     std::fs::create_dir_all(&screenshots).unwrap();
     for (name, width, height, is_phone) in [("desktop", 1280, 900, false), ("phone", 390, 844, true)] {
