@@ -505,7 +505,7 @@ async fn data_without_a_metadata_log_is_incomplete() {
         let recovered = store.take_recovered();
         assert!(!recovered.shuffles[0].reason.is_empty());
         let gap = store.metadata_gap().unwrap();
-        assert!(gap.contains("no metadata log") && gap.contains("unregister"), "{gap}");
+        assert!(gap.contains("without a metadata log") && gap.contains("unregister"), "{gap}");
         say(&store, &key("app", 2), b"registered").await;
         drop((recovered, store));
         assert!(store_on(disks).await.metadata_gap().is_some(), "later starts know it");

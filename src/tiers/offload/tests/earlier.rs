@@ -82,7 +82,7 @@ async fn store_that_takes_nothing_lets_no_moved_shuffle_be_registered_again() {
             );
             let text = error.to_string();
             assert_eq!(error.kind, StoreErrorKind::Unreachable, "{text}");
-            assert!(text.contains("that an earlier registration of the shuffle is over"), "{text}");
+            assert!(text.contains("an earlier registration of the shuffle has not been ended"), "{text}");
             process.say(&again, b"later").await.unwrap_err();
             process.register(&other).await;
 
