@@ -36,6 +36,7 @@ pub(crate) struct CommandLine {
 
 #[derive(Debug, Subcommand)]
 #[command(disable_help_subcommand = true)]
+#[expect(clippy::large_enum_variant, reason = "there is one, parsed at the start")]
 pub(crate) enum Action {
     #[command(flatten)]
     Run(Command),
