@@ -171,7 +171,6 @@ impl Worker {
         // Before the first block is acknowledged, and after this worker has claimed the
         // directories.
         memory_backing::note(config).await;
-        let state = RuntimeState::read(config, passed_state).await;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
         let service = Service::new(
             config.service.clone(),
@@ -181,6 +180,7 @@ impl Worker {
             background.clone(),
             &registry,
         )?;
+        let state = RuntimeState::recover(config, &service, passed_state).await;
         restore(&service, &memory).await;
         promised.into_iter().for_each(|promised| tickets::take_over(&memory, promised));
         service.lifecycle.set_quotas(&config.service.quota);

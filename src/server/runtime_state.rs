@@ -1,11 +1,11 @@
 //! Settings made at run time that outlive the process: decommissioning, tags, and the applications
 //! and nodes known to the embedded coordinator.
 //!
-//! They are one JSON file beside each copy of the metadata log, rewritten as a whole after a
-//! change. A start reads the newest readable copy. An upgrade hands everything to the successor. A
-//! kill keeps everything if there are data directories with `recovery = true`. An orderly stop then
-//! keeps everything but the decommissioning: the stop completes it, and the next start accepts
-//! shuffles again.
+//! They are one JSON file beside each copy of the metadata log, or an object beside the log in an
+//! object store (`MEMORY_OBJECT`), rewritten as a whole after a change. A start reads the newest
+//! readable copy. An upgrade hands everything to the successor. A kill keeps everything if there is
+//! a metadata log. An orderly stop then keeps everything but the decommissioning: the stop completes
+//! it, and the next start accepts shuffles again.
 //!
 //! Registrations and reports are not stored here but in the metadata log.
 
@@ -23,9 +23,11 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{Mutex, Notify};
 use tokio::time::MissedTickBehavior;
 
+use crate::clock::{Instant, timeout};
 use crate::config::Config;
 use crate::coordinator::embedded::{EmbeddedCoordinator, SavedApp, SavedNode};
 use crate::service::{Service, SettingsStore};
+use crate::tiers::{SavedSettings, Tier};
 
 use super::memory_backing::{beside_log, within};
 use super::passed;
@@ -37,6 +39,11 @@ const FILE: &str = "state";
 const FILE_BYTES_MAX: u64 = 16 << 20;
 /// Interval at which changes of applications and nodes are saved, and failed writes are repeated.
 const SAVE_INTERVAL: Duration = Duration::from_secs(2);
+/// Age at which settings in an object store are written again: a rule of the bucket may delete old
+/// objects, after one day at the earliest.
+const REFRESH: Duration = Duration::from_hours(12);
+/// Time limit of a request to the object store.
+const STORE_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Content of the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,15 +68,34 @@ struct SavedTags {
 }
 
 impl RuntimeState {
+    /// Returns the settings `passed` by the predecessor of an upgrade, otherwise the saved ones.
+    pub(super) async fn recover(config: &Config, service: &Service, passed: Option<OwnedFd>) -> Self {
+        let tier = metadata_tier(service);
+        let stored = tier.as_ref().and_then(|tier| tier.saved_settings());
+        Self::read(config, stored, passed).await
+    }
+
     /// Returns the settings `passed` by the predecessor of an upgrade, otherwise those of the
-    /// newest file.
-    pub(super) async fn read(config: &Config, passed: Option<OwnedFd>) -> Self {
+    /// newest file, or of the object store.
+    async fn read(config: &Config, stored: Option<&dyn SavedSettings>, passed: Option<OwnedFd>) -> Self {
         match passed.map(passed::read) {
             Some(Ok(state)) => return state,
             Some(Err(error)) => {
                 tracing::warn!(%error, "cannot read the settings made at run time of the previous process");
             }
             None => {}
+        }
+        if let Some(stored) = stored {
+            return read_stored(stored)
+                .await
+                .unwrap_or_else(|error| {
+                    tracing::warn!(
+                        error,
+                        "cannot read the settings made at run time in the object store; ignoring them"
+                    );
+                    None
+                })
+                .unwrap_or_default();
         }
         let reads = beside_log(config, FILE).map(|path| async move {
             let shown = path.display().to_string();
@@ -88,6 +114,17 @@ impl RuntimeState {
         let saved = self.tags.as_ref()?;
         (saved.configured == configured).then(|| saved.current.clone())
     }
+}
+
+async fn read_stored(stored: &dyn SavedSettings) -> Result<Option<RuntimeState>, String> {
+    let read = timeout(STORE_DEADLINE, stored.read()).await.map_err(|error| error.to_string())?;
+    let Some(text) = read.map_err(|error| error.to_string())? else { return Ok(None) };
+    serde_json::from_slice(&text).map_err(|error| error.to_string())
+}
+
+/// Returns where a worker without data directories saves its settings.
+fn metadata_tier(service: &Service) -> Option<Arc<dyn Tier>> {
+    service.flusher()?.tiers().metadata().cloned()
 }
 
 fn read(path: &Path) -> io::Result<Option<RuntimeState>> {
@@ -138,6 +175,8 @@ struct Latest {
     nodes_version: Option<u64>,
     /// A copy of the state has been written.
     is_saved: bool,
+    /// Time of the last write.
+    saved_at: Option<Instant>,
     /// A warning about a state that was not saved has been logged.
     has_warned: bool,
 }
@@ -197,16 +236,20 @@ impl StateWriter {
     pub(super) async fn save(&self) -> Result<(), String> {
         let mut latest = self.latest.lock().await;
         self.update(&mut latest);
-        if latest.is_saved {
+        let tier = metadata_tier(&self.service);
+        let stored = tier.as_ref().and_then(|tier| tier.saved_settings());
+        let is_old = stored.is_some() && latest.saved_at.is_some_and(|at| at.elapsed() >= REFRESH);
+        if latest.is_saved && !is_old {
             return Ok(());
         }
-        if self.paths.is_empty() {
+        if self.paths.is_empty() && stored.is_none() {
             latest.is_saved = true;
             self.warn_of_loss(&mut latest);
             return Ok(());
         }
-        let written = self.write(&latest.state).await;
+        let written = self.write(&latest.state, stored).await;
         latest.is_saved = written.is_ok();
+        latest.saved_at = Some(Instant::now());
         let had_warned = std::mem::replace(&mut latest.has_warned, written.is_err());
         written.inspect_err(|error| {
             if !had_warned {
@@ -266,18 +309,23 @@ impl StateWriter {
                 tags = tags.is_some(),
                 counts_users,
                 "a restart forgets decommissioning, tags set by a call, and the users of applications, because \
-                 no data directory has a metadata log (localfile_store.recovery); set them again after a \
+                 there is no metadata log (store_type, localfile_store.recovery); set them again after a \
                  restart"
             );
         }
     }
 
-    /// Writes `state` to all copies.
+    /// Writes `state` to all copies, or to the object store.
     ///
     /// # Errors
     /// The path and error of each copy, if none was written.
-    async fn write(&self, state: &RuntimeState) -> Result<(), String> {
-        let text: Arc<[u8]> = serde_json::to_vec(state).map_err(|error| error.to_string())?.into();
+    async fn write(&self, state: &RuntimeState, stored: Option<&dyn SavedSettings>) -> Result<(), String> {
+        let text = serde_json::to_vec(state).map_err(|error| error.to_string())?;
+        if let Some(stored) = stored {
+            let saved = timeout(STORE_DEADLINE, stored.save(text.into())).await;
+            return saved.map_err(|error| error.to_string())?.map_err(|error| error.to_string());
+        }
+        let text: Arc<[u8]> = text.into();
         let writes = self.paths.iter().map(|(path, lock)| {
             let (path, text, shown) = (path.clone(), Arc::clone(&text), path.display().to_string());
             let lock = Arc::clone(lock);
@@ -330,9 +378,9 @@ mod tests {
         put(directory.path(), &serde_json::to_vec(&file).unwrap());
         let state = RuntimeState { sequence: 3, decommission: true, ..RuntimeState::default() };
         let passed = passed::write("state", &state).unwrap();
-        assert_eq!(RuntimeState::read(&config, Some(passed)).await, state);
+        assert_eq!(RuntimeState::read(&config, None, Some(passed)).await, state);
         let unreadable = passed::write("state", &"").unwrap();
-        assert_eq!(RuntimeState::read(&config, Some(unreadable)).await, file);
+        assert_eq!(RuntimeState::read(&config, None, Some(unreadable)).await, file);
     }
 
     fn put(directory: &Path, text: &[u8]) {
@@ -344,7 +392,7 @@ mod tests {
     async fn latest_readable_copy_is_taken() {
         let [first, second, third] = [(); 3].map(|()| tempfile::tempdir().unwrap());
         let config = config(&[first.path(), second.path(), third.path()]);
-        assert_eq!(RuntimeState::read(&config, None).await, RuntimeState::default());
+        assert_eq!(RuntimeState::read(&config, None, None).await, RuntimeState::default());
         let tags = SavedTags { current: vec!["ssd".into()], configured: vec!["hdd".into()] };
         let old = RuntimeState { sequence: 7, ..RuntimeState::default() };
         let new =
@@ -352,7 +400,7 @@ mod tests {
         put(first.path(), &serde_json::to_vec(&old).unwrap());
         put(second.path(), &serde_json::to_vec(&new).unwrap());
         put(third.path(), b"{\"sequence\": 9, ");
-        let read = RuntimeState::read(&config, None).await;
+        let read = RuntimeState::read(&config, None, None).await;
         assert_eq!(read, new);
         assert_eq!(read.tags(&["hdd".to_owned()]), Some(vec!["ssd".to_owned()]));
         assert_eq!(read.tags(&["nvme".to_owned()]), None, "the file's own value has changed");

@@ -40,8 +40,8 @@ pub use self::state::{
 pub use self::stored::{Stored, StoredShuffle};
 pub use self::tier::{
     Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
-    RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierRole, TierShuffle,
-    TierUsage, Tiers,
+    RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierRole,
+    TierShuffle, TierUsage, Tiers,
 };
 
 /// The names of the tiers of this crate, for the documentation of metrics.

@@ -26,6 +26,21 @@ use crate::durability::{OnDamage, Scratch};
 use uniffle_io::{BLOCK_ALIGN, ReadBuffers};
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
 
+/// A place of settings made at run time.
+pub trait SavedSettings: Send + Sync {
+    /// Returns the settings that were saved last, or `None` if none were.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses.
+    fn read(&self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>>;
+
+    /// Saves settings in place of earlier ones.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses, or another process of the worker has started.
+    fn save(&self, text: Bytes) -> BoxFuture<'_, Result<(), StoreError>>;
+}
+
 /// A destination below memory for sealed data.
 pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// Returns the constant properties of the tier.
@@ -81,6 +96,12 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
 
     /// Returns why the next process would refuse results that this one serves.
     fn successor_doubts(&self) -> Option<String> {
+        None
+    }
+
+    /// Returns where settings made at run time are saved, in a tier that has its metadata log in no
+    /// data directory.
+    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
         None
     }
 

@@ -169,31 +169,35 @@ async fn lost_nodes_survive_upgrade_and_kill() {
     block_in_place(|| worker.stop());
 }
 
-const FORGOTTEN: &str = "a restart forgets decommissioning, tags set by a call";
-
 #[tokio::test(flavor = "multi_thread")]
-async fn upgrade_without_disks_keeps_settings() {
+async fn settings_without_disks_survive_upgrade_and_kill() {
     let server = S3Server::start().await;
     let (mut worker, _keys) = crate::upgrade_objects::start_with(&server, TABLES);
-    assert!(!worker.log().contains(FORGOTTEN), "nothing is set yet");
+    // Saved with the answers to the calls.
+    register(&worker, "app-1", "anna").await;
     call(&worker, "/admin/tags", r#"{"tags": ["night"]}"#).await;
     call(&worker, "/admin/decommission", "").await;
-    register(&worker, "app-1", "anna").await;
-    for _ in 0..2 {
-        block_in_place(|| {
-            worker.begin_upgrade();
-            worker.finish_upgrade();
+    for by in ["upgrade", "kill", "kill"] {
+        block_in_place(|| match by {
+            "kill" => {
+                worker.kill();
+                worker.start_again();
+            }
+            _ => {
+                worker.begin_upgrade();
+                worker.finish_upgrade();
+            }
         });
-        assert!(is_decommissioned(&worker), "{}", node(&worker));
-        assert_eq!(node(&worker)["tags"], json!(["night"]));
+        assert!(is_decommissioned(&worker), "after {by}: {}", node(&worker));
+        assert_eq!(node(&worker)["tags"], json!(["night"]), "after {by}");
     }
     call(&worker, "/admin/cancel-decommission", "").await;
     block_in_place(|| {
-        worker.wait_log(FORGOTTEN);
-        worker.begin_upgrade();
-        worker.finish_upgrade();
+        worker.kill();
+        worker.start_again();
     });
     assert!(!is_decommissioned(&worker), "{}", node(&worker));
+    assert_eq!(node(&worker)["tags"], json!(["night"]));
     let (anna, carl) = (admits(&worker, "anna").await, admits(&worker, "carl").await);
     assert!(!anna && carl, "the quota of a user survives: {anna}, {carl}");
     block_in_place(|| worker.stop());

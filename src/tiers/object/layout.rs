@@ -3,6 +3,7 @@
 //! ```text
 //! <prefix>/<worker>/!claim                                             which process writes there (`claim`)
 //! <prefix>/<worker>/!log/<generation>.<process>.<first>.<frames>.<copy> an object of the metadata log (`durability::objects`)
+//! <prefix>/<worker>/!settings/<start>                                  settings made at run time (`saved`)
 //! <prefix>/<worker>/<application>/<shuffle>.<incarnation>/s0000000001   a segment
 //! ```
 //!
@@ -123,6 +124,21 @@ pub fn log_key(root: &str, object: LogObject, copy: usize) -> String {
     format!("{root}/{LOG}/{}", object.name(copy))
 }
 
+/// Part of the keys of saved settings below the worker's prefix. No application has it.
+const SETTINGS: &str = "!settings";
+
+/// Returns the prefix of saved settings.
+#[must_use]
+pub fn settings_prefix(root: &str) -> String {
+    format!("{root}/{SETTINGS}")
+}
+
+/// Returns the key of the settings saved by the start with this number.
+#[must_use]
+pub fn settings_key(root: &str, start: u32) -> String {
+    format!("{root}/{SETTINGS}/{start}")
+}
+
 /// An object below the worker's prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Name {
@@ -130,6 +146,8 @@ pub enum Name {
     Segment(Registered, u32),
     /// A copy of an object of the metadata log.
     Log(LogObject, usize),
+    /// Settings made at run time, by the number of the start that saved them.
+    Settings(u32),
 }
 
 /// Returns what an object below the worker's prefix is; none if the tier writes no such key.
@@ -138,6 +156,10 @@ pub fn parse_key(root: &str, key: &str) -> Option<Name> {
     let below = key.strip_prefix(root)?.strip_prefix('/')?;
     if let Some(name) = below.strip_prefix(LOG).and_then(|name| name.strip_prefix('/')) {
         return LogObject::parse(name).map(|(object, copy)| Name::Log(object, copy));
+    }
+    if let Some(start) = below.strip_prefix(SETTINGS).and_then(|name| name.strip_prefix('/')) {
+        let start = start.parse().ok().filter(|start| settings_key(root, *start) == key);
+        return start.map(Name::Settings);
     }
     let (registered, name) = parse_registered(below)?;
     let number = name.strip_prefix('s')?.parse().ok()?;
@@ -458,7 +480,9 @@ mod tests {
         let key = log_key("p/w-1", object, 1);
         assert_eq!(key, "p/w-1/!log/0000000100000000.00000002.000000000003.00000004.1");
         assert_eq!(parse_key("p/w-1", &key), Some(Name::Log(object, 1)));
+        assert_eq!(parse_key("p/w-1", &settings_key("p/w-1", 7)), Some(Name::Settings(7)));
         let others = [
+            "p/w-1/!settings/07",
             "p/w-10/app/4.17/s0000000001",
             "p/w-1/app/4.17/s1",
             "p/w-1/app/4/s0000000001",

@@ -57,7 +57,7 @@ impl StoredLog {
         while let Some(object) = core.noted(&prefix, listed.try_next().await)? {
             match parse_key(&core.settings.root, object.location.as_ref()) {
                 Some(Name::Log(object, copy)) => all.push((object, copy)),
-                Some(Name::Segment(..)) | None => {}
+                Some(Name::Segment(..) | Name::Settings(_)) | None => {}
             }
         }
         Ok(all)

@@ -73,6 +73,8 @@ mod reads;
 #[cfg(feature = "object")]
 mod recover;
 #[cfg(feature = "object")]
+mod saved;
+#[cfg(feature = "object")]
 mod segment;
 pub mod settings;
 #[cfg(feature = "object")]

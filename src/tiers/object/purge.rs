@@ -114,7 +114,7 @@ async fn delete_once(core: &Core, Going { prefix, filter }: &Going) -> Result<()
     let (root, filter) = (core.settings.root.clone(), Arc::clone(filter));
     let goes = move |key: &str| match parse_key(&root, key) {
         Some(Name::Segment(name, _)) => filter(&name),
-        Some(Name::Log(..)) | None => false,
+        Some(Name::Log(..) | Name::Settings(_)) | None => false,
     };
     let listed = core.store.list(Some(&path_of(prefix))).map_ok(|object| object.location);
     let going = listed.try_filter(move |location| ready(goes(location.as_ref()))).boxed();

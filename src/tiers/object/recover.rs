@@ -161,6 +161,7 @@ async fn list(core: &Core) -> Result<(Listed, Option<ObjectMeta>), StoreError> {
                 segments.entry(name).or_default().insert(number, object.size);
             }
             Some(Name::Log(object, copy)) => log.push((object, copy)),
+            Some(Name::Settings(_)) => {}
             None if key == claim_key(root) => claim = Some(object),
             None if is_page(root, key) => return Err(earlier_layout(key)),
             None => {

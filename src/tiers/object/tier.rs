@@ -40,8 +40,8 @@ use crate::tiers::numbers::numbers_from;
 use crate::tiers::streams::{Partition, Streams};
 use crate::tiers::{
     Admission, Capability, Drained, MetadataLog, ObjectStoreState, Purge, Recovered, RecoveredShuffle,
-    RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind, StoredShuffle, Tier,
-    TierBatch, TierRole, TierShuffle, TierState, TierUsage,
+    RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind,
+    StoredShuffle, Tier, TierBatch, TierRole, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_wire::index::{RECORD_BYTES, records};
@@ -450,6 +450,10 @@ impl Tier for ObjectTier {
 
     fn metadata_gap(&self) -> Option<Arc<str>> {
         self.gap.clone()
+    }
+
+    fn saved_settings(&self) -> Option<&dyn SavedSettings> {
+        (!self.core.settings.is_below_disks).then_some(&*self.core)
     }
 
     fn visit_present<'a>(

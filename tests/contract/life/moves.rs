@@ -140,7 +140,7 @@ impl History {
         let names = objects.iter().filter_map(|(key, _)| parse_key(ROOT, key));
         let key_of = |name| match name {
             Name::Segment(shuffle, _) => Some(shuffle.key),
-            Name::Log(..) => None,
+            Name::Log(..) | Name::Settings(_) => None,
         };
         let moved: BTreeSet<ShuffleKey> = names.filter_map(key_of).collect();
         let here: BTreeSet<&ShuffleKey> = on_disks.iter().map(|(key, ..)| key).collect();

@@ -121,6 +121,7 @@ impl History {
                     APPS.iter().copied().find(|known| *known == app).expect("an application of the model");
                 self.lose_places_of((app, shuffle.key.shuffle.0));
             }
+            Name::Settings(_) => {}
             Name::Log(object, copy) => {
                 let other = log_key(ROOT, object, (copy + 1) % OBJECT_COPIES);
                 self.excused |= now.contains_key(key) && !now.contains_key(&other);

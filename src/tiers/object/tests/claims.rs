@@ -75,6 +75,25 @@ async fn one_of_two_concurrent_starts_is_refused() {
 }
 
 #[tokio::test]
+async fn saved_settings_are_those_of_the_latest_process() {
+    let (store, mut saved) = (FaultyObjects::default(), None);
+    for text in ["one", "two", "three", "four"] {
+        let process = Process::start(&store).await;
+        let settings = process.tier.saved_settings().unwrap();
+        assert_eq!(settings.read().await.unwrap(), saved);
+        for text in ["before", text] {
+            settings.save(text.into()).await.unwrap();
+        }
+        saved = Some(text.into());
+        let newer = Process::start(&store).await;
+        assert_eq!(settings.save("late".into()).await.unwrap_err().kind, StoreErrorKind::InUse);
+        assert_eq!(newer.tier.saved_settings().unwrap().read().await.unwrap(), saved);
+    }
+    let objects = store.objects().await.into_iter().filter(|(key, _)| key.contains("/!settings/"));
+    assert_eq!(objects.count(), 1, "a start deletes those of earlier processes");
+}
+
+#[tokio::test]
 async fn claim_deleted_by_a_bucket_rule_is_restored() {
     let process = Process::start(&FaultyObjects::default()).await;
     process.register_noted(&key(1)).await;
