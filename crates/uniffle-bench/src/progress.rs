@@ -22,7 +22,7 @@ pub(crate) struct Progress {
 impl Progress {
     pub(crate) fn start(name: &str, expected: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let style = "{prefix} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}";
+            let style = "{prefix} {bar:16} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}";
             let style = ProgressStyle::with_template(style).expect("the template is constant and valid");
             ProgressBar::new(expected).with_style(style).with_prefix(name.to_owned())
         });

@@ -240,7 +240,9 @@ impl Cluster {
             Probe::Pid(pid) if self.load.system_calls => Some(SystemCalls::of(pid).await?),
             _ => None,
         };
-        let progress = Progress::start(&format!("{} {name}", self.report.name), expected_bytes);
+        let run = &self.report.name;
+        let label = if run == name { name.to_owned() } else { format!("{run} {name}") };
+        let progress = Progress::start(&label, expected_bytes);
         let before = self.probe.usage();
         let client_before = own_cpu_seconds();
         let begin = Instant::now();

@@ -38,7 +38,11 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
             Err(failure) => return Err(failure),
         };
         bar.show(left, format!("applications left: {left}"));
-        pause(start, within, || format!("{}: applications left: {left}", target.http)).await?;
+        let waiting_for = || {
+            let http = &target.http;
+            format!("{http}: applications left: {left} (it looks every `decommission_check_interval_sec`)")
+        };
+        pause(start, within, waiting_for).await?;
     }
 }
 

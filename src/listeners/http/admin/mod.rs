@@ -71,7 +71,7 @@ impl AdminServer {
     ) -> prometheus::Result<()> {
         let metrics = metrics::AdminMetrics::new(registry)?;
         for result in guard::RESULTS {
-            metrics.calls.with_label_values(&[result]); // there from the start, so that a rate of them is one
+            metrics.calls.with_label_values(&[result]); // exported from the start, so that rate() sees the first
         }
         let router = calls::router(hooks).merge(mounted);
         let counts = (metrics.connections.clone(), metrics.closed.clone());

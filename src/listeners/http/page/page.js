@@ -5,6 +5,7 @@ const $ = id => document.getElementById(id);
 const SVG = 'http://www.w3.org/2000/svg';
 const WINDOW_MS = 15 * 60 * 1000;
 const WINDOW_MIN_MS = 60 * 1000;
+const TICK_SECONDS = [15, 30, 60, 120, 300];
 const POLL_MS = 2000;
 // The page may be served below a path prefix, with or without a trailing slash.
 const BASE = location.pathname.replace(/\/?$/, '/');
@@ -134,10 +135,10 @@ class Chart {
       root.append(svg('line', { x1: left, x2: width - right, y1: y(v), y2: y(v), class: v === 0 ? 'axis' : 'grid' }));
       root.append(svg('text', { x: left - 8, y: y(v) + 4, 'text-anchor': 'end' }, v === 0 ? '0' : axisLabel(v, step, max, this.options.suffix)));
     }
-    for (const part of [1, 2 / 3, 1 / 3, 0]) {
-      const anchor = part === 1 ? 'start' : part === 0 ? 'end' : 'middle';
-      const label = part === 0 ? 'now' : '−' + duration(Math.round(part * span / 1000)).replace(/ 0 s$/, '');
-      root.append(svg('text', { x: x(end - part * span), y: height - 4, 'text-anchor': anchor }, label));
+    const tick = TICK_SECONDS.find(seconds => seconds * 4000 >= span) || span / 4000;
+    for (let ago = 0; ago * 1000 <= span; ago += tick) {
+      const label = ago === 0 ? 'now' : '−' + duration(ago).replace(/ 0 s$/, '');
+      root.append(svg('text', { x: x(end - ago * 1000), y: height - 4, 'text-anchor': ago === 0 ? 'end' : 'middle' }, label));
     }
     if (shown.length > 1) this.lines(root, shown, x, y, stacked);
     if (this.options.limit && this.top) {
