@@ -21,8 +21,9 @@ use super::contents::is_over;
 use super::error::LogError;
 use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::proof::members_after;
-use super::read::{MEMBERS, METADATA, Order, Part, Source, copy_directory, copy_file, generation_of, within};
+use super::read::{MEMBERS, METADATA, Order, Part, Source, copy_directory, copy_file, generation_of};
 use super::record::Record;
+use super::window::within;
 use super::writer::{Copy, Writer};
 use uniffle_io::{Disk, File, Lane, Vanished, WriteOpen};
 

@@ -14,7 +14,8 @@ use std::time::Duration;
 use futures::future::join_all;
 
 use super::frame::encode_mark;
-use super::read::{Directory, MARK, within};
+use super::read::{Directory, MARK};
+use super::window::within;
 use crate::clock::Instant;
 use uniffle_io::{File, Lane, Vanished, WriteOpen};
 

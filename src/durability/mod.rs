@@ -19,8 +19,6 @@ mod ledger;
 mod log;
 mod loss;
 mod mark;
-#[cfg(test)]
-mod measure;
 mod objects;
 mod on_damage;
 mod plain;
@@ -36,6 +34,7 @@ mod shipped;
 mod shuffle_ledger;
 mod spare;
 mod take_over;
+mod window;
 mod writer;
 
 pub use self::contents::FoundShuffle;
@@ -58,4 +57,5 @@ pub use self::ship::{REFRESH, Shipper};
 pub use self::shipped::ShippedLog;
 pub use self::shuffle_ledger::ShuffleLedger;
 pub use self::take_over::Found;
+pub use self::window::{FileWindow, within};
 pub use self::writer::Deadlines;

@@ -4,13 +4,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use bytes::Bytes;
 use croaring::Treemap;
 use futures::future::join_all;
 use rustix::io::Errno;
@@ -22,7 +20,8 @@ use super::hand_off::HandOff;
 use super::proof::{CopySeen, Judgement, Present, Torn, judge};
 use super::resumable::{Resumable, resumable_copies};
 use super::shipped::{ShippedLog, ShippedReader};
-use uniffle_io::{Disk, File, ReadTarget};
+use super::window::{FileWindow, within};
+use uniffle_io::{Disk, File};
 
 /// Sources from which the log can be read at a moment. A later generation removes them.
 #[derive(Debug)]
@@ -85,15 +84,6 @@ pub(super) fn generation_of(name: &str) -> Option<u64> {
     let (generation, number) = name.split_once('.')?;
     number.parse::<usize>().ok()?;
     generation.parse().ok()
-}
-
-/// Runs `operation`, or fails with `TimedOut`. The operation itself may continue.
-pub(super) async fn within<T>(
-    deadline: Duration,
-    operation: impl Future<Output = io::Result<T>>,
-) -> io::Result<T> {
-    let ended = crate::clock::timeout(deadline, operation).await;
-    ended.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "disk timeout")))
 }
 
 /// State of all directories.
@@ -324,14 +314,8 @@ async fn survey_copy(
 
 /// Reads one copy from its beginning.
 struct CopyReader {
-    file: Arc<dyn File>,
-    deadline: Duration,
+    window: FileWindow,
     generation: u64,
-    size: u64,
-    /// Offset of `window` in the file.
-    start: u64,
-    window: Bytes,
-    at: u64,
     previous: u32,
     /// Number of valid frames from the beginning.
     fitting: u64,
@@ -349,13 +333,8 @@ impl CopyReader {
     async fn of(file: Arc<dyn File>, generation: u64, deadline: Duration) -> io::Result<Self> {
         let size = within(deadline, file.size()).await?;
         Ok(Self {
-            file,
-            deadline,
+            window: FileWindow::new(file, size, WINDOW_BYTES, deadline),
             generation,
-            size,
-            start: 0,
-            window: Bytes::new(),
-            at: 0,
             previous: 0,
             fitting: 0,
             fitting_bytes: 0,
@@ -368,18 +347,19 @@ impl CopyReader {
     /// Returns `None` at the end.
     async fn next(&mut self) -> Option<Frame> {
         loop {
-            if self.at >= self.size {
+            if self.window.is_at_end() {
                 return None;
             }
             match self.try_frame().await {
                 Ok(Ok((frame, bytes))) => {
-                    self.at += bytes as u64;
+                    self.window.at += bytes as u64;
                     self.accept(&frame, bytes as u64);
                     return Some(frame);
                 }
                 Ok(Err(why)) => {
                     self.tear(&why);
-                    if !self.find().await {
+                    self.window.at += 1;
+                    if !self.window.find(frame::MAGIC).await.unwrap_or(false) {
                         return None;
                     }
                 }
@@ -398,30 +378,30 @@ impl CopyReader {
         match &mut self.torn {
             None if fits => {
                 (self.fitting, self.previous) = (self.fitting + 1, frame.crc);
-                self.fitting_bytes = self.at;
+                self.fitting_bytes = self.window.at;
             }
             None => {
                 let why = "the record before this one is missing".to_owned();
-                self.torn = Some(Torn { at: self.at - bytes, why, frames_follow: true });
+                self.torn = Some(Torn { at: self.window.at - bytes, why, frames_follow: true });
             }
             Some(torn) => torn.frames_follow = true,
         }
     }
 
     fn tear(&mut self, why: &str) {
-        let at = self.at;
+        let at = self.window.at;
         self.torn.get_or_insert_with(|| Torn { at, why: why.to_owned(), frames_follow: false });
     }
 
     async fn try_frame(&mut self) -> io::Result<Result<(Frame, usize), String>> {
-        let Some(header) = self.bytes(frame::HEADER_BYTES as u64).await? else {
+        let Some(header) = self.window.bytes(frame::HEADER_BYTES as u64).await? else {
             return Ok(Err("file is truncated".to_owned()));
         };
         let total = match frame::total_bytes(&header) {
             Ok(total) => total,
             Err(error) => return Ok(Err(error.to_string())),
         };
-        let Some(whole) = self.bytes(total as u64).await? else {
+        let Some(whole) = self.window.bytes(total as u64).await? else {
             return Ok(Err("file is truncated".to_owned()));
         };
         let frame = frame::decode(&whole).map_err(|error| error.to_string());
@@ -429,46 +409,6 @@ impl CopyReader {
             true => Ok((frame, total)),
             false => Err("record belongs to another file".to_owned()),
         }))
-    }
-
-    /// Moves to the next position where a frame may begin. Returns false if there is none.
-    async fn find(&mut self) -> bool {
-        self.at += 1;
-        loop {
-            let left = self.size.saturating_sub(self.at);
-            if left < frame::HEADER_BYTES as u64 {
-                return false;
-            }
-            let Ok(Some(window)) = self.bytes(left.min(WINDOW_BYTES)).await else { return false };
-            match window.windows(frame::MAGIC.len()).position(|bytes| bytes == frame::MAGIC) {
-                Some(skipped) => {
-                    self.at += skipped as u64;
-                    return true;
-                }
-                None => self.at += (window.len() + 1 - frame::MAGIC.len()) as u64,
-            }
-        }
-    }
-
-    /// Returns the next `len` bytes, or `None` if the file ends before.
-    async fn bytes(&mut self, len: u64) -> io::Result<Option<Bytes>> {
-        if self.at.checked_add(len).is_none_or(|end| end > self.size) {
-            return Ok(None);
-        }
-        if self.at < self.start || self.at + len > self.start + self.window.len() as u64 {
-            let bytes = len.max(WINDOW_BYTES).min(self.size - self.at);
-            let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
-            let reading = self.file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, self.at));
-            let target = within(self.deadline, async {
-                let (target, result) = reading.await;
-                result.map(|()| target)
-            });
-            self.window = target.await?.buffer.freeze(bytes);
-            self.start = self.at;
-        }
-        let from = usize::try_from(self.at - self.start).map_err(io::Error::other)?;
-        let len = usize::try_from(len).map_err(io::Error::other)?;
-        Ok(Some(self.window.slice(from..from + len)))
     }
 }
 
@@ -627,9 +567,9 @@ impl SourceReader<'_> {
                 continue;
             };
             let is_over = reader.fitting >= part.frames;
-            let before = reader.at;
+            let before = reader.window.at;
             let frame = if is_over { None } else { reader.next().await };
-            self.entry_bytes = reader.at - before;
+            self.entry_bytes = reader.window.at - before;
             let Some(frame) = frame else {
                 if part.frames != u64::MAX && reader.fitting < part.frames {
                     let why = reader.torn.as_ref().map_or("file is too short", |torn| torn.why.as_str());

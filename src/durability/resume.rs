@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use futures::future::join_all;
 
 use super::generation::open_copy;
-use super::read::within;
+use super::window::within;
 use super::writer::{Copy, Writer};
 
 impl Writer {

@@ -9,8 +9,9 @@ use bytes::Bytes;
 use tokio::sync::{Mutex, MutexGuard};
 use uuid::Uuid;
 
-use super::read::{Directory, Health, within};
-use uniffle_io::{File, ReadTarget, WriteOpen};
+use super::read::{Directory, Health};
+use super::window::within;
+use uniffle_io::{File, WriteOpen};
 
 /// Factory of unnamed files, on the best data directory that accepts one.
 #[derive(Debug)]
@@ -85,12 +86,7 @@ impl ScratchFile {
     }
 
     pub(super) async fn read(&self, length: usize, offset: u64) -> io::Result<Bytes> {
-        let reading = async {
-            let target = ReadTarget::one(Box::new(vec![0; length]), 0..length, offset);
-            let (target, result) = self.reader.read(target).await;
-            result.map(|()| target.buffer.freeze(length))
-        };
-        self.noted(within(self.deadline, reading).await)
+        self.noted(within(self.deadline, self.reader.read_range(offset..offset + length as u64)).await)
     }
 
     fn noted<T>(&self, done: io::Result<T>) -> io::Result<T> {

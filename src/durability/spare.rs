@@ -7,15 +7,15 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 
 use super::generation::{COPIES, unfinished};
-use super::read::{copy_directory, copy_file, within};
+use super::read::{copy_directory, copy_file};
+use super::window::within;
 use super::writer::{Copy, Writer};
-use uniffle_io::{Lane, ReadTarget, WriteOpen};
+use uniffle_io::{Lane, WriteOpen};
 
 /// Deadline for its creation, because nothing is acknowledged meanwhile.
 const CREATION_WAIT: Duration = Duration::from_secs(1);
@@ -86,15 +86,10 @@ impl Writer {
     async fn copy_to_spare(&self, from: &Copy, spare: &Copy) -> io::Result<()> {
         let mut at = 0;
         while at < self.end {
-            let bytes = usize::try_from(CHUNK_BYTES.min(self.end - at)).map_err(io::Error::other)?;
-            let reading = from.file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, at));
-            let target = within(self.deadlines.name, async {
-                let (target, result) = reading.await;
-                result.map(|()| target)
-            });
-            let chunk = target.await?.buffer.freeze(bytes);
-            within(self.deadlines.write, Arc::clone(&spare.file).write_at(vec![chunk], at)).await?;
-            at += bytes as u64;
+            let end = self.end.min(at + CHUNK_BYTES);
+            let chunk = within(self.deadlines.name, from.file.read_range(at..end)).await?;
+            within(self.deadlines.write, spare.file.write_at(vec![chunk], at)).await?;
+            at = end;
         }
         Ok(())
     }

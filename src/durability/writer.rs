@@ -22,10 +22,11 @@ use super::frame::{Encoder, Entry, Epoch};
 use super::hand_off::HandOff;
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
-use super::read::{Directory, MEMBERS, METADATA, Part, Places, Snapshot, Source, within};
+use super::read::{Directory, MEMBERS, METADATA, Part, Places, Snapshot, Source};
 use super::resumable::Resumable;
 use super::ship::Shipper;
 use super::shipped::ShippedLog;
+use super::window::within;
 use crate::clock::Instant;
 use uniffle_io::{File, Vanished};
 use uniffle_wire::types::ShuffleKey;
@@ -463,3 +464,6 @@ impl Writer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -50,6 +50,16 @@ pub trait File: Send + Sync + fmt::Debug {
     /// file. Returns the target. After an error the bytes of its parts are undefined.
     fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)>;
 
+    /// Returns the bytes of a range, or fails like [`File::read`].
+    fn read_range(&self, range: Range<u64>) -> BoxFuture<'static, io::Result<Bytes>> {
+        let length = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        let reading = self.read(ReadTarget::one(Box::new(vec![0; length]), 0..length, range.start));
+        Box::pin(async move {
+            let (target, result) = reading.await;
+            result.map(|()| target.buffer.freeze(length))
+        })
+    }
+
     /// Announces ranges that will be read soon, so that the page cache loads them. Not for direct
     /// files. Does nothing if the disk's read concurrency is exhausted or if the disk cannot
     /// prefetch.

@@ -1,6 +1,6 @@
 //! Sources of several copies.
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 

@@ -14,8 +14,8 @@ use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
 use crate::tiers::index_read::WRONG_RECORDS;
 use crate::tiers::records::RecordCheck;
+use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
-use uniffle_io::{BLOCK_ALIGN, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 
 /// Bytes of whole records that are read at a time.
@@ -40,13 +40,9 @@ impl Core {
         let (mut check, mut wants_more) = (RecordCheck::default(), true);
         while at < end && (wants_more || from == 0) {
             let bytes = VISITED_BYTES.min(end - at);
-            let place = extent.index_offset + at as u64;
-            let reading = file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, place));
-            let target = within(self.config.read_timeout, async {
-                let (target, result) = reading.await;
-                result.map(|()| target)
-            });
-            let bytes = target.await.map_err(failed)?.buffer.freeze(bytes);
+            let start = extent.index_offset + at as u64;
+            let reading = file.read_range(start..start + bytes as u64);
+            let bytes = within(self.config.read_timeout, reading).await.map_err(failed)?;
             check.accept(&bytes);
             wants_more = wants_more && records(&bytes).try_for_each(|record| show(&record)).is_continue();
             at += bytes.len();
@@ -74,13 +70,9 @@ impl Core {
             let left = usize::try_from(range.end - start).unwrap_or(usize::MAX);
             let part = left.min(READ_CHUNK_BYTES_MAX);
             let blocks = part.next_multiple_of(BLOCK_ALIGN);
-            let reading = file.read(ReadTarget::one(Box::new(vec![0; blocks]), 0..blocks, start));
-            let target = within(self.config.read_timeout, async {
-                let (target, result) = reading.await;
-                result.map(|()| target)
-            });
-            let mut target = target.await.map_err(failed)?;
-            take(target.part_mut(0).and_then(|bytes| bytes.get(skip..part)).unwrap_or_default());
+            let reading = file.read_range(start..start + blocks as u64);
+            let bytes = within(self.config.read_timeout, reading).await.map_err(failed)?;
+            take(bytes.get(skip..part).unwrap_or_default());
             at = start + part as u64;
         }
         Ok(())

@@ -9,15 +9,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-
 use super::config::SyncWrites;
 use super::core::Core;
 use super::disk::{APPS, LocalDisk, within};
-use super::index::{self, GroupError, IndexGroup};
+use super::index::{self, IndexGroup};
 use super::log::LogKind;
+use crate::durability::FileWindow;
 use crate::tiers::DiskCondition;
-use uniffle_io::{File, ReadTarget};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 /// Number of bytes read at a time.
@@ -135,21 +133,19 @@ async fn list(disk: &LocalDisk, deadline: Duration, path: &Path) -> io::Result<O
     Ok(names)
 }
 
+fn tell(disk: &LocalDisk, path: &Path, error: &io::Error) {
+    let path = disk.io.root().join(path);
+    tracing::error!(path = %path.display(), %error, "cannot read a shuffle's directory or file");
+}
+
 /// Lists the content of a disk. Unreadable entries are logged and left out.
 pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     let deadline = core.config.name_timeout;
     let mut scan = DiskScan::default();
-    let tell = |path: &Path, error: io::Error| {
-        tracing::error!(
-            path = %disk.io.root().join(path).display(),
-            %error,
-            "cannot read a shuffle's directory or file"
-        );
-    };
     let apps = match ask(disk, deadline, disk.io.list(Path::new(APPS))).await {
         Ok(apps) => apps,
         Err(error) => {
-            tell(Path::new(APPS), error);
+            tell(disk, Path::new(APPS), &error);
             scan.has_unread = true;
             return scan;
         }
@@ -171,7 +167,7 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
                 }
             }
             Err(error) => {
-                tell(&path, error);
+                tell(disk, &path, &error);
                 scan.has_unread = true;
             }
         }
@@ -194,11 +190,7 @@ async fn scan_directory(
     let names = match list(&disk, deadline, &found.path).await {
         Ok(names) => names?,
         Err(error) => {
-            tracing::error!(
-                path = %disk.io.root().join(&found.path).display(),
-                %error,
-                "cannot read a shuffle's directory or file"
-            );
+            tell(&disk, &found.path, &error);
             found.has_unread = true;
             Vec::new()
         }
@@ -207,11 +199,7 @@ async fn scan_directory(
         let path = found.path.join(name);
         let size = async { disk.io.open_read(&path).await?.size().await };
         let bytes = ask(&disk, deadline, size).await.unwrap_or_else(|error| {
-            tracing::error!(
-                path = %disk.io.root().join(&path).display(),
-                %error,
-                "cannot read a shuffle's directory or file"
-            );
+            tell(&disk, &path, &error);
             found.has_unread = true;
             // The file's number is in use even if its size is unknown.
             0
@@ -233,14 +221,8 @@ pub(super) struct Damage {
 /// Reads one log from its beginning.
 pub(super) struct LogReader<'a> {
     disk: &'a LocalDisk,
-    deadline: Duration,
-    file: Arc<dyn File>,
-    size: u64,
-    /// Offset of `window` in the log.
-    start: u64,
-    window: Bytes,
-    /// Offset at which the next record is searched.
-    at: u64,
+    /// At the offset at which the next record is searched.
+    window: FileWindow,
     damage: Damage,
 }
 
@@ -253,9 +235,8 @@ impl<'a> LogReader<'a> {
             SyncWrites::Group => disk.io.open_read_direct(path),
         };
         let file = ask(disk, core.config.name_timeout, opening).await?;
-        let deadline = core.config.read_timeout;
-        let (window, damage) = (Bytes::new(), Damage::default());
-        Ok(Self { disk, deadline, file, size, start: 0, window, at: 0, damage })
+        let window = FileWindow::new(file, size, WINDOW_BYTES, core.config.read_timeout);
+        Ok(Self { disk, window, damage: Damage::default() })
     }
 
     /// Returns the skipped bytes. Complete after the last record.
@@ -265,79 +246,35 @@ impl<'a> LogReader<'a> {
 
     /// Returns the next whole group and its offset, or `None` at the end.
     pub(super) async fn next_group(&mut self) -> io::Result<Option<(u64, IndexGroup)>> {
-        while self.find(index::MAGIC).await? {
-            if let Some(group) = self.try_group().await? {
-                return Ok(Some(group));
-            }
-            self.skip(1);
-        }
-        Ok(None)
+        let next = self.find_group().await;
+        next.inspect_err(|error| self.disk.note(error))
     }
 
-    async fn try_group(&mut self) -> io::Result<Option<(u64, IndexGroup)>> {
-        let Some(fixed) = self.bytes(index::HEADER_BYTES as u64).await? else { return Ok(None) };
-        let Ok(head_bytes) = index::head_bytes(fixed) else { return Ok(None) };
-        let Some(head) = self.bytes(head_bytes as u64).await? else { return Ok(None) };
-        let Ok(total) = index::total_bytes(head) else { return Ok(None) };
-        let Some(whole) = self.bytes(total).await? else { return Ok(None) };
-        let decoded = index::decode(whole);
-        Ok(self.accept(decoded))
-    }
-
-    fn accept<T>(&mut self, decoded: Result<(T, usize), GroupError>) -> Option<(u64, T)> {
-        let (record, bytes) = decoded.ok()?;
-        let began = self.at;
-        self.at += bytes as u64;
-        self.damage.holes_bytes += std::mem::take(&mut self.damage.tail_bytes);
-        Some((began, record))
-    }
-
-    fn skip(&mut self, bytes: u64) {
-        self.at += bytes;
-        self.damage.tail_bytes += bytes;
-    }
-
-    /// Moves to the next possible beginning of a record. Returns false if there is none.
-    async fn find(&mut self, magic: [u8; 4]) -> io::Result<bool> {
+    async fn find_group(&mut self) -> io::Result<Option<(u64, IndexGroup)>> {
         loop {
-            if self.bytes(magic.len() as u64).await?.is_none() {
-                self.skip(self.size - self.at);
-                return Ok(false);
+            let before = self.window.at;
+            let is_found = self.window.find(index::MAGIC).await?;
+            let at = self.window.at;
+            self.damage.tail_bytes += at - before;
+            if !is_found {
+                return Ok(None);
             }
-            let window = self.window.get(self.offset()?..).unwrap_or_default();
-            match window.windows(magic.len()).position(|bytes| bytes == magic) {
-                Some(0) => return Ok(true),
-                Some(skipped) => self.skip(skipped as u64),
-                // The remaining bytes may be the beginning of a record.
-                None => self.skip((window.len() + 1 - magic.len()) as u64),
+            if let Some((group, bytes)) = self.try_group().await? {
+                self.window.at += bytes as u64;
+                self.damage.holes_bytes += std::mem::take(&mut self.damage.tail_bytes);
+                return Ok(Some((at, group)));
             }
+            self.window.at += 1;
+            self.damage.tail_bytes += 1;
         }
     }
 
-    /// Returns the search position as an offset in the window.
-    fn offset(&self) -> io::Result<usize> {
-        usize::try_from(self.at - self.start).map_err(io::Error::other)
-    }
-
-    /// Returns the next `len` bytes, or `None` if the log ends before.
-    async fn bytes(&mut self, len: u64) -> io::Result<Option<&[u8]>> {
-        if self.at.checked_add(len).is_none_or(|end| end > self.size) {
-            return Ok(None);
-        }
-        if self.at < self.start || self.at + len > self.start + self.window.len() as u64 {
-            let bytes = len.max(WINDOW_BYTES).min(self.size - self.at);
-            let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
-            let reading = self.file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, self.at));
-            let target = ask(self.disk, self.deadline, async {
-                let (target, result) = reading.await;
-                result.map(|()| target)
-            })
-            .await?;
-            self.window = target.buffer.freeze(bytes);
-            self.start = self.at;
-        }
-        let from = self.offset()?;
-        let len = usize::try_from(len).map_err(io::Error::other)?;
-        Ok(self.window.get(from..from + len))
+    async fn try_group(&mut self) -> io::Result<Option<(IndexGroup, usize)>> {
+        let Some(fixed) = self.window.bytes(index::HEADER_BYTES as u64).await? else { return Ok(None) };
+        let Ok(head_bytes) = index::head_bytes(&fixed) else { return Ok(None) };
+        let Some(head) = self.window.bytes(head_bytes as u64).await? else { return Ok(None) };
+        let Ok(total) = index::total_bytes(&head) else { return Ok(None) };
+        let Some(whole) = self.window.bytes(total).await? else { return Ok(None) };
+        Ok(index::decode(&whole).ok())
     }
 }

@@ -9,8 +9,8 @@ use bytes::Bytes;
 use futures::future::join_all;
 use uuid::Uuid;
 
-use super::{Deadlines, Directory, Health, Incarnation, MetadataLog, Survey};
 use crate::clock::Instant;
+use crate::durability::{Deadlines, Directory, Health, Incarnation, MetadataLog, Survey};
 use crate::runtime::Tasks;
 use uniffle_io::Disk;
 use uniffle_io::blocking::BlockingDisk;
