@@ -17,6 +17,8 @@ use super::records::{RecordCheck, filler};
 use super::{ChunkRead, StoreError};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+#[cfg(feature = "object")]
+use uniffle_wire::index::records;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 
 /// Storage of records, for one read.
@@ -199,6 +201,18 @@ fn fill(bytes: &mut [u8], gap: &Extent, from: u64) {
             &filler(offset.cast_signed(), i32::try_from(length).unwrap_or(i32::MAX)).encode(),
         );
     }
+}
+
+/// Calls `visit` with the ids of all blocks of an index.
+#[cfg(feature = "object")]
+pub(super) async fn visit_ids(
+    index: &mut dyn ChunkRead,
+    visit: &mut (dyn FnMut(u64) + Send),
+) -> Result<(), StoreError> {
+    while let Some(chunk) = index.next_chunk(&uniffle_io::buffers::HeapBuffers).await? {
+        records(&chunk).for_each(|record| visit(record.block_id.unsigned_abs()));
+    }
+    Ok(())
 }
 
 impl<S: RecordSource> ChunkRead for IndexRead<S> {

@@ -17,6 +17,7 @@ pub mod object;
 #[cfg(feature = "object")]
 pub mod offload;
 mod progress;
+mod read_share;
 mod record_cache;
 mod records;
 mod recovered;

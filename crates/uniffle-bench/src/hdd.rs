@@ -24,7 +24,7 @@ use uniffle_worker::flush::policy::{self, Limits, Usage};
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig, MemoryError, SealedData, ShuffleBuffers};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::tiers::{ChunkRead as _, LocalConfig, LocalStore};
+use uniffle_worker::tiers::{LocalConfig, LocalStore, ServedTier as _};
 
 use crate::options::HddArgs;
 use crate::report::{GB, HddLine, Report};
@@ -312,7 +312,7 @@ impl Bench {
             return Ok(0);
         }
         let length = u32::try_from(index.data_length).context("a partition has more than 4 GiB")?;
-        let mut data = self.store.data(&self.key, partition, 0, length)?;
+        let mut data = self.store.data(&self.key, partition, (0, length))?.chunks;
         let mut bytes = 0;
         while let Some(chunk) = data.next_chunk(&HeapBuffers).await? {
             bytes += chunk.len() as u64;

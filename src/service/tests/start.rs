@@ -6,7 +6,7 @@ use super::*;
 use crate::budget::{Budget, HeapKind};
 use crate::durability::{Record, Registration, Report};
 use crate::memory::{Backing, Owner};
-use crate::tiers::{ExtentData, ExtentWrite};
+use crate::tiers::{ExtentData, ExtentWrite, ServedTier as _};
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PARTITIONS: i32 = 64;

@@ -3,7 +3,6 @@
 //! A full disk is healthy: its data is served, and it takes batches again below the low watermark.
 //! An unhealthy disk is avoided until a probe has written and read back random bytes.
 
-use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,12 +20,13 @@ use super::health::{Health, Verdict, judge};
 use super::marker::{MARKER, marker_of, uuid_of};
 use super::pace::Paces;
 use super::placement::Candidate;
-use super::share::ReadShare;
 use crate::clock::Instant;
+pub(super) use crate::durability::within;
 use crate::durability::{self, Directory, METADATA};
+use crate::tiers::read_share::ReadShare;
 use crate::tiers::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
-use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Mount, ReadTarget, Space, Vanished, WriteOpen};
+use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Mount, Space, Vanished, WriteOpen};
 
 /// Directory of application data.
 pub(super) const APPS: &str = "apps";
@@ -81,17 +81,6 @@ struct State {
     /// Last measurement, minus the bytes written since.
     space: Space,
     paces: Paces,
-}
-
-/// Runs `operation`, or fails with `TimedOut`. The operation itself may continue.
-pub(super) async fn within<T>(
-    deadline: Duration,
-    operation: impl Future<Output = io::Result<T>>,
-) -> io::Result<T> {
-    match crate::clock::timeout(deadline, operation).await {
-        Ok(result) => result,
-        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "disk timeout")),
-    }
 }
 
 impl LocalDisk {
@@ -419,10 +408,8 @@ impl LocalDisk {
         let file = self.io.open_write(path, how).await?;
         file.write_at(vec![buffer.freeze()], 0).await?;
         file.sync().await?;
-        let target = ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, 0);
-        let (mut target, result) = self.io.open_read(path).await?.read(target).await;
-        result?;
-        if target.part_mut(0).map(|bytes| &*bytes) != Some(&expected[..]) {
+        let read = self.io.open_read(path).await?.read_range(0..bytes as u64).await?;
+        if read != expected {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "disk returned wrong bytes"));
         }
         Ok(())

@@ -60,6 +60,16 @@ pub(super) struct Log {
     pub(super) path: PathBuf,
     /// Number among the shuffle's files on this disk.
     pub(super) number: u32,
+    state: LogState,
+    pub(super) syncs: GroupCommit,
+    /// True if its descriptors must not be cached. Guarded by the lock of the cache.
+    pub(super) forgotten: AtomicBool,
+}
+
+/// State of a log that changes.
+#[derive(Debug, Default)]
+struct LogState {
+    /// Bytes that were reserved or found.
     next: AtomicU64,
     closed: AtomicBool,
     /// Number of reserved ranges that are not published yet.
@@ -76,9 +86,6 @@ pub(super) struct Log {
     vanished: AtomicBool,
     /// True if extents of the vanished file are being marked as lost.
     loss_begun: AtomicBool,
-    pub(super) syncs: GroupCommit,
-    /// True if its descriptors must not be cached. Guarded by the lock of the cache.
-    pub(super) forgotten: AtomicBool,
 }
 
 impl Log {
@@ -89,105 +96,83 @@ impl Log {
         disk: Arc<LocalDisk>,
         (path, number): (PathBuf, u32),
     ) -> Self {
-        let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
-        let (syncs, uses) = (GroupCommit::default(), AtomicU32::new(0));
-        let (released, removed) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (exists, vanished, loss_begun) =
-            (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
-        Self {
-            id,
-            slot,
-            kind,
-            disk,
-            path,
-            number,
-            next,
-            closed,
-            uses,
-            released,
-            removed,
-            exists,
-            file: OnceLock::new(),
-            vanished,
-            loss_begun,
-            syncs,
-            forgotten,
-        }
+        let (state, syncs, forgotten) = (LogState::default(), GroupCommit::default(), AtomicBool::default());
+        Self { id, slot, kind, disk, path, number, state, syncs, forgotten }
     }
 
     /// Adopts a file of `bytes` bytes that a start found. It is only read.
     pub(super) fn adopt(&self, bytes: u64) {
-        self.next.store(bytes, Ordering::Relaxed);
-        self.exists.store(true, Ordering::Release);
+        self.state.next.store(bytes, Ordering::Relaxed);
+        self.state.exists.store(true, Ordering::Release);
         self.close();
     }
 
     /// Notes that the file was created.
     pub(super) fn created(&self, file: Option<FileId>) {
         if let Some(file) = file {
-            self.file.get_or_init(|| file);
+            self.state.file.get_or_init(|| file);
         }
-        self.exists.store(true, Ordering::Release);
+        self.state.exists.store(true, Ordering::Release);
     }
 
     /// Returns whether `file`, which was opened by path, is the file that was created.
     pub(super) fn is_file(&self, file: Option<FileId>) -> bool {
-        self.file.get().copied().zip(file).is_none_or(|(created, opened)| created == opened)
+        self.state.file.get().copied().zip(file).is_none_or(|(created, opened)| created == opened)
     }
 
     /// Returns whether the file must be in its directory.
     pub(super) fn must_exist(&self) -> bool {
-        self.exists.load(Ordering::Acquire)
+        self.state.exists.load(Ordering::Acquire)
             && !(self.is_released() || self.is_removed() || self.has_vanished())
     }
 
     /// Closes the log for writing, because another program changed its file.
     pub(super) fn set_vanished(&self) {
         self.close();
-        self.vanished.store(true, Ordering::SeqCst);
+        self.state.vanished.store(true, Ordering::SeqCst);
     }
 
     /// Returns whether another program removed, replaced or truncated the file.
     pub(super) fn has_vanished(&self) -> bool {
-        self.vanished.load(Ordering::SeqCst)
+        self.state.vanished.load(Ordering::SeqCst)
     }
 
     /// Returns whether the caller must mark the extents of a vanished file as lost. Returns true
     /// once.
     pub(super) fn begin_loss(&self) -> bool {
-        self.has_vanished() && !self.loss_begun.swap(true, Ordering::AcqRel)
+        self.has_vanished() && !self.state.loss_begun.swap(true, Ordering::AcqRel)
     }
 
     /// Returns the bytes that were reserved or found.
     pub(super) fn bytes(&self) -> u64 {
-        self.next.load(Ordering::Relaxed)
+        self.state.next.load(Ordering::Relaxed)
     }
 
     /// Returns whether no write to it is possible and no range of it waits to be published. This is
     /// permanent.
     pub(super) fn is_settled(&self) -> bool {
-        !self.is_open() && self.uses.load(Ordering::Acquire) == 0
+        !self.is_open() && self.state.uses.load(Ordering::Acquire) == 0
     }
 
     /// Marks the file for removal. A reader that still uses it finds the same bytes in the object
     /// store.
     pub(super) fn release(&self) {
-        self.released.store(true, Ordering::Release);
+        self.state.released.store(true, Ordering::Release);
     }
 
     pub(super) fn is_released(&self) -> bool {
-        self.released.load(Ordering::Acquire)
+        self.state.released.load(Ordering::Acquire)
     }
 
     /// Starts the removal of the file. Returns `None` if another caller removes it, or it is gone.
     pub(super) fn begin_removal(&self) -> Option<Removal<'_>> {
-        let is_ours = !self.removed.swap(true, Ordering::AcqRel);
+        let is_ours = !self.state.removed.swap(true, Ordering::AcqRel);
         is_ours.then_some(Removal { log: self, is_done: false })
     }
 
     /// Returns whether the file is being removed, or is gone.
     pub(super) fn is_removed(&self) -> bool {
-        self.removed.load(Ordering::Acquire)
+        self.state.removed.load(Ordering::Acquire)
     }
 
     /// Reserves a range of `bytes` bytes. Returns its offset, or `None` if the log is closed or
@@ -199,7 +184,7 @@ impl Log {
         if !self.is_open() {
             return None;
         }
-        let reserved = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok();
+        let reserved = self.state.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok();
         if reserved.is_none() {
             self.close();
         }
@@ -208,11 +193,11 @@ impl Log {
 
     /// Closes the log for writing, permanently.
     pub(super) fn close(&self) {
-        self.closed.store(true, Ordering::Release);
+        self.state.closed.store(true, Ordering::Release);
     }
 
     pub(super) fn is_open(&self) -> bool {
-        !self.closed.load(Ordering::Acquire)
+        !self.state.closed.load(Ordering::Acquire)
     }
 
     /// Returns the absolute path, for messages.
@@ -238,7 +223,7 @@ impl Removal<'_> {
 impl Drop for Removal<'_> {
     fn drop(&mut self) {
         if !self.is_done {
-            self.log.removed.store(false, Ordering::Release);
+            self.log.state.removed.store(false, Ordering::Release);
         }
     }
 }
@@ -250,7 +235,7 @@ pub(super) struct LogUse(Arc<Log>);
 impl LogUse {
     /// Called under the lock that replaces the current log.
     pub(super) fn of(log: &Arc<Log>) -> Self {
-        log.uses.fetch_add(1, Ordering::AcqRel);
+        log.state.uses.fetch_add(1, Ordering::AcqRel);
         Self(Arc::clone(log))
     }
 }
@@ -271,7 +256,7 @@ impl Deref for LogUse {
 
 impl Drop for LogUse {
     fn drop(&mut self) {
-        self.0.uses.fetch_sub(1, Ordering::AcqRel);
+        self.0.state.uses.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

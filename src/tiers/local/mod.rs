@@ -41,7 +41,6 @@ mod recover;
 mod release;
 mod removal;
 mod scan;
-mod share;
 mod shuffle;
 mod sorted;
 mod store;

@@ -25,8 +25,8 @@ use super::view::{StreamView, ViewRun};
 use crate::clock::timeout;
 use crate::durability::{MetadataLog, Scratch};
 use crate::runtime::Tasks;
-use crate::tiers::{ChunkRead, DiskInfo, ExtentWrite, Recovered, ServedIndex, StoreError, StoreErrorKind};
-use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
+use crate::tiers::{ChunkRead, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
+use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Handle of one incarnation of a shuffle. Batches written with it never become part of a later
@@ -195,18 +195,6 @@ impl LocalStore {
         DataRead::new(&self.reader, (Arc::clone(&view.shuffle), view.partition), extents, range)
     }
 
-    /// Returns the index of a partition. It is empty if nothing of the partition is published.
-    ///
-    /// # Errors
-    /// `NotFound` if the shuffle is unknown, `InvalidRange` if data of it was moved.
-    pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        let view = self.view(key, partition)?;
-        view.require_on_disks()?;
-        let all = ViewRun { extents: 0..view.extents.len(), blocks: view.blocks, is_in_object: false };
-        let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
-        Ok(ServedIndex { length, data_length, chunks: self.index_of(&view, &all) })
-    }
-
     /// Calls `visit` with the ids of the readable blocks of a partition on disks, from their index
     /// records.
     pub(super) async fn visit_records_of(
@@ -230,46 +218,6 @@ impl LocalStore {
             visited.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?;
         }
         Ok(())
-    }
-
-    /// Returns a reader of a range of a partition's data stream.
-    ///
-    /// # Errors
-    /// `NotFound` if the shuffle is unknown, `InvalidRange` if the range is empty or not completely
-    /// published, or if data of the partition was moved.
-    pub fn data(
-        &self,
-        key: &ShuffleKey,
-        partition: PartitionId,
-        offset: u64,
-        length: u32,
-    ) -> Result<DataRead, StoreError> {
-        let range = offset..offset.saturating_add(u64::from(length));
-        let view = self.view_part(key, partition, &range)?;
-        view.require_on_disks()?;
-        Ok(self.data_of(&view, range))
-    }
-
-    /// Applies hints about the next reads ([`read::hints`](super::read)).
-    pub fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
-        if let Ok(shuffle) = self.find(key) {
-            self.reader.hint(&shuffle, partition, ranges);
-        }
-    }
-
-    /// Reads all extents of a partition on disks with too many failed reads, for half a second.
-    /// Marks unreadable extents as lost, and returns the error of one.
-    pub async fn mark_damaged_lost(&self, key: &ShuffleKey, partition: PartitionId) -> Option<StoreError> {
-        let shuffle = self.find(key).ok()?;
-        let damage = &self.reader.damage;
-        let mut last_error = None;
-        for disk in shuffle.failed_reads.take_suspects(partition) {
-            if let Some((extents, error)) = damage.probe_extents(&shuffle, partition, disk).await {
-                damage.mark_all_lost(&shuffle, partition, &extents, &error);
-                last_error = Some(error);
-            }
-        }
-        last_error
     }
 
     /// Returns the published bytes of a partition.

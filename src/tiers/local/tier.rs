@@ -14,11 +14,13 @@ use super::removal::drop_blocking;
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
+use super::view::ViewRun;
 use crate::durability::{self, OnDamage, Scratch};
 use crate::tiers::{
     Admission, Capability, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex, ServedTier,
     StoreError, Tier, TierBatch, TierNames, TierRole, TierShuffle, TierState, TierUsage,
 };
+use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 pub(in crate::tiers) const NAMES: TierNames = TierNames {
@@ -184,9 +186,14 @@ impl Tier for LocalStore {
     }
 }
 
+/// Reads of shuffles without extents in objects.
 impl ServedTier for LocalStore {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        LocalStore::index(self, key, partition)
+        let view = self.view(key, partition)?;
+        view.require_on_disks()?;
+        let all = ViewRun { extents: 0..view.extents.len(), blocks: view.blocks, is_in_object: false };
+        let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
+        Ok(ServedIndex { length, data_length, chunks: self.index_of(&view, &all) })
     }
 
     fn data(
@@ -195,19 +202,37 @@ impl ServedTier for LocalStore {
         partition: PartitionId,
         (offset, length): (u64, u32),
     ) -> Result<ServedData, StoreError> {
-        let read = LocalStore::data(self, key, partition, offset, length)?;
-        Ok(ServedData { has_hole: read.has_hole(), chunks: Box::new(read) })
+        let range = offset..offset.saturating_add(u64::from(length));
+        let view = self.view_part(key, partition, &range)?;
+        view.require_on_disks()?;
+        Ok(ServedData { has_hole: view.has_hole(&range), chunks: Box::new(self.data_of(&view, range)) })
     }
 
+    /// Prefetches into the page cache ([`read::hints`](super::read)).
     fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
-        LocalStore::hint(self, key, partition, ranges);
+        if let Ok(shuffle) = self.find(key) {
+            self.reader.hint(&shuffle, partition, ranges);
+        }
     }
 
+    /// Reads the extents on disks with too many failed reads, for half a second.
     fn mark_damaged_lost<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
     ) -> BoxFuture<'a, Option<StoreError>> {
-        LocalStore::mark_damaged_lost(self, key, partition).boxed()
+        let marked = async move {
+            let shuffle = self.find(key).ok()?;
+            let damage = &self.reader.damage;
+            let mut last_error = None;
+            for disk in shuffle.failed_reads.take_suspects(partition) {
+                if let Some((extents, error)) = damage.probe_extents(&shuffle, partition, disk).await {
+                    damage.mark_all_lost(&shuffle, partition, &extents, &error);
+                    last_error = Some(error);
+                }
+            }
+            last_error
+        };
+        marked.boxed()
     }
 }

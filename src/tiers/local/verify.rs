@@ -10,7 +10,7 @@ use super::extent::Extent;
 use super::log::Log;
 use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
-use crate::tiers::block_checks::{BlockChecks, Check, Mark};
+use crate::tiers::block_checks::{BlockChecks, Check};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
@@ -28,7 +28,8 @@ pub(super) struct Verifier {
     /// Number of records of the first extent that are loaded.
     known: u32,
     range: Range<u64>,
-    checks: BlockChecks,
+    /// Checks of the [prepared](Self::prepare) bytes.
+    pub(super) checks: BlockChecks,
 }
 
 impl Verifier {
@@ -36,16 +37,6 @@ impl Verifier {
     pub(super) fn new(partition: PartitionId, extents: Vec<Extent>, range: Range<u64>) -> Self {
         let checks = BlockChecks::new(range.start);
         Self { partition, extents: extents.into_iter(), known: 0, range, checks }
-    }
-
-    /// Returns the current position.
-    pub(super) fn mark(&mut self) -> Mark {
-        self.checks.mark()
-    }
-
-    /// Returns to the last mark.
-    pub(super) fn rewind(&mut self, mark: Mark) {
-        self.checks.rewind(mark);
     }
 
     /// Loads the checksums of the next `bytes` bytes of the range.
@@ -69,12 +60,6 @@ impl Verifier {
             self.known = 0;
         }
         Ok(())
-    }
-
-    /// Returns the first block with a wrong checksum that ends in the next bytes, which are
-    /// [prepared](Self::prepare).
-    pub(super) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
-        self.checks.check(bytes)
     }
 
     /// Loads the blocks of an extent that begin before `until`, at most [`CHECKS_MAX`].

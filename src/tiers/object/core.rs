@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use object_store::{ObjectMeta, ObjectStore};
+use object_store::ObjectStore;
 use tokio::sync::{Semaphore, watch};
 
 use super::cache::Cache;
@@ -11,13 +11,15 @@ use super::claim::Claim;
 use super::condition::{Condition, failed};
 use super::metrics::Metrics;
 use super::settings::ObjectSettings;
-use super::shuffle::Shuffle;
-use super::turns::Turns;
 use crate::budget::Budget;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
 use crate::tiers::StoreError;
+use crate::tiers::read_share::ReadShare;
 use crate::tiers::record_cache::RecordCache;
+
+/// Part of the memory for reads that reads of the store may have, and those of the read cache.
+const READS_DIVISOR: u64 = 3;
 
 /// One for the tier, which its shuffles, reads and tasks hold.
 #[derive(Debug)]
@@ -26,11 +28,13 @@ pub(super) struct Core {
     pub(super) settings: ObjectSettings,
     pub(super) metrics: Metrics,
     pub(super) condition: Condition,
-    claim: Claim,
+    pub(super) claim: Claim,
     pub(super) records: RecordCache,
     /// Of segments, on local disks.
     pub(super) cache: Option<Cache>,
-    pub(super) turns: Turns,
+    /// Memory for reads of the store, and of the read cache.
+    pub(super) store_reads: ReadShare,
+    pub(super) cache_reads: ReadShare,
     /// Answers that go on with the next chunk of their readers, who may be slow to take it.
     pub(super) answers_ahead: Arc<Semaphore>,
     /// What is held of extents and open pages is charged to this.
@@ -56,10 +60,12 @@ impl Core {
         if let Some(cache) = &cache {
             metrics.cache_capacity_bytes.set(clamped(cache.capacity_bytes()));
         }
+        let reads_bytes = usize::try_from(settings.read_memory_bytes / READS_DIVISOR).unwrap_or(usize::MAX);
         Self {
             records: RecordCache::new(settings.index_cache_bytes),
             cache,
-            turns: Turns::new(settings.read_memory_bytes),
+            store_reads: ReadShare::new(reads_bytes),
+            cache_reads: ReadShare::new(reads_bytes),
             answers_ahead: Arc::new(Semaphore::new(settings.answers_ahead)),
             making: Budget::new(settings.making_bytes),
             condition: Condition::default(),
@@ -84,24 +90,6 @@ impl Core {
         claimed
     }
 
-    /// [`Claim::start`].
-    pub(super) fn claim_start(&self) -> u32 {
-        self.claim.start()
-    }
-
-    /// [`Claim::is_listed`].
-    ///
-    /// # Errors
-    /// As there.
-    pub(super) async fn is_claim_listed(&self, listed: Option<&ObjectMeta>) -> Result<bool, StoreError> {
-        self.claim.is_listed(&*self.store, listed).await
-    }
-
-    /// [`Claim::is_drained`].
-    pub(super) fn is_drained(&self) -> bool {
-        self.claim.is_drained()
-    }
-
     /// [`Claim::set_drained`].
     ///
     /// # Errors
@@ -112,22 +100,11 @@ impl Core {
         written
     }
 
-    /// Whether another process has the prefix, as far as was looked.
-    pub(super) fn has_lost_claim(&self) -> bool {
-        self.claim.is_lost()
-    }
-
     /// Takes note of how a call went, and says for which object it was.
     pub(super) fn noted<T>(&self, key: &str, result: object_store::Result<T>) -> Result<T, StoreError> {
         let result = result.map_err(|error| failed(key, &error));
         self.condition.note(&result);
         result
-    }
-
-    /// Returns the error of a failed read for its client.
-    pub(super) fn for_reader(&self, shuffle: &Shuffle, error: StoreError) -> StoreError {
-        let error = self.condition.for_reader(error, self.settings.expected_back);
-        shuffle.require_present().err().unwrap_or(error)
     }
 
     /// Bytes of the segments of known shuffles.

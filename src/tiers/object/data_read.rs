@@ -178,7 +178,7 @@ impl ChunkRead for DataRead {
                 return Ok(None);
             }
             let chunk = self.read_chunk(len, buffers).await;
-            let chunk = chunk.map_err(|error| self.core.for_reader(&self.shuffle, error))?;
+            let chunk = chunk.map_err(|error| self.shuffle.for_reader(&self.core, error))?;
             self.progress.end(len);
             self.core.metrics.read_bytes.inc_by(len as u64);
             Ok(Some(chunk))
@@ -188,6 +188,6 @@ impl ChunkRead for DataRead {
 
     fn next_room(&self) -> usize {
         let room = self.progress.next_len(READ_CHUNK_BYTES_MAX);
-        if self.core.turns.has_room(room) { room } else { 0 }
+        if self.core.store_reads.has_room(room) { room } else { 0 }
     }
 }

@@ -21,7 +21,7 @@ const GAP_BYTES_MAX: u64 = 256 << 10;
 
 /// A range of an object, as long as what it fills.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Part {
+pub(in crate::tiers) struct Part {
     pub(super) segment: u32,
     pub(super) offset: u64,
     /// Its place in the buffer.

@@ -1,27 +1,18 @@
 //! Records of extents in objects, for reads of an index.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::core::Core;
 use super::fetch::{self, Ahead, Part};
+use super::intake::Uploads;
 use super::reads::{self, Asked};
-use super::shuffle::Shuffle;
 use crate::tiers::extent::Extent;
 use crate::tiers::index_read::{RecordSource, WRONG_RECORDS};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 
-/// One read of records.
-#[derive(Debug)]
-pub(super) struct ObjectRecords {
-    pub(super) core: Arc<Core>,
-    pub(super) shuffle: Arc<Shuffle>,
-}
-
-impl RecordSource for ObjectRecords {
+impl RecordSource for Uploads {
     type Parts = Vec<Part>;
 
     fn cached(&self, extent: &Extent) -> Option<Bytes> {
@@ -64,12 +55,12 @@ impl RecordSource for ObjectRecords {
 
     fn ended(&mut self, chunk: Option<Result<Bytes, StoreError>>) -> Result<Bytes, StoreError> {
         let chunk = chunk.ok_or_else(|| self.shuffle.error(StoreErrorKind::Corrupt))?;
-        let chunk = chunk.map_err(|error| self.core.for_reader(&self.shuffle, error))?;
+        let chunk = chunk.map_err(|error| self.shuffle.for_reader(&self.core, error))?;
         self.core.metrics.read_index_bytes.inc_by(chunk.len() as u64);
         Ok(chunk)
     }
 
     fn has_room(&self, _: &Extent, len: usize) -> bool {
-        self.core.turns.has_room(len)
+        self.core.store_reads.has_room(len)
     }
 }

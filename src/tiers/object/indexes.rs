@@ -5,7 +5,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use bytes::Bytes;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -16,7 +15,7 @@ use crate::budget::Charge;
 use crate::durability::PresentIds;
 use crate::tiers::extent::Extent;
 use crate::tiers::extents::InStream as _;
-use crate::tiers::records::RecordCheck;
+use crate::tiers::records::are_sound;
 use crate::tiers::stored::overlapping;
 use crate::tiers::streams::Streams;
 use crate::tiers::{StoreError, StoreErrorKind};
@@ -31,8 +30,6 @@ const INDEXES_AT_ONCE: usize = 64;
 const INDEX_BYTES: u32 = 64 << 20;
 /// Heap of a moved extent that was found, with its place in a tree.
 const MOVED_EXTENT_BYTES: u64 = 3 * size_of::<Extent>() as u64;
-/// Bytes of an index that are read at a time.
-const WINDOW_BYTES: u64 = 1 << 20;
 
 /// Permits for bytes of indexes.
 #[derive(Debug)]
@@ -152,44 +149,43 @@ impl<'a> Indexes<'a> {
 
     async fn index(self, number: u32, footer: &Footer) -> Result<Index<'a>, StoreError> {
         let _room = self.memory.room(footer.index_bytes).await;
-        let _charge = self.core.extents.force_charge(footer.index_bytes);
-        let mut index = Index { extents: Vec::new(), damage: None, _room, _charge };
-        let key = self.key(number);
-        let mut window = self.window(&key, footer).await?;
-        let mut table = table_of(footer, &window);
-        if table.is_err() {
-            window = self.window(&key, footer).await?;
-            table = table_of(footer, &window);
+        let ids_bytes = footer.blocks * size_of::<u64>() as u64;
+        let _charge = self.core.extents.force_charge(footer.index_bytes + ids_bytes);
+        let mut content = self.content(number, footer).await?;
+        if !content.as_ref().is_ok_and(|all| all.iter().all(|it| it.ids.is_some())) {
+            // Bytes that were damaged on their way are intact the second time.
+            content = self.content(number, footer).await?;
         }
-        let entries = match table {
-            Ok(entries) => entries,
-            Err(damage) => {
-                index.damage = Some(damage);
-                return Ok(index);
-            }
+        let (extents, damage) = content.map_or_else(|why| (Vec::new(), Some(why)), |all| (all, None));
+        Ok(Index { extents, damage, _room, _charge })
+    }
+
+    /// Reads an index. Returns its extents, or the damage of its table.
+    async fn content(
+        self,
+        number: u32,
+        footer: &Footer,
+    ) -> Result<Result<Vec<IndexedExtent>, String>, StoreError> {
+        let range = footer.payload_bytes..footer.payload_bytes + footer.index_bytes;
+        let index = fetch::read(self.core, &self.key(number), range).await?;
+        let part = |start: u64, bytes: u64| {
+            let at = |place: u64| usize::try_from(place - footer.payload_bytes).unwrap_or(usize::MAX);
+            index.get(at(start)..at(start + bytes)).unwrap_or_default()
         };
-        let mut records = RecordStream::new(self.core, &key, footer, window);
-        for entry in entries {
-            let (mut ids, mut is_sound) = records.ids_of(&entry).await?;
-            if !is_sound {
-                records.go_back_to(&entry);
-                (ids, is_sound) = records.ids_of(&entry).await?;
-            }
-            index.extents.push(IndexedExtent { entry, ids: is_sound.then_some(ids) });
+        let table = match footer.table(part(footer.payload_bytes, footer.table_bytes())) {
+            Ok(table) => table,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let mut extents = Vec::with_capacity(table.len());
+        for entry in table {
+            tokio::task::coop::consume_budget().await;
+            let all = part(entry.records, u64::from(entry.blocks) * RECORD_BYTES as u64);
+            let is_sound = are_sound(all, entry.length, entry.records_crc);
+            let ids = is_sound.then(|| records(all).map(|record| record.block_id.unsigned_abs()).collect());
+            extents.push(IndexedExtent { entry, ids });
         }
-        Ok(index)
+        Ok(Ok(extents))
     }
-
-    /// The beginning of an index: at least its table.
-    async fn window(self, key: &str, footer: &Footer) -> Result<Bytes, StoreError> {
-        let bytes = footer.index_bytes.min(WINDOW_BYTES.max(footer.table_bytes()));
-        fetch::read(self.core, key, footer.payload_bytes..footer.payload_bytes + bytes).await
-    }
-}
-
-fn table_of(footer: &Footer, window: &Bytes) -> Result<Vec<Entry>, String> {
-    let bytes = usize::try_from(footer.table_bytes()).ok().and_then(|bytes| window.get(..bytes));
-    footer.table(bytes.unwrap_or_default()).map_err(|error| error.to_string())
 }
 
 impl Data {
@@ -279,62 +275,5 @@ impl Data {
                 _ => {}
             }
         }
-    }
-}
-
-/// The records of a segment, read in order.
-struct RecordStream<'a> {
-    core: &'a Core,
-    key: &'a str,
-    window: Bytes,
-    /// Where in the object the window ends, and the records do.
-    at: u64,
-    end: u64,
-}
-
-impl<'a> RecordStream<'a> {
-    /// `window` is the beginning of the index, with its table.
-    fn new(core: &'a Core, key: &'a str, footer: &Footer, window: Bytes) -> Self {
-        let at = footer.payload_bytes + window.len() as u64;
-        let table = usize::try_from(footer.table_bytes()).unwrap_or(usize::MAX).min(window.len());
-        let mut stream = Self {
-            core,
-            key,
-            window: window.slice(table..),
-            at,
-            end: footer.payload_bytes + footer.index_bytes,
-        };
-        // A window ends with a whole record.
-        let odd = stream.window.len() % RECORD_BYTES;
-        stream.window.truncate(stream.window.len() - odd);
-        stream.at -= odd as u64;
-        stream
-    }
-
-    /// The next extent is `entry`, of which the bytes are asked for again.
-    fn go_back_to(&mut self, entry: &Entry) {
-        (self.window, self.at) = (Bytes::new(), entry.records);
-    }
-
-    /// Block ids of the next extent, and whether its records are what was written.
-    async fn ids_of(&mut self, entry: &Entry) -> Result<(Vec<u64>, bool), StoreError> {
-        let mut left = entry.blocks as usize * RECORD_BYTES;
-        let (mut ids, mut check) = (Vec::with_capacity(entry.blocks as usize), RecordCheck::default());
-        while left > 0 {
-            if self.window.is_empty() {
-                let window = WINDOW_BYTES / RECORD_BYTES as u64 * RECORD_BYTES as u64;
-                let until = self.end.min(self.at + window);
-                self.window = fetch::read(self.core, self.key, self.at..until).await?;
-                self.at = until;
-            }
-            let some = self.window.split_to(left.min(self.window.len()));
-            if some.is_empty() {
-                return Err(StoreError::new(StoreErrorKind::Corrupt, self.key));
-            }
-            left -= some.len();
-            check.accept(&some);
-            ids.extend(records(&some).map(|record| record.block_id.unsigned_abs()));
-        }
-        Ok((ids, check.matches(entry.length, entry.records_crc)))
     }
 }

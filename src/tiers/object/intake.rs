@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use super::core::Core;
 use super::data_read::{DataRead, plan};
-use super::index_read::ObjectRecords;
 use super::reads;
 use super::shuffle::Shuffle;
 use super::upload::{MOVED_PARTS_IN_FLIGHT, Source, one_from};
@@ -36,8 +35,7 @@ impl Uploads {
         first: usize,
         blocks: u64,
     ) -> impl ChunkRead + use<> {
-        let records = ObjectRecords { core: Arc::clone(&self.core), shuffle: Arc::clone(&self.shuffle) };
-        IndexRead::new(records, extents, first, blocks)
+        IndexRead::new(self.clone(), extents, first, blocks)
     }
 
     /// Reads a range of a stream that extents of objects cover.

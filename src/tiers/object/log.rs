@@ -31,7 +31,7 @@ impl StoredLog {
 
     async fn put_all(&self, object: LogObject, bytes: Bytes) -> Result<(), StoreError> {
         let core = &self.0;
-        if core.has_lost_claim() {
+        if core.claim.is_lost() {
             return core.require_claim().await;
         }
         let puts = (0..OBJECT_COPIES).map(|copy| self.put_one(object, copy, bytes.clone()));

@@ -85,7 +85,6 @@ mod tests;
 #[cfg(feature = "object")]
 mod tier;
 #[cfg(feature = "object")]
-mod turns;
 #[cfg(feature = "object")]
 mod upload;
 #[cfg(feature = "object")]

@@ -14,6 +14,7 @@ use super::fetch::{self, Ahead, Part};
 use super::shuffle::Shuffle;
 use crate::budget::{Budget, Charge};
 use crate::tiers::StoreError;
+use crate::tiers::read_share::ReadShare;
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPermit};
 
@@ -154,7 +155,8 @@ impl Located {
             return Room::new((buffer, Box::new(())), &core.extents, 0);
         };
         let (is_cached, app) = (self.stored.is_empty(), &shuffle.name.key.app);
-        let turn = core.turns.of(is_cached, app, asked.len + beside);
+        let share = if is_cached { &core.cache_reads } else { &core.store_reads };
+        let turn = ReadShare::turns(std::iter::once(share), app, asked.len + beside);
         let taken = asked.buffers.acquire_with(asked.len, Arc::new(turn)).await;
         Room::new(taken, &core.extents, beside)
     }

@@ -135,7 +135,7 @@ async fn list_current(core: &Core) -> Result<Listed, StoreError> {
     let root = &core.settings.root;
     for pause in LIST_PAUSES {
         let (listed, claim) = list(core).await?;
-        if core.is_claim_listed(claim.as_ref()).await? {
+        if core.claim.is_listed(&*core.store, claim.as_ref()).await? {
             return Ok(listed);
         }
         tracing::warn!(prefix = root, "the object store's list of objects is old; listing again");

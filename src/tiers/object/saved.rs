@@ -42,7 +42,7 @@ impl SavedSettings for Core {
     fn save(&self, text: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         let save = async move {
             self.require_claim().await?;
-            let key = settings_key(&self.settings.root, self.claim_start());
+            let key = settings_key(&self.settings.root, self.claim.start());
             let put = self.store.put(&path_of(&key), text.into()).await;
             self.noted(&key, put).map(drop)
         };

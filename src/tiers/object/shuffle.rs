@@ -83,6 +83,12 @@ impl Shuffle {
         if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
     }
 
+    /// Returns the error of a failed read for its client.
+    pub(super) fn for_reader(&self, core: &Core, error: StoreError) -> StoreError {
+        let error = core.condition.for_reader(error, core.settings.expected_back);
+        self.require_present().err().unwrap_or(error)
+    }
+
     pub(super) fn segment_key(&self, number: u32) -> String {
         segment_key(&self.prefix, number)
     }

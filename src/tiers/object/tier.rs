@@ -18,7 +18,6 @@ use tokio::sync::oneshot;
 use super::cache::Cache;
 use super::claim::Claim;
 use super::core::Core;
-use super::data_read::DataRead;
 use super::intake::Uploads;
 use super::lane::{Job, Making, Waiter};
 use super::layout::{Registered, part_of, path_of, shuffle_prefix};
@@ -36,6 +35,7 @@ use crate::budget::Budget;
 use crate::clock::{Instant, timeout_at};
 use crate::durability::{LogInStore, ShippedLog, Shipper};
 use crate::runtime::Tasks;
+use crate::tiers::index_read::visit_ids;
 use crate::tiers::numbers::numbers_from;
 use crate::tiers::streams::{Partition, Streams};
 use crate::tiers::{
@@ -43,8 +43,7 @@ use crate::tiers::{
     RemoteStorage, SavedSettings, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind,
     StoredShuffle, Tier, TierBatch, TierRole, TierShuffle, TierState, TierUsage,
 };
-use uniffle_io::buffers::HeapBuffers;
-use uniffle_wire::index::{RECORD_BYTES, records};
+use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Between two looks whether a store that fails is back.
@@ -95,7 +94,7 @@ impl ObjectTier {
         let claim = Claim::take(&*store, &settings.root).await?;
         let core = Arc::new(Core::open((store, claim), settings, metrics, extents.clone(), tasks).await);
         let survey = survey(&core).await?;
-        let start = core.claim_start().max(survey.log.last_start().saturating_add(1));
+        let start = core.claim.start().max(survey.log.last_start().saturating_add(1));
         let objects = Arc::new(StoredLog(Arc::clone(&core)));
         let log = Shipper::open(objects, &survey.log, start, &core.extents, &core.tasks);
         let mut recovered = Recovered::default();
@@ -159,7 +158,7 @@ impl ObjectTier {
     /// Whether the process before left nothing on its local disks that is not here.
     #[must_use]
     pub fn is_drained(&self) -> bool {
-        self.core.is_drained()
+        self.core.claim.is_drained()
     }
 
     /// Writes down whether local disks have nothing that is not here, for a start from empty disks. Asks nothing if that is known.
@@ -227,7 +226,7 @@ impl ObjectTier {
     /// The present registration of a shuffle, if there is one.
     #[must_use]
     pub fn uploads(&self, key: &ShuffleKey) -> Option<Uploads> {
-        Some(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? })
+        self.registered(key).ok()
     }
 
     /// Payload after which an object takes no more.
@@ -239,14 +238,15 @@ impl ObjectTier {
     /// Whether it is worth trying to write now.
     #[must_use]
     pub fn is_worth_trying(&self) -> bool {
-        self.core.condition.is_worth_trying() && !self.core.has_lost_claim()
+        self.core.condition.is_worth_trying() && !self.core.claim.is_lost()
     }
 
     /// That another process has the prefix, as far as was looked.
     #[must_use]
     pub fn claim_complaint(&self) -> Option<&'static str> {
         self.core
-            .has_lost_claim()
+            .claim
+            .is_lost()
             .then_some("another process has claimed this worker's prefix of the object store")
     }
 
@@ -278,6 +278,10 @@ impl ObjectTier {
         self.core.cache.as_ref().map_or(0, |cache| cache.used_bytes())
     }
 
+    fn registered(&self, key: &ShuffleKey) -> Result<Uploads, StoreError> {
+        Ok(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key)? })
+    }
+
     fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
         let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
@@ -300,7 +304,7 @@ impl ObjectTier {
         loop {
             match self.known(position).await {
                 Ok(()) => return true,
-                Err(_) if self.core.tasks.is_cancelled() || self.core.has_lost_claim() => return false,
+                Err(_) if self.core.tasks.is_cancelled() || self.core.claim.is_lost() => return false,
                 Err(_) => crate::clock::sleep(ENDS_PAUSE).await,
             }
         }
@@ -350,13 +354,6 @@ async fn leave_caches(core: &Arc<Core>, had: Vec<(Arc<Shuffle>, Streams)>) {
     let _left = tokio::task::spawn_blocking(leave).await;
 }
 
-/// A registration that takes batches.
-#[derive(Debug)]
-struct Handle {
-    core: Arc<Core>,
-    shuffle: Arc<Shuffle>,
-}
-
 /// The metadata log of a worker without disks, for one registration.
 #[derive(Debug)]
 struct ShuffleMetadata {
@@ -364,15 +361,15 @@ struct ShuffleMetadata {
     shuffle: Arc<Shuffle>,
 }
 
-impl TierShuffle for Handle {
+impl TierShuffle for Uploads {
     fn is_accepting(&self) -> bool {
-        self.core.condition.is_worth_trying() && !self.core.has_lost_claim()
+        self.core.condition.is_worth_trying() && !self.core.claim.is_lost()
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
         let write = async move {
             self.shuffle.require_present()?;
-            if self.core.has_lost_claim() {
+            if self.core.claim.is_lost() {
                 self.core.require_claim().await?;
             }
             let key = || self.shuffle.name.key.to_string();
@@ -440,7 +437,7 @@ impl Tier for ObjectTier {
     }
 
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
-        Some(Arc::new(Handle { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? }))
+        Some(Arc::new(self.uploads(key)?))
     }
 
     fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
@@ -462,14 +459,7 @@ impl Tier for ObjectTier {
         partition: PartitionId,
         visit: &'a mut (dyn FnMut(u64) + Send),
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        let read = async move {
-            let mut index = self.index(key, partition)?.chunks;
-            while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
-                records(&chunk).for_each(|record| visit(record.block_id.unsigned_abs()));
-            }
-            Ok(())
-        };
-        read.boxed()
+        async move { visit_ids(&mut *self.index(key, partition)?.chunks, visit).await }.boxed()
     }
 
     fn usage(&self, key: &ShuffleKey) -> TierUsage {
@@ -587,9 +577,8 @@ impl Tier for ObjectTier {
 
 impl ServedTier for ObjectTier {
     fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        let shuffle = self.find(key)?;
-        let Partition { extents, blocks, bytes: data_length, .. } = shuffle.stream(partition);
-        let uploads = Uploads { core: Arc::clone(&self.core), shuffle };
+        let uploads = self.registered(key)?;
+        let Partition { extents, blocks, bytes: data_length, .. } = uploads.shuffle.stream(partition);
         let length = blocks * RECORD_BYTES as u64;
         Ok(ServedIndex { length, data_length, chunks: Box::new(uploads.index(extents, 0, blocks)) })
     }
@@ -600,13 +589,12 @@ impl ServedTier for ObjectTier {
         partition: PartitionId,
         (offset, length): (u64, u32),
     ) -> Result<ServedData, StoreError> {
-        let (shuffle, range) = (self.find(key)?, offset..offset.saturating_add(u64::from(length)));
-        let Some(extents) = shuffle.part(partition, &range).filter(|_| length > 0) else {
-            shuffle.require_present()?;
-            return Err(shuffle.error(StoreErrorKind::InvalidRange));
+        let (uploads, range) = (self.registered(key)?, offset..offset.saturating_add(u64::from(length)));
+        let Some(extents) = uploads.shuffle.part(partition, &range).filter(|_| length > 0) else {
+            uploads.shuffle.require_present()?;
+            return Err(uploads.shuffle.error(StoreErrorKind::InvalidRange));
         };
-        let read = DataRead::new(&self.core, shuffle, extents, range);
-        Ok(ServedData { has_hole: false, chunks: Box::new(read) })
+        Ok(ServedData { has_hole: false, chunks: Box::new(uploads.data(extents, range)) })
     }
 
     fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {

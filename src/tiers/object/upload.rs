@@ -54,27 +54,13 @@ pub(super) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>) {
 }
 
 async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job) {
-    let (number, mut upload) = Upload::begin(core, shuffle, lane);
+    let mut upload = Upload::begin(core, shuffle, lane);
     upload.join(first);
-    let filled = tokio::select! {
-        biased;
-        () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
-        filled = upload.fill() => filled,
-    };
-    let result = match filled {
-        Ok(sealed) => publish(core, shuffle, sealed).await.map(drop),
-        Err(error) => {
-            upload.clean_up(&error).await;
-            Err(error)
-        }
-    };
-    match &result {
-        Ok(()) => lane.published = number,
-        Err(error) if error.kind == StoreErrorKind::Purged => {}
-        Err(error) => {
-            core.metrics.uploads_failed.inc();
-            tracing::warn!(key = upload.key, %error, "segment upload failed; its blocks stay in memory");
-        }
+    let result = upload.store(lane, None).await.map(drop);
+    if let Err(error) = result.as_ref()
+        && error.kind != StoreErrorKind::Purged
+    {
+        tracing::warn!(key = upload.key, %error, "segment upload failed; its blocks stay in memory");
     }
     upload.answer(&result);
 }
@@ -90,30 +76,8 @@ pub(super) async fn one_from(
     source: &mut dyn Source,
 ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
     let mut lane = shuffle.lane.lock().await;
-    let (number, mut upload) = Upload::begin(core, shuffle, &mut lane);
-    let filled = tokio::select! {
-        biased;
-        () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
-        filled = upload.fill_from(source) => filled,
-    };
-    let filled = match filled {
-        // What is given up on disks for it must be in what the next start finds.
-        Ok(Some(sealed)) => core.require_claim().await.map(|()| Some(sealed)),
-        filled => filled,
-    };
-    match filled {
-        Ok(None) => Ok(None),
-        Ok(Some(sealed)) => {
-            let extents = publish(core, shuffle, sealed).await?;
-            lane.published = number;
-            Ok(Some(extents))
-        }
-        Err(error) => {
-            upload.clean_up(&error).await;
-            core.metrics.uploads_failed.inc();
-            Err(error)
-        }
-    }
+    let mut upload = Upload::begin(core, shuffle, &mut lane);
+    upload.store(&mut lane, Some(source)).await
 }
 
 /// Counts a segment, and makes its extents visible unless local disks do that. Returns them.
@@ -151,6 +115,7 @@ async fn publish(
 struct Upload<'a> {
     core: &'a Core,
     shuffle: &'a Shuffle,
+    number: u32,
     key: String,
     path: Path,
     open: OpenSegment,
@@ -161,14 +126,46 @@ struct Upload<'a> {
 }
 
 impl<'a> Upload<'a> {
-    /// Begins a segment with the next number, which is returned.
-    fn begin(core: &'a Core, shuffle: &'a Shuffle, lane: &mut Lane) -> (u32, Self) {
+    /// Begins a segment with the next number.
+    fn begin(core: &'a Core, shuffle: &'a Shuffle, lane: &mut Lane) -> Self {
         lane.last_number += 1;
         let number = lane.last_number;
         let open = OpenSegment::new((number, lane.published), shuffle.name.incarnation);
         let key = shuffle.segment_key(number);
         let (path, parts, waiting) = (path_of(&key), FuturesUnordered::new(), Vec::new());
-        (number, Self { core, shuffle, key, path, open, multipart: None, parts, waiting })
+        Self { core, shuffle, number, key, path, open, multipart: None, parts, waiting }
+    }
+
+    /// Stores the segment with the extents of `source`, or else with the waiting batches, and
+    /// publishes it. Returns its extents, or `None` if the source has none.
+    async fn store(
+        &mut self,
+        lane: &mut Lane,
+        source: Option<&mut dyn Source>,
+    ) -> Result<Option<Vec<(PartitionId, Extent)>>, StoreError> {
+        let (core, shuffle) = (self.core, self.shuffle);
+        let filling = async {
+            let Some(source) = source else { return self.fill().await.map(Some) };
+            let sealed = self.fill_from(source).await?;
+            if sealed.is_some() {
+                // What is given up on disks for it must be in what the next start finds.
+                core.require_claim().await?;
+            }
+            Ok(sealed)
+        };
+        let filled = tokio::select! {
+            biased;
+            () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
+            filled = filling => filled,
+        };
+        if let Err(error) = &filled {
+            self.clean_up(error).await;
+            core.metrics.uploads_failed.inc_by(u64::from(error.kind != StoreErrorKind::Purged));
+        }
+        let Some(sealed) = filled? else { return Ok(None) };
+        let extents = publish(core, shuffle, sealed).await?;
+        lane.published = self.number;
+        Ok(Some(extents))
     }
 
     fn join(&mut self, job: Job) {

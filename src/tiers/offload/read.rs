@@ -11,36 +11,23 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
+use super::tier::OffloadTier;
+use crate::tiers::index_read::visit_ids;
 use crate::tiers::local::StreamView;
 use crate::tiers::object::{ObjectTier, Uploads};
 use crate::tiers::{ChunkRead, LocalStore, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
-use uniffle_io::buffers::HeapBuffers;
-use uniffle_wire::index::{RECORD_BYTES, records};
+use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Both tiers.
-#[derive(Debug, Clone)]
-pub(super) struct Reads {
-    pub(super) local: Arc<LocalStore>,
-    pub(super) object: Arc<ObjectTier>,
-}
-
-impl Reads {
-    /// Returns the registration of a snapshot in the store.
-    fn uploads(&self, view: &StreamView) -> Result<Uploads, StoreError> {
-        let (key, incarnation) = view.registration();
-        let uploads = self.object.uploads(key).filter(|it| it.incarnation() == incarnation);
-        uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
-    }
-
-    pub(super) fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
+impl ServedTier for OffloadTier {
+    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
         let view = self.local.view(key, partition)?;
         let (length, data_length) = (view.blocks * RECORD_BYTES as u64, view.bytes);
         Ok(ServedIndex { length, data_length, chunks: Runs::open(self, view, Left::Index(0))? })
     }
 
-    pub(super) fn data(
+    fn data(
         &self,
         key: &ShuffleKey,
         partition: PartitionId,
@@ -52,17 +39,27 @@ impl Reads {
         Ok(ServedData { has_hole, chunks: Runs::open(self, view, Left::Data(range))? })
     }
 
-    /// Applies hints. The disks ignore parts that are in objects.
-    pub(super) fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
-        ServedTier::hint(&*self.local, key, partition, ranges);
+    /// The disks ignore parts that are in objects.
+    fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
+        self.local.hint(key, partition, ranges);
         for range in ranges {
             let Ok(view) = self.local.view_part(key, partition, range) else { continue };
-            if let Ok(uploads) = self.uploads(&view) {
+            if let Ok(uploads) = uploads(&self.object, &view) {
                 uploads.hint(&view.extents, range);
             }
         }
     }
 
+    fn mark_damaged_lost<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Option<StoreError>> {
+        self.local.mark_damaged_lost(key, partition)
+    }
+}
+
+impl OffloadTier {
     /// Calls `visit` with the ids of the blocks of a partition that are in objects.
     pub(super) async fn visit_moved(
         &self,
@@ -74,17 +71,21 @@ impl Reads {
         let mut next = 0;
         while let Some(run) = view.run_at(next) {
             next = run.extents.end;
-            if !run.is_in_object {
-                continue;
-            }
-            let uploads = self.uploads(&view)?;
-            let mut index = uploads.index(view.extents.clone(), run.extents.start, run.blocks);
-            while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
-                records(&chunk).for_each(|record| visit(record.block_id.unsigned_abs()));
+            if run.is_in_object {
+                let uploads = uploads(&self.object, &view)?;
+                let mut index = uploads.index(view.extents.clone(), run.extents.start, run.blocks);
+                visit_ids(&mut index, visit).await?;
             }
         }
         Ok(())
     }
+}
+
+/// Returns the registration of a snapshot in the store.
+fn uploads(object: &ObjectTier, view: &StreamView) -> Result<Uploads, StoreError> {
+    let (key, incarnation) = view.registration();
+    let uploads = object.uploads(key).filter(|it| it.incarnation() == incarnation);
+    uploads.ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
 }
 
 /// What is left of a read.
@@ -99,7 +100,8 @@ enum Left {
 /// A read of index or data, run by run.
 #[derive(Debug)]
 struct Runs {
-    reads: Reads,
+    local: Arc<LocalStore>,
+    object: Arc<ObjectTier>,
     view: StreamView,
     left: Left,
     /// Reader of the present run.
@@ -108,28 +110,31 @@ struct Runs {
 }
 
 impl Runs {
-    fn open(reads: &Reads, view: StreamView, left: Left) -> Result<Box<Self>, StoreError> {
-        let mut runs = Self { reads: reads.clone(), view, left, run: None, has_failed: false };
+    fn open(tier: &OffloadTier, view: StreamView, left: Left) -> Result<Box<Self>, StoreError> {
+        let (local, object) = (Arc::clone(&tier.local), Arc::clone(&tier.object));
+        let mut runs = Self { local, object, view, left, run: None, has_failed: false };
         runs.open_next()?;
         Ok(Box::new(runs))
     }
 
     /// Opens the next run. Returns false at the end.
     fn open_next(&mut self) -> Result<bool, StoreError> {
-        let (reads, view, extents) = (&self.reads, &self.view, || self.view.extents.clone());
+        let (view, extents) = (&self.view, || self.view.extents.clone());
         let run: Box<dyn ChunkRead> = match &mut self.left {
             Left::Index(next) => {
                 let Some(run) = view.run_at(*next) else { return Ok(false) };
                 *next = run.extents.end;
                 match run.is_in_object {
-                    false => reads.local.index_of(view, &run),
-                    true => Box::new(reads.uploads(view)?.index(extents(), run.extents.start, run.blocks)),
+                    false => self.local.index_of(view, &run),
+                    true => {
+                        Box::new(uploads(&self.object, view)?.index(extents(), run.extents.start, run.blocks))
+                    }
                 }
             }
             Left::Data(range) if range.is_empty() => return Ok(false),
             Left::Data(range) => match view.run_in(range) {
-                (end, false) => Box::new(reads.local.data_of(view, range.start..end)),
-                (end, true) => Box::new(reads.uploads(view)?.data(extents(), range.start..end)),
+                (end, false) => Box::new(self.local.data_of(view, range.start..end)),
+                (end, true) => Box::new(uploads(&self.object, view)?.data(extents(), range.start..end)),
             },
         };
         self.run = Some(run);

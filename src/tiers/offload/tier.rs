@@ -1,6 +1,5 @@
 //! Local disks and an object store as one tier that is read through the worker.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -14,15 +13,14 @@ use tokio::sync::{Notify, watch};
 use super::log::{Ends, ShuffleLog, forget_end};
 use super::metrics::Metrics;
 use super::policy::Watermarks;
-use super::read::Reads;
 use super::shuffle::{Handle, Shuffle};
 use crate::budget::Budget;
 use crate::durability::{OnDamage, Scratch};
 use crate::runtime::Tasks;
 use crate::tiers::object::ObjectTier;
 use crate::tiers::{
-    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, ServedData,
-    ServedIndex, ServedTier, StoreError, Tier, TierShuffle, TierState, TierUsage,
+    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, ServedTier,
+    StoreError, Tier, TierShuffle, TierState, TierUsage,
 };
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -60,10 +58,6 @@ pub struct OffloadTier {
 }
 
 impl OffloadTier {
-    fn reads(&self) -> Reads {
-        Reads { local: Arc::clone(&self.local), object: Arc::clone(&self.object) }
-    }
-
     /// The present registration of a shuffle.
     pub(super) fn find(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
         self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
@@ -140,7 +134,7 @@ impl Tier for OffloadTier {
         let read = async move {
             // The disks first: extents that move meanwhile are in objects.
             self.local.visit_present(key, partition, visit).await?;
-            self.reads().visit_moved(key, partition, visit).await
+            self.visit_moved(key, partition, visit).await
         };
         read.boxed()
     }
@@ -260,32 +254,5 @@ impl Tier for OffloadTier {
 
     fn drained(&self) -> Option<Drained> {
         Some(self.how_far())
-    }
-}
-
-impl ServedTier for OffloadTier {
-    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
-        self.reads().index(key, partition)
-    }
-
-    fn data(
-        &self,
-        key: &ShuffleKey,
-        partition: PartitionId,
-        range: (u64, u32),
-    ) -> Result<ServedData, StoreError> {
-        self.reads().data(key, partition, range)
-    }
-
-    fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
-        self.reads().hint(key, partition, ranges);
-    }
-
-    fn mark_damaged_lost<'a>(
-        &'a self,
-        key: &'a ShuffleKey,
-        partition: PartitionId,
-    ) -> BoxFuture<'a, Option<StoreError>> {
-        ServedTier::mark_damaged_lost(&*self.local, key, partition)
     }
 }

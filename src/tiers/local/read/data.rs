@@ -33,8 +33,6 @@ use uniffle_wire::types::PartitionId;
 
 /// A range of a partition's data.
 pub struct DataRead {
-    /// Length of the range in bytes.
-    pub length: u64,
     damage: Arc<Damage>,
     stream: Stream,
     progress: Progress,
@@ -74,8 +72,7 @@ impl Aligned {
 
 impl fmt::Debug for DataRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lengths = (self.length, self.progress.left());
-        f.debug_tuple("DataRead").field(&self.stream.shuffle.key).field(&lengths).finish()
+        f.debug_tuple("DataRead").field(&self.stream.shuffle.key).field(&self.progress).finish()
     }
 }
 
@@ -91,14 +88,6 @@ impl Reader {
 }
 
 impl DataRead {
-    /// Returns whether part of the range is lost. Lost bytes are zeros.
-    #[must_use]
-    pub fn has_hole(&self) -> bool {
-        let Stream { shuffle, partition, .. } = &self.stream;
-        self.pieces.iter().any(|piece| piece.log == NO_LOG)
-            || shuffle.damaged.touches(*partition, &self.range)
-    }
-
     /// Creates a read of a range that `extents` cover, none of them in an object.
     pub(in crate::tiers::local) fn new<'a>(
         reader: &Reader,
@@ -111,11 +100,10 @@ impl DataRead {
         find_runs(&mut pieces);
         reader.core.metrics.read_data_file.inc();
         let verifier = reader.verifies_next().then(|| verifier_of(partition, extents, &range));
-        let length = range.end - range.start;
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition));
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
-        let progress = Progress::new(length);
-        Self { length, damage, stream, progress, range, pieces, next: 0, current: None, ready, verifier }
+        let progress = Progress::new(range.end - range.start);
+        Self { damage, stream, progress, range, pieces, next: 0, current: None, ready, verifier }
     }
 
     /// Converts the read to a read of a migration: always verified, and failures are not counted.
@@ -140,7 +128,7 @@ impl DataRead {
                 return Err(error);
             }
         }
-        let before = (self.current, self.next, self.verifier.as_mut().map(Verifier::mark));
+        let before = (self.current, self.next, self.verifier.as_mut().map(|it| it.checks.mark()));
         let Some(block) = self.fetch_once(len, buffers).await? else { return Ok(()) };
         let Stream { core, shuffle, partition, .. } = &self.stream;
         core.metrics.read_crc_mismatches.inc();
@@ -157,7 +145,7 @@ impl DataRead {
         let mark;
         (self.current, self.next, mark) = before;
         if let (Some(verifier), Some(mark)) = (&mut self.verifier, mark) {
-            verifier.rewind(mark);
+            verifier.checks.rewind(mark);
         }
         match self.fetch_once(len, buffers).await? {
             None => Ok(()),
@@ -192,7 +180,7 @@ impl DataRead {
             VecDeque::from([self.gather(piece, len, buffers).await?])
         };
         if let Some(verifier) = &mut self.verifier
-            && let Some(block) = chunks.iter().find_map(|chunk| verifier.check(chunk))
+            && let Some(block) = chunks.iter().find_map(|chunk| verifier.checks.check(chunk))
         {
             return Ok(Some(block));
         }

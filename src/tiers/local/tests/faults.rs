@@ -166,7 +166,7 @@ async fn read_errors_never_become_short_responses() {
         for disk in &disks {
             disk.faults.add(Rule::always(operation, Fault::Errno(EIO)));
         }
-        let mut read = store.data(&key, PartitionId(1), 10, 9000).unwrap();
+        let mut read = store.data(&key, PartitionId(1), (10, 9000)).unwrap().chunks;
         assert_eq!(read.next_chunk(&HeapBuffers).await.map(drop).unwrap_err().kind, kind);
         assert!(read.next_chunk(&HeapBuffers).await.is_err(), "after an error there is no regular end");
         let mut index = store.index(&key, PartitionId(1)).unwrap().chunks;
@@ -219,7 +219,7 @@ async fn damaged_block_does_not_affect_others() {
         let path = disks[0].app_files().into_iter().find(|path| path.ends_with("0.data")).unwrap();
         disks[0].memory.corrupt(&path, size + 10, 1);
         let all = (0, 3 * size as u32);
-        assert!(!store.data(&key, p, all.0, all.1).unwrap().has_hole());
+        assert!(!store.data(&key, p, all).unwrap().has_hole);
         assert_eq!(range_of(&store, &key, 1, all).await.unwrap_err().kind, StoreErrorKind::Corrupt);
         assert_eq!(mismatches(&store), [1, 1]);
         assert_eq!(store.disks()[0].condition, DiskCondition::Broken);
@@ -234,11 +234,11 @@ async fn damaged_block_does_not_affect_others() {
         for (id, n) in [(1, 0), (3, 2)] {
             let place = (n * size as u64, size as u32);
             assert_eq!(range_of(&store, &key, 1, place).await.unwrap(), payload(id, size));
-            assert!(!store.data(&key, p, place.0, place.1).unwrap().has_hole());
+            assert!(!store.data(&key, p, place).unwrap().has_hole);
         }
         // A client with an older index learns of the hole, and the service learns of the possible
         // loss.
-        assert!(store.data(&key, p, size as u64 - 1, 2).unwrap().has_hole());
+        assert!(store.data(&key, p, (size as u64 - 1, 2)).unwrap().has_hole);
         store.write(&key, vec![extent(1, &[(2, size)], false)]).await.unwrap();
         assert_eq!(present(&store, &key, p).await, [1, 2, 3]);
         range_of(&store, &key, 1, (0, 4 * size as u32)).await.unwrap();

@@ -34,8 +34,8 @@ use crate::budget::Budget;
 use crate::durability::METADATA;
 use crate::tiers::Tier as _;
 use crate::tiers::{
-    ChunkRead as _, DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier,
-    TierUsage, by_mount,
+    ChunkRead as _, DiskCondition, ExtentData, ExtentWrite, Recovered, ServedTier as _, StoreError,
+    StoreErrorKind, Tier, TierUsage, by_mount,
 };
 use uniffle_io::Disk;
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
@@ -198,15 +198,15 @@ pub(super) async fn range_of(
     store: &LocalStore,
     key: &ShuffleKey,
     partition: i32,
-    (offset, length): (u64, u32),
+    range: (u64, u32),
 ) -> Result<Vec<u8>, StoreError> {
-    let mut read = store.data(key, PartitionId(partition), offset, length)?;
+    let mut read = store.data(key, PartitionId(partition), range)?.chunks;
     let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
         assert!(!chunk.is_empty() && chunk.len() <= READ_CHUNK_BYTES_MAX);
         bytes.extend_from_slice(&chunk);
     }
-    assert_eq!(bytes.len(), length as usize, "never short");
+    assert_eq!(bytes.len(), range.1 as usize, "never short");
     Ok(bytes)
 }
 
