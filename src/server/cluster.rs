@@ -119,7 +119,7 @@ fn cluster(view: ClusterView) -> Cluster {
         known.node.details.apps.iter().map(move |app| part(app, node))
     });
     let nodes = view.nodes.iter().map(node).collect();
-    Cluster::new(nodes, view.lost, parts)
+    Cluster::new(nodes, view.lost, view.awaited, parts)
 }
 
 fn node(known: &KnownNode) -> ClusterNode {

@@ -16,7 +16,7 @@ pub struct Arguments {
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) worker: Option<String>,
 
-    /// Ask all workers that one of these coordinators knows, instead of one worker; https:// before
+    /// Ask all workers that any of these coordinators knows, instead of one worker; https:// before
     /// the host for a coordinator with TLS, which needs --ca-file
     #[arg(long, global = true, value_name = "HOST:PORT", value_delimiter = ',')]
     pub(crate) coordinator: Vec<String>,

@@ -10,9 +10,10 @@ use crate::arguments::{Arguments, Call, Output, ProfileKind};
 use crate::everywhere;
 use crate::failure::Failure;
 use crate::http::{Client, TlsFiles, segment};
+use crate::lost::Fleet;
 use crate::merged::Merged;
 use crate::progress::Progress;
-use crate::workers::{Target, targets, token};
+use crate::workers::{Target, token};
 use crate::{complain, lost, orphans, rows, say, text, top, upgrade, wait};
 
 /// Time that a busy worker may need to produce a profile, in addition to the sampling.
@@ -31,7 +32,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         let text = "--output csv is for commands that print a list; use --output json";
         return Err(Failure::Usage(text.to_owned()));
     }
-    let targets = targets(arguments).await?;
+    let Fleet { mut targets, awaited } = lost::fleet(&client, arguments).await?;
     let output = arguments.output;
     let progress = Progress::new();
     match &arguments.call {
@@ -40,16 +41,18 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
             return top::run(&client, (arguments, targets), pace).await;
         }
         Call::Profile { kind, seconds, flamegraph, file } => {
+            targets.retain(|target| !target.is_lost);
             return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;
         }
         Call::Upgrade { command, within, dry_run, wait: _ } => {
             let options = upgrade::Options { command: command.as_deref(), within: *within };
-            // Last, so that the others are upgraded before the command stops at them.
-            let targets = lost::with_lost(&client, arguments, targets).await;
+            // Lost workers are last, so that the others are upgraded before the command stops at them.
             return upgrade::run(&client, (arguments, &targets), &options, *dry_run).await;
         }
         Call::Orphans { live, remove, older_than } => {
             let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
+            // An awaited worker may be alive, and owns its objects.
+            targets.retain(|target| !target.is_lost || awaited.contains(&target.name));
             let answer = orphans::run(&client, (arguments, &targets), &wanted, &progress).await?;
             say(&match output {
                 Output::Json => pretty(&answer),
@@ -58,12 +61,10 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
             });
             return Ok(0);
         }
+        // It concerns coordinators, and names a lost worker.
+        Call::Forget { .. } => targets.retain(|target| !target.is_lost),
         _ => {}
     }
-    let targets = match &arguments.call {
-        Call::Status { .. } => lost::with_lost(&client, arguments, targets).await,
-        _ => targets,
-    };
     let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call, &progress)).await;
     drop(progress);
     drop_not_found(&arguments.call, &mut answers);
@@ -103,14 +104,15 @@ fn print(arguments: &Arguments, mut answers: Vec<(&Target, Answer)>) -> Result<u
     }
     Ok(code)
 }
+
 async fn ask(client: &Client, target: &Target, call: &Call, progress: &Progress) -> Answer {
+    lost::require_known(target)?;
     let get = |path: String| async move { client.get(&target.http, &path).await };
     let post = |path: String, body: Option<Value>| async move {
         client.post(&target.admin, &path, body.as_ref()).await
     };
     match call {
         Call::Status { ready } => {
-            lost::require_known(target)?;
             let status = get("/api/v1/status".to_owned()).await?;
             match status["node"]["not_ready"].as_str() {
                 Some(why) if *ready => Err(Failure::NotReached(format!("not ready: {why}"))),

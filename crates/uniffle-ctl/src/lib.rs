@@ -6,8 +6,8 @@
 //! The worker decides whether a request is allowed.
 //!
 //! Exit codes: 0 success; 1 a worker refuses, or does not know the requested item; 2 wrong command
-//! line; 3 a worker or all coordinators are unreachable; 4 a state was not reached in time. With
-//! several workers the highest code is returned.
+//! line; 3 a worker is lost or unreachable, or all coordinators are; 4 a state was not reached in
+//! time. With several workers the highest code is returned.
 
 mod answers;
 mod arguments;

@@ -1,41 +1,81 @@
-//! Workers that a coordinator has lost. They are in no server list, so `status` and `top` add them
-//! here.
+//! Workers that a coordinator knows but does not list: those that it has lost, and those from which
+//! it has had no heartbeat since it restarted (awaited). A command for a whole cluster covers them.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use serde_json::Value;
+use tokio::time::{Instant, sleep};
 
 use crate::answers::{Answer, ask_all};
 use crate::arguments::Arguments;
+use crate::complain;
 use crate::failure::Failure;
 use crate::http::{Base, Client};
-use crate::workers::Target;
+use crate::workers::{Target, selected, targets};
 
-/// Adds the workers that coordinators among `targets` have lost, if the command covers a whole
-/// cluster.
-pub(crate) async fn with_lost(
-    client: &Client,
-    arguments: &Arguments,
-    mut targets: Vec<Target>,
-) -> Vec<Target> {
-    targets.retain(|target| !target.is_lost);
-    if arguments.coordinator.is_empty() || !arguments.only.is_empty() {
-        return targets;
-    }
-    let answers = ask_all(&targets, |target| cluster(client, target)).await;
-    let known: BTreeSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
-    let heard = answers.iter().filter_map(|(_, answer)| answer.as_ref().ok());
-    let ids = heard.filter_map(|cluster| cluster["lost"].as_array()).flatten().filter_map(Value::as_str);
-    let lost: BTreeSet<String> = ids.filter(|id| !known.contains(id)).map(str::to_owned).collect();
-    drop(answers);
-    targets.extend(lost.into_iter().map(target));
-    targets
+/// Maximum time to wait for awaited workers. Workers send a heartbeat every 10 s by default.
+const HEARTBEATS_WITHIN: Duration = Duration::from_secs(15);
+
+/// Polling interval.
+const LOOK_INTERVAL: Duration = Duration::from_millis(250);
+
+/// The workers of a command.
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    /// Listed workers by id, then lost and awaited ones.
+    pub(crate) targets: Vec<Target>,
+    /// Ids of the awaited workers.
+    pub(crate) awaited: BTreeSet<String>,
 }
 
-/// Checks that no coordinator has lost the worker.
+/// Returns the workers that `arguments` select. Waits for the heartbeats of awaited ones.
+pub(crate) async fn fleet(client: &Client, arguments: &Arguments) -> Result<Fleet, Failure> {
+    let mut listed = targets(arguments).await?;
+    let are_listed = !arguments.only.is_empty() && selected(arguments, listed.clone()).is_ok();
+    if arguments.coordinator.is_empty() || are_listed {
+        return Ok(Fleet { targets: selected(arguments, listed)?, awaited: BTreeSet::new() });
+    }
+    let deadline = Instant::now() + HEARTBEATS_WITHIN;
+    let mut has_told = false;
+    loop {
+        let mut fleet = with_lost(client, arguments, listed).await;
+        fleet.awaited.retain(|id| arguments.only.is_empty() || arguments.only.contains(id));
+        if fleet.awaited.is_empty() || Instant::now() > deadline {
+            return Ok(Fleet { targets: selected(arguments, fleet.targets)?, ..fleet });
+        }
+        if !has_told {
+            let ids: Vec<_> = fleet.awaited.iter().map(String::as_str).collect();
+            complain(&format!("a coordinator has restarted; waiting for heartbeats of {}", ids.join(", ")));
+            has_told = true;
+        }
+        sleep(LOOK_INTERVAL).await;
+        listed = fleet.targets;
+    }
+}
+
+/// Returns the workers that the coordinators list now, and those that coordinators among `before`
+/// have lost or await. Returns the listed ones of `before` if no coordinator answers.
+pub(crate) async fn with_lost(client: &Client, arguments: &Arguments, mut before: Vec<Target>) -> Fleet {
+    before.retain(|target| !target.is_lost);
+    let answers = ask_all(&before, |target| cluster(client, target)).await;
+    let heard: Vec<_> = answers.into_iter().filter_map(|(_, answer)| answer.ok()).collect();
+    // Afterwards, so that a worker that has reported in between is in the list.
+    let mut all = targets(arguments).await.unwrap_or(before);
+    let known: BTreeSet<String> = all.iter().map(|target| target.name.clone()).collect();
+    let absent = |field: &str| -> BTreeSet<String> {
+        let ids = heard.iter().filter_map(|it| it[field].as_array()).flatten().filter_map(Value::as_str);
+        ids.filter(|id| !known.contains(*id)).map(str::to_owned).collect()
+    };
+    let (lost, awaited) = (absent("lost"), absent("awaited"));
+    all.extend(lost.union(&awaited).cloned().map(target));
+    Fleet { targets: all, awaited }
+}
+
+/// Checks that coordinators get heartbeats from the worker.
 ///
 /// # Errors
-/// Fails if a coordinator has lost the worker.
+/// Fails if they get none.
 pub(crate) fn require_known(target: &Target) -> Result<(), Failure> {
     match target.is_lost {
         true => Err(Failure::Unreachable("lost: its coordinator receives no heartbeats".to_owned())),
@@ -55,8 +95,6 @@ fn target(id: String) -> Target {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
 
@@ -82,7 +120,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lost_workers_are_listed_once_and_not_queried() {
+    async fn absent_workers_are_listed_once_and_not_queried() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let http =
             Base { is_tls: false, host: "127.0.0.1".to_owned(), port: listener.local_addr().unwrap().port() };
@@ -93,15 +131,16 @@ mod tests {
         let client = Client::of(None, Duration::from_secs(10));
         let listing = async {
             let once = with_lost(&client, &arguments, vec![known]).await;
-            with_lost(&client, &arguments, once).await
+            with_lost(&client, &arguments, once.targets).await
         };
         let listed = tokio::select! {
             listed = listing => listed,
-            () = answer(listener, r#"{"lost":["w-1","w-2"]}"#) => unreachable!(),
+            () = answer(listener, r#"{"lost":["w-1","w-2"],"awaited":["w-1","w-3"]}"#) => unreachable!(),
         };
-        let names: Vec<_> = listed.iter().map(|target| target.name.as_str()).collect();
-        assert_eq!(names, ["w-1", "w-2"]);
-        assert!(require_known(&listed[0]).is_ok());
-        assert!(require_known(&listed[1]).unwrap_err().to_string().starts_with("lost"));
+        let names: Vec<_> = listed.targets.iter().map(|target| target.name.as_str()).collect();
+        assert_eq!(names, ["w-1", "w-2", "w-3"]);
+        assert_eq!(listed.awaited, BTreeSet::from(["w-3".to_owned()]));
+        let is_lost = |target| require_known(target).is_err_and(|it| it.to_string().starts_with("lost"));
+        assert_eq!([0, 1, 2].map(|at| is_lost(&listed.targets[at])), [false, true, true]);
     }
 }

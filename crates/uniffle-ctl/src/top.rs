@@ -16,7 +16,7 @@ use crate::arguments::{Arguments, Output};
 use crate::failure::Failure;
 use crate::http::Client;
 use crate::table::Width;
-use crate::workers::{Target, targets};
+use crate::workers::{Target, selected};
 use crate::{lists, lost, rows, say};
 
 /// Number of applications shown, per worker and in total.
@@ -35,7 +35,6 @@ pub(crate) async fn run(
     (arguments, targets): (&Arguments, Vec<Target>),
     pace: Option<Duration>,
 ) -> Result<u8, Failure> {
-    let targets = lost::with_lost(client, arguments, targets).await;
     let pace = pace.filter(|_| std::io::stdout().is_terminal());
     let Some(pace) = pace else {
         let looked = look(client, &targets).await;
@@ -113,14 +112,18 @@ async fn redraw(
         text.push_str("\x1b[J");
         draw(&text);
         tokio::time::sleep(pace).await;
-        targets = lost::with_lost(client, arguments, latest(arguments, targets).await).await;
+        targets = latest(client, arguments, targets).await;
     }
 }
 
 /// Returns the workers that `arguments` select now, because workers join and leave. Returns
 /// `before` if no coordinator answers, or if an explicitly named worker is no longer known.
-async fn latest(arguments: &Arguments, before: Vec<Target>) -> Vec<Target> {
-    targets(arguments).await.unwrap_or(before)
+async fn latest(client: &Client, arguments: &Arguments, before: Vec<Target>) -> Vec<Target> {
+    if arguments.coordinator.is_empty() {
+        return before;
+    }
+    let fleet = lost::with_lost(client, arguments, before.clone()).await;
+    selected(arguments, fleet.targets).unwrap_or(before)
 }
 
 fn draw(text: &str) {
@@ -226,10 +229,10 @@ mod tests {
         // Nobody listens there any more.
         let closed =
             std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
-        let alone = line(["--coordinator", &closed.to_string()]);
-        assert_eq!(latest(&alone, vec![target()]).await, [target()]);
-        let other = line(["--worker", "v"]);
-        assert_eq!(latest(&other, vec![target()]).await[0].name, "http://v:19998");
+        let client = Client::of(None, Duration::from_secs(1));
+        for whom in [["--coordinator", &closed.to_string()], ["--worker", "w"]] {
+            assert_eq!(latest(&client, &line(whom), vec![target()]).await, [target()]);
+        }
     }
 
     #[test]

@@ -1,7 +1,9 @@
-//! Selection of the workers that a command asks: one worker, or those that a coordinator knows.
+//! Selection of the workers that a command asks: one worker, or those that any coordinator knows.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
+use futures::future::join_all;
 use uniffle_client::{ClientOptions, Coordinators, TlsOptions};
 
 use crate::arguments::{Arguments, Call};
@@ -26,33 +28,37 @@ pub(crate) struct Target {
     pub(crate) http: Base,
     /// Administration listener.
     pub(crate) admin: Base,
-    /// True if a coordinator has lost it: it is not called.
+    /// True if coordinators get no heartbeats from it: it is not called.
     pub(crate) is_lost: bool,
 }
 
-/// Returns the workers that `arguments` select.
+/// Returns the one worker that `arguments` name, or all that the coordinators list.
 pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
     check(arguments)?;
-    if arguments.coordinator.is_empty() {
-        let worker = arguments.worker.as_deref().unwrap_or(WORKER_DEFAULT);
-        let http = Base::parse(worker, HTTP_PORT)?;
-        let admin = match &arguments.admin {
-            Some(admin) => Base::parse(admin, arguments.admin_port)?,
-            None => Base { port: arguments.admin_port, ..http.clone() },
-        };
-        return Ok(vec![Target { name: http.to_string(), http, admin, is_lost: false }]);
+    if !arguments.coordinator.is_empty() {
+        return known(arguments).await;
     }
-    let mut targets = known(arguments).await?;
-    targets.sort_by(|left, right| left.name.cmp(&right.name));
+    let worker = arguments.worker.as_deref().unwrap_or(WORKER_DEFAULT);
+    let http = Base::parse(worker, HTTP_PORT)?;
+    let admin = match &arguments.admin {
+        Some(admin) => Base::parse(admin, arguments.admin_port)?,
+        None => Base { port: arguments.admin_port, ..http.clone() },
+    };
+    Ok(vec![Target { name: http.to_string(), http, admin, is_lost: false }])
+}
+
+/// Returns those of `targets` that `--only` selects.
+///
+/// # Errors
+/// Fails if one that it names is not among them.
+pub(crate) fn selected(arguments: &Arguments, mut targets: Vec<Target>) -> Result<Vec<Target>, Failure> {
     let missing = arguments.only.iter().find(|id| targets.iter().all(|target| target.name != **id));
     if let Some(id) = missing {
         let known: Vec<_> = targets.iter().map(|target| target.name.as_str()).collect();
         let text = format!("no coordinator knows the worker {id:?}; known workers: {}", known.join(", "));
         return Err(Failure::Refused { status: 404, text });
     }
-    if !arguments.only.is_empty() {
-        targets.retain(|target| arguments.only.contains(&target.name));
-    }
+    targets.retain(|target| arguments.only.is_empty() || arguments.only.contains(&target.name));
     Ok(targets)
 }
 
@@ -83,7 +89,8 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the workers that the coordinators list.
+/// Returns the workers that any coordinator lists, sorted by id. A coordinator that has just started
+/// knows only some.
 pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
     let tls = match arguments.coordinator.iter().any(|address| address.starts_with("https://")) {
         true => Some(tls(arguments)?),
@@ -100,15 +107,27 @@ pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure>
         true => address.clone(),
         false => format!("http://{address}"),
     });
-    let coordinators = Coordinators::new(addresses, options)
+    let coordinators: Vec<_> = addresses
+        .map(|address| Coordinators::new([address], options.clone()))
+        .collect::<Result<_, _>>()
         .map_err(|error| Failure::Usage(format!("--coordinator: {error}")))?;
-    let servers = coordinators.servers().await.map_err(|error| {
+    let (mut servers, mut answered, mut failure) = (BTreeMap::new(), false, None);
+    for listed in join_all(coordinators.iter().map(Coordinators::servers)).await {
+        match listed {
+            Ok(listed) => {
+                answered = true;
+                servers.extend(listed.into_iter().map(|server| (server.id.clone(), server)));
+            }
+            Err(error) => failure = Some(error),
+        }
+    }
+    if let Some(error) = failure.filter(|_| !answered) {
         let hint = match arguments.ca_file.is_some() && !has_tls {
             true => "; a coordinator with TLS needs https:// before its address",
             false => "",
         };
-        Failure::Unreachable(whole(&error) + hint)
-    })?;
+        return Err(Failure::Unreachable(whole(&error) + hint));
+    }
     let target = |server: uniffle_client::ServerAddress| {
         let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host };
         // Port 0 refuses connections, which is reported for the worker.
@@ -117,7 +136,7 @@ pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure>
         let admin = Base { port: arguments.admin_port, ..http.clone() };
         Target { name: server.id, http, admin, is_lost: false }
     };
-    Ok(servers.into_iter().map(target).collect())
+    Ok(servers.into_values().map(target).collect())
 }
 
 /// Returns the TLS options of the command line for coordinators.

@@ -120,6 +120,8 @@ pub struct ClusterView {
     pub nodes: Vec<KnownNode>,
     /// Ids of lost nodes, up to a size limit.
     pub lost: Vec<String>,
+    /// Ids of nodes of an earlier process that have not reported yet, up to a size limit.
+    pub awaited: Vec<String>,
 }
 
 /// A live node.
@@ -363,7 +365,7 @@ impl NodeTable {
         self.nodes.values()
     }
 
-    /// Returns live and lost nodes. Call [`NodeTable::expire`] first.
+    /// Returns live, lost and awaited nodes. Call [`NodeTable::expire`] first.
     pub(super) fn view(&self, now: Instant) -> ClusterView {
         let known = |node: &Node| KnownNode {
             node: node.clone(),
@@ -373,9 +375,11 @@ impl NodeTable {
         let mut view = ClusterView {
             nodes: self.live().map(known).collect(),
             lost: self.lost.iter().map(|(id, _)| id.to_owned()).collect(),
+            awaited: self.lost.awaited().map(str::to_owned).collect(),
         };
         view.nodes.sort_by(|left, right| left.node.server.id.cmp(&right.node.server.id));
         view.lost.sort();
+        view.awaited.sort();
         view
     }
 

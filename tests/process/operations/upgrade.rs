@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::ctl::{Outcome, run};
+use uniffle_testkit::ports::free_port;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -130,4 +131,78 @@ async fn fleet_upgrade_of_the_coordinator_waits_for_all_workers() {
     let lines = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
     let (listed, plan) = (lines(&listed), lines(&plan));
     assert_eq!(listed.iter().filter(|line| plan.contains(line)).count(), 2, "{listed:?}");
+}
+
+/// Three workers that report to two coordinators among them.
+fn two_coordinators() -> (Vec<Worker>, [String; 2]) {
+    let ports = [free_port(), free_port()];
+    let coordinators = ports.map(|port| format!("127.0.0.1:{port}"));
+    let setup = Setup {
+        name: "fleet",
+        capacity: "64M",
+        quorum: Some(coordinators.join(",")),
+        made_tables: "[embedded_coordinator]\nenable = true\n".to_owned(),
+        ..Setup::default()
+    };
+    let start = |grpc_port| Worker::start(&Setup { grpc_port, ..setup.clone() });
+    let workers = vec![start(Some(ports[0])), start(Some(ports[1])), start(None)];
+    for coordinator in &workers[..2] {
+        wait_until("all workers are registered", Duration::from_secs(30), || {
+            let page: Value =
+                serde_json::from_str(&coordinator.page("/api/v1/cluster").expect("the cluster"))
+                    .expect("JSON");
+            let nodes = page["nodes"].as_array().map_or(0, Vec::len);
+            if nodes == 3 { Ok(()) } else { Err(page.to_string()) }
+        });
+    }
+    (workers, coordinators)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn commands_after_a_coordinator_upgrade_cover_all_workers() {
+    let (mut workers, coordinators) = two_coordinators();
+    let both = coordinators.join(",");
+    let ids: Vec<_> =
+        workers.iter().map(|worker| node(worker)["id"].as_str().expect("an id").to_owned()).collect();
+    let commands = [&["status", "--ready"][..], &["upgrade", "--dry-run"], &["disks"], &["top"], &["losses"]];
+    for whom in [&both, &coordinators[0]] {
+        for command in commands {
+            workers[0].begin_upgrade();
+            workers[0].finish_upgrade();
+            let outcome = run(&[&["ctl", "--coordinator", whom], command].concat()).await;
+            let text = format!("{command:?}: {}{}", outcome.stdout, outcome.stderr);
+            assert_eq!(outcome.code, 0, "{text}");
+            assert!(ids.iter().all(|id| outcome.stdout.contains(id.as_str())), "{text}");
+        }
+    }
+    // The other coordinator lists all workers in any case.
+    let rows = |outcome: Outcome| outcome.stdout.matches(": upgraded").count();
+    workers[0].begin_upgrade();
+    workers[0].finish_upgrade();
+    assert_eq!(rows(run(&["ctl", "upgrade", "--coordinator", &both, "--within", "60"]).await), 3);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_workers_fail_every_reading_command() {
+    let table = "[embedded_coordinator]\nenable = true\nnode_timeout_sec = 2\n";
+    let setup = Setup { name: "fleet", capacity: "64M", made_tables: table.to_owned(), ..Setup::default() };
+    let first = Worker::start(&setup);
+    let coordinator = first.quorum();
+    let mut second = Worker::start(&Setup { quorum: Some(coordinator.clone()), ..setup });
+    let id = node(&second)["id"].as_str().expect("an id").to_owned();
+    let cluster = || first.page("/api/v1/cluster").expect("the cluster");
+    let until = |what: &str, holds: &dyn Fn(&str) -> bool| {
+        wait_until(what, Duration::from_secs(30), || {
+            Some(()).filter(|()| holds(&cluster())).ok_or_else(cluster)
+        });
+    };
+    until("it is registered", &|page| page.contains(&id));
+    second.kill();
+    until("it is lost", &|page| page.contains(&format!("\"lost\":[{id:?}]")));
+    for command in ["losses", "disks", "apps", "status", "cluster", "tags"] {
+        let outcome = run(&["ctl", command, "--coordinator", &coordinator]).await;
+        assert!(outcome.failed(3).contains(&format!("{id}: lost: ")), "{command}");
+    }
+    let outcome = run(&["ctl", "losses", "--coordinator", &coordinator, "--only", &id]).await;
+    assert!(outcome.failed(3).contains(&format!("{id}: lost: ")));
 }

@@ -384,12 +384,13 @@ fn node_that_dies_with_the_coordinator_becomes_lost() {
     let first = next_process(&table, start, Duration::ZERO);
     let mut next = next_process(&first, start, Duration::ZERO);
     assert_eq!(next.counts().lost, 0);
+    assert_eq!(next.view(start).awaited, ["dies", "stays"]);
     next.accept(heartbeat("stays"), Joins::Named, start + Duration::from_secs(10)).unwrap();
     let late = start + Duration::from_secs(31);
     let before = next.version();
     assert_eq!((next.view(late).lost.len(), next.counts().total), (0, 1));
     next.expire(late);
-    assert_eq!(next.view(late).lost, ["dies"]);
+    assert_eq!((next.view(late).lost, next.view(late).awaited.len()), (vec!["dies".to_owned()], 0));
     assert!(next.version() > before);
     next.accept(heartbeat("dies"), Joins::Named, late).unwrap();
     assert_eq!((next.counts().lost, next.counts().total, next.lost.bytes), (0, 2, 0));

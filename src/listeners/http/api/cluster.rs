@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// Maximum number of listed applications, and of listed lost nodes.
+/// Maximum number of listed applications, of listed lost nodes and of listed awaited nodes.
 const LISTED_MAX: usize = 1_000;
 
 /// The cluster as known to one coordinator.
@@ -19,6 +19,9 @@ pub struct Cluster {
     pub app_count: usize,
     /// The thousand largest applications.
     pub apps: Vec<ClusterApp>,
+    /// Ids of nodes that have sent no heartbeat since the coordinator restarted, at most a thousand.
+    /// They become lost after the node timeout.
+    pub awaited: Vec<String>,
 }
 
 /// A live node.
@@ -115,6 +118,7 @@ impl Cluster {
     pub fn new(
         nodes: Vec<ClusterNode>,
         mut lost: Vec<String>,
+        mut awaited: Vec<String>,
         parts: impl Iterator<Item = ClusterApp>,
     ) -> Self {
         let mut sums = BTreeMap::<String, ClusterApp>::new();
@@ -129,7 +133,8 @@ impl Cluster {
         apps.sort_by_key(|app| Reverse(app.total_bytes));
         apps.truncate(LISTED_MAX);
         lost.truncate(LISTED_MAX);
-        Self { nodes, lost, app_count, apps }
+        awaited.truncate(LISTED_MAX);
+        Self { nodes, lost, app_count, apps, awaited }
     }
 }
 
@@ -149,7 +154,7 @@ mod tests {
             total_bytes,
         };
         let parts = [part("small", "a", 5), part("large", "a", 3), part("large", "b", 4)];
-        let cluster = Cluster::new(Vec::new(), Vec::new(), parts.into_iter());
+        let cluster = Cluster::new(Vec::new(), Vec::new(), Vec::new(), parts.into_iter());
         let shown: Vec<_> = cluster.apps.iter().map(|app| (app.app.as_str(), app.total_bytes)).collect();
         assert_eq!((cluster.app_count, shown), (2, vec![("large", 7), ("small", 5)]));
         let large = &cluster.apps[0];
