@@ -367,6 +367,8 @@ struct Task {
     found: Option<Arc<ShippedLog>>,
     /// The same log, while it is being read.
     read: Weak<ShippedLog>,
+    /// Reason why unknown shuffles may exist. Each checkpoint of a log without disks repeats it.
+    unknown_gap: Option<String>,
     generation: u64,
     process: u32,
     encoder: Encoder,
@@ -394,6 +396,7 @@ impl Task {
             memory,
             origin,
             read: Arc::downgrade(&found),
+            unknown_gap: found.unknown_gap().map(str::to_owned),
             found: Some(found),
             generation: u64::from(start) << 32,
             process: rand::rng().random(),
@@ -581,12 +584,11 @@ impl Task {
         let written = match (&self.origin, &self.found) {
             (Origin::Disks(log), _) => writing.copy_disks(&self.shared, &**log, self.attempts).await,
             (Origin::Store, Some(found)) => {
-                let damage = (found.gap(), found.unknown_gap());
-                writing.copy_store(found.reader(), &found.contents, damage).await.map(|()| known)
+                writing.copy_store(found.reader(), &found.contents, found.gap()).await.map(|()| known)
             }
             (Origin::Store, None) => {
                 let reader = ShippedReader::new(Arc::clone(&self.objects), &self.memory, before.clone());
-                writing.copy_store(reader, &self.contents, (None, None)).await.map(|()| known)
+                writing.copy_store(reader, &self.contents, None).await.map(|()| known)
             }
         };
         let position = match written {
@@ -598,6 +600,7 @@ impl Task {
         };
         (self.encoder, self.parts, self.contents) = (writing.encoder, writing.parts, writing.contents);
         (self.checkpoint, self.behind) = (writing.size, Size::default());
+        self.unknown_gap = writing.unknown_gap;
         (self.found, self.pending, self.begun_at) = (None, None, Some(Instant::now()));
         self.has_garbage = true;
         let mut state = self.shared.state.lock();
@@ -632,6 +635,7 @@ struct Checkpoint {
     parts: Vec<LogObject>,
     size: Size,
     contents: Contents,
+    unknown_gap: Option<String>,
 }
 
 impl Checkpoint {
@@ -647,6 +651,7 @@ impl Checkpoint {
             parts: Vec::new(),
             size: Size::default(),
             contents: Contents::default(),
+            unknown_gap: task.unknown_gap.clone(),
         }
     }
 
@@ -695,14 +700,14 @@ impl Checkpoint {
         &mut self,
         mut reader: ShippedReader,
         contents: &Contents,
-        (gap, unknown_gap): (Option<&str>, Option<&str>),
+        gap: Option<&str>,
     ) -> Result<(), LogError> {
         let next_incarnation = contents.next_incarnation;
         let epoch = |reason: Option<&str>| {
             let gap = reason.map(|reason| Gap { reason: reason.to_owned(), until_back: Vec::new() });
             Entry::Epoch(Box::new(Epoch { next_incarnation, gap, ..Epoch::default() }))
         };
-        self.put(&epoch(unknown_gap)).await?;
+        self.put(&epoch(self.unknown_gap.as_deref())).await?;
         for mark in contents.marks() {
             self.put(&mark).await?;
         }
@@ -714,7 +719,9 @@ impl Checkpoint {
             }
         }
         if let Some(reason) = gap.map(str::to_owned).or(reader.damage) {
-            self.put(&epoch(unknown_gap.or(Some(&reason)))).await?;
+            let unknown = self.unknown_gap.get_or_insert_with(|| reason.clone());
+            let epoch = epoch(Some(unknown));
+            self.put(&epoch).await?;
             for (key, found) in self.contents.shuffles() {
                 let gap = Gap { reason: reason.clone(), until_back: Vec::new() };
                 self.put(&Entry::Incomplete(Incarnation { key, number: found.incarnation }, gap)).await?;

@@ -186,3 +186,19 @@ async fn process_that_lost_its_prefix_stores_nothing_more() {
     log.append(7, b"third").await.unwrap_err();
     assert_eq!(*log.objects.puts.lock(), puts);
 }
+
+/// Regression test: the second checkpoint of a process had no gap.
+#[tokio::test(start_paused = true)]
+async fn each_checkpoint_of_a_process_repeats_the_gap() {
+    let log = Log::open(&Arc::default(), 1).await;
+    log.append(7, b"first").await.unwrap();
+    let objects = log.end().await;
+    objects.all.lock().values_mut().for_each(|bytes| *bytes = Bytes::from_static(b"damaged"));
+    let log = Log::open(&objects, 2).await;
+    log.append(7, b"second").await.unwrap();
+    tokio::time::sleep(REFRESH + Duration::from_secs(60)).await;
+    log.append(7, b"third").await.unwrap();
+    let found = Log::found(&log.end().await).await;
+    assert_eq!(found.gap(), None);
+    assert!(found.unknown_gap().is_some());
+}
