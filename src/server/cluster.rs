@@ -118,8 +118,8 @@ fn cluster(view: ClusterView) -> Cluster {
         let node = &known.node.server.id;
         known.node.details.apps.iter().map(move |app| part(app, node))
     });
-    let nodes = view.nodes.iter().map(node).collect();
-    Cluster::new(nodes, view.lost, view.awaited, parts)
+    let (nodes, is_starting) = (view.nodes.iter().map(node).collect(), view.is_starting);
+    Cluster { is_starting, ..Cluster::new(nodes, view.lost, view.awaited, parts) }
 }
 
 fn node(known: &KnownNode) -> ClusterNode {

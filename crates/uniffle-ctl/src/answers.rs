@@ -50,16 +50,19 @@ pub(crate) fn worst(answers: &[(&Target, Answer)]) -> u8 {
     failures(answers).map(|(_, failure)| failure.code()).max().unwrap_or(0)
 }
 
-/// Combines several answers into one array.
+/// Combines several answers into one array. The URL of a lost worker is unknown.
 pub(crate) fn all_of(answers: &[(&Target, Answer)]) -> Value {
     let one = |(target, answer): &(&Target, Answer)| {
-        let (worker, url) = (&target.name, target.http.to_string());
-        match answer {
-            Ok(answer) => json!({ "worker": worker, "url": url, "answer": answer }),
+        let mut row = match answer {
+            Ok(answer) => json!({ "worker": target.name, "answer": answer }),
             Err(failure) => {
-                json!({ "worker": worker, "url": url, "error": failure.to_string(), "code": failure.code() })
+                json!({ "worker": target.name, "error": failure.to_string(), "code": failure.code() })
             }
+        };
+        if !target.is_lost {
+            row["url"] = Value::from(target.http.to_string());
         }
+        row
     };
     answers.iter().map(one).collect()
 }

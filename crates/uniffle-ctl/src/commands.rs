@@ -32,7 +32,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         let text = "--output csv is for commands that print a list; use --output json";
         return Err(Failure::Usage(text.to_owned()));
     }
-    let Fleet { mut targets, awaited } = lost::fleet(&client, arguments).await?;
+    let Fleet { mut targets, awaited, .. } = lost::fleet(&client, arguments).await?;
     let output = arguments.output;
     let progress = Progress::new();
     match &arguments.call {
@@ -46,7 +46,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         }
         Call::Upgrade { command, within, dry_run, wait: _ } => {
             let options = upgrade::Options { command: command.as_deref(), within: *within };
-            // Lost workers are last, so that the others are upgraded before the command stops at them.
+            // Lost workers are last: the others are upgraded before the command stops at them.
             return upgrade::run(&client, (arguments, &targets), &options, *dry_run).await;
         }
         Call::Orphans { live, remove, older_than } => {

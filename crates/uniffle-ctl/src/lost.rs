@@ -14,6 +14,9 @@ use crate::failure::Failure;
 use crate::http::{Base, Client};
 use crate::workers::{Target, selected, targets};
 
+/// Reason why a lost worker is not called.
+pub(crate) const NO_HEARTBEATS: &str = "its coordinator receives no heartbeats";
+
 /// Maximum time to wait for awaited workers. Workers send a heartbeat every 10 s by default.
 const HEARTBEATS_WITHIN: Duration = Duration::from_secs(15);
 
@@ -27,26 +30,40 @@ pub(crate) struct Fleet {
     pub(crate) targets: Vec<Target>,
     /// Ids of the awaited workers.
     pub(crate) awaited: BTreeSet<String>,
+    /// Whether a coordinator without saved workers has just started.
+    pub(crate) is_starting: bool,
 }
 
 /// Returns the workers that `arguments` select. Waits for the heartbeats of awaited ones.
+///
+/// # Errors
+/// Fails if no coordinator answers, or if a worker may be missing without its id being known.
 pub(crate) async fn fleet(client: &Client, arguments: &Arguments) -> Result<Fleet, Failure> {
     let mut listed = targets(arguments).await?;
     let are_listed = !arguments.only.is_empty() && selected(arguments, listed.clone()).is_ok();
     if arguments.coordinator.is_empty() || are_listed {
-        return Ok(Fleet { targets: selected(arguments, listed)?, awaited: BTreeSet::new() });
+        let (targets, awaited) = (selected(arguments, listed)?, BTreeSet::new());
+        return Ok(Fleet { targets, awaited, is_starting: false });
     }
     let deadline = Instant::now() + HEARTBEATS_WITHIN;
     let mut has_told = false;
     loop {
         let mut fleet = with_lost(client, arguments, listed).await;
         fleet.awaited.retain(|id| arguments.only.is_empty() || arguments.only.contains(id));
-        if fleet.awaited.is_empty() || Instant::now() > deadline {
+        let is_complete = fleet.awaited.is_empty() && !fleet.is_starting;
+        let is_over = Instant::now() > deadline;
+        if is_over && fleet.is_starting {
+            let text =
+                "a coordinator has just started and may not know all workers; run the command again later";
+            return Err(Failure::NotReached(text.to_owned()));
+        }
+        if is_complete || is_over {
             return Ok(Fleet { targets: selected(arguments, fleet.targets)?, ..fleet });
         }
         if !has_told {
             let ids: Vec<_> = fleet.awaited.iter().map(String::as_str).collect();
-            complain(&format!("a coordinator has restarted; waiting for heartbeats of {}", ids.join(", ")));
+            let of = if ids.is_empty() { "all workers".to_owned() } else { ids.join(", ") };
+            complain(&format!("a coordinator has just started; waiting for heartbeats of {of}"));
             has_told = true;
         }
         sleep(LOOK_INTERVAL).await;
@@ -69,7 +86,8 @@ pub(crate) async fn with_lost(client: &Client, arguments: &Arguments, mut before
     };
     let (lost, awaited) = (absent("lost"), absent("awaited"));
     all.extend(lost.union(&awaited).cloned().map(target));
-    Fleet { targets: all, awaited }
+    let is_starting = heard.iter().any(|it| it["is_starting"] == true);
+    Fleet { targets: all, awaited, is_starting }
 }
 
 /// Checks that coordinators get heartbeats from the worker.
@@ -78,7 +96,7 @@ pub(crate) async fn with_lost(client: &Client, arguments: &Arguments, mut before
 /// Fails if they get none.
 pub(crate) fn require_known(target: &Target) -> Result<(), Failure> {
     match target.is_lost {
-        true => Err(Failure::Unreachable("lost: its coordinator receives no heartbeats".to_owned())),
+        true => Err(Failure::Unreachable(format!("lost: {NO_HEARTBEATS}"))),
         false => Ok(()),
     }
 }

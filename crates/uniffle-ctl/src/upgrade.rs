@@ -100,11 +100,21 @@ fn text_of(target: &Target, failure: &Failure) -> String {
     text.strip_prefix(&format!("{}: ", target.name)).unwrap_or(&text).to_owned()
 }
 
-/// Returns a row per worker with the program that it runs, and the failure at which an upgrade would
-/// stop.
+/// Checks that coordinators get heartbeats from the worker.
+///
+/// # Errors
+/// Fails with the worker's name if they get none.
+fn require_known(target: &Target) -> Result<(), Failure> {
+    // The row shows the state.
+    let named = |_| Failure::Unreachable(format!("{}: {}", target.name, lost::NO_HEARTBEATS));
+    lost::require_known(target).map_err(named)
+}
+
+/// Returns a row per worker with the program that it runs, and the failure at which an upgrade
+/// would stop.
 async fn plan(client: &Client, targets: &[Target]) -> (Vec<Value>, Option<Failure>) {
     let answers = ask_all(targets, |target| async move {
-        lost::require_known(target)?;
+        require_known(target)?;
         ready_program(client, target).await
     });
     let mut first_failure = None;
@@ -160,15 +170,16 @@ async fn upgrade_all(
 
 fn describe(row: &Value) -> String {
     let field = |name: &str| row[name].as_str().unwrap_or_default().to_owned();
+    let (from, to) = (field("from"), field("to"));
+    let seconds = row["seconds"].as_f64().unwrap_or_default();
     let detail = match row["state"].as_str() {
-        Some("upgraded") => format!(
-            " from {} to {} in {:.1} s",
-            field("from"),
-            field("to"),
-            row["seconds"].as_f64().unwrap_or_default()
-        ),
+        Some("upgraded") if from == to => {
+            let worker = field("worker");
+            return format!("{worker}: restarted in {seconds:.1} s; the program is the same, {to}\n");
+        }
+        Some("upgraded") => format!(" from {from} to {to} in {seconds:.1} s"),
         _ if row["error"].is_string() => format!(": {}", field("error")),
-        _ if row["from"].is_string() => format!(", runs {}", field("from")),
+        _ if row["from"].is_string() => format!(", runs {from}"),
         _ => String::new(),
     };
     format!("{}: {}{detail}\n", field("worker"), field("state"))
@@ -338,6 +349,23 @@ mod tests {
             "w-1: not upgraded: not ready: memory is full\n"
         );
         assert_eq!(row(json!({ "worker": name, "state": state })), "w-1: not upgraded\n");
+        let lost = Target { is_lost: true, ..target(name, "h") };
+        let failure = require_known(&lost).unwrap_err();
+        assert!(failure.to_string().starts_with("w-1: its coordinator"), "{failure}");
+        assert_eq!(
+            row(json!({ "worker": name, "state": state_before(&lost), "error": text_of(&lost, &failure) })),
+            "w-1: lost: its coordinator receives no heartbeats\n"
+        );
+    }
+
+    #[test]
+    fn upgrade_to_the_same_program_is_told_as_a_restart() {
+        let row = |to: &str| {
+            let (worker, state) = ("w-1", "upgraded");
+            describe(&json!({ "worker": worker, "state": state, "from": "1 (a)", "to": to, "seconds": 0.9 }))
+        };
+        assert_eq!(row("2 (b)"), "w-1: upgraded from 1 (a) to 2 (b) in 0.9 s\n");
+        assert_eq!(row("1 (a)"), "w-1: restarted in 0.9 s; the program is the same, 1 (a)\n");
     }
 
     #[test]

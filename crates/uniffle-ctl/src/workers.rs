@@ -89,8 +89,8 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the workers that any coordinator lists, sorted by id. A coordinator that has just started
-/// knows only some.
+/// Returns the workers that any coordinator lists, sorted by id. A coordinator that has just
+/// started knows only some.
 pub(crate) async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
     let tls = match arguments.coordinator.iter().any(|address| address.starts_with("https://")) {
         true => Some(tls(arguments)?),

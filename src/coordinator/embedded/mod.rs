@@ -363,9 +363,10 @@ impl EmbeddedCoordinator {
     #[must_use]
     pub fn cluster(&self) -> ClusterView {
         let now = Instant::now();
+        let is_new = self.0.serving_from.get().is_some_and(|from| *from > now);
         let mut nodes = self.0.nodes.lock();
         nodes.expire(now);
-        nodes.view(now)
+        nodes.view(is_new, now)
     }
 
     /// Removes silent nodes and applications, and updates the gauges.

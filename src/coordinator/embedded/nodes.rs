@@ -122,6 +122,9 @@ pub struct ClusterView {
     pub lost: Vec<String>,
     /// Ids of nodes of an earlier process that have not reported yet, up to a size limit.
     pub awaited: Vec<String>,
+    /// Whether other workers may have had no time for a heartbeat since the start, and the nodes of
+    /// an earlier process are not known.
+    pub is_starting: bool,
 }
 
 /// A live node.
@@ -144,6 +147,8 @@ pub(super) struct NodeTable {
     own: Option<ShuffleServerId>,
     lost: LostNodes,
     excluded: HashSet<String>,
+    /// Whether an earlier process has saved nodes.
+    is_restored: bool,
     /// Size of ids, addresses and tags of all nodes.
     bytes: usize,
     /// Size of the details of all nodes.
@@ -170,6 +175,7 @@ impl NodeTable {
             own: None,
             lost: LostNodes::default(),
             excluded,
+            is_restored: false,
             bytes: 0,
             detail_bytes: 0,
             version: 0,
@@ -326,6 +332,7 @@ impl NodeTable {
 
     /// Adds the nodes of an earlier process, as [`NodeTable::saved`] returned them.
     pub(super) fn restore(&mut self, saved: &[SavedNode], now: Instant, unix_now: Duration) {
+        self.is_restored |= !saved.is_empty();
         for SavedNode { id, lost_at } in saved.iter().filter(|node| is_named(&node.id)) {
             match lost_at {
                 Some(at) => {
@@ -365,8 +372,9 @@ impl NodeTable {
         self.nodes.values()
     }
 
-    /// Returns live, lost and awaited nodes. Call [`NodeTable::expire`] first.
-    pub(super) fn view(&self, now: Instant) -> ClusterView {
+    /// Returns live, lost and awaited nodes. Call [`NodeTable::expire`] first. `is_new` is true until
+    /// other workers have had time for a heartbeat.
+    pub(super) fn view(&self, is_new: bool, now: Instant) -> ClusterView {
         let known = |node: &Node| KnownNode {
             node: node.clone(),
             silent_for: now.saturating_duration_since(node.seen),
@@ -376,6 +384,7 @@ impl NodeTable {
             nodes: self.live().map(known).collect(),
             lost: self.lost.iter().map(|(id, _)| id.to_owned()).collect(),
             awaited: self.lost.awaited().map(str::to_owned).collect(),
+            is_starting: is_new && !self.is_restored,
         };
         view.nodes.sort_by(|left, right| left.node.server.id.cmp(&right.node.server.id));
         view.lost.sort();

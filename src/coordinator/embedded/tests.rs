@@ -74,6 +74,7 @@ async fn assignment_waits_for_first_heartbeats_of_other_workers() {
     let coordinator = with_nodes(1..2);
     coordinator.wait_for_workers(Duration::from_secs(10));
     let began = tokio::time::Instant::now();
+    assert!(coordinator.cluster().is_starting);
     let others = async {
         tokio::time::sleep(Duration::from_secs(8)).await;
         coordinator.report(node(2, true)).unwrap();
@@ -84,6 +85,7 @@ async fn assignment_waits_for_first_heartbeats_of_other_workers() {
     assert_eq!(hosts, HashSet::from(["10.0.0.1", "10.0.0.2"]));
     let _ = assignments(&coordinator, request(2, 1, &["ss_v5"])).await;
     assert_eq!(began.elapsed(), Duration::from_secs(10), "waits once");
+    assert!(!coordinator.cluster().is_starting);
 }
 
 #[tokio::test(start_paused = true)]

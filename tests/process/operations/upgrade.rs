@@ -96,7 +96,7 @@ async fn fleet_upgrade_stops_at_the_first_refusal() {
     let stderr = outcome.failed(1);
     assert!(stderr.contains(&format!("{}: refused the upgrade", ids[1])), "{stderr}");
     for part in [
-        format!("{}: upgraded from", ids[0]),
+        format!("{}: restarted in", ids[0]),
         format!("{}: failed: refused the upgrade", ids[1]),
         format!("{}: not upgraded", ids[2]),
     ] {
@@ -176,7 +176,7 @@ async fn commands_after_a_coordinator_upgrade_cover_all_workers() {
         }
     }
     // The other coordinator lists all workers in any case.
-    let rows = |outcome: Outcome| outcome.stdout.matches(": upgraded").count();
+    let rows = |outcome: Outcome| outcome.stdout.matches(": restarted in").count();
     workers[0].begin_upgrade();
     workers[0].finish_upgrade();
     assert_eq!(rows(run(&["ctl", "upgrade", "--coordinator", &both, "--within", "60"]).await), 3);
@@ -203,6 +203,15 @@ async fn lost_workers_fail_every_reading_command() {
         let outcome = run(&["ctl", command, "--coordinator", &coordinator]).await;
         assert!(outcome.failed(3).contains(&format!("{id}: lost: ")), "{command}");
     }
+    let outcome = run(&["ctl", "status", "--coordinator", &coordinator, "--output", "json"]).await;
+    let rows: Value = serde_json::from_str(&outcome.stdout).expect("JSON");
+    assert_eq!(
+        rows.as_array().expect("rows").iter().filter(|row| row["url"].is_string()).count(),
+        1,
+        "{rows}"
+    );
+    let plan = run(&["ctl", "upgrade", "--coordinator", &coordinator, "--dry-run"]).await;
+    assert!(plan.stdout.contains(&format!("{id}: lost: its coordinator")), "{}", plan.stdout);
     let outcome = run(&["ctl", "losses", "--coordinator", &coordinator, "--only", &id]).await;
     assert!(outcome.failed(3).contains(&format!("{id}: lost: ")));
 }

@@ -186,11 +186,14 @@ fn node_details_are_charged_until_removed() {
     table.accept(with_app("a", "app-2"), Joins::Named, start).unwrap();
     assert_eq!(table.detail_bytes, 2 * one);
     table.accept(with_app("c", &"x".repeat(details::BYTES_MAX)), Joins::Named, start).unwrap();
-    let view = table.view(start);
+    let view = table.view(false, start);
     let cut: Vec<bool> = view.nodes.iter().map(|known| known.node.details.is_cut).collect();
     assert_eq!(cut, [false, false, true]);
     table.expire(start + Duration::from_secs(31));
-    assert_eq!((table.detail_bytes, table.view(start).lost), (0, vec!["a".into(), "b".into(), "c".into()]));
+    assert_eq!(
+        (table.detail_bytes, table.view(false, start).lost),
+        (0, vec!["a".into(), "b".into(), "c".into()])
+    );
 }
 
 #[test]
@@ -230,7 +233,7 @@ fn lost_node_is_removed_after_a_day() {
     table.accept(leaving, Joins::Named, start).unwrap();
     let silent = start + Duration::from_secs(31);
     table.expire(silent);
-    assert_eq!(table.view(silent).lost, ["n"]);
+    assert_eq!(table.view(false, silent).lost, ["n"]);
     table.expire(silent + lost::KEPT);
     assert_eq!((table.counts().lost, table.lost.bytes), (0, 0));
 }
@@ -245,7 +248,7 @@ fn forgotten_lost_node_is_not_listed() {
     let silent = start + Duration::from_secs(31);
     assert!(table.forget_lost("n", silent), "lost by now, though nobody has looked");
     assert!(!table.forget_lost("n", silent), "it is removed");
-    assert_eq!((table.view(silent).lost, table.lost.bytes), (vec![], 0));
+    assert_eq!((table.view(false, silent).lost, table.lost.bytes), (vec![], 0));
     table.accept(heartbeat("n"), Joins::Named, silent).unwrap();
     table.expire(silent + Duration::from_secs(31));
     assert_eq!(table.counts().lost, 1, "it came back and is lost again");
@@ -356,7 +359,7 @@ fn lost_nodes_survive_the_process() {
     assert!(table.forget_lost("forgotten", lost));
     let hour = Duration::from_secs(3600);
     let mut next = next_process(&table, lost, hour);
-    assert_eq!(next.view(lost + hour).lost, ["gone"]);
+    assert_eq!(next.view(false, lost + hour).lost, ["gone"]);
     assert_eq!(next.counts(), NodeCounts { lost: 1, excluded: 1, ..NodeCounts::default() });
     next.expire(lost + lost::KEPT - Duration::from_secs(1));
     assert_eq!(next.counts().lost, 1);
@@ -384,13 +387,18 @@ fn node_that_dies_with_the_coordinator_becomes_lost() {
     let first = next_process(&table, start, Duration::ZERO);
     let mut next = next_process(&first, start, Duration::ZERO);
     assert_eq!(next.counts().lost, 0);
-    assert_eq!(next.view(start).awaited, ["dies", "stays"]);
+    assert_eq!(next.view(false, start).awaited, ["dies", "stays"]);
+    let is_starting = [&self::table(), &next].map(|table| table.view(true, start).is_starting);
+    assert_eq!(is_starting, [true, false], "nodes are saved or not");
     next.accept(heartbeat("stays"), Joins::Named, start + Duration::from_secs(10)).unwrap();
     let late = start + Duration::from_secs(31);
     let before = next.version();
-    assert_eq!((next.view(late).lost.len(), next.counts().total), (0, 1));
+    assert_eq!((next.view(false, late).lost.len(), next.counts().total), (0, 1));
     next.expire(late);
-    assert_eq!((next.view(late).lost, next.view(late).awaited.len()), (vec!["dies".to_owned()], 0));
+    assert_eq!(
+        (next.view(false, late).lost, next.view(false, late).awaited.len()),
+        (vec!["dies".to_owned()], 0)
+    );
     assert!(next.version() > before);
     next.accept(heartbeat("dies"), Joins::Named, late).unwrap();
     assert_eq!((next.counts().lost, next.counts().total, next.lost.bytes), (0, 2, 0));

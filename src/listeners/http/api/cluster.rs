@@ -22,6 +22,9 @@ pub struct Cluster {
     /// Ids of nodes that have sent no heartbeat since the coordinator restarted, at most a thousand.
     /// They become lost after the node timeout.
     pub awaited: Vec<String>,
+    /// True for one heartbeat interval after a start without saved nodes: other nodes may have had
+    /// no time to report.
+    pub is_starting: bool,
 }
 
 /// A live node.
@@ -134,7 +137,7 @@ impl Cluster {
         apps.truncate(LISTED_MAX);
         lost.truncate(LISTED_MAX);
         awaited.truncate(LISTED_MAX);
-        Self { nodes, lost, app_count, apps, awaited }
+        Self { nodes, lost, app_count, apps, awaited, is_starting: false }
     }
 }
 
