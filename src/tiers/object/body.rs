@@ -1,4 +1,7 @@
-//! The bytes of an answer, poured into the rooms that they are for.
+//! Copies the body of a response into the buffers of its reader.
+//!
+//! A body that was not read to its end stays open, so that the next chunk of a reader can continue
+//! it. A response that is shorter or longer than the requested range is an error.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,17 +17,17 @@ use super::core::Core;
 use super::layout::path_of;
 use crate::tiers::StoreError;
 
-/// Room for bytes of an object, with where they begin in it.
+/// A buffer for bytes of an object, with the offset of its first byte in the object.
 pub(super) type Room<'a> = (u64, &'a mut [u8]);
 
-/// An answer with a range of an object, as far as it was not read.
+/// The unread rest of a response that contains a range of an object.
 pub(super) struct Body {
     key: String,
-    /// What is left of the range.
+    /// Unread part of the requested range.
     range: Range<u64>,
-    /// Bytes that came and were not wanted yet.
+    /// Received bytes that no reader has asked for yet.
     came: Bytes,
-    /// Never locked: it makes what is only sent from thread to thread look shared.
+    /// Never locked. The mutex makes the stream `Sync`, which a boxed stream is not.
     chunks: Mutex<BoxStream<'static, object_store::Result<Bytes>>>,
 }
 
@@ -35,10 +38,10 @@ impl fmt::Debug for Body {
 }
 
 impl Body {
-    /// Asks for a range.
+    /// Requests a range of the object `key`.
     ///
     /// # Errors
-    /// The store's, or that it has answered with another one.
+    /// The store fails, or its response has another range.
     pub(super) async fn ask(core: &Core, key: String, range: Range<u64>) -> Result<Self, StoreError> {
         let options = GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
         let answer = core.store.get_opts(&path_of(&key), options).await;
@@ -53,20 +56,20 @@ impl Body {
         &self.key
     }
 
-    /// Where in the object the next byte stands.
+    /// Returns the offset of the next byte in the object.
     pub(super) fn at(&self) -> u64 {
         self.range.start
     }
 
-    /// Bytes that are left.
+    /// Returns the number of unread bytes.
     pub(super) fn left(&self) -> u64 {
         self.range.end - self.range.start
     }
 
-    /// Fills rooms, which are in the order of the object; bytes between them are dropped.
+    /// Fills `rooms`, which are sorted by offset. Bytes between them are dropped.
     ///
     /// # Errors
-    /// The store's; that there are fewer bytes than were asked for, or, at the end, more.
+    /// The store fails, or the response has fewer or more bytes than requested.
     pub(super) async fn fill(&mut self, rooms: Vec<Room<'_>>) -> Result<(), StoreError> {
         let mut rooms = VecDeque::from(rooms);
         let until = rooms.back().map_or(self.at(), |(offset, room)| offset + room.len() as u64);
@@ -94,7 +97,7 @@ impl Body {
     }
 }
 
-/// Copies what of the bytes at `at` has room.
+/// Copies `bytes`, which begin at offset `at`, into `rooms`. Removes rooms that are full.
 fn pour(mut bytes: &[u8], mut at: u64, rooms: &mut VecDeque<Room<'_>>) {
     while let Some((offset, room)) = rooms.pop_front() {
         let gap = usize::try_from(offset.saturating_sub(at)).unwrap_or(usize::MAX).min(bytes.len());

@@ -1,4 +1,4 @@
-//! The chunks that are there, and their disks.
+//! The read cache: its directories, and the chunks stored in them.
 
 use std::io;
 use std::ops::Range;
@@ -14,38 +14,39 @@ use crate::metrics::clamped;
 use crate::tiers::StoreError;
 use crate::tiers::object::metrics::Metrics;
 
-/// Chunks that are fetched at a time.
+/// Maximum number of concurrent fetches.
 const FETCHES: usize = 16;
 
-/// The directories, which chunk is in which slot of them, and the places for those that fetch.
+/// Directories of the cache, a table of the chunks in their slots, and permits for fetches.
 #[derive(Debug)]
 pub(in crate::tiers::object) struct Cache {
     pub(super) directories: Vec<Directory>,
     pub(super) slots: Mutex<Slots>,
-    /// For which applications wait in turns.
+    /// Permits for fetches. Waiting applications alternate.
     pub(super) fetches: Arc<places::Places>,
     capacity_bytes: u64,
 }
 
-/// A chunk that is there. Its slot is no other's as long as this is.
+/// A chunk that has a slot. The slot is not reused while this exists.
 #[derive(Debug)]
 pub(in crate::tiers::object) struct Pinned {
     key: ChunkKey,
     pub(super) held: Held,
 }
 
-/// A part of a buffer that a chunk has.
+/// A part of a read buffer that is filled from a cached chunk.
 #[derive(Debug)]
 pub(in crate::tiers::object) struct CachedPart {
     pub(in crate::tiers::object) pinned: Arc<Pinned>,
-    /// Where it begins in the chunk.
+    /// Offset in the chunk.
     pub(in crate::tiers::object) offset: u64,
     pub(in crate::tiers::object) range: Range<usize>,
 }
 
 impl Cache {
-    /// An empty one of `capacity_bytes`, of which each disk gets the same part; none without disks. What is remembered of
-    /// chunks is charged to `heap`.
+    /// Creates an empty cache of `capacity_bytes`, divided equally among `disks`. Returns `None`
+    /// without `disks`, or if a disk's share is less than a chunk. The table of chunks is charged
+    /// to `heap`.
     pub(in crate::tiers::object) async fn open(
         disks: &[Arc<dyn Disk>],
         capacity_bytes: u64,
@@ -68,22 +69,23 @@ impl Cache {
         Some(Self { directories, slots: Mutex::new(slots), fetches, capacity_bytes })
     }
 
-    /// Bytes of chunks that it has room for.
+    /// Returns the capacity, rounded down to whole chunks.
     pub(in crate::tiers::object) fn capacity_bytes(&self) -> u64 {
         self.capacity_bytes
     }
 
-    /// Bytes of the slots in use.
+    /// Returns the number of bytes in occupied slots.
     pub(in crate::tiers::object) fn used_bytes(&self) -> u64 {
         self.slots.lock().len() as u64 * CHUNK_BYTES
     }
 
-    /// Whether a fetch would begin at once.
+    /// Returns whether a fetch would start without waiting.
     pub(in crate::tiers::object) fn has_time(&self) -> bool {
         self.fetches.has_room(1)
     }
 
-    /// A chunk of which `bytes` are wanted, and whether it is to be fetched by whom this is told; none if it gets no slot.
+    /// Finds a chunk of which a reader needs `bytes` bytes. Returns the chunk, and true if the
+    /// caller has to fetch it. Returns `None` if the chunk gets no slot.
     pub(super) fn find(&self, metrics: &Metrics, key: ChunkKey, bytes: u64) -> Option<(Pinned, bool)> {
         let found = self.slots.lock().find(key, bytes, |directory| self.directories[directory].works());
         let (count, found) = match found {
@@ -96,10 +98,10 @@ impl Cache {
         found
     }
 
-    /// Fills parts of `buffer` from chunks that are there.
+    /// Fills `parts` of `buffer` from cached chunks.
     ///
     /// # Errors
-    /// A disk's, of which nothing is in the cache any more then. The buffer may be lost.
+    /// A disk fails. All chunks of that disk are dropped then, and the buffer may be lost.
     pub(in crate::tiers::object) async fn read(
         &self,
         metrics: &Metrics,
@@ -129,7 +131,7 @@ impl Cache {
         Ok(buffer)
     }
 
-    /// Drops chunks whose bytes are not what was written.
+    /// Drops chunks that were read with wrong bytes.
     pub(in crate::tiers::object) fn discard(&self, metrics: &Metrics, parts: &[CachedPart]) {
         let mut slots = self.slots.lock();
         parts.iter().for_each(|part| slots.remove_held(&part.pinned.key, &part.pinned.held));
@@ -137,7 +139,7 @@ impl Cache {
         self.show(metrics);
     }
 
-    /// Drops these chunks, of all readers.
+    /// Drops the chunks `keys`, even if other readers use them.
     pub(in crate::tiers::object) fn drop_all(&self, metrics: &Metrics, keys: impl Iterator<Item = ChunkKey>) {
         let mut slots = self.slots.lock();
         keys.for_each(|key| {
@@ -147,7 +149,7 @@ impl Cache {
         self.show(metrics);
     }
 
-    /// Drops the chunks of a registration.
+    /// Drops the chunks of an incarnation.
     pub(in crate::tiers::object) fn forget(&self, metrics: &Metrics, incarnation: u64) {
         while self.slots.lock().forget(incarnation) {}
         self.show(metrics);
@@ -169,10 +171,10 @@ impl Cache {
 }
 
 impl Pinned {
-    /// Bytes of the chunk, once they are there; none when its disk did not take them.
+    /// Waits until the chunk is fetched. Returns its size in bytes, or `None` if its disk failed.
     ///
     /// # Errors
-    /// The store did not give it.
+    /// The store failed to return the chunk.
     pub(in crate::tiers::object) async fn ready(&self, key: &str) -> Result<Option<u64>, StoreError> {
         self.held.flight.landed(key).await
     }

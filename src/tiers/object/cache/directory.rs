@@ -1,6 +1,8 @@
-//! One directory of the cache: a file of slots that has no name, so that nothing of it outlives the process.
+//! One directory of the cache: an unlinked file of slots, which the system deletes when the process
+//! ends.
 //!
-//! A directory whose disk fails or does not answer is left alone for a while; the cache goes on with the others.
+//! After a failure or a timeout, a directory is disabled for a while. The cache continues with the
+//! other directories.
 
 use std::io;
 use std::path::Path;
@@ -14,13 +16,13 @@ use tokio::sync::OnceCell;
 use uniffle_io::{Disk, File, ReadTarget, WriteOpen};
 use uuid::Uuid;
 
-/// How long a call may take; then the store is quicker.
+/// Timeout of a disk call. A slower disk is no faster than the store.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a directory is left alone after a failure.
+/// Time for which a directory is disabled after a failure.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// What the names of its directories begin with, of which one is there only while it is opened.
+/// Prefix of the subdirectory that exists only while the file is created.
 const PREFIX: &str = "uniffle-worker.cache.";
 
 #[derive(Debug)]
@@ -29,7 +31,7 @@ struct Files {
     read: Arc<dyn File>,
 }
 
-/// Its file is made when it is first needed.
+/// A directory whose file of slots is created on first use.
 #[derive(Debug)]
 pub(super) struct Directory {
     disk: Arc<dyn Disk>,
@@ -42,12 +44,12 @@ impl Directory {
         Self { disk, files: OnceCell::new(), failing_until: Mutex::new(None) }
     }
 
-    /// Whether it is worth trying.
+    /// Returns whether the directory is enabled.
     pub(super) fn works(&self) -> bool {
         self.failing_until.lock().is_none_or(|until| Instant::now() >= until)
     }
 
-    /// From now on it is left alone for a while.
+    /// Disables the directory for a while.
     pub(super) fn fail(&self, error: &io::Error) {
         let root = self.disk.root().display();
         *self.failing_until.lock() = Some(Instant::now() + PAUSE);
@@ -58,7 +60,7 @@ impl Directory {
         );
     }
 
-    /// Makes its file anew, unless that was done.
+    /// Creates the file, unless it is already open.
     pub(super) async fn open(&self) -> io::Result<()> {
         within(self.files()).await.map(|_| ())
     }
@@ -67,7 +69,7 @@ impl Directory {
         self.files.get_or_try_init(|| async { open(&*self.disk).await }).await
     }
 
-    /// Writes `pieces` one behind the other from `offset` of its file.
+    /// Writes `pieces` one after the other, beginning at `offset` of the file.
     pub(super) async fn write(&self, pieces: Vec<Bytes>, offset: u64) -> io::Result<()> {
         within(async { self.files().await?.write.write_at(pieces, offset).await }).await
     }
@@ -89,7 +91,7 @@ async fn within<T>(call: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     }
 }
 
-/// A file that is open and has no name any more; what an earlier process left before it got so far is removed.
+/// Creates the file, opens it and unlinks it. Removes subdirectories that a crashed process left.
 async fn open(disk: &dyn Disk) -> io::Result<Files> {
     let here = Path::new("");
     disk.create_dir_all(here).await?;

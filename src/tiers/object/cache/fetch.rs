@@ -1,4 +1,6 @@
-//! A chunk's way from the store into its slot.
+//! Fetches chunks from the store into their slots.
+//!
+//! Each fetch is a task of its own, so it continues when its readers are dropped.
 
 use std::io;
 use std::sync::Arc;
@@ -16,16 +18,17 @@ use crate::tiers::object::core::Core;
 use crate::tiers::object::layout::path_of;
 use crate::tiers::object::shuffle::Shuffle;
 
-/// Bytes that are written at a time.
+/// Number of bytes gathered before a write to the disk.
 const WRITE_BYTES: usize = 1 << 20;
 
-/// Why a chunk is not in its slot.
+/// Reason for which a chunk is not in its slot.
 enum Missed {
     Store(StoreError),
     Disk(io::Error),
 }
 
-/// A chunk of which `bytes` are wanted: there, or on its way from now on at the latest; none if it gets no slot.
+/// Finds a chunk of which a reader needs `bytes` bytes, and starts to fetch it if it is missing.
+/// Returns `None` if the chunk gets no slot.
 pub(in crate::tiers::object) fn begin(
     core: &Arc<Core>,
     shuffle: &Arc<Shuffle>,
@@ -41,7 +44,7 @@ pub(in crate::tiers::object) fn begin(
     Some(pinned)
 }
 
-/// Fetches a chunk, and tells those who wait for it how that went.
+/// Fetches a chunk and reports the outcome to all waiting readers.
 async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held) {
     let landing = Landing::of(&held.flight, shuffle.segment_key(key.segment));
     let fetched = tokio::select! {
@@ -53,7 +56,7 @@ async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>, key: ChunkKey, held: Held) 
     let landed = match fetched {
         Ok(bytes) => Landed::Whole(bytes),
         Err(missed) => {
-            // The next one who wants it finds none and begins anew.
+            // The next reader does not find the chunk and fetches it again.
             cache.slots.lock().remove_held(&key, &held);
             match missed {
                 Missed::Store(error) => Landed::NotGiven(error),
@@ -79,7 +82,7 @@ async fn fetch(
 ) -> Result<u64, Missed> {
     let Some(cache) = &core.cache else { return Ok(0) };
     let _turn = cache.fetches.take(&shuffle.name.key.app, 1).await;
-    // What is gathered, and a piece more.
+    // Memory of the gathered pieces, and of the piece that makes them exceed `WRITE_BYTES`.
     let _gathered = core.extents.force_charge(2 * WRITE_BYTES as u64);
     core.metrics.ranges.inc();
     let fetched = pour(core, object, (key, held)).await;

@@ -1,4 +1,4 @@
-//! A chunk on its way into its slot: one fetches it, all who want it wait for the same outcome.
+//! The outcome of a fetch: one task fetches a chunk, and all its readers wait for the same outcome.
 
 use std::sync::Arc;
 
@@ -7,18 +7,19 @@ use tokio::sync::watch;
 use crate::tiers::object::condition::again;
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// How it ended.
+/// Outcome of a fetch.
 #[derive(Debug)]
 pub(super) enum Landed {
-    /// So many bytes are in the slot.
+    /// The slot has the whole chunk, of this many bytes.
     Whole(u64),
-    /// The store did not give them.
+    /// The store failed to return the chunk.
     NotGiven(StoreError),
-    /// The disk did not take them.
+    /// The disk failed to store the chunk.
     NotKept,
 }
 
-/// What lands with an error when it is dropped: also of a task that is cancelled.
+/// Reports the outcome of a fetch. If dropped before that, as by a cancelled task, reports an
+/// error.
 #[derive(Debug)]
 pub(super) struct Landing {
     flight: Arc<Flight>,
@@ -31,12 +32,12 @@ impl Landing {
         Self { flight: Arc::clone(flight), key, has_landed: false }
     }
 
-    /// The object that the chunk is of.
+    /// Returns the key of the chunk's object.
     pub(super) fn key(&self) -> &str {
         &self.key
     }
 
-    /// Tells those who wait.
+    /// Reports the outcome to all waiting readers.
     pub(super) fn land(mut self, landed: Landed) {
         self.has_landed = true;
         self.flight.0.send_replace(Some(landed));
@@ -52,7 +53,7 @@ impl Drop for Landing {
     }
 }
 
-/// The outcome, empty until it has landed.
+/// Outcome of a fetch, `None` until the fetch ends.
 #[derive(Debug)]
 pub(super) struct Flight(watch::Sender<Option<Landed>>);
 
@@ -63,10 +64,10 @@ impl Default for Flight {
 }
 
 impl Flight {
-    /// Bytes in the slot once they are there; none when the disk did not take them.
+    /// Waits for the outcome. Returns the chunk's size in bytes, or `None` if its disk failed.
     ///
     /// # Errors
-    /// The store's.
+    /// The store failed to return the chunk.
     pub(super) async fn landed(&self, key: &str) -> Result<Option<u64>, StoreError> {
         let mut landed = self.0.subscribe();
         let landed = landed.wait_for(Option::is_some).await;
@@ -78,7 +79,7 @@ impl Flight {
         }
     }
 
-    /// Whether it ended, and nothing is in the slot.
+    /// Returns whether the fetch has ended without a chunk in the slot.
     pub(super) fn has_failed(&self) -> bool {
         matches!(*self.0.borrow(), Some(Landed::NotGiven(_) | Landed::NotKept))
     }

@@ -1,18 +1,11 @@
-//! Chunks of segments on local disks, as far as there is room: what one reader has brought, others of the same chunk find.
+//! The read cache: chunks of segments on local disks, shared by all readers.
 //!
-//! A chunk is fetched once, by a task of its own, however many want it, and written to a slot as it comes; then it is read
-//! from there. Readers hold no memory while they wait. What has no slot, because all are in use, because it is not worth one, or
-//! because the disk fails, is read from the store as without a cache. It is empty at every start.
+//! A chunk is fetched once, by a task of its own, and written to a slot as it arrives. Readers wait
+//! for the task without holding memory, and then read from the slot. A read bypasses the cache if
+//! all slots are in use, if the chunk is not worth a slot, or if the disk fails. The cache is empty
+//! at every start.
 //!
-//! Nothing here is believed: readers compare the checksums of what they get from it.
-//!
-//! | file | does |
-//! | --- | --- |
-//! | `slots` | which chunk is where, and which leaves (pure) |
-//! | `flight` | a chunk on its way |
-//! | `directory` | the file of one disk |
-//! | `chunks` | the chunks that are there, and their disks |
-//! | `fetch` | the way from the store to the slot |
+//! Readers verify the checksums of cached bytes, because the cache itself does not.
 
 mod chunks;
 mod directory;

@@ -1,7 +1,9 @@
-//! Which chunk is in which slot, and which leaves for another: least recently used first, never one that is read or fetched.
+//! Assigns slots to chunks. The least recently used chunk is evicted, but never one that is being
+//! read or fetched.
 //!
-//! A slot is a place of [`CHUNK_BYTES`] in the file of a directory. It is free again when the last one who holds it lets go,
-//! so a chunk that is forgotten while it is read gives its place to no other meanwhile. Pure: no I/O.
+//! A slot is a range of [`CHUNK_BYTES`] in the file of a directory. It is free when its last holder
+//! drops it, so a chunk that is dropped during a read does not free its slot before the read ends.
+//! Does no I/O.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -14,28 +16,30 @@ use parking_lot::Mutex;
 use super::flight::Flight;
 use crate::budget::{Budget, Charge};
 
-/// Chunks of objects begin at multiples of this.
+/// Size of a chunk. Chunks begin at multiples of it in their object.
 pub(in crate::tiers::object) const CHUNK_BYTES: u64 = 2 << 20;
 
-/// What a chunk costs on the heap: two tree entries, the slot, who waits for it.
+/// Heap of a cached chunk: two tree entries, the slot and the waiting readers.
 pub(super) const ENTRY_BYTES: u64 = 512;
 
-/// Of the least recently used chunks so many are looked at for one that nobody holds.
+/// Number of least recently used chunks examined to find one that nobody holds.
 const LOOKED_AT: usize = 64;
 
-/// Chunks of a registration that are dropped at once: readers wait for the lock meanwhile, some 50 µs.
+/// Chunks of an incarnation dropped at once, few because readers wait for the lock meanwhile.
 const FORGOTTEN_AT_ONCE: usize = 128;
 
-/// Chunks that were wanted and not fetched, of which it is remembered.
+/// Number of remembered chunks that a reader needed and that got no slot.
 const WANTED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
-/// A chunk that has no free slot must be wanted by this part of it, or for the second time.
+/// In a full cache, a chunk replaces another only if a reader needs at least this fraction of it,
+/// or if it is needed for the second time.
 const WANTED_DIVISOR: u64 = 4;
 
-/// Chunks that are looked at at once when a directory is emptied: readers wait for the lock meanwhile, some 50 µs.
+/// Chunks examined at once to empty a directory, few because readers wait for the lock meanwhile.
 const EMPTIED_AT_ONCE: usize = 128;
 
-/// A chunk of an object. Ordered by registration, so that those of a shuffle are a range.
+/// Identifies a chunk of an object. Ordered by incarnation, so that the chunks of a shuffle are a
+/// range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(in crate::tiers::object) struct ChunkKey {
     pub(in crate::tiers::object) incarnation: u64,
@@ -44,16 +48,16 @@ pub(in crate::tiers::object) struct ChunkKey {
 }
 
 impl ChunkKey {
-    /// None comes before it.
+    /// The smallest key.
     pub(super) const FIRST: Self = Self { incarnation: 0, segment: 0, number: 0 };
 
-    /// Where it begins in its object.
+    /// Returns the chunk's offset in its object.
     pub(in crate::tiers::object) fn start(&self) -> u64 {
         u64::from(self.number) * CHUNK_BYTES
     }
 }
 
-/// Places in the file of one directory.
+/// Allocator of the slots of one directory.
 #[derive(Debug)]
 pub(super) struct Places {
     state: Mutex<Free>,
@@ -62,9 +66,9 @@ pub(super) struct Places {
 
 #[derive(Debug)]
 struct Free {
-    /// Those that were taken and came back.
+    /// Numbers of slots that were freed.
     returned: Vec<u32>,
-    /// The first that was never taken.
+    /// Lowest number that was never allocated.
     next: u32,
 }
 
@@ -90,7 +94,7 @@ impl Places {
     }
 }
 
-/// A place that is taken; free again when this is dropped.
+/// An allocated slot. It is free again on drop, unless it was abandoned.
 #[derive(Debug)]
 pub(super) struct Slot {
     pub(super) directory: usize,
@@ -100,12 +104,12 @@ pub(super) struct Slot {
 }
 
 impl Slot {
-    /// Where it begins in its file.
+    /// Returns the slot's offset in its file.
     pub(super) fn start(&self) -> u64 {
         u64::from(self.number) * CHUNK_BYTES
     }
 
-    /// Nobody gets it any more: a write that was given up may still arrive.
+    /// Excludes the slot from reuse, because a write that timed out may still reach it.
     pub(super) fn abandon(&self) {
         self.is_abandoned.store(true, Ordering::Relaxed);
     }
@@ -119,7 +123,7 @@ impl Drop for Slot {
     }
 }
 
-/// A chunk that is there or on its way.
+/// The slot of a chunk, and the outcome of its fetch.
 #[derive(Debug, Clone)]
 pub(super) struct Held {
     pub(super) slot: Arc<Slot>,
@@ -133,18 +137,18 @@ struct Entry {
     _charge: Charge,
 }
 
-/// What is to be done about a chunk that is wanted.
+/// Result of a lookup.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// It is there or on its way.
+    /// The chunk is cached or being fetched.
     Known(Held),
-    /// It has a slot now; who asked fetches it.
+    /// The chunk has got a slot, and the caller fetches it.
     Fetch(Held),
-    /// It gets none.
+    /// The chunk gets no slot.
     Not,
 }
 
-/// The chunks by key and by their last use, and the free places of each directory.
+/// Table of cached chunks, by key and by last use, with the slot allocators of the directories.
 #[derive(Debug)]
 pub(super) struct Slots {
     places: Vec<Arc<Places>>,
@@ -167,10 +171,12 @@ impl Slots {
         }
     }
 
-    /// Looks for a chunk of which `bytes` are wanted, and gives it a slot of a directory that works if it is worth one.
+    /// Finds a chunk of which a reader needs `bytes` bytes. A missing chunk gets a free slot of a
+    /// directory for which `works` returns true. If there is none, it replaces another chunk if it
+    /// is worth a slot.
     pub(super) fn find(&mut self, key: ChunkKey, bytes: u64, works: impl Fn(usize) -> bool) -> Found {
         self.uses += 1;
-        // Of one that was not fetched the next one who wants it tries again.
+        // The next reader retries a failed fetch.
         if self.entries.get(&key).is_some_and(|entry| entry.held.flight.has_failed()) {
             self.remove(&key);
         }
@@ -198,7 +204,7 @@ impl Slots {
         Found::Fetch(held)
     }
 
-    /// Of the directories that work the one with the most room.
+    /// Allocates a slot in the working directory with the most free slots.
     fn take(&self, works: &impl Fn(usize) -> bool) -> Option<Slot> {
         let usable = self.places.iter().enumerate().filter(|(number, _)| works(*number));
         let (number, places) = usable.max_by_key(|(_, places)| places.free())?;
@@ -214,13 +220,13 @@ impl Slots {
         idle.is_some_and(|key| self.remove(&key))
     }
 
-    /// Drops a chunk; whether there was one.
+    /// Drops a chunk. Returns whether it existed.
     pub(super) fn remove(&mut self, key: &ChunkKey) -> bool {
         let removed = self.entries.remove(key);
         removed.is_some_and(|entry| self.by_use.remove(&entry.used_at).is_some())
     }
 
-    /// Drops a chunk if it is the one that is held.
+    /// Drops a chunk if it still has the slot of `held`.
     pub(super) fn remove_held(&mut self, key: &ChunkKey, held: &Held) {
         let entry = self.entries.get(key);
         if entry.is_some_and(|entry| Arc::ptr_eq(&entry.held.slot, &held.slot)) {
@@ -228,7 +234,8 @@ impl Slots {
         }
     }
 
-    /// Drops chunks of a registration, [`FORGOTTEN_AT_ONCE`] at most; whether there may be more.
+    /// Drops at most [`FORGOTTEN_AT_ONCE`] chunks of an incarnation. Returns whether there may be
+    /// more.
     pub(super) fn forget(&mut self, incarnation: u64) -> bool {
         let key = |segment, number| ChunkKey { incarnation, segment, number };
         let all = key(0, 0)..=key(u32::MAX, u32::MAX);
@@ -240,7 +247,8 @@ impl Slots {
         keys.len() == FORGOTTEN_AT_ONCE
     }
 
-    /// Drops what a directory has of [`EMPTIED_AT_ONCE`] chunks from `from` on; the one to go on with, if there are more.
+    /// Examines [`EMPTIED_AT_ONCE`] chunks from `from` on, and drops the chunks of `directory`.
+    /// Returns the chunk to continue with, if there are more.
     pub(super) fn empty_some(&mut self, directory: usize, from: ChunkKey) -> Option<ChunkKey> {
         let some = self.entries.range(from..).take(EMPTIED_AT_ONCE + 1);
         let mut some: Vec<_> = some.map(|(key, entry)| (*key, entry.held.slot.directory)).collect();
@@ -252,7 +260,7 @@ impl Slots {
         next
     }
 
-    /// Chunks in all.
+    /// Returns the number of chunks.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
